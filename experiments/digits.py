@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite import registry
-from praxis_lite.config import Config
-from praxis_lite.errors import DataError
-from praxis_lite.experiment import BaseExperiment
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import DataError
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import BatchNorm, ConvNet, Dropout, Mlp
 from praxis_lite.models import ClassificationModel
 from praxis_lite.tasks.image_classification import ImageClassificationTask
 from praxis_lite.tasks.learners import adamw_learner
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
 
 _NUM_TRAIN = 1437  # Four fifths of the images; the others are for validation.
 

@@ -5,13 +5,13 @@ The source of the installed standard library needs no download: about 10 MB, spl
 
 from __future__ import annotations
 
-from praxis_lite import registry
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.experiment import BaseExperiment
+from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.inputs import ByteTokenizer, SyntheticLMInput, TextInput, stdlib_files
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
 
 
 class _ByteLm(BaseExperiment):

@@ -11,13 +11,13 @@ import functools
 
 import jax.numpy as jnp
 
-from praxis_lite import registry
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.experiment import BaseExperiment
+from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.inputs import SentencePieceTokenizer, TextInput
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
 
 
 class PublishedSize(BaseExperiment):

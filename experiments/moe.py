@@ -6,15 +6,15 @@ praxis-lite show --exp=moe.Mixtral8x7B
 
 from __future__ import annotations
 
-from praxis_lite import registry
-from praxis_lite.config import Config
-from praxis_lite.experiment import BaseExperiment
+from praxis_lite.common.config import Config
 from praxis_lite.experiments.lm import counting_data
 from praxis_lite.experiments.lm_sizes import PublishedSize
 from praxis_lite.layers import MoeFeedForward, Router
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
 
 
 @registry.register

@@ -6,11 +6,11 @@ praxis-lite train --exp=pipelines.SyntheticLmPipelined --job_log_dir=runs/pipeli
 
 from __future__ import annotations
 
-from praxis_lite import registry
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 from praxis_lite.experiments.lm import SyntheticLmTiny
 from praxis_lite.experiments.lm_sizes import PublishedSize
 from praxis_lite.models import set_pipeline, transformer_lm
+from praxis_lite.training import registry
 
 AXES = ('stage', 'replica', 'data', 'mdl')
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from praxis_lite.config import template
+from praxis_lite.common.config import template
 from praxis_lite.models import BaseModel, ClassificationModel
-from praxis_lite.task import SingleTask, TrainParams
 from praxis_lite.tasks.learners import adamw_learner
+from praxis_lite.training.task import SingleTask, TrainParams
 
 
 class ImageClassificationTask(SingleTask):

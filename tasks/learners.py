@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import optax
 
-from praxis_lite.config import Config
-from praxis_lite.learning import Learner, LinearWarmupCosine
+from praxis_lite.common.config import Config
+from praxis_lite.training.learning import Learner, LinearWarmupCosine
 
 
 def adamw_learner(learning_rate: float = 1e-3, warmup_steps: int = 100, weight_decay: float = 0.1) -> Config:

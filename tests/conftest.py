@@ -46,7 +46,7 @@ def shared_programs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _jax_is_known():
   """No test may go on without what a release of JAX hides; those that fake such a release take back what it told."""
-  from praxis_lite.jax_internals import told  # not before the environment above is made
+  from praxis_lite.common.jax_internals import told  # not before the environment above is made
 
   before = len(told)
   yield

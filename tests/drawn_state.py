@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict
-from praxis_lite.weights import WeightHParams
 
 
 def drawn_variables(weights: NestedDict, seed: int = 0) -> NestedDict:

@@ -27,7 +27,7 @@ DEVICES = 'xla_force_host_platform_device_count'
 
 def xla_flags(devices: int | None = None) -> str:
   """XLA_FLAGS of a process with this number of simulated devices; None leaves it to the process."""
-  from praxis_lite.jax_internals.flags import add_flags  # not before conftest.py has made the environment
+  from praxis_lite.common.jax_internals.flags import add_flags  # not before conftest.py has made the environment
 
   given = re.sub(rf'--{DEVICES}=\d+', '', os.environ.get('XLA_FLAGS', ''))
   wanted = QUICK | PATIENT | ({} if devices is None else {DEVICES: str(devices)})

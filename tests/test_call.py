@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite import call
-from praxis_lite.call import Frame, SideOutputs, Summary
-from praxis_lite.errors import ConfigError
-from praxis_lite.trees import merge
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import merge
+from praxis_lite.layers.base import call
+from praxis_lite.layers.base.call import Frame, SideOutputs, Summary
 
 
 def draws(key):
@@ -26,7 +26,7 @@ def side_outputs(**fields):
 
 def test_key_of_a_path_is_the_same_in_every_process():
   program = (
-    'import jax; from praxis_lite import call;'
+    'import jax; from praxis_lite.layers.base import call;'
     "print(jax.random.key_data(call.fold_in_path(jax.random.key(3), ('lm', 'softmax'))).tolist())"
   )
   other = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)

@@ -20,11 +20,11 @@ import pytest
 from quick_xla import xla_flags
 from warm_python import started
 
-from praxis_lite import registry
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.cli.main import main
-from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.experiment import configure
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = pytest.mark.slow
@@ -127,12 +127,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite import registry
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.experiment import BaseExperiment
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.training.experiment import BaseExperiment
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.models import BaseModel
-from praxis_lite.task import SingleTask
-from praxis_lite.weights import WeightHParams
+from praxis_lite.training.task import SingleTask
+from praxis_lite.sharding.weights import WeightHParams
 {helper}
 
 class Line(BaseModel):
@@ -235,7 +235,7 @@ def state_arrays(directory, step=20):
 STUCK = """
 import time
 from praxis_lite import registry
-from praxis_lite.config import Config, config_values
+from praxis_lite.common.config import Config, config_values
 from praxis_lite.inputs import SyntheticLMInput
 
 class StuckInput(SyntheticLMInput):

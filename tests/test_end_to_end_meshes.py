@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.experiment import configure
-from praxis_lite.explain import format_parameter_table, parameter_table
-from praxis_lite.explain.explanation import format_shape
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.instruments.explain import format_parameter_table, parameter_table
+from praxis_lite.instruments.explain.explanation import format_shape
 from praxis_lite.partitioning import partition_spmd_model
-from praxis_lite.partitioning.mesh import create_device_mesh
+from praxis_lite.sharding.mesh import create_device_mesh
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 pytestmark = pytest.mark.slow
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, UnknownFieldError
-from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, UnknownFieldError
 from praxis_lite.models import BaseModel
-from praxis_lite.task import SingleTask
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.task import SingleTask
 
 
 def a_config() -> ExperimentConfig:

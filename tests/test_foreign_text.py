@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from praxis_lite.foreign_text import (
+from praxis_lite.common.foreign_text import (
   PrintableStream,
   has_lost_secret,
   is_secret,

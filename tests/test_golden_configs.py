@@ -8,9 +8,9 @@ import pathlib
 
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.config.text import to_text
-from praxis_lite.experiment import configure
+from praxis_lite.common.config.text import to_text
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 UPDATE = os.environ.get('UPDATE_GOLDEN') == '1'

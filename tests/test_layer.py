@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.layer import Layer, SplitMapping, WeightSplit
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.layers import Repeat
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.layers.base import Layer, SplitMapping, WeightSplit
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 KEY = jax.random.key(0)
 

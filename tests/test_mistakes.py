@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from praxis_lite import Config, Layer, WeightHParams
-from praxis_lite.errors import UserError
-from praxis_lite.mistakes import MissingEntryError, NotALayerError, NotAnArrayError, ShapesError, TracedValueError
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.mistakes import (
+  MissingEntryError,
+  NotALayerError,
+  NotAnArrayError,
+  ShapesError,
+  TracedValueError,
+)
 
 
 class Product(Layer):

@@ -2,7 +2,7 @@
 
 import os
 
-from praxis_lite.native_log import collected_log
+from praxis_lite.common.native_log import collected_log
 
 
 def test_warnings_are_collected_and_errors_are_shown(capfd):

@@ -34,7 +34,7 @@ OWN_PACKAGES = {
     """,
   # The same module and class as a built-in one.
   'experiments/digits.py': """
-    from praxis_lite import registry
+    from praxis_lite.training import registry
     from praxis_lite.experiments import digits
 
     @registry.register
@@ -133,7 +133,7 @@ def test_names_find_own_and_built_in_experiments(printed):
 
 
 def test_in_a_checkout_no_experiment_is_imported_twice():
-  everything = 'from praxis_lite import registry; print(registry.load_all(), *registry.names(), sep="\\n")'
+  everything = 'from praxis_lite.training import registry; print(registry.load_all(), *registry.names(), sep="\\n")'
   names = python('-c', everything, cwd=ROOT, path=ROOT)
   assert names[0] == '[]' and all(name.startswith('praxis_lite.experiments.') for name in names[1:])
   file = ROOT / 'experiments' / 'lm.py'

@@ -10,11 +10,11 @@ import textwrap
 
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.errors import UserError
-from praxis_lite.experiment import BaseExperiment
+from praxis_lite.common.errors import UserError
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
 
-HEADER = 'from praxis_lite import registry\nfrom praxis_lite.experiment import BaseExperiment\n'
+HEADER = 'from praxis_lite.training import registry\nfrom praxis_lite.training.experiment import BaseExperiment\n'
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +223,7 @@ def test_a_module_that_raises_says_what_and_where(workspace, text, message):
 
 
 def test_a_failure_inside_a_library_is_located_in_the_users_own_code(workspace):
-  write(workspace, {'my_run.py': 'from praxis_lite.errors import did_you_mean\n\ndid_you_mean("a", 3)\n'})
+  write(workspace, {'my_run.py': 'from praxis_lite.common.errors import did_you_mean\n\ndid_you_mean("a", 3)\n'})
   with pytest.raises(UserError, match=r"TypeError: 'int' object is not iterable \(my_run.py:3\)"):
     registry.get('my_run.Mine')
 
@@ -259,7 +259,9 @@ def test_registering_a_class_twice_is_harmless():
 
 
 def test_importing_the_registry_imports_no_jax():
-  program = 'import sys, praxis_lite.registry; print([m for m in ("jax", "fiddle", "numpy") if m in sys.modules])'
+  program = (
+    'import sys, praxis_lite.training.registry; print([m for m in ("jax", "fiddle", "numpy") if m in sys.modules])'
+  )
   done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == '[]'
 

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit, get_fan_in_fan_out, init_weight
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.sharding.weights import (
+  WeightHParams,
+  WeightHParamsCollection,
+  WeightInit,
+  get_fan_in_fan_out,
+  init_weight,
+)
 
 SHAPE = (4, 50, 30)
 FIRST, FAN_IN, FAN_OUT = 4, 200, 120

@@ -35,8 +35,8 @@ from typing import Any
 
 MODULES = (
   *('jax', 'jax.experimental.multihost_utils', 'optax', 'orbax.checkpoint', 'tensorboardX', 'multiprocessing.queues'),
-  *('praxis_lite.cli.main', 'praxis_lite.runtime.executor', 'praxis_lite.checkpoints.streamed_writes'),
-  *('praxis_lite.cli.train', 'praxis_lite.explain', 'praxis_lite.experiments.lm'),
+  *('praxis_lite.cli.main', 'praxis_lite.runs.executor', 'praxis_lite.checkpoints.streamed_writes'),
+  *('praxis_lite.cli.train', 'praxis_lite.instruments.explain', 'praxis_lite.experiments.lm'),
 )
 SERVE = 'import warm_python; warm_python.serve()'
 SET_CHILD_SUBREAPER = 36  # of prctl(2): orphans among the descendants of the process become its children

@@ -59,7 +59,7 @@ def write_checkpoint(folder: Path, size: str, dtype: str) -> int:
   """Writes a Llama of random weights; returns the number of its parameters."""
   import jax
 
-  from praxis_lite.hf import write_model
+  from praxis_lite.bridges.hf import write_model
   from praxis_lite.models import transformer_lm
 
   model = transformer_lm(**_SIZES[size]).instantiate()
@@ -71,7 +71,7 @@ def write_checkpoint(folder: Path, size: str, dtype: str) -> int:
 def ours(folder: Path, run: Path, dtype: str) -> Decode:
   """Returns the decoding of a checkpoint that is imported as a run."""
   from praxis_lite import open_run
-  from praxis_lite.hf import import_run
+  from praxis_lite.bridges.hf import import_run
 
   import_run(folder, run, overrides=[f"task.model.fprop_dtype='{dtype}'", 'task.model.decoder_tpl.stop_ids=()'])
   model = open_run(run).load()

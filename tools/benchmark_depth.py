@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.common.devices import simulate_cpu_devices
 from tools.timing import measure_in_turn, seconds
 
 if TYPE_CHECKING:  # It imports JAX, whose devices are simulated first.

@@ -324,7 +324,7 @@ def _summarize_samples(samples: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 def _peak(kind: str) -> float | None:
-  from praxis_lite.accelerators import bf16_peak_of
+  from praxis_lite.common.accelerators import bf16_peak_of
 
   return bf16_peak_of(kind)
 

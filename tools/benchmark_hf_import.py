@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import ml_dtypes
 import numpy as np
 
-from praxis_lite.hf.files import Declared, write_folder
+from praxis_lite.bridges.hf.files import Declared, write_folder
 
 _HEADS, _HEAD_DIM, _DIMS, _HIDDEN, _VOCAB = 8, 128, 1024, 4096, 32_000
 

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from praxis_lite import inputs
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 from praxis_lite.experiments.lm import StdlibLm
 from praxis_lite.inputs.rows import Rows
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.common.devices import simulate_cpu_devices
 from tools.timing import measure_in_turn, median_ratio, seconds
 
 if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
   import jax
 
-  from praxis_lite.layer import Layer
+  from praxis_lite.layers.base import Layer
 
 VOCABULARIES = (8_192, 32_000, 50_257, 128_256)
 # At the largest vocabulary: temporaries with whole logits are at least so many times those in chunks.
@@ -47,7 +47,7 @@ def main() -> int:
   import jax.numpy as jnp
   from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-  from praxis_lite.config import Config
+  from praxis_lite.common.config import Config
   from praxis_lite.layers import FullSoftmax
   from praxis_lite.layers.chunked_loss import usual_chunk_size
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.figures import format_bytes
-from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.common.devices import simulate_cpu_devices
+from praxis_lite.common.figures import format_bytes
 from tools.timing import measure_in_turn, median_ratio, seconds
 
 LIMIT = 1.15
@@ -48,9 +48,9 @@ def speed(tokens: int, model_dims: int, hidden_dims: int, pairs: int) -> float:
   import jax.numpy as jnp
   import numpy as np
 
-  from praxis_lite.config import Config
+  from praxis_lite.common.config import Config
+  from praxis_lite.common.trees import NestedDict
   from praxis_lite.layers import MoeFeedForward
-  from praxis_lite.trees import NestedDict
 
   layer = Config(MoeFeedForward, input_dims=model_dims, hidden_dims=hidden_dims, num_experts=8).instantiate()
   variables = layer.init(jax.random.key(0))
@@ -83,12 +83,12 @@ def memory() -> None:
   import jax
   import numpy as np
 
-  from praxis_lite.config import Config
+  from praxis_lite.common.config import Config
   from praxis_lite.layers import MoeFeedForward
   from praxis_lite.models import set_sharding, transformer_lm
-  from praxis_lite.partitioning.hlo import collectives
-  from praxis_lite.task import SingleTask
+  from praxis_lite.sharding.hlo import collectives
   from praxis_lite.training import PartitionedTask
+  from praxis_lite.training.task import SingleTask
 
   batch = {name: np.ones((32, 64), np.int32) for name in ('ids', 'labels')} | {'weights': np.ones((32, 64), np.float32)}
   print('experts over   parameters and slots   temporaries   all-to-alls')

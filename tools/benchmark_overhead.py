@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.common.devices import simulate_cpu_devices
 from tools.timing import measure_in_turn, median_ratio
 
 if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
@@ -81,7 +81,7 @@ def main() -> int:
   print(f'loss after these steps: ours {built_ours.loss():.5f}, by hand {built_hand.loss():.5f}')
 
   if args.devices > 1:
-    from praxis_lite.partitioning.hlo import collectives
+    from praxis_lite.sharding.hlo import collectives
 
     even = built_ours
     uneven = ours(one_short(size), args.devices)

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.hosts.devices import simulate_cpu_devices
-from praxis_lite.jax_internals.flags import add_flags
+from praxis_lite.common.devices import simulate_cpu_devices
+from praxis_lite.common.jax_internals.flags import add_flags
 from tools.timing import measure_in_turn, median_ratio, seconds
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def make_task(
   import numpy as np
   import optax
 
-  from praxis_lite.config import Config
-  from praxis_lite.learning import Learner
+  from praxis_lite.common.config import Config
   from praxis_lite.models import set_pipeline, transformer_lm
   from praxis_lite.tasks.language_modelling import LanguageModelTask
+  from praxis_lite.training.learning import Learner
   from praxis_lite.training.partitioned_task import PartitionedTask
 
   model = transformer_lm(vocab_size=128, model_dims=dims, num_layers=layers, num_heads=4).set(packed=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.common.devices import simulate_cpu_devices
 
 # From the one that keeps most to the one that keeps least; a policy, and the tags that it keeps in addition.
 POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -39,11 +39,11 @@ def main() -> int:
 
   import jax
 
-  from praxis_lite.config import Config
+  from praxis_lite.common.config import Config
   from praxis_lite.inputs import SyntheticLMInput
   from praxis_lite.models import transformer_lm
-  from praxis_lite.task import SingleTask
   from praxis_lite.training.partitioned_task import PartitionedTask
+  from praxis_lite.training.task import SingleTask
 
   jax.config.update('jax_enable_compilation_cache', False)
   data = Config(SyntheticLMInput, seq_len=args.tokens, vocab_size=256, batch_size=4, is_training=True).instantiate()

@@ -36,7 +36,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 import numpy as np
 
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 from praxis_lite.inputs.grain_input import import_grain, write_array_records
 from tools.faults.comparison import differences, results_of
 from tools.faults.experiment import examples

@@ -26,7 +26,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import numpy as np
 
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 from tools.fuzz.parsers import PARSERS
 
 _SECONDS = 20  # On a busy machine; a case takes milliseconds.

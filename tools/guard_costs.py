@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""What the guards of `praxis_lite/partitioning/guards/` cost, read from compiled train steps; nothing is run.
+"""What the guards of `praxis_lite/sharding/guards/` cost, read from compiled train steps; nothing is run.
 
   python tools/guard_costs.py                      all registered experiments, on 8 devices in each way
   python tools/guard_costs.py --match=lm.          some of them
@@ -20,24 +20,24 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.common.devices import simulate_cpu_devices
 
 simulate_cpu_devices(8)  # Before JAX is imported.
 
 import jax
 import numpy as np
 
-from praxis_lite import registry
-from praxis_lite.config import Config
-from praxis_lite.errors import UserError
-from praxis_lite.experiment import configure
-from praxis_lite.explain.report import task_and_inputs
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.instruments.explain.report import task_and_inputs
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning.guards import guard
-from praxis_lite.partitioning.hlo import collectives
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.guards import guard
+from praxis_lite.sharding.hlo import collectives
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.trees import NestedDict
+from praxis_lite.training.task import SingleTask
 
 # By the number of an experiment's mesh axes.
 MESHES: dict[int, list[tuple[int, ...]]] = {1: [(8,)], 2: [(8, 1), (2, 4)], 3: [(8, 1, 1), (1, 8, 1), (2, 2, 2)]}

@@ -36,7 +36,7 @@ os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
 import jax
 import numpy as np
 
-from praxis_lite.jax_internals.flags import add_flags
+from praxis_lite.common.jax_internals.flags import add_flags
 from tools.graphs import drawing, tasks
 from tools.graphs.families import FAMILIES
 from tools.hunt import models, operations

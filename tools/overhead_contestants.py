@@ -13,13 +13,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from praxis_lite.config import Config
-from praxis_lite.learning import Learner
+from praxis_lite.common.config import Config
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning.guards import guard
-from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.guards import guard
+from praxis_lite.sharding.mesh import create_device_mesh
 from praxis_lite.training import PartitionedTask, TrainState
+from praxis_lite.training.learning import Learner
+from praxis_lite.training.task import SingleTask
 from tools.handwritten_lm import Size, init_params, make_optimizer, make_step, sharding_specs
 
 sizes = {

@@ -17,11 +17,11 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from praxis_lite import registry
 from praxis_lite.cli.plan import cache_of_plans, prepare
-from praxis_lite.experiment import configure
-from praxis_lite.plan import differences, parse_topology, plan, snapshot_of
-from praxis_lite.plan.snapshot import keep, read
+from praxis_lite.instruments.plan import differences, parse_topology, plan, snapshot_of
+from praxis_lite.instruments.plan.snapshot import keep, read
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 FOLDER = pathlib.Path(__file__).parent.parent / 'tests' / 'golden' / 'plans'
 TOPOLOGIES = {

@@ -25,7 +25,7 @@ except ImportError:
 from checkpoints import CASES, GOLDEN, write
 from theirs import greedy_of, loaded, logits_of
 
-from praxis_lite.hf.files import read_folder
+from praxis_lite.bridges.hf.files import read_folder
 
 NEW_TOKENS = 5
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from praxis_lite.files import KnownFolder, parse_json, read_plain
+from praxis_lite.common.files import KnownFolder, parse_json, read_plain
 
 BEST = 'best.json'
 

@@ -51,14 +51,14 @@ from praxis_lite.checkpoints.retention import CHECKPOINTS, RemovedError, Retenti
 from praxis_lite.checkpoints.save_barrier import SaveBarrier
 from praxis_lite.checkpoints.seal import SEAL, check_records, check_seal, new_seal, seal_array
 from praxis_lite.checkpoints.streamed import stored_arrays
-from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.files import check_plain_below, local_path
-from praxis_lite.hosts.processes import gather_texts, join_by_host
-from praxis_lite.jax_internals import unless_unknown
-from praxis_lite.jax_internals.processes import service_client
-from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.common.errors import CheckpointError, ConfigError
+from praxis_lite.common.files import check_plain_below, local_path
+from praxis_lite.common.jax_internals import unless_unknown
+from praxis_lite.common.jax_internals.processes import service_client
+from praxis_lite.common.processes import gather_texts, join_by_host
+from praxis_lite.common.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
+from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
 
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.checkpoints.failures import unreadable
-from praxis_lite.errors import CheckpointError
-from praxis_lite.files import parse_json, plain_dtype, read_plain
-from praxis_lite.trees import NestedDict, insert, leaves_by_path, path_name
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.files import parse_json, plain_dtype, read_plain
+from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, path_name
 
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3

@@ -6,7 +6,7 @@ import re
 
 import jax
 
-from praxis_lite.errors import CheckpointError
+from praxis_lite.common.errors import CheckpointError
 
 # Beginnings of those TensorStore errors that do not mean damaged data.
 _NOT_REACHED = ('PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')

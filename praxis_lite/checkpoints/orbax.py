@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from praxis_lite.errors import CheckpointError
-from praxis_lite.files import kind_of_other
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.files import kind_of_other
 
 # Seconds until a folder that one host has created is visible to another, as on a network file system.
 _TO_BE_SEEN = 10.0

@@ -4,7 +4,7 @@
     circular_repeat = R                mdl_vars.w [R, layers / R, ...]   opt_states.repeated_2_3.mu.w
 
 The order of the layers is always the same, so each array is a reshape of the wanted one. Optimizers that update each
-layer separately have the sizes of the stack in the names of their states; see `learning/optimizer.py`.
+layer separately have the sizes of the stack in the names of their states; see `training/learning/optimizer.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.contents import Record
-from praxis_lite.partitioning.guards import GuardedJit
-from praxis_lite.partitioning.host_memory import on_device
-from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
-from praxis_lite.partitioning.slots import owner_of
-from praxis_lite.partitioning.specs import all_axes, axes_to_entry, complete_spec
-from praxis_lite.trees import NestedDict, Path, insert, leaves, leaves_by_path, path_name
+from praxis_lite.common.trees import NestedDict, Path, insert, leaves, leaves_by_path, path_name
+from praxis_lite.sharding.guards import GuardedJit
+from praxis_lite.sharding.host_memory import on_device
+from praxis_lite.sharding.padding import pad_to, padded_shape, slice_to
+from praxis_lite.sharding.slots import owner_of
+from praxis_lite.sharding.specs import all_axes, axes_to_entry, complete_spec
 
 _GROUP = re.compile(r'^(opt_states\.)repeated(?:_\d+)+(?=\.)')
 

@@ -19,8 +19,8 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.errors import CheckpointError
-from praxis_lite.files import remove_all
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.files import remove_all
 
 _INCOMPLETE = '.orbax-checkpoint-tmp'  # In the names of folders that Orbax is writing.
 _REMOVED = '.removed'

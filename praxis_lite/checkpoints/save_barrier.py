@@ -20,8 +20,8 @@ import threading
 import jax
 
 from praxis_lite.checkpoints.failures import first_line
-from praxis_lite.errors import CheckpointError
-from praxis_lite.jax_internals.processes import Client
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.jax_internals.processes import Client
 
 _KEY = 'praxis_lite/saves'
 _numbers = itertools.count(1)  # Numbers of this process's saves; the same in all processes.

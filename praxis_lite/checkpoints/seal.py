@@ -18,7 +18,7 @@ import numpy as np
 from praxis_lite.checkpoints.contents import read_record
 from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.checkpoints.streamed import stored_arrays, whole
-from praxis_lite.errors import CheckpointError
+from praxis_lite.common.errors import CheckpointError
 
 # Its name in the records and among the arrays.
 SEAL = 'seal'

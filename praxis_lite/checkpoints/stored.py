@@ -23,10 +23,10 @@ from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
 from praxis_lite.checkpoints.seal import check_records, check_seal
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
-from praxis_lite.errors import CheckpointError
-from praxis_lite.files import local_path, remove_all
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.files import local_path, remove_all
+from praxis_lite.common.trees import insert
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import insert
 
 # Files of a run directory that a copy needs to be a run itself.
 _OF_RUN = ('run.json', 'config.txt', 'vocabulary.json')

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from praxis_lite.checkpoints.failures import first_line
-from praxis_lite.errors import CheckpointError
-from praxis_lite.files import check_plain_below, read_plain
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.files import check_plain_below, read_plain
 
 if TYPE_CHECKING:
   import tensorstore as ts

@@ -12,8 +12,8 @@ _MIB = 2**20
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.explain import Limits, check, format_problems, has_errors
-  from praxis_lite.hosts.devices import leave_accelerators_alone
+  from praxis_lite.common.devices import leave_accelerators_alone
+  from praxis_lite.instruments.explain import Limits, check, format_problems, has_errors
 
   leave_accelerators_alone()
   limits = Limits(

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command
-from praxis_lite.errors import CheckpointError, UserError, check_choice
-from praxis_lite.files import is_url, local_path
+from praxis_lite.common.errors import CheckpointError, UserError, check_choice
+from praxis_lite.common.files import is_url, local_path
 
 if TYPE_CHECKING:
-  from praxis_lite.checkpoints.remote import RemoteCheckpoint
   from praxis_lite.checkpoints.stored import StoredCheckpoint
+  from praxis_lite.runs.cluster.remote import RemoteCheckpoint
 
 _ACTIONS = ('list', 'show', 'diff', 'verify', 'copy')
 
@@ -44,7 +44,7 @@ _USES = {
 def _found(directory: str, step: int | None) -> Sequence[StoredCheckpoint | RemoteCheckpoint]:
   """Returns the checkpoints of a run, on a disk or in an object store."""
   if is_url(directory):
-    from praxis_lite.checkpoints.remote import remote_checkpoints
+    from praxis_lite.runs.cluster.remote import remote_checkpoints
 
     return remote_checkpoints(directory, step)
   from praxis_lite.checkpoints.stored import checkpoints_at
@@ -54,7 +54,7 @@ def _found(directory: str, step: int | None) -> Sequence[StoredCheckpoint | Remo
 
 def _best_step(directory: str) -> int | None:
   if is_url(directory):
-    from praxis_lite.checkpoints.remote import remote_best_step
+    from praxis_lite.runs.cluster.remote import remote_best_step
 
     return remote_best_step(directory)
   from praxis_lite.checkpoints.stored import best_step
@@ -99,7 +99,7 @@ def _kept(checkpoint: StoredCheckpoint | RemoteCheckpoint) -> contextlib.Abstrac
 
 def _describe(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool) -> tuple[str, str, str, str]:
   """Returns the age, the size, the mesh and the state of a checkpoint as text."""
-  from praxis_lite.figures import duration
+  from praxis_lite.common.figures import duration
 
   state = ['best'] if is_best else []
   age = mesh = '-'
@@ -165,7 +165,7 @@ def _verify(values: flags.FlagValues) -> int:
 def _copy(values: flags.FlagValues) -> int:
   source, target = values.dirs
   if is_url(source):
-    from praxis_lite.checkpoints.remote import copy_here
+    from praxis_lite.runs.cluster.remote import copy_here
 
     if not values.optimizer:
       raise UserError('copy --nooptimizer: copy all of it to a directory first, and from there without the optimizer')
@@ -189,7 +189,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-  from praxis_lite.explain.explanation import align_columns
+  from praxis_lite.instruments.explain.explanation import align_columns
 
   for line in align_columns(rows):
     print(line)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 
-from praxis_lite.errors import UserError
-from praxis_lite.files import local_path
-from praxis_lite.foreign_text import printable
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.files import local_path
+from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
-  from praxis_lite.experiment import ExperimentConfig
+  from praxis_lite.training.experiment import ExperimentConfig
 
 
 class Command(NamedTuple):
@@ -109,8 +109,8 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
 
   local_path(values.job_log_dir)  # Reports a wrong directory before any other mistake.
 
-  from praxis_lite.hosts.compilation_cache import set_up_compilation_cache
-  from praxis_lite.hosts.devices import simulate_cpu_devices
+  from praxis_lite.common.devices import simulate_cpu_devices
+  from praxis_lite.runs.compilation_cache import set_up_compilation_cache
 
   if values.devices is not None:
     simulate_cpu_devices(values.devices)
@@ -129,11 +129,11 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
   Raises:
     UserError: the flags name no experiment and no recorded run, or a flag is not valid.
   """
-  from praxis_lite.config.overrides import apply_overrides
+  from praxis_lite.common.config.overrides import apply_overrides
 
   if values.exp:
-    from praxis_lite import registry
-    from praxis_lite.experiment import configure
+    from praxis_lite.training import registry
+    from praxis_lite.training.experiment import configure
 
     config = configure(registry.get(values.exp))
   else:
@@ -156,8 +156,8 @@ def _read_recorded(values: flags.FlagValues) -> ExperimentConfig:
       '--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
       'Or name the directory of a run, as in --job_log_dir=runs/1'
     )
-  from praxis_lite.records.record import has_record, read_record
-  from praxis_lite.records.runs import runs_near
+  from praxis_lite.runs.records.record import has_record, read_record
+  from praxis_lite.runs.records.runs import runs_near
 
   if not has_record(values.job_log_dir):
     raise UserError(

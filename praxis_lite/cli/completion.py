@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from praxis_lite.cli.command import Command, defined_flags
-from praxis_lite.errors import UserError, check_choice
+from praxis_lite.common.errors import UserError, check_choice
 
 _SHELLS = ('bash', 'zsh')
 
@@ -110,7 +110,7 @@ def _bare_words(command: Command) -> Sequence[str]:
 
 
 def _run(commands: Mapping[str, Command], values: flags.FlagValues) -> int:
-  from praxis_lite import registry
+  from praxis_lite.training import registry
 
   if values.shell == 'names':
     print('\n'.join(registry.names_in_sources()))

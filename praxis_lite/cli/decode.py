@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, damage_flag, run_flags
-from praxis_lite.errors import UserError
-from praxis_lite.foreign_text import printable
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
   from praxis_lite.inputs import BaseTokenizer
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
-  from praxis_lite.experiment import ExperimentConfig
-  from praxis_lite.runtime.inference import decode_prompts, run_decode
-  from praxis_lite.runtime.prompts import continued_text, task_with_sampler, tokenizer_of
-  from praxis_lite.runtime.vocabulary import use_kept_vocabulary
+  from praxis_lite.runs.inference import decode_prompts, run_decode
+  from praxis_lite.runs.prompts import continued_text, task_with_sampler, tokenizer_of
+  from praxis_lite.runs.vocabulary import use_kept_vocabulary
+  from praxis_lite.training.experiment import ExperimentConfig
 
   if not values.prompt and not values.prompt_ids:
     run_decode(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)
@@ -81,7 +81,7 @@ class _Prompt(NamedTuple):
 
 def _prompts(values: flags.FlagValues, tokenizer: BaseTokenizer | None) -> list[_Prompt]:
   """Returns the prompts that the flags give."""
-  from praxis_lite.runtime.prompts import chat_prompt, encode_prompt
+  from praxis_lite.runs.prompts import chat_prompt, encode_prompt
 
   if tokenizer is None:
     if values.prompt:

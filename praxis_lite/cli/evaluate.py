@@ -10,7 +10,7 @@ from praxis_lite.cli.command import Command, configured_run, damage_flag, run_fl
 def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
-  from praxis_lite.runtime.inference import run_eval
+  from praxis_lite.runs.inference import run_eval
 
   run_eval(config, job_log_dir, step=values.step, on_damage=values.on_damage)
   return 0

@@ -7,7 +7,7 @@ import functools
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, run_flags
-from praxis_lite.errors import ConfigError, UserError, did_you_mean
+from praxis_lite.common.errors import ConfigError, UserError, did_you_mean
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -15,8 +15,8 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--out is missing: name a directory for the files, as in --out=exported')
   config, job_log_dir = configured_run(values)
 
-  from praxis_lite.runtime.export import DEFAULT_PLATFORMS, FORMATS, ExportSettings, check_export
-  from praxis_lite.runtime.run import open_run
+  from praxis_lite.runs.export import DEFAULT_PLATFORMS, FORMATS, ExportSettings, check_export
+  from praxis_lite.runs.run import open_run
 
   settings = ExportSettings(
     values.what,

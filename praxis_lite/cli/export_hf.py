@@ -5,7 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, run_flags
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -13,7 +13,7 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--out is missing: name the folder to write, as in --out=exported/llama')
   config, job_log_dir = configured_run(values)
 
-  from praxis_lite.hf.runs import export_run
+  from praxis_lite.bridges.hf.runs import export_run
 
   size = max(1, int(values.max_file_gb * 10**9))
   files = export_run(config, job_log_dir, values.out, step=values.step, dtype=values.dtype, max_file_bytes=size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from praxis_lite.cli.command import Command
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -13,7 +13,7 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('the folder of the checkpoint is missing, as in praxis-lite import-hf llama/ --job_log_dir=runs/1')
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
-  from praxis_lite.hf.runs import import_run
+  from praxis_lite.bridges.hf.runs import import_run
 
   for line in import_run(values.path, values.job_log_dir, overrides=values.set):
     print(line, flush=True)

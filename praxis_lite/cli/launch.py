@@ -15,12 +15,12 @@ from absl import flags
 
 from praxis_lite.cli import train
 from praxis_lite.cli.command import Command, configured_experiment
-from praxis_lite.errors import UserError
-from praxis_lite.files import local_path
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.files import local_path
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.hosts.launch import Launcher, launched_command
+  from praxis_lite.runs.cluster.launch import Launcher, launched_command
 
   if values.processes is None:
     raise UserError('--processes is missing: say how many, as in --processes=2')
@@ -52,8 +52,8 @@ def _directory(arguments: Sequence[str]) -> Path | None:
 
 
 def _print_jobset(values: flags.FlagValues) -> None:
-  from praxis_lite.hosts.jobset import jobset, parse_resources
-  from praxis_lite.records.run_config import check_configs
+  from praxis_lite.runs.cluster.jobset import jobset, parse_resources
+  from praxis_lite.runs.records.run_config import check_configs
 
   if not values.image:
     raise UserError('--image is missing: name the image that has praxis_lite and the experiment')

@@ -11,7 +11,7 @@ from praxis_lite.cli.command import Command
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite import registry
+  from praxis_lite.training import registry
 
   problems = registry.load_all()
   wanted = values.match.lower()

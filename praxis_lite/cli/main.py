@@ -39,9 +39,9 @@ from praxis_lite.cli import (
   verify,
 )
 from praxis_lite.cli.command import Command, help_text
-from praxis_lite.errors import UserError, did_you_mean
-from praxis_lite.foreign_text import PrintableStream, printable, remove_secrets
-from praxis_lite.importing import user_code_error
+from praxis_lite.common.errors import UserError, did_you_mean
+from praxis_lite.common.foreign_text import PrintableStream, printable, remove_secrets
+from praxis_lite.common.importing import user_code_error
 
 _MODULES = (
   *(
@@ -172,7 +172,7 @@ def run() -> None:
 
 def _leave_others(code: int) -> None:
   """Ends a failed process of a group immediately. JAX would make it wait for the others, which wait for it."""
-  watchdog = sys.modules.get('praxis_lite.hosts.watchdog')
+  watchdog = sys.modules.get('praxis_lite.runs.cluster.watchdog')
   running = watchdog.the_watchdog() if watchdog is not None else None
   if running is not None and code in (1, UserError.exit_code):
     running.end(code)

@@ -18,13 +18,13 @@ from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.cli.plan_changes import PlanJob, define_flags, more_about, search_table, topologies_of
-from praxis_lite.errors import UserError
-from praxis_lite.foreign_text import printable, unfiltered_stream
-from praxis_lite.native_log import collected_log
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.foreign_text import printable, unfiltered_stream
+from praxis_lite.common.native_log import collected_log
 
 if TYPE_CHECKING:
-  from praxis_lite.experiment import ExperimentConfig
-  from praxis_lite.plan import Plan, Topology
+  from praxis_lite.instruments.plan import Plan, Topology
+  from praxis_lite.training.experiment import ExperimentConfig
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -35,8 +35,8 @@ def _run(values: flags.FlagValues) -> int:
     return _calibrate()
   _check_flags(values)
 
-  from praxis_lite.plan import calibrated, calibration_file, parse_topology, plan
-  from praxis_lite.plan.child import VARIABLE, go_first_when_memory_is_short, outcome_of
+  from praxis_lite.instruments.plan import calibrated, calibration_file, parse_topology, plan
+  from praxis_lite.instruments.plan.child import VARIABLE, go_first_when_memory_is_short, outcome_of
 
   topology, *others = (calibrated(parse_topology(name), calibration_file()) for name in topologies_of(values))
   prepare(topology, *others)
@@ -68,7 +68,7 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
 
   That function returns whether the step fits and is not worse than the snapshot of --check.
   """
-  from praxis_lite.plan import format_plan, plan
+  from praxis_lite.instruments.plan import format_plan, plan
 
   values, elsewhere = job.values, job.elsewhere()
   found = plan(
@@ -79,7 +79,7 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
   def show() -> bool:
     print('\n\n'.join(sections))
     if values.html:
-      from praxis_lite.plan.page import write_plan_page
+      from praxis_lite.instruments.plan.page import write_plan_page
 
       print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.job_log_dir)}')
     return _compare_with_snapshot(values, found) and found.fits
@@ -104,8 +104,8 @@ def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: T
 
   For --search, it only prints the change, because the search itself fits the mesh.
   """
-  from praxis_lite.config.overrides import apply_overrides
-  from praxis_lite.plan.fitting import made_to_fit
+  from praxis_lite.common.config.overrides import apply_overrides
+  from praxis_lite.instruments.plan.fitting import made_to_fit
 
   if any('mesh_shape' in override for override in values.set):
     return []
@@ -130,7 +130,7 @@ def _cache(kept: bool) -> Iterator[Path]:
 
 def _named_by_snapshot(values: flags.FlagValues) -> None:
   """Takes the experiment, its overrides and the chips from the snapshot of --check, unless flags give them."""
-  from praxis_lite.plan.snapshot import read
+  from praxis_lite.instruments.plan.snapshot import read
 
   kept = read(Path(values.check))
   values['topology'].value = values.topology or kept.topology
@@ -140,7 +140,7 @@ def _named_by_snapshot(values: flags.FlagValues) -> None:
 
 def _compare_with_snapshot(values: flags.FlagValues, found: Plan) -> bool:
   """Writes a snapshot of a plan if asked, and compares it with an earlier one. Returns False if it has become worse."""
-  from praxis_lite.plan.snapshot import differences, keep, read, snapshot_of
+  from praxis_lite.instruments.plan.snapshot import differences, keep, read, snapshot_of
 
   new = snapshot_of(found, values.exp or '', values.set)
   worse = differences(read(Path(values.check)), new) if values.check else []
@@ -163,7 +163,7 @@ def prepare(*topologies: Topology) -> None:
   """Prepares JAX to plan for some chips. Call it before anything uses a device."""
   import jax
 
-  from praxis_lite.hosts.devices import leave_accelerators_alone, simulate_cpu_devices
+  from praxis_lite.common.devices import leave_accelerators_alone, simulate_cpu_devices
 
   if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '2':
     os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1'  # Enables the partitioner's warnings, which the plan explains.
@@ -183,7 +183,7 @@ def cache_of_plans() -> Path:
 
 def _calibrate() -> int:
   """Measures the devices of this machine for later plans."""
-  from praxis_lite.plan.calibration import calibrate, calibration_file
+  from praxis_lite.instruments.plan.calibration import calibrate, calibration_file
 
   file = calibration_file()
   with _live_line('calibrating') as report:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from absl import flags
 
 from praxis_lite.cli.command import experiment_arguments
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 
 if TYPE_CHECKING:
-  from praxis_lite.experiment import ExperimentConfig
-  from praxis_lite.plan import Plan
-  from praxis_lite.plan.topology import Topology
+  from praxis_lite.instruments.plan import Plan
+  from praxis_lite.instruments.plan.topology import Topology
+  from praxis_lite.training.experiment import ExperimentConfig
 
 
 class PlanJob(NamedTuple):
@@ -38,7 +38,7 @@ class PlanJob(NamedTuple):
   report: Callable[[str], None]
 
   def elsewhere(self, overrides: Sequence[str] = ()) -> Callable[[], None] | None:
-    """Returns a function that compiles the experiment with more overrides in another process; see `plan/child.py`."""
+    """Returns a function that compiles the experiment with more overrides in a child process."""
     arguments = experiment_arguments(self.values, [*self.values.set, *self.fitted, *overrides])
     return compiled_elsewhere(arguments, self.topology, self.cache)
 
@@ -48,7 +48,7 @@ def compiled_elsewhere(arguments: Sequence[str], topology: Topology, cache: Path
 
   Simulated devices compile in this process. `arguments` are the flags that name the experiment.
   """
-  from praxis_lite.plan.child import compile_in_child
+  from praxis_lite.instruments.plan.child import compile_in_child
 
   command = [sys.executable, '-m', 'praxis_lite', 'plan', *arguments, f'--topology={topology.name}']
   return None if topology.target.kind == 'cpu' else lambda: compile_in_child(command, cache)
@@ -76,7 +76,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def search_table(job: PlanJob) -> tuple[str, bool]:
   """Returns the table of a search, and whether anything fits."""
-  from praxis_lite.plan.searching import format_search, search
+  from praxis_lite.instruments.plan.searching import format_search, search
 
   sizes = job.values.batch_sizes
   if wrong := [size for size in sizes if not size.strip().isdecimal() or not int(size)]:
@@ -95,8 +95,8 @@ def search_table(job: PlanJob) -> tuple[str, bool]:
 
 def more_about(job: PlanJob, found: Plan) -> list[str]:
   """Returns further sections about a plan."""
-  from praxis_lite.plan.compare import format_comparison
-  from praxis_lite.plan.price import format_price
+  from praxis_lite.instruments.plan.compare import format_comparison
+  from praxis_lite.instruments.plan.price import format_price
 
   values = job.values
   sections = [format_price(found, values.tokens, values.price_per_chip_hour)]
@@ -106,8 +106,8 @@ def more_about(job: PlanJob, found: Plan) -> list[str]:
 
 
 def _changes(job: PlanJob, found: Plan) -> list[str]:
-  from praxis_lite.plan.knobs import Configured
-  from praxis_lite.plan.what_if import WhatIf, format_changes
+  from praxis_lite.instruments.plan.knobs import Configured
+  from praxis_lite.instruments.plan.what_if import WhatIf, format_changes
 
   what_if = WhatIf(Configured.of(job.config), found, cache=job.cache, elsewhere=job.elsewhere, report=job.report)
   before, sections = found.memory.peak, []
@@ -128,11 +128,11 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
 
 def _other_plan(job: PlanJob) -> Plan:
   """Returns the plan that --compare names."""
-  from praxis_lite import registry
-  from praxis_lite.config.overrides import apply_overrides
-  from praxis_lite.experiment import configure
-  from praxis_lite.plan import calibrated, calibration_file, parse_topology, plan
-  from praxis_lite.plan.fitting import made_to_fit
+  from praxis_lite.common.config.overrides import apply_overrides
+  from praxis_lite.instruments.plan import calibrated, calibration_file, parse_topology, plan
+  from praxis_lite.instruments.plan.fitting import made_to_fit
+  from praxis_lite.training import registry
+  from praxis_lite.training.experiment import configure
 
   named = {part.partition('=')[0]: part.partition('=')[2] for part in job.values.compare if _names(part)}
   overrides = [part for part in job.values.compare if not _names(part)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, run_flags
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -13,8 +13,8 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--step is missing: name the step to run again, as in --step=812')
   config, job_log_dir = configured_run(values)
 
-  from praxis_lite.records.record import has_record, read_record
-  from praxis_lite.runtime.replay import replay
+  from praxis_lite.runs.records.record import has_record, read_record
+  from praxis_lite.runs.replay import replay
 
   is_recorded = not values['seed'].present and has_record(job_log_dir)
   replay(config, job_log_dir, values.step, read_record(job_log_dir).seed if is_recorded else values.seed)

@@ -10,10 +10,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from praxis_lite.foreign_text import printable, unfiltered_stream
+from praxis_lite.common.foreign_text import printable, unfiltered_stream
 
 if TYPE_CHECKING:
-  from praxis_lite.records.runs import RunState
+  from praxis_lite.runs.records.runs import RunState
 
 _MOST_FIELDS, _MOST_CHARACTERS = 6, 24  # Largest number of fields in a row, and of characters in a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module before the name of a class or function.
@@ -26,7 +26,7 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
 
   If the terminal is too narrow for the table, it prints a few short lines for each run instead.
   """
-  from praxis_lite.records.runs import age, differing_fields, format_number
+  from praxis_lite.runs.records.runs import age, differing_fields, format_number
 
   rows = []
   for run, fields in zip(runs, differing_fields(runs)):

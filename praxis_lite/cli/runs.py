@@ -9,7 +9,7 @@ from praxis_lite.cli.run_table import print_runs
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.records.runs import find_runs, metric_to_compare, read_run
+  from praxis_lite.runs.records.runs import find_runs, metric_to_compare, read_run
 
   found = [read_run(directory) for directory in find_runs(values.dir)]
   if not found:

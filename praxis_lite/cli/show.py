@@ -11,25 +11,25 @@ from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.cli.plan import import_jax, prepare
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 
 if TYPE_CHECKING:
-  from praxis_lite.experiment import ExperimentConfig
-  from praxis_lite.explain import ShardingReport
+  from praxis_lite.instruments.explain import ShardingReport
+  from praxis_lite.training.experiment import ExperimentConfig
 
 
 def _run(values: flags.FlagValues) -> int:
   if values.compiled:
     import_jax()
-  from praxis_lite.config.json import to_json
-  from praxis_lite.config.text import diff_texts, to_text, to_text_of_changes
-  from praxis_lite.hosts.devices import leave_accelerators_alone
+  from praxis_lite.common.config.json import to_json
+  from praxis_lite.common.config.text import diff_texts, to_text, to_text_of_changes
+  from praxis_lite.common.devices import leave_accelerators_alone
 
   for flag, example in (('html', 'a file, as in --html=sharding.html'), ('diff', 'an experiment or a run')):
     if values[flag].value == '':
       raise UserError(f'--{flag} is empty: name {example}')
   if values.compiled:
-    from praxis_lite.plan import parse_topology
+    from praxis_lite.instruments.plan import parse_topology
 
     prepare(parse_topology(values.compiled))
   else:
@@ -44,18 +44,18 @@ def _run(values: flags.FlagValues) -> int:
     print(to_json(roots))
     return 0
   if values.sharding or values.html or values.compiled:
-    from praxis_lite.explain import check, explain_task, format_report
+    from praxis_lite.instruments.explain import check, explain_task, format_report
 
     report = _explain_compiled(config, values.compiled) if values.compiled else explain_task(config)
     if values.sharding or values.compiled:
       print(format_report(report))
     if values.html:
-      from praxis_lite.explain.page import write_page
+      from praxis_lite.instruments.explain.page import write_page
 
       print(f'wrote {write_page(values.html, report, values.exp or values.job_log_dir, check(config))}')
     return 0
 
-  from praxis_lite.explain import format_parameter_table, parameter_table, summarize
+  from praxis_lite.instruments.explain import format_parameter_table, parameter_table, summarize
 
   parts = [summarize(config), *_made_by(values)] if values.summary else []
   if values.config:
@@ -71,8 +71,8 @@ def _run(values: flags.FlagValues) -> int:
 def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
   """Explains the splits that the compiler of some chips chose for a step; uses a cached plan if there is one."""
   from praxis_lite.cli.plan import cache_of_plans
-  from praxis_lite.explain import explain_task
-  from praxis_lite.plan import plan
+  from praxis_lite.instruments.explain import explain_task
+  from praxis_lite.instruments.plan import plan
 
   found = plan(config, None, name, cache=cache_of_plans())
   if found.mode != 'compiled':
@@ -83,7 +83,7 @@ def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
 
 def _made_by(values: flags.FlagValues) -> list[str]:
   """Returns the commands that made a run, as one text; an empty list for an experiment."""
-  from praxis_lite.records.record import first_lines, read_record
+  from praxis_lite.runs.records.record import first_lines, read_record
 
   commands = [] if values.exp else read_record(values.job_log_dir).commands
   lines = [f'{"resumed by" if i else "made by"}  {command}' for i, command in enumerate(commands)]
@@ -92,11 +92,11 @@ def _made_by(values: flags.FlagValues) -> list[str]:
 
 def _text_of(name: str) -> str:
   """Returns the config of an experiment, or the recorded config of a run, as text."""
-  from praxis_lite import registry
-  from praxis_lite.config.text import to_text
-  from praxis_lite.experiment import configure
-  from praxis_lite.records.record import has_record, read_record
-  from praxis_lite.records.runs import runs_near
+  from praxis_lite.common.config.text import to_text
+  from praxis_lite.runs.records.record import has_record, read_record
+  from praxis_lite.runs.records.runs import runs_near
+  from praxis_lite.training import registry
+  from praxis_lite.training.experiment import configure
 
   if not has_record(name) and '.py' not in name and ('/' in name or os.path.isdir(name)):
     raise UserError(f'--diff: there is no experiment {name!r}, and no run{runs_near(name)}')

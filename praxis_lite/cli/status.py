@@ -5,15 +5,15 @@ from __future__ import annotations
 from absl import flags
 
 from praxis_lite.cli.command import Command
-from praxis_lite.errors import UserError
-from praxis_lite.files import user_path
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.files import user_path
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.records.heartbeat import read_heartbeats
-  from praxis_lite.records.run_config import is_held
-  from praxis_lite.records.runs import runs_near
-  from praxis_lite.records.status import status_of
+  from praxis_lite.runs.records.heartbeat import read_heartbeats
+  from praxis_lite.runs.records.run_config import is_held
+  from praxis_lite.runs.records.runs import runs_near
+  from praxis_lite.runs.records.status import status_of
 
   if not values.job_log_dir:
     raise UserError('name the directory of a run, as in praxis-lite status runs/1')

@@ -11,12 +11,12 @@ from absl import flags
 from praxis_lite.cli.command import Command, configured_experiment, experiment_arguments, run_flags
 from praxis_lite.cli.run_table import print_runs
 from praxis_lite.cli.runs import metric_flags
-from praxis_lite.errors import UserError, prefix_errors
+from praxis_lite.common.errors import UserError, prefix_errors
 
 if TYPE_CHECKING:
   from pathlib import Path
 
-  from praxis_lite.runtime.sweep import Point
+  from praxis_lite.runs.sweep import Point
 
 
 # Exit codes of a process that a signal ended: positive from `train`, which saves first; negative before it trains.
@@ -29,17 +29,17 @@ def _run(values: flags.FlagValues) -> int:
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory for the runs, as in --job_log_dir=runs/rates')
 
-  from praxis_lite.config.text import to_text
-  from praxis_lite.records.record import has_record
+  from praxis_lite.common.config.text import to_text
+  from praxis_lite.runs.records.record import has_record
 
   if has_record(values.job_log_dir):
     raise UserError(
       f'--job_log_dir={values.job_log_dir} is that of a run; name another directory, for the runs to be in'
     )
 
-  from praxis_lite.hosts.devices import leave_accelerators_alone
-  from praxis_lite.records.run_config import check_configs, job_directory
-  from praxis_lite.runtime.sweep import FinishedPoints, grid, last_line, run_points
+  from praxis_lite.common.devices import leave_accelerators_alone
+  from praxis_lite.runs.records.run_config import check_configs, job_directory
+  from praxis_lite.runs.sweep import FinishedPoints, grid, last_line, run_points
 
   leave_accelerators_alone()  # The training processes use them.
   points = grid(values.set)
@@ -88,7 +88,7 @@ def _command(values: flags.FlagValues, folder: Path, point: Point) -> list[str]:
 
 
 def _print_results(values: flags.FlagValues, directories: list[Path], folder: Path) -> None:
-  from praxis_lite.records.runs import best_run, format_number, metric_to_compare, read_run
+  from praxis_lite.runs.records.runs import best_run, format_number, metric_to_compare, read_run
 
   runs = [read_run(directory) for directory in directories]
   metric, mode = metric_to_compare(runs, values.metric, values.mode)

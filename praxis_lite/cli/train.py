@@ -14,25 +14,25 @@ from praxis_lite.cli.command import Command, configured_run, damage_flag, experi
 from praxis_lite.cli.verify import is_worth_verifying, verify_first
 
 if TYPE_CHECKING:
-  from praxis_lite.task import SingleTask
+  from praxis_lite.training.task import SingleTask
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.runtime.profiling import ProfiledSteps
+  from praxis_lite.runs.profiling import ProfiledSteps
 
   profile_steps = None if values.profile_steps is None else ProfiledSteps.parse(values.profile_steps)
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.checkpoints import saved_steps
-  from praxis_lite.hosts.clusters import find_job
+  from praxis_lite.runs.cluster.clusters import find_job
 
   job = find_job(values.coordinator_address, values.num_processes, values.process_id)
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task):
     verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
 
-  from praxis_lite.hosts.distributed import initialize_distributed
-  from praxis_lite.runtime.executor import run_train
-  from praxis_lite.runtime.loop.options import TrainOptions
+  from praxis_lite.runs.cluster.distributed import initialize_distributed
+  from praxis_lite.runs.executor import run_train
+  from praxis_lite.runs.loop.options import TrainOptions
 
   hosts = values.coordinator_address, values.num_processes, values.process_id
   initialize_distributed(*hosts, hang_timeout_s=values.hang_timeout_s)
@@ -49,7 +49,7 @@ def _run(values: flags.FlagValues) -> int:
 def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[str]:
   """Yields the problems that `check` reports, on a mesh of several devices."""
   if math.prod(task.mesh_sizes().values()) > 1:
-    from praxis_lite.explain import check
+    from praxis_lite.instruments.explain import check
 
     yield from map(str, check(task, batch_struct))
 

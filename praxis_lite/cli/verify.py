@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
-from praxis_lite.errors import UserError
-from praxis_lite.jax_internals.flags import add_flags, split_flags
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.jax_internals.flags import add_flags, split_flags
 
 if TYPE_CHECKING:
-  from praxis_lite.config import Config
-  from praxis_lite.task import SingleTask
+  from praxis_lite.common.config import Config
+  from praxis_lite.training.task import SingleTask
 
 # XLA partitions programs as usual but does not optimize them, because they run only a few times.
 _QUICK_TO_COMPILE = {'xla_backend_optimization_level': '0', 'xla_cpu_use_fusion_emitters': 'false'}
@@ -86,9 +86,9 @@ def _describe_unfinished(progress: bytes | str | None, experiment: Sequence[str]
 def _run(values: flags.FlagValues) -> int:
   os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _QUICK_TO_COMPILE | _PATIENT)
 
-  from praxis_lite.hosts.devices import simulate_cpu_devices
-  from praxis_lite.verification import format_verification, verify
-  from praxis_lite.verification.small_mesh import MOST_DEVICES, small_mesh
+  from praxis_lite.common.devices import simulate_cpu_devices
+  from praxis_lite.instruments.verification import format_verification, verify
+  from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES, small_mesh
 
   most = values.devices or MOST_DEVICES
   config = configured_experiment(values)

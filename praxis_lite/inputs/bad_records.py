@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from praxis_lite.errors import DataError, check_choice
+from praxis_lite.common.errors import DataError, check_choice
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows
 

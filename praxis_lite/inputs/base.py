@@ -21,8 +21,8 @@ from typing import Any, Self
 
 import jax
 
-from praxis_lite.config import REQUIRED, Configurable
-from praxis_lite.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.common.config import REQUIRED, Configurable
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.manifest import Manifest, changes, manifest_of
 from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows
 

@@ -6,8 +6,8 @@ import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from praxis_lite.errors import ConfigError, DataError
-from praxis_lite.files import kind_of_other, read_plain
+from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.files import kind_of_other, read_plain
 from praxis_lite.inputs.rows import resolve_source
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]

@@ -26,8 +26,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError, UserError, first_line
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.rows import Feature, Rows, Struct, add_weights, build_features, canonical_rows, fit_dtype

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from praxis_lite.config import REQUIRED
-from praxis_lite.errors import ConfigError, DataError
-from praxis_lite.files import parse_json
+from praxis_lite.common.config import REQUIRED
+from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 
 if TYPE_CHECKING:

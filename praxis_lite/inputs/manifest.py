@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from praxis_lite.errors import DataError
+from praxis_lite.common.errors import DataError
 
 Manifest = dict[str, Any]
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.manifest import Manifest
 from praxis_lite.inputs.random_access import uniform

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from praxis_lite.errors import DataError
+from praxis_lite.common.errors import DataError
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 

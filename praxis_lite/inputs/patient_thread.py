@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from praxis_lite.errors import HungInputError
+from praxis_lite.common.errors import HungInputError
 
 # Seconds that a read may take, and seconds after which a line says that a read is being waited for.
 READ_TIMEOUT_S, _LONG = 3600.0, 30.0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from typing import Any, Self, TypeVar, cast
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S, PatientThread, result_in_time
 from praxis_lite.inputs.rows import Rows

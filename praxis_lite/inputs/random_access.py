@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import DataError
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import DataError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.rows import Rows, Struct, canonical_rows, resolve_source
 

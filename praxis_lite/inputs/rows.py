@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from praxis_lite.config import Config, Configurable
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.config import Config, Configurable
+from praxis_lite.common.errors import ConfigError, DataError
 
 Rows = dict[str, Any]  # np.ndarray [n, ...], or nested
 Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError, check_choice
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.random_access import RandomAccessInput, uniform
 from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fit_dtype, token_struct
 

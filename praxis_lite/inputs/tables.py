@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from praxis_lite.errors import ConfigError, DataError, did_you_mean, first_line
+from praxis_lite.common.errors import ConfigError, DataError, did_you_mean, first_line
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, is_damage, rows_of_each
 from praxis_lite.inputs.grain_input import GrainInput, ParseEach
 from praxis_lite.inputs.random_access import permutation

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, DataError, check_choice, did_you_mean, prefix_errors
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError, DataError, check_choice, did_you_mean, prefix_errors
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file, walk

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs.rows import fit_dtype
 
 # Floats are declared as the raw bytes that store them, so that NumPy can read them at once.

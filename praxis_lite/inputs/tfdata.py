@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError, check_choice
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fit_dtype, resolve_source
+from praxis_lite.inputs.rows import (
+  Feature,
+  Rows,
+  Struct,
+  build_features,
+  canonical_rows,
+  fit_dtype,
+  resolve_source,
+)
 from praxis_lite.inputs.streamed import Groups, StreamedInput
 from praxis_lite.inputs.tfrecord_files import (
   CANNOT_PARSE,

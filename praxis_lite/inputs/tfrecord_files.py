@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from praxis_lite.errors import DataError
+from praxis_lite.common.errors import DataError
 from praxis_lite.inputs.bad_records import BadRecord
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config, Configurable
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.config import REQUIRED, Config, Configurable
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.common.errors import ConfigError, did_you_mean
 
 Activation = Callable[[jax.Array], jax.Array]
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, check_choice
-from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention_mesh import AttentionMesh
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec, LogitBias, ProbabilityDropout
+from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
@@ -26,14 +26,14 @@ from praxis_lite.layers.dot_product import (
   AttentionChoice,
   choose_attention,
   dot_product_attention,
-  platform,
 )
 from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
-from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
+from praxis_lite.sharding.mesh import platform
+from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N, H], [B, S, K, H] and [B, S, K, H].
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import jax
 
-from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.sequence_parts import CONTEXT_METHODS, ContextMethod, SequenceSplit
-from praxis_lite.partitioning.constraints import manual_axes, unmapped_axes
-from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, spec_axes
-from praxis_lite.weights import DeclaredSplit, SplitDimsMapping
+from praxis_lite.sharding.constraints import manual_axes, unmapped_axes
+from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
+from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from praxis_lite.layers.attention_spec import (
 from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.masks import AttentionMask, split_offsets
 from praxis_lite.layers.precision import sum_dtype, widen
-from praxis_lite.partitioning.specs import axes_to_entry
+from praxis_lite.sharding.specs import axes_to_entry
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
 _MOST_LOGITS = 2**25  # Of all rows and heads, for one pair of blocks: 128 MiB.

@@ -35,9 +35,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.precision import sum_dtype
-from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
-from praxis_lite.partitioning.padding import pad_to
-from praxis_lite.partitioning.specs import UNCONSTRAINED, axes_to_entry, spec_axes
+from praxis_lite.sharding.constraints import manual_axes, with_sharding_constraint
+from praxis_lite.sharding.padding import pad_to
+from praxis_lite.sharding.specs import UNCONSTRAINED, axes_to_entry, spec_axes
 
 # From this size on of a device's logits, in bytes, 'auto' cuts the classes into chunks: so many, of at least that size.
 _AUTO_BYTES = 2**28

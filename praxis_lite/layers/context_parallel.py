@@ -36,7 +36,7 @@ from praxis_lite.layers.blockwise import attend_in_blocks, largest_block
 from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.ring import ring_attention
 from praxis_lite.layers.sequence_parts import SequencePlan, SequenceSplit, multiple_of, pad_len
-from praxis_lite.partitioning.padding import pad_to, slice_to
+from praxis_lite.sharding.padding import pad_to, slice_to
 
 
 def context_parallel_attention(

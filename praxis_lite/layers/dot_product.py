@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.blocks import dropout_factors
 from praxis_lite.layers.blockwise import RowSplit, blockwise_attention
@@ -35,8 +35,8 @@ from praxis_lite.layers.masks import (
 )
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.layers.sequence_parts import SequenceSplit
-from praxis_lite.partitioning.constraints import is_partly_mapped
-from praxis_lite.partitioning.mesh import platform
+from praxis_lite.sharding.constraints import is_partly_mapped
+from praxis_lite.sharding.mesh import platform
 
 Chosen = Literal['dense', 'blockwise', 'cudnn']
 IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'xla')  # 'xla' is an older name of 'dense'.

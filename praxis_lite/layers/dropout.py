@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer
 
 
 class Dropout(Layer):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import check_choice
-from praxis_lite.layer import Layer, WeightSplit
-from praxis_lite.weights import SplitDimsMapping, WeightHParams
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import check_choice
+from praxis_lite.layers.base import Layer, WeightSplit
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
 LOOKUP_STYLES = ('gather', 'matmul')
 

@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec
 from praxis_lite.layers.dispatch import Plan, capacity_plan, combine, dispatch, sorted_plan
 from praxis_lite.layers.precision import widen
 from praxis_lite.layers.routing import TokenChoice
-from praxis_lite.partitioning.constraints import with_sharding_constraint
-from praxis_lite.partitioning.padding import pad_to, slice_to
-from praxis_lite.partitioning.specs import all_axes, spec_axes
+from praxis_lite.sharding.constraints import with_sharding_constraint
+from praxis_lite.sharding.padding import pad_to, slice_to
+from praxis_lite.sharding.specs import all_axes, spec_axes
 
 Axes = tuple[str, ...]
 Product = Callable[[jax.Array, jax.Array], jax.Array]

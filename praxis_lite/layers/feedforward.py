@@ -10,12 +10,12 @@ from typing import ClassVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
+from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.layers.activations import get_activation
+from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.linears import Linear
-from praxis_lite.weights import SplitDimsMapping, WeightInit
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightInit
 
 
 class FeedForwardWeightSplit(WeightSplit):

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.accelerators import accelerator_of
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.errors import ConfigError
 
 _FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 MATMULS = ('fprop', 'fp8')

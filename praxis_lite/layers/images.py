@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, check_choice
-from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.activations import get_activation
+from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.linears import Linear, bias_weight
 from praxis_lite.layers.normalizations import BatchNorm
 from praxis_lite.layers.precision import widen
-from praxis_lite.weights import WeightHParams
+from praxis_lite.sharding.weights import WeightHParams
 
 PADDINGS = ('SAME', 'VALID')
 POOLINGS = ('max', 'mean')

@@ -27,14 +27,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, lookup, merge, select
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.blocks import Sums
 from praxis_lite.layers.dot_product import dot_product_attention, group_heads
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
 from praxis_lite.layers.precision import sum_dtype
-from praxis_lite.trees import NestedDict, insert, leaves_by_path, lookup, merge, select
 
 T = TypeVar('T')
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].

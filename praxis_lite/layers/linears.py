@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import jax
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import check_choice
-from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import check_choice
+from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.fp8 import MATMULS, matmul
-from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 
 class Bias(Layer):

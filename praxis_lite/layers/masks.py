@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.errors import ConfigError
 
 Array = jax.Array | np.ndarray
 

@@ -33,10 +33,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, check_choice
-from praxis_lite.layer import ActivationSplit, Layer
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.activations import get_activation
+from praxis_lite.layers.base import ActivationSplit, Layer
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
 from praxis_lite.layers.experts import (
   Axes,
@@ -58,10 +58,10 @@ from praxis_lite.layers.routing import (
   expert_capacity,
   router_scores,
 )
-from praxis_lite.partitioning.constraints import unmapped_axes
-from praxis_lite.partitioning.padding import pad_to, padded_shape
-from praxis_lite.partitioning.specs import axes_to_entry, complete_spec, spec_axes
-from praxis_lite.weights import DeclaredSplit, WeightHParams, WeightInit
+from praxis_lite.sharding.constraints import unmapped_axes
+from praxis_lite.sharding.padding import pad_to, padded_shape
+from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
+from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit
 
 # An exchange of so few rows with each device is not worth dropping one.
 _FEW_ROWS = 128

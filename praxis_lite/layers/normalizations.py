@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.precision import widen
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 _SKIP = WeightHParamsCollection.SKIP_REGULARIZATION
 _KEEP = WeightHParamsCollection.KEEP_FLOAT32

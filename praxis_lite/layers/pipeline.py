@@ -40,10 +40,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.call import SideOutputs, Summary, Surroundings
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
+from praxis_lite.layers.base import Layer, SplitMapping
+from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.layers.pipeline_arrays import (
   Stacks,
   batch,
@@ -64,10 +65,9 @@ from praxis_lite.layers.pipeline_reports import AllTicks, Place, Reported, map_o
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
-from praxis_lite.partitioning.constraints import unmapped_axes
-from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
-from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
-from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
+from praxis_lite.sharding.constraints import unmapped_axes
+from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, all_axes
+from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 T = TypeVar('T')
 TreeT = TypeVar('TreeT')

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import DataError
+from praxis_lite.common.errors import DataError
 from praxis_lite.layers.pipeline_arrays import mask_gradients, may_have_gradient, microbatches
 
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.call import Summary, summary_over_devices
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import mean_of_means
+from praxis_lite.layers.base.call import Summary, summary_over_devices
 from praxis_lite.layers.pipeline_arrays import is_float
-from praxis_lite.partitioning.specs import axes_to_entry
-from praxis_lite.trees import NestedDict
-from praxis_lite.weighted import mean_of_means
+from praxis_lite.sharding.specs import axes_to_entry
 
 
 class Place(NamedTuple):

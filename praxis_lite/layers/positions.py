@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config, Configurable, template
-from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.common.config import REQUIRED, Config, Configurable, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.embeddings import embedding_weight, lookup
-from praxis_lite.weights import WeightHParams
+from praxis_lite.sharding.weights import WeightHParams
 
 
 class SinusoidalPositions(Layer):

@@ -16,7 +16,7 @@ A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which co
 layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward, also
 of experts); router_logits (experts). Names
 given with another policy are saved in addition. Names to offload are moved to the memory of the host after the forward
-pass, and back in the backward pass, if the devices have such a memory (`partitioning/host_memory.py`).
+pass, and back in the backward pass, if the devices have such a memory (`sharding/host_memory.py`).
 
 Layers that rematerialise other layers have the fields `remat`, `remat_save_names` and `remat_offload_names`:
 
@@ -34,11 +34,11 @@ import jax
 from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Primitive
 
-from praxis_lite.errors import ConfigError, check_choice
-from praxis_lite.layer import Layer
-from praxis_lite.partitioning.explicit import save_all_but_gathered
-from praxis_lite.partitioning.host_memory import HOST_MEMORY
-from praxis_lite.partitioning.mesh import platform
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.layers.base import Layer
+from praxis_lite.sharding.explicit import save_all_but_gathered
+from praxis_lite.sharding.host_memory import HOST_MEMORY
+from praxis_lite.sharding.mesh import platform
 
 T = TypeVar('T')
 

@@ -27,16 +27,16 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.call import SideOutputs
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, merge
+from praxis_lite.common.weighted import mean_of_means
+from praxis_lite.layers.base import Layer, SplitMapping
+from praxis_lite.layers.base.call import SideOutputs
 from praxis_lite.layers.kv_cache import StackedCaches
 from praxis_lite.layers.remat import Remat
-from praxis_lite.partitioning.mesh import platform
-from praxis_lite.trees import NestedDict, merge
-from praxis_lite.weighted import mean_of_means
-from praxis_lite.weights import SplitDimsMapping
+from praxis_lite.sharding.mesh import platform
+from praxis_lite.sharding.weights import SplitDimsMapping
 
 T = TypeVar('T')
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, check_choice
-from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 SCORES = ('softmax', 'sigmoid')
 CHOICES = ('token', 'expert')

@@ -25,7 +25,7 @@ from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import Heads, Integers, argument_specs
 from praxis_lite.layers.blocks import Keys, Queries
 from praxis_lite.layers.masks import AttentionMask, has_causal, split_offsets
-from praxis_lite.partitioning.specs import axes_to_entry
+from praxis_lite.sharding.specs import axes_to_entry
 
 ContextMethod = Literal['ring', 'all_to_all']
 CONTEXT_METHODS = ('ring', 'all_to_all')

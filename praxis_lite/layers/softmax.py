@@ -17,17 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.call import Constraint
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, check_choice
-from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.weighted import weighted_mean
+from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.base.call import Constraint
 from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, unmapped_mesh_axes
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.precision import widen
-from praxis_lite.partitioning.specs import Placement
-from praxis_lite.weighted import weighted_mean
-from praxis_lite.weights import SplitDimsMapping, WeightHParams
+from praxis_lite.sharding.specs import Placement
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
 Losses = tuple[jax.Array, jax.Array]  # Cross entropy, log normalizer.
 Residuals = tuple[jax.Array, jax.Array, jax.Array]  # Logits, labels, log normalizer.

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from praxis_lite.errors import ShardingError, check_choice
+from praxis_lite.common.errors import ShardingError, check_choice
 from praxis_lite.layers.linears import Linear
-from praxis_lite.partitioning.explicit import column_parallel_linear, row_parallel_linear
-from praxis_lite.partitioning.specs import spec_axes
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection
+from praxis_lite.sharding.explicit import column_parallel_linear, row_parallel_linear
+from praxis_lite.sharding.specs import spec_axes
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
 
 class TensorParallelLinear(Linear):
@@ -24,7 +24,7 @@ class TensorParallelLinear(Linear):
       row      w [I / n, O], b [O]       this device's part of x -> whole y
 
   Under `partitioning='shard_map'`, where the batch must not be split over that axis, the layer calls the helper of its
-  name in `partitioning/explicit.py`. Otherwise it is a `Linear` with that split, and XLA inserts the communication. A
+  name in `sharding/explicit.py`. Otherwise it is a `Linear` with that split, and XLA inserts the communication. A
   column layer is followed by a row layer, with only elementwise functions in between.
 
   Attributes: those of `Linear`, and

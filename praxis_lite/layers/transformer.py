@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED, Config, field_names, template
-from praxis_lite.errors import ConfigError, check_choice
-from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.common.config import REQUIRED, Config, field_names, template
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention import MultiHeadAttention
+from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm

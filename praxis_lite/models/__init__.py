@@ -1,10 +1,10 @@
 """Models: what a task trains."""
 
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transformer_lm
-from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 __all__ = [
   'BaseModel',

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.mistakes import missing_return_hint
+from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
+from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.layer import Layer
-from praxis_lite.mistakes import missing_return_hint
+from praxis_lite.layers.base import Layer
 from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
-from praxis_lite.trees import NestedDict, leaves_by_path, path_name
-from praxis_lite.weighted import WeightedScalars
 
 PredictionsT = TypeVar('PredictionsT')
 

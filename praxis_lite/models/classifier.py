@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import DataError, did_you_mean
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import DataError, did_you_mean
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.layer import SplitMapping
+from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.images import Mlp
 from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import check_labels
-from praxis_lite.trees import NestedDict
-from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 
 class ClassificationModel(BaseModel[SoftmaxOutput]):

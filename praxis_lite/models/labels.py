@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, leaves, path_name
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.layer import Layer
+from praxis_lite.layers.base import Layer
 from praxis_lite.layers.softmax import FullSoftmax
-from praxis_lite.trees import NestedDict, leaves, path_name
 
 
 def check_labels(

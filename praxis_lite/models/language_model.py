@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.decoding import Sampler, chunk_of, prompt_step
-from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.layer import SplitMapping
+from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.repeat import in_line
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
 from praxis_lite.models.base import BaseModel
+from praxis_lite.models.decoding import Sampler, chunk_of, prompt_step
 from praxis_lite.models.labels import check_labels
-from praxis_lite.trees import NestedDict
-from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
 MODEL_TYPES = ('causal', 'prefix')

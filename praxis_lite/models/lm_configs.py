@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from jax.typing import DTypeLike
 
-from praxis_lite.config import Config, field_names, target
-from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.common.config import Config, field_names, target
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
@@ -20,8 +20,8 @@ from praxis_lite.layers.repeat import Repeat, kinds_of_stack
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
-from praxis_lite.partitioning.specs import axes_to_entry, spec_axes
-from praxis_lite.weights import WeightInit
+from praxis_lite.sharding.specs import axes_to_entry, spec_axes
+from praxis_lite.sharding.weights import WeightInit
 
 LmT = TypeVar('LmT', bound=Layer)
 

@@ -1,69 +1,115 @@
-"""Where arrays are stored on a mesh, as a pure function of declarations and mesh sizes.
+"""The names that Praxis and T5X have in their `partitioning`, each from where it is defined.
 
-This room knows no step, learner or model. Names of the rooms above it that Praxis and T5X have under `partitioning` can
-be imported from here too; they are loaded when they are first used.
+They are loaded when they are first used.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-from praxis_lite.partitioning.batch import batch_size, pad_batch, padded_batch_shape, put_on_mesh
-from praxis_lite.partitioning.constraints import (
-  axis_rules,
-  global_mesh_defined,
-  reshard_input_based_on_rank_fn,
-  with_logical_constraint,
-  with_sharding_constraint,
-)
-from praxis_lite.partitioning.explicit import (
-  fold_rng_over_axis,
-  gather_array_with_mean_grads,
-  gather_params,
-  shard_module_params,
-  shard_params,
-)
-from praxis_lite.partitioning.guards import GuardedJit
-from praxis_lite.partitioning.hlo import assert_collectives, collectives
-from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.padding import local_shape, num_parts, pad_amounts, pad_to, padded_shape, slice_to
-from praxis_lite.partitioning.placement import place_variables
-from praxis_lite.partitioning.rules import logical_to_mesh_axes, standard_logical_axis_rules
-from praxis_lite.partitioning.slots import opt_state_specs
-from praxis_lite.partitioning.specs import (
-  complete_spec,
-  get_input_partition_specs,
-  infer_partition_spec_based_on_rank_fn,
-  shard_on_batch_dim_partition_spec,
-  spec_axes,
-  to_partition_spec,
-)
-from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding, register_rule
+from praxis_lite.common.importing import lazy_names
 
 if TYPE_CHECKING:
-  from praxis_lite.explain import *  # noqa: F403
-  from praxis_lite.t5x import *  # noqa: F403
-  from praxis_lite.training import *  # noqa: F403
+  from praxis_lite.bridges.t5x import (
+    AxisNames as AxisNames,
+    BasePartitioner as BasePartitioner,
+    BasePjitPartitioner as BasePjitPartitioner,
+    DataLayout as DataLayout,
+    LocalChunker as LocalChunker,
+    LocalChunkInfo as LocalChunkInfo,
+    MoePjitPartitioner as MoePjitPartitioner,
+    PjitPartitioner as PjitPartitioner,
+    PjittedFnWithContext as PjittedFnWithContext,
+    bounds_from_last_device as bounds_from_last_device,
+    data_partition_spec as data_partition_spec,
+    default_mesh as default_mesh,
+    default_moe_mesh as default_moe_mesh,
+    get_coords as get_coords,
+    get_cpu_mesh as get_cpu_mesh,
+    get_gpu_mesh as get_gpu_mesh,
+    get_mesh as get_mesh,
+  )
+  from praxis_lite.instruments.explain import (
+    format_parameter_table as format_parameter_table,
+    parameter_table as parameter_table,
+  )
+  from praxis_lite.sharding import (
+    GuardedJit as GuardedJit,
+    StateLayout as StateLayout,
+    assert_collectives as assert_collectives,
+    axis_rules as axis_rules,
+    batch_size as batch_size,
+    collectives as collectives,
+    complete_spec as complete_spec,
+    create_device_mesh as create_device_mesh,
+    explain_sharding as explain_sharding,
+    fold_rng_over_axis as fold_rng_over_axis,
+    gather_array_with_mean_grads as gather_array_with_mean_grads,
+    gather_params as gather_params,
+    get_input_partition_specs as get_input_partition_specs,
+    global_mesh_defined as global_mesh_defined,
+    infer_partition_spec_based_on_rank_fn as infer_partition_spec_based_on_rank_fn,
+    infer_sharding as infer_sharding,
+    local_shape as local_shape,
+    logical_to_mesh_axes as logical_to_mesh_axes,
+    num_parts as num_parts,
+    opt_state_specs as opt_state_specs,
+    pad_amounts as pad_amounts,
+    pad_batch as pad_batch,
+    pad_to as pad_to,
+    padded_batch_shape as padded_batch_shape,
+    padded_shape as padded_shape,
+    place_variables as place_variables,
+    put_on_mesh as put_on_mesh,
+    register_rule as register_rule,
+    reshard_input_based_on_rank_fn as reshard_input_based_on_rank_fn,
+    shard_module_params as shard_module_params,
+    shard_on_batch_dim_partition_spec as shard_on_batch_dim_partition_spec,
+    shard_params as shard_params,
+    slice_to as slice_to,
+    spec_axes as spec_axes,
+    standard_logical_axis_rules as standard_logical_axis_rules,
+    to_partition_spec as to_partition_spec,
+    with_logical_constraint as with_logical_constraint,
+    with_sharding_constraint as with_sharding_constraint,
+  )
+  from praxis_lite.training import (
+    PartitionedModel as PartitionedModel,
+    PartitionedTask as PartitionedTask,
+    TrainState as TrainState,
+    accumulate_gradients as accumulate_gradients,
+    decode_step as decode_step,
+    eval_step_single_learner as eval_step_single_learner,
+    get_partitioned_spmd_model_decode_fn as get_partitioned_spmd_model_decode_fn,
+    initialize_partitioned_model_states as initialize_partitioned_model_states,
+    partition_spmd_model as partition_spmd_model,
+    sync_gradients as sync_gradients,
+    train_step_single_learner as train_step_single_learner,
+  )
 
-_ABOVE = {
-  'training': """
-    PartitionedModel PartitionedTask TrainState accumulate_gradients decode_step eval_step_single_learner
-    get_partitioned_spmd_model_decode_fn initialize_partitioned_model_states partition_spmd_model sync_gradients
-    train_step_single_learner
-  """,
-  't5x': """
-    AxisNames BasePartitioner BasePjitPartitioner DataLayout LocalChunkInfo LocalChunker MoePjitPartitioner
-    PjitPartitioner PjittedFnWithContext bounds_from_last_device data_partition_spec default_mesh default_moe_mesh
-    get_coords get_cpu_mesh get_gpu_mesh get_mesh
-  """,
-  'explain': 'format_parameter_table parameter_table',
-}
-
-
-def __getattr__(name: str) -> object:
-  for room, names in _ABOVE.items():
-    if name in names.split():
-      return getattr(importlib.import_module(f'praxis_lite.{room}'), name)
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+__getattr__ = lazy_names(
+  __name__,
+  {
+    'praxis_lite.sharding': """
+      GuardedJit StateLayout assert_collectives axis_rules batch_size collectives complete_spec
+      create_device_mesh explain_sharding fold_rng_over_axis gather_array_with_mean_grads gather_params
+      get_input_partition_specs global_mesh_defined infer_partition_spec_based_on_rank_fn infer_sharding
+      local_shape logical_to_mesh_axes num_parts opt_state_specs pad_amounts pad_batch pad_to
+      padded_batch_shape padded_shape place_variables put_on_mesh register_rule
+      reshard_input_based_on_rank_fn shard_module_params shard_on_batch_dim_partition_spec shard_params
+      slice_to spec_axes standard_logical_axis_rules to_partition_spec with_logical_constraint
+      with_sharding_constraint
+    """,
+    'praxis_lite.training': """
+      PartitionedModel PartitionedTask TrainState accumulate_gradients decode_step
+      eval_step_single_learner get_partitioned_spmd_model_decode_fn initialize_partitioned_model_states
+      partition_spmd_model sync_gradients train_step_single_learner
+    """,
+    'praxis_lite.bridges.t5x': """
+      AxisNames BasePartitioner BasePjitPartitioner DataLayout LocalChunkInfo LocalChunker
+      MoePjitPartitioner PjitPartitioner PjittedFnWithContext bounds_from_last_device data_partition_spec
+      default_mesh default_moe_mesh get_coords get_cpu_mesh get_gpu_mesh get_mesh
+    """,
+    'praxis_lite.instruments.explain': 'format_parameter_table parameter_table',
+  },
+)

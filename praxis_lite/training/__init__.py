@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from praxis_lite.importing import lazy_names
+from praxis_lite.common.importing import lazy_names
 
 if TYPE_CHECKING:
   from praxis_lite.training.microbatches import (

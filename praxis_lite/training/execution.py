@@ -25,13 +25,15 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from praxis_lite.call import Surroundings, summary_over_devices
-from praxis_lite.errors import ConfigError, prefix_errors
-from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
-from praxis_lite.partitioning.explicit import ShardedParam, fold_rng_over_axis, take_own_part
-from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.partitioning.padding import num_parts
-from praxis_lite.partitioning.specs import (
+from praxis_lite.common.errors import ConfigError, prefix_errors
+from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
+from praxis_lite.common.weighted import mean_over_devices
+from praxis_lite.layers.base.call import Surroundings, summary_over_devices
+from praxis_lite.sharding.constraints import reshard_input_based_on_rank_fn
+from praxis_lite.sharding.explicit import ShardedParam, fold_rng_over_axis, take_own_part
+from praxis_lite.sharding.layout import StateLayout
+from praxis_lite.sharding.padding import num_parts
+from praxis_lite.sharding.specs import (
   HasShape,
   Placement,
   all_axes,
@@ -39,12 +41,10 @@ from praxis_lite.partitioning.specs import (
   shard_on_batch_dim_partition_spec,
   spec_axes,
 )
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.microbatches import LossOutput, scaled_loss, sync_gradients
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
-from praxis_lite.weighted import mean_over_devices
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection
+from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
 # (state, key, inputs) -> the fields of a `TrainStepOutput`, the new state first

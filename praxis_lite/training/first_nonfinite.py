@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from praxis_lite.jax_internals.programs import bind, called_program, scan_sizes
+from praxis_lite.common.jax_internals.programs import bind, called_program, scan_sizes
 
 _NOT_LAYERS = re.compile(r'^(jit|pjit|checkpoint|remat.*|rematted_computation|closed_call|vmap|custom_.*|shard_map|)$')
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from praxis_lite.jax_internals.programs import mapped_axes
+from praxis_lite.common.jax_internals.programs import mapped_axes
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import eval_step_single_learner
 from praxis_lite.training.trips import Bound, Bounds

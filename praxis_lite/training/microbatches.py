@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.call import Summary
-from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.explicit import ShardedParam, also_named, to_axes
-from praxis_lite.partitioning.specs import all_axes
-from praxis_lite.trees import NestedDict, Path, leaves, merge, select
-from praxis_lite.weighted import WeightedScalars, mean_of_means, mean_over_devices
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, Path, leaves, merge, select
+from praxis_lite.common.weighted import WeightedScalars, mean_of_means, mean_over_devices
+from praxis_lite.layers.base.call import Summary
+from praxis_lite.sharding.explicit import ShardedParam, also_named, to_axes
+from praxis_lite.sharding.specs import all_axes
 
 TreeT = TypeVar('TreeT')
 BatchT = TypeVar('BatchT')

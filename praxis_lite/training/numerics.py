@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.errors import ConfigError, NumericsError
-from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.partitioning.padding import slice_to
+from praxis_lite.common.errors import ConfigError, NumericsError
+from praxis_lite.common.trees import NestedDict, leaves, path_name
+from praxis_lite.sharding.layout import StateLayout
+from praxis_lite.sharding.padding import slice_to
 from praxis_lite.training.execution import EXECUTIONS
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, leaves, path_name
 
 # How far two right norms may be apart, as a part of the norm: float32 on a CPU; and with products that are rounded, as
 # those of float32 are on accelerators.

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
-from praxis_lite.partitioning.guards import Guarded, guard
-from praxis_lite.partitioning.mesh import on_mesh
-from praxis_lite.partitioning.xla_flags import NO_FLAGS, XlaFlags
-from praxis_lite.trees import NestedDict
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.sharding.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
+from praxis_lite.sharding.guards import Guarded, guard
+from praxis_lite.sharding.mesh import on_mesh
+from praxis_lite.sharding.xla_flags import NO_FLAGS, XlaFlags
 
 
 class CompileTimes(NamedTuple):
@@ -42,7 +42,7 @@ class PartitionedStep(Generic[OutT]):
     flags: what it is compiled with.
 
   Attributes:
-    guarded: once it is lowered, the operations that XLA would have computed wrongly; see `partitioning/guards/`.
+    guarded: once it is lowered, the operations that XLA would have computed wrongly; see `sharding/guards/`.
   """
 
   def __init__(

@@ -13,19 +13,19 @@ import jax.extend
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.call import Constraint
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
-from praxis_lite.partitioning.batch_rows import BatchRows, batch_rows, row_axes
-from praxis_lite.partitioning.constraints import axis_rules
-from praxis_lite.partitioning.host_memory import check_host_memory
-from praxis_lite.partitioning.layout import StateLayout, layout_of
-from praxis_lite.partitioning.mesh import on_mesh, platform
-from praxis_lite.partitioning.rules import LogicalAxisRules
-from praxis_lite.partitioning.specs import get_input_partition_specs, infer_partition_spec_based_on_rank_fn
-from praxis_lite.partitioning.xla_flags import XlaFlags, xla_flags
-from praxis_lite.task import SingleTask
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.layers.base.call import Constraint
+from praxis_lite.sharding.batch import batch_size, padded_batch_shape
+from praxis_lite.sharding.batch_rows import BatchRows, batch_rows, row_axes
+from praxis_lite.sharding.constraints import axis_rules
+from praxis_lite.sharding.host_memory import check_host_memory
+from praxis_lite.sharding.layout import StateLayout, layout_of
+from praxis_lite.sharding.mesh import on_mesh, platform
+from praxis_lite.sharding.rules import LogicalAxisRules
+from praxis_lite.sharding.specs import get_input_partition_specs, infer_partition_spec_based_on_rank_fn
+from praxis_lite.sharding.xla_flags import XlaFlags, xla_flags
 from praxis_lite.training import steps
 from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -39,7 +39,7 @@ from praxis_lite.training.state import (
   state_layout,
   train_state_shapes,
 )
-from praxis_lite.trees import NestedDict
+from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
 OutT = TypeVar('OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.DecodeStepOutput)

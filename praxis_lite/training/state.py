@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.guards import GuardedJit
-from praxis_lite.partitioning.host_memory import check_host_memory
-from praxis_lite.partitioning.layout import StateLayout, layout_of
-from praxis_lite.partitioning.mesh import on_mesh
-from praxis_lite.partitioning.padding import MeshLike, axis_sizes
-from praxis_lite.partitioning.placement import place_variables, placed_specs
-from praxis_lite.partitioning.slots import opt_state_specs
-from praxis_lite.partitioning.specs import spec_axes
-from praxis_lite.task import SingleTask
-from praxis_lite.trees import NestedDict, Path, lookup, map_with_path, merge, select
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, Path, lookup, map_with_path, merge, select
+from praxis_lite.sharding.guards import GuardedJit
+from praxis_lite.sharding.host_memory import check_host_memory
+from praxis_lite.sharding.layout import StateLayout, layout_of
+from praxis_lite.sharding.mesh import on_mesh
+from praxis_lite.sharding.padding import MeshLike, axis_sizes
+from praxis_lite.sharding.placement import place_variables, placed_specs
+from praxis_lite.sharding.slots import opt_state_specs
+from praxis_lite.sharding.specs import spec_axes
+from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
 StateT = TypeVar('StateT', bound='TrainState | NestedDict')

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.call import SideOutputs, Summary, Surroundings
-from praxis_lite.learning.learner import BoundLearner
+from praxis_lite.common.trees import NestedDict, lookup, map_with_path, merge
+from praxis_lite.common.weighted import WeightedScalars
+from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
-from praxis_lite.partitioning.batch import batch_size
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.batch import batch_size
 from praxis_lite.training.execution import Execution
+from praxis_lite.training.learning.learner import BoundLearner
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, lookup, map_with_path, merge
-from praxis_lite.weighted import WeightedScalars
+from praxis_lite.training.task import SingleTask
 
 
 class TrainStepOutput(NamedTuple):

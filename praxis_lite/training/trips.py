@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from praxis_lite.jax_internals.programs import scan_sizes, while_sizes
+from praxis_lite.common.jax_internals.programs import scan_sizes, while_sizes
 
 # Greatest values of the entries of an array, of its shape; None: not known.
 Bound = np.ndarray | None

@@ -321,7 +321,7 @@ def test_ids_are_printed_as_ids_where_nothing_makes_text_of_them(capsys, monkeyp
     given.extend(prompts)
     return [list(b'hi')] * len(prompts)
 
-  monkeypatch.setattr('praxis_lite.runtime.inference.decode_prompts', continued)
+  monkeypatch.setattr('praxis_lite.runs.inference.decode_prompts', continued)
   arguments = [
     experiment,
     f'--job_log_dir={tmp_path}',
@@ -350,7 +350,7 @@ def test_a_checkpoint_whose_files_are_gone_is_told(capsys, trained, tmp_path):
 
 # ---------------------------------------------------------------- the user's own file
 
-BASE = 'from praxis_lite.experiment import BaseExperiment\n'
+BASE = 'from praxis_lite.training.experiment import BaseExperiment\n'
 STDLIB_TINY = 'from praxis_lite.experiments.lm import StdlibLmTiny as Tiny\n'
 OWN_FILES = {
   'syntax': ('class A(\n', 'A', r"SyntaxError: '\(' was never closed \(.*experiment\.py:1\)"),

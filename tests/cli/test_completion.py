@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from praxis_lite import registry
 from praxis_lite.cli.completion import script
 from praxis_lite.cli.main import COMMANDS, main
+from praxis_lite.training import registry
 
 
 @pytest.fixture(scope='module')

@@ -7,9 +7,9 @@ import pytest
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.cli.main import main
-from praxis_lite.experiment import configure
 from praxis_lite.experiments.lm import SyntheticLmTiny
 from praxis_lite.training import PartitionedTask
+from praxis_lite.training.experiment import configure
 
 LM = '--exp=lm.SyntheticLmTiny'
 POSITIONS = (

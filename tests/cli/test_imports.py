@@ -33,9 +33,9 @@ IMPORTS_OF = [
   (
     HEAVY,
     {
-      'experiments': 'from praxis_lite import registry\nassert not registry.load_all()',
-      'partitioning': ALL.format('partitioning'),
-      'runtime': ALL.format('runtime'),
+      'experiments': 'from praxis_lite.training import registry\nassert not registry.load_all()',
+      'sharding': ALL.format('sharding'),
+      'runs': ALL.format('runs'),
       'list': 'from praxis_lite.cli.main import main\nmain(["list"])',
       'show': 'from praxis_lite.cli.main import main\nassert main(["show", "--exp=lm_sizes.Llama8B"]) == 0',
     },

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from praxis_lite import registry
 from praxis_lite.cli import list_experiments
 from praxis_lite.cli.main import COMMANDS as ALL, main
+from praxis_lite.training import registry
 
 COMMANDS = sorted(ALL)
 

@@ -479,7 +479,7 @@ def test_a_mistake_of_this_package_keeps_its_traceback(capsys, own, monkeypatch)
   def broken(*_):
     raise IndexError('ours')
 
-  monkeypatch.setattr('praxis_lite.task.SingleTask.create_mesh', broken)
-  monkeypatch.setattr('praxis_lite.importing.is_library', lambda file: not file.endswith('own.py'))
+  monkeypatch.setattr('praxis_lite.training.task.SingleTask.create_mesh', broken)
+  monkeypatch.setattr('praxis_lite.common.importing.is_library', lambda file: not file.endswith('own.py'))
   with pytest.raises(IndexError, match='ours'):
     main(['train', '--nocompilation_cache', *own(SETUP, 'super().setup()')])

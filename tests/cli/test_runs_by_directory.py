@@ -12,10 +12,10 @@ import sys
 import pytest
 
 from praxis_lite.cli.main import main
-from praxis_lite.config import target
-from praxis_lite.config.text import to_text
-from praxis_lite.records.record import read_record
-from praxis_lite.weights import WeightHParams
+from praxis_lite.common.config import target
+from praxis_lite.common.config.text import to_text
+from praxis_lite.runs.records.record import read_record
+from praxis_lite.sharding.weights import WeightHParams
 
 FILE = pathlib.Path(__file__).parent / 'tiny_experiment.py'
 EXP = f'--exp={FILE}:Tiny'

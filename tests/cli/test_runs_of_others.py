@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from praxis_lite.cli.main import main
-from praxis_lite.config.trusted import UntrustedError
-from praxis_lite.hosts.launch import Launcher
-from praxis_lite.records.heartbeat import Heartbeat
-from praxis_lite.records.record import read_record
-from praxis_lite.runtime import open_run
-from praxis_lite.runtime.console import Console, LiveConsole
-from praxis_lite.runtime.sweep import grid
+from praxis_lite.common.config.trusted import UntrustedError
+from praxis_lite.runs import open_run
+from praxis_lite.runs.cluster.launch import Launcher
+from praxis_lite.runs.console import Console, LiveConsole
+from praxis_lite.runs.records.heartbeat import Heartbeat
+from praxis_lite.runs.records.record import read_record
+from praxis_lite.runs.sweep import grid
 
 FILE = pathlib.Path(__file__).parent / 'tiny_experiment.py'
 EXP = f'--exp={FILE}:Tiny'
@@ -108,7 +108,7 @@ def test_names_are_shown_without_a_command_too(hostile):
   run = open_run(hostile)
   assert '\x1b' not in repr(run.metrics) and '\x1b' not in run.record.text and '\\x1b' in run.record.text
   assert not any('\x1b' in c for c in run.record.commands)
-  from praxis_lite.records.heartbeat import read_heartbeats
+  from praxis_lite.runs.records.heartbeat import read_heartbeats
 
   (beat,) = read_heartbeats(hostile)
   assert isinstance(beat, Heartbeat) and '\x1b' not in beat.host and '\n' not in beat.host
@@ -137,7 +137,7 @@ OF_NO_USER = [
 ]
 OF_NO_USER += [
   'tensorflow.io:gfile.remove',
-  'praxis_lite.importing:import_module',
+  'praxis_lite.common.importing:import_module',
   'jax.numpy:save',
   'orbax.checkpoint:Checkpointer',
 ]

@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from praxis_lite import registry
 from praxis_lite.cli.main import main
-from praxis_lite.config import Config, target
-from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.config.text import to_text
-from praxis_lite.experiment import configure
-from praxis_lite.records.record import write_record
+from praxis_lite.common.config import Config, target
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.common.config.text import to_text
+from praxis_lite.runs.records.record import write_record
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 TINY = '--exp=lm.SyntheticLmTiny'

@@ -16,8 +16,8 @@ from warm_python import WarmPopen, started
 
 from praxis_lite.cli import run_table
 from praxis_lite.cli.main import main
-from praxis_lite.records.curves import read_metrics
-from praxis_lite.records.record import read_record
+from praxis_lite.runs.records.curves import read_metrics
+from praxis_lite.runs.records.record import read_record
 
 EXP = f'--exp={pathlib.Path(__file__).parent / "tiny_experiment.py"}:Tiny'
 RATE = 'task.train.learner.learning_rate'

@@ -19,7 +19,7 @@ from praxis_lite.cli.main import main
 
 pytestmark = pytest.mark.slow
 
-RUNTIME = pathlib.Path(__file__).parent.parent / 'runtime'
+RUNTIME = pathlib.Path(__file__).parent.parent / 'runs'
 EXPERIMENT = f"""
 import os, sys
 sys.path.insert(0, {str(RUNTIME)!r})

@@ -9,7 +9,7 @@ import pytest
 
 from praxis_lite.cli import verify
 from praxis_lite.cli.main import main
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 from praxis_lite.training import partitioned_step
 
 EXP = '--exp=digits.DigitsMlpSharded'
@@ -144,7 +144,7 @@ def test_more_devices_than_are_allowed(capsys):
   ],
 )
 def test_which_runs_are_verified_first(monkeypatch, tmp_path, arguments, verifies):
-  from praxis_lite.runtime import executor
+  from praxis_lite.runs import executor
 
   seen = []
   done = types.SimpleNamespace(ended_by='done')

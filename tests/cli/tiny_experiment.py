@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite import registry
-from praxis_lite.config import Config
-from praxis_lite.experiment import BaseExperiment
+from praxis_lite.common.config import Config
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.models import BaseModel
-from praxis_lite.task import SingleTask
-from praxis_lite.weights import WeightHParams
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
+from praxis_lite.training.task import SingleTask
 
 
 def examples() -> dict[str, np.ndarray]:

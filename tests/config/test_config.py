@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.config import (
+from praxis_lite.common.config import (
   REQUIRED,
   Config,
   Configurable,
@@ -17,7 +17,7 @@ from praxis_lite.config import (
   instantiate,
   template,
 )
-from praxis_lite.errors import ConfigError, UnknownFieldError
+from praxis_lite.common.errors import ConfigError, UnknownFieldError
 
 if typing.TYPE_CHECKING:
   from nowhere import Unresolvable

@@ -17,10 +17,10 @@ import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from praxis_lite.config import REQUIRED, Config, Configurable, target, template
-from praxis_lite.config.json import from_json, to_json
-from praxis_lite.errors import ConfigError
-from praxis_lite.weights import WeightHParamsCollection, WeightInit
+from praxis_lite.common.config import REQUIRED, Config, Configurable, target, template
+from praxis_lite.common.config.json import from_json, to_json
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.sharding.weights import WeightHParamsCollection, WeightInit
 
 
 class Norm(Configurable):
@@ -207,9 +207,9 @@ def test_refusal_names_the_path():
     ({'$config': 'test_config_json:Blok'}, "^task: cannot import .* has no 'Blok'. Did you mean 'Block'"),
     ({'$config': 'test_config_json:Block', 'dim': 1}, "^task: Block has no field 'dim'. Did you mean 'dims'"),
     ({'$config': 'test_config_json:Block', 'dims': {'$ref': 'json:nil'}}, "^task.dims: cannot import 'json:nil'"),
-    ({'$object': 'praxis_lite.weights:WeightInit', 'method': 'magic'}, "^task: unknown initializer 'magic'"),
-    ({'$object': 'praxis_lite.weights:WeightInit', 'metod': 'magic'}, '^task: cannot be read .*metod'),
-    ({'$enum': ['praxis_lite.weights:WeightHParamsCollection', 'NONE']}, '^task: cannot be read .*NONE'),
+    ({'$object': 'praxis_lite.sharding.weights:WeightInit', 'method': 'magic'}, "^task: unknown initializer 'magic'"),
+    ({'$object': 'praxis_lite.sharding.weights:WeightInit', 'metod': 'magic'}, '^task: cannot be read .*metod'),
+    ({'$enum': ['praxis_lite.sharding.weights:WeightHParamsCollection', 'NONE']}, '^task: cannot be read .*NONE'),
     ({'$dtype': 'flot32'}, '^task: cannot be read .*flot32'),
     ({'$mystery': 1}, "^task: unknown entry '\\$mystery'; known: "),
   ],

@@ -16,9 +16,9 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.config import REQUIRED, Config, Configurable, template
-from praxis_lite.config.text import diff, diff_texts, format_value, to_text, to_text_of_changes
-from praxis_lite.weights import WeightHParamsCollection, WeightInit
+from praxis_lite.common.config import REQUIRED, Config, Configurable, template
+from praxis_lite.common.config.text import diff, diff_texts, format_value, to_text, to_text_of_changes
+from praxis_lite.sharding.weights import WeightHParamsCollection, WeightInit
 
 
 class Norm(Configurable):
@@ -102,7 +102,7 @@ def test_dump_expands_configs_wherever_they_are():
     (float, 'float'),
     (optax.adamw, 'optax.adamw'),
     (jax.nn.relu, 'jax.nn.relu'),
-    (WeightInit.Gaussian, 'praxis_lite.weights.WeightInit.Gaussian'),
+    (WeightInit.Gaussian, 'praxis_lite.sharding.weights.WeightInit.Gaussian'),
     (Norm, 'test_config_text.Norm'),
     (Colour.RED, 'Colour.RED'),
     (WeightHParamsCollection.KEEP_FLOAT32, 'WeightHParamsCollection.KEEP_FLOAT32'),
@@ -135,7 +135,7 @@ def test_objects_have_no_address():
 
 def test_dump_is_the_same_whatever_the_hash_seed():
   program = (
-    'from praxis_lite.config import Config; from praxis_lite.config.text import to_text;'
+    'from praxis_lite.common.config import Config; from praxis_lite.common.config.text import to_text;'
     "print(to_text(Config(dict, a={'x', 'y', 'z', 'w'}, b={'q': 1, 'p': 2})))"
   )
   runs = {

@@ -15,11 +15,11 @@ import optax
 import pytest
 from jax.typing import DTypeLike
 
-from praxis_lite.config import REQUIRED, Config, Configurable, template
-from praxis_lite.config.overrides import apply_overrides, get_by_path, set_by_path
-from praxis_lite.config.text import to_text
-from praxis_lite.errors import ConfigError, UnknownFieldError
-from praxis_lite.weights import WeightInit
+from praxis_lite.common.config import REQUIRED, Config, Configurable, template
+from praxis_lite.common.config.overrides import apply_overrides, get_by_path, set_by_path
+from praxis_lite.common.config.text import to_text
+from praxis_lite.common.errors import ConfigError, UnknownFieldError
+from praxis_lite.sharding.weights import WeightInit
 
 if typing.TYPE_CHECKING:
   from nowhere import Unresolvable
@@ -405,7 +405,8 @@ def test_a_root_cannot_be_replaced():
 
 def test_importing_imports_nothing_heavy():
   program = (
-    'import sys, praxis_lite.config.overrides; print([m for m in ("jax", "numpy", "typeguard") if m in sys.modules])'
+    'import sys, praxis_lite.common.config.overrides; '
+    'print([m for m in ("jax", "numpy", "typeguard") if m in sys.modules])'
   )
   done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == '[]'

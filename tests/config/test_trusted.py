@@ -11,16 +11,16 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.config import Config, Configurable, target
-from praxis_lite.config.json import from_json, to_json
-from praxis_lite.config.text import to_text
-from praxis_lite.config.trusted import UntrustedError, import_trusted
-from praxis_lite.errors import ConfigError, UserError
-from praxis_lite.experiment import configure
+from praxis_lite.common.config import Config, Configurable, target
+from praxis_lite.common.config.json import from_json, to_json
+from praxis_lite.common.config.text import to_text
+from praxis_lite.common.config.trusted import UntrustedError, import_trusted
+from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs.text import stdlib_files
 from praxis_lite.layers import Linear
-from praxis_lite.weights import WeightInit
+from praxis_lite.sharding.weights import WeightInit
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 registry.load_all()
 
@@ -58,11 +58,15 @@ HOSTILE = [
   *('pickle:loads', 'numpy:load', 'numpy:save', 'numpy:memmap', 'numpy:frompyfunc', 'numpy.lib.npyio:DataSource'),
   *('jax.numpy:load', 'jax.numpy:save', 'jax.numpy:savez', 'jax.numpy:fromfile', 'jax.numpy:frompyfunc'),
   *('jax:pure_callback', 'jax.debug:callback', 'jax.numpy:os.system', 'jax.profiler:start_trace', 'jax:Array'),
-  *('praxis_lite.importing:import_module', 'praxis_lite.importing:importlib.import_module'),
-  *('praxis_lite.importing:os.system', 'praxis_lite.importing:os', 'praxis_lite.registry:get'),
-  *('praxis_lite.config.references:import_reference', 'praxis_lite.cli.main:main', 'praxis_lite.cli.main:os.execv'),
+  *('praxis_lite.common.importing:import_module', 'praxis_lite.common.importing:importlib.import_module'),
+  *('praxis_lite.common.importing:os.system', 'praxis_lite.common.importing:os', 'praxis_lite.training.registry:get'),
+  *(
+    'praxis_lite.common.config.references:import_reference',
+    'praxis_lite.cli.main:main',
+    'praxis_lite.cli.main:os.execv',
+  ),
   *('praxis_lite.inputs.tfdata:write_tfrecords', 'praxis_lite.checkpoints.checkpointer:Checkpointer'),
-  *('praxis_lite.hosts.distributed:initialize_distributed', 'praxis_lite.runtime.executor:run_train'),
+  *('praxis_lite.runs.cluster.distributed:initialize_distributed', 'praxis_lite.runs.executor:run_train'),
   *('praxis_lite.layers:Linear.__init__', 'praxis_lite.layers:Linear.__class__', 'praxis_lite.layers:Linear.mro'),
   *('praxis_lite.layers:Linear.apply', 'praxis_lite.layers.linears:jax', 'praxis_lite.layers.linears:jnp.load'),
   *('optax:jnp.load', 'optax._src.base:jnp.load', 'optax:chex', 'fiddle:Config', 'absl.app:run', 'tensorflow:io'),
@@ -86,7 +90,7 @@ def test_nothing_that_could_do_harm_is_read(reference, form, monkeypatch):
     '$partial': {'$partial': [{'$ref': reference}, ['x'], {}]},
   }.get(form, {form: reference})
   with pytest.raises(ConfigError, match=r'^task\.model: '):
-    from_json(json.dumps({'task': {'$config': 'praxis_lite.task:SingleTask', 'model': encoded}}))
+    from_json(json.dumps({'task': {'$config': 'praxis_lite.training.task:SingleTask', 'model': encoded}}))
   assert not {'this', 'antigravity', 'pty', 'runpy'} & (set(sys.modules) - before)
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.decoding import Bucket, Sampler, chunk_of
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
 
 V, P = 7, 4
 TABLE = np.random.default_rng(0).normal(size=(V, V)).astype(np.float32)

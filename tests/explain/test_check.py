@@ -10,15 +10,15 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import registry
-from praxis_lite.config import Config
-from praxis_lite.experiment import configure
-from praxis_lite.explain import Limits, Problem, Severity, check, format_problems, has_errors
+from praxis_lite.common.config import Config
+from praxis_lite.instruments.explain import Limits, Problem, Severity, check, format_problems, has_errors
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
-from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 from praxis_lite.training.state import state_layout
+from praxis_lite.training.task import SingleTask
 
 BATCH = {
   'image': jax.ShapeDtypeStruct((16, 8), jnp.float32),

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.config import Config
-from praxis_lite.experiment import configure
-from praxis_lite.explain import check, explain_task, format_parameter_table, parameter_table
+from praxis_lite.common.config import Config
+from praxis_lite.instruments.explain import check, explain_task, format_parameter_table, parameter_table
 from praxis_lite.layers import MoeFeedForward
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.task import SingleTask
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
+from praxis_lite.training.task import SingleTask
 
 AXES = ('data', 'expert')
 TOKENS = jax.ShapeDtypeStruct((8, 4), np.int32)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import registry
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import configure
-from praxis_lite.explain import Kind, explain, explain_task
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.instruments.explain import Kind, explain, explain_task
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
-from praxis_lite.task import SingleTask
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
+from praxis_lite.training.task import SingleTask
 
 SIZES = {'data': 2, 'mdl': 4}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.explain import Problem, Severity, ShardingReport, check, explain_task
-from praxis_lite.explain.page import render_page, write_page
+from praxis_lite.instruments.explain import Problem, Severity, ShardingReport, check, explain_task
+from praxis_lite.instruments.explain.page import render_page, write_page
+from praxis_lite.training import registry
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 

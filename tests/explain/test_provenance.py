@@ -15,22 +15,22 @@ import pytest
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import registry
-from praxis_lite.config import Config, template
-from praxis_lite.config.json import to_json
-from praxis_lite.config.text import to_text
-from praxis_lite.experiment import configure
-from praxis_lite.explain import check, explain, explain_task, format_report
-from praxis_lite.explain.report import task_and_inputs, trace_step
-from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.common.config import Config, template
+from praxis_lite.common.config.json import to_json
+from praxis_lite.common.config.text import to_text
+from praxis_lite.common.trees import leaves_by_path
+from praxis_lite.instruments.explain import check, explain, explain_task, format_report
+from praxis_lite.instruments.explain.report import task_and_inputs, trace_step
 from praxis_lite.layers import Linear, Mlp
+from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.models import ClassificationModel
 from praxis_lite.partitioning import partition_spmd_model
-from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, declared
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 from praxis_lite.training.state import state_layout
-from praxis_lite.trees import leaves_by_path
-from praxis_lite.weights import DeclaredSplit, WeightHParams, declared
+from praxis_lite.training.task import SingleTask
 
 registry.load_all()
 ANY = P.UNCONSTRAINED

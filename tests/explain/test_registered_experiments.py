@@ -10,10 +10,10 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 
-from praxis_lite import registry
-from praxis_lite.experiment import ExperimentConfig, configure
-from praxis_lite.explain import check, explain_task, report
-from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.instruments.explain import check, explain_task, report
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import ExperimentConfig, configure
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def config(request: pytest.FixtureRequest) -> Iterator[ExperimentConfig]:
     return lambda *arguments: known[name] if name in known else known.setdefault(name, compute(*arguments))
 
   with pytest.MonkeyPatch.context() as patched:
-    checking = importlib.import_module('praxis_lite.explain.check')
+    checking = importlib.import_module('praxis_lite.instruments.explain.check')
     for name in ('state_layout', 'trace_step'):
       patched.setattr(checking, name, shared := once(name))
       patched.setattr(report, name, shared)

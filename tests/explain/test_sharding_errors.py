@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning import (
-  MoePjitPartitioner,
-  PjitPartitioner,
-  default_mesh,
+from praxis_lite.bridges.t5x.axis_names import AxisNames, override_axis_names
+from praxis_lite.bridges.t5x.moe import infer_state_filter, standard_logical_axis_rules as moe_logical_axis_rules
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.partitioning import MoePjitPartitioner, PjitPartitioner, default_mesh
+from praxis_lite.sharding import (
   infer_partition_spec_based_on_rank_fn,
   infer_sharding,
   logical_to_mesh_axes,
@@ -25,10 +25,8 @@ from praxis_lite.partitioning import (
   to_partition_spec,
   with_sharding_constraint,
 )
-from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.rules import resolve
-from praxis_lite.t5x.axis_names import AxisNames, override_axis_names
-from praxis_lite.t5x.moe import infer_state_filter, standard_logical_axis_rules as moe_logical_axis_rules
+from praxis_lite.sharding.mesh import create_device_mesh
+from praxis_lite.sharding.rules import resolve
 
 NAMES = ('replica', 'data', 'mdl')
 MESH = {'data': 8, 'model': 4}

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.explain import draw_sharding, visualize_sharding
-from praxis_lite.explain.visualize import device_grid
-from praxis_lite.partitioning.padding import padded_shape
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.instruments.explain import draw_sharding, visualize_sharding
+from praxis_lite.instruments.explain.visualize import device_grid
+from praxis_lite.sharding.padding import padded_shape
 
 ENTRIES = [None, 'a', 'b', 'c', ('a', 'b'), ('c', 'a'), ('b', 'c', 'a')]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.hf.files import Declared, write_folder
+from praxis_lite.bridges.hf.files import Declared, write_folder
 
 GOLDEN = Path(__file__).parent / 'golden'
 V, D, F = 37, 18, 20

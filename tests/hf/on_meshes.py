@@ -8,15 +8,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.hf.families import describe_model
-from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, read_variables
-from praxis_lite.hf.writer import write_checkpoint
+from praxis_lite.bridges.hf.families import describe_model
+from praxis_lite.bridges.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, read_variables
+from praxis_lite.bridges.hf.writer import write_checkpoint
 from praxis_lite.models import LanguageModel, set_sharding
-from praxis_lite.partitioning import GuardedJit
-from praxis_lite.partitioning.layout import StateLayout, layout_of
-from praxis_lite.partitioning.mesh import on_mesh
-from praxis_lite.partitioning.padding import slice_to
-from praxis_lite.partitioning.placement import place_variables, placed_specs
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.layout import StateLayout, layout_of
+from praxis_lite.sharding.mesh import on_mesh
+from praxis_lite.sharding.padding import slice_to
+from praxis_lite.sharding.placement import place_variables, placed_specs
 
 AXES = ('replica', 'data', 'mdl')
 MESHES = ((1, 1, 1), (2, 2, 2), (1, 3, 1))

@@ -8,10 +8,10 @@ import pytest
 from checkpoints import CASES, IDS
 from on_meshes import MESHES, load
 
-from praxis_lite.hf import export_run, import_run, write_model
+from praxis_lite.bridges.hf import export_run, import_run, write_model
 from praxis_lite.inputs import HfTokenizer
 from praxis_lite.models import transformer_lm
-from praxis_lite.records.record import read_record
+from praxis_lite.runs.records.record import read_record
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
 transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from checkpoints import golden, make, write
 
+from praxis_lite.bridges.hf.files import INDEX_FILE, Declared, read_header, write_folder
+from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint
 from praxis_lite.cli.main import main
-from praxis_lite.errors import CheckpointError, UserError
-from praxis_lite.hf.files import INDEX_FILE, Declared, read_header, write_folder
-from praxis_lite.hf.reader import checked_pieces, open_checkpoint
+from praxis_lite.common.errors import CheckpointError, UserError
 
 
 def opened(folder):

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from praxis_lite.bridges.hf import write_model
 from praxis_lite.cli.main import main
-from praxis_lite.hf import write_model
 from praxis_lite.models import transformer_lm
 
 GUIDE = Path(__file__).parents[2] / 'docs' / 'hugging-face.md'

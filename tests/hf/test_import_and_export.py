@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from checkpoints import IDS, golden, make, write
 
+from praxis_lite.bridges.hf import export_run, import_run, read_model, write_model
+from praxis_lite.bridges.hf.files import read_folder
 from praxis_lite.cli.main import main
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, UserError
-from praxis_lite.hf import export_run, import_run, read_model, write_model
-from praxis_lite.hf.files import read_folder
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.models import set_pipeline, transformer_lm
-from praxis_lite.records.record import read_record
-from praxis_lite.runtime.executor import run_train
-from praxis_lite.runtime.inference import decode_prompts
+from praxis_lite.runs.executor import run_train
+from praxis_lite.runs.inference import decode_prompts
+from praxis_lite.runs.records.record import read_record
 
 
 def tensors_of(folder):
@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_no_export(tmp_path, monkeypatch, capsys):
   def full(*_):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('praxis_lite.hf.files._write_file', full)
+  monkeypatch.setattr('praxis_lite.bridges.hf.files._write_file', full)
   out = tmp_path / 'out'
   assert main(['export-hf', f'--job_log_dir={tmp_path / "run"}', f'--out={out}']) == 2
   assert f'writing {out} failed: No space left on device' in capsys.readouterr().err

@@ -8,12 +8,12 @@ import pytest
 from checkpoints import CASES, IDS, golden, make, weight, write
 from on_meshes import MESHES, load
 
-from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.errors import ConfigError
-from praxis_lite.hf import writer
-from praxis_lite.hf.families import FAMILIES, describe_model
-from praxis_lite.hf.files import StoredTensor, read_folder
-from praxis_lite.hf.hf_config import HfConfig
+from praxis_lite.bridges.hf import writer
+from praxis_lite.bridges.hf.families import FAMILIES, describe_model
+from praxis_lite.bridges.hf.files import StoredTensor, read_folder
+from praxis_lite.bridges.hf.hf_config import HfConfig
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.models import transformer_lm
 
 pytestmark = pytest.mark.usefixtures('shared_programs')

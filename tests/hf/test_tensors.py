@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from praxis_lite.config import Config
-from praxis_lite.hf.families import FAMILIES
-from praxis_lite.hf.files import Declared, read_folder, write_folder
-from praxis_lite.hf.tensors import Part, View, parse_axes, pieces
+from praxis_lite.bridges.hf.families import FAMILIES
+from praxis_lite.bridges.hf.files import Declared, read_folder, write_folder
+from praxis_lite.bridges.hf.tensors import Part, View, parse_axes, pieces
+from praxis_lite.common.config import Config
 from praxis_lite.layers import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
 
 AXES = {

@@ -5,8 +5,8 @@ import copy
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs import ArrayInput, MixtureInput
 
 

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs import Feature, MixtureInput, TextInput
 from praxis_lite.inputs.grain_input import ArrayRecordInput, write_array_records
 from praxis_lite.inputs.tables import TableInput

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import DataError
 from praxis_lite.inputs import Feature, TFRecordInput, write_tfrecords
 from praxis_lite.inputs.tfrecord_files import ends_with_a_record
 

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from praxis_lite import inputs
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 
 pytestmark = pytest.mark.slow
 
@@ -251,7 +251,7 @@ def test_drop_remainder_leaves_out_the_short_batch(config):
 
 
 def test_state_of_other_settings_is_refused(config):
-  from praxis_lite.errors import CheckpointError
+  from praxis_lite.common.errors import CheckpointError
 
   source = config.instantiate(is_training=True, seed=1)
   state = source.get_state()

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs import ArrayInput, MixtureInput, TFDataInput
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs import ArrayInput, BaseInput, PrefetchIterator
 
 WAIT = 300.0  # seconds until a test gives up on another thread; never reached when all is well

@@ -5,8 +5,8 @@ import sysconfig
 
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs import TextInput, stdlib_files
 
 ROOT = sysconfig.get_paths()['stdlib']

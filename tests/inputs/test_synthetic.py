@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import (
   ConstantFeature,
   Feature,

@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs import ByteTokenizer, CharTokenizer, SentencePieceTokenizer, TextInput
 
 FIELDS = {'seq_len': 8, 'batch_size': 2}

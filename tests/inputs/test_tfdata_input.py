@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs import ArrayInput, Feature, MixtureInput, TFDataInput, TFRecordInput, write_tfrecords
 
 FEATURES = {'x': Config(Feature, shape=(2, 3)), 'y': Config(Feature, dtype='int32'), 'z': Config(Feature, dtype='bool')}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs import ByteTokenizer, CharTokenizer, SentencePieceTokenizer
 
 TEXT = 'def f(x):\n  return "é 漢字 ﬁn"\n\n\n  # the end   of it\n'

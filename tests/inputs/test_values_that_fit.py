@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from praxis_lite.config import Config
-from praxis_lite.errors import DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import DataError
 from praxis_lite.inputs import (
   ArrayInput,
   ArrayRecordInput,

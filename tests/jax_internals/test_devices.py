@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from praxis_lite.jax_internals import devices
+from praxis_lite.common.jax_internals import devices
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from praxis_lite.jax_internals import flags
+from praxis_lite.common.jax_internals import flags
 
 
 def ends_well(xla_flags):

@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.jax_internals import UnknownJax, lowering
-from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.common.jax_internals import UnknownJax, lowering
+from praxis_lite.sharding.mesh import abstract_mesh
 
 
 def unrolled(x):

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.jax_internals import UnknownJax
-from praxis_lite.jax_internals.mlir import ir, run_passes
-from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.propagation import Propagation
+from praxis_lite.common.jax_internals import UnknownJax
+from praxis_lite.common.jax_internals.mlir import ir, run_passes
+from praxis_lite.sharding.mesh import create_device_mesh
+from praxis_lite.sharding.propagation import Propagation
 
 
 def lowered_product():

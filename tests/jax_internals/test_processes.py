@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from praxis_lite.jax_internals import UnknownJax, processes
+from praxis_lite.common.jax_internals import UnknownJax, processes
 
 
 def test_a_process_that_is_alone_has_no_service():

@@ -10,8 +10,8 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import AxisType, PartitionSpec as P
 
-from praxis_lite.jax_internals import UnknownJax
-from praxis_lite.jax_internals.programs import (
+from praxis_lite.common.jax_internals import UnknownJax
+from praxis_lite.common.jax_internals.programs import (
   ScanSizes,
   WhileSizes,
   bind,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from praxis_lite import jax_internals
-from praxis_lite.errors import ConfigError
-from praxis_lite.jax_internals import UnknownJax, reading, unless_unknown
+from praxis_lite.common import jax_internals
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.jax_internals import UnknownJax, reading, unless_unknown
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.layer import Layer
-from praxis_lite.weights import WeightHParams
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.layers.base import Layer
+from praxis_lite.sharding.weights import WeightHParams
 
 D = 4
 

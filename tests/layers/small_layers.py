@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite import layers
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 
 AXES = ('replica', 'data', 'mdl')
 B, T, D, F, V, N, H = 3, 5, 7, 9, 11, 3, 4

@@ -9,8 +9,8 @@ import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.positions import RelativeBias, RotaryPositions

@@ -13,18 +13,18 @@ import pytest
 from drawn_state import drawn_state
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.layers import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.chunked_loss import usual_chunk_size
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning import GuardedJit
-from praxis_lite.partitioning.hlo import parse
-from praxis_lite.partitioning.padding import padded_shape, slice_to
-from praxis_lite.partitioning.specs import to_partition_spec
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.hlo import parse
+from praxis_lite.sharding.padding import padded_shape, slice_to
+from praxis_lite.sharding.specs import to_partition_spec
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
 
 B, T, D, V = 2, 3, 4, 11
 AXES = ('replica', 'data', 'mdl')

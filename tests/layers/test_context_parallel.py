@@ -12,15 +12,15 @@ from attention_cases import CASES, arguments, attend
 from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias
 from praxis_lite.layers.context_parallel import SequenceSplit, aligned_heads, context_parallel_attention
 from praxis_lite.layers.masks import Visibility
 from praxis_lite.layers.positions import BucketedBias
-from praxis_lite.partitioning import GuardedJit
-from praxis_lite.partitioning.hlo import collectives
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.hlo import collectives
 
 
 def mesh_of(**sizes):

@@ -14,13 +14,13 @@ from jax.sharding import AxisType, NamedSharding
 from small_layers import AXES, CASES, Case
 
 from praxis_lite import layers
-from praxis_lite.config import target
-from praxis_lite.errors import ShardingError
-from praxis_lite.layer import Layer
-from praxis_lite.partitioning import GuardedJit
-from praxis_lite.partitioning.padding import padded_shape, slice_to
-from praxis_lite.partitioning.specs import to_partition_spec
-from praxis_lite.weights import WeightHParams
+from praxis_lite.common.config import target
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.layers.base import Layer
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.padding import padded_shape, slice_to
+from praxis_lite.sharding.specs import to_partition_spec
+from praxis_lite.sharding.weights import WeightHParams
 
 EVERY_LAYER = sorted(
   name for name, value in vars(layers).items() if isinstance(value, type) and issubclass(value, Layer)

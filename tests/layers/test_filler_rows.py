@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 
-from praxis_lite.config import Config
-from praxis_lite.errors import DataError
-from praxis_lite.layer import Layer
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import DataError
+from praxis_lite.common.trees import merge
 from praxis_lite.layers import BatchNorm, FullSoftmax, MoeFeedForward, Pipelined, Repeat, TransformerBlock
+from praxis_lite.layers.base import Layer
 from praxis_lite.models import set_pipeline, transformer_lm
-from praxis_lite.trees import merge
-from praxis_lite.weights import WeightHParams, WeightInit
+from praxis_lite.sharding.weights import WeightHParams, WeightInit
 
 B, T, D, M = 5, 4, 6, 3  # One row of six only fills up.
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.jax_internals.devices import abstract_device
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.jax_internals.devices import abstract_device
 from praxis_lite.layers import Linear
 from praxis_lite.layers.fp8 import fp8_tensordot
 from praxis_lite.models import transformer_lm

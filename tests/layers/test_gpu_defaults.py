@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.learning import Learner
+from praxis_lite.common.config import Config
+from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
 from praxis_lite.models import transformer_lm
-from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan.compilers import pretend_cudnn_for_plans
-from praxis_lite.weights import WeightHParams
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.learning import Learner
 
 B, T, D, V = 2, 256, 32, 64
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
-from praxis_lite.partitioning import GuardedJit
-from praxis_lite.weights import WeightHParamsCollection
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.weights import WeightHParamsCollection
 
 B, H, W, C = 2, 6, 5, 4
 

@@ -10,10 +10,10 @@ import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import MultiHeadAttention, RelativeBias, Repeat, RotaryPositions
-from praxis_lite.partitioning import GuardedJit
+from praxis_lite.sharding import GuardedJit
 
 B, T, D = 2, 23, 12
 LENGTHS = np.array([7, 13])  # Of the prompts, padded to PROMPT.

@@ -9,10 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers import ACTIVATIONS, Bias, Dropout, FeedForward, GatedFeedForward, Linear, get_activation
-from praxis_lite.weights import WeightHParamsCollection
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers import (
+  ACTIVATIONS,
+  Bias,
+  Dropout,
+  FeedForward,
+  GatedFeedForward,
+  Linear,
+  get_activation,
+)
+from praxis_lite.sharding.weights import WeightHParamsCollection
 
 B, T, D, F = 2, 3, 4, 6
 KEY = jax.random.key(0)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.layers import embeddings
-from praxis_lite.partitioning import GuardedJit
+from praxis_lite.sharding import GuardedJit
 
 
 @pytest.mark.parametrize('split', [('data', None), (None, 'mdl'), ('mdl', 'data')])

@@ -12,8 +12,8 @@ import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import (
   ArrayMask,
   AttentionMask,
@@ -38,7 +38,7 @@ from praxis_lite.layers import (
   per_row,
 )
 from praxis_lite.layers.masks import BlockRanges, split_offsets, to_mask
-from praxis_lite.partitioning import GuardedJit
+from praxis_lite.sharding import GuardedJit
 
 B, T, N, K, H = 2, 13, 4, 2, 4
 

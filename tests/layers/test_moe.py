@@ -11,8 +11,8 @@ import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.layers import (
   FeedForward,
   GatedFeedForward,
@@ -23,9 +23,9 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.transformer import token_paddings
 from praxis_lite.models import transformer_lm
-from praxis_lite.partitioning import GuardedJit
-from praxis_lite.partitioning.hlo import assert_collectives, collectives
-from praxis_lite.partitioning.specs import to_partition_spec
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.hlo import assert_collectives, collectives
+from praxis_lite.sharding.specs import to_partition_spec
 
 B, T, D, F, E = 3, 6, 8, 10, 5
 AXES = ('replica', 'data', 'mdl')

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import BatchNorm, GroupNorm, LayerNorm, RMSNorm
-from praxis_lite.weights import WeightHParamsCollection
+from praxis_lite.sharding.weights import WeightHParamsCollection
 
 B, T, D = 4, 5, 6
 EVERY_NORM = {'BatchNorm': BatchNorm, 'GroupNorm': GroupNorm, 'LayerNorm': LayerNorm, 'RMSNorm': RMSNorm}

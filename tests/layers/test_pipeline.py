@@ -10,11 +10,17 @@ from drawn_state import drawn_variables
 from side_inputs import gradients
 from test_repeat import Residual
 
-from praxis_lite.call import fold_in_path
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError, ShardingError
-from praxis_lite.layer import Layer
-from praxis_lite.layers import PipelinedTransformer, PipelineSchedule, RepeatedTransformer, TransformerBlock, pipeline
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError, DataError, ShardingError
+from praxis_lite.layers import (
+  PipelinedTransformer,
+  PipelineSchedule,
+  RepeatedTransformer,
+  TransformerBlock,
+  pipeline,
+)
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.call import fold_in_path
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.pipeline import Pipelined, describe_pipelines

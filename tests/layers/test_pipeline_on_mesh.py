@@ -10,13 +10,13 @@ from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from side_inputs import gradients
 
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
 from praxis_lite.layers.repeat import Repeat
-from praxis_lite.partitioning import GuardedJit
-from praxis_lite.partitioning.hlo import KINDS, assert_collectives, collectives
-from praxis_lite.partitioning.padding import padded_shape, slice_to
-from praxis_lite.partitioning.specs import to_partition_spec
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.hlo import KINDS, assert_collectives, collectives
+from praxis_lite.sharding.padding import padded_shape, slice_to
+from praxis_lite.sharding.specs import to_partition_spec
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
 from praxis_lite.layers.positions import (
   LinearRotaryScaling,

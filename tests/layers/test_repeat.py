@@ -11,12 +11,12 @@ import pytest
 from drawn_state import drawn_variables
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.layer import Layer
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.layers.base import Layer
 from praxis_lite.layers.remat import REMAT_POLICIES
 from praxis_lite.layers.repeat import Repeat
-from praxis_lite.weights import WeightHParams, WeightInit
+from praxis_lite.sharding.weights import WeightHParams, WeightInit
 
 D, LAYERS = 3, 4
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.dispatch import (
   Plan,
   capacity_plan,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import Embedding, FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
-from praxis_lite.weights import WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import WeightHParamsCollection, WeightInit
 
 B, T, D, V = 2, 3, 4, 5
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
 LAYERS = 3
 SKIP = WeightHParamsCollection.SKIP_REGULARIZATION

@@ -11,9 +11,9 @@ import optax
 import pytest
 from small_trees import NON_TRAINABLE, SKIP, declarations, unrolled, values, weight
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.learning import Learner, Linear
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.training.learning import Learner, Linear
 
 
 def sgd(**fields: Any) -> Learner:

@@ -12,18 +12,18 @@ import pytest
 from drawn_state import drawn_state
 
 from praxis_lite.checkpoints import Checkpointer
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.inputs import SyntheticLMInput
-from praxis_lite.learning import Learner
-from praxis_lite.learning.moments import compress_moments
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.learning import Learner
+from praxis_lite.training.learning.moments import compress_moments
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
-from praxis_lite.trees import leaves_by_path
-from praxis_lite.weights import WeightHParams
+from praxis_lite.training.task import SingleTask
 
 AXES = ('replica', 'data', 'mdl')
 

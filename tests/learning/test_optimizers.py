@@ -13,9 +13,9 @@ import optax
 import pytest
 from small_trees import LAYERS, declarations, restacked, unrolled, values, weight
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.learning import Learner, optimizer as optimizer_module
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.training.learning import Learner, optimizer as optimizer_module
 
 pytestmark = pytest.mark.slow
 

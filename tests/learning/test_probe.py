@@ -14,8 +14,8 @@ import optax
 import pytest
 from small_trees import weight
 
-from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all
-from praxis_lite.trees import NestedDict
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all
 
 pytestmark = pytest.mark.slow
 

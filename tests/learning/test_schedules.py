@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite import learning
-from praxis_lite.config import Config, target
-from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config, target
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.training import learning
 
 
 @pytest.mark.parametrize(

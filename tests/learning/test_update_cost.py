@@ -10,8 +10,8 @@ import optax
 import pytest
 from small_trees import SKIP, weight
 
-from praxis_lite.config import Config
-from praxis_lite.learning import Learner
+from praxis_lite.common.config import Config
+from praxis_lite.training.learning import Learner
 
 WEIGHTS = {
   'emb': weight(64, 32),

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.layers import ConvNet, FullSoftmax, GroupNorm, Mlp
 from praxis_lite.models import BaseModel, ClassificationModel
 

@@ -7,12 +7,12 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import Embedding, FullSoftmax, Linear
 from praxis_lite.models import BaseModel, ClassificationModel, transformer_lm, weighted_mean
-from praxis_lite.records.run_config import Datasets
+from praxis_lite.runs.records.run_config import Datasets
 
 
 class Own(BaseModel):

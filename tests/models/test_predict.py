@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.images import Mlp
 from praxis_lite.models import transformer_lm
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel
-from praxis_lite.task import SingleTask
 from praxis_lite.training import PartitionedTask
+from praxis_lite.training.task import SingleTask
 
 KEY = jax.random.key(0)
 

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 
-from praxis_lite import registry
-from praxis_lite.experiment import configure
 from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 LAYERS, D, HEADS, DIMS, HIDDEN, VOCAB, LENGTH, ROWS = 2, 64, 8, 8, 128, 128, 32, 16
 TOKENS = ROWS * LENGTH

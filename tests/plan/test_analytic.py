@@ -6,12 +6,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from small_lm import LAYERS, MULTIPLIED, D, small_lm
 
+from praxis_lite.instruments.plan import plan
+from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
+from praxis_lite.instruments.plan.local_program import local_program
+from praxis_lite.instruments.plan.lowering import lower_without_devices
 from praxis_lite.layers.dot_product import dot_product_attention
-from praxis_lite.partitioning.local_program import local_program
-from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan import plan
-from praxis_lite.plan.compilers import pretend_cudnn_for_plans
-from praxis_lite.plan.lowering import lower_without_devices
+from praxis_lite.sharding.mesh import abstract_mesh
 
 B, T, N, H = 8, 256, 4, 32
 MESH = {'data': 4, 'mdl': 2}

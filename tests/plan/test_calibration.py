@@ -8,11 +8,11 @@ import types
 import pytest
 
 from praxis_lite.cli.main import main
-from praxis_lite.errors import ConfigError, UserError
-from praxis_lite.plan import calibration
-from praxis_lite.plan.calibration import calibrate, calibrated
-from praxis_lite.plan.targets import TARGETS
-from praxis_lite.plan.topology import parse_topology
+from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.instruments.plan import calibration
+from praxis_lite.instruments.plan.calibration import calibrate, calibrated
+from praxis_lite.instruments.plan.targets import TARGETS
+from praxis_lite.instruments.plan.topology import parse_topology
 
 
 @pytest.fixture(scope='module')

@@ -10,15 +10,15 @@ import pytest
 from small_lm import ALL, ROWS, TOKENS, small_lm
 
 from praxis_lite.cli.main import main
-from praxis_lite.errors import ConfigError
-from praxis_lite.explain.report import task_and_inputs
-from praxis_lite.plan import child, compilers, parse_topology, plan, searching, what_if
-from praxis_lite.plan.compare import verdict
-from praxis_lite.plan.fitting import fitted_mesh, made_to_fit
-from praxis_lite.plan.knobs import Configured, knobs_of, neighbours, overrides_of
-from praxis_lite.plan.price import price_of
-from praxis_lite.plan.searching import Correction, format_search, search
-from praxis_lite.plan.what_if import Change, WhatIf
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.instruments.explain.report import task_and_inputs
+from praxis_lite.instruments.plan import child, compilers, parse_topology, plan, searching, what_if
+from praxis_lite.instruments.plan.compare import verdict
+from praxis_lite.instruments.plan.fitting import fitted_mesh, made_to_fit
+from praxis_lite.instruments.plan.knobs import Configured, knobs_of, neighbours, overrides_of
+from praxis_lite.instruments.plan.price import price_of
+from praxis_lite.instruments.plan.searching import Correction, format_search, search
+from praxis_lite.instruments.plan.what_if import Change, WhatIf
 
 
 @pytest.fixture(scope='module')

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from praxis_lite.partitioning.hlo import collectives, groups_of, parse
-from praxis_lite.plan.cost import LayerNames, cost_of
-from praxis_lite.plan.links import Links
-from praxis_lite.plan.topology import parse_topology
+from praxis_lite.instruments.plan.cost import LayerNames, cost_of
+from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.topology import parse_topology
+from praxis_lite.sharding.hlo import collectives, groups_of, parse
 
 
 def cost(program, topology='cpu:1', **more):

@@ -8,10 +8,10 @@ import pathlib
 
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.experiment import configure
-from praxis_lite.plan import Reason
-from praxis_lite.plan.snapshot import declared_snapshot, differences, read
+from praxis_lite.instruments.plan import Reason
+from praxis_lite.instruments.plan.snapshot import declared_snapshot, differences, read
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 GOLDEN = pathlib.Path(__file__).parent.parent / 'golden' / 'plans'
 PUBLISHED = ['Gpt2Small', 'Gpt2Xl', 'Llama1B', 'Llama8B', 'Llama8B128k', 'Mixtral8x7B', 'FineGrained16B', 'Gpt3']

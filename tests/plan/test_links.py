@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from praxis_lite.plan.links import Links
-from praxis_lite.plan.topology import parse_topology
+from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.topology import parse_topology
 
 MIB = float(2**20)
 

@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from small_lm import ALL, ATTENTION_FLOPS, LAYERS, LENGTH, MATRICES, MULTIPLIED, ROWS, TOKENS, VOCAB, D, small_lm
 
 from praxis_lite.cli.main import main
-from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.explain.report import task_and_inputs
-from praxis_lite.partitioning.local_program import local_program
-from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.partitioning.xla_flags import NO_FLAGS, XlaFlags
-from praxis_lite.plan import compilers, format_plan, parse_topology, plan
+from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.instruments.explain.report import task_and_inputs
+from praxis_lite.instruments.plan import compilers, format_plan, parse_topology, plan
+from praxis_lite.instruments.plan.local_program import local_program
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.xla_flags import NO_FLAGS, XlaFlags
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 MESHES = {'data': (8, 1, 1), 'fully sharded': (1, 8, 1), 'tensor': (1, 1, 8), 'mixed': (2, 2, 2)}

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from praxis_lite.accelerators import accelerator_of
-from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.plan.targets import TARGETS, gpu_target_config
-from praxis_lite.plan.topology import check_mesh, parse_topology
-from praxis_lite.runtime.throughput import peak_flops
+from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.instruments.plan.targets import TARGETS, gpu_target_config
+from praxis_lite.instruments.plan.topology import check_mesh, parse_topology
+from praxis_lite.runs.throughput import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,19 @@ import re
 import pytest
 from small_lm import TOKENS, D, small_lm
 
-from praxis_lite import testing
 from praxis_lite.cli.main import main
-from praxis_lite.errors import ConfigError
-from praxis_lite.explain.explanation import ShardingReport, format_report
-from praxis_lite.explain.report import task_and_inputs, trace_step
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.instruments import testing
+from praxis_lite.instruments.explain.explanation import ShardingReport, format_report
+from praxis_lite.instruments.explain.report import task_and_inputs, trace_step
+from praxis_lite.instruments.plan import Reason, format_why, plan
+from praxis_lite.instruments.plan.cost import LayerNames, Operation
+from praxis_lite.instruments.plan.dataflow import Dataflow
+from praxis_lite.instruments.plan.snapshot import Limits, declared_snapshot, differences, keep, read, snapshot_of
+from praxis_lite.instruments.plan.why import Why
 from praxis_lite.models import set_sharding
-from praxis_lite.partitioning.hlo import parse
-from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan import Reason, format_why, plan
-from praxis_lite.plan.cost import LayerNames, Operation
-from praxis_lite.plan.dataflow import Dataflow
-from praxis_lite.plan.snapshot import Limits, declared_snapshot, differences, keep, read, snapshot_of
-from praxis_lite.plan.why import Why
+from praxis_lite.sharding.hlo import parse
+from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.state import state_layout
 
 LAYERS = 'lm.transformer.layers'
@@ -99,7 +99,7 @@ def test_explain_shows_what_the_compiler_made_of_activations(bad, monkeypatch, c
   other = dataclasses.replace(hidden, compiled=(4, 32, 64))
   text = format_report(ShardingReport(bad.mesh, [], [], [hidden, other, free], []))
   assert re.search(r'hidden .* 4 x 32 x 96 +4 x 32 x 96 ', text) and '4 x 32 x 64 (differs)' in text
-  monkeypatch.setattr('praxis_lite.plan.plan', lambda *args, **kwargs: bad)
+  monkeypatch.setattr('praxis_lite.instruments.plan.plan', lambda *args, **kwargs: bad)
   assert main(['show', '--exp=lm.SyntheticLmTiny', '--compiled=cpu:8']) == 0
   assert re.search(r'ff.hidden .* 4 x 32 x 96 +4 x 32 x 96 ', capsys.readouterr().out)
 

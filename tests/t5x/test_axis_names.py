@@ -7,14 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.t5x.axis_names import (
-  AxisNames,
-  declared_axis_names,
-  override_axis_names,
-  slot_axis_names,
-)
-from praxis_lite.weights import WeightHParams
+from praxis_lite.bridges.t5x.axis_names import AxisNames, declared_axis_names, override_axis_names, slot_axis_names
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.sharding.weights import WeightHParams
 
 WEIGHTS = {
   'emb': {'w': WeightHParams((6, 4), tensor_split_dims_mapping=('vocab', 'embed'))},

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, get_data_layout
-from praxis_lite.t5x.meshes import DescribedDevice, default_mesh
+from praxis_lite.bridges.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, get_data_layout
+from praxis_lite.bridges.t5x.meshes import DescribedDevice, default_mesh
+from praxis_lite.common.errors import ShardingError
 
 SLICE = [
   DescribedDevice(

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.t5x.chunks import LocalChunker
-from praxis_lite.t5x.meshes import (
+from praxis_lite.bridges.t5x.chunks import LocalChunker
+from praxis_lite.bridges.t5x.meshes import (
   DescribedDevice,
   bounds_from_last_device,
   default_mesh,
@@ -22,6 +21,7 @@ from praxis_lite.t5x.meshes import (
   get_gpu_mesh,
   get_mesh,
 )
+from praxis_lite.common.errors import ShardingError
 
 
 def torus(sides: tuple[int, int, int, int], host: tuple[int, int, int] = (2, 2, 1), kind: str = 'TPU v3') -> list[Any]:

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_device_meshes import torus
 
-from praxis_lite.errors import ShardingError
+from praxis_lite.bridges.t5x import MoePjitPartitioner, PjittedFnWithContext, default_mesh, expert_mesh
+from praxis_lite.bridges.t5x.chunks import DataLayout
+from praxis_lite.common.errors import ShardingError
 from praxis_lite.partitioning import default_moe_mesh
-from praxis_lite.partitioning.rules import standard_logical_axis_rules
-from praxis_lite.t5x import MoePjitPartitioner, PjittedFnWithContext, default_mesh, expert_mesh
-from praxis_lite.t5x.chunks import DataLayout
+from praxis_lite.sharding.rules import standard_logical_axis_rules
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_mistakes(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_a_jitted_function_is_called_with_the_mesh_and_the_rules() -> None:
-  from praxis_lite.partitioning import with_logical_constraint, with_sharding_constraint
+  from praxis_lite.sharding import with_logical_constraint, with_sharding_constraint
 
   mesh, rules = default_mesh(2), (('batch', 'data'), ('mlp', 'model'))
 

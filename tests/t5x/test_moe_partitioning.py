@@ -10,23 +10,23 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning.rules import logical_to_mesh_axes, standard_logical_axis_rules
-from praxis_lite.t5x import moe
-from praxis_lite.t5x.axis_names import AxisNames
-from praxis_lite.t5x.chunks import DataLayout
-from praxis_lite.t5x.meshes import DescribedDevice
-from praxis_lite.t5x.moe import (
+from praxis_lite.bridges.t5x import moe
+from praxis_lite.bridges.t5x.axis_names import AxisNames
+from praxis_lite.bridges.t5x.chunks import DataLayout
+from praxis_lite.bridges.t5x.meshes import DescribedDevice
+from praxis_lite.bridges.t5x.moe import (
   MoePjitPartitioner,
   infer_state_filter,
   override_partition_specs,
   prepend_expert,
   uses_two_data_axes,
 )
-from praxis_lite.t5x.partitioners import PjitPartitioner
+from praxis_lite.bridges.t5x.partitioners import PjitPartitioner
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.common.trees import path_matches
+from praxis_lite.sharding.rules import logical_to_mesh_axes, standard_logical_axis_rules
+from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import path_matches
-from praxis_lite.weights import WeightHParams
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import pytest
 from flax_boxes import LogicallyPartitioned
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning.constraints import with_logical_constraint
-from praxis_lite.partitioning.rules import standard_logical_axis_rules
-from praxis_lite.t5x.chunks import DataLayout, LocalChunkInfo
-from praxis_lite.t5x.partitioners import BasePartitioner, BasePjitPartitioner, PjitPartitioner
+from praxis_lite.bridges.t5x.chunks import DataLayout, LocalChunkInfo
+from praxis_lite.bridges.t5x.partitioners import BasePartitioner, BasePjitPartitioner, PjitPartitioner
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.sharding.constraints import with_logical_constraint
+from praxis_lite.sharding.rules import standard_logical_axis_rules
+from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.state import TrainState
-from praxis_lite.weights import WeightHParams
 
 # Nothing here divides by 2 or 4: 5 embed, 7 mlp, 9 vocabulary.
 WEIGHTS = {

@@ -12,9 +12,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.t5x.moe import MoePjitPartitioner, infer_state_filter_of
-from praxis_lite.trees import path_matches
+from praxis_lite.bridges.t5x.moe import MoePjitPartitioner, infer_state_filter_of
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.common.trees import path_matches
 
 
 @jax.tree_util.register_dataclass

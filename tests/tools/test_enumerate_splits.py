@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from praxis_lite.partitioning.guards.products import is_nearly_local
-from praxis_lite.partitioning.propagation import Axis
+from praxis_lite.sharding.guards.products import is_nearly_local
+from praxis_lite.sharding.propagation import Axis
 from tools.splits.assign import all_cases, arrangements, axes_of_mesh, left_as_stated, local, ways_to_part
 from tools.splits.batches import run
 from tools.splits.kinds import KINDS

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from warm_python import WarmPopen
 
-from praxis_lite.errors import UserError
-from praxis_lite.records.metrics import SummaryWriter
+from praxis_lite.common.errors import UserError
+from praxis_lite.runs.records.metrics import SummaryWriter
 from tools import fault_campaign
 from tools.fault_campaign import campaign, prepare, table
 from tools.faults.comparison import Results, _lines, curves_of, differences

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from praxis_lite.bridges.hf.files import read_folder
 from praxis_lite.checkpoints.contents import add_checksum
-from praxis_lite.errors import CheckpointError, ConfigError, UserError
-from praxis_lite.files import parse_json
-from praxis_lite.hf.files import read_folder
-from praxis_lite.records.heartbeat import Heartbeat
-from praxis_lite.records.metrics import metric_lines
+from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.files import parse_json
+from praxis_lite.runs.records.heartbeat import Heartbeat
+from praxis_lite.runs.records.metrics import metric_lines
 from tools.fuzz.parsers import PARSERS, _snapshot_text
 from tools.fuzz_parsers import Guard, fuzz, run_case
 
@@ -108,7 +108,7 @@ def test_json_that_is_nested_deeply_is_an_error_of_a_value():
 def test_an_experiment_imports_what_it_names_and_a_record_imports_nothing(tmp_path, monkeypatch):
   """`--exp` runs the file that the user names; a directory that names the same module in its record does not."""
   from praxis_lite.cli.main import main
-  from praxis_lite.records.record import read_record
+  from praxis_lite.runs.records.record import read_record
 
   (tmp_path / 'theirs.py').write_text('from pathlib import Path\nPath("ran").touch()\n')
   monkeypatch.chdir(tmp_path)
@@ -122,7 +122,7 @@ def test_an_experiment_imports_what_it_names_and_a_record_imports_nothing(tmp_pa
     assert main([*command, *([f'--job_log_dir={tmp_path}'] if len(command) == 1 else [])]) in (0, 2)
   assert not Path('ran').exists()
   with pytest.raises(UserError):
-    from praxis_lite import registry
+    from praxis_lite.training import registry
 
     registry.get(f'{tmp_path}/theirs.py:Missing')
   assert Path('ran').exists()

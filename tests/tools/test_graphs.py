@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from praxis_lite.partitioning import guards
+from praxis_lite.sharding import guards
 from tools.graphs import drawing
 from tools.graphs.families import FAMILIES
 from tools.graphs.meshes import draw_mesh

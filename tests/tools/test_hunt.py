@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite.partitioning import guards
+from praxis_lite.sharding import guards
 from praxis_lite.training import partitioned_step
 from tools.hunt import models, operations
 from tools.hunt.cases import Outcome, shrink

@@ -5,10 +5,10 @@ import numpy as np
 import optax
 from drawn_state import drawn_state
 
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 from praxis_lite.models import transformer_lm
-from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
 
 VOCAB, LENGTH, LAYERS = 37, 8, 3
 FSDP = [('.*', 'fsdp(axis="data", min_size_to_shard_mb=0.0003)')]

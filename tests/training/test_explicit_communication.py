@@ -10,13 +10,13 @@ import pytest
 from explicit_models import FSDP, LAYERS, VOCAB, lm_batch, lm_task, partitioned
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from praxis_lite.config import Config
-from praxis_lite.layer import Layer
+from praxis_lite.common.config import Config
+from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.layers import Linear, Repeat
+from praxis_lite.layers.base import Layer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.partitioning.hlo import collectives
-from praxis_lite.task import SingleTask
-from praxis_lite.weighted import weighted_mean
+from praxis_lite.sharding.hlo import collectives
+from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.slow
 

@@ -8,28 +8,27 @@ import pytest
 from explicit_models import class_batch, partitioned, train
 from jax.sharding import AxisType, PartitionSpec as P
 
-from praxis_lite.call import Summary
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.layer import Layer
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.weighted import mean_over_devices
 from praxis_lite.layers import Mlp
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.call import Summary
 from praxis_lite.layers.tensor_parallel import TensorParallelLinear
 from praxis_lite.models import ClassificationModel
-from praxis_lite.partitioning import (
-  accumulate_gradients,
+from praxis_lite.partitioning import accumulate_gradients, sync_gradients
+from praxis_lite.sharding import (
   fold_rng_over_axis,
   gather_array_with_mean_grads,
   gather_params,
   shard_module_params,
   shard_params,
-  sync_gradients,
 )
-from praxis_lite.partitioning.explicit import ShardedParam
-from praxis_lite.partitioning.hlo import collectives
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.explicit import ShardedParam
+from praxis_lite.sharding.hlo import collectives
+from praxis_lite.sharding.weights import WeightHParamsCollection
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
-from praxis_lite.weighted import mean_over_devices
-from praxis_lite.weights import WeightHParamsCollection
+from praxis_lite.training.task import SingleTask
 
 RNG = np.random.default_rng(0)
 

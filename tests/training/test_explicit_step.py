@@ -7,11 +7,11 @@ import optax
 import pytest
 from explicit_models import FSDP, class_batch, lm_batch, lm_task, partitioned, train
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import ConvNet, Dropout, Mlp
 from praxis_lite.models import ClassificationModel, transformer_lm
-from praxis_lite.task import SingleTask
+from praxis_lite.training.task import SingleTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 

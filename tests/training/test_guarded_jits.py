@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from test_partitioned_task import batch, struct, task
 
 import praxis_lite
-from praxis_lite.config import Config
-from praxis_lite.partitioning.constraints import with_sharding_constraint
+from praxis_lite.common.config import Config
+from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_initializer
 
@@ -47,7 +47,7 @@ def test_every_jit_on_a_mesh_is_guarded():
   found = {str(path.relative_to(PACKAGE)): uses(path.read_text()) for path in PACKAGE.rglob('*.py')}
   found = {name: count for name, count in found.items() if count and not name.startswith(('tasks/', 'experiments/'))}
   known = {name: count for name, (count, _) in UNGUARDED.items() if count}
-  assert found == known, 'use praxis_lite.partitioning.GuardedJit, or say here why it needs no guards'
+  assert found == known, 'use praxis_lite.sharding.GuardedJit, or say here why it needs no guards'
 
 
 def test_the_first_state_is_guarded():

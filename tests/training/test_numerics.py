@@ -6,14 +6,14 @@ import optax
 import pytest
 from drawn_state import drawn_state
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, NumericsError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, NumericsError
 from praxis_lite.layers import ConvNet, Mlp
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.models import ClassificationModel, set_sharding, transformer_lm
-from praxis_lite.task import SingleTask
 from praxis_lite.training import numerics, partitioned_step
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
 
 KEY = jax.random.key(0)
 

@@ -11,13 +11,13 @@ import optax
 import pytest
 from drawn_state import drawn_state
 
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
+from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.layers import ConvNet
 from praxis_lite.layers.images import Pooling
 from praxis_lite.models import ClassificationModel, set_sharding, transformer_lm
-from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.trees import leaves_by_path, path_name
+from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.slow
 

@@ -9,14 +9,14 @@ import pytest
 from drawn_state import drawn_state
 
 from praxis_lite.checkpoints import Checkpointer
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
-from praxis_lite.learning import Learner
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning import host_memory
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding import host_memory
+from praxis_lite.training.learning import Learner
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
 
 AXES = ('replica', 'data', 'mdl')
 SIZES = {'vocab_size': 13, 'model_dims': 12, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 9}

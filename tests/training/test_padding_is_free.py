@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning import collectives
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding import collectives
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, DataError, ShardingError
+from praxis_lite.bridges.t5x.partitioners import PjitPartitioner
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, DataError, ShardingError
 from praxis_lite.models.base import BaseModel
-from praxis_lite.t5x.partitioners import PjitPartitioner
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.weights import WeightHParams, WeightInit
 from praxis_lite.training.partitioned_task import (
   PartitionedTask,
   get_partitioned_spmd_model_decode_fn,
@@ -23,7 +23,7 @@ from praxis_lite.training.partitioned_task import (
 )
 from praxis_lite.training.state import initialize_partitioned_model_states, initialize_train_state, state_layout
 from praxis_lite.training.steps import eval_step_single_learner, train_step_single_learner
-from praxis_lite.weights import WeightHParams, WeightInit
+from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 

@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 from praxis_lite.layers import MoeFeedForward
 from praxis_lite.models import set_pipeline, transformer_lm
-from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.slow
 

@@ -6,15 +6,15 @@ import optax
 import pytest
 
 import praxis_lite
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.layer import Layer
-from praxis_lite.learning import Learner
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.weighted import weighted_mean
+from praxis_lite.layers.base import Layer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training import PartitionedTask
-from praxis_lite.weighted import weighted_mean
-from praxis_lite.weights import WeightHParams
+from praxis_lite.training.learning import Learner
+from praxis_lite.training.task import SingleTask
 
 BATCH = {'x': np.random.default_rng(0).standard_normal((5, 10)).astype(np.float32), 'y': np.arange(5, dtype=np.float32)}
 

@@ -8,13 +8,13 @@ import optax
 import pytest
 from drawn_state import drawn_state
 
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 from praxis_lite.inputs import SyntheticLMInput
-from praxis_lite.learning import Learner
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning import MoePjitPartitioner, PjitPartitioner
-from praxis_lite.task import SingleTask
+from praxis_lite.training.learning import Learner
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 

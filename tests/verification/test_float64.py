@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.instruments.verification import format_verification, steps, verify
 from praxis_lite.layers import Dropout
+from praxis_lite.layers.base import Layer
 from praxis_lite.models import ClassificationModel
-from praxis_lite.task import SingleTask
-from praxis_lite.verification import format_verification, steps, verify
-from praxis_lite.weights import WeightHParams
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.task import SingleTask
 
 
 class Off(Layer):

@@ -12,14 +12,14 @@ import pytest
 # In a process of its own, of 12 devices. An axis of 3 splits the result of a product; the others its operands.
 _PROGRAM = """
 import json, sys
-from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.common.devices import simulate_cpu_devices
 simulate_cpu_devices(12)
 import jax, numpy as np
 from praxis_lite import Config, Layer, SingleTask, template
 from praxis_lite.layers import FeedForward
 from praxis_lite.models import ClassificationModel
 from praxis_lite.training import partitioned_step
-from praxis_lite.verification import format_verification, verify
+from praxis_lite.instruments.verification import format_verification, verify
 
 class Net(Layer):
   ff_tpl: Config = template(FeedForward)

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.config import Config, template
-from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.common.config import Config, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.instruments.verification import format_verification, verify
+from praxis_lite.instruments.verification.steps import Name
+from praxis_lite.instruments.verification.verify import _differences
 from praxis_lite.layers import Conv2D, Mlp, Pooling
+from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.tensor_parallel import TensorParallelLinear
 from praxis_lite.models import ClassificationModel
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training import execution, partitioned_step
-from praxis_lite.verification import format_verification, verify
-from praxis_lite.verification.steps import Name
-from praxis_lite.verification.verify import _differences
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection
+from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.slow
 

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.experiment import configure
-from praxis_lite.explain.report import batch_of
-from praxis_lite.partitioning.specs import all_axes
-from praxis_lite.trees import lookup
-from praxis_lite.verification.remedies import nearest
-from praxis_lite.verification.shrink import small_task
-from praxis_lite.verification.steps import Kind, Name, task_of
+from praxis_lite.common.trees import lookup
+from praxis_lite.instruments.explain.report import batch_of
+from praxis_lite.instruments.verification.remedies import nearest
+from praxis_lite.instruments.verification.shrink import small_task
+from praxis_lite.instruments.verification.steps import Kind, Name, task_of
+from praxis_lite.sharding.specs import all_axes
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 
 class Step(NamedTuple):

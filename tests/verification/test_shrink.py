@@ -9,17 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import configure
-from praxis_lite.explain.report import batch_of
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import leaves_by_path
+from praxis_lite.instruments.explain.report import batch_of
+from praxis_lite.instruments.verification.shrink import small_task, specs_of
+from praxis_lite.instruments.verification.small_mesh import small_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
-from praxis_lite.task import SingleTask
-from praxis_lite.trees import leaves_by_path
-from praxis_lite.verification.shrink import small_task, specs_of
-from praxis_lite.verification.small_mesh import small_mesh
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
+from praxis_lite.training.task import SingleTask
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from praxis_lite import registry
-from praxis_lite.config import REQUIRED, Config
-from praxis_lite.experiment import BaseExperiment
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import ArrayInput, ArrayRecordInput
 from praxis_lite.inputs.rows import Feature, Rows
-from praxis_lite.learning import Learner
 from praxis_lite.models import BaseModel
-from praxis_lite.task import SingleTask
-from praxis_lite.trees import NestedDict
-from praxis_lite.weights import WeightHParams
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
+from praxis_lite.training.learning import Learner
+from praxis_lite.training.task import SingleTask
 
 NUM_STEPS = 24
 SAVE_INTERVAL = 4

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from praxis_lite.jax_internals.flags import add_flags
+from praxis_lite.common.jax_internals.flags import add_flags
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / 'tests'))

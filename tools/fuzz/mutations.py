@@ -14,10 +14,10 @@ _VALUES: tuple[Any, ...] = (
   *(None, True, False, 0, 1, -1, 2**31, -(2**63), 10**40, 0.5, 1e308, -0.0, float('nan'), float('inf')),
   *('', ' ', '0', '-1', 'nan', 'None', '\x00', '\ud800', 'ü', '../../x', '/etc/passwd', 'a' * 300, '{', '%s', '$(id)'),
   *([], {}, [[]], [{}], {'': {}}, [None], {'$config': 1}, {'$ref': 'os:system'}, {'shape': [2**62, 2**62]}),
-  *('fuzz_canary:run', 'os:system', 'builtins:eval', 'subprocess:Popen', 'praxis_lite.importing:os.system'),
+  *('fuzz_canary:run', 'os:system', 'builtins:eval', 'subprocess:Popen', 'praxis_lite.common.importing:os.system'),
   *({'$partial': [{'$ref': 'builtins:exec'}, ['1'], {}]}, {'$config': 'fuzz_canary:run'}, {'$path': '../..'}),
   *({'$array': ['float32', [2**40], '']}, {'$array': ['object', [1], 'AAAAAAAAAAA=']}, {'$dtype': 'O'}),
-  *({'$object': 'praxis_lite.weights:WeightHParams'}, {'$enum': ['enum:Enum', 'x']}, {'$set': [[]]}),
+  *({'$object': 'praxis_lite.sharding.weights:WeightHParams'}, {'$enum': ['enum:Enum', 'x']}, {'$set': [[]]}),
 )
 _TOKENS = (
   *(

@@ -17,35 +17,35 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from praxis_lite import registry
+from praxis_lite.bridges.hf.families import family_of
+from praxis_lite.bridges.hf.files import read_folder, read_header
+from praxis_lite.bridges.hf.hf_config import read_config
 from praxis_lite.checkpoints.best import BestRecord
 from praxis_lite.checkpoints.contents import add_checksum, check_same_model, read_record
-from praxis_lite.checkpoints.emergency import EmergencyCopies
-from praxis_lite.checkpoints.object_store import ObjectStore
-from praxis_lite.checkpoints.remote import RemoteRun
 from praxis_lite.checkpoints.stored import best_step
-from praxis_lite.config import Config
-from praxis_lite.config.json import from_json, to_json
-from praxis_lite.config.overrides import alternatives, apply_overrides, get_by_path
-from praxis_lite.config.text import to_text
-from praxis_lite.errors import UserError
-from praxis_lite.experiment import ExperimentConfig, configure
-from praxis_lite.hf.families import family_of
-from praxis_lite.hf.files import read_folder, read_header
-from praxis_lite.hf.hf_config import read_config
+from praxis_lite.common.config import Config
+from praxis_lite.common.config.json import from_json, to_json
+from praxis_lite.common.config.overrides import alternatives, apply_overrides, get_by_path
+from praxis_lite.common.config.text import to_text
+from praxis_lite.common.errors import UserError
 from praxis_lite.inputs import ArrayInput, ByteTokenizer, CharTokenizer, TextInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
-from praxis_lite.partitioning.strategies import infer_sharding
-from praxis_lite.plan import snapshot
-from praxis_lite.plan.calibration import calibrated
-from praxis_lite.plan.targets import find_target
-from praxis_lite.plan.topology import parse_topology
-from praxis_lite.records import record, runs
-from praxis_lite.records.heartbeat import Heartbeat, read_heartbeats
-from praxis_lite.records.metrics import SummaryWriter, read_results
-from praxis_lite.records.status import status_of
-from praxis_lite.runtime.trouble import Trouble, batches_to_skip, go_back, read_troubles
-from praxis_lite.runtime.vocabulary import use_kept_vocabulary
+from praxis_lite.instruments.plan import snapshot
+from praxis_lite.instruments.plan.calibration import calibrated
+from praxis_lite.instruments.plan.targets import find_target
+from praxis_lite.instruments.plan.topology import parse_topology
+from praxis_lite.runs.cluster.emergency import EmergencyCopies
+from praxis_lite.runs.cluster.object_store import ObjectStore
+from praxis_lite.runs.cluster.remote import RemoteRun
+from praxis_lite.runs.records import record, runs
+from praxis_lite.runs.records.heartbeat import Heartbeat, read_heartbeats
+from praxis_lite.runs.records.metrics import SummaryWriter, read_results
+from praxis_lite.runs.records.status import status_of
+from praxis_lite.runs.trouble import Trouble, batches_to_skip, go_back, read_troubles
+from praxis_lite.runs.vocabulary import use_kept_vocabulary
+from praxis_lite.sharding.strategies import infer_sharding
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import ExperimentConfig, configure
 from praxis_lite.training.state import TrainState
 from tools.fuzz.mutations import mutated_bytes, mutated_json, mutated_json_text, mutated_text
 

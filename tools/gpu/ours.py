@@ -11,13 +11,13 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from praxis_lite.config import Config
-from praxis_lite.config.overrides import set_by_path
-from praxis_lite.learning import Learner
+from praxis_lite.common.config import Config
+from praxis_lite.common.config.overrides import set_by_path
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.models import transformer_lm
-from praxis_lite.task import SingleTask
 from praxis_lite.training import PartitionedTask
-from praxis_lite.trees import NestedDict
+from praxis_lite.training.learning import Learner
+from praxis_lite.training.task import SingleTask
 from tools.gpu import case as shared
 from tools.gpu.case import Case
 from tools.gpu.jax_side import JaxSide, set_up

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from praxis_lite.config import Config, template
-from praxis_lite.layer import Layer
+from praxis_lite.common.config import Config, template
 from praxis_lite.layers import Linear
-from praxis_lite.weights import WeightHParams
+from praxis_lite.layers.base import Layer
+from praxis_lite.sharding.weights import WeightHParams
 
 
 class Tower(Layer):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from praxis_lite.errors import UserError
-from praxis_lite.partitioning import guards
+from praxis_lite.common.errors import UserError
+from praxis_lite.sharding import guards
 from tools.hunt.cases import (
   Entries,
   MeshAxes,
@@ -92,7 +92,7 @@ _FOOTER = """
 mesh = jax.make_mesh({shape}, {axes}, axis_types=(jax.sharding.AxisType.Auto,) * {number})
 given = arrays(np.float32)
 alone, lowered = (jax.jit(program(m)).lower(given) for m in (None, mesh))
-from praxis_lite.partitioning.guards import guard; guard(alone); print(len(guard(lowered)), 'operations are guarded')
+from praxis_lite.sharding.guards import guard; guard(alone); print(len(guard(lowered)), 'operations are guarded')
 right = alone.compile()(given)
 found = lowered.compile()(given)
 for (path, one), other in zip(jax.tree.leaves_with_path(right), jax.tree.leaves(found)):

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from praxis_lite.config import Config
-from praxis_lite.errors import UserError
-from praxis_lite.layer import Layer
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.layers import (
   ConvNet,
   Dropout,
@@ -38,11 +38,11 @@ from praxis_lite.layers import (
   RelativeBias,
   RMSNorm,
 )
+from praxis_lite.layers.base import Layer
 from praxis_lite.models import ClassificationModel, set_pipeline, transformer_lm
-from praxis_lite.partitioning.strategies import Op, Variable, register_rule
-from praxis_lite.task import SingleTask
+from praxis_lite.sharding.strategies import Op, Variable, register_rule
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.trees import leaves_by_path, path_name
+from praxis_lite.training.task import SingleTask
 from tools.graphs.layers import Heads, Memory, Mixer, Tower, Window
 from tools.graphs.meshes import AXES, draw_mesh
 from tools.hunt.cases import (

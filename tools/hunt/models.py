@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
-from praxis_lite.errors import UserError
+from praxis_lite.common.errors import UserError
 from tools.hunt.cases import (
   Entries,
   MeshAxes,
@@ -36,10 +36,10 @@ os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 """
 _BODY = """\
 import jax, jax.numpy as jnp, numpy as np, optax
-from praxis_lite.config import Config
+from praxis_lite.common.config import Config
 from praxis_lite.layers import ConvNet, Dropout, GroupNorm, Pooling, RelativeBias, RMSNorm
 from praxis_lite.models import ClassificationModel, transformer_lm
-from praxis_lite.task import SingleTask
+from praxis_lite.training.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 def recorded(optimizer):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from praxis_lite.errors import UserError
-from praxis_lite.partitioning import guards
+from praxis_lite.common.errors import UserError
+from praxis_lite.sharding import guards
 from tools.hunt.cases import (
   Entries,
   MeshAxes,
@@ -64,7 +64,7 @@ _FOOTER = """
 mesh = jax.make_mesh({shape}, {axes}, axis_types=(jax.sharding.AxisType.Auto,) * {number})
 right = jax.jit(program(None))(*arrays)
 lowered = jax.jit(program(mesh)).lower(*arrays)
-# from praxis_lite.partitioning.guards import guard; print(guard(lowered))
+# from praxis_lite.sharding.guards import guard; print(guard(lowered))
 found = lowered.compile()(*arrays)
 for one, other in zip(jax.tree.leaves(right), jax.tree.leaves(found)):
   one, other = np.asarray(one), np.asarray(other)

@@ -7,9 +7,9 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from praxis_lite.partitioning.guards.arrays import join_axes
-from praxis_lite.partitioning.guards.products import is_nearly_local
-from praxis_lite.partitioning.propagation import Axis, Split
+from praxis_lite.sharding.guards.arrays import join_axes
+from praxis_lite.sharding.guards.products import is_nearly_local
+from praxis_lite.sharding.propagation import Axis, Split
 
 # The name of each dimension of each array: the operands, then the results. Where the operation is local to each device,
 # dimensions with the same name are split alike; one without a name is whole.

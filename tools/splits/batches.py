@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from praxis_lite.jax_internals.mlir import ir, run_passes, stablehlo
-from praxis_lite.partitioning.guards import guard
-from praxis_lite.partitioning.guards.arrays import make_constant
-from praxis_lite.partitioning.propagation import Propagation, Site, inline_calls
+from praxis_lite.common.jax_internals.mlir import ir, run_passes, stablehlo
+from praxis_lite.sharding.guards import guard
+from praxis_lite.sharding.guards.arrays import make_constant
+from praxis_lite.sharding.propagation import Propagation, Site, inline_calls
 from tools.splits.assign import Dims, Splits
 
 # Instead of the name of an operation: a function of several, whose arguments and result are split as stated.

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
-from praxis_lite.errors import UserError
-from praxis_lite.jax_internals.flags import add_flags
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.jax_internals.flags import add_flags
 from tools.splits.assign import Splits
 from tools.splits.batches import Found, run
 from tools.splits.kinds import KINDS

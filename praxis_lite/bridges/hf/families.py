@@ -1,0 +1,132 @@
+"""Families of models by `model_type`, and which of them a model belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of
+from praxis_lite.bridges.hf.gpt2 import GPT2
+from praxis_lite.bridges.hf.hf_config import HfConfig
+from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
+from praxis_lite.bridges.hf.mixtures import MIXTURES
+from praxis_lite.common.config import Config, target
+from praxis_lite.common.errors import ConfigError, did_you_mean
+from praxis_lite.layers import Dropout, MultiHeadAttention, TransformerBlock, TransformerLm
+from praxis_lite.layers.base import Layer
+from praxis_lite.models import LanguageModel
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_LIKE, *MIXTURES, GPT2)}
+
+
+def family_of(hf: HfConfig) -> Family:
+  """Returns the family of a checkpoint; raises ConfigError, which names those there are, if it is of another."""
+  model_type = hf['model_type']
+  if not isinstance(model_type, str) or model_type not in FAMILIES:
+    raise ConfigError(
+      f'{hf.where}: model_type {model_type!r} is not supported.{did_you_mean(str(model_type), FAMILIES)} '
+      f'Known: {", ".join(FAMILIES)}'
+    )
+  hf.must_be('quantization_config', None)
+  return FAMILIES[model_type]
+
+
+def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[Family, Values]:
+  """Returns the family that a model belongs to, and config.json of it.
+
+  A family is right if the model that its config.json describes is the given one.
+
+  Args:
+    model: the model, built.
+    preferred: the `model_type` to try first, such as that of the checkpoint it was imported from.
+
+  Raises:
+    ConfigError: there is none; the message names the nearest and what differs.
+  """
+  lm = model.lm
+  if not isinstance(lm, TransformerLm):
+    raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
+  names = sorted(FAMILIES, key=lambda name: name != preferred)
+  differences: dict[str, list[str]] = {}
+  in_common: dict[str, int] = {}
+  reasons: dict[str, None] = {}
+  for name in names:
+    family = FAMILIES[name]
+    try:
+      values: Values = {'model_type': name, 'architectures': [family.architecture], **family.values(lm)}
+      there = family.model(HfConfig(values)).instantiate(name='model').lm
+    except AttributeError:  # It has not even the parts to describe.
+      continue
+    except ConfigError as error:
+      reasons[str(error)] = None
+      continue
+    differences[name], in_common[name] = list(_differences(lm, there)), _layers_in_common(lm, there)
+    if not differences[name]:
+      return family, values
+  if not differences:
+    why = f': {"; ".join(reasons)}' if reasons else ''
+    raise ConfigError(f'this model is of none of the families {", ".join(FAMILIES)}{why}')
+  nearest = max(differences, key=lambda name: (in_common[name], -len(differences[name])))
+  shown = differences[nearest][:_SHOWN]
+  more = len(differences[nearest]) - len(shown)
+  raise ConfigError(
+    f'this model is of none of the families {", ".join(FAMILIES)}; of {nearest}, the nearest, it differs in '
+    f'{"; ".join(shown)}{f"; and {more} more" if more else ""}'
+  )
+
+
+def _layers_in_common(ours: Layer, theirs: Layer) -> int:
+  """How many layers of two trees have the same place and class."""
+  return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs)) if type(ours) is type(theirs) else 0
+
+
+def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
+  """Yields the layers below both, each pair once: blocks by their number, however they are repeated, others by name."""
+  children, of_theirs = dict(ours.children()), dict(theirs.children())
+  if isinstance(ours, TransformerLm) and isinstance(theirs, TransformerLm):
+    del children['transformer']
+    yield from dict.fromkeys(zip(blocks_of(ours), blocks_of(theirs)))
+  for name, child in children.items():
+    if name in of_theirs:
+      yield child, of_theirs[name]
+
+
+_SHOWN = 3
+# Fields that do not change what a trained model computes, or that layers below have, completed.
+_NOT_COMPARED = {
+  *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
+  *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
+  *('label_smoothing', 'z_loss_weight', 'load_balance_loss_weight', 'load_balance_scope', 'jitter'),
+  *('expert_axis', 'capacity_factor', 'chunk_size'),
+  *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
+}
+_COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
+
+
+def _class_name(value: object) -> str:
+  return getattr(target(value), '__name__', repr(value)) if isinstance(value, Config) else repr(value)
+
+
+def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
+  """Yields how a layer, and those below it, differ from another in what they compute."""
+  if isinstance(ours, Dropout):
+    return
+  if type(ours) is not type(theirs):
+    yield f'{ours.path_name}, which is {type(ours).__name__} here and {type(theirs).__name__} there'
+    return
+  skipped = _NOT_COMPARED | (_COMPLETED_BELOW if isinstance(ours, (TransformerLm, TransformerBlock)) else set())
+  for field in dataclasses.fields(ours):
+    here, there = getattr(ours, field.name), getattr(theirs, field.name)
+    if field.name in skipped or (
+      isinstance(here, Config) and isinstance(there, Config) and field.name != 'scaling_tpl'
+    ):
+      continue
+    if isinstance(ours, MultiHeadAttention) and field.name == 'scale':
+      here, there = (
+        attention.dims_per_head**-0.5 if s is None else s for attention, s in ((ours, here), (theirs, there))
+      )
+    if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
+      yield f'{ours.path_name}.{field.name}, which is {_class_name(here)} here and {_class_name(there)} there'
+  for pair in _pairs(ours, theirs):  # Where one has no such layer, the fields differ that say so.
+    yield from _differences(*pair)

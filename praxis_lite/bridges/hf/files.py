@@ -1,0 +1,198 @@
+"""safetensors files: named arrays one after another, behind a header that says where each of them is.
+
+    8 bytes     n, the length of the header, little endian
+    n bytes     JSON: {"wte.weight": {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]}, ...}
+    the rest    the arrays in C order; offsets count from here
+
+A checkpoint is a folder with one such file, or with several and an index, {"weight_map": {tensor: file}}.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.files import parse_json
+
+SINGLE_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
+_DTYPES = {
+  'F64': np.dtype(np.float64),
+  'F32': np.dtype(np.float32),
+  'F16': np.dtype(np.float16),
+  'BF16': np.dtype(ml_dtypes.bfloat16),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = '__metadata__'
+
+
+class StoredTensor(NamedTuple):
+  """Where a tensor is.
+
+  Attributes:
+    name: its name in the checkpoint.
+    file: path of the file.
+    kind: its dtype, as safetensors spells it.
+    shape: its shape.
+    offset: its first byte in the file.
+  """
+
+  name: str
+  file: str
+  kind: str
+  shape: tuple[int, ...]
+  offset: int
+
+  @property
+  def dtype(self) -> np.dtype:
+    """Its dtype; raises CheckpointError if it is not one of floating point numbers of 16 bits or more."""
+    if self.kind not in _DTYPES:
+      raise CheckpointError(
+        f'{self.file}: {self.name} has dtype {self.kind}; a checkpoint to import has {", ".join(_DTYPES)}, '
+        'so one that is quantized must be dequantized first'
+      )
+    return _DTYPES[self.kind]
+
+  def read(self, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a copy of a part. Only its pages of the file are read, and they are unmapped again at once."""
+    if 0 in self.shape:
+      return np.empty(self.shape, self.dtype)[index]
+    return np.array(np.memmap(self.file, self.dtype, 'r', self.offset, self.shape)[index])
+
+
+def read_folder(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+  """Returns the tensors of a checkpoint by name, from the headers of its files.
+
+  Raises:
+    CheckpointError: the folder has no safetensors, or a file is missing, truncated or not of this format.
+  """
+  folder = os.fspath(folder)
+  index = os.path.join(folder, INDEX_FILE)
+  if not os.path.isfile(index):
+    single = os.path.join(folder, SINGLE_FILE)
+    if not os.path.isfile(single):
+      other = next((name for name in sorted(os.listdir(folder)) if name.endswith(('.bin', '.pth', '.pt'))), None)
+      hint = f'; {other} is in an older format: load and save it with transformers' if other else ''
+      raise CheckpointError(f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}')
+    return read_header(single)
+  with open(index, 'rb') as f:
+    try:
+      file_of: dict[str, str] = parse_json(f.read())['weight_map']
+      if not all(isinstance(file, str) for file in file_of.values()):
+        raise ValueError('weight_map names something that is no file')
+      files = sorted(set(file_of.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise CheckpointError(f'{index} is no index of safetensors: {error}') from None
+  found: dict[str, StoredTensor] = {}
+  for file in files:
+    is_inside = os.path.basename(file) == file and file.isprintable()
+    if not is_inside or not os.path.isfile(os.path.join(folder, file)):
+      raise CheckpointError(f'{index} names the file {file}, and there is no such file beside it')
+    found.update(read_header(os.path.join(folder, file)))
+  missing = sorted(file_of.keys() - found.keys())
+  if missing:
+    raise CheckpointError(f'{index} says that {missing[0]} is in {file_of[missing[0]]}, which does not have it')
+  return found
+
+
+def read_header(file: str) -> dict[str, StoredTensor]:
+  """Returns the tensors of one file by name; raises CheckpointError if it is truncated or not of this format."""
+  size = os.path.getsize(file)
+  with open(file, 'rb') as f:
+    length = int.from_bytes(f.read(8), 'little')
+    if size < 8 or length > size - 8:
+      raise CheckpointError(f'{file} is truncated, or no safetensors file: its header does not fit into {size} bytes')
+    try:
+      header: dict[str, Any] = parse_json(f.read(length))
+      entries = {name: entry for name, entry in header.items() if name != _METADATA}
+      for name, entry in entries.items():
+        _check_entry(name, entry)
+      found = {
+        name: StoredTensor(name, file, e['dtype'], tuple(e['shape']), 8 + length + e['data_offsets'][0])
+        for name, e in entries.items()
+      }
+      end = 8 + length + max((e['data_offsets'][1] for e in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+      raise CheckpointError(f'{file} is no safetensors file: its header cannot be read ({error})') from None
+  if end > size:
+    raise CheckpointError(f'{file} is truncated: its header describes {end} bytes, and there are {size}')
+  for tensor in found.values():
+    if tensor.kind in _DTYPES and tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize > size:
+      raise CheckpointError(f'{file} is damaged: {tensor.name} of shape {list(tensor.shape)} goes beyond its end')
+  return found
+
+
+def _check_entry(name: str, entry: dict[str, Any]) -> None:
+  """Raises ValueError unless what a header says of a tensor is of the right types."""
+  numbers = [*entry['shape'], *entry['data_offsets']]
+  if not isinstance(entry['dtype'], str) or len(entry['data_offsets']) != 2:
+    raise ValueError(f'what it says of {name}')
+  if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+    raise ValueError(f'the sizes and offsets of {name}')
+
+
+class Declared(NamedTuple):
+  """Dtype and shape of a tensor to write."""
+
+  dtype: np.dtype
+  shape: tuple[int, ...]
+
+  @property
+  def nbytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_folder(
+  folder: str | os.PathLike[str],
+  tensors: Mapping[str, Declared],
+  data: Callable[[str], np.ndarray],
+  max_file_bytes: int,
+) -> list[str]:
+  """Writes tensors as one file, or as several of about `max_file_bytes` and an index; returns the names of the files.
+
+  `data` is called for one tensor after another, in their order, so no more than one of them need be in memory.
+  """
+  groups: list[list[str]] = [[]]
+  room = max_file_bytes
+  for name, declared in tensors.items():
+    if groups[-1] and declared.nbytes > room:
+      groups.append([])
+      room = max_file_bytes
+    groups[-1].append(name)
+    room -= declared.nbytes
+  if len(groups) == 1:
+    _write_file(os.path.join(folder, SINGLE_FILE), groups[0], tensors, data)
+    return [SINGLE_FILE]
+  files = [f'model-{i:05}-of-{len(groups):05}.safetensors' for i in range(1, len(groups) + 1)]
+  for file, names in zip(files, groups):
+    _write_file(os.path.join(folder, file), names, tensors, data)
+  index = {
+    'metadata': {'total_size': sum(t.nbytes for t in tensors.values())},
+    'weight_map': {name: file for file, names in zip(files, groups) for name in names},
+  }
+  with open(os.path.join(folder, INDEX_FILE), 'w', encoding='utf-8') as f:
+    json.dump(index, f, indent=2)
+  return [*files, INDEX_FILE]
+
+
+def _write_file(
+  path: str, names: Sequence[str], tensors: Mapping[str, Declared], data: Callable[[str], np.ndarray]
+) -> None:
+  header: dict[str, object] = {_METADATA: {'format': 'pt'}}
+  end = 0
+  for name in names:
+    dtype, shape = tensors[name]
+    header[name] = {'dtype': _NAMES[dtype], 'shape': shape, 'data_offsets': [end, end + tensors[name].nbytes]}
+    end += tensors[name].nbytes
+  encoded = json.dumps(header).encode()
+  encoded += b' ' * (-len(encoded) % 8)  # So that the data are aligned.
+  with open(path, 'wb') as f:
+    f.write(len(encoded).to_bytes(8, 'little') + encoded)
+    for name in names:
+      np.ascontiguousarray(data(name), tensors[name].dtype).tofile(f)

@@ -1,0 +1,191 @@
+"""config.json of a Hugging Face checkpoint: values by name, with defaults of transformers where it leaves them out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.files import parse_json, read_plain
+from praxis_lite.layers.activations import ACTIVATIONS
+from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions, YarnRotaryScaling
+
+CONFIG_FILE = 'config.json'
+_YARN_FIELDS = ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')
+# Names of activation functions there, the first one of each to be written.
+_ACTIVATIONS = {
+  'silu': 'silu',
+  'swish': 'silu',
+  'gelu': 'gelu',
+  'gelu_pytorch_tanh': 'gelu_tanh',
+  'gelu_new': 'gelu_tanh',
+  'gelu_fast': 'gelu_tanh',
+  'relu': 'relu',
+  'relu6': 'relu6',
+  'sigmoid': 'sigmoid',
+  'tanh': 'tanh',
+}
+
+
+class HfConfig:
+  """A read-only view of config.json.
+
+  Args:
+    values: its content.
+    where: the name of the file, for messages.
+    defaults: values of names that the file may leave out.
+  """
+
+  def __init__(self, values: Mapping[str, Any], where: str = CONFIG_FILE, defaults: Mapping[str, Any] | None = None):
+    self.values, self.where, self._defaults = values, where, defaults or {}
+
+  def replace_defaults(self, defaults: Mapping[str, Any]) -> HfConfig:
+    """Returns the same values, with other defaults."""
+    return HfConfig(self.values, self.where, defaults)
+
+  def __getitem__(self, name: str) -> Any:
+    """Returns a value; raises ConfigError if it is missing and has no default."""
+    if name in self.values:
+      return self.values[name]
+    if name in self._defaults:
+      return self._defaults[name]
+    raise ConfigError(f'{self.where}: {name} is missing')
+
+  def size(self, name: str, most: int = 2**31 - 1) -> int:
+    """Returns a positive integer; raises ConfigError if it is none, or larger than a model may have."""
+    value = self[name]
+    if type(value) is not int or value < 1:
+      raise ConfigError(f'{self.where}: {name} = {value!r}; expected an integer of at least 1')
+    if value > most:
+      raise ConfigError(f'{self.where}: {name} = {value}; expected at most {most:,}')
+    return value
+
+  def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
+    """Returns a finite number, of `of` where that is given; raises ConfigError if it is none."""
+    value = self[name] if of is None else of[name]
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+      raise ConfigError(f'{self.where}: {name} = {value!r}; expected a number')
+    return float(value)
+
+  def must_be(self, name: str, *accepted: object) -> None:
+    """Raises ConfigError if a value is given and is not one of those that the layers here compute."""
+    value = self.values.get(name, accepted[0])
+    if value not in accepted:
+      shown = ' or '.join(json.dumps(a) for a in accepted)
+      raise ConfigError(f'{self.where}: {name} = {json.dumps(value)} is not supported; only {shown} is')
+
+  def activation(self, name: str) -> str:
+    """Returns the name in `layers/activations.py` of an activation function."""
+    value = self[name]
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+      raise ConfigError(f'{self.where}: {name} = {value!r} is not supported; known: {", ".join(_ACTIVATIONS)}')
+    return _ACTIVATIONS[value]
+
+  def rotary(self) -> Config[RotaryPositions]:
+    """Returns the rotary positions, of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    given = self.values.get('rope_parameters')
+    field = 'rope_parameters' if given else 'rope_scaling'
+    rope: dict[str, Any] = given or self.values.get('rope_scaling') or {}
+    if not isinstance(rope, dict):
+      raise ConfigError(f'{self.where}: {field} = {rope!r}; expected a JSON object')
+    base = rope.get('rope_theta', self.values.get('rope_theta', self._defaults.get('rope_theta', 10_000.0)))
+    kind = rope.get('rope_type', rope.get('type', 'default'))
+    if rope.get('partial_rotary_factor', self.values.get('partial_rotary_factor', 1.0)) != 1.0:
+      raise ConfigError(f'{self.where}: partial_rotary_factor other than 1 is not supported')
+    rotary = Config(RotaryPositions, max_timescale=self.number('rope_theta', {'rope_theta': base}))
+    try:
+      if kind == 'linear':
+        rotary.scaling_tpl = Config(LinearRotaryScaling, factor=self.number('factor', rope))
+      elif kind == 'llama3':
+        rotary.scaling_tpl = Config(
+          Llama3RotaryScaling,
+          factor=self.number('factor', rope),
+          original_max_len=int(self.number('original_max_position_embeddings', rope)),
+          low_freq_factor=self.number('low_freq_factor', rope),
+          high_freq_factor=self.number('high_freq_factor', rope),
+        )
+      elif kind == 'yarn':
+        length = rope.get('original_max_position_embeddings') or self['max_position_embeddings']
+        length = int(self.number('original_max_position_embeddings', {'original_max_position_embeddings': length}))
+        rotary.scaling_tpl = Config(YarnRotaryScaling, factor=self.number('factor', rope), original_max_len=length)
+        rotary.scaling_tpl.set(**self._yarn_fields(rope))
+      elif kind != 'default':
+        raise ConfigError(
+          f'{self.where}: {field} of type {kind!r} is not supported; only default, linear, llama3 and yarn are'
+        )
+    except KeyError as missing:
+      raise ConfigError(f'{self.where}: {field} of type {kind!r} lacks {missing}') from None
+    return rotary
+
+  def _yarn_fields(self, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `YarnRotaryScaling` that have defaults in config.json too."""
+    given = [name for name in _YARN_FIELDS if rope.get(name) is not None]
+    fields = {name: bool(rope[name]) if name == 'truncate' else self.number(name, rope) for name in given}
+    if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
+      factor = self.number('factor', rope)
+      of_queries, of_all = (
+        YarnRotaryScaling.log_magnitude(factor, self.number(m, rope)) for m in ('mscale', 'mscale_all_dim')
+      )
+      if not of_all:
+        raise ConfigError(f'{self.where}: mscale_all_dim = {rope["mscale_all_dim"]!r} is not supported')
+      fields['attention_factor'] = of_queries / of_all
+    return fields
+
+
+def read_config(folder: str | os.PathLike[str]) -> HfConfig:
+  """Returns config.json of a folder; raises ConfigError if there is none, or it is no JSON object."""
+  path = os.path.join(folder, CONFIG_FILE)
+  if not os.path.isdir(folder):
+    raise ConfigError(
+      f'{folder} is no folder; expected that of a checkpoint, as `hf download NAME --local-dir DIR` makes it'
+    )
+  if not os.path.isfile(path):
+    raise ConfigError(f'{folder} has no {CONFIG_FILE}; expected the folder of a Hugging Face checkpoint')
+  return HfConfig(read_json(path), path)
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the JSON object in a file; raises ConfigError if there is something else."""
+  try:
+    values = parse_json(read_plain(path))
+  except (OSError, ValueError) as error:
+    raise ConfigError(f'{path} is not JSON: {error}') from None
+  if not isinstance(values, dict):
+    raise ConfigError(f'{path}: expected a JSON object')
+  return values
+
+
+def rope_values(rotary: RotaryPositions) -> dict[str, object]:
+  """Returns what config.json says of rotary positions, in the words of transformers 4, which 5 reads as well."""
+  scaling = rotary.scaling
+  values: dict[str, object] = {'rope_theta': rotary.max_timescale}
+  if isinstance(scaling, Llama3RotaryScaling):
+    values['rope_scaling'] = {
+      'rope_type': 'llama3',
+      'factor': scaling.factor,
+      'original_max_position_embeddings': scaling.original_max_len,
+      'low_freq_factor': scaling.low_freq_factor,
+      'high_freq_factor': scaling.high_freq_factor,
+    }
+  elif isinstance(scaling, YarnRotaryScaling):
+    values['rope_scaling'] = {
+      'rope_type': 'yarn',
+      'factor': scaling.factor,
+      'original_max_position_embeddings': scaling.original_max_len,
+      **{name: getattr(scaling, name) for name in _YARN_FIELDS},
+    }
+  elif scaling is not None:
+    values['rope_scaling'] = {'rope_type': 'linear', 'factor': scaling.factor}
+  return values
+
+
+def activation_name(ours: str, field: str) -> str:
+  """Returns the name in config.json of an activation function; raises ConfigError, naming `field`, if it has none."""
+  for theirs, name in _ACTIVATIONS.items():
+    if name == ours and ours in ACTIVATIONS:
+      return theirs
+  raise ConfigError(f'{field}: transformers has no activation function {ours!r}')

@@ -1,0 +1,268 @@
+"""LLaMA and what has been derived from it:
+
+llama      RMSNorm, rotary positions, gated feed-forward; biases of attention or feed-forward by config.json
+mistral    the same with sliding windows
+qwen2      biases of queries, keys and values; sliding windows in some layers
+qwen3      norms of queries and keys
+gemma      zero-centred norms, embeddings times sqrt(D), GELU
+gemma2     that, norms after each sublayer too, soft caps, sliding windows in every other layer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of
+from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
+from praxis_lite.bridges.hf.tensors import Pair
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers import MoeFeedForward, RMSNorm, SharedEmbeddingSoftmax, TransformerLm
+from praxis_lite.models import LanguageModel, transformer_lm
+
+_MOST_LAYERS = 100_000  # A config.json may be of anyone.
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaLike(Family):
+  """LLaMA and what has been derived from it.
+
+  Attributes:
+    qkv_bias: whether queries, keys and values always have biases, and the output has none.
+    optional_biases: names in config.json of what may have biases.
+    qk_norm: whether queries and keys are normalized.
+    is_gemma: zero-centred norms and scaled embeddings.
+    hybrid_norms: norms before and after each sublayer, and soft caps.
+    windows: which layers have sliding windows: none, all, or by `layer_types`.
+    hidden_dims_field: name in config.json of the hidden dims of the feed-forward layers.
+  """
+
+  qkv_bias: bool = False
+  optional_biases: tuple[str, ...] = ()
+  qk_norm: bool = False
+  is_gemma: bool = False
+  hybrid_norms: bool = False
+  windows: str = 'none'
+  hidden_dims_field: str = 'intermediate_size'
+
+  def experts(self, hf: HfConfig) -> Config[MoeFeedForward] | None:
+    """Returns the mixture of experts that each feed-forward layer is; None: it is dense."""
+    return None
+
+  def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
+    """Returns the tensors of a feed-forward layer, which begin with `layer` and are those of `ours`."""
+    pairs = []
+    for name in ('gate', 'up', 'down'):
+      pairs += [
+        Pair(f'{layer}mlp.{name}_proj.weight', f'{ours}ff.{name}.w', 'I O -> O I'),
+        Pair(f'{layer}mlp.{name}_proj.bias', f'{ours}ff.{name}.b'),
+      ]
+    return pairs
+
+  def model(self, hf: HfConfig) -> Config[LanguageModel]:
+    hf = hf.replace_defaults(self.defaults)
+    hf.must_be('use_bidirectional_attention', False, None)
+    for name in {'attention_bias', 'mlp_bias'} - {*self.optional_biases}:
+      hf.must_be(name, False)
+    num_layers, windows = hf.size('num_hidden_layers', most=_MOST_LAYERS), self._windows(hf)
+    alike = len(set(windows)) == 1
+    model = transformer_lm(
+      vocab_size=hf.size('vocab_size'),
+      model_dims=hf.size('hidden_size'),
+      num_layers=num_layers,
+      num_heads=hf.size('num_attention_heads'),
+      num_kv_heads=None if hf['num_key_value_heads'] is None else hf.size('num_key_value_heads'),
+      dims_per_head=None if hf['head_dim'] is None else hf.size('head_dim'),
+      hidden_dims=hf.size(self.hidden_dims_field),
+      tie_embeddings=bool(hf['tie_word_embeddings']),
+      experts=self.experts(hf),
+    )
+    lm = model.lm_tpl
+    block = lm.transformer_tpl.layers_tpl
+    norm = Config(RMSNorm, epsilon=hf.number('rms_norm_eps'), zero_centered=self.is_gemma)
+    block.norm_tpl, lm.final_norm_tpl = norm, norm.clone()
+    bias = 'attention_bias' in self.optional_biases and bool(hf['attention_bias'])
+    block.attention_tpl.set(use_bias=bias or self.qkv_bias, use_out_bias=bias, rotary_tpl=hf.rotary())
+    if self.qk_norm:
+      block.attention_tpl.qk_norm_tpl = norm.clone()
+    block.ff_tpl.activation = self._activation(hf)
+    if 'mlp_bias' in self.optional_biases:
+      block.ff_tpl.use_bias = bool(hf['mlp_bias'])
+    if alike:
+      block.attention_tpl.sliding_window = windows[0]
+    else:
+      lm.transformer_tpl.sliding_windows = _shortest_cycle(windows)
+    if self.is_gemma:
+      (lm.softmax_tpl if lm.embedding_tpl is None else lm.embedding_tpl).scale_sqrt_depth = True
+    if self.hybrid_norms:
+      block.norm_policy = 'primer_hybrid'
+      block.attention_tpl.set(
+        scale=hf.number('query_pre_attn_scalar') ** -0.5, logit_soft_cap=hf['attn_logit_softcapping']
+      )
+      lm.softmax_tpl.soft_cap = hf['final_logit_softcapping']
+    return model
+
+  def values(self, lm: TransformerLm) -> Values:
+    blocks = blocks_of(lm)
+    block, attention = blocks[0], blocks[0].attention
+    where = f'{block.ff.path_name}.activation'
+    values: Values = {
+      'vocab_size': lm.vocab_size,
+      'hidden_size': lm.model_dims,
+      'num_hidden_layers': len(blocks),
+      'num_attention_heads': attention.num_heads,
+      'num_key_value_heads': attention.num_kv_heads,
+      'head_dim': attention.dims_per_head,
+      self.hidden_dims_field: block.ff.hidden_dims,
+      self._activation_field: activation_name(block.ff.activation, where),
+      'rms_norm_eps': block.attention_norm.epsilon,
+      'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
+      **(rope_values(attention.rotary) if attention.rotary_tpl is not None else {}),
+    }
+    if 'attention_bias' in self.optional_biases:
+      values['attention_bias'] = attention.use_bias
+    if 'mlp_bias' in self.optional_biases:
+      values['mlp_bias'] = block.ff.use_bias
+    if self.hybrid_norms:
+      scale = attention.dims_per_head**-0.5 if attention.scale is None else attention.scale
+      scalar = scale**-2
+      values['query_pre_attn_scalar'] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
+      values['attn_logit_softcapping'] = attention.logit_soft_cap
+      values['final_logit_softcapping'] = lm.softmax.soft_cap
+    windows = [b.attention.sliding_window for b in blocks]
+    if self.windows != 'none':
+      values['sliding_window'] = next((w for w in windows if w is not None), None)
+    if self.windows == 'by layer':
+      values['layer_types'] = ['full_attention' if w is None else 'sliding_attention' for w in windows]
+    if self.windows != 'none' and not self.defaults['use_sliding_window']:
+      values['use_sliding_window'] = any(w is not None for w in windows)
+    return values
+
+  def table(self, tied: bool) -> list[Pair]:
+    layer, ours = 'model.layers.{layer}.', 'transformer.layers.'
+    pairs = [Pair('model.norm.weight', 'final_norm.scale')]
+    if tied:
+      pairs += [Pair('model.embed_tokens.weight', 'softmax.w')]
+    else:
+      pairs += [Pair('model.embed_tokens.weight', 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]
+    for theirs, name in (('q', 'query'), ('k', 'key'), ('v', 'value')):
+      pairs += [
+        Pair(f'{layer}self_attn.{theirs}_proj.weight', f'{ours}attention.{name}.w', 'D N H -> (N H) D'),
+        Pair(f'{layer}self_attn.{theirs}_proj.bias', f'{ours}attention.{name}.b', 'N H -> (N H)'),
+        Pair(f'{layer}self_attn.{theirs}_norm.weight', f'{ours}attention.{name}_norm.scale'),
+      ]
+    pairs += [
+      Pair(f'{layer}self_attn.o_proj.weight', f'{ours}attention.out.w', 'N H D -> D (N H)'),
+      Pair(f'{layer}self_attn.o_proj.bias', f'{ours}attention.out.b'),
+      *self.feed_forward_table(layer, ours),
+    ]
+    norms = {'attention_norm': 'input_layernorm', 'ff_norm': 'post_attention_layernorm'}
+    if self.hybrid_norms:  # The same name for another norm.
+      norms |= {
+        'attention_out_norm': 'post_attention_layernorm',
+        'ff_norm': 'pre_feedforward_layernorm',
+        'ff_out_norm': 'post_feedforward_layernorm',
+      }
+    return [*pairs, *(Pair(f'{layer}{theirs}.weight', f'{ours}{name}.scale') for name, theirs in norms.items())]
+
+  @property
+  def _activation_field(self) -> str:
+    return 'hidden_activation' if self.hybrid_norms else 'hidden_act'
+
+  def _activation(self, hf: HfConfig) -> str:
+    # Gemma's first files said 'gelu' and meant its approximation; later ones have a second field.
+    if self.is_gemma and not self.hybrid_norms:
+      field = 'hidden_activation' if hf.values.get('hidden_activation') else 'hidden_act'
+      return 'gelu_tanh' if hf[field] == 'gelu' else hf.activation(field)
+    return hf.activation(self._activation_field)
+
+  def _windows(self, hf: HfConfig) -> list[int | None]:
+    """The sliding window of each layer."""
+    count = hf.size('num_hidden_layers', most=_MOST_LAYERS)
+    if self.windows == 'none' or hf['sliding_window'] is None or not hf['use_sliding_window']:
+      return [None] * count
+    window = hf.size('sliding_window')
+    if self.windows == 'all':
+      return [window] * count
+    types = hf['layer_types']
+    if types is None and self.hybrid_norms:
+      types = ['full_attention' if i % 2 else 'sliding_attention' for i in range(count)]
+    if types is None:
+      first = hf.number('max_window_layers')
+      types = ['sliding_attention' if i >= first else 'full_attention' for i in range(count)]
+    known = 'sliding_attention', 'full_attention'
+    if not isinstance(types, list) or len(types) != count or not all(kind in known for kind in types):
+      raise ConfigError(f'{hf.where}: layer_types must have {count} times full_attention or sliding_attention')
+    return [window if kind == 'sliding_attention' else None for kind in types]
+
+
+def _shortest_cycle(windows: list[int | None]) -> tuple[int | None, ...]:
+  """Returns the shortest beginning whose repetition gives all of `windows`."""
+  for length in range(1, len(windows) + 1):
+    if all(w == windows[i % length] for i, w in enumerate(windows)):
+      return tuple(windows[:length])
+  return tuple(windows)
+
+
+LLAMA_DEFAULTS = {
+  'num_key_value_heads': None,
+  'head_dim': None,
+  'hidden_act': 'silu',
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': False,
+  'attention_bias': False,
+  'mlp_bias': False,
+  'sliding_window': None,
+  'use_sliding_window': True,
+  'layer_types': None,
+}
+_QWEN = LLAMA_DEFAULTS | {
+  'num_key_value_heads': 32,
+  'sliding_window': 4096,
+  'use_sliding_window': False,
+  'max_window_layers': 28,
+}
+_GEMMA = LLAMA_DEFAULTS | {'head_dim': 256, 'hidden_act': 'gelu_pytorch_tanh', 'tie_word_embeddings': True}
+_GEMMA2 = _GEMMA | {
+  'num_key_value_heads': 4,
+  'hidden_activation': 'gelu_pytorch_tanh',
+  'query_pre_attn_scalar': 256,
+  'attn_logit_softcapping': 50.0,
+  'final_logit_softcapping': 30.0,
+  'sliding_window': 4096,
+}
+LLAMA_LIKE = (
+  LlamaLike('llama', 'LlamaForCausalLM', LLAMA_DEFAULTS, optional_biases=('attention_bias', 'mlp_bias')),
+  LlamaLike(
+    'mistral',
+    'MistralForCausalLM',
+    LLAMA_DEFAULTS | {'num_key_value_heads': 8, 'sliding_window': 4096},
+    windows='all',
+  ),
+  LlamaLike('qwen2', 'Qwen2ForCausalLM', _QWEN, qkv_bias=True, windows='by layer'),
+  LlamaLike(
+    'qwen3',
+    'Qwen3ForCausalLM',
+    _QWEN | {'head_dim': 128},
+    qk_norm=True,
+    optional_biases=('attention_bias',),
+    windows='by layer',
+  ),
+  LlamaLike(
+    'gemma',
+    'GemmaForCausalLM',
+    _GEMMA | {'num_key_value_heads': 16},
+    is_gemma=True,
+    optional_biases=('attention_bias',),
+  ),
+  LlamaLike(
+    'gemma2',
+    'Gemma2ForCausalLM',
+    _GEMMA2,
+    is_gemma=True,
+    hybrid_norms=True,
+    optional_biases=('attention_bias',),
+    windows='by layer',
+  ),
+)

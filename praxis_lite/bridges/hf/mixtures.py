@@ -1,0 +1,88 @@
+"""Models whose feed-forward layers are mixtures of experts, each of which is a tensor of its own:
+
+mixtral      Mistral with experts
+qwen3_moe    Qwen 3 with experts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from praxis_lite.bridges.hf.family import Values, blocks_of
+from praxis_lite.bridges.hf.hf_config import HfConfig
+from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, LlamaLike
+from praxis_lite.bridges.hf.tensors import Pair
+from praxis_lite.common.config import Config
+from praxis_lite.layers import MoeFeedForward, TransformerLm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture(LlamaLike):
+  """A model of the LLaMA family with experts.
+
+  Attributes:
+    num_experts_fields: names in config.json of the number of experts, of which the first one is written.
+    renormalize_field: name in config.json of whether the weights of a token's experts sum to 1; None: they do.
+    layer_name: of the mixture in the names of tensors.
+    names: of the three products of an expert there: gate, up, down.
+  """
+
+  num_experts_fields: tuple[str, ...]
+  renormalize_field: str | None = None
+  layer_name: str
+  names: tuple[str, str, str]
+
+  def experts(self, hf: HfConfig) -> Config[MoeFeedForward]:
+    hf.must_be('decoder_sparse_step', 1)
+    hf.must_be('mlp_only_layers', [], None)
+    field = next((name for name in self.num_experts_fields if name in hf.values), self.num_experts_fields[0])
+    experts = Config(MoeFeedForward, num_experts=hf.size(field), num_experts_per_token=hf.size('num_experts_per_tok'))
+    experts.router_tpl.renormalize = self.renormalize_field is None or bool(hf[self.renormalize_field])
+    return experts
+
+  def values(self, lm: TransformerLm) -> Values:
+    ff = blocks_of(lm)[0].ff
+    values = {self.num_experts_fields[0]: ff.num_experts, 'num_experts_per_tok': ff.num_experts_per_token}
+    if self.renormalize_field is not None:
+      values[self.renormalize_field] = ff.router.renormalize
+    return super().values(lm) | values
+
+  def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
+    theirs = f'{layer}{self.layer_name}.'
+    return [
+      Pair(f'{theirs}gate.weight', f'{ours}ff.router.w', 'D E -> E D'),
+      *(
+        Pair(f'{theirs}experts.{{expert}}.{name}.weight', f'{ours}ff.{variable}', 'E: I O -> O I')
+        for name, variable in zip(self.names, ('gate', 'up', 'down'))
+      ),
+    ]
+
+
+MIXTURES = (
+  Mixture(
+    'mixtral',
+    'MixtralForCausalLM',
+    LLAMA_DEFAULTS
+    | {'num_key_value_heads': 8, 'rms_norm_eps': 1e-5, 'rope_theta': 1e6}
+    | {'num_local_experts': 8, 'num_experts_per_tok': 2},
+    windows='all',
+    num_experts_fields=('num_local_experts',),
+    layer_name='block_sparse_moe',
+    names=('w1', 'w3', 'w2'),
+  ),
+  Mixture(
+    'qwen3_moe',
+    'Qwen3MoeForCausalLM',
+    LLAMA_DEFAULTS
+    | {'num_key_value_heads': 4, 'sliding_window': 4096, 'use_sliding_window': False}
+    | {'moe_intermediate_size': 768, 'num_experts': 128, 'num_experts_per_tok': 8, 'norm_topk_prob': False},
+    qk_norm=True,
+    optional_biases=('attention_bias',),
+    windows='all',
+    hidden_dims_field='moe_intermediate_size',
+    num_experts_fields=('num_experts', 'num_local_experts'),
+    renormalize_field='norm_topk_prob',
+    layer_name='mlp',
+    names=('gate_proj', 'up_proj', 'down_proj'),
+  ),
+)

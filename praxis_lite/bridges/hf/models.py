@@ -1,0 +1,67 @@
+"""Models and variables of Hugging Face checkpoints in Python, for a program of one's own: no run, no task."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from praxis_lite.bridges.hf.families import describe_model
+from praxis_lite.bridges.hf.family import is_tied
+from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint, read_variables
+from praxis_lite.bridges.hf.tensors import pieces
+from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.models import LanguageModel
+from praxis_lite.sharding.layout import layout_of
+
+
+class ImportedModel(NamedTuple):
+  """A model, built, and its variables, as `model.apply(variables, batch)` takes them."""
+
+  model: LanguageModel
+  variables: NestedDict
+
+
+def read_model(folder: str | os.PathLike[str], device: jax.Device | None = None) -> ImportedModel:
+  """Returns the model of a checkpoint and its variables, float32, on one device.
+
+  Args:
+    folder: with config.json and *.safetensors.
+    device: None: the first one. A run, by `import_run`, splits a model over a mesh.
+
+  Raises:
+    UserError: it cannot be imported; the message says why.
+  """
+  checkpoint = open_checkpoint(folder)
+  model = checkpoint.family.model(checkpoint.config).instantiate()
+  weights = model.abstract_init()['lm']
+  mesh = Mesh([device or jax.devices()[0]], ('data',))
+  layout = layout_of(jax.tree.map(lambda weight: weight.as_struct(), weights), PartitionSpec(), mesh)
+  return ImportedModel(model, {'lm': read_variables(checkpoint, checked_pieces(checkpoint, weights), layout)})
+
+
+def write_model(
+  folder: str | os.PathLike[str], model: LanguageModel, variables: NestedDict, max_file_bytes: int = MAX_FILE_BYTES
+) -> list[str]:
+  """Writes a model as a checkpoint that transformers loads; returns the names of the files.
+
+  Args:
+    folder: is created if it does not exist; files in it of the same names are replaced.
+    model: any that a family of transformers computes.
+    variables: as `model.apply` takes them; they may be split over devices.
+    max_file_bytes: more than this is written as several files and an index.
+
+  Raises:
+    ConfigError: it is of no family; the message names the nearest and what differs.
+  """
+  if not isinstance(model, LanguageModel):
+    raise ConfigError(f'a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have')
+  family, values = describe_model(model)
+  Path(folder).mkdir(parents=True, exist_ok=True)
+  found = pieces(family.table(is_tied(model.lm)), model.abstract_init()['lm'])
+  return write_checkpoint(folder, values, variables['lm'], found, max_file_bytes)

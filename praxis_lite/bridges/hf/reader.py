@@ -1,0 +1,199 @@
+"""Reading a checkpoint: a part of a variable at a time, straight from the files, into one of ours or onto a mesh.
+
+The host never holds more than some parts of a variable; on a mesh, each device gets its own, and what is larger is
+assembled there.
+
+    files, mapped -> a part, in the dimensions of the variable -> its place in the file, or in the array on the device
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.bridges.hf.families import family_of
+from praxis_lite.bridges.hf.family import Family
+from praxis_lite.bridges.hf.files import StoredTensor, read_folder
+from praxis_lite.bridges.hf.hf_config import HfConfig, read_config
+from praxis_lite.bridges.hf.tensors import Piece, check_tensors, pieces
+from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, boxes
+from praxis_lite.common.trees import NestedDict, Path, insert, lookup
+from praxis_lite.sharding.layout import StateLayout
+
+# Bytes of a variable that are on their way to a device at once.
+BLOCK_BYTES = 4 << 20
+# Buffers that old checkpoints have beside the weights: they follow from config.json.
+_BUFFERS = re.compile(r'.*\.rotary_emb\.inv_freq|.*\.h\.\d+\.attn\.(bias|masked_bias)')
+
+
+class HfCheckpoint(NamedTuple):
+  """A checkpoint on disk.
+
+  Attributes:
+    folder: where it is.
+    config: its config.json.
+    family: what kind of model it is.
+    tensors: its tensors by name.
+  """
+
+  folder: str
+  config: HfConfig
+  family: Family
+  tensors: dict[str, StoredTensor]
+
+
+def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
+  """Reads config.json and the headers of the files in a folder, no weights.
+
+  Raises:
+    ConfigError: there is no config.json, or its model is not supported.
+    CheckpointError: the files are missing, truncated or not safetensors.
+  """
+  folder = os.fspath(folder)
+  config = read_config(folder)
+  family = family_of(config)
+  tensors = read_folder(folder)
+  if not any(name.startswith(family.prefix) for name in tensors):  # Of the model without its head.
+    tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
+  return HfCheckpoint(folder, config, family, tensors)
+
+
+def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, list[Piece]]:
+  """Returns the tensors of each variable; raises CheckpointError if one is missing, left over or of another shape.
+
+  Args:
+    weights: declarations of the variables of the `TransformerLm`.
+  """
+  tied = 'embedding' not in weights
+  found = pieces(checkpoint.family.table(tied), weights)
+  every = [piece for of_variable in found.values() for piece in of_variable]
+
+  def is_ignored(name: str) -> bool:
+    return bool(_BUFFERS.fullmatch(name)) or (tied and name == 'lm_head.weight')
+
+  check_tensors(checkpoint.tensors, every, is_ignored, checkpoint.folder)
+  return found
+
+
+def stored_dtypes(checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]]) -> NestedDict:
+  """Returns the dtype of each variable in the files; the widest, if that of its layers differs."""
+  dtypes: NestedDict = {}
+  for path, of_variable in found.items():
+    each = {checkpoint.tensors[piece.name].dtype for piece in of_variable}
+    dtypes = insert(dtypes, path, each.pop() if len(each) == 1 else np.dtype(np.float32))
+  return dtypes
+
+
+def streamed_variables(
+  checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]], shapes: NestedDict
+) -> NestedDict:
+  """Returns the variables as arrays that are read in parts when they are needed.
+
+  Args:
+    checkpoint, found: the checkpoint, and what `checked_pieces` returns of it.
+    shapes: true shapes, and the dtypes to read them in.
+  """
+  variables: NestedDict = {}
+  for path, of_variable in found.items():
+    shape: jax.ShapeDtypeStruct = lookup(shapes, path)
+    by_index = {piece.at: piece for piece in of_variable}
+    variables = insert(variables, path, _Variable(checkpoint.tensors, by_index, shape.shape, np.dtype(shape.dtype)))
+  return variables
+
+
+def read_variables(
+  checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]], layout: StateLayout, block_bytes: int = BLOCK_BYTES
+) -> NestedDict:
+  """Returns the variables on the mesh of `layout`, padded, in its dtypes.
+
+  Args:
+    checkpoint, found: the checkpoint, and what `checked_pieces` returns of it.
+    layout: of the variables of the `TransformerLm`.
+    block_bytes: about how many bytes are in host memory at once.
+  """
+  variables = streamed_variables(checkpoint, found, layout.unpadded_shapes)
+  return jax.tree.map(lambda v, padded: _put_on_mesh(v, padded, block_bytes), variables, layout.padded_shapes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Variable(StreamedArray):
+  """A variable in the files of a checkpoint.
+
+  Attributes:
+    tensors: those of the checkpoint by name.
+    pieces: the tensors of the variable, by their indices along its first dimensions.
+  """
+
+  tensors: Mapping[str, StoredTensor]
+  pieces: Mapping[tuple[int, ...], Piece]
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  def read(self, box: Box) -> np.ndarray:
+    part, stacked = np.empty([b.stop - b.start for b in box], self.dtype), len(self._first.at)
+    for i in np.ndindex(*part.shape[:stacked]):
+      piece = self.pieces[tuple(b.start + n for b, n in zip(box, i))]
+      part[i] = piece.view.read(self.tensors[piece.name], box[stacked:])
+    return part
+
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    """Returns a shape that is contiguous in the files: cut along the outermost dimension of a tensor."""
+    stacked = len(self._first.at)
+    axis = stacked + self._first.view.outermost
+    order = [*range(stacked), axis, *(i for i in range(stacked, len(sizes)) if i != axis)]
+    shape = super().part_shape([sizes[i] for i in order], part_bytes)
+    return tuple(shape[order.index(i)] for i in range(len(sizes)))
+
+  @property
+  def _first(self) -> Piece:
+    return next(iter(self.pieces.values()))
+
+
+def _put_on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_bytes: int) -> jax.Array:
+  """Returns a variable in a padded shape: each device gets its part, and zeros beyond the end of the variable."""
+  sharding = padded.sharding
+  assert sharding is not None
+  local_shape = sharding.shard_shape(padded.shape)
+  parts: dict[tuple[int, ...], jax.Array] = {}  # By where they begin, as several devices may hold the same part.
+  arrays = []
+  for device, index in sharding.addressable_devices_indices_map(padded.shape).items():
+    starts = tuple(i.indices(size)[0] for i, size in zip(index or (), padded.shape))
+    if starts not in parts:
+      parts[starts] = _put_on_device(variable, device, starts, local_shape, block_bytes)
+    arrays.append(jax.device_put(parts[starts], device))
+  return jax.make_array_from_single_device_arrays(padded.shape, sharding, arrays)
+
+
+def _put_on_device(
+  variable: StreamedArray, device: jax.Device, starts: tuple[int, ...], shape: tuple[int, ...], block_bytes: int
+) -> jax.Array:
+  """Returns the part of this shape that begins at `starts`."""
+  box = tuple(slice(s, max(s, min(s + n, size))) for s, n, size in zip(starts, shape, variable.shape))
+  blocks = list(boxes(box, variable.part_shape([b.stop - b.start for b in box], block_bytes)))
+  if math.prod(shape) * variable.dtype.itemsize <= block_bytes:
+    whole = np.zeros(shape, variable.dtype)
+    for at in blocks:
+      whole[tuple(slice(b.start - s, b.stop - s) for b, s in zip(at, starts))] = variable.read(at)
+    return jax.device_put(whole, device)
+  with jax.default_device(device):
+    array = jnp.zeros(shape, variable.dtype)
+    for at in blocks:
+      corner = [np.int32(b.start - s) for b, s in zip(at, starts)]
+      # Waiting for it, so that blocks do not queue up in host memory.
+      array = jax.block_until_ready(_with_block(array, jax.device_put(variable.read(at), device), corner))
+  return array
+
+
+def _insert(array: jax.Array, block: jax.Array, corner: Sequence[jax.Array]) -> jax.Array:
+  return jax.lax.dynamic_update_slice(array, block, corner)
+
+
+_with_block = jax.jit(_insert, donate_argnums=0)

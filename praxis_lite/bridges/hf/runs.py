@@ -1,0 +1,251 @@
+"""Run directories from checkpoints of Hugging Face, and such checkpoints from run directories.
+
+job_log_dir/checkpoints/0     the variables, in the dtypes of the files; the optimizer starts when training does
+            run.json          the config: that model, a learner to fine-tune it, text with its tokenizer
+            hugging_face/     config.json, and the files of the tokenizer, to be exported again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from praxis_lite.bridges.hf.families import describe_model
+from praxis_lite.bridges.hf.family import is_tied
+from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, read_json
+from praxis_lite.bridges.hf.reader import (
+  HfCheckpoint,
+  checked_pieces,
+  open_checkpoint,
+  stored_dtypes,
+  streamed_variables,
+)
+from praxis_lite.bridges.hf.tensors import pieces
+from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.files import user_path
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.common.trees import lookup, map_with_path
+from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
+from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
+from praxis_lite.models import LanguageModel, set_sharding
+from praxis_lite.runs.records.record import write_record
+from praxis_lite.runs.records.run_config import job_directory
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.learning import Learner, LinearWarmupCosine
+from praxis_lite.training.state import TrainState, place_task_variables
+from praxis_lite.training.task import SingleTask
+
+ASSETS = 'hugging_face'  # Folder in a run directory.
+_SENTENCEPIECE_FILE, _GENERATION_FILE = 'tokenizer.model', 'generation_config.json'
+_TOKENIZER_FILES = (
+  *(TOKENIZER_FILE, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja'),
+  *('vocab.json', 'merges.txt', _SENTENCEPIECE_FILE, _GENERATION_FILE),
+)
+# Of a recorded config.json, what is written anew from the model, or of the version that wrote it.
+_OUTDATED = {
+  *('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'rope_parameters', 'rope_scaling', 'rope_theta'),
+  *('sliding_window', 'use_sliding_window', 'max_window_layers', 'layer_types'),
+}
+
+
+def import_run(
+  folder: str | os.PathLike[str],
+  job_log_dir: str | os.PathLike[str],
+  *,
+  overrides: Sequence[str] = (),
+) -> list[str]:
+  """Makes a run directory of a checkpoint; returns lines about it.
+
+  Args:
+    folder: of the checkpoint, with config.json and *.safetensors.
+    job_log_dir: of the run; it has no checkpoint yet.
+    overrides: edits of the config, `path=value`, such as of the mesh, which may have more devices than there are here.
+
+  Raises:
+    UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable.
+  """
+  checkpoint = open_checkpoint(folder)
+  assets = user_path(job_log_dir).absolute() / ASSETS
+  config = imported_config(checkpoint, assets)
+  apply_overrides(config.roots(), overrides)
+  task = config.task.instantiate()
+  weights = task.model.abstract_init()
+  found = checked_pieces(checkpoint, weights['lm'])
+  dtypes = {'lm': stored_dtypes(checkpoint, found)}
+  shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, lookup(dtypes, path)), weights)
+  mesh = abstract_mesh(task.mesh_sizes())
+  place_task_variables(task, mesh)  # Raises an error if the config cannot split them so.
+  with contextlib.ExitStack() as to_close:
+    directory = to_close.enter_context(job_directory(job_log_dir))
+    checkpointer = Checkpointer(directory)
+    to_close.callback(checkpointer.close)
+    if checkpointer.latest_step() is not None:
+      raise UserError(f'job_log_dir {directory} has checkpoints already; name another directory')
+    variables = {'lm': streamed_variables(checkpoint, found, shapes['lm'])}
+    state = TrainState(np.zeros((), np.int32), variables, None)
+    checkpointer.save(0, state, TrainState(jax.ShapeDtypeStruct((), np.int32), shapes, None), None)
+    if is_primary_process():
+      assets.mkdir(exist_ok=True)
+      _copy_files(checkpoint.folder, assets, (CONFIG_FILE, *_TOKENIZER_FILES))
+    checkpointer.wait()
+    if is_primary_process():
+      write_record(directory, config, mesh=mesh.shape)
+  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  kinds = ', '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}))
+  lines = [f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}']
+  if config.datasets[0].tokenizer_tpl == Config(HfTokenizer, path=REQUIRED):
+    lines.append(
+      'there is no tokenizer beside it; to decode and train on text, set that of a folder by --set '
+      "'datasets[*].tokenizer_tpl.path=DIR', or bytes by "
+      "--set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'"
+    )
+  return [*lines, f'step 0: saved in {directory / "checkpoints"}']
+
+
+def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) -> ExperimentConfig:
+  """Returns the config of a run that fine-tunes a checkpoint on text.
+
+  Args:
+    checkpoint: the checkpoint.
+    assets: the folder in the run directory where the files of the tokenizer will be.
+  """
+  hf = checkpoint.config
+  model = set_sharding(checkpoint.family.model(hf))
+  if str(hf.values.get('dtype') or hf.values.get('torch_dtype')) in ('bfloat16', 'float16'):
+    model.fprop_dtype = 'bfloat16'
+  _set_decoder(model.decoder_tpl, checkpoint)
+  task = Config(
+    SingleTask, name='lm', model=model, mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)
+  )
+  task.train.learner = Config(
+    Learner,
+    optimizer=Config(optax.adamw, b1=0.9, b2=0.95, weight_decay=0.1),
+    learning_rate=1e-5,
+    schedule=Config(LinearWarmupCosine, warmup_steps=100),
+    clip_gradient_norm_to_value=1.0,
+  )
+  task.train.set(num_train_steps=1000, eval_interval_steps=200, save_interval_steps=200)
+  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+  task.evaluate.max_batches = 100
+  length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _SEQ_LEN
+  tokenizer: Config = Config(HfTokenizer, path=REQUIRED)
+  if os.path.isfile(os.path.join(checkpoint.folder, TOKENIZER_FILE)):
+    tokenizer.path = os.fspath(assets)
+  elif os.path.isfile(os.path.join(checkpoint.folder, _SENTENCEPIECE_FILE)):
+    tokenizer = Config(SentencePieceTokenizer, model_path=os.path.join(assets, _SENTENCEPIECE_FILE))
+  train = Config(TextInput, name='train', is_training=True, split='train')
+  validation = Config(TextInput, name='validation', split='validation')
+  fields = {'path': REQUIRED, 'seq_len': min(length, _SEQ_LEN), 'batch_size': 8}
+  return ExperimentConfig(task, [d.set(tokenizer_tpl=tokenizer.clone(), **fields) for d in (train, validation)], [])
+
+
+_SEQ_LEN = 1024
+
+
+def _set_decoder(decoder: Config, checkpoint: HfCheckpoint) -> None:
+  """Sets how a sampler decodes by default as generation_config.json says."""
+  file = os.path.join(checkpoint.folder, _GENERATION_FILE)
+  says: dict[str, Any] = read_json(file) if os.path.isfile(file) else {}
+  end = says.get('eos_token_id', checkpoint.config.values.get('eos_token_id'))
+  ends = end if isinstance(end, list) else [] if end is None else [end]
+  if not all(type(i) is int for i in ends):
+    raise ConfigError(f'{checkpoint.folder}: eos_token_id = {end!r}: expected a number, or a list of them')
+  for name in ('temperature', 'top_k', 'top_p'):
+    if not isinstance(says.get(name), int | float | None):
+      raise ConfigError(f'{file}: {name} = {says[name]!r}: expected a number')
+  decoder.stop_ids = tuple(i for i in ends if i < checkpoint.config.size('vocab_size'))
+  decoder.temperature = float(says.get('temperature') or 1.0) if says.get('do_sample') else 0.0
+  if says.get('do_sample'):
+    decoder.top_k, decoder.top_p = says.get('top_k') or None, says.get('top_p') or None
+
+
+def export_run(
+  config: ExperimentConfig,
+  job_log_dir: str | os.PathLike[str],
+  out: str | os.PathLike[str],
+  *,
+  step: int | None = None,
+  dtype: str | None = None,
+  max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[str]:
+  """Writes a checkpoint of a run as one that transformers loads, with the tokenizer it was imported with.
+
+  Args:
+    config: configs of the run, which need not have been imported: any model that a family of transformers computes.
+    job_log_dir: of the run.
+    out: a folder that does not exist, or is empty; it appears complete or not at all.
+    step: step of the checkpoint; None uses the newest.
+    dtype: dtype to write, such as 'bfloat16'; None: as in the checkpoint.
+    max_file_bytes: size of a file from which on there are several.
+
+  Returns:
+    The names of the files.
+
+  Raises:
+    UserError: the model is of no such family, there is no such checkpoint, or `out` is not usable.
+  """
+  directory, target = user_path(job_log_dir), user_path(out)
+  if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    raise UserError(f'--out={out} exists and is not an empty folder; name another')
+  task = config.task.instantiate()
+  model = task.model
+  if not isinstance(model, LanguageModel):
+    raise ConfigError(
+      f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have'
+    )
+  recorded = read_json(directory / ASSETS / CONFIG_FILE) if (directory / ASSETS / CONFIG_FILE).is_file() else {}
+  family, values = describe_model(model, recorded.get('model_type'))
+  if recorded.get('model_type') == family.model_type:
+    values = {**{k: v for k, v in recorded.items() if k not in _OUTDATED}, **values}
+  with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
+    shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
+    variables = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)['lm']
+  found = pieces(family.table(is_tied(model.lm)), model.abstract_init()['lm'])
+  with _appears_complete(target) as folder:
+    files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
+    files += _copy_files(directory / ASSETS, folder, _TOKENIZER_FILES)
+  return files
+
+
+def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[str]) -> list[str]:
+  """Copies those of the files that are there; returns their names."""
+  present = [name for name in names if os.path.isfile(os.path.join(source, name))]
+  for name in present:
+    shutil.copyfile(os.path.join(source, name), target / name)
+  return present
+
+
+@contextlib.contextmanager
+def _appears_complete(target: Path) -> Iterator[Path]:
+  """Yields a folder beside `target` that takes its place at the end."""
+  try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f'.{target.name}-', dir=target.parent))
+  except OSError as error:
+    raise UserError(f'--out={target} cannot be written: {error.strerror}') from None
+  try:
+    yield folder
+    folder.chmod(0o755)
+    if target.exists():
+      target.rmdir()  # It is empty.
+    folder.rename(target)
+  except OSError as error:
+    shutil.rmtree(folder, ignore_errors=True)
+    raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
+  except BaseException:
+    shutil.rmtree(folder, ignore_errors=True)
+    raise

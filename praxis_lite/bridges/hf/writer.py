@@ -1,0 +1,106 @@
+"""Writing variables as a checkpoint that `transformers` loads, one tensor after another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.bridges.hf.files import Declared, write_folder
+from praxis_lite.bridges.hf.hf_config import CONFIG_FILE
+from praxis_lite.bridges.hf.tensors import Piece
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, Path, lookup
+
+MAX_FILE_BYTES = 5 * 10**9
+
+
+def write_checkpoint(
+  folder: str | os.PathLike[str],
+  config: Mapping[str, object],
+  variables: NestedDict,
+  found: Mapping[Path, Sequence[Piece]],
+  max_file_bytes: int = MAX_FILE_BYTES,
+  dtype: str | None = None,
+) -> list[str]:
+  """Writes config.json and the tensors; returns the names of the files.
+
+  Args:
+    folder: an existing folder.
+    config: what config.json says.
+    variables: those of the `TransformerLm`, which may be padded, or arrays that are read in parts.
+    found: the tensors of each variable, as `tensors.pieces` returns them.
+    max_file_bytes: more than this is written as several files and an index.
+    dtype: of all tensors; None: that of the variable.
+  """
+  if jax.process_count() > 1:
+    raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')
+  parts: dict[str, list[Piece]] = {}
+  for of_variable in found.values():
+    for piece in of_variable:
+      parts.setdefault(piece.name, []).append(piece)
+
+  def dtype_of(name: str) -> np.dtype:
+    return jnp.dtype(dtype or lookup(variables, parts[name][0].path).dtype)
+
+  def tensor(name: str) -> np.ndarray:
+    theirs = np.empty(parts[name][0].view.their_shape, dtype_of(name))
+    for piece in parts[name]:
+      ours, variable = piece.view.within(theirs), lookup(variables, piece.path)
+      if isinstance(variable, StreamedArray):
+        _read_into(ours, variable, piece)
+      else:
+        ours[...] = _fetch(variable, piece)
+    return theirs
+
+  declared = {name: Declared(dtype_of(name), of_tensor[0].view.their_shape) for name, of_tensor in parts.items()}
+  files = write_folder(folder, declared, tensor, max_file_bytes)
+  dtypes = {str(d.dtype) for d in declared.values()}
+  content = {**config, 'torch_dtype': dtypes.pop() if len(dtypes) == 1 else 'float32'}
+  with open(os.path.join(folder, CONFIG_FILE), 'w', encoding='utf-8') as f:
+    json.dump(content, f, indent=2, sort_keys=True)
+    f.write('\n')
+  return [CONFIG_FILE, *files]
+
+
+def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:
+  """Reads a piece of a variable."""
+  stacked = len(piece.at)
+  for box in boxes(piece.box(whole(ours.shape)), variable.part_shape([*[1] * stacked, *ours.shape])):
+    part = variable.read(box)
+    ours[box[stacked:]] = part.reshape(part.shape[stacked:])
+
+
+def _is_in_host_memory(data: jax.Array) -> bool:
+  """Whether NumPy can see an array without a copy of it."""
+  return all(device.platform == 'cpu' for device in data.devices())
+
+
+def _part(data: jax.Array, at: tuple[int, ...]) -> jax.Array:
+  """Returns data[at], on its device."""
+  if not at:
+    return data
+  # The indices are arguments of the program, so one is compiled for all layers and experts.
+  rest = data.shape[len(at) :]
+  corner = [*map(np.int32, at), *(np.int32(0) for _ in rest)]
+  return jax.lax.dynamic_slice(data, corner, [*(1 for _ in at), *rest]).reshape(rest)
+
+
+def _fetch(variable: jax.Array, piece: Piece) -> np.ndarray:
+  """Returns a piece of a variable, in its true shape, from the devices that hold its parts."""
+  shape = piece.view.shape
+  whole = np.empty(shape, variable.dtype)
+  for shard in variable.addressable_shards:
+    data, bounds = shard.data, [i.indices(n)[:2] for i, n in zip(shard.index, variable.shape)]
+    if shard.replica_id or any(not low <= i < high for i, (low, high) in zip(piece.at, bounds)):
+      continue
+    at = tuple(i - low for i, (low, _) in zip(piece.at, bounds))
+    data = np.asarray(data)[at] if _is_in_host_memory(data) else _part(data, at)
+    inside = tuple(slice(low, max(low, min(high, n))) for (low, high), n in zip(bounds[len(piece.at) :], shape))
+    whole[inside] = np.asarray(data)[tuple(slice(i.stop - i.start) for i in inside)]
+  return whole

@@ -1,0 +1,158 @@
+"""Logical axis names of train states: what declarations say, what overrides change, what optimizer slots inherit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import jax
+
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.common.trees import Path, is_named_box, leaves_by_path, map_with_path, path_matches, path_name
+from praxis_lite.sharding.slots import slot_origins
+
+if TYPE_CHECKING:
+  from praxis_lite.training.state import TrainState
+
+AxisNamesOverrides = Sequence[tuple[str, Sequence[str | None]]]
+# The names that a slot without the shape of its parameter keeps, given a path that begins with the parameter and ends
+# with the slot, such as 'mlp/expert/kernel/v_row'.
+KeptNames = Callable[[str], Collection[str]]
+Tree = TypeVar('Tree')
+
+
+class AxisNames(tuple[Any, ...]):
+  """The names of an array's axes: `AxisNames('embed', 'mlp')`. A leaf of trees, unlike the tuple it is otherwise."""
+
+  def __new__(cls, *names: object) -> Self:
+    return super().__new__(cls, names)
+
+  def __repr__(self) -> str:
+    return f'AxisNames{super().__repr__()}'
+
+
+@dataclasses.dataclass(frozen=True)
+class _Boxed:
+  """An array in a box of Flax, as a declaration."""
+
+  logical_axes: tuple[Any, ...] | None
+  struct: Any
+
+  def as_struct(self) -> Any:
+    return self.struct
+
+
+def remove_boxes(train_state: Any) -> Any:
+  """Returns a train state whose variables are declarations where they are arrays in boxes that name their axes."""
+
+  def declaration(x: Any) -> Any:
+    return _Boxed(x.names, x.value) if is_named_box(x) else x
+
+  def unbox(x: Any) -> Any:
+    return x.value if is_named_box(x) else x
+
+  rest = jax.tree.map(unbox, train_state, is_leaf=is_named_box)
+  return dataclasses.replace(rest, mdl_vars=jax.tree.map(declaration, train_state.mdl_vars, is_leaf=is_named_box))
+
+
+def declared_axis_names(weights: Tree) -> Tree:
+  """Returns the AxisNames of a tree of weight declarations, or of objects that carry their names as `logical_axes`.
+
+  Raises ShardingError if a leaf is neither, so that nothing is known about its axes.
+  """
+
+  def read_declared(path: Path, weight: object) -> AxisNames:
+    for attribute in ('logical_axes', 'full_split_dims_mapping'):
+      names = getattr(weight, attribute, None)
+      if names is not None:
+        return AxisNames(*names)
+    raise ShardingError(
+      f'{path_name(path)}: a {type(weight).__name__} does not name its axes; pass the declarations of the variables, '
+      "model.abstract_init(), as the state's mdl_vars"
+    )
+
+  return map_with_path(read_declared, weights)
+
+
+def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
+  """Returns a tree of AxisNames with those of the arrays replaced whose path a pattern matches.
+
+  Args:
+    axes: tree of AxisNames.
+    overrides: pairs (pattern on a whole path, names); each array takes the first that matches it.
+
+  Raises:
+    ShardingError: an override replaces nothing, or has not as many names as an array it matches has axes.
+  """
+  by_path = leaves_by_path(axes)
+  deciding = {
+    path: next((i for i, (pattern, _) in enumerate(overrides) if path_matches(pattern, path)), None) for path in by_path
+  }
+  for i, (pattern, names) in enumerate(overrides):
+    matched = [path for path, index in deciding.items() if index == i]
+    if not matched:
+      earlier = next((deciding[path] for path in by_path if path_matches(pattern, path)), None)
+      why = f'; {overrides[earlier][0]!r} comes first' if earlier is not None else ''
+      more = f', ... ({len(by_path)} in all)' if len(by_path) > 8 else ''
+      shown = ', '.join(map(path_name, list(by_path)[:8])) + more
+      raise ShardingError(f'the axis names override {pattern!r} changes nothing{why}; the paths are {shown}')
+    for path in matched:
+      if len(names) != len(by_path[path]):
+        raise ShardingError(
+          f'the axis names override {pattern!r} has {len(names)} names {tuple(names)!r}, and {path_name(path)} has '
+          f'{len(by_path[path])} axes {tuple(by_path[path])!r}'
+        )
+
+  chosen = {path: AxisNames(*overrides[i][1]) for path, i in deciding.items() if i is not None}
+  return map_with_path(chosen.get, axes)
+
+
+def state_axis_names(
+  train_state: TrainState, params: AxisNamesOverrides, state: AxisNamesOverrides, kept: KeptNames
+) -> TrainState[AxisNames]:
+  """Returns the names of the arrays of a train state.
+
+  Args:
+    train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
+    params, state: overrides for `mdl_vars`, which slots and averages inherit; and for paths as 'opt_states/0/v_row/.*'.
+    kept: the names that slots of another shape than their variable's keep.
+  """
+  structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
+  axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)
+  changes: dict[str, Any] = {'mdl_vars': axes, **({} if train_state.step is None else {'step': AxisNames()})}
+  opt_states, ema_vars = (getattr(train_state, name, None) for name in ('opt_states', 'ema_vars'))
+  if opt_states is not None:
+    slots = slot_axis_names(structs, axes, opt_states, kept)
+    changes |= override_axis_names({'opt_states': slots}, state)
+  if ema_vars is not None:
+    changes['ema_vars'] = slot_axis_names(structs, axes, ema_vars)
+  return dataclasses.replace(train_state, **changes)
+
+
+def slot_axis_names(
+  params_struct: object, params_axes: object, state_struct: Tree, kept: KeptNames = lambda path: ()
+) -> Tree:
+  """Returns the AxisNames of the arrays of an optimizer's state.
+
+  A slot with the shape of its parameter inherits its names. Any other, a factored slot or a counter, has none but those
+  that are kept, so that it is replicated unless an override names its axes.
+
+  Args:
+    params_struct, params_axes: tree of shapes, and the same tree of AxisNames.
+    state_struct: the state, as arrays or shapes.
+    kept: the names that slots of another shape keep.
+  """
+  names_of, origins = leaves_by_path(params_axes), slot_origins(params_struct, state_struct)
+
+  def inherit(path: Path, slot: Any) -> AxisNames:
+    origin = origins.get(path)
+    if origin is None:
+      return AxisNames(*(None,) * len(slot.shape))
+    names = names_of[origin.owner]
+    if origin.whole:
+      return names
+    keeps = kept('/'.join((*origin.owner, *path[: len(path) - len(origin.owner)][-1:])))
+    return AxisNames(*(names[d] if d is not None and names[d] in keeps else None for d in origin.dims))
+
+  return map_with_path(inherit, state_struct)

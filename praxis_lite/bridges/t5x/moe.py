@@ -1,0 +1,302 @@
+"""Partitioning mixtures of experts: a second data axis, rules for experts, and the axes of their optimizer state.
+
+Experts are split over 'data', and tokens travel to their experts. With fewer experts than devices and no model
+parallelism, devices would be left without an expert. The mesh then gets a 'model' axis of devices // experts all the
+same, and that axis serves as a second data axis:
+
+                                usual          two data axes
+    'batch'                     'data'         ('data', 'model')
+    'expert'                    'data'         'data'
+    rules to 'model'            'model'        None
+    'expert_replicas'           None           'model'
+    data is split over          ('data',)      (('data', 'model'),)
+    a spec in itself passed to `partition`, not one in a tree of parameters, which the rules have decided:
+      ('data',)                 ('data',)      (('data', 'model'),)
+      ('model',)                ('model',)     None
+
+After the mixture-of-experts partitioner of T5X (Roberts et al., 2022). Its later versions have a mesh axis for experts
+instead; see `expert_mesh.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from praxis_lite.bridges.t5x import expert_mesh
+from praxis_lite.bridges.t5x.axis_names import AxisNames, KeptNames
+from praxis_lite.bridges.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
+from praxis_lite.bridges.t5x.partitioners import PjitPartitioner
+from praxis_lite.common.errors import ShardingError
+from praxis_lite.common.trees import Path, leaves_by_path, map_with_path, path_matches
+from praxis_lite.sharding import rules as base_rules
+from praxis_lite.sharding.rules import LogicalAxisRule, LogicalAxisRules
+
+if TYPE_CHECKING:
+  from praxis_lite.training.state import TrainState
+
+T = TypeVar('T')
+# What tells whether an optimizer slot keeps the expert axis: a pattern on its path, or a function of it.
+StateFilter = str | Callable[[str], bool]
+
+TWO_DATA_AXES = ('data', 'model')
+FACTORED_EXPERT_STATE = r'.*expert.*/(kernel|w)/v_.*'
+
+_EXPERT_RULES = (
+  *(('expert', 'data'), ('expert_mlp', 'model')),
+  *(('expert_group', None), ('expert_replicas', None), ('unmodeled', None)),
+)
+
+
+def uses_two_data_axes(
+  num_experts: int, num_devices: int, num_partitions: int | None = None, model_parallel_submesh: Submesh = None
+) -> bool:
+  """Returns whether 'model' serves as a second data axis: fewer experts than devices, and no model parallelism.
+
+  Raises ShardingError if neither or both of num_partitions and model_parallel_submesh are given.
+  """
+  return num_model_partitions(num_partitions, model_parallel_submesh) <= 1 and 0 < num_experts < num_devices
+
+
+def standard_logical_axis_rules(
+  num_experts: int,
+  num_partitions: int | None = None,
+  model_parallel_submesh: Submesh = None,
+  activation_partitioning_dims: int = 1,
+  parameter_partitioning_dims: int = 1,
+  additional_rules: LogicalAxisRules | None = None,
+  override_rules: LogicalAxisRules | None = None,
+  *,
+  num_devices: int | None = None,
+) -> tuple[LogicalAxisRule, ...]:
+  """Returns the standard rules and those for experts, with two data axes where `uses_two_data_axes` says so.
+
+  Args:
+    num_experts, num_partitions, model_parallel_submesh: as for `uses_two_data_axes`.
+    num_devices: all of JAX by default. All other arguments are as for the standard rules.
+
+  Raises:
+    ShardingError: parameter_partitioning_dims is not 1: experts take 'data'; or as `uses_two_data_axes`.
+  """
+  if parameter_partitioning_dims != 1:
+    raise ShardingError(
+      f'parameter_partitioning_dims={parameter_partitioning_dims} is not supported with experts: splitting parameters '
+      "over 'data' is not supported for MoE, whose experts are split over it themselves; it must be 1"
+    )
+  rules = base_rules.standard_logical_axis_rules(
+    activation_partitioning_dims, 1, (*_EXPERT_RULES, *(additional_rules or ())), override_rules
+  )
+  num_devices = jax.device_count() if num_devices is None else num_devices
+  if not uses_two_data_axes(num_experts, num_devices, num_partitions, model_parallel_submesh):
+    return rules
+  fixed = {'batch': TWO_DATA_AXES, 'expert_replicas': 'model'}
+  return tuple((name, fixed.get(name, None if axes == 'model' else axes)) for name, axes in rules)
+
+
+def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
+  """Returns the spec of the batch dimension."""
+  return PartitionSpec(TWO_DATA_AXES if two_data_axes else 'data')
+
+
+def override_partition_specs(resources: object) -> object:
+  """Returns the specs of arguments or results as they are with two data axes; see the table above.
+
+  Only a spec that stands for a whole argument changes: trees of specs are those of parameters and optimizer state.
+  """
+
+  def override(spec: object) -> object:
+    if not isinstance(spec, PartitionSpec) or len(spec) != 1:
+      return spec
+    return {'data': PartitionSpec(TWO_DATA_AXES), 'model': None}.get(spec[0], spec)
+
+  several = isinstance(resources, tuple | list)
+  return jax.tree.map(override, resources, is_leaf=lambda x: not several or x is not resources)
+
+
+def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisNames) -> T:
+  """Returns a tree of names, or None, with 'expert' put before those of the arrays that the filter accepts.
+
+  Names are AxisNames or PartitionSpecs, and stay what they are; None becomes one of `kind`.
+
+  Optimizer state that is factored per expert has one more axis than its rules name. None accepts nothing.
+  """
+  accepts = _to_predicate(state_filter)
+
+  def prepended(path: Path, names: Any) -> Any:
+    new = kind if names is None else PartitionSpec if isinstance(names, PartitionSpec) else AxisNames
+    return new('expert', *(names or ())) if accepts('/'.join(path)) else names
+
+  return map_with_path(prepended, axes, is_leaf=lambda x: x is None)
+
+
+def infer_state_filter(opt_states: object) -> str | None:
+  """Returns the pattern of the slots that keep an expert axis of their own, by the optimizer whose state is given.
+
+  For Adafactor with factored statistics, these are those of experts, such as 'mlp/expert/w/v_row'. None for any other
+  transformation of optax: its state inherits the axes of the parameters. Raises ShardingError if it is not of optax.
+  """
+  rows = [slot for path, slot in leaves_by_path(opt_states).items() if 'v_row' in path]
+  if rows:
+    return FACTORED_EXPERT_STATE if any(slot.shape[-1:] != (1,) for slot in rows) else None
+  # Every transformation of optax keeps a tuple, which a learner may have several of in a dict.
+  if any(not isinstance(state, tuple) for state in jax.tree.leaves(opt_states, is_leaf=lambda x: isinstance(x, tuple))):
+    raise ShardingError(
+      'the optimizer state with an expert axis can be inferred for Adafactor only, and for what inherits all axes, as '
+      f'the other optimizers of optax do; pass state_filter=, a pattern such as {FACTORED_EXPERT_STATE!r}, or None'
+    )
+  return None
+
+
+def infer_state_filter_of(optimizer_def: Any) -> str | None:
+  """As `infer_state_filter`, for an optimizer of T5X, by its definition.
+
+  Adafactor is one whose hyperparameters say whether it is `factored`; a wrapped transformation of optax has an
+  `optax_optimizer`; and one of several `sub_optimizers` counts as the first, if all are of a kind.
+
+  Raises:
+    ShardingError: the optimizer is none of these, or several are not of a kind.
+  """
+  several = getattr(optimizer_def, 'sub_optimizers', None)
+  if several is not None:
+    if len({type(optimizer) for optimizer in several}) > 1:
+      raise ShardingError(
+        f'{type(optimizer_def).__name__}: which state has an expert axis can be inferred if all suboptimizers '
+        f'are of the same type, and they are {", ".join(type(o).__name__ for o in several)}; pass state_filter_fn='
+      )
+    inferred = [infer_state_filter_of(optimizer) for optimizer in several]
+    if len({*inferred}) > 1:
+      raise ShardingError(
+        f'{type(optimizer_def).__name__}: all suboptimizers must be either factored or unfactored, for what state has '
+        'an expert axis to be inferred; pass state_filter_fn='
+      )
+    return inferred[0] if inferred else None
+  if hasattr(optimizer_def, 'optax_optimizer'):
+    return None
+  factored = getattr(getattr(optimizer_def, 'hyper_params', None), 'factored', None)
+  if factored is None:
+    raise ShardingError(
+      f'{type(optimizer_def).__name__}: which state has an expert axis can be inferred for Adafactor, and for '
+      f'what wraps optax; pass state_filter_fn=, a pattern such as {FACTORED_EXPERT_STATE!r} or a function of the path'
+    )
+  return FACTORED_EXPERT_STATE if factored else None
+
+
+class MoePjitPartitioner(PjitPartitioner):
+  """Splits experts over 'data', and uses 'model' as a second data axis where there are fewer experts than devices.
+
+  With `num_expert_partitions`, experts have a mesh axis of their own; see `expert_mesh.py`.
+
+  The optimizer state of a train state that knows its logical axes, of this package or T5X's `FlaxOptimTrainState`, gets
+  the expert axis where the filter says so.
+
+  Args:
+    num_experts: number of experts; 0 for none. None with `num_expert_partitions`.
+    params_on_devices: as for `PjitPartitioner`.
+    logical_axis_rules: the rules; by default `standard_logical_axis_rules` of this module, or of `expert_mesh.py`.
+    state_filter: which optimizer slots keep the expert axis of their parameter, though they do not have its shape: a
+      pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
+      None for none.
+    state_filter_fn: T5X's name of it, for which None is 'infer'.
+    num_expert_partitions: into how many parts the experts are split at most; in place of `num_experts`.
+    num_partitions, model_parallel_submesh, **kwargs: as for `PjitPartitioner`.
+
+  Raises:
+    ShardingError: neither or both of num_experts and num_expert_partitions, or of the two filters; or as
+      `PjitPartitioner`.
+  """
+
+  def __init__(
+    self,
+    num_experts: int | None = None,
+    num_partitions: int | None = None,
+    model_parallel_submesh: Submesh = None,
+    params_on_devices: bool = True,
+    logical_axis_rules: LogicalAxisRules | None = None,
+    state_filter_fn: StateFilter | None = None,
+    *,
+    num_expert_partitions: int | None = None,
+    devices: Sequence[Device] | None = None,
+    backend: str | None = None,
+    state_filter: StateFilter | None = 'infer',
+    **kwargs: Any,
+  ):
+    if (num_experts is None) == (num_expert_partitions is None):
+      given = 'neither is' if num_experts is None else 'both are'
+      raise ShardingError(f'pass num_experts or num_expert_partitions: exactly one of them; {given} given')
+    if state_filter_fn is not None and state_filter != 'infer':
+      raise ShardingError('state_filter and state_filter_fn are two names for one filter; give one of them')
+    devices = jax.devices(backend) if devices is None else devices
+    where = num_partitions, model_parallel_submesh
+    self._num_expert_partitions = num_expert_partitions
+    self.two_data_axes = False
+    if num_experts is None:
+      rules = expert_mesh.standard_logical_axis_rules()
+    else:
+      self.two_data_axes = uses_two_data_axes(num_experts, len(devices), *where)
+      rules = standard_logical_axis_rules(num_experts, *where, num_devices=len(devices))
+      if self.two_data_axes:
+        where = len(devices) // num_experts, None
+    logical_axis_rules = rules if logical_axis_rules is None else logical_axis_rules
+    super().__init__(*where, params_on_devices, devices=devices, logical_axis_rules=logical_axis_rules, **kwargs)
+    if num_expert_partitions is not None and self._mesh_args[3] is not None:
+      raise ShardingError('ici_mesh_shape: the mesh of num_expert_partitions has other axes; give num_partitions')
+    self._state_filter = state_filter if state_filter_fn is None else state_filter_fn
+
+  @functools.cached_property
+  def mesh(self) -> Mesh:
+    if self._num_expert_partitions is None:
+      return default_mesh(*self._mesh_args)
+    num_partitions, submesh, *_, devices = self._mesh_args
+    return expert_mesh.default_moe_mesh(self._num_expert_partitions, num_partitions, submesh, devices=devices)
+
+  @property
+  def data_axes(self) -> tuple[str, ...]:
+    if self._num_expert_partitions is not None:
+      return expert_mesh.DATA_AXES
+    return TWO_DATA_AXES if self.two_data_axes else super().data_axes
+
+  def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
+    axes = super().get_logical_axes(train_state)
+    if not hasattr(train_state, 'as_logical_axes'):
+      return axes
+    if getattr(axes, 'opt_states', None) is not None:
+      state_filter = self._filter_of(getattr(train_state, 'opt_states', None))
+      return dataclasses.replace(axes, opt_states=prepend_expert(axes.opt_states, state_filter))
+    named: Any = getattr(axes, '_optimizer', None)  # T5X's train state.
+    if named is None:
+      return axes
+    inferred = self._state_filter == 'infer'
+    state_filter = infer_state_filter_of(_optimizer_of(train_state)) if inferred else self._state_filter
+    slots = prepend_expert(named.state.param_states, state_filter, PartitionSpec)
+    state = dataclasses.replace(named.state, param_states=slots)
+    changed: Any = {'_optimizer': dataclasses.replace(named, state=state)}
+    return dataclasses.replace(axes, **changed)
+
+  def _override_specs(self, resources: object) -> object:
+    if self._num_expert_partitions is not None:
+      return expert_mesh.override_partition_specs(resources)
+    return override_partition_specs(resources) if self.two_data_axes else resources
+
+  def _kept_names(self, opt_states: object) -> KeptNames:
+    # Inferred only if there is a slot that does not inherit all names.
+    accepts = functools.cache(lambda: _to_predicate(self._filter_of(opt_states)))
+    return lambda path: ('expert',) if accepts()(path) else ()
+
+  def _filter_of(self, opt_states: object) -> StateFilter | None:
+    return infer_state_filter(opt_states) if self._state_filter == 'infer' else self._state_filter
+
+
+def _optimizer_of(train_state: Any) -> Any:
+  """The definition of the optimizer of a train state of T5X."""
+  return train_state._optimizer.optimizer_def
+
+
+def _to_predicate(state_filter: StateFilter | None) -> Callable[[str], bool]:
+  if callable(state_filter):
+    return state_filter
+  return lambda path: state_filter is not None and path_matches(state_filter, tuple(path.split('/')))

@@ -1,0 +1,31 @@
+"""Configs: trees of hyperparameters that are edited first and instantiated later."""
+
+import praxis_lite.common.config.values  # Adds its check to `field_checks`.
+from praxis_lite.common.config.base import (
+  Config,
+  build_at,
+  config_values,
+  field_names,
+  field_type_hints,
+  instantiate,
+  map_nested,
+  nested_configs,
+  target,
+  template,
+)
+from praxis_lite.common.config.configurable import REQUIRED, Configurable
+
+__all__ = [
+  'REQUIRED',
+  'Config',
+  'Configurable',
+  'build_at',
+  'config_values',
+  'field_names',
+  'field_type_hints',
+  'instantiate',
+  'map_nested',
+  'nested_configs',
+  'target',
+  'template',
+]

@@ -1,0 +1,319 @@
+"""Configs: trees of hyperparameters that are edited first and instantiated later.
+
+`Config` is `fiddle.Config` with three additions. Template fields are filled in when the config is created, so they can
+be edited at once. The error about a misspelt field suggests the nearest name. And `instantiate` does not build the
+configs nested in a `Configurable`: they are templates, which the object builds itself once it knows the missing values.
+
+    class FeedForward(Layer):
+      hidden_dims: int = REQUIRED
+      norm_tpl: Config = template(RMSNorm)
+
+    ff = Config(FeedForward, hidden_dims=64)
+    ff.norm_tpl.epsilon = 1e-5
+    layer = ff.instantiate()
+
+Paths are edited in `overrides.py`, text dumps and diffs are made in `text.py`, JSON in `json.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
+
+import fiddle as fdl
+from fiddle import history
+
+from praxis_lite.common.config.configurable import REQUIRED, Configurable
+from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
+
+T = TypeVar('T')
+
+# Checks of a Configurable class, the values of its fields and its path, called before an object of it is built. They
+# raise ConfigError. Modules that depend on this one add their checks to the list.
+field_checks: list[Callable[[type[Configurable], dict[str | int, Any], str], None]] = []
+
+
+class Config(fdl.Config[T], Generic[T]):
+  """The arguments for a later call of a class or function, editable as attributes.
+
+      config = Config(Linear, input_dims=8)
+      config.output_dims = 16
+      layer = config.instantiate()         # Linear(input_dims=8, output_dims=16)
+
+  Setting or reading a field that the target does not have raises `UnknownFieldError`.
+  """
+
+  def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: object, **kwargs: object):
+    if isinstance(fn_or_cls, Configurable):
+      kind = type(fn_or_cls).__name__
+      raise ConfigError(f'Config takes the class {kind}, not an object of it; write Config({kind}, ...)')
+    with history.suspend_tracking():
+      known = field_names(fn_or_cls)
+      for name in kwargs:
+        if known is not None and name not in known:
+          raise unknown_field(fn_or_cls, name)
+      if args:
+        super().__init__(fn_or_cls, *args, **kwargs)
+      else:
+        self._copy_state(_bare_config(fn_or_cls), {})
+        for name, value in kwargs.items():
+          setattr(self, name, value)
+      for name, factory in _default_factories(fn_or_cls):  # So each of these fields is always in __arguments__.
+        if name not in self.__arguments__:
+          setattr(self, name, factory())
+
+  def __setattr__(self, name: str, value: object) -> None:
+    with history.suspend_tracking():
+      try:
+        super().__setattr__(name, value)
+      except (AttributeError, TypeError):
+        raise unknown_field(target(self), name, below=self) from None
+
+  def __getattr__(self, name: str) -> Any:
+    try:
+      return super().__getattr__(name)
+    except AttributeError:
+      if name.startswith('__'):
+        raise
+      if name in (field_names(self) or ()):
+        return REQUIRED
+      raise unknown_field(target(self), name, below=self) from None
+
+  def __delattr__(self, name: str) -> None:
+    with history.suspend_tracking():
+      super().__delattr__(name)
+      for field, factory in _default_factories(target(self)):
+        if field == name:
+          setattr(self, name, factory())
+
+  def __eq__(self, other: object) -> bool:
+    """Whether both would make the same call, including defaults. One pass; Fiddle's own passes grow with the depth."""
+    if self is other:
+      return True
+    if not isinstance(other, Config):
+      return NotImplemented
+    if target(self) != target(other):
+      return False
+    if self.__arguments__.keys() == other.__arguments__.keys():
+      return self.__arguments__ == other.__arguments__
+    return config_values(self) == config_values(other)
+
+  __hash__ = None  # type: ignore[assignment]  # A config is mutable, and comparable by value.
+
+  def __deepcopy__(self, memo: dict[int, object]) -> Self:
+    for value in self.__arguments__.values():
+      _share_arrays(value, memo)
+    copied = object.__new__(type(self))
+    copied._copy_state(self, copy.deepcopy(self.__arguments__, memo))
+    return copied
+
+  def _copy_state(self, other: fdl.Config, arguments: dict[str | int, object]) -> None:
+    """Copies all that Fiddle keeps in another config except its arguments. Its signature does not change."""
+    self.__dict__.update(other.__dict__)
+    for name in ('__argument_history__', '__argument_tags__'):  # Usually they are empty.
+      value = other.__dict__[name]
+      self.__dict__[name] = copy.deepcopy(value) if value else copy.copy(value)
+    self.__dict__['__arguments__'] = arguments
+
+  def set(self, **fields: object) -> Self:
+    """Sets fields in place and returns the config, for chaining."""
+    for name, value in fields.items():
+      setattr(self, name, value)
+    return self
+
+  def clone(self, **fields: object) -> Self:
+    """Returns an independent copy, with `fields` set in it. Arrays are shared: they may be large."""
+    with history.suspend_tracking():
+      return copy.deepcopy(self).set(**fields)
+
+  def instantiate(self, **fields: object) -> T:
+    """Calls the target with the fields of this config, overridden by `fields`.
+
+    A `Configurable` gets the configs nested in the fields unbuilt (as copies that share their arrays), because it
+    builds its templates itself. For any other callable, such as an optax transformation, they are built first.
+
+    Raises:
+      ConfigError: a REQUIRED field is not set, or a field of a `Configurable` has a value of another type than its
+        annotation.
+    """
+    return build_at('', self, **fields)
+
+
+def build_at(path: str, config: Config[T], /, **fields: object) -> T:
+  """Like `config.instantiate(**fields)`, but errors name `path`, such as 'lm.softmax', instead of the class."""
+  build: Any = target(config)
+  keep_nested = isinstance(build, type) and issubclass(build, Configurable)
+  name = getattr(build, '__qualname__', str(build))
+  where = path or (build._config_path if keep_nested else '') or name
+  values = config_values(config) | fields
+  missing = sorted(str(key) for key, value in values.items() if value is REQUIRED)
+  if missing:
+    owner = '' if where == name else f' (a field of {name})'
+    raise ConfigError(f'{where}.{missing[0]}: a value is required and none is set{owner}')
+  if keep_nested:
+    for check in field_checks:
+      check(build, values, where)
+  arguments = dict(config.__arguments__, **fields)
+  convert = _copy_nested if keep_nested else functools.partial(map_nested, Config.instantiate)
+  positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
+  built: T = build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+  return built
+
+
+def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Config[T]:
+  """A dataclass field whose default is a fresh `Config(fn_or_cls, **fields)`.
+
+      class Block(Layer):
+        norm_tpl: Config = template(RMSNorm)         # users of Block may edit it, or replace its class
+
+  `fn_or_cls` may be a `Config` too: then the default is a clone of it.
+  """
+  if isinstance(fn_or_cls, Config):
+    base = fn_or_cls
+    return dataclasses.field(default_factory=lambda: base.clone(**fields))
+  # Each config gets its own nested configs: if they were shared, editing one would change the others and the default.
+  return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **_copy_nested(fields)))
+
+
+instantiate = Config.instantiate
+
+
+def target(config: Config[T]) -> Callable[..., T]:
+  """Returns the class or function that `config` is a call of."""
+  return fdl.get_callable(config)
+
+
+def map_nested(fn: Callable[[Config], object], value: object) -> object:
+  """Returns `value` with `fn` applied to each config in it, also in lists, tuples and dicts, but not inside configs."""
+  if isinstance(value, Config):
+    return fn(value)
+  if isinstance(value, (list, tuple)) and not hasattr(value, '_fields'):
+    return type(value)(map_nested(fn, v) for v in value)
+  if isinstance(value, dict):
+    return {k: map_nested(fn, v) for k, v in value.items()}
+  return value
+
+
+def nested_configs(config: Config) -> list[Config]:
+  """Returns `config` and all configs in its fields; an outer config precedes those inside it."""
+  found: list[Config] = []
+  map_nested(found.append, list(config.__arguments__.values()))
+  return [config, *(inner for outer in found for inner in nested_configs(outer))]
+
+
+def config_values(config: Config) -> dict[str | int, Any]:
+  """Returns all fields of `config` in the order of their declaration, including defaults.
+
+  A parameter that has no default and is not set is REQUIRED. The keys of positional-only arguments are their positions.
+  """
+  values = fdl.ordered_arguments(config, include_defaults=True, include_unset=True)
+  return {key: REQUIRED if value is fdl.NO_VALUE else value for key, value in values.items()}
+
+
+def field_names(config: Config | Callable[..., object]) -> list[str] | None:
+  """Returns the field names of a config, or of a class or function; None if it accepts any keyword."""
+  try:
+    parameters = _bare_config(target(config) if isinstance(config, Config) else config).__signature_info__.parameters
+  except (ValueError, TypeError):
+    return None
+  return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
+
+
+def unknown_field(
+  fn_or_cls: Callable[..., object], name: str | int, path: str | None = None, below: Config | None = None
+) -> UnknownFieldError:
+  """Returns the error for a field `name` that a class or function does not have, or for an index instead of a field.
+
+  `path` is the config's path, if the field was named in a path: there the ending _tpl may be left out. `below` is the
+  config, if a config nested in it may have the field.
+  """
+  known = field_names(fn_or_cls) or []
+  spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]
+  what = getattr(fn_or_cls, '__qualname__', repr(fn_or_cls))
+  where = f'{path} ({what})' if path else what
+  plain = inspect.getattr_static(fn_or_cls, str(name), None)  # None if the class has no such attribute either.
+  if not (plain is None or callable(plain) or hasattr(plain, '__get__') or str(name).startswith('_')):
+    return UnknownFieldError(
+      f'{where} has no field {name!r}: its attribute of this name has no type annotation. Write '
+      f'{name}: {type(plain).__name__} = {plain!r} in the class'
+    )
+  inner = (
+    {key: value for key, value in below.__arguments__.items() if isinstance(value, Config)} if below is not None else {}
+  )
+  deeper = [f"'{key}.{name}'" for key, value in inner.items() if name in (field_names(value) or ())]
+  close = f' Did you mean {" or ".join(deeper)}?' if 0 < len(deeper) < 4 else did_you_mean(str(name), spellings)
+  fields = f'Its fields: {", ".join(known)}.' if known else 'It has no fields.'
+  return UnknownFieldError(f'{where} has no field {shown_key(name)}.{close} {fields}')
+
+
+def shown_key(key: str | int) -> str:
+  """Returns a field, dict key or index as messages show it."""
+  return f'[{key}]' if isinstance(key, int) else repr(key)
+
+
+def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
+  """Returns the resolved annotation of each field of a config's target, without those that cannot be resolved."""
+  if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
+    annotated: list[Any] = list(fn_or_cls.__mro__)
+  else:
+    annotated = [
+      inspect.unwrap(getattr(fn_or_cls, '__init__', fn_or_cls) if isinstance(fn_or_cls, type) else fn_or_cls)
+    ]
+  hints: dict[str, Any] = {}
+  for owner in reversed(annotated):
+    module = sys.modules.get(getattr(owner, '__module__', None) or '')
+    names = {**getattr(owner, '__dict__', {}), **getattr(owner, '__globals__', getattr(module, '__dict__', {}))}
+    for name, annotation in inspect.get_annotations(owner).items():
+      hints.pop(name, None)
+      # One by one, because some cannot be resolved, such as names that are imported only for type checkers.
+      stand_in = type('_', (), {'__annotations__': {name: annotation}})
+      with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError):
+        hints.update(typing.get_type_hints(stand_in, names))
+  return hints
+
+
+def _copy_nested(value: Any) -> Any:
+  if isinstance(value, (Config, list, dict)):
+    memo: dict[int, Any] = {}
+    _share_arrays(value, memo)
+    with history.suspend_tracking():
+      return copy.deepcopy(value, memo)
+  return value
+
+
+def _share_arrays(value: object, memo: dict[int, Any]) -> None:
+  """Fills `memo` so that a deep copy of `value` shares the arrays in its lists, tuples and dicts."""
+  if isinstance(value, (list, tuple, dict)):
+    for entry in value.values() if isinstance(value, dict) else value:
+      _share_arrays(entry, memo)
+  elif hasattr(type(value), '__array__'):
+    memo[id(value)] = value
+
+
+def _bare_config(fn_or_cls: Callable[..., object]) -> fdl.Config:
+  """Returns Fiddle's config of `fn_or_cls` without any field set. It is cached, because it has to read annotations."""
+  with history.suspend_tracking():
+    try:
+      return _kept_without_fields(fn_or_cls)
+    except TypeError:  # It cannot be hashed, or is not callable; for the latter Fiddle raises the error.
+      return fdl.Config(fn_or_cls)
+
+
+_kept_without_fields = functools.lru_cache(maxsize=1024)(fdl.Config)
+
+
+def _default_factories(fn_or_cls: object) -> list[tuple[str, Callable[[], Any]]]:
+  if not (isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls)):
+    return []
+  return [
+    (f.name, f.default_factory)
+    for f in dataclasses.fields(fn_or_cls)
+    if f.init and f.default_factory is not dataclasses.MISSING
+  ]

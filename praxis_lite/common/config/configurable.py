@@ -1,0 +1,86 @@
+"""Configurable: classes whose annotated attributes are hyperparameters; and REQUIRED, the value of a field to be set.
+
+Mistakes in a class body are reported when the class is defined, in terms of configs rather than of dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any, NoReturn, dataclass_transform
+
+import fiddle as fdl
+
+from praxis_lite.common.errors import ConfigError
+
+
+class _Required:
+  """The value of a required field that is not set. Using it as a value raises `ConfigError`."""
+
+  def __repr__(self) -> str:
+    return 'REQUIRED'
+
+  def __reduce__(self) -> str:  # So that a copy is the same object.
+    return 'REQUIRED'
+
+  def _complain(self, *args: object) -> NoReturn:
+    raise ConfigError('a required field is used before it is set')
+
+  __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __call__ = _complain
+  __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _complain
+  __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = _complain
+  __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = _complain
+
+
+REQUIRED: Any = _Required()
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+class Configurable:
+  """Base of classes whose annotated attributes are hyperparameters.
+
+  Each subclass becomes a keyword-only dataclass. Configs in its fields are passed to it unbuilt. Code that needs the
+  values of the fields belongs in `__post_init__`.
+
+  Defining a subclass raises ConfigError if its body has an `__init__`, or a default that all objects would share.
+  """
+
+  _set_up_in = '__post_init__'  # The method that messages tell people to write.
+  _config_path = ''  # The path of its configs in messages, for a class whose configs are always in the same place.
+
+  def __init_subclass__(cls, **kwargs: object) -> None:
+    super().__init_subclass__(**kwargs)
+    for problem in _problems(cls):
+      raise ConfigError(f'{cls.__qualname__}{problem}')
+    dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
+
+
+def _problems(cls: type[Configurable]) -> Iterator[str]:
+  """Yields the mistakes in the body of a class, each as the text that follows its name."""
+  if '__init__' in vars(cls):
+    yield (
+      ' defines __init__, which its annotated attributes make; declare each argument as an attribute, '
+      f'name: type = default, and do the rest in {cls._set_up_in}(self)'
+    )
+  annotations = inspect.get_annotations(cls)
+  for name, value in vars(cls).items():
+    annotation = annotations.get(name)
+    if annotation is None:
+      if isinstance(value, dataclasses.Field) or value is REQUIRED:
+        is_template = isinstance(value, dataclasses.Field) and value.default_factory is not dataclasses.MISSING
+        form = 'Config = template(...)' if is_template else 'int = REQUIRED'
+        yield f'.{name} has no type annotation, so it is no field; write {name}: {form}, with its type'
+    elif 'ClassVar' in str(annotation):
+      continue
+    elif isinstance(value, fdl.Config):
+      built = getattr(fdl.get_callable(value), '__name__', '...')
+      yield (
+        f'.{name}: a Config as a default would be shared by all objects; write {name}: Config = template({built}), '
+        'with its fields as keywords'
+      )
+    elif isinstance(value, list | dict | set):
+      yield (
+        f'.{name}: a {type(value).__name__} as a default would be shared by all objects; write a tuple, or '
+        f'dataclasses.field(default_factory=lambda: {value!r})'
+      )

@@ -1,0 +1,125 @@
+"""Importing late: modules that a user names, and names that a package loads when they are first used.
+
+What goes wrong in a user's module becomes one line that says what was raised and where.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from praxis_lite.common.errors import UserError, did_you_mean
+
+# Code in these folders, or installed by a package manager, is not the user's own.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(os.path.abspath(os.__file__)) + os.sep)
+_INSTALLED = {'site-packages', 'dist-packages'}
+
+
+class MissingModuleError(UserError):
+  """There is no module of that name."""
+
+
+def import_module(name: str) -> ModuleType:
+  """Imports a module; raises MissingModuleError if there is none, or UserError, which says what it raises and where."""
+  try:
+    return importlib.import_module(name)
+  except Exception as error:
+    # A missing import *inside* the module names another module than the one asked for and its packages.
+    if isinstance(error, ModuleNotFoundError) and f'{name}.'.startswith(f'{error.name}.'):
+      raise MissingModuleError(f'there is no module {error.name!r}') from error
+    raise import_failure(name, error) from error
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+  """Returns the `__getattr__` of a package that loads names when they are first used.
+
+  Args:
+    package: its name.
+    modules: by the full name of a module, the names that it defines, with spaces between them.
+  """
+  homes = {name: module for module, names in modules.items() for name in names.split()}
+
+  def get(name: str) -> Any:
+    if name not in homes:
+      raise AttributeError(f'module {package!r} has no attribute {name!r}')
+    return getattr(importlib.import_module(homes[name]), name)
+
+  return get
+
+
+def import_failure(name: str, error: Exception) -> UserError:
+  """Returns the error that says that `name` cannot be imported, because `error` was raised, and where."""
+  where = _where(error)
+  return UserError(f'cannot import {name}: {_describe(error)}{f" ({where})" if where else ""}')
+
+
+def user_code_error(error: Exception) -> UserError | None:
+  """Returns the error that says what the user's own code has raised, and where; None if none of it was running."""
+  lines = _user_lines(error)
+  if not lines:
+    return None
+  file, line = lines[-1]
+  what = _describe(error)
+  if what == type(error).__name__:  # As of an assert without a message.
+    what = f'{what} in `{linecache.getline(file, line).strip()}`'
+  return UserError(f'{what} ({short_path(file)}:{line})')
+
+
+def _describe(error: Exception) -> str:
+  """The class and the message of an exception, in one line, with the name that was perhaps meant."""
+  if isinstance(error, UserError):
+    return str(error)
+  message = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().partition('\n')[0]
+  text = f'{type(error).__name__}: {message}' if message else type(error).__name__
+  meant = _perhaps_meant(error)
+  return f'{text}.{meant}' if meant else text
+
+
+def _perhaps_meant(error: Exception) -> str:
+  """Which of the names at hand is close to the one that an exception is about, as Python says below a traceback."""
+  name = getattr(error, 'name', None)
+  if not isinstance(error, NameError | AttributeError) or name is None:
+    return ''
+  if isinstance(error, NameError):
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    known = {*frame.f_locals, *frame.f_globals, *frame.f_builtins}
+    return did_you_mean(name, known)
+  if isinstance(error.obj, dict) and name in error.obj:
+    return f' An entry of a dict is read as [{name!r}]'
+  return did_you_mean(name, (n for n in dir(error.obj) if not n.startswith('_')))
+
+
+def short_path(path: str) -> str:
+  """Returns `path` relative to the working directory if it is below it."""
+  below = os.path.relpath(path) if os.path.isabs(path) else path
+  return path if below.startswith(os.pardir) else below
+
+
+def _where(error: Exception) -> str:
+  """Returns `file:line` of the last line of the user's own code that ran, or of any code if none of it did."""
+  if isinstance(error, SyntaxError):  # Its traceback is that of the compiler.
+    return f'{short_path(error.filename)}:{error.lineno}' if error.filename else ''
+  for file, line in _user_lines(error)[-1:] or _lines(error)[-1:]:
+    return f'{short_path(file)}:{line}'
+  return ''
+
+
+def _lines(error: Exception) -> list[tuple[str, int]]:
+  """(file, line) of each call that an exception went through, the innermost last."""
+  frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+  return [(file, line) for file, line in frames if not file.startswith('<')]
+
+
+def _user_lines(error: Exception) -> list[tuple[str, int]]:
+  return [(file, line) for file, line in _lines(error) if not is_library(file)]
+
+
+def is_library(file: str) -> bool:
+  """Whether a file of code is not the user's own: of this package, of Python, or installed."""
+  return file.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(file.split(os.sep))

@@ -1,0 +1,181 @@
+"""How JAX lowers a program: other rules for some operations, for devices that are not there.
+
+lower_with                  a traced program lowered with other rules
+lower_scan_as_loop          JAX's own rule of `scan`, as if it were not unrolled
+sharding_rule_attribute     a rule of `custom_partitioning`, as an attribute
+without_cudnn               lets fused attention of GPUs be traced where there is no cuDNN
+used_inputs                 of which inputs the outputs of a program depend
+export_changed              exports what was made of a lowered program
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.export
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import mlir
+
+from praxis_lite.common.errors import first_line
+from praxis_lite.common.jax_internals import UnknownJax, reading
+from praxis_lite.common.jax_internals.mlir import ir
+
+# Takes the context of the lowering, the operands, and the parameters of the operation; returns the results.
+Rule = Callable[..., Sequence[ir.Value]]
+_FUSED_ATTENTION = 'jax._src.cudnn.fused_attention_stablehlo'
+
+
+def lower_with(traced: jax.stages.Traced, platform: str, rules: Mapping[str, Rule]) -> jax.stages.Lowered:
+  """Returns a traced program lowered for a platform, with or without devices.
+
+  Args:
+    traced, platform: the program, and 'cpu', 'cuda' or 'tpu'.
+    rules: how operations are lowered; of 'scan' and 'custom_partitioning'.
+
+  Raises:
+    UnknownJax: JAX has not what this needs where it had it.
+  """
+  with reading('lowering with other rules'):
+    known = {
+      'custom_partitioning': _private('custom_partitioning').custom_partitioning_p,
+      'scan': _private('lax.control_flow.loops').scan_p,
+    }
+    overrides = tuple((known[name], rule) for name, rule in rules.items())
+    parameters = _private('interpreters.mlir').LoweringParameters(override_lowering_rules=overrides)
+    lower: Callable[..., jax.stages.Lowered] = traced.lower
+  with _allow_no_devices():
+    return lower(lowering_platforms=(platform,), _private_parameters=parameters)
+
+
+def lower_scan_as_loop(context: Any, *values: ir.Value, **params: Any) -> Sequence[ir.Value]:
+  """A rule: lowers `scan` as a loop, whatever its parameter `unroll`."""
+  run = functools.partial(_private('lax.control_flow.loops')._scan_impl, **{**params, 'unroll': 1})
+  return mlir.lower_fun(run, multiple_results=True)(context, *values)
+
+
+def lower_call(context: Any, call: Any, *values: ir.Value) -> Sequence[ir.Value]:
+  """Lowers a call of a program, as a call of a function of the module."""
+  return mlir.lower_fun(jax.jit(jaxpr_as_fun(call)), multiple_results=True)(context, *values)
+
+
+def sharding_rule_attribute(
+  context: Any, rule: Any, static_args: Sequence[Any], taken: Sequence[ir.Type], given: Sequence[ir.Type]
+) -> ir.Attribute | None:
+  """Returns the rule by which Shardy propagates through an operation of `custom_partitioning`; None: there is none.
+
+  Args:
+    context: of the lowering.
+    rule, static_args: the parameters `sharding_rule` and `static_args` of the operation.
+    taken, given: the types of its operands and results.
+  """
+  partitioning, sizes = _private('custom_partitioning'), {}
+  if callable(rule):
+    mesh = getattr(context.module_context.axis_context, 'abstract_mesh', None)
+    rule = rule(*static_args, mesh, taken, given)
+  if isinstance(rule, tuple | list):
+    rule, sizes = rule
+  if isinstance(rule, str):
+    rule = partitioning.str_to_sdy_sharding_rule(rule, **sizes)
+  return None if rule is None else partitioning.sdy_sharding_rule_to_mlir(rule, taken, given)
+
+
+@contextlib.contextmanager
+def pretend_cudnn(version: int) -> Iterator[None]:
+  """Lets fused attention be traced without cuDNN: JAX asks for its version, and is given this one."""
+  module: Any = importlib.import_module(_FUSED_ATTENTION) if importlib.util.find_spec(_FUSED_ATTENTION) else None
+  with _replace_attribute(module, 'check_cudnn_version', lambda: version):
+    yield
+
+
+def used_inputs(program: Any) -> list[bool]:
+  """Returns, for each input of a jaxpr without constants, whether an output depends on it.
+
+  Raises:
+    UnknownJax: JAX has not what this needs where it had it.
+  """
+  with reading('what of a program is used'):
+    from jax.interpreters import partial_eval
+
+    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    return [bool(is_used) for is_used in used]
+
+
+def export_changed(
+  jitted: jax.stages.Wrapped,
+  change: Callable[[jax.stages.Lowered], object],
+  platforms: Sequence[str],
+  args: Sequence[object],
+) -> jax.export.Exported:
+  """Exports a jitted function for arguments of these shapes, after its lowered program was changed in place.
+
+  Raises:
+    UnknownJax: JAX exports in another way than by tracing what it is given, and lowering that.
+  """
+  changing = _ChangingJit(jitted, change)
+  try:
+    exported = jax.export.export(changing, platforms=platforms)(*args)
+  except Exception as error:
+    if changing.has_changed:
+      raise
+    jax.export.export(jitted, platforms=platforms)(*args)  # Raises what the function itself raises.
+    raise UnknownJax(f'export of a program: {type(error).__name__}: {first_line(error)}') from error
+  if not changing.has_changed:
+    raise UnknownJax('export of a program: it is lowered in another way')
+  return exported
+
+
+class _ChangingJit:
+  """A jitted function whose lowered program is changed; what JAX asks of one that it exports."""
+
+  def __init__(self, jitted: Any, change: Callable[[jax.stages.Lowered], object]):
+    self._jitted = jitted
+    self._change = change
+    self._traced: Any = None
+    self.has_changed = False
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self._jitted(*args, **kwargs)
+
+  def trace(self, *args: Any, **kwargs: Any) -> Any:
+    self._traced = self._jitted.trace(*args, **kwargs)
+    return self
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    lowered = (self._traced or self._jitted).lower(*args, **kwargs)
+    self._change(lowered)
+    self.has_changed = True
+    return lowered
+
+  def __getattr__(self, name: str) -> Any:
+    """What is asked of the traced function."""
+    return getattr(self.__dict__.get('_traced') or self._jitted, name)
+
+
+def _allow_no_devices() -> contextlib.AbstractContextManager[None]:
+  """Lets JAX lower what it lowers for devices alone."""
+  return _replace_attribute(_private('dispatch'), 'jaxpr_has_prim_requiring_devices', lambda jaxpr: False)
+
+
+@contextlib.contextmanager
+def _replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
+  """Replaces an attribute of a module, if there is one of that name."""
+  before = getattr(module, name, None)
+  if before is None:
+    yield
+    return
+  setattr(module, name, value)
+  try:
+    yield
+  finally:
+    setattr(module, name, before)
+
+
+def _private(name: str) -> Any:
+  with reading(f'jax._src.{name}'):
+    return importlib.import_module(f'jax._src.{name}')

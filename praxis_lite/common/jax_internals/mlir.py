@@ -1,0 +1,27 @@
+"""jaxlib's bindings of MLIR: StableHLO and Shardy as Python objects, and Shardy's passes.
+
+ir, sdy, stablehlo     operations, attributes and types, as jaxlib has them
+run_passes             a pipeline of passes, by name
+"""
+
+from __future__ import annotations
+
+from jaxlib.mlir import ir as ir
+from jaxlib.mlir.dialects import sdy as sdy, stablehlo as stablehlo
+from jaxlib.mlir.passmanager import PassManager
+
+from praxis_lite.common.jax_internals import UnknownJax, reading
+
+
+def run_passes(pipeline: str, root: ir.Operation) -> None:
+  """Runs passes on a program, within its context.
+
+  Raises:
+    UnknownJax: this jaxlib has not these passes, or they refuse the program.
+  """
+  with reading(f'the passes {pipeline}'):
+    passes = PassManager.parse(pipeline)
+  try:
+    passes.run(root)
+  except ir.MLIRError as error:
+    raise UnknownJax(f'the passes {pipeline} refuse this program: {error}') from error

@@ -1,0 +1,118 @@
+"""Equations of a traced program, whose parameters differ between releases of JAX.
+
+scan        num_consts, num_carry     up to 0.10
+            ft_in, ft_out             from 0.11 on: trees of (constants, carry, slices) and of (carry, stacked)
+shard_map   manual_axes               up to 0.10.0
+            newly_manual_axes         from 0.10.1 on
+Jaxpr       apart from ClosedJaxpr    up to 0.10; from 0.11 on both are one class
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from praxis_lite.common.jax_internals import UnknownJax, reading
+
+
+class ScanSizes(NamedTuple):
+  """Of the operands of a scan, in this order: how many are constants, carried, and sliced."""
+
+  consts: int
+  carry: int
+  slices: int
+
+
+class WhileSizes(NamedTuple):
+  """Of the operands of a while, in this order: how many are constants of the condition, of the body, and carried."""
+
+  cond_consts: int
+  body_consts: int
+  carry: int
+
+
+# The parameter in which an operation has the program that it calls.
+_CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
+SizesT = TypeVar('SizesT', ScanSizes, WhileSizes)
+
+
+def scan_sizes(equation: JaxprEqn) -> ScanSizes:
+  """Returns how the operands of a `scan` are divided.
+
+  Raises:
+    UnknownJax: its parameters do not say so in a known way.
+  """
+  params = equation.params
+  with reading("scan's parameters"):
+    if 'num_consts' in params:
+      consts, carry = params['num_consts'], params['num_carry']
+    else:
+      consts, carry, _ = (len(part) for part in params['ft_in'].unpack())
+    sizes = ScanSizes(consts, carry, len(equation.invars) - consts - carry)
+  return _checked(equation, sizes, min(sizes) >= 0 and carry <= len(equation.outvars))
+
+
+def while_sizes(equation: JaxprEqn) -> WhileSizes:
+  """Returns how the operands of a `while` are divided.
+
+  Raises:
+    UnknownJax: its parameters do not say so in a known way.
+  """
+  params = equation.params
+  with reading("while's parameters"):
+    cond, body = params['cond_nconsts'], params['body_nconsts']
+    sizes = WhileSizes(cond, body, len(equation.invars) - cond - body)
+  return _checked(equation, sizes, min(sizes) >= 0 and sizes.carry == len(equation.outvars))
+
+
+def _checked(equation: JaxprEqn, sizes: SizesT, fit: bool) -> SizesT:
+  if not fit:
+    operands, results = len(equation.invars), len(equation.outvars)
+    raise UnknownJax(f'{equation.primitive.name} of {operands} operands and {results} results has {sizes}')
+  return sizes
+
+
+def mapped_axes(equation: JaxprEqn) -> dict[str, int]:
+  """Returns the mesh axes that a `shard_map` maps, and no other one around it, with their sizes.
+
+  Raises:
+    UnknownJax: its parameters do not say so in a known way.
+  """
+  params = equation.params
+  with reading("shard_map's parameters"):
+    names = params['newly_manual_axes'] if 'newly_manual_axes' in params else params['manual_axes']
+    return {str(name): int(params['mesh'].shape[name]) for name in names}
+
+
+def called_program(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
+  """Returns the program that an equation such as `jit` or `custom_vjp_call` calls; None if it calls none."""
+  return program_in(equation.params)
+
+
+def program_in(params: Mapping[str, Any]) -> Jaxpr | ClosedJaxpr | None:
+  """As `called_program`, of the parameters of an equation."""
+  found = next((params[name] for name in _CALLED if name in params), None)
+  return found if isinstance(found, Jaxpr | ClosedJaxpr) else None
+
+
+def strip_constants(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
+  """Returns a program without the values of its constants, of which a `ClosedJaxpr` is one with them."""
+  inner: Jaxpr = getattr(program, 'jaxpr', program)  # type: ignore[arg-type]
+  return inner
+
+
+def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+  """Returns the results of an equation's operation for other operands, as it is called where it was traced.
+
+  Raises:
+    UnknownJax: an equation says in no known way how its operation is called.
+  """
+  with reading('binding an equation'):
+    bound = equation.primitive.get_bind_params(equation.params)
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # Up to 0.10 there are both.
+    manager = equation.ctx.manager
+  with manager:
+    out = equation.primitive.bind(*functions, *operands, **bound)
+  return list(out) if equation.primitive.multiple_results else [out]

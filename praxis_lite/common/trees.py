@@ -1,0 +1,120 @@
+"""Trees and paths: nested dicts of variables by path, and the leaves of any JAX tree by path.
+
+A path is a tuple of names, ('lm', 'softmax', 'w'), the same for a config, a layer and a variable. `path_name` is its
+one spelling in messages, tables and summaries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from praxis_lite.common.errors import ShardingError
+
+Path = tuple[str, ...]
+NestedDict = dict[str, Any]
+
+
+def path_name(path: Path) -> str:
+  """'lm.softmax.w' of ('lm', 'softmax', 'w')."""
+  return '.'.join(path)
+
+
+def path_names(key_path: tuple[Any, ...]) -> Path:
+  """('0', 'mu', 'w') of a JAX key path: what each key names, without its brackets and dots."""
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in key_path)
+
+
+def path_matches(pattern: str, path: Path) -> bool:
+  """Whether a regular expression matches all of a path.
+
+  A pattern that contains a slash is matched against 'lm/softmax/w', any other against 'lm.softmax.w'.
+
+  Raises:
+    ShardingError: `pattern` is not a regular expression.
+  """
+  try:
+    regex = re.compile(pattern)
+  except re.error as error:
+    raise ShardingError(f'{pattern!r} is not a regular expression: {error}') from None
+  return regex.fullmatch(('/' if '/' in pattern else '.').join(path)) is not None
+
+
+def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
+  """The leaves of any JAX tree by path, in its order."""
+  return {path_names(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}
+
+
+def map_with_path(
+  fn: Callable[..., object], tree: object, *trees: object, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+  """`jax.tree.map` of a function that takes the path of each leaf first."""
+  return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_names(path), *xs), tree, *trees, is_leaf=is_leaf)
+
+
+def is_named_box(x: object) -> bool:
+  """Whether x is a box of Flax around an array, such as `LogicallyPartitioned`, which names the array's axes."""
+  return hasattr(x, 'names') and hasattr(x, 'value') and callable(getattr(x, 'replace_boxed', None))
+
+
+def put_into_boxes(boxed: object, tree: object) -> Any:
+  """Returns `tree` with each leaf in the box that `boxed` has in its place; where it has none, as it is."""
+
+  def put(x: Any, leaf: object) -> object:
+    return x.replace_boxed(leaf) if is_named_box(x) else leaf
+
+  return jax.tree.map(put, boxed, tree, is_leaf=is_named_box)
+
+
+# ---------------------------------------------------------------- nested dicts
+
+
+def lookup(tree: Any, path: Path) -> Any:
+  """The subtree or leaf at `path`, or None where there is none."""
+  for name in path:
+    if not isinstance(tree, Mapping) or name not in tree:
+      return None
+    tree = tree[name]
+  return tree
+
+
+def insert(tree: NestedDict, path: Path, value: Any) -> NestedDict:
+  """Returns a copy of `tree` with `value` at `path`; `tree` itself does not change."""
+  if not path:
+    return value
+  return {**tree, path[0]: insert(tree.get(path[0], {}), path[1:], value)}
+
+
+def merge(*trees: Any) -> Any:
+  """Returns the union of parts of one tree; where they overlap, the later part counts."""
+  merged: NestedDict = {}
+  for tree in trees:
+    for name, node in tree.items():
+      old = merged.get(name)
+      merged[name] = merge(old, node) if isinstance(old, dict) and isinstance(node, dict) else node
+  return merged
+
+
+def select(tree: Any, keep: Callable[[Path], bool], path: Path = ()) -> Any:
+  """Returns the part of a nested dict whose leaves' paths `keep` accepts, without empty dicts."""
+  selected = {}
+  for name, node in tree.items():
+    at = (*path, name)
+    if isinstance(node, dict):
+      below = select(node, keep, at)
+      if below:
+        selected[name] = below
+    elif keep(at):
+      selected[name] = node
+  return selected
+
+
+def leaves(tree: Any, path: Path = ()) -> dict[Path, Any]:
+  """The leaves of a nested dict by path, in the order of the dicts; anything that is not a dict is a leaf."""
+  found: dict[Path, Any] = {}
+  for name, node in tree.items():
+    found.update(leaves(node, (*path, name)) if isinstance(node, dict) else {(*path, name): node})
+  return found

@@ -1,0 +1,35 @@
+"""Explains how and why arrays are split over a mesh, what that costs, and what is wrong with it. Needs only shapes."""
+
+from praxis_lite.instruments.explain.check import Limits, Problem, Severity, check, format_problems, has_errors
+from praxis_lite.instruments.explain.explanation import (
+  Dimension,
+  Explanation,
+  Kind,
+  ShardingReport,
+  format_parameter_table,
+  format_report,
+)
+from praxis_lite.instruments.explain.report import explain, explain_task, parameter_table
+from praxis_lite.instruments.explain.summary import summarize
+from praxis_lite.instruments.explain.visualize import draw_sharding, visualize_sharding
+
+__all__ = [
+  'Dimension',
+  'Explanation',
+  'Kind',
+  'Limits',
+  'Problem',
+  'Severity',
+  'ShardingReport',
+  'check',
+  'draw_sharding',
+  'explain',
+  'explain_task',
+  'format_parameter_table',
+  'format_problems',
+  'format_report',
+  'has_errors',
+  'parameter_table',
+  'summarize',
+  'visualize_sharding',
+]

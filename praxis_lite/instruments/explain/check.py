@@ -1,0 +1,343 @@
+"""check: finds problems of a task's shardings before anything is compiled, each with its remedy.
+
+error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
+warning   unused axis, large replicated weight, padding, a product whose operands are split differently, shadowed rule,
+          unused pattern, optimizer slot split unlike its weight, experts that are gathered, unbalanced or see later
+          tokens, a number of stages that is not a multiple of its mesh axis
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+
+from praxis_lite.common.errors import ShardingError, UserError
+from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.jax_internals import reading, unless_unknown
+from praxis_lite.common.trees import insert, leaves_by_path, path_matches, path_name
+from praxis_lite.instruments.explain.contractions import Mismatch, Split, find_mismatches, splitting_axes
+from praxis_lite.instruments.explain.experts import expert_problems
+from praxis_lite.instruments.explain.explanation import Explanation, Kind, format_mesh
+from praxis_lite.instruments.explain.report import Explained, TracedStep, report_of, task_and_inputs, trace_step
+from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.sharding.layout import StateLayout
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.placement import place_variables
+from praxis_lite.sharding.rules import shadowed_rules
+from praxis_lite.sharding.specs import place_by_rank
+from praxis_lite.sharding.strategies import unused_patterns
+from praxis_lite.training.state import place_task_variables, state_layout
+from praxis_lite.training.task import SingleTask
+
+
+class Severity(enum.StrEnum):
+  """A task with an error does not run; a task with a warning runs, but wastes memory, time or communication."""
+
+  ERROR = 'error'
+  WARNING = 'warning'
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """A problem of a sharding.
+
+  Attributes:
+    severity, kind: whether it keeps the task from running, and its kind, such as 'unused axis'.
+    path: the field, rule, variable or axis that it is about.
+    message, remedy: what was found, and what to change.
+  """
+
+  severity: Severity
+  kind: str
+  path: str
+  message: str
+  remedy: str
+
+  def __str__(self) -> str:
+    remedy = f'\n    {self.remedy}' if self.remedy else ''
+    return f'{self.severity}: {self.kind}: {self.path}: {self.message}{remedy}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """Thresholds of warnings.
+
+  Attributes:
+    replicated_bytes: smallest replicated weight that is reported, in bytes.
+    wasted_fraction: share of padding in a stored array, or in the rows of a batch, above which it is reported.
+    wasted_bytes: smallest padding of a stored array that is reported, in bytes.
+  """
+
+  replicated_bytes: int = 64 * 2**20
+  wasted_fraction: float = 0.1
+  wasted_bytes: int = 2**20
+
+
+def check(
+  task_or_experiment: Explained,
+  inputs_struct: Mapping[str, object] | None = None,
+  *,
+  mesh_sizes: Mapping[str, int] | None = None,
+  limits: Limits | None = None,
+  layout: StateLayout | None = None,
+) -> list[Problem]:
+  """Returns the problems of a task's shardings, errors first. It uses no device and compiles nothing.
+
+  Args:
+    task_or_experiment, inputs_struct, mesh_sizes: see `explain`; without inputs, it does not check activations either.
+    limits: thresholds of warnings.
+    layout: layout of the train state; by default the task's own.
+  """
+  limits = limits or Limits()
+  try:
+    jax_task, inputs_struct = task_and_inputs(task_or_experiment, inputs_struct)
+    sizes = dict(jax_task.mesh_sizes() if mesh_sizes is None else mesh_sizes)
+  except ShardingError as error:
+    return [_error(error)]
+  problems = [*_shadowed_rules(jax_task), *_placing_errors(jax_task, inputs_struct, sizes)]
+  if has_errors(problems):
+    return problems
+  layout = layout or state_layout(jax_task, abstract_mesh(sizes))
+  try:
+    step = None if inputs_struct is None else trace_step(jax_task, layout, inputs_struct)
+  except UserError as error:
+    return [*problems, _error(error)]
+  report = report_of(jax_task, layout, step)
+  problems += _unused_patterns(jax_task, sizes)
+  if step is not None:
+    problems += _unused_axes(report.all(), sizes)
+    problems += _mismatches(step, report.variables, sizes)
+  problems += _find_replicated(report.variables, report.slots, limits)
+  problems += _uneven_stages(jax_task, sizes)
+  problems += _unlike_slots(report.slots, layout)
+  problems += [_warn(*problem) for problem in expert_problems(jax_task.model, sizes)]
+  problems += _padding([*report.variables, *report.activations], limits)
+  return [*problems, *_batch_padding(report.inputs, limits)]
+
+
+def has_errors(problems: Sequence[Problem]) -> bool:
+  """Whether any of the problems keeps the task from running."""
+  return any(p.severity is Severity.ERROR for p in problems)
+
+
+def format_problems(problems: Sequence[Problem]) -> str:
+  """Returns the problems as text, errors first, and their number."""
+  if not problems:
+    return 'no problems found'
+  ordered = sorted(problems, key=lambda p: p.severity is not Severity.ERROR)
+  counts = [(sum(p.severity is severity for p in problems), severity) for severity in Severity]
+  total = ', '.join(f'{count} {severity}{"s" * (count != 1)}' for count, severity in counts)
+  return '\n\n'.join([*map(str, ordered), total])
+
+
+# ---------------------------------------------------------------- errors
+
+_KINDS = {
+  'occurs twice': 'axis used twice',
+  'is not a mesh axis': 'unknown axis',
+  'is not an axis': 'unknown axis',
+  'out of range': 'unknown axis',
+  'neither a mesh axis': 'unknown axis',
+  'entries, but': 'wrong rank',
+  'inputs_split_mapping has no': 'missing input mapping',
+}
+
+
+def _error(error: UserError, path: str = 'task') -> Problem:
+  """Returns an exception as a problem. Messages begin with the path that they are about."""
+  head, separator, text = str(error).partition(': ')
+  if separator and ' ' not in head:
+    path = head
+  else:
+    text = str(error)
+  kind = next((kind for part, kind in _KINDS.items() if part in text), 'invalid sharding')
+  return Problem(Severity.ERROR, kind, path, text, '')
+
+
+def _placing_errors(
+  jax_task: SingleTask, inputs_struct: Mapping[str, object] | None, sizes: Mapping[str, int]
+) -> list[Problem]:
+  """Returns a problem for every variable and input that cannot be placed, without repeated messages."""
+  rules, strategy, mapping = jax_task.logical_axis_rules, jax_task.strategy, jax_task.train.inputs_split_mapping
+  variables, inputs = leaves_by_path(jax_task.model.abstract_init()), leaves_by_path({'inputs': inputs_struct})
+  found: dict[str, Problem] = {}
+  for place, arrays in (
+    (lambda path, x: place_variables(insert({}, path, x), sizes, rules=rules, strategy=strategy), variables),
+    (lambda path, x: place_by_rank(mapping, tuple(sizes), x), inputs),
+  ):
+    for path, x in arrays.items():
+      try:
+        place(path, x)
+      except ShardingError as error:
+        found.setdefault(str(error), _error(error, path_name(path)))
+  return list(found.values())
+
+
+# ---------------------------------------------------------------- warnings
+
+
+def _warn(kind: str, path: str, message: str, remedy: str) -> Problem:
+  return Problem(Severity.WARNING, kind, path, message, remedy)
+
+
+def _shadowed_rules(jax_task: SingleTask) -> list[Problem]:
+  rules = jax_task.logical_axis_rules or ()
+  return [
+    _warn(
+      'shadowed rule',
+      f'task.logical_axis_rules[{later}]',
+      f'{tuple(rules[later])!r} never decides anything: rule {earlier}, {tuple(rules[earlier])!r}, always does',
+      'remove it, or move it before that rule',
+    )
+    for later, earlier in shadowed_rules(rules)
+  ]
+
+
+def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
+  """Returns a problem for each pattern of the strategy that decides no variable."""
+  placements = leaves_by_path(place_task_variables(jax_task, sizes))
+  strategy = jax_task.strategy or ()
+  by_strategy = {path: placement for path, placement in placements.items() if placement.pattern is not None}
+  problems = []
+  for i in unused_patterns(by_strategy, strategy):
+    pattern = strategy[i][0]
+    if any(path_matches(pattern, path) for path in by_strategy):
+      why, remedy = 'earlier patterns match all its variables first', 'move it before them, or remove it'
+    elif any(path_matches(pattern, path) for path in placements):
+      why = 'all variables that it matches have mappings of their own, which win'
+      remedy = 'remove those, or the pattern'
+    else:
+      why, remedy = 'no variable has a path that it matches', 'correct it (it must match the whole path), or remove it'
+    problems.append(_warn('unused pattern', f'task.strategy[{i}]', f'{pattern!r} decides nothing: {why}', remedy))
+  return problems
+
+
+def _unused_axes(explained: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
+  """Returns a problem for each mesh axis that splits nothing."""
+  used = {axis for e in explained for axis in e.mesh_axes}
+  return [
+    _warn(
+      'unused axis',
+      f'mesh axis {axis}',
+      f'no weight, activation or input is split over it: on mesh {format_mesh(sizes)}, groups of {size} devices hold '
+      'and compute the same',
+      f'name {axis!r} in a split mapping, a rule or inputs_split_mapping, or give the mesh axis size 1',
+    )
+    for axis, size in sizes.items()
+    if size > 1 and axis not in used
+  ]
+
+
+def _find_replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], limits: Limits) -> list[Problem]:
+  """Returns a problem for each large replicated weight, and each large replicated slot that belongs to no weight."""
+  problems = []
+  for e in (*variables, *slots):
+    if e.owner or e.num_devices == 1 or e.replication < e.num_devices or e.bytes < limits.replicated_bytes:
+      continue
+    message = f'{format_bytes(e.bytes)} are replicated on all {e.num_devices} devices'
+    if e.kind is Kind.VARIABLE:
+      dim = max(range(len(e.shape)), key=lambda i: (e.shape[i], i))
+      free = ' or '.join(repr(axis) for axis, size in e.mesh_sizes.items() if size > 1)
+      remedy = f'split dimension {dim}, of size {e.shape[dim]}, over {free}'
+      problems.append(_warn('replicated weight', e.path, f'{message}: {e.why}', remedy))
+    else:
+      remedy = 'keep in the optimizer state trees like that of the parameters, so that slots follow them'
+      problems.append(_warn('replicated slot', e.path, f'{message}, as it is of no variable', remedy))
+  return problems
+
+
+def _uneven_stages(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
+  """Returns a problem for each pipeline whose stages are not spread evenly over their mesh axis."""
+  problems = []
+  for layer in jax_task.model.descendants():
+    parts = math.prod(sizes[axis] for axis in layer.stage_axes) if isinstance(layer, Pipelined) else 1
+    if parts > 1 and layer.num_stages % parts:
+      message = (
+        f'{layer.num_stages} stages over {parts} devices: some devices have fewer stages than others, and weights move '
+        'between them at each step'
+      )
+      remedy = f'make it a multiple of {parts}, or the mesh axis a divisor of {layer.num_stages}'
+      problems.append(_warn('uneven stages', f'{layer.path_name}.num_stages', message, remedy))
+  return problems
+
+
+def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Problem]:
+  """Returns a problem for each slot that has the shape of its weight and is split in another way."""
+  shapes = {path_name(p): s.shape for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
+  specs = {path_name(p): s for p, s in leaves_by_path(layout.specs.mdl_vars).items()}
+  problems = []
+  for e in slots:
+    if not e.owner or e.shape != shapes[e.owner]:
+      continue
+    if splitting_axes(e.spec, e.mesh_sizes) != splitting_axes(specs[e.owner], e.mesh_sizes):
+      message = f'is split as {tuple(e.spec)!r}, and its variable {e.owner} as {tuple(specs[e.owner])!r}'
+      remedy = 'give both the same spec: otherwise each step moves the one to the other'
+      problems.append(_warn('slot unlike its weight', e.path, message, remedy))
+  return problems
+
+
+def _padding(explained: Sequence[Explanation], limits: Limits) -> list[Problem]:
+  """Returns a problem for each array with too much padding."""
+  problems = []
+  for e in explained:
+    if e.wasted_fraction <= limits.wasted_fraction or e.wasted_bytes < limits.wasted_bytes:
+      continue
+    worst, dim = max(enumerate(e.dims), key=lambda numbered: numbered[1].padding / max(numbered[1].padded, 1))
+    message = (
+      f'{e.wasted_fraction:.1%} of it, {format_bytes(e.wasted_bytes)}, is padding: dimension {worst} has {dim.size} '
+      f'and is split in {dim.parts}'
+    )
+    remedy = f'make it a multiple of {dim.parts}, such as {dim.padded}, or split it over fewer devices ({dim.source})'
+    problems.append(_warn('padding', e.path, message, remedy))
+  return problems
+
+
+def _batch_padding(inputs: Sequence[Explanation], limits: Limits) -> list[Problem]:
+  """Returns a problem if a batch has too many rows of padding; all arrays of a batch have the same rows."""
+  for e in inputs:
+    if e.wasted_fraction > limits.wasted_fraction:
+      size, rows = e.dims[0].size, e.dims[0].padded
+      message = (
+        f'{e.wasted_fraction:.1%} of the rows of a batch only fill up the mesh: {size} examples are computed as {rows}'
+      )
+      remedy = f'make the batch size a multiple of the {e.num_devices} devices (times the microbatches), such as {rows}'
+      return [_warn('padding', 'inputs', message, remedy)]
+  return []
+
+
+def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
+  """Returns a problem for each product that moves an operand; see `contractions.py`."""
+  by_path = {e.path: e for e in variables}
+  splits: list[Split | None] = [None] * len(step.jaxpr.in_avals)
+  for i, path in enumerate(leaves_by_path(step.task.state_shapes)):
+    if path[0] == 'mdl_vars':
+      name = path_name(path[1:])
+      splits[i] = Split(splitting_axes(by_path[name].spec, sizes), name, is_weight=True)
+
+  def found() -> list[Mismatch]:
+    with reading('a traced step'):
+      return find_mismatches(step.jaxpr, splits, sizes)
+
+  none: list[Mismatch] = []
+  mismatches = unless_unknown('no advice on products whose operands are split in different ways', found, none)
+  return list(dict.fromkeys(_mismatch(m, by_path) for m in mismatches))
+
+
+def _mismatch(m: Mismatch, variables: Mapping[str, Explanation]) -> Problem:
+  weight, axes, other, other_axes = m.right, m.right_axes, m.left, m.left_axes
+  if m.left in variables:
+    weight, axes, other, other_axes = other, other_axes, weight, axes
+  if m.shared:
+    message = (
+      f'the sum over {m.size} with {other} is split over {m.shared!r} in one of them, which splits another '
+      'dimension of the other: one of them is moved at each use'
+    )
+  else:
+    message = (
+      f'the sum over {m.size} is split over {axes} here and over {other_axes} in {other}: one of them is moved at each '
+      'use'
+    )
+  field = f' ({variables[weight].why})' if weight in variables else ''
+  return _warn('mismatch', weight, message, f'split the summed dimension of both over the same axes{field}')

@@ -1,0 +1,175 @@
+"""Finds matrix products whose operands are split so that one of them has to be moved.
+
+It follows known splits through the traced train step: specs of weights, constraints of layers, and operations that keep
+a split, such as casts, transposes and elementwise operations. A product of the forward pass can be
+
+    x [B, T, F/mdl]  w [F/mdl, D]    a sum over parts of F: one reduction, nothing moves
+    x [B/data, T, D] w [D/data, F]   w is gathered: fully sharded training, as intended
+    x [B, T, F/mdl]  w [F/data, D]   the parts of F are not the same: one operand has to be moved
+    x [B, T, F/mdl]  w [F, D/mdl]    the same axis splits F of x and D of w: one operand has to be moved
+
+It reports only the last two. It drops a split as soon as it is uncertain, so it reports no move that does not happen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec
+
+from praxis_lite.common.jax_internals.programs import called_program, scan_sizes, strip_constants
+from praxis_lite.sharding.hlo import scopes
+from praxis_lite.sharding.specs import UNCONSTRAINED, spec_axes
+from praxis_lite.training.learning.probe import ELEMENTWISE
+
+Axes = tuple[str, ...]
+
+# Operations whose result is split like their operands of the same shape.
+_KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+  """The known split of an array: the axes of each dimension, its name, and whether it is a weight."""
+
+  axes: tuple[Axes, ...]
+  label: str
+  is_weight: bool = False
+
+  def elsewhere(self, dim: int) -> set[str]:
+    """The axes that split dimensions other than `dim`."""
+    return {axis for axes in self.axes for axis in axes} - {*self.axes[dim]}
+
+
+class Mismatch(NamedTuple):
+  """A product for which one operand has to be moved.
+
+  Attributes:
+    left, right: names of the operands.
+    size: size of the summed dimension.
+    left_axes, right_axes: mesh axes that split the summed dimension of each operand.
+    shared: an axis that splits the summed dimension of one operand and another dimension of the other; '' if none does.
+  """
+
+  left: str
+  right: str
+  size: int
+  left_axes: Axes
+  right_axes: Axes
+  shared: str
+
+
+def find_mismatches(
+  jaxpr: ClosedJaxpr, splits: Sequence[Split | None], mesh_sizes: Mapping[str, int]
+) -> list[Mismatch]:
+  """Returns the mismatches in the forward pass of a traced program, without duplicates.
+
+  Args:
+    jaxpr, splits: the program, and the split of each of its arguments; None if a split is not known.
+    mesh_sizes: size of each mesh axis; axes of size 1 split nothing.
+  """
+  walker = _Walker(mesh_sizes)
+  walker.walk(jaxpr.jaxpr, list(splits), '')
+  return list(dict.fromkeys(walker.found))
+
+
+def splitting_axes(spec: PartitionSpec, mesh_sizes: Mapping[str, int]) -> tuple[Axes, ...]:
+  """Returns the axes larger than 1 in each entry of a spec; other axes split nothing."""
+  return tuple(tuple(axis for axis in spec_axes(entry) if mesh_sizes.get(axis, 1) > 1) for entry in spec)
+
+
+class _Walker:
+  def __init__(self, mesh_sizes: Mapping[str, int]):
+    self.sizes = mesh_sizes
+    self.found: list[Mismatch] = []
+
+  def walk(self, jaxpr: Jaxpr, splits: Sequence[Split | None], scope: str) -> list[Split | None]:
+    """Follows splits through a jaxpr; returns the splits of its results, None if not known."""
+    known: dict[Var, Split] = {v: s for v, s in zip(jaxpr.invars, splits) if s is not None}
+
+    def of(atom: Var | Literal) -> Split | None:
+      return None if isinstance(atom, Literal) else known.get(atom)
+
+    for eqn in jaxpr.eqns:
+      own = str(eqn.source_info.name_stack)
+      if 'transpose(' in own:  # The backward pass only repeats the mismatches of the forward pass.
+        continue
+      results = self.step(eqn, [of(a) for a in eqn.invars], '/'.join(part for part in (scope, scopes(own)) if part))
+      known.update({v: s for v, s in zip(eqn.outvars, results) if s is not None})
+    return [of(v) for v in jaxpr.outvars]
+
+  def step(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
+    """Returns the splits of the results of one equation, None if not known."""
+    name = eqn.primitive.name
+    unknown: list[Split | None] = [None] * len(eqn.outvars)
+    if name == 'sharding_constraint':
+      return [self.read_constraint(eqn, operands[0], where)]
+    if name == 'dot_general':
+      self.check_product(eqn, operands)
+      return unknown
+    if name == 'transpose' and (first := operands[0]):
+      return [dataclasses.replace(first, axes=tuple(first.axes[i] for i in eqn.params['permutation']))]
+    if name == 'slice' and not any(eqn.params['start_indices']):  # This slice removes padding.
+      return [operands[0]]
+    if name in _KEEPS_SPLIT:
+      said = [s for s, v in zip(operands, eqn.invars) if s and _shape(v) == _shape(eqn.outvars[0])]
+      agreed = said[0] if len({s.axes for s in said}) == 1 else None
+      return [agreed] * len(eqn.outvars)
+    if name == 'scan':
+      return self.scan(eqn, operands, where)
+    inner = called_program(eqn)
+    if inner is None:
+      return unknown
+    inner = strip_constants(inner)
+    if name == 'shard_map' or len(inner.invars) != len(operands):  # Values inside shard_map are parts of arrays.
+      self.walk(inner, [None] * len(inner.invars), where)
+      return unknown
+    results = self.walk(inner, operands, where)
+    return results if len(results) == len(eqn.outvars) else unknown
+
+  def read_constraint(self, eqn: JaxprEqn, operand: Split | None, where: str) -> Split | None:
+    spec = getattr(eqn.params['sharding'], 'spec', None)
+    rank = len(_shape(eqn.outvars[0]))
+    if spec is None or len(spec) > rank or UNCONSTRAINED in spec:
+      return None
+    axes = (*splitting_axes(spec, self.sizes), *((),) * (rank - len(spec)))
+    if operand is not None and operand.is_weight:
+      return dataclasses.replace(operand, axes=axes)
+    return Split(axes, f'the activation of {where.replace("/", ".") or "the model"}')
+
+  def scan(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
+    """Follows splits into the body of a scan, which sees slices of the scanned arrays; does not follow the carry."""
+    consts, carry, _ = scan_sizes(eqn)
+    slices = [dataclasses.replace(s, axes=s.axes[1:]) if s and s.axes else None for s in operands[consts + carry :]]
+    self.walk(eqn.params['jaxpr'].jaxpr, [*operands[:consts], *[None] * carry, *slices], where)
+    return [None] * len(eqn.outvars)
+
+  def check_product(self, eqn: JaxprEqn, operands: list[Split | None]) -> None:
+    left, right = operands
+    if left is None or right is None:
+      return
+    (left_dims, right_dims), _ = eqn.params['dimension_numbers']
+    for i, j in zip(left_dims, right_dims):
+      size = _shape(eqn.invars[0])[i]
+      a, b, elsewhere = left.axes[i], right.axes[j], (left.elsewhere(i), right.elsewhere(j))
+      # A weight is gathered over an axis that splits the batch of the activation: fully sharded training, as intended.
+      if left.is_weight and not right.is_weight:
+        a = tuple(axis for axis in a if axis not in elsewhere[1])
+      elif right.is_weight and not left.is_weight:
+        b = tuple(axis for axis in b if axis not in elsewhere[0])
+      shorter = min(len(a), len(b))
+      if a[:shorter] != b[:shorter]:
+        self.found.append(Mismatch(left.label, right.label, size, a, b, ''))
+        continue
+      # One operand is split further. Each device cuts its part of the other, unless the axis splits it elsewhere.
+      extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
+      crossed = next((axis for axis in extra if axis in other), '')
+      if crossed and left.is_weight != right.is_weight:
+        self.found.append(Mismatch(left.label, right.label, size, a, b, crossed))
+
+
+def _shape(atom: Var | Literal) -> tuple[int, ...]:
+  return getattr(atom.aval, 'shape', ())

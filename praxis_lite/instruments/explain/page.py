@@ -1,0 +1,102 @@
+"""The report as one HTML page, without a server: a layer tree, a treemap of bytes, and the parts of each array."""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.instruments.explain.check import Problem
+from praxis_lite.instruments.explain.explanation import Explanation, Kind, ShardingReport, format_mesh
+
+_HERE = 'praxis_lite.instruments.explain'
+
+
+def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:
+  """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
+
+  It makes missing directories above the file. `title` says what the report describes. The page shows `problems`, which
+  `check` has found, above the report.
+  """
+  return write_file(path, render_page(report, title, problems))
+
+
+def write_file(path: str, page: str) -> pathlib.Path:
+  """Writes a page to the file `path` and returns its path. Raises UserError if the file cannot be written."""
+  file = pathlib.Path(path)
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page, encoding='utf-8')
+  except OSError as error:
+    raise UserError(f'cannot write the page {file}: {error.strerror}') from None
+  return file
+
+
+def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> str:
+  """Returns the page as HTML."""
+  data = {
+    'title': title,
+    'mesh': [[name, size] for name, size in report.mesh_sizes.items()],
+    'meshText': format_mesh(report.mesh_sizes),
+    'arrays': [_array(e) for e in report.all()],
+    'problems': [
+      {'severity': str(p.severity), 'text': f'{p.kind}: {p.path}: {p.message}', 'remedy': p.remedy} for p in problems
+    ],
+  }
+  return fill_page(_HERE, title, data, 'page', ('picture', 'page'))
+
+
+def fill_page(package: str, title: str, data: Mapping[str, object], name: str, scripts: Sequence[str]) -> str:
+  """Returns a self-contained page from the template, style and scripts of a package, and its data.
+
+  Args:
+    package: the package with `assets/{name}.html`, `assets/{name}.css` and the scripts.
+    title: title of the page.
+    data: the data that the scripts read from the element `data`; must be serializable as JSON.
+    name: name of the template and the style.
+    scripts: names of the page's own scripts, in their order; the scripts that all pages share come before them.
+  """
+  # HTML ends a script at the first '</', even inside a string.
+  text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')
+  style = '\n'.join([_asset(_HERE, 'common.css'), _asset(package, f'{name}.css')])
+  shared = [_asset(_HERE, f'{part}.js') for part in ('common', 'treemap')]
+  script = '\n'.join([*shared, *(_asset(package, f'{part}.js') for part in scripts)])
+  page = _asset(package, f'{name}.html')
+  for part, content in {'TITLE': html.escape(title), 'STYLE': style, 'DATA': text, 'SCRIPT': script}.items():
+    page = page.replace(f'%{part}%', content, 1)
+  return page
+
+
+def _asset(package: str, name: str) -> str:
+  return (importlib.resources.files(package) / 'assets' / name).read_text(encoding='utf-8')
+
+
+def _array(e: Explanation) -> dict[str, Any]:
+  return {
+    'path': e.path,
+    'place': _place(e),
+    'kind': {Kind.VARIABLE: 'parameter', Kind.SLOT: 'slot'}.get(e.kind, str(e.kind)),
+    'dtype': e.dtype.name,
+    'dims': [[d.size, list(d.axes), d.parts, d.local, d.source] for d in e.dims],
+    'copies': e.replication,
+    'bytes': e.bytes,
+    'local': e.bytes_per_device,
+    'waste': e.wasted_bytes,
+    'why': e.why,
+    'remarks': list(e.remarks),
+    'free': not e.constrained,
+  }
+
+
+def _place(e: Explanation) -> list[str]:
+  """Returns the path of an array in the layer tree; a slot stands beside its variable."""
+  if e.kind is Kind.SLOT and e.owner:
+    *layers, name = e.owner.split('.')
+    before, _, after = e.path.partition(f'.{e.owner}')
+    slot = before.rpartition('.')[2] + after
+    return [*layers, f'{name} · {slot}']
+  return e.path.split('.')

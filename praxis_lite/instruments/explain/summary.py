@@ -1,0 +1,106 @@
+"""A short summary of an experiment, from its config and shapes. It reads no data and needs no device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from praxis_lite.common.config import Config, config_values, nested_configs, target
+from praxis_lite.common.config.references import dotted_name
+from praxis_lite.common.figures import format_bytes
+from praxis_lite.instruments.explain.explanation import Explanation, format_counts, format_mesh
+from praxis_lite.instruments.explain.report import report_of
+from praxis_lite.layers.attention import describe_attention
+from praxis_lite.layers.pipeline import describe_pipelines
+from praxis_lite.sharding.batch import padded_rows
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.xla_flags import describe_flags
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.state import state_layout
+from praxis_lite.training.task import SingleTask
+
+
+def summarize(config: ExperimentConfig) -> str:
+  """Returns a summary of an experiment: its model, mesh, bytes on each device, batch, tokens and length of training.
+
+  Raises:
+    UserError: the config is not valid, or a mapping does not fit its variable or the mesh.
+  """
+  task: SingleTask = config.task.instantiate()
+  sizes = task.mesh_sizes()
+  report = report_of(task, state_layout(task, abstract_mesh(sizes)), None)
+  model = type(task.model).__name__
+  rows = [
+    ('model', f'{task.name} ({model}): {format_counts(report.variables)}'),
+    ('mesh', format_mesh(sizes)),
+    ('on each device', _memory(report.variables, report.slots, task.train.offload_optimizer_state)),
+    ('batch', _batch(config.datasets, task.learner.num_microbatches)),
+    ('training', _training(config, task)),
+  ]
+  rows += [('attention', line) for line in _attention(config.datasets, task)]
+  rows += [('pipeline', line) for line in _pipelines(config.datasets, task, math.prod(sizes.values()))]
+  flags = describe_flags(math.prod(sizes.values()), task.xla_flags, use_defaults=task.default_xla_flags)
+  rows += [('XLA flags', line) for line in flags]
+  width = max(len(name) for name, _ in rows)
+  return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows if text)
+
+
+def _memory(variables: Sequence[Explanation], slots: Sequence[Explanation], offloaded: bool) -> str:
+  on_each = [sum(e.bytes_per_device for e in rows) for rows in (variables, slots)]
+  state = f'{format_bytes(sum(on_each))} of state'
+  where = ', the slots in the memory of the host' if offloaded else ''
+  return f'{state}: {format_bytes(on_each[0])} of parameters, {format_bytes(on_each[1])} of slots and averages{where}'
+
+
+def _batch(datasets: Iterable[Config], microbatches: int) -> str:
+  training = _training_dataset(datasets)
+  if training is None:
+    return ''
+  examples = _number(training, 'batch_size')
+  if examples is None:
+    return ''
+  tokens = _sequence_length(training)
+  parts = f', in {microbatches} microbatches' if microbatches > 1 else ''
+  if tokens is None:
+    return f'{examples:,} examples{parts}'
+  return f'{examples:,} examples x {tokens:,} tokens = {examples * tokens:,} tokens a step{parts}'
+
+
+def _attention(datasets: Iterable[Config], task: SingleTask) -> list[str]:
+  training = _training_dataset(datasets)
+  tokens = None if training is None else _sequence_length(training)
+  return [] if tokens is None else describe_attention(task.model, tokens, bool(getattr(task.model, 'packed', False)))
+
+
+def _pipelines(datasets: Iterable[Config], task: SingleTask, num_devices: int) -> list[str]:
+  training, microbatches = _training_dataset(datasets), task.learner.num_microbatches
+  examples = None if training is None else _number(training, 'batch_size')
+  rows = None if examples is None else padded_rows(examples, num_devices * microbatches) // microbatches
+  return describe_pipelines(task.model, rows)
+
+
+def _training(config: ExperimentConfig, task: SingleTask) -> str:
+  steps, training = task.train.num_train_steps, _training_dataset(config.datasets)
+  parts = [f'{steps:,} steps']
+  if training is not None:
+    examples, tokens = _number(training, 'batch_size'), _sequence_length(training)
+    if examples and tokens:
+      parts[0] += f' = {steps * examples * tokens:,} tokens'
+  learner = task.learner
+  parts.append(f'{dotted_name(target(learner.optimizer))}, learning rate {learner.learning_rate:g}')
+  return '; '.join(parts)
+
+
+def _training_dataset(datasets: Iterable[Config]) -> Config | None:
+  return next((c for c in datasets if config_values(c).get('is_training') is True), None)
+
+
+def _sequence_length(dataset: Config) -> int | None:
+  """Returns the tokens of an example; None unless the input, or the inputs that it mixes, give exactly one length."""
+  lengths = {n for c in nested_configs(dataset) if (n := _number(c, 'seq_len')) is not None}
+  return lengths.pop() if len(lengths) == 1 else None
+
+
+def _number(config: Config, field: str) -> int | None:
+  value = config_values(config).get(field)
+  return value if isinstance(value, int) else None

@@ -1,0 +1,70 @@
+"""How the compiler has split each activation. `explain` shows this beside the declared split.
+
+An activation is matched by its layer and its shape: operations of the layer and of its children have results of that
+shape on each device. If one of these shapes is the declared part, the activation is split as declared. Otherwise the
+compiler has chosen the shape in which the operations compute most bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from praxis_lite.instruments.explain.explanation import Explanation, format_shape
+from praxis_lite.instruments.plan.cost import LayerNames
+from praxis_lite.instruments.plan.declared import is_below, parts_of
+from praxis_lite.sharding.hlo import Program
+
+Shape = tuple[int, ...]
+
+
+def explain_compiled(activations: Iterable[Explanation], program: Program, names: LayerNames) -> list[Explanation]:
+  """Returns explanations of activations, completed with the part that each device holds in a compiled program."""
+  results: dict[str, collections.Counter[Shape]] = {}
+  for computation in program.computations.values():
+    for instruction in computation.instructions:
+      name = instruction.op_name
+      if not name or names.phase(name) not in ('forward', 'recomputed'):
+        continue
+      for layer in names.layers(name):
+        seen = results.setdefault(layer, collections.Counter())
+        for array in instruction.arrays:
+          seen[_drop_ones(array.dims)] += array.bytes
+  return [_found(e, results) for e in activations]
+
+
+def _found(e: Explanation, results: dict[str, collections.Counter[Shape]]) -> Explanation:
+  layer = e.path.partition('[')[0].rpartition('.')[0]
+  if e.per_device or '(as used)' in e.path or not e.shape:
+    return e
+  seen: collections.Counter[Shape] = collections.Counter()
+  for path, counted in results.items():
+    if is_below(path, layer):
+      seen.update(counted)
+  sizes = tuple(n for n in e.mesh_sizes.values() if n > 1)
+  dims = [d for d in e.dims if d.size != 1]
+  parts = [parts_of(d.size, sizes) for d in dims]
+  fitting = [s for s in seen if len(s) == len(dims) and all(size in fits for size, fits in zip(s, parts))]
+  shapes = {s: seen[s] for s in fitting}
+  if not shapes:
+    return e
+  declared = tuple(d.local for d in dims)
+  is_free = [d.free for d in dims]
+
+  def agrees(shape: Shape) -> bool:
+    return all(free or part == local for part, local, free in zip(shape, declared, is_free))
+
+  as_declared = {s: n for s, n in shapes.items() if agrees(s)}
+  among = dict(as_declared or shapes)
+  shape = max(among, key=lambda s: (among[s], s))
+  whole = iter(shape)
+  compiled = tuple(1 if d.size == 1 else next(whole) for d in e.dims)
+  if as_declared:
+    return dataclasses.replace(e, compiled=compiled)
+  remark = f'the compiler has {format_shape(compiled)} on each device where {format_shape(e.local_shape)} is declared'
+  return dataclasses.replace(e, compiled=compiled, remarks=(*e.remarks, remark))
+
+
+def _drop_ones(dims: Sequence[int]) -> Shape:
+  return tuple(d for d in dims if d != 1)

@@ -1,0 +1,131 @@
+"""Estimates the cost of a step from its lowered program, without the compiler of its target.
+
+It is used when that compiler is not installed, refuses the step or would take too long.
+
+    FLOPs, collectives    as Shardy splits the program: exact, except where XLA combines, moves or removes operations
+    memory                the state is exact; temporaries are the live values, with guesses of what XLA fuses
+    seconds               products and fusions run one after the other; a collective of a loop that can overlap with
+                          the loop's work is exposed only for the time that it takes longer than that work
+
+This takes a second or two for a model and a mesh of any size. Fields set to 'auto' take their value on the target.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
+from praxis_lite.instruments.plan.cost import Communication, Cost, LayerNames, Operation
+from praxis_lite.instruments.plan.links import Groups, Links
+from praxis_lite.instruments.plan.local_program import (
+  LocalCollective,
+  LocalFusion,
+  LocalProduct,
+  LocalProgram,
+  local_program,
+)
+from praxis_lite.instruments.plan.lowering import lower_without_devices
+from praxis_lite.instruments.plan.memory import Live, Memory, StateBytes
+from praxis_lite.instruments.plan.targets import Target
+from praxis_lite.instruments.plan.topology import Topology
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+UNCERTAIN = (
+  'analytic: these are not of a compiled program. State, FLOPs and collectives are those of the program before XLA '
+  'optimizes it; temporaries, what is fused and what overlaps are estimates'
+)
+
+
+def program_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
+  """Returns the program of each device of a topology for a task's train step. The task's mesh needs no devices."""
+  step = task.train_step
+  with pretend_cudnn_for_plans():
+    lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
+  return local_program(lowered)
+
+
+def analytic_memory(temporaries: int, state: StateBytes, target: Target) -> Memory:
+  """Returns the memory of a step on each device; see the module docstring."""
+  live = Live('temporaries', '', '', temporaries, '')
+  return Memory(int(target.device_memory), state, state.total, state.total, state.total, temporaries, live=(live,))
+
+
+def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topology, names: LayerNames) -> Cost:
+  """Returns the cost of a step; see the module docstring. `names` finds layers of the model by operation name."""
+  target, links = topology.target, Links(topology)
+  groups = functools.cache(functools.partial(groups_over, mesh))
+  operations = [_product(product, target, names) for product in program.products]
+  operations += [_fusion(fusion, target, names) for fusion in program.fusions]
+  collectives = [
+    _communication(c, links, groups(c.axes) if c.axes else c.groups, mesh, names) for c in program.collectives
+  ]
+  if target.kind != 'cpu':
+    collectives = _overlapped(program, operations, collectives)
+  seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
+  return Cost(
+    tuple(operations), tuple(collectives), seconds, tuple(names.layer(loop) or loop for loop in program.unknown_loops)
+  )
+
+
+def _overlapped(
+  program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
+) -> list[Communication]:
+  """Sets how long collectives in loops are exposed: the time that they take beyond the work they may overlap with."""
+  work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
+  made: list[LocalProduct | LocalFusion] = [*program.products, *program.fusions]
+  for local, op in zip(made, operations):
+    work[local.loop] += op.count * op.seconds
+  for found, c in zip(program.collectives, collectives):
+    waiting[found.loop] += c.count * c.seconds * found.is_beside_work
+  exposed = {loop: max(1 - work[loop] / seconds, 0.0) for loop, seconds in waiting.items() if seconds}
+  return [
+    dataclasses.replace(c, exposed=c.seconds * exposed[found.loop]) if found.is_beside_work else c
+    for found, c in zip(program.collectives, collectives)
+  ]
+
+
+def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> Groups:
+  """Returns groups of device numbers, in mesh order; the members of a group differ only along `axes`."""
+  ids = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
+  last = np.moveaxis(ids, [list(mesh).index(a) for a in axes], range(-len(axes), 0))
+  return tuple(map(tuple, last.reshape(-1, math.prod(mesh[a] for a in axes)).tolist()))
+
+
+def _product(product: LocalProduct, target: Target, names: LayerNames) -> Operation:
+  efficiency = target.efficiency
+  reached = efficiency.attention if product.is_attention else efficiency.compute
+  seconds = max(
+    product.flops / (target.peak(product.dtype) * reached),
+    product.bytes / (target.device_bandwidth * efficiency.memory),
+    efficiency.seconds_per_operation,
+  )
+  layer, phase = names.layer(product.name), names.phase(product.name)
+  name = product.name.rpartition('/')[2]
+  return Operation(name, 'dot', layer, phase, product.count, product.flops, product.bytes, seconds)
+
+
+def _fusion(fusion: LocalFusion, target: Target, names: LayerNames) -> Operation:
+  efficiency = target.efficiency
+  seconds = max(fusion.bytes / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
+  layer, phase = names.layer(fusion.name), names.phase(fusion.name)
+  return Operation(
+    fusion.name.rpartition('/')[2], 'fusion', layer, phase, fusion.count, 0.0, float(fusion.bytes), seconds
+  )
+
+
+def _communication(
+  found: LocalCollective, links: Links, groups: Groups, mesh: Mapping[str, int], names: LayerNames
+) -> Communication:
+  traffic = links.traffic(found.kind, groups, found.operand_bytes, found.result_bytes)
+  return Communication(
+    f'{found.kind} of {found.name.rpartition("/")[2]}',
+    *(found.kind, names.layer(found.name), names.phase(found.name), found.count, found.dtype),
+    *(found.axes, len(groups[0]), found.result_bytes),
+    *(traffic.fast_bytes, traffic.network_bytes, traffic.seconds, traffic.seconds),
+  )

@@ -1,0 +1,243 @@
+"""Measures which share of their published figures programs reach on local devices, and stores it for plans.
+
+    praxis-lite plan --calibrate
+
+    measured                a program that runs on                share of
+    compute                 a product of bfloat16 matrices        the peak
+    attention               fused attention, on GPUs              the peak
+    memory                  x + 1 of a large array                the memory's bandwidth
+    links                   an all-gather over all local devices  the bandwidth of their fast links
+    seconds_per_operation   small operations in a row
+    seconds_per_hop         an all-gather of 64 bytes a device
+
+Each program runs for a second, so that power and clock rates settle as in a long run. One host cannot measure the
+network between hosts, so that figure stays assumed. One file stores the measurements of several kinds of accelerators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.files import parse_json
+from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.targets import TARGETS, Efficiency, Target
+from praxis_lite.instruments.plan.topology import Topology
+from praxis_lite.layers import AttentionSpec, Causal, dot_product_attention
+
+
+def calibration_file() -> Path:
+  """Returns the path of the file in which `praxis-lite plan` stores measurements."""
+  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'calibration.json'
+
+
+def calibrated(topology: Topology, file: Path) -> Topology:
+  """Returns the topology with the measured efficiency of its target; unchanged if `file` has none for it.
+
+  Raises:
+    UserError: `file` does not have the format that `calibrate` writes.
+  """
+  found = _read(file).get(topology.target.name)
+  return topology if found is None else dataclasses.replace(topology, target=_reaching(topology.target, found))
+
+
+def calibrate(
+  file: Path | None = None,
+  *,
+  devices: Sequence[jax.Device] | None = None,
+  matrix: int = 8192,
+  megabytes: int = 1024,
+  seconds: float = 1.0,
+  report: Callable[[str], object] = lambda stage: None,
+) -> Target:
+  """Measures the efficiency of programs on devices, and returns a target with that efficiency.
+
+  Args:
+    file: the file to store it in, beside the efficiency of other targets; None stores nothing.
+    devices: devices of one kind; None uses the local devices of this process.
+    matrix: number of rows and of columns of the matrices that are multiplied.
+    megabytes: size of the arrays that are read, written or gathered; at most 1/16 of a device's memory is used.
+    seconds: run time of each program.
+    report: called with the name of the next measurement.
+
+  Raises:
+    ConfigError: the published figures of these devices are not known.
+    UserError: `file` does not have the format that this function writes.
+  """
+  devices = list(devices or jax.local_devices())
+  kind = devices[0].device_kind
+  accelerator = accelerator_of(kind)
+  name = 'cpu' if devices[0].platform == 'cpu' else accelerator.name if accelerator else ''
+  if not name:
+    raise ConfigError(f'--calibrate: no figures of {kind!r} are known to measure by; known are {", ".join(TARGETS)}')
+  kept = _read(file) if file is not None else {}
+  perfect = _reaching(TARGETS[name], Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0))
+  size = min(megabytes * 10**6, int(perfect.device_memory / 16))
+  found = dict(_measure(perfect, devices, matrix, size, seconds, report))
+  when = datetime.date.today().isoformat()
+  rest = ', '.join(field.name for field in dataclasses.fields(Efficiency) if field.name not in (*found, 'calibrated'))
+  text = f'{len(devices)} x {kind}, {when}, jax {jax.__version__}; assumed: {rest}'
+  measured: dict[str, Any] = {**found, 'calibrated': text}
+  efficiency = dataclasses.replace(TARGETS[name].efficiency, **measured)
+  if file is not None:
+    _write(file, kept | {name: efficiency})
+  return _reaching(TARGETS[name], efficiency)
+
+
+def _reaching(target: Target, efficiency: Efficiency) -> Target:
+  return dataclasses.replace(target, efficiency=efficiency)
+
+
+# ---------------------------------------------------------------- measurements
+
+
+def _measure(
+  perfect: Target,
+  devices: Sequence[jax.Device],
+  matrix: int,
+  size: int,
+  seconds: float,
+  report: Callable[[str], object],
+) -> Iterator[tuple[str, float]]:
+  """Yields names and values of fields of `Efficiency`; `perfect` is the target with an efficiency of 1."""
+  with jax.default_device(devices[0]):
+    report('products of matrices')
+    taken = _time(_product, _normal(0, matrix), _normal(1, matrix) / matrix**0.5, seconds=seconds)
+    compute = 2 * matrix**3 / perfect.peak('bf16') / taken
+    yield 'compute', compute
+    report('attention')
+    yield 'attention', _attention_share(perfect, matrix, seconds) if perfect.kind == 'gpu' else compute
+    report('memory')
+    taken = _time(_increment, jnp.zeros(size // 4, jnp.float32), seconds=seconds)
+    yield 'memory', 2 * size / perfect.device_bandwidth / taken
+    report('small operations')
+    yield 'seconds_per_operation', _time(_repeat, jnp.zeros(1024), seconds=seconds) / _OPERATIONS
+  if len(devices) > 1:
+    report('links')
+    links, ids = Links(_topology_of(perfect, devices)), (tuple(range(len(devices))),)
+    gather = functools.partial(_gather, Mesh(np.array(devices), 'x'))
+    each = max(size // 4 // len(devices), 1)
+    taken = _time(gather, jnp.zeros(each * len(devices)), seconds=seconds)
+    yield 'links', links.traffic('all-gather', ids, 4 * each, 4 * each * len(devices)).seconds / taken
+    yield 'seconds_per_hop', _time(gather, jnp.zeros(16 * len(devices)), seconds=seconds) / links.hops(ids)
+
+
+_OPERATIONS = 64
+
+
+def _time(step: Callable[..., jax.Array], x: jax.Array, *more: jax.Array, seconds: float) -> float:
+  """Returns the seconds of one x = step(i, x, *more), averaged over one program that loops for about `seconds`."""
+  loop = jax.jit(lambda n, x, *more: jax.lax.fori_loop(0, n, lambda i, x: step(i, x, *more), x))
+
+  def run(times: int) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(loop(times, x, *more))
+    return time.perf_counter() - start
+
+  run(1)
+  times = 1
+  while (taken := run(times)) < seconds / 4:  # Also warms up.
+    times = min(times * 4, max(int(times * seconds / 2 / max(taken, 1e-9)), times + 1))
+  times = max(int(times * seconds / taken), 1)
+  return run(times) / times
+
+
+def _normal(seed: int, size: int) -> jax.Array:
+  return jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16)
+
+
+def _product(i: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+  return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _increment(i: jax.Array, x: jax.Array) -> jax.Array:
+  return x + 1
+
+
+def _repeat(i: jax.Array, x: jax.Array) -> jax.Array:
+  for _ in range(_OPERATIONS):
+    x = jax.lax.optimization_barrier(x + 1)  # Without the barrier, XLA fuses all of them into one operation.
+  return x
+
+
+def _gather(mesh: Mesh, i: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns a part of a gathered array. The barrier keeps XLA from sending only that part."""
+
+  @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P('x')), out_specs=P('x'), check_vma=False)
+  def gather(i: jax.Array, x: jax.Array) -> jax.Array:
+    whole = jax.lax.optimization_barrier(jax.lax.all_gather(x, 'x', tiled=True))
+    return jax.lax.dynamic_slice(whole, (i % mesh.size * x.size,), x.shape)
+
+  return gather(i, x)
+
+
+def _attention_share(perfect: Target, length: int, seconds: float) -> float:
+  """Returns the share of the peak that fused attention reaches.
+
+  It counts 2 products in the forward pass and 5 in the backward pass, half of each because the mask is causal.
+  """
+  heads, dims = 8, 128
+  query = jnp.ones((1, length, heads, dims), jnp.bfloat16)
+
+  def step(i: jax.Array, x: jax.Array) -> jax.Array:
+    attend = functools.partial(dot_product_attention, mask=Causal(), spec=AttentionSpec(implementation='cudnn'))
+    gradients = jax.grad(lambda x: attend(x, x, x).astype(jnp.float32).sum())(x)
+    return x + (gradients * 1e-6).astype(x.dtype)
+
+  flops = 7 * 2 * heads * dims * length**2 / 2
+  return flops / perfect.peak('bf16') / _time(step, query, seconds=seconds)
+
+
+def _topology_of(target: Target, devices: Sequence[jax.Device]) -> Topology:
+  """Returns the topology of the devices of one host."""
+  if target.kind != 'tpu':
+    return Topology(target, (1, len(devices)) if target.kind == 'gpu' else (len(devices),))
+  coordinates = np.array([device.coords for device in devices])
+  extent = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
+  return Topology(target, tuple(int(n) for n in extent[: target.torus]))
+
+
+# ---------------------------------------------------------------- the file
+
+
+def _read(file: Path) -> dict[str, Efficiency]:
+  if not file.is_file():
+    return {}
+  try:
+    return {name: _efficiency(fields) for name, fields in parse_json(file.read_bytes()).items()}
+  except (OSError, ValueError, TypeError, AttributeError) as error:
+    raise UserError(
+      f'{file}: not what --calibrate writes ({error}); remove it, or measure again with `praxis-lite plan --calibrate`'
+    ) from error
+
+
+def _efficiency(fields: dict[str, Any]) -> Efficiency:
+  numbers = {name: x for name, x in fields.items() if name != 'calibrated'}
+  if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers.values()):
+    raise ValueError('expected positive numbers')
+  return Efficiency(**numbers, calibrated=str(fields.get('calibrated', '')))
+
+
+def _write(file: Path, found: dict[str, Efficiency]) -> None:
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f'.{os.getpid()}')
+    part.write_text(json.dumps({name: dataclasses.asdict(e) for name, e in found.items()}, indent=2) + '\n')
+    part.replace(file)
+  except OSError as error:
+    raise UserError(f'{file}: what was measured cannot be written: {error}') from error

@@ -1,0 +1,60 @@
+"""Compiles a step in a child process, so that a compiler that runs out of memory does not end this process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from praxis_lite.instruments.plan.compilers import CompileError
+from praxis_lite.instruments.plan.planning import Plan
+
+# The environment variable that names the directory in which the child stores its program.
+VARIABLE = 'PRAXIS_LITE_PLAN_CHILD'
+# Time limit of the compiler.
+_SECONDS = 3 * 3600.0
+
+
+def compile_in_child(command: Sequence[str], cache: Path) -> None:
+  """Runs a command that makes the same plan and stores its compiled program in `cache`.
+
+  Raises:
+    CompileError: the compiler refused the step, the process ended early, or it exceeded the time limit.
+  """
+  environment = {**os.environ, VARIABLE: str(cache)}
+  try:
+    child = subprocess.run(
+      command, check=False, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS
+    )
+  except subprocess.TimeoutExpired:
+    raise CompileError(f'the process of the compiler has not ended in {_SECONDS:g} s, and was killed') from None
+  if child.returncode < 0:
+    name = signal.Signals(-child.returncode).name
+    memory = '; the machine has probably not enough memory for it' if name in ('SIGKILL', 'SIGABRT', 'SIGSEGV') else ''
+    raise CompileError(f'the process of the compiler was ended by {name}{memory}')
+  try:
+    outcome: Mapping[str, object] = json.loads(child.stdout.splitlines()[-1])
+  except (ValueError, IndexError):
+    last = next((line.strip() for line in reversed(child.stderr.splitlines()) if line.strip()), 'it printed nothing')
+    raise CompileError(f'the process of the compiler failed: {last[:400]}') from None
+  if outcome['error']:
+    refused = CompileError(str(outcome['error']))
+    refused.does_not_fit = bool(outcome['does_not_fit'])
+    raise refused
+
+
+def outcome_of(plan: Plan) -> str:
+  """Returns the line that a child prints: its error, and whether the step does not fit, as JSON."""
+  failed = plan.mode != 'compiled'
+  error = plan.notes[0].removesuffix('; the numbers are analytic') if failed else ''
+  return json.dumps({'error': error, 'does_not_fit': plan.is_refused})
+
+
+def go_first_when_memory_is_short() -> None:
+  """Makes Linux kill this process first when the machine runs out of memory."""
+  with contextlib.suppress(OSError):
+    Path('/proc/self/oom_score_adj').write_text('1000')

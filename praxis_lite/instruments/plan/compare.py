@@ -1,0 +1,115 @@
+"""Compares two plans: memory, time and communication side by side, which is better, and why."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping
+
+from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.instruments.explain.explanation import format_mesh
+from praxis_lite.instruments.plan.planning import Plan
+from praxis_lite.instruments.plan.report import format_table
+
+# Kinds of collectives that take less than this share of both steps are not shown.
+_LEAST_SHARE = 0.005
+
+
+def format_comparison(first: Plan, second: Plan) -> str:
+  """Returns a table with a column for each of two plans, and the verdict."""
+  plans = (first, second)
+  rows: list[tuple[str, ...]] = [('', 'first', 'second', 'second - first')]
+
+  def row(name: str, values: Iterable[float], written: Callable[[float], str]) -> None:
+    a, b = values
+    if a or b:
+      rows.append((name, written(a), written(b), ('-' if b < a else '+') + written(abs(b - a)) if a != b else 'same'))
+
+  def text(name: str, what: Callable[[Plan], str]) -> None:
+    rows.append((name, *map(what, plans), ''))
+
+  text('model', lambda plan: plan.name)
+  text('chips', lambda plan: f'{plan.topology.name}')
+  text('mesh', lambda plan: format_mesh(plan.mesh))
+  text('mode', lambda plan: plan.mode)
+  text('fits', lambda plan: 'yes' if plan.fits else 'no')
+  row('memory', [plan.memory.peak for plan in plans], format_bytes)
+  for kind in dict.fromkeys(kind for plan in plans for kind in plan.memory.bytes_by_kind()):
+    row(f'  {kind}', [plan.memory.bytes_by_kind().get(kind, 0) for plan in plans], _signed_bytes)
+  row('step', [plan.step_seconds for plan in plans], format_seconds)
+  for limit in ('compute', 'memory', 'overhead', 'communication'):
+    row(f'  {_LIMITS[limit]}', [_limits(plan)[limit] for plan in plans], format_seconds)
+  row('tokens/s', [plan.tokens_per_second or 0.0 for plan in plans], '{:,.0f}'.format)
+  row('MFU', [plan.mfu for plan in plans], '{:.1%}'.format)
+  found = [_collectives(plan) for plan in plans]
+  for key in sorted({*found[0], *found[1]}, key=lambda key: -max(seconds.get(key, 0.0) for seconds in found)):
+    if any(seconds.get(key, 0.0) > _LEAST_SHARE * plan.step_seconds for seconds, plan in zip(found, plans)):
+      row(f'  {key}', [seconds.get(key, 0.0) for seconds in found], format_seconds)
+  return f'{format_table(rows, right=(1, 2, 3))}\n\n{verdict(first, second)}'
+
+
+def verdict(first: Plan, second: Plan) -> str:
+  """Returns which of two plans is better, and why, in a sentence or two."""
+  names = ('the first', 'the second')
+  if first.fits != second.fits:
+    fits, other = (0, 1) if first.fits else (1, 0)
+    over = -(first, second)[other].memory.room
+    by = f', by {format_bytes(over)}' if over > 0 else ''
+    return f'{names[fits]} is better: {names[other]} does not fit{by}'
+  # Compares chip time for the same work, since models and numbers of chips may differ.
+  costs = [plan.step_seconds * plan.topology.num_chips / plan.work.flops for plan in (first, second)]
+  better = 0 if costs[0] <= costs[1] else 1
+  if max(costs) <= 1.01 * min(costs):
+    return 'both take the same time of chips for the same work, within 1 %'
+  won, lost = (first, second)[better], (first, second)[1 - better]
+  share = 1 - costs[better] / costs[1 - better]
+  per_work = [
+    {name: seconds * plan.topology.num_chips / plan.work.flops for name, seconds in _limits(plan).items()}
+    for plan in (won, lost)
+  ]
+  saved = {name: per_work[1][name] - per_work[0][name] for name in per_work[0]}
+  most = max(saved, key=lambda name: saved[name])
+  text = f'{names[better]} is better: {share:.0%} less time of chips for the same work, most by less {_WHY[most]}'
+  if most == 'communication':
+    text += _most_waiting(won, lost)
+  worse = min(saved, key=lambda name: saved[name])
+  if saved[worse] < -0.05 * max(costs):
+    text += f'; it has more {_WHY[worse]}'
+  return text
+
+
+_LIMITS = {
+  'compute': 'products',
+  'memory': 'limited by memory',
+  'overhead': 'small operations',
+  'communication': 'exposed communication',
+}
+_WHY = {
+  'compute': 'time in products',
+  'memory': 'reading and writing of memory',
+  'overhead': 'overhead of small operations',
+  'communication': 'exposed communication',
+}
+
+
+def _most_waiting(won: Plan, lost: Plan) -> str:
+  """Names the kind of collectives whose exposed time differs most in favour of the better plan."""
+  before, after = _collectives(lost), _collectives(won)
+  most = max(before, key=lambda key: before[key] - after.get(key, 0.0), default='')
+  return f' ({most}: {format_seconds(before[most])} against {format_seconds(after.get(most, 0.0))})' if most else ''
+
+
+def _limits(plan: Plan) -> Mapping[str, float]:
+  return plan.cost.seconds_by_limit(plan.topology.target)
+
+
+def _collectives(plan: Plan) -> Mapping[str, float]:
+  """Returns exposed seconds by kind of collective and mesh axes."""
+  found: dict[str, float] = collections.defaultdict(float)
+  for c in plan.cost.collectives:
+    over = f' over {"+".join(c.axes)}' if c.axes else ''
+    found[f'{c.kind}{over}'] += c.count * c.exposed
+  return found
+
+
+def _signed_bytes(count: float) -> str:
+  return f'-{format_bytes(-count)}' if count < 0 else format_bytes(count)

@@ -1,0 +1,304 @@
+"""Compiles steps for the devices of other machines, or reads them from a cache of compiled programs.
+
+TPU programs are compiled by the package libtpu, GPU programs by JAX's plugin for CUDA; neither needs a chip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from praxis_lite.common.errors import ConfigError, UserError, first_line
+from praxis_lite.common.jax_internals.lowering import pretend_cudnn
+from praxis_lite.common.native_log import collected_log
+from praxis_lite.instruments.plan.targets import gpu_target_config
+from praxis_lite.instruments.plan.topology import Topology
+from praxis_lite.sharding.xla_flags import XlaFlags
+from praxis_lite.training.partitioned_step import PartitionedStep
+
+# For each kind of target, the modules that can compile for it; one is enough.
+_MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'), 'cpu': ()}
+# The packages whose versions are part of the cache key.
+_PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
+# The warning of XLA's partitioner, in its log, about a costly resharding.
+_PARTITIONER = '[SPMD] Involuntary full rematerialization'
+# The part of a compiler's error that says how much memory a refused step needs: 'Used 33.5G of 15.75G hbm'.
+_USED = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
+_UNITS = {'K': 10, 'M': 20, 'G': 30, 'T': 40}
+_MOST_SHOWN = 400  # Characters of a compiler's error.
+_CUDNN_VERSION = 91000  # The same version as in `gpu_target_config`.
+_INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
+# Without these, the compilers look for their own hardware on this machine.
+_ENVIRONMENT = {
+  'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # Allows several plans at a time.
+  'TPU_SKIP_MDS_QUERY': '1',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+}
+
+
+class MissingCompilerError(UserError):
+  """The compiler of a target is not installed."""
+
+
+class CompileError(UserError):
+  """The compiler of a target refuses a step.
+
+  Attributes:
+    does_not_fit: whether the step needs more memory than a device has.
+  """
+
+  does_not_fit = False
+
+  @property
+  def needs(self) -> int | None:
+    """The bytes that the step needs on each device; None if the compiler does not say."""
+    used = _USED.search(str(self))
+    return int(float(used[1]) * 2 ** _UNITS[used[2]]) if used else None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+  """A compiled step, as text and numbers.
+
+  Attributes:
+    text: XLA's optimized HLO.
+    arguments, outputs, aliased, temporaries, code: bytes on each device.
+    seconds: compile time.
+    is_cached: whether an earlier plan compiled it.
+    messages: warnings of XLA's partitioner.
+  """
+
+  text: str
+  arguments: int
+  outputs: int
+  aliased: int
+  temporaries: int
+  code: int
+  seconds: float
+  is_cached: bool = False
+  messages: tuple[str, ...] = ()
+
+
+def missing_compiler(topology: Topology) -> str:
+  """Returns a sentence that says which packages are missing to compile for a topology; '' if none are missing."""
+  kind = topology.target.kind
+  if kind == 'cpu' or any(importlib.util.find_spec(module) for module in _MODULES[kind]):
+    return ''
+  return f"compiling for {topology.target.name} takes {_INSTALL[kind]}: pip install 'praxis_lite[plan]'"
+
+
+def devices_of(topology: Topology) -> list[jax.Device]:
+  """Returns the devices of a topology, for a mesh to compile steps on.
+
+  Raises:
+    MissingCompilerError: the compiler of the target is not installed.
+    ConfigError: this process has too few simulated devices, or the compiler does not know the topology.
+  """
+  if missing := missing_compiler(topology):
+    raise MissingCompilerError(missing)
+  target, count = topology.target, topology.num_devices
+  if target.kind == 'cpu':
+    devices = jax.devices('cpu')
+    if len(devices) < count:
+      raise ConfigError(
+        f'topology {topology.name}: there are {len(devices)} CPU devices; call '
+        f'praxis_lite.simulate_cpu_devices({count}) before anything uses a device'
+      )
+    return devices[:count]
+  for name, value in _ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+  try:
+    with collected_log():  # Hides the log, which says that this machine has no such devices.
+      return _gpu_devices(topology) if target.kind == 'gpu' else _tpu_devices(topology)
+  except (RuntimeError, ValueError, NotImplementedError) as error:
+    raise ConfigError(f'topology {topology.name}: {first_line(error)[:_MOST_SHOWN].rstrip(".")}') from error
+
+
+def _gpu_devices(topology: Topology) -> list[jax.Device]:
+  domains, per_domain = topology.shape
+  per_host = topology.target.chips_per_host
+  # Numbers of domains of fast links, of hosts in a domain, and of GPUs in a host.
+  sizes = (1, domains, per_domain)
+  if per_domain > per_host and per_domain % per_host == 0:
+    sizes = (domains, per_domain // per_host, per_host)
+  description = topologies.get_topology_desc(
+    platform='cuda',
+    topology_name=topology.name,
+    target_config=gpu_target_config(topology.target),
+    topology='x'.join(map(str, sizes)),
+  )
+  return list(description.devices)
+
+
+def _tpu_devices(topology: Topology) -> list[jax.Device]:
+  target = topology.target
+  prefix = 'tpu' if target.name[0].isdigit() else ''
+  # Cloud TPU names slices by their number of cores. All chips except v5e and v6e have two cores.
+  cores = topology.num_chips * (2 if target.torus == 3 or target.devices_per_chip == 2 else 1)
+  kind = {'v5e': 'v5litepod'}.get(target.name, f'{prefix}{target.name}')
+  os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{kind}-{cores}')
+  options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
+  # A host has 2 x 2 chips. In a direction in which the slice has an odd number of chips, it has one.
+  if any(size % 2 for size in topology.shape[:2]):
+    options['chips_per_host_bounds'] = tuple([2 - size % 2 for size in topology.shape[:2]] + [1])
+  name = f'{prefix}{target.name}:{"x".join(map(str, topology.shape))}'
+  devices = topologies.get_topology_desc(platform='tpu', topology_name=name, **options).devices
+  if target.devices_per_chip == 1:  # The two cores of a chip of v4 are one device.
+    return [d for d in devices if getattr(d, 'core_on_chip', 0) == 0]
+  return list(devices)
+
+
+def places_of(topology: Topology, devices: Iterable[jax.Device]) -> np.ndarray:
+  """Returns the places of devices, in the order of `devices`; see `Topology.places`."""
+  target = topology.target
+  if target.kind == 'tpu':
+    coordinates: list[Any] = [d.coords for d in devices]
+    slices = [getattr(d, 'slice_index', None) or 0 for d in devices]
+    return np.column_stack([slices, np.array(coordinates)[:, : target.torus]])
+  return topology.places[[d.id for d in devices]]
+
+
+def compile_step(
+  step: PartitionedStep,
+  topology: Topology,
+  *,
+  layers: Sequence[str] = (),
+  cache: Path | None = None,
+  elsewhere: Callable[[], None] | None = None,
+  report: Callable[[str], object] = lambda stage: None,
+) -> CompiledStep:
+  """Compiles a step for the devices of its mesh, or reads it from the cache.
+
+  Args:
+    step: a step on a mesh of the devices of `topology`.
+    layers: paths of the layers of the model.
+    cache: a directory of compiled programs; None disables the cache.
+    elsewhere: called if the step is not in the cache; makes another process compile the step into the cache.
+    report: called with the name of each stage as it begins: 'tracing', 'compiling'.
+
+  Raises:
+    CompileError: the compiler refuses the step, or runs out of memory.
+  """
+  report('tracing')
+  with pretend_cudnn_for_plans():
+    lowered = step.lower()
+  file = None if cache is None else cache / f'{_key(lowered, step, topology, layers)}.json.gz'
+  if kept := _read(file):
+    return kept
+  report('compiling')
+  if elsewhere is not None:
+    elsewhere()
+    if kept := _read(file):
+      return dataclasses.replace(kept, is_cached=False)
+  start = time.perf_counter()
+  try:
+    with collected_log() as log:
+      compiled, text = _compile(lowered, step.flags, topology)
+  except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
+    why = first_line(error)[:_MOST_SHOWN].rstrip('.')
+    refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {why}')
+    refused.does_not_fit = 'RESOURCE_EXHAUSTED' in str(error) and 'hbm' in str(error)
+    raise refused from error
+  found: Any = compiled.memory_analysis()
+  sizes = {
+    'arguments': found.argument_size_in_bytes,
+    'outputs': found.output_size_in_bytes,
+    'aliased': found.alias_size_in_bytes,
+    'temporaries': found.temp_size_in_bytes,
+    'code': found.generated_code_size_in_bytes if topology.target.kind == 'tpu' else 0,
+  }
+  messages = tuple(line for line in log if _PARTITIONER in line)
+  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start, messages=messages)
+  if file is not None:
+    _write(file, result)
+  return result
+
+
+def pretend_cudnn_for_plans() -> contextlib.AbstractContextManager[None]:
+  """Lets fused attention be traced without cuDNN. JAX asks for its version; the compiler does not need the library."""
+  return pretend_cudnn(_CUDNN_VERSION)
+
+
+def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -> tuple[jax.stages.Compiled, str]:
+  """Returns a compiled program and its text."""
+  compiled, text = _written_down(lowered, flags) if topology.target.kind == 'tpu' else (flags.compile(lowered), '')
+  try:
+    text = text or compiled.as_text() or ''
+  except RuntimeError:
+    if topology.target.kind != 'tpu':
+      raise
+    # Asynchronous collectives that are spread over several fusions cannot be printed. This compiles without them.
+    text = flags.compile(lowered, xla_tpu_enable_async_collective_fusion=False).as_text() or ''
+  if not text:
+    raise NotImplementedError('the compiled program has no text')
+  return compiled, text
+
+
+def _written_down(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, str]:
+  """Returns a TPU program, and its text as the compiler dumps it to a file; '' if the compiler dumps nothing."""
+  with tempfile.TemporaryDirectory() as folder:
+    compiled = flags.compile(lowered, xla_dump_to=folder, xla_dump_hlo_as_text=True)
+    texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
+  return compiled, max(texts, key=len, default='')
+
+
+# The address of a partitioning rule in the memory of the process, which JAX passes to XLA. It differs in every process.
+_ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
+
+
+def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
+  """Returns a hash of everything that a compiled program depends on, and of the layers that name its operations."""
+  digest = hashlib.sha256()
+  versions = [f'{name} {_version(name)}' for name in _PACKAGES]
+  order = [d.id for d in step.mesh.devices.flat]
+  chip = [gpu_target_config(topology.target)] if topology.target.cuda else []
+  flags = [os.environ.get('XLA_FLAGS', ''), *([str(sorted(step.flags.all.items()))] if step.flags.all else [])]
+  for part in (topology.name, *chip, *versions, *layers, str(order), *flags):
+    digest.update(part.encode() + b'\0')
+  digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
+  return digest.hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return ''
+
+
+def _read(file: Path | None) -> CompiledStep | None:
+  """Returns a cached program; None if it is missing or unreadable, and the step must be compiled again."""
+  try:
+    return None if file is None else CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
+  except (OSError, ValueError, TypeError, EOFError):
+    return None
+
+
+def _write(file: Path, step: CompiledStep) -> None:
+  """Stores a program; does nothing if the cache cannot be written."""
+  fields = {name: value for name, value in dataclasses.asdict(step).items() if name != 'is_cached'}
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f'.{os.getpid()}')
+    part.write_bytes(gzip.compress(json.dumps(fields).encode(), compresslevel=3))
+    part.replace(file)
+  except OSError:
+    pass

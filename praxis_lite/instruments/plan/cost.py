@@ -1,0 +1,468 @@
+"""The cost of a compiled step on each device: operations, bytes of memory, communication and time.
+
+The cost of an instruction is multiplied by the trip counts of the loops that contain it:
+
+    FLOPs        of dot, convolution (a multiplication and an addition for each pair of elements that meet), ragged-dot,
+                 and library calls for products and attention; other instructions are limited by memory and have none
+    bytes        operands and results in main memory; slices and in-place updates, also those inside a fusion, count
+                 only the part that they touch
+    seconds      the longer of compute time and memory time at the efficiency of the target, and at least
+                 `seconds_per_operation`
+    collectives  see `links.py`
+
+Instructions run in the order of the schedule. A collective overlaps with the instructions between its start and its
+end; the time that it takes beyond them is exposed. Collectives wait for each other, except shifts in opposite
+directions on a torus, which use separate links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from praxis_lite.instruments.plan.cause import Cause
+from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.targets import Target
+from praxis_lite.instruments.plan.work import bytes_of, products_of
+from praxis_lite.sharding.hlo import Computation, Instruction, Program, channel_of, groups_of, scopes
+
+LayerPaths = Iterable[tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """An instruction of one device, or a fusion of several instructions.
+
+  Attributes:
+    name, opcode: as in the program.
+    layer: path of the layer that it belongs to; '' if it belongs to no layer.
+    phase: 'forward', 'backward', 'recomputed' (rematerialized in the backward pass) or 'update'.
+    count: executions in a step.
+    flops, bytes, seconds: cost of one execution.
+  """
+
+  name: str
+  opcode: str
+  layer: str
+  phase: str
+  count: int
+  flops: float
+  bytes: float
+  seconds: float
+
+  def limit(self, target: Target) -> str:
+    """What limits it: 'compute', 'memory', or 'overhead', the minimal time of every operation."""
+    at_memory = self.bytes / (target.device_bandwidth * target.efficiency.memory)
+    if self.seconds > max(at_memory, target.efficiency.seconds_per_operation):
+      return 'compute'
+    return 'memory' if self.seconds <= at_memory else 'overhead'
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+  """A collective of a step.
+
+  Attributes:
+    name, kind, layer, phase, count: see `Operation`; if it combines collectives of several layers, their common parent.
+    dtype: dtype of the first array.
+    axes: mesh axes that it communicates over.
+    group_size: number of devices in a group.
+    result_bytes: bytes of the result on one device.
+    fast_bytes, network_bytes: what a device sends over fast links, and between domains of fast links.
+    seconds, exposed: time of one execution, and the part of it in which nothing else runs.
+    cause: why the step has it; None if causes were not searched for.
+  """
+
+  name: str
+  kind: str
+  layer: str
+  phase: str
+  count: int
+  dtype: str
+  axes: tuple[str, ...]
+  group_size: int
+  result_bytes: float
+  fast_bytes: float
+  network_bytes: float
+  seconds: float
+  exposed: float
+  cause: Cause | None = None
+
+  @property
+  def expected(self) -> bool:
+    """Whether the declarations ask for it; True if the cause is not known."""
+    return self.cause is None or self.cause.expected
+
+  @property
+  def sent_bytes(self) -> float:
+    """The bytes that a device sends in one execution."""
+    return self.fast_bytes + self.network_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+  """When an operation, a collective or a loop runs.
+
+  Attributes:
+    name: name of the `Operation`, the `Communication` or the loop.
+    start, end: seconds since the start of the step, or of the iteration of the loop that contains it.
+    rounds: number of iterations of a loop; 0 if it is not a loop.
+    inside: the spans of one iteration.
+  """
+
+  name: str
+  start: float
+  end: float
+  rounds: int = 0
+  inside: tuple[Span, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """The cost of one run of a program.
+
+  Attributes:
+    operations, collectives: in the order of the schedule.
+    seconds: time of a step.
+    unknown_loops: loops whose trip count the program does not say, by layer, or by name if they belong to no layer.
+      Each is counted as one iteration.
+    schedule: when each operation and collective runs; empty without a compiler, which makes the schedule.
+  """
+
+  operations: tuple[Operation, ...]
+  collectives: tuple[Communication, ...]
+  seconds: float
+  unknown_loops: tuple[str, ...] = ()
+  schedule: tuple[Span, ...] = ()
+
+  @property
+  def flops(self) -> float:
+    return sum(op.count * op.flops for op in self.operations)
+
+  @property
+  def bytes(self) -> float:
+    return sum(op.count * op.bytes for op in self.operations)
+
+  @property
+  def communicated_bytes(self) -> float:
+    return sum(c.count * (c.fast_bytes + c.network_bytes) for c in self.collectives)
+
+  @property
+  def exposed_seconds(self) -> float:
+    return sum(c.count * c.exposed for c in self.collectives)
+
+  def seconds_by_limit(self, target: Target) -> dict[str, float]:
+    """Seconds of a step by what limits them: 'compute', 'memory', 'overhead' (many small operations), 'communication'.
+
+    Asynchronous copies count as 'memory', even if they are overlapped.
+    """
+    limits = dict.fromkeys(('compute', 'memory', 'overhead', 'communication'), 0.0)
+    for op in self.operations:
+      limits[op.limit(target)] += op.count * op.seconds
+    limits['communication'] = self.exposed_seconds
+    return limits
+
+
+def cost_of(
+  program: Program,
+  target: Target,
+  links: Links,
+  *,
+  mesh: Mapping[str, int] | None = None,
+  layers: LayerNames | None = None,
+) -> Cost:
+  """Returns the cost of a program.
+
+  Args:
+    program: a compiled step, read by `partitioning.hlo.parse`.
+    target, links: the chips that run it, and their links.
+    mesh: the size of each mesh axis; the devices of the program are in mesh order.
+    layers: the names of the model's layers.
+  """
+  model = _CostModel(program, target, links, dict(mesh or {}), layers or LayerNames(()))
+  step = model.timeline(program.entry)
+  return Cost(
+    tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops), tuple(step.spans)
+  )
+
+
+# ---------------------------------------------------------------- layers
+
+
+class LayerNames:
+  """Finds the layer, and the phase, of an operation by the name that JAX gave it."""
+
+  def __init__(self, paths: LayerPaths):
+    self._tree: dict[str, dict] = {}
+    for path in paths:
+      below = self._tree
+      for part in path:
+        below = below.setdefault(part, {})
+
+  @functools.cache  # noqa: B019 - the object lives only as long as a plan.
+  def layer(self, op_name: str) -> str:
+    """Returns the path of the layer of an operation; '' if it belongs to no layer.
+
+    'jit(step)/jvp(LanguageModel)/lm/transformer/while/body/layers/ff/dot_general' gives 'lm.transformer.layers.ff'.
+    XLA joins the names of operations that it combines: 'layers/(ff/up/dot:ff/gate/dot)' gives 'layers.ff'.
+    """
+    paths = [layer.split('.') for layer in self.layers(op_name)]
+    same = [parts[0] for parts in zip(*paths) if len(set(parts)) == 1]
+    return '.'.join(same)
+
+  def layers(self, op_name: str) -> tuple[str, ...]:
+    """Returns the layers of all operations that XLA combined into the operation of this name."""
+    head, _, joined = scopes(op_name).partition('/(')
+    if not joined:
+      return ('.'.join(self._walk(head.split('/'))),)
+    names = joined.split(')')[0].split(':')
+    return tuple('.'.join(self._walk([*head.split('/'), *name.split('/')])) for name in names)
+
+  def _walk(self, parts: Sequence[str]) -> list[str]:
+    below, path = self._tree, []
+    for part in parts:
+      if part in below:
+        below = below[part]
+        path.append(part)
+    return path
+
+  @staticmethod
+  def phase(op_name: str) -> str:
+    if 'rematted_computation' in op_name:
+      return 'recomputed'
+    if 'transpose(' in op_name:
+      return 'backward'
+    return 'forward' if 'jvp(' in op_name else 'update'
+
+
+# ---------------------------------------------------------------- schedule
+
+
+_DIRECTIONS = ('up', 'down')
+
+
+@dataclasses.dataclass
+class _Timeline:
+  """The operations and collectives that a computation runs, and its time."""
+
+  operations: list[Operation] = dataclasses.field(default_factory=list)
+  collectives: list[Communication] = dataclasses.field(default_factory=list)
+  spans: list[Span] = dataclasses.field(default_factory=list)
+  seconds: float = 0.0
+
+  def append(self, other: _Timeline) -> None:
+    """Adds a timeline that runs after this one."""
+    begins = self.seconds
+    self.spans += [dataclasses.replace(s, start=begins + s.start, end=begins + s.end) for s in other.spans]
+    self._count(other, 1)
+
+  def repeat(self, other: _Timeline, times: int, name: str) -> None:
+    """Adds the iterations of a loop."""
+    ends = self.seconds + other.seconds * times
+    if times and other.spans:
+      self.spans.append(Span(name, self.seconds, ends, times, tuple(other.spans)))
+    self._count(other, times)
+
+  def _count(self, other: _Timeline, times: int) -> None:
+    self.operations += [dataclasses.replace(op, count=op.count * times) for op in other.operations]
+    self.collectives += [dataclasses.replace(c, count=c.count * times) for c in other.collectives]
+    self.seconds += other.seconds * times
+
+
+class _CostModel:
+  def __init__(self, program: Program, target: Target, links: Links, mesh: dict[str, int], names: LayerNames):
+    self._program, self._target, self._links, self._mesh, self._names = program, target, links, mesh, names
+    self._done: dict[str, _Timeline] = {}
+    self._within: dict[str, str] = {}
+    self.unknown_loops: list[str] = []
+
+  def timeline(self, computation: Computation, within: str = '') -> _Timeline:
+    """Returns the timeline of one run of a computation; `within` is the name of the loop that contains it."""
+    if computation.name not in self._done:
+      self._within[computation.name] = within
+      self._done[computation.name] = self._run(computation)
+    return self._done[computation.name]
+
+  def _run(self, computation: Computation) -> _Timeline:
+    line, copies_free, free_from = _Timeline(), 0.0, dict.fromkeys(_DIRECTIONS, 0.0)
+    started, copying = dict[str, tuple[int, float]](), dict[str, float]()
+
+    def start(key: str, instruction: Instruction, where: Computation, overlapped: bool) -> None:
+      collective, taken = self._communication(instruction, where), self._directions(instruction)
+      begins = max(line.seconds, *(free_from[direction] for direction in taken))
+      ends = begins + collective.seconds
+      free_from.update(dict.fromkeys(taken, ends))
+      line.collectives.append(collective)
+      line.spans.append(Span(collective.name, begins, ends))
+      started[key] = (len(line.collectives) - 1, ends)
+      if not overlapped:
+        finish(key)
+
+    def finish(key: str) -> None:
+      if key in copying:
+        line.seconds = max(line.seconds, copying.pop(key))
+      if key in started:
+        index, ends = started.pop(key)
+        waits = max(ends - line.seconds, 0.0)
+        line.collectives[index] = dataclasses.replace(line.collectives[index], exposed=waits)
+        line.seconds += waits
+
+    for instruction in computation.instructions:
+      inside = self._collectives_inside(instruction)
+      if instruction.collective:
+        overlapped = instruction.opcode.endswith('-start') and '"is_sync":true' not in instruction.attributes
+        start(instruction.name, instruction, computation, overlapped)
+      elif instruction.opcode == 'async-update':
+        for operand in instruction.operands[:1]:
+          if operand in started:
+            started[instruction.name] = started.pop(operand)
+      elif instruction.opcode.endswith('-done'):
+        for operand in instruction.operands[:1]:
+          finish(operand)
+      elif instruction.opcode in ('copy-start', 'slice-start', 'dynamic-slice-start'):
+        begins = max(copies_free, line.seconds)
+        copies_free = begins + self._compute(instruction, computation, line, begins)
+        copying[instruction.name] = copies_free
+      elif instruction.opcode == 'async-start' and inside:
+        start(instruction.name, *inside[0], overlapped=True)
+      elif inside and instruction.opcode == 'fusion':  # TPU: fusions start, continue and end collectives.
+        line.seconds += self._compute(instruction, computation, line)
+        marks = {target for _, called in inside for target in called.custom_calls}
+        for found, where in inside:
+          key = f'channel {channel_of(found)}'
+          if 'AsyncCollectiveDone' in marks:
+            finish(key)
+          elif 'AsyncCollectiveStart' in marks:
+            start(key, found, where, overlapped=True)
+          elif key not in started and not self._program.is_carried_on(found, where):
+            start(found.name, found, where, overlapped=False)
+      elif instruction.opcode == 'while':
+        trips = self._program.trip_count(instruction, computation)
+        if trips is None:
+          self.unknown_loops.append(self._layer_of_loop(instruction, computation))
+        within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
+        for called in self._program.called_computations(instruction):
+          one_round.append(self.timeline(called, within))
+        line.repeat(one_round, 1 if trips is None else trips, instruction.name)
+      elif instruction.opcode == 'conditional':
+        branches = [
+          self.timeline(called, self._within[computation.name])
+          for called in self._program.called_computations(instruction)
+        ]
+        line.append(max(branches, key=lambda branch: branch.seconds, default=_Timeline()))
+      elif instruction.opcode == 'call':
+        for called in self._program.called_computations(instruction):
+          line.append(self.timeline(called, self._within[computation.name]))
+      else:
+        line.seconds += self._compute(instruction, computation, line)
+    for key in list(started):
+      finish(key)
+    return line
+
+  def _layer_of_loop(self, loop: Instruction, computation: Computation) -> str:
+    return self._names.layer(loop.op_name or self._within[computation.name]) or loop.name
+
+  def _compute(
+    self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
+  ) -> float:
+    """Adds an operation that begins at `begins`, by default now, and returns its seconds."""
+    products = list(products_of(instruction, computation, self._program))
+    moved = bytes_of(instruction, computation, self._program)
+    if not products and not moved:
+      return 0.0
+    target, efficiency = self._target, self._target.efficiency
+    reached = {False: efficiency.compute, True: efficiency.attention}
+    computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
+    seconds = max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
+    # XLA names a fusion after its last operation. The name of its most expensive product says more about its purpose.
+    name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
+    flops = sum(p.flops for p in products)
+    begins = line.seconds if begins is None else begins
+    line.spans.append(Span(instruction.name, begins, begins + seconds))
+    line.operations.append(
+      Operation(
+        instruction.name,
+        instruction.opcode,
+        self._names.layer(name),
+        self._names.phase(name),
+        1,
+        flops,
+        moved,
+        seconds,
+      )
+    )
+    return seconds
+
+  def _name(self, instruction: Instruction, computation: Computation) -> str:
+    """Returns the name of an operation. If XLA dropped it: of an operand in the same loop, otherwise of the loop."""
+    name, loop = name_of(instruction, computation), self._within.get(computation.name, '')
+    of_loop = not loop or name.startswith(loop.rpartition('/')[0])
+    return name if instruction.op_name or of_loop else loop
+
+  def _collectives_inside(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
+    """Returns the collectives in the computation of a fusion, or of a generic asynchronous start."""
+    if instruction.opcode not in ('fusion', 'async-start'):
+      return []
+    return self._collectives_below(instruction)
+
+  def _collectives_below(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
+    found = []
+    for called in self._program.called_computations(instruction):
+      for inner in called.instructions:
+        found += [(inner, called)] if inner.collective else self._collectives_below(inner)
+    return found
+
+  def _communication(self, instruction: Instruction, computation: Computation) -> Communication:
+    groups = groups_of(instruction, self._program.num_devices)
+    result = instruction.collective_result
+    operands = sum(a.bytes for operand in computation.operands(instruction) for a in operand.arrays)
+    size = sum(a.bytes for a in result)
+    traffic = self._links.traffic(instruction.collective, groups, operands or size, size)
+    name = self._name(instruction, computation)
+    return Communication(
+      instruction.name,
+      instruction.collective,
+      self._names.layer(name),
+      self._names.phase(name),
+      1,
+      result[0].dtype if result else '',
+      self._axes(groups),
+      len(groups[0]),
+      size,
+      traffic.fast_bytes,
+      traffic.network_bytes,
+      traffic.seconds,
+      traffic.seconds,
+    )
+
+  def _directions(self, instruction: Instruction) -> tuple[str, ...]:
+    """Returns the directions of a torus in which a collective uses links; a shift uses only one."""
+    if instruction.collective != 'collective-permute' or not self._target.torus:
+      return _DIRECTIONS
+    up = [pair[0] < pair[1] for pair in groups_of(instruction, self._program.num_devices) if len(pair) > 1]
+    return _DIRECTIONS[:1] if sum(up) * 2 >= len(up) else _DIRECTIONS[1:]
+
+  def _axes(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
+    """Returns the mesh axes along which the members of a group differ."""
+    sizes = tuple(self._mesh.values())
+    if math.prod(sizes) != self._program.num_devices or not self._mesh:
+      return ()
+    differ = np.zeros(len(sizes), bool)
+    for group in groups:
+      at = np.stack(np.unravel_index(list(group), sizes))
+      differ |= (at != at[:, :1]).any(axis=1)
+    return tuple(name for name, is_used in zip(self._mesh, differ) if is_used)
+
+
+def name_of(instruction: Instruction, computation: Computation) -> str:
+  """Returns the name of an operation; if XLA dropped it, the name of its first operand that has one."""
+  for _ in range(4):
+    operands = computation.operands(instruction)
+    if instruction.op_name or not operands:
+      break
+    instruction = operands[0]
+  return instruction.op_name

@@ -1,0 +1,104 @@
+"""Traces values of a program back to its arguments, through casts, slices, transposes, fusions and loops.
+
+A computed value has no argument. This tells a gathered weight from a gathered activation, however XLA transforms it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from praxis_lite.sharding.hlo import Computation, Instruction, Program
+
+# Operations whose result has the elements of their first operand, or some of them.
+_KEEPS = {'bitcast', 'bitcast-convert', 'convert', 'copy', 'reshape', 'transpose', 'slice', 'dynamic-slice', 'pad'}
+_KEEPS |= {'optimization-barrier', 'copy-start', 'copy-done', 'slice-start', 'slice-done', 'domain', 'reverse'}
+_KEEPS |= {'all-gather', 'all-gather-start', 'all-gather-done', 'dynamic-slice-start', 'dynamic-slice-done'}
+_KEEPS |= {'collective-permute', 'collective-permute-start', 'collective-permute-done'}
+_PASSED_ON = {'fusion', 'call', 'async-start', 'async-update', 'async-done'}
+
+Index = tuple[int, ...]  # The index of an element of a nested tuple.
+
+
+class Dataflow:
+  """The origins of the values of a program."""
+
+  def __init__(self, program: Program):
+    self._program = program
+    self._callers: dict[str, tuple[Instruction, Computation]] = {}
+    for computation in program.computations.values():
+      for instruction in computation.instructions:
+        for called in program.called_computations(instruction):
+          self._callers.setdefault(called.name, (instruction, computation))
+
+  def collectives(self) -> Iterator[tuple[Instruction, Computation]]:
+    """Yields each collective and its computation; for a collective spread over several fusions, each part."""
+    for computation in self._program.computations.values():
+      for instruction in computation.instructions:
+        if instruction.collective:
+          yield instruction, computation
+
+  def arguments(self, instruction: Instruction, computation: Computation) -> list[str]:
+    """Returns the argument that each operand comes from, in the form of `argument_path`; '' for a computed operand."""
+    return [self.argument(operand, computation) for operand in computation.operands(instruction)]
+
+  def argument(self, instruction: Instruction, computation: Computation, index: Index = ()) -> str:
+    """Returns the argument that a value, or its element at `index`, comes from; '' if the value is computed."""
+    for _ in range(200):  # A limit against endless chains.
+      opcode, operands = instruction.opcode, computation.operands(instruction)
+      if opcode == 'parameter':
+        if computation is self._program.entry:
+          return argument_path(instruction.op_name)
+        if computation.name not in self._callers:
+          return ''
+        caller, around = self._callers[computation.name]
+        given = around.operands(caller)
+        number = int(instruction.literal)
+        if caller.opcode == 'while':
+          if index and not self._carries(computation, index[0]):
+            return ''
+          number = 0
+        if number >= len(given):
+          return ''
+        instruction, computation = given[number], around
+      elif opcode == 'get-tuple-element' and operands:
+        instruction, index = operands[0], (int(instruction.attribute('index')), *index)
+      elif opcode == 'tuple' and index and index[0] < len(operands):
+        instruction, index = operands[index[0]], index[1:]
+      elif opcode == 'while' and operands and index:
+        body = self._program.computations.get(instruction.attribute('body').lstrip('%'))
+        if body is None or not self._carries(body, index[0]):
+          return ''
+        instruction = operands[0]
+      elif opcode in _PASSED_ON:
+        called = self._program.called_computations(instruction)
+        if not called:
+          if not operands:
+            return ''
+          instruction = operands[0]
+        else:
+          instruction, computation = called[0].root, called[0]
+      elif opcode in _KEEPS and operands:
+        index = () if opcode.endswith(('-start', '-done')) else index
+        instruction = operands[0]
+      else:
+        return ''
+    return ''
+
+  def _carries(self, body: Computation, element: int) -> bool:
+    """Whether a loop passes an element of its state to the next iteration unchanged."""
+    root = body.root
+    if root.opcode != 'tuple' or element >= len(root.operands):
+      return False
+    result = body.operands(root)[element]
+    while result.opcode in ('copy', 'bitcast', 'optimization-barrier') and (operands := body.operands(result)):
+      result = operands[0]
+    if result.opcode != 'get-tuple-element' or int(result.attribute('index')) != element:
+      return False
+    return body.operands(result)[0].opcode == 'parameter'
+
+
+def argument_path(op_name: str) -> str:
+  """Returns 'mdl_vars.lm.out.w' for "state.mdl_vars['lm']['out']['w']", the name that JAX gives a step's argument."""
+  name = op_name.replace('\\', '').removeprefix('state.')
+  return '.'.join(re.findall(r"[^\[\]'.]+", name))

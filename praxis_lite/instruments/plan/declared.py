@@ -1,0 +1,193 @@
+"""How a task declares the use of each mesh axis, and which declaration contradicts the others.
+
+Every dimension of a weight or activation has a role: the rows of a batch, the positions of its sequences, or features
+of some size. Declarations should split dimensions of the same role over the same axes. For one axis and role, each
+declaration votes whether it splits the role over the axis; the declarations in the minority are the suspects. These
+abstain:
+
+    features of an array that splits another dimension over the axis
+    weights, about the axes of the batch, because fully sharded training gathers weights where they are used
+    dimensions that are left to the compiler
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from praxis_lite.instruments.explain.explanation import Explanation, Kind, ShardingReport
+
+Role = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+  """The declared split of a weight of one layer or of an activation, without the dimensions that stack layers.
+
+  Attributes:
+    path, layer: paths of the array and of its layer.
+    field: the config field of its last dimension, whether it is set or not.
+    shape: size of each dimension.
+    axes: for each dimension, the mesh axes larger than 1 that split it.
+    sources: for each dimension, the config field that declares its split.
+    roles: role of each dimension; None if the compiler decides its split.
+    is_weight: True for a weight, False for an activation.
+  """
+
+  path: str
+  layer: str
+  shape: tuple[int, ...]
+  axes: tuple[tuple[str, ...], ...]
+  sources: tuple[str, ...]
+  roles: tuple[Role | None, ...]
+  is_weight: bool
+
+  @property
+  def field(self) -> str:
+    return self.sources[-1].removesuffix(' is not set') if self.sources else self.path
+
+  @property
+  def all_axes(self) -> set[str]:
+    return {axis for axes in self.axes for axis in axes}
+
+  def fields_of(self, axes: Collection[str]) -> list[str]:
+    """Returns the fields that split the array over any of `axes`."""
+    return [source for own, source in zip(self.axes, self.sources) if set(own) & set(axes)]
+
+  def votes(self, axis: str, batch_axes: Collection[str]) -> list[tuple[Role, bool]]:
+    """Returns its votes about an axis: roles, each with whether it splits the role over the axis."""
+    if self.is_weight and axis in batch_axes:
+      return []
+    split = [axis in axes for axes in self.axes]
+    return [
+      (role, is_split)
+      for role, is_split in zip(self.roles, split)
+      if role and (is_split or not any(split) or (role[0] != 'features' and axis in batch_axes))
+    ]
+
+
+class Declarations:
+  """All declarations of a task on a mesh.
+
+  Args:
+    report: the report of `explain`.
+    stacks: for each path of a variable, the number of its leading dimensions that stack layers.
+    manual: whether the whole step runs inside `shard_map`, where each device has rows of its own.
+  """
+
+  def __init__(self, report: ShardingReport, stacks: Mapping[str, int], manual: bool = False):
+    self.sizes = report.mesh_sizes
+    rows = {axis for e in report.inputs for dim in e.dims for axis in dim.axes}
+    used = set(self.sizes) if manual else rows
+    self.batch_axes = {axis for axis in used if self.sizes[axis] > 1}
+    self._tokens = [{e.shape[i] for e in report.inputs if len(e.shape) > i} for i in (0, 1)]
+    self._padded = [{e.padded_shape[i] for e in report.inputs if len(e.shape) > i} for i in (0, 1)]
+    self.weights = [self._declaration(e, stacks.get(e.path, 0)) for e in report.variables]
+    self.activations = [
+      self._declaration(e, 0) for e in report.activations if not e.per_device and '(as used)' not in e.path
+    ]
+
+  def _declaration(self, e: Explanation, stack: int) -> Declaration:
+    dims = e.dims[stack:]
+    is_weight = e.kind is Kind.VARIABLE
+    axes = tuple(tuple(axis for axis in dim.axes if self.sizes[axis] > 1) for dim in dims)
+    shape = tuple(dim.size for dim in dims)
+    roles = tuple(None if dim.free else self._role(i, dim.size, len(dims), is_weight) for i, dim in enumerate(dims))
+    layer = e.path.partition('[')[0].rpartition('.')[0]
+    return Declaration(e.path, layer, shape, axes, tuple(dim.source for dim in dims), roles, is_weight)
+
+  def _role(self, dim: int, size: int, rank: int, is_weight: bool) -> Role:
+    if not is_weight and dim < min(2, rank - 1) and size in self._tokens[dim] | self._padded[dim]:
+      return ('rows', 0) if dim == 0 else ('positions', 0)
+    return ('features', size)
+
+  # ---------------------------------------------------------------- what is declared
+
+  def declarations_of(self, paths: Iterable[str]) -> list[Declaration]:
+    wanted = set(paths)
+    return [w for w in self.weights if w.path in wanted]
+
+  def weights_near(self, layers: Collection[str]) -> list[Declaration]:
+    """Returns the weights of some layers and their children; if there are none, those of the layers around them."""
+    found = [w for w in self.weights if any(is_below(w.layer, layer) for layer in layers)]
+    return found or [w for w in self.weights if any(is_below(layer, w.layer) for layer in layers if w.layer)]
+
+  def fields_of(self, declarations: Iterable[Declaration], axes: Collection[str]) -> tuple[str, ...]:
+    """Returns the fields that split some arrays over any of `axes`, without duplicates."""
+    return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
+
+  def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
+    """Returns the declarations that an array on one device may be a part of, in any order of its dimensions."""
+    local = tuple(sorted(d for d in dims if d != 1))
+    return [d for d in declarations if self._fits(local, tuple(s for s in d.shape if s != 1))]
+
+  @functools.cache  # noqa: B019 - the object lives only as long as a plan.
+  def _fits(self, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    if len(local) != len(shape):
+      return False
+    mesh = tuple(n for n in self.sizes.values() if n > 1)
+    return any(
+      all(part in parts_of(size, mesh) for part, size in zip(local, order))
+      for order in set(itertools.permutations(shape))
+    )
+
+  # ---------------------------------------------------------------- what disagrees
+
+  def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
+    """Returns the declaration nearest to `layers` that contradicts others about `axes`, and those others.
+
+    If several are equally near, it returns the one that contradicts others most often. It returns None and an empty
+    list if all declarations agree. The others declare the same role; the nearest come first.
+    """
+    voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
+    for declaration in (*self.weights, *self.activations):
+      for axis in axes:
+        for role, is_split in declaration.votes(axis, self.batch_axes):
+          voters.setdefault((role, axis), ([], []))[is_split].append(declaration)
+    accused: dict[str, tuple[Declaration, list[Declaration]]] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for against, in_favour in voters.values():
+      few, many = (in_favour, against) if len(in_favour) <= len(against) else (against, in_favour)
+      for declaration in few:
+        accused.setdefault(declaration.path, (declaration, []))[1].extend(many)
+        counts[declaration.path] += 1
+    if not accused:
+      return None, []
+
+    def order(item: tuple[Declaration, list[Declaration]]) -> tuple[int, int]:
+      return -nearness(item[0].layer, layers), -counts[item[0].path]
+
+    suspect, others = min(accused.values(), key=order)
+    # Sorts by nearness; at equal nearness, stated fields before unset ones, then arrays of the same kind first.
+    near = sorted(
+      dict.fromkeys(others),
+      key=lambda d: (-nearness(d.layer, [suspect.layer]), d.field != d.sources[-1], d.is_weight != suspect.is_weight),
+    )
+    return suspect, near
+
+
+@functools.cache
+def parts_of(size: int, mesh: tuple[int, ...]) -> frozenset[int]:
+  """Returns the sizes that a dimension may have on one device, split over any of the mesh axes, padded or not."""
+  products = {1}
+  for n in mesh:
+    products |= {p * n for p in products}
+  padded = {-(-size // p) * p for p in products} | {size}
+  return frozenset(whole // p for whole in padded for p in products if whole % p == 0)
+
+
+def is_below(path: str, layer: str) -> bool:
+  """Whether a path names a layer or something below it."""
+  return path == layer or path.startswith(f'{layer}.')
+
+
+def nearness(path: str, layers: Collection[str]) -> int:
+  """Returns the number of leading parts that a path shares with the nearest of some layers."""
+
+  def common(a: list[str], b: list[str]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+  return max((common(path.split('.'), layer.split('.')) for layer in layers), default=0)

@@ -1,0 +1,66 @@
+"""Fits the mesh of an experiment to another number of chips.
+
+Each axis keeps the largest factor of its size that divides the number of chips. The largest axis that splits the rows
+of a batch takes the rest. So tensor, expert, context and stage axes keep their sizes where possible. With several TPU
+slices, the axis that takes the rest also extends across them.
+
+    replica 1, data 16, mdl 4    on 4,096 chips    1 x 1024 x 4
+                                 on 2 chips        1 x 1 x 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from praxis_lite.common.config import Config
+from praxis_lite.instruments.plan.topology import Topology
+from praxis_lite.sharding.specs import all_axes
+
+
+def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
+  """Returns overrides that fit the mesh of a task to the devices of a topology, and a sentence that says what changes.
+
+  Both are empty if the mesh already has the right number of devices.
+  """
+  names: tuple[str, ...] = task.mesh_axis_names or ('data',)
+  ici = task.ici_mesh_shape or (1,) * len(names)
+  dcn = task.dcn_mesh_shape or (1,) * len(names)
+  sizes = {name: i * d for name, i, d in zip(names, ici, dcn)}
+  if math.prod(sizes.values()) == topology.num_devices or len(ici) != len(names) or len(dcn) != len(names):
+    return [], ''
+  rest = largest_batch_axis(sizes, task)
+  fitted = fitted_mesh(sizes, topology.num_devices, rest)
+  across = topology.slices if fitted[rest] % topology.slices == 0 else 1
+  overrides = [f'task.ici_mesh_shape={tuple(n // (across if name == rest else 1) for name, n in fitted.items())}']
+  if across > 1 or math.prod(dcn) > 1:
+    overrides.append(f'task.dcn_mesh_shape={tuple(across if name == rest else 1 for name in fitted)}')
+  if not task.mesh_axis_names:
+    overrides.append(f'task.mesh_axis_names={names}')
+  before, after = (' x '.join(f'{name} {n:,}' for name, n in mesh.items()) for mesh in (sizes, fitted))
+  return overrides, (
+    f'the mesh of the experiment, {before}, is made to fit {topology.num_devices:,} devices: {after}. Each axis keeps '
+    f'what of its size divides them, and {rest}, the largest that splits the batch, takes the rest'
+  )
+
+
+def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, int]:
+  """Returns a mesh of `devices` devices: each axis keeps what it can of its size, `rest` takes what is left."""
+  fitted, left = dict(sizes), devices
+  for name in sizes:
+    if name != rest:
+      fitted[name] = math.gcd(sizes[name], left)
+      left //= fitted[name]
+  return fitted | {rest: left}
+
+
+def largest_batch_axis(sizes: Mapping[str, int], task: Config) -> str:
+  """Returns the largest mesh axis that splits the rows of a batch; of all axes, if the task does not say.
+
+  If several are equally large, it prefers the axis named 'data', which by convention splits the weights, too.
+  """
+  mapping: Mapping[str, Any] = task.train.inputs_split_mapping or {}
+  rows = {axis for entries in mapping.values() if entries for axis in all_axes(tuple(entries)[:1])}
+  batch = [name for name in sizes if name in rows] or list(sizes)
+  return max(batch, key=lambda name: (sizes[name], name == 'data'))

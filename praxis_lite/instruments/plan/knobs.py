@@ -1,0 +1,165 @@
+"""The knobs of an experiment: mesh, rematerialisation and microbatches, which do not change what it learns.
+
+A setting is a value for each knob. Its neighbours differ in one knob by one step: a prime factor moves from one mesh
+axis to another, a number of microbatches doubles or halves, or the policy of rematerialisation changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.instruments.explain.report import Explained
+from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.layers.repeat import Repeat
+from praxis_lite.training.experiment import ExperimentConfig, configure
+from praxis_lite.training.task import SingleTask
+
+# From the policy that takes most memory to the policy that takes most work.
+_REMAT = ('none', 'products', 'dots_with_no_batch_dims_saveable', 'full')
+_MOST_MICROBATCHES = 64
+
+# A value for each knob, in the order of the knobs.
+Setting = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+  """Config fields that are set together, to the same value.
+
+  Attributes:
+    paths: paths of the fields.
+    own: the experiment's own value.
+    near: a function that returns the neighbours of a value.
+  """
+
+  paths: tuple[str, ...]
+  own: Any
+  near: Callable[[Any], Sequence[Any]]
+
+  def overrides(self, value: object) -> list[str]:
+    return [f'{path}={value}' for path in self.paths]
+
+
+@dataclasses.dataclass(frozen=True)
+class Configured:
+  """The configs of an experiment, or only the config of a task, and the shapes of a batch if they were given."""
+
+  roots: Mapping[str, Any]
+  inputs: Mapping[str, object] | None = None
+
+  @classmethod
+  def of(cls, task: Explained, inputs: Mapping[str, object] | None = None) -> Configured:
+    """Returns the configs of `task`. Raises ConfigError if it is neither an experiment nor the config of a task."""
+    if isinstance(task, type):
+      task = configure(task)
+    if isinstance(task, ExperimentConfig):
+      return cls(task.roots(), inputs)
+    if isinstance(task, Config):
+      return cls({'task': task}, inputs)
+    raise ConfigError('plan: a task that is built cannot be changed; pass its config, or an experiment')
+
+  @property
+  def task(self) -> Config[SingleTask]:
+    task: Config[SingleTask] = self.roots['task']
+    return task
+
+  def with_overrides(self, overrides: Sequence[str]) -> Configured:
+    """Returns a copy with some fields set. Raises ConfigError if a field cannot be set."""
+    roots = copy.deepcopy(dict(self.roots))
+    apply_overrides(roots, overrides)
+    return dataclasses.replace(self, roots=roots)
+
+  @property
+  def explained(self) -> Explained:
+    """The experiment or task, in the form that `plan` takes."""
+    return ExperimentConfig(**self.roots) if 'datasets' in self.roots else self.task
+
+
+def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[Knob]:
+  """Returns the knobs of an experiment.
+
+  Args:
+    config: the experiment; its mesh fits the chips.
+    batch_sizes: more sizes of a global batch to try, in rows. They change what the experiment learns.
+  """
+  task = config.task
+  names = task.mesh_axis_names or ('data',)
+  knobs = [Knob(('task.ici_mesh_shape',), tuple(task.ici_mesh_shape or (1,) * len(names)), _moved_factors)]
+  by_policy: dict[str, list[str]] = {}
+  model = task.instantiate().model
+  for layer in model.descendants():
+    path = f'task.model.{layer.path_name}'
+    if isinstance(layer, Repeat) and isinstance(layer.remat, str) and not layer.remat_save_names:
+      by_policy.setdefault(layer.remat, []).append(f'{path}.remat')
+    if isinstance(layer, Pipelined) and layer.num_microbatches is not None:
+      knobs.append(Knob((f'{path}.num_microbatches',), layer.num_microbatches, _doubled_or_halved))
+  knobs += [Knob(tuple(paths), policy, _other_policies) for policy, paths in by_policy.items()]
+  learner = task.train.learner
+  if not any(isinstance(layer, Pipelined) for layer in model.descendants()):
+    knobs.append(Knob(('task.train.learner.num_microbatches',), learner.num_microbatches, _doubled_or_halved))
+  if batch_sizes and (where := batch_path(config)):
+    path, rows = where
+    sizes = sorted({rows, *batch_sizes})
+    knobs.append(Knob((path,), rows, lambda value: [size for size in sizes if size != value]))
+  return knobs
+
+
+def batch_path(config: Configured) -> tuple[str, int] | None:
+  """Returns the path of the field that sets the training batch size, and its value.
+
+  Returns None if the shapes of a batch were given, or no dataset is for training.
+  """
+  for i, dataset in enumerate(config.roots.get('datasets', ())):
+    if getattr(dataset, 'is_training', False) and config.inputs is None:
+      return f'datasets[{i}].batch_size', int(dataset.batch_size)
+  return None
+
+
+def neighbours(knobs: Sequence[Knob], setting: Setting) -> Iterator[Setting]:
+  """Yields the settings that differ from `setting` in one knob by one step."""
+  for i, (knob, value) in enumerate(zip(knobs, setting)):
+    for near in knob.near(value):
+      yield (*setting[:i], near, *setting[i + 1 :])
+
+
+def overrides_of(knobs: Sequence[Knob], setting: Setting) -> list[str]:
+  """Returns the overrides that apply a setting to an experiment, without knobs that keep the experiment's value."""
+  return [line for knob, value in zip(knobs, setting) if value != knob.own for line in knob.overrides(value)]
+
+
+def _moved_factors(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+  found = []
+  for source, size in enumerate(shape):
+    for prime in _primes(size):
+      for to in range(len(shape)):
+        if to != source:
+          moved = list(shape)
+          moved[source], moved[to] = size // prime, moved[to] * prime
+          found.append(tuple(moved))
+  return found
+
+
+def _primes(number: int) -> list[int]:
+  """Returns the primes that divide a number, in ascending order."""
+  found, prime = [], 2
+  while number > 1:
+    if number % prime == 0:
+      found.append(prime)
+      while number % prime == 0:
+        number //= prime
+    prime = prime + 1 if prime * prime <= number else max(number, prime + 1)
+  return found
+
+
+def _doubled_or_halved(count: int) -> list[int]:
+  return [*([count // 2] if count % 2 == 0 else []), *([count * 2] if count < _MOST_MICROBATCHES else [])]
+
+
+def _other_policies(policy: str) -> list[str]:
+  return [other for other in _REMAT if other != policy]

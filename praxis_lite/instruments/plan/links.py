@@ -1,0 +1,163 @@
+"""How long collectives take on the links that their groups of devices use.
+
+A group has n devices, m in each of s domains of fast links (n = m s). Each device sends, in bytes:
+
+                       over fast links                over the network between domains
+    all-gather         R (m - 1) / m                  R (s - 1) / n              R: bytes of the result
+    reduce-scatter     O (m - 1) / m                  O (s - 1) / n              O: bytes of the operand
+    all-reduce         2 R (m - 1) / m                2 R (s - 1) / n
+    all-to-all         O (m - 1) / n                  O (n - m) / n
+    permute            O                              O, if a pair spans two domains
+
+Both transfers run at the same time, in pieces, so the slower one sets the time. On a torus, a group that forms a box
+uses the links of all dimensions that it extends over: in both directions if the dimension is a ring, in one if it is a
+line. If the members are k places apart, k groups share the links. An all-to-all on a torus is limited by the links
+across its longest dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from praxis_lite.instruments.plan.topology import Topology
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+  """The bytes that each device sends in one collective, over each kind of links, and its seconds."""
+
+  fast_bytes: float
+  network_bytes: float
+  seconds: float
+
+  @property
+  def bytes(self) -> float:
+    return self.fast_bytes + self.network_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Extent:
+  """How the members of a group are placed, and their share of the fast links.
+
+  Attributes:
+    members: members in each domain of fast links.
+    domains: number of domains.
+    links: bandwidth of a device for sums and gathers, in units of one link; may be a fraction.
+    across: the same for an all-to-all.
+    hops: number of places that the farthest message passes.
+  """
+
+  members: float
+  domains: int
+  links: float
+  across: float
+  hops: float
+
+
+class Links:
+  """The links of a topology.
+
+  Args:
+    topology: the chips.
+    places: the places of the program's devices, in the order of the program; by default `Topology.places`.
+  """
+
+  def __init__(self, topology: Topology, places: np.ndarray | None = None):
+    self._topology, self._target = topology, topology.target
+    self._places = topology.places if places is None else places
+    self._extents: dict[Groups, _Extent] = {}
+
+  def traffic(self, kind: str, groups: Groups, operand_bytes: float, result_bytes: float) -> Traffic:
+    """Returns what one collective costs.
+
+    Args:
+      kind: one of `partitioning.hlo.KINDS`.
+      groups: the devices of each group; for a collective-permute, pairs (from, to).
+      operand_bytes, result_bytes: sizes on one device.
+    """
+    if kind == 'collective-permute':
+      return self._permute(groups, operand_bytes)
+    extent = self._extent(groups)
+    m, s = extent.members, extent.domains
+    n = m * s
+    if n <= 1:
+      return Traffic(0.0, 0.0, 0.0)
+    if kind == 'all-to-all':
+      fast, network, links = operand_bytes * (m - 1) / n, operand_bytes * (n - m) / n, extent.across
+    else:
+      size = operand_bytes if kind == 'reduce-scatter' else result_bytes
+      rounds = 2 if kind == 'all-reduce' else 1
+      fast, network, links = rounds * size * (m - 1) / m, rounds * size * (s - 1) / n, extent.links
+    return self._add_time(fast, network, links, extent.hops)
+
+  def hops(self, groups: Groups) -> float:
+    """Returns the number of places that the farthest message of a group passes."""
+    return self._extent(groups).hops
+
+  def _permute(self, pairs: Groups, operand_bytes: float) -> Traffic:
+    """Every device sends to one other device. On a ring, messages of h hops load each link h times."""
+    moving = [(a, b) for a, b in (pair[:2] for pair in pairs if len(pair) > 1) if a != b]
+    if not moving:
+      return Traffic(0.0, 0.0, 0.0)
+    start, end = (self._places[[pair[i] for pair in moving]] for i in (0, 1))
+    crosses = (start[:, 0] != end[:, 0]).any()
+    stays = (start[:, 0] == end[:, 0]).any()
+    hops = 1
+    for dim in range(self._target.torus):
+      apart = np.abs(start[:, 1 + dim] - end[:, 1 + dim])
+      size = self._topology.shape[dim]
+      hops = max(hops, int((np.minimum(apart, size - apart) if self._topology.wraps(dim) else apart).max()))
+    return self._add_time(operand_bytes if stays else 0.0, operand_bytes if crosses else 0.0, 1 / hops, hops)
+
+  def _add_time(self, fast: float, network: float, links: float, hops: float) -> Traffic:
+    target, efficiency = self._target, self._target.efficiency
+    seconds = max(fast / (target.link * efficiency.links * links), network / (target.network * efficiency.network))
+    return Traffic(float(fast), float(network), float(seconds + hops * efficiency.seconds_per_hop))
+
+  def _extent(self, groups: Groups) -> _Extent:
+    """Returns the extent of the group with the slowest links."""
+    if groups not in self._extents:
+      found = {self._extent_of(group) for group in _unlike(groups, self._places)}
+      self._extents[groups] = min(found, key=lambda e: (e.links, -e.domains))
+    return self._extents[groups]
+
+  def _extent_of(self, group: Sequence[int]) -> _Extent:
+    places = self._places[list(group)]
+    domains, first = np.unique(places[:, 0]), places[places[:, 0] == places[0, 0]]
+    members = len(group) / len(domains)
+    if not self._target.torus:
+      return _Extent(members, len(domains), 1.0, 1.0, math.log2(max(len(group), 2)))
+    chips = np.unique(first[:, 1:], axis=0)
+    share = len(first) / len(chips) / self._target.devices_per_chip  # Devices of a chip share its links.
+    links, across, hops, box = 0.0, math.inf, 0.0, 1
+    for dim in range(self._target.torus):
+      at = np.unique(chips[:, dim])
+      if len(at) == 1:
+        continue
+      size = self._topology.shape[dim]
+      apart = (at[-1] - at[0]) / (len(at) - 1)
+      ring = self._topology.wraps(dim) and len(at) * apart == size
+      links += (2 if ring else 1) / apart
+      across = min(across, (8 if ring else 4) / len(at) / apart)
+      hops += len(at) / (2 if ring else 1)
+      box *= len(at)
+    if not links:  # All members are on one chip.
+      return _Extent(members, len(domains), float(self._target.torus), float(self._target.torus), 1.0)
+    filled = len(chips) / box  # If the group does not fill a box, other groups share its links.
+    busiest = across * (members - 1) / members  # A device sends n - 1 of the n parts of an all-to-all.
+    return _Extent(members, len(domains), links * filled * share, busiest * filled * share, hops)
+
+
+def _unlike(groups: Groups, places: np.ndarray) -> list[tuple[int, ...]]:
+  """Returns one group for each arrangement of members relative to their lowest coordinates."""
+  found: dict[bytes, tuple[int, ...]] = {}
+  for group in groups:
+    at = places[list(group)]
+    found.setdefault((at - at.min(axis=0)).tobytes(), group)
+  return list(found.values())

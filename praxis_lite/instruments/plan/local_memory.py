@@ -1,0 +1,187 @@
+"""Which results of a lowered program will be in memory, and what is moved there: a guess of how XLA fuses it.
+
+stored    results of products, collectives, loops and the like; what these read whole; sums; and what several
+          operations read, if it takes no longer to store it than to compute it again for each of them
+fused     all else: computed where it is read, so that what it is computed from has to stay in memory until then
+a view    of the same memory: reshapes, what a loop passes on, updates of a slice in place
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from praxis_lite.common.jax_internals.mlir import ir
+from praxis_lite.sharding.propagation import num_parts, split_of
+
+PRODUCTS = {'stablehlo.dot_general', 'chlo.ragged_dot'}
+STARTED = {'sdy.all_gather', 'sdy.all_reduce', 'sdy.reduce_scatter', 'sdy.all_to_all', 'sdy.collective_permute'}
+COLLECTIVES = STARTED | {name.replace('sdy.', 'stablehlo.') for name in STARTED}
+MAPPED = 'sdy.manual_computation'  # The body of a `shard_map`.
+LOOPS = {'stablehlo.while', 'stablehlo.case', 'stablehlo.if', MAPPED}
+RETURNS = {'func.return', 'stablehlo.return', 'sdy.return'}
+_READS_FUSED = {'stablehlo.gather', 'stablehlo.scatter', 'stablehlo.concatenate'}
+_STORED = PRODUCTS | COLLECTIVES | LOOPS | _READS_FUSED
+_STORED |= {'stablehlo.convolution', 'stablehlo.sort', 'stablehlo.custom_call'}
+# Stored, and they move no more than a fusion would: what it reads, and the result.
+_FUSIONS = {'stablehlo.concatenate', 'stablehlo.sort'}
+_VIEWS = {'stablehlo.reshape', 'stablehlo.transpose', 'stablehlo.optimization_barrier', 'sdy.all_slice'}
+_VIEWS |= {'sdy.sharding_constraint', 'stablehlo.bitcast_convert', 'stablehlo.reduce_precision'}
+_SLICES = {'stablehlo.slice', 'stablehlo.dynamic_slice'}
+
+
+class Sizes:
+  """The sizes of the part of an array that each device has, on a mesh with these axes."""
+
+  def __init__(self, mesh: Mapping[str, int]):
+    self.mesh = mesh
+
+  def shape(self, value: ir.Value) -> tuple[int, ...]:
+    return tuple(-(-n // num_parts(axes)) for n, axes in zip(value.type.shape, split_of(value, self.mesh)))
+
+  def bytes(self, value: ir.Value) -> int:
+    """0 of what is no array."""
+    if not isinstance(value.type, ir.RankedTensorType):
+      return 0
+    bits = getattr(value.type.element_type, 'width', 32)
+    return math.prod(self.shape(value)) * max(bits // 8, 1)
+
+
+@dataclasses.dataclass(eq=False)
+class _Buffer:
+  bytes: int
+  defined: int
+  last_use: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+  """How a value is read.
+
+  Attributes:
+    held: buffers that have to stay until it has been read.
+    read: the arrays in memory that are read for it, and their bytes.
+  """
+
+  held: tuple[_Buffer, ...] = ()
+  read: Mapping[ir.Value, int] = dataclasses.field(default_factory=dict)
+
+  @property
+  def moved(self) -> int:
+    return sum(self.read.values())
+
+
+class BlockMemory:
+  """The memory of the values of one block.
+
+  Args:
+    block: of a propagated program.
+    sizes: of arrays on each device.
+    fills_in_place: whether what is put into an array part by part is made there, and not copied.
+  """
+
+  def __init__(self, block: ir.Block, sizes: Sizes, fills_in_place: bool = False):
+    self._sizes, self._fills_in_place = sizes, fills_in_place
+    self._values: dict[ir.Value, _Value] = {
+      argument: _Value(read={argument: sizes.bytes(argument)}) for argument in block.arguments
+    }
+    self._buffers: list[_Buffer] = []
+    self._inside: dict[int, int] = {}
+    self._at = -1
+    self._together: set[frozenset[ir.Value]] = set()
+    *_, last = block.operations
+    self._returned = set(last.operation.operands)
+
+  def add(self, op: ir.Operation, inside: int = 0) -> int:
+    """Adds the next operation, and returns the bytes that it moves as a fusion; 0 if it is none.
+
+    Args:
+      inside: bytes that are live in its regions.
+    """
+    self._at += 1
+    self._inside[self._at] = inside
+    used = [self._values.get(operand, _Value()) for operand in op.operands]
+    for buffer in (buffer for value in used for buffer in value.held):
+      buffer.last_use = self._at
+    if op.name in RETURNS:
+      return 0
+    moved = 0
+    for number, result in enumerate(op.results):
+      self._values[result], by_fusion = self._result(op, number, result, used)
+      moved += by_fusion
+    return moved
+
+  def same(self, result: ir.Value, other: ir.Value) -> None:
+    """Says that a result is another value."""
+    self._values[result] = self._values[other]
+
+  def most_live(self) -> int:
+    """The most bytes that are live at a time, beside those of the arguments."""
+    change = [0] * (self._at + 3)
+    for buffer in self._buffers:
+      change[buffer.defined] += buffer.bytes
+      change[buffer.last_use + 1] -= buffer.bytes
+    live = np.cumsum(change)
+    return max((int(live[at]) + inside for at, inside in self._inside.items()), default=0)
+
+  def _result(self, op: ir.Operation, number: int, result: ir.Value, used: list[_Value]) -> tuple[_Value, int]:
+    """How a result is read, and the bytes that are moved for it as a fusion."""
+    size = self._sizes.bytes(result)
+    if op.name == 'stablehlo.while' and not _is_copied(op, number):
+      return _Value(used[number].held, {result: size}), 0
+    if op.name in _VIEWS:
+      return used[number if number < len(used) else 0], 0
+    if op.name == 'stablehlo.dynamic_update_slice':
+      moved = 0 if self._fills_in_place else used[1].moved + self._sizes.bytes(op.operands[1])
+      return _Value(used[0].held, {result: size}), moved
+    if op.name in _SLICES:
+      fused = _Value(used[0].held, {result: size})
+    else:
+      fused = _Value(
+        tuple({id(b): b for value in used for b in value.held}.values()),
+        {array: count for value in used for array, count in value.read.items()},
+      )
+    stored = op.name in _STORED
+    if not stored and not self._is_stored(op, result, fused.moved, size):
+      return fused, 0
+    moved = 0 if stored and op.name not in _FUSIONS else self._bytes_read(fused.read) + size
+    if result in self._returned:  # The caller has a place for it.
+      return _Value((), {result: size}), moved
+    self._buffers.append(_Buffer(size, self._at, self._at))
+    return _Value((self._buffers[-1],), {result: size}), moved
+
+  def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:
+    """The bytes that are read for a result: none, if another reads the same large arrays: XLA computes both at once."""
+    large = frozenset(array for array, size in read.items() if size >= max(read.values()) / 8)
+    if large in self._together:
+      return 0
+    self._together.add(large)
+    return sum(read.values())
+
+  def _is_stored(self, op: ir.Operation, result: ir.Value, moved: int, size: int) -> bool:
+    """Whether a result that may be fused is stored; `moved` are the bytes that are read for it."""
+    readers = list(_readers(result))
+    if op.name == 'stablehlo.reduce' or result in self._returned:
+      return True
+    if any(reader.name in _STORED - _READS_FUSED for reader in readers):
+      return True
+    return len(readers) > 1 and len(readers) * moved >= moved + size + len(readers) * size
+
+
+def _readers(value: ir.Value) -> Iterator[ir.Operation]:
+  """What reads a value, also through views of it."""
+  for use in value.uses:
+    user = use.owner.operation
+    if user.name in _VIEWS and user.results:
+      yield from _readers(user.results[use.operand_number])
+    else:
+      yield user
+
+
+def _is_copied(loop: ir.Operation, number: int) -> bool:
+  """Whether a loop needs a copy of what it is given: several buffers that it fills may begin as one constant."""
+  operands = list(loop.operands)
+  return operands[number] in operands[:number] and 'broadcast_in_dim' in getattr(operands[number].owner, 'name', '')

@@ -1,0 +1,95 @@
+"""Which collectives of a lowered program XLA can run beside work, and which it joins: a guess.
+
+Work is what takes long: products, loops, calls of libraries. Beside the work of a round of a loop runs a collective of
+what no work of the round makes, as of the weights of a layer, which are fetched ahead; and one of whose result neither
+the work of the round nor the next round needs, as of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from praxis_lite.common.jax_internals.mlir import ir
+from praxis_lite.instruments.plan.local_memory import COLLECTIVES, LOOPS, MAPPED, PRODUCTS
+
+_WORK = PRODUCTS | (LOOPS - {MAPPED}) | {'stablehlo.custom_call', 'stablehlo.convolution'}
+
+
+def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
+  """The collectives that may run beside the work of the body of a loop; those of loops in it are not looked at."""
+  made, needed = set[ir.Value](), set[ir.Value]()
+  *_, last = body.operations
+  for argument, passed in zip(body.arguments, last.operation.operands):
+    # What goes from round to round: not what stays the same, is counted or is filled part by part.
+    filled = not isinstance(passed.owner, ir.Block) and passed.owner.name == 'stablehlo.dynamic_update_slice'
+    if passed != argument and argument.type.shape and not filled:
+      made.add(argument)
+      needed.add(passed)
+  _add_what_work_makes(body, made)
+  _add_what_work_needs(body, needed)
+  return {op for op in _collectives(body) if op.operands[0] not in made or op.results[0] not in needed}
+
+
+def is_joined(op: ir.Operation) -> bool:
+  """Whether a collective is an all-reduce in a sum of such, and not the last of them: XLA reduces the sum, once."""
+  if op.name != 'sdy.all_reduce':
+    return False
+  axes = str(op.attributes['reduction_axes'])
+  while (user := _only_user(op)) is not None and user.name == 'stablehlo.add':
+    before, after = user.operands
+    if before == op.results[0]:
+      return _is_reduced(after, axes)
+    if not _is_reduced(before, axes):
+      break
+    op = user
+  return False
+
+
+def _is_reduced(value: ir.Value, axes: str) -> bool:
+  """Whether a value is an all-reduce over some axes, or a sum of such, that nothing else uses."""
+  if isinstance(value.owner, ir.Block):
+    return False
+  op = value.owner.operation
+  if _only_user(op) is None:
+    return False
+  if op.name == 'stablehlo.add':
+    return all(_is_reduced(operand, axes) for operand in op.operands)
+  return op.name == 'sdy.all_reduce' and str(op.attributes['reduction_axes']) == axes
+
+
+def _only_user(op: ir.Operation) -> ir.Operation | None:
+  """What uses the result of an operation that has one; None if several operations do."""
+  users = [use.owner.operation for use in op.results[0].uses] if len(op.results) == 1 else []
+  return users[0] if len(users) == 1 else None
+
+
+def _collectives(block: ir.Block) -> Iterator[ir.Operation]:
+  for op in (op.operation for op in block.operations):
+    if op.name in COLLECTIVES:
+      yield op
+    elif op.name == MAPPED:
+      yield from _collectives(op.regions[0].blocks[0])
+
+
+def _add_what_work_makes(block: ir.Block, made: set[ir.Value]) -> None:
+  for op in (op.operation for op in block.operations):
+    if op.name == MAPPED:
+      inside = op.regions[0].blocks[0]
+      *_, last = inside.operations
+      made.update(argument for argument, operand in zip(inside.arguments, op.operands) if operand in made)
+      _add_what_work_makes(inside, made)
+      made.update(result for result, returned in zip(op.results, last.operation.operands) if returned in made)
+    elif op.name in _WORK or not made.isdisjoint(op.operands):
+      made.update(op.results)
+
+
+def _add_what_work_needs(block: ir.Block, needed: set[ir.Value]) -> None:
+  for op in reversed([op.operation for op in block.operations]):
+    if op.name == MAPPED:
+      inside = op.regions[0].blocks[0]
+      *_, last = inside.operations
+      needed.update(returned for returned, result in zip(last.operation.operands, op.results) if result in needed)
+      _add_what_work_needs(inside, needed)
+      needed.update(operand for operand, argument in zip(op.operands, inside.arguments) if argument in needed)
+    elif op.name in _WORK or not needed.isdisjoint(op.results):
+      needed.update(op.operands)

@@ -1,0 +1,272 @@
+"""What each device does in a lowered program: its products, collectives and live arrays, before XLA compiles it.
+
+Shardy propagates the shardings of a lowered step and makes each communication an operation, in a second for a model of
+any size. Arrays are then read in the sizes that one device has of them, loops with their trip counts. What XLA does
+later is not seen: what it fuses is guessed, what it combines, reorders and overlaps is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from praxis_lite.common.jax_internals.mlir import ir
+from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention
+from praxis_lite.instruments.plan.local_memory import COLLECTIVES, LOOPS, PRODUCTS, STARTED, BlockMemory, Sizes
+from praxis_lite.instruments.plan.local_overlap import is_joined, overlappable_collectives
+from praxis_lite.sharding.propagation import (
+  functions_of,
+  make_collectives_explicit,
+  mesh_axes,
+  name_of,
+  operations,
+  split_of,
+)
+
+# A custom call of a function that the compiler splits by a rule of its own; see `lower_without_devices`.
+SPLIT_BY_RULE = 'praxis_lite.split_by_rule'
+# An attribute of a loop that the program has without one: what its rounds keep is not copied into one array.
+UNROLLED = 'praxis_lite.unrolled'
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalProduct:
+  """A matrix product, or attention by a fused kernel, on one device.
+
+  Attributes:
+    name: as JAX names the operation, after that of the loops that it is in.
+    count: executions in a step.
+    flops, bytes: of one execution; bytes of operands and results.
+    dtype: of the operands, as HLO spells it.
+    is_attention: whether it is all of attention, by a fused kernel.
+    loop: the number of the loop that it is in; 0: none.
+  """
+
+  name: str
+  count: int
+  flops: float
+  bytes: float
+  dtype: str
+  is_attention: bool = False
+  loop: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalFusion:
+  """What writes an array to the memory of a device, other than a product or a collective: a guess.
+
+  Attributes:
+    name, count, loop: as of a product.
+    bytes: of one execution: what it reads and what it writes.
+  """
+
+  name: str
+  count: int
+  bytes: int
+  loop: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalCollective:
+  """A collective.
+
+  Attributes:
+    name, count, loop: as of a product.
+    kind: as in `partitioning.hlo.KINDS`.
+    axes: mesh axes that it communicates over; () if `groups` says it.
+    groups: the devices of each group, or pairs of a collective-permute, where the program says them; else ().
+    operand_bytes, result_bytes: on one device.
+    dtype: of what is communicated.
+    is_beside_work: whether it can run beside the work of a round of its loop; see `local_overlap.py`.
+  """
+
+  name: str
+  count: int
+  kind: str
+  axes: tuple[str, ...]
+  groups: tuple[tuple[int, ...], ...]
+  operand_bytes: int
+  result_bytes: int
+  dtype: str
+  loop: int = 0
+  is_beside_work: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalProgram:
+  """What one device does.
+
+  Attributes:
+    products, fusions, collectives: in the order of the program.
+    temporaries: the most bytes that are live beside arguments and results.
+    unknown_loops: names of the loops of which the program does not say how often they run; they count once.
+  """
+
+  products: tuple[LocalProduct, ...]
+  fusions: tuple[LocalFusion, ...]
+  collectives: tuple[LocalCollective, ...]
+  temporaries: int
+  unknown_loops: tuple[str, ...] = ()
+
+
+def local_program(lowered: jax.stages.Lowered) -> LocalProgram:
+  """Reads a lowered program of a mesh, which may be without devices."""
+  module = lowered.compiler_ir('stablehlo')
+  assert module is not None
+  root = make_collectives_explicit(module)  # Its parts are gone with it.
+  functions = functions_of(root)
+  reader = _Reader(Sizes(mesh_axes(module)), functions)
+  temporaries = reader.read(functions['main'].regions[0].blocks[0], 1, '')
+  return LocalProgram(
+    tuple(reader.products), tuple(reader.fusions), tuple(reader.collectives), temporaries, tuple(reader.unknown_loops)
+  )
+
+
+# ---------------------------------------------------------------- reading
+
+
+class _Reader:
+  def __init__(self, sizes: Sizes, functions: Mapping[str, ir.Operation]):
+    self._sizes, self._functions = sizes, functions
+    self.products: list[LocalProduct] = []
+    self.fusions: list[LocalFusion] = []
+    self.collectives: list[LocalCollective] = []
+    self.unknown_loops: list[str] = []
+    self._beside: set[ir.Operation] = set()
+    self._loop, self._loops = 0, 0
+
+  def read(self, block: ir.Block, count: int, within: str, *, fills_in_place: bool = False) -> int:
+    """Adds what a block does, `count` times, and returns the most bytes that are live beside what it is given."""
+    memory = BlockMemory(block, self._sizes, fills_in_place)
+    communicated: dict[object, ir.Value] = {}
+    for op in (op.operation for op in block.operations):
+      inside = 0
+      if op.name in LOOPS:
+        inside = self._read_inside(op, count, within)
+      elif op.name in PRODUCTS:
+        self.products.append(self._product(op, count, within))
+      elif op.name == 'stablehlo.custom_call':
+        self.products += self._attention(op, count, within)
+      elif op.name in STARTED:  # XLA has one for all uses of the same array, split in the same way.
+        key = (op.name, op.operands[0], split_of(op.results[0], self._sizes.mesh))
+        if key in communicated:
+          memory.same(op.results[0], communicated[key])
+          continue
+        communicated[key] = op.results[0]
+      if op.name in COLLECTIVES:
+        self.collectives += self._collective(op, count, within)
+      if moved := memory.add(op, inside):
+        self.fusions.append(LocalFusion(f'{within}/{name_of(op)}', count, moved, self._loop))
+    return memory.most_live()
+
+  def _read_inside(self, op: ir.Operation, count: int, within: str) -> int:
+    """Adds what the regions of an operation do; of several branches, all that is in them."""
+    name = f'{within}/{name_of(op)}'
+    if op.name == 'stablehlo.while':
+      outside, body = self._loop, op.regions[1].blocks[0]
+      self._loops += 1
+      self._loop = self._loops
+      self._beside |= overlappable_collectives(body)
+      trips = _trip_count(op)
+      if trips is None:
+        self.unknown_loops.append(name.strip('/'))
+      live = self.read(body, count * (1 if trips is None else trips), name, fills_in_place=UNROLLED in op.attributes)
+      self._loop = outside
+      return live
+    return max(self.read(region.blocks[0], count, name) for region in op.regions)
+
+  def _product(self, op: ir.Operation, count: int, within: str) -> LocalProduct:
+    left, result = op.operands[0], op.results[0]
+    shape = self._sizes.shape(left)
+    numbers = str(
+      op.attributes['dot_dimension_numbers' if 'dot_general' in op.name else 'ragged_dot_dimension_numbers']
+    )
+    contracted = re.search(r'lhs_contracting_dimensions = \[([\d, ]*)\]', numbers)
+    dims = [int(d) for d in contracted[1].split(',') if d.strip()] if contracted else []
+    flops = 2.0 * math.prod(self._sizes.shape(result)) * math.prod(shape[d] for d in dims)
+    moved = sum(map(self._sizes.bytes, (*op.operands[:2], result)))
+    return LocalProduct(f'{within}/{name_of(op)}', count, flops, float(moved), _dtype(left), loop=self._loop)
+
+  def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalProduct]:
+    """The fused attention that a custom call with a rule of its own calls: its batch and heads may be split."""
+    if ir.StringAttr(op.attributes['call_target_name']).value != SPLIT_BY_RULE:
+      return []
+    (called,) = ir.ArrayAttr(op.attributes['called_computations'])
+    inside = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
+    query = op.operands[0]
+    share = math.prod(self._sizes.shape(query)) / math.prod(query.type.shape)
+    moved = sum(map(self._sizes.bytes, (*op.operands, *op.results)))
+    found = []
+    for kernel in inside:
+      target = ir.StringAttr(kernel.attributes['call_target_name']).value
+      if is_fused_attention(target):
+        config = json.loads(ir.StringAttr(kernel.attributes['backend_config']).value)
+        flops = share * fused_attention_flops(target, config, query.type.shape[-1])
+        found.append(
+          LocalProduct(f'{within}/{name_of(op)}', count, flops, float(moved), _dtype(query), True, self._loop)
+        )
+    return found
+
+  def _collective(self, op: ir.Operation, count: int, within: str) -> list[LocalCollective]:
+    """None, where nothing moves."""
+    operand, result = op.operands[0], op.results[0]
+    users = [use.owner.operation for use in result.uses]
+    kind = op.name.partition('.')[2].replace('_', '-')
+    sent, received = self._sizes.bytes(operand), self._sizes.bytes(result)
+    axes: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    if op.name.startswith('sdy.'):
+      axes = self._axes(op, kind)
+      if kind == 'all-reduce' and len(users) == 1 and users[0].name == 'sdy.all_slice':
+        kind, received = 'reduce-scatter', self._sizes.bytes(users[0].results[0])
+    else:
+      name = 'source_target_pairs' if kind == 'collective-permute' else 'replica_groups'
+      groups = tuple(map(tuple, np.array(ir.DenseIntElementsAttr(op.attributes[name])).tolist()))
+    if is_joined(op) or (not axes and not groups):
+      return []
+    # What JAX traced as a function of its own, such as a lookup, has the name of that function alone.
+    name = f'{within}/{next((name for name in map(name_of, (op, *users)) if "/" in name), name_of(op))}'
+    return [
+      LocalCollective(name, count, kind, axes, groups, sent, received, _dtype(result), self._loop, op in self._beside)
+    ]
+
+  def _axes(self, op: ir.Operation, kind: str) -> tuple[str, ...]:
+    if kind == 'all-reduce':
+      named = re.findall(r'"([^"]+)"', str(op.attributes['reduction_axes']))
+      return tuple(axis for axis in self._sizes.mesh if axis in named)
+    before, after = (
+      {axis.name: dim for dim, axes in enumerate(split_of(value, self._sizes.mesh)) for axis in axes}
+      for value in (op.operands[0], op.results[0])
+    )
+    if kind == 'collective-permute':
+      orders = [
+        [a.name for axes in split_of(v, self._sizes.mesh) for a in axes] for v in (op.operands[0], op.results[0])
+      ]
+      return tuple(
+        axis for axis in self._sizes.mesh if axis in {a for pair in zip(*orders) if len({*pair}) > 1 for a in pair}
+      )
+    return tuple(axis for axis in self._sizes.mesh if before.get(axis) != after.get(axis))
+
+
+def _dtype(value: ir.Value) -> str:
+  """As HLO spells it."""
+  text = str(value.type.element_type).lower()
+  return {'i8': 's8', 'i16': 's16', 'i32': 's32', 'ui8': 'u8', 'i1': 'pred'}.get(text, text)
+
+
+def _trip_count(loop: ir.Operation) -> int | None:
+  """How often a loop of `lax.scan` runs, which counts up to a constant from zero; None if it is another one."""
+  for op in loop.regions[0].blocks[0].operations:
+    if op.operation.name == 'stablehlo.compare':
+      number, limit = op.operation.operands
+      if not isinstance(number.type.element_type, ir.IntegerType) or isinstance(limit.owner, ir.Block):
+        return None
+      constant = limit.owner.operation.attributes
+      return int(np.array(ir.DenseIntElementsAttr(constant['value'])).flat[0]) if 'value' in constant else None
+  return None

@@ -1,0 +1,317 @@
+"""plan: predicts memory, time and communication of a task's train step on chips that this machine does not have.
+
+    found = plan(experiment, None, 'h100:8x8')
+    found.fits, found.memory.peak, found.step_seconds, found.bottleneck
+    print(format_plan(found))
+
+The compiler of the target compiles the step. It reports the memory; a cost model reads the program to predict the time.
+If the compiler is missing or refuses the step, formulas take its place; `Plan.mode` and `Plan.notes` say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import leaves_by_path, path_name
+from praxis_lite.instruments.explain.explanation import Explanation
+from praxis_lite.instruments.explain.report import Explained, parameter_table, task_and_inputs, trace_step
+from praxis_lite.instruments.plan.activations import explain_compiled
+from praxis_lite.instruments.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
+from praxis_lite.instruments.plan.cause import Cause
+from praxis_lite.instruments.plan.compilers import (
+  CompiledStep,
+  CompileError,
+  compile_step,
+  devices_of,
+  missing_compiler,
+  places_of,
+  pretend_cudnn_for_plans,
+)
+from praxis_lite.instruments.plan.cost import Communication, Cost, LayerNames, cost_of
+from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
+from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
+from praxis_lite.instruments.plan.why import Why
+from praxis_lite.layers.attention import MultiHeadAttention
+from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.positions import LearnedPositions
+from praxis_lite.sharding.hlo import parse
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training.flops import model_flops
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import state_layout
+
+# The share of a GPU's memory that JAX takes by default.
+_DEFAULT_GPU_FRACTION = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelWork:
+  """The work of a step that the model requires on all devices together, whatever the program computes beside it.
+
+  Attributes:
+    parameters, active_parameters: all parameters, and those that one token uses.
+    tokens: tokens of a step; None if the batch has no `ids` of shape [B, T].
+    flops: 6 N + 12 L d S for each token, with N weights in matrix products, S keys, L layers and d = heads x dims.
+      Without tokens, three times the FLOPs of the forward pass.
+    causal_flops: 6 N + 6 L d S for each token; a causal mask leaves half of the attention.
+  """
+
+  parameters: int
+  active_parameters: int
+  tokens: int | None
+  flops: float
+  causal_flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Memory, time and communication of a train step.
+
+  Attributes:
+    name: name of the task.
+    topology, mesh: the chips, and the size of each mesh axis.
+    mode: 'compiled' or 'analytic'.
+    memory, cost: memory and cost on each device.
+    work: the work that the model requires.
+    compile_seconds: time of the compiler; 0 if mode is 'analytic'.
+    is_cached: whether an earlier plan compiled the step.
+    is_refused: whether the compiler refused the step because it needs more memory than a device has.
+    notes: what is uncertain, and why.
+    findings: surprises other than collectives, such as work that several devices repeat.
+    weights, activations: their splits, as in `explain`; for activations also the split that the compiler chose.
+  """
+
+  name: str
+  topology: Topology
+  mesh: Mapping[str, int]
+  mode: str
+  memory: Memory
+  cost: Cost
+  work: ModelWork
+  compile_seconds: float
+  is_cached: bool
+  is_refused: bool
+  notes: tuple[str, ...]
+  findings: tuple[Cause, ...] = ()
+  weights: tuple[Explanation, ...] = ()
+  activations: tuple[Explanation, ...] = ()
+
+  @property
+  def collectives(self) -> tuple[Communication, ...]:
+    """The collectives of a step, each with its `cause`, and whether it is `expected`."""
+    return self.cost.collectives
+
+  @property
+  def fits(self) -> bool:
+    return self.memory.room >= 0 and not self.is_refused
+
+  @property
+  def step_seconds(self) -> float:
+    return self.cost.seconds
+
+  @property
+  def tokens_per_second(self) -> float | None:
+    return None if self.work.tokens is None else self.work.tokens / self.cost.seconds
+
+  @property
+  def mfu(self) -> float:
+    """The used share of the bfloat16 peak, by `ModelWork.flops`."""
+    return self._share_of_peak(self.work.flops)
+
+  @property
+  def causal_mfu(self) -> float:
+    """The used share of the bfloat16 peak, by `ModelWork.causal_flops`."""
+    return self._share_of_peak(self.work.causal_flops)
+
+  def _share_of_peak(self, flops: float) -> float:
+    return flops / (self.cost.seconds * self.topology.target.peak('bf16') * self.topology.num_devices)
+
+  @property
+  def bottleneck(self) -> str:
+    """What takes most of a step, and in which layer, in words."""
+    return _bottleneck(self.cost, self.topology)
+
+
+def plan(
+  task: Explained,
+  inputs: Mapping[str, object] | None,
+  topology: str | Topology,
+  *,
+  compile: bool = True,
+  cache: Path | None = None,
+  elsewhere: Callable[[], None] | None = None,
+  report: Callable[[str], object] = lambda stage: None,
+) -> Plan:
+  """Returns the memory, time and communication of a task's train step on a topology.
+
+  Args:
+    task: a task or its config, an experiment class, or the result of `configure` for one.
+    inputs: shapes and dtypes of a global batch; None takes those of the experiment's data.
+    topology: the chips, such as 'v5p:4x4x4'; see `instruments/plan/topology.py`.
+    compile: False uses only formulas, which takes a second.
+    cache: a directory for compiled programs.
+    elsewhere: makes another process compile the step into the cache; see `child.py`. None compiles in this process.
+    report: called with the name of each stage as it begins: 'tracing', 'compiling'.
+
+  Raises:
+    ConfigError: the topology does not exist, or the shapes of a batch are not known.
+    ShardingError: the mesh of the task has another number of devices than the topology, or a mapping does not fit it.
+  """
+  topology = parse_topology(topology) if isinstance(topology, str) else topology
+  jax_task, struct = task_and_inputs(task, inputs)
+  if struct is None:
+    raise ConfigError('plan: the shapes of a batch take its data to know; pass them as inputs, or set datasets[*].path')
+  mesh = jax_task.mesh_sizes()
+  check_mesh(mesh, topology)
+  missing = missing_compiler(topology)
+  layers = [layer.path for layer in jax_task.model.descendants()]
+  names = LayerNames(layers)
+  notes: list[str] = []
+  refused: CompileError | None = None
+  if compile and not missing:
+    devices = devices_of(topology)
+    partitioned = PartitionedTask(jax_task, dict(struct), mesh=jax_task.create_mesh(devices))
+    links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
+    try:
+      step = compile_step(
+        partitioned.train_step,
+        topology,
+        layers=[*map(path_name, layers)],
+        cache=cache,
+        elsewhere=elsewhere,
+        report=report,
+      )
+    except CompileError as error:
+      refused = error
+      notes.append(f'{error}; the numbers are analytic')
+    else:
+      program = parse(step.text)
+      cost = cost_of(program, topology.target, links, mesh=mesh, layers=names)
+      memory = Memory(
+        int(topology.target.device_memory),
+        state_bytes(partitioned),
+        *(step.arguments, step.outputs, step.aliased, step.temporaries, step.code),
+        live=live_at_peak(program, names),
+        over_time=live_over_time(program),
+      )
+      with pretend_cudnn_for_plans():
+        traced = trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh, topology.target.kind)), struct)
+      why = Why(traced, names)
+      found = _make_plan(partitioned, topology, step, memory, why.add_causes(cost, program), doubts(cost))
+      findings = [*why.find_rematerialized(step.messages), *why.find_replicated(cost.operations, topology.num_devices)]
+      activations = explain_compiled(why.report.activations, program, names)
+      return dataclasses.replace(found, findings=tuple(findings), activations=tuple(activations))
+  elif compile:
+    notes.append(missing)
+  report('tracing')
+  partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh, topology.target.kind))
+  lowered = program_for(partitioned, topology)
+  state, needs = state_bytes(partitioned), refused.needs if refused else None
+  memory = analytic_memory(max(needs - state.total, 0) if needs else lowered.temporaries, state, topology.target)
+  cost = analytic_cost(lowered, mesh, topology, names)
+  is_refused = refused is not None and refused.does_not_fit
+  return _make_plan(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN, *doubts(cost)], is_refused)
+
+
+def _make_plan(
+  partitioned: PartitionedTask,
+  topology: Topology,
+  step: CompiledStep | None,
+  memory: Memory,
+  cost: Cost,
+  reasons: list[str],
+  is_refused: bool = False,
+) -> Plan:
+  target = topology.target
+  notes = [*reasons, *_padding(partitioned)]
+  if target.kind == 'cpu':
+    notes.append('times on cpu are of an imagined machine: orders of magnitude alone')
+  elif target.efficiency.calibrated:
+    notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
+  else:
+    notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
+  if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
+    notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
+  name, work = partitioned.jax_task.name, model_work(partitioned)
+  mesh = dict(partitioned.mesh.shape)
+  compiler = ('analytic', 0.0, False) if step is None else ('compiled', step.seconds, step.is_cached)
+  mode, seconds, is_cached = compiler
+  weights = tuple(parameter_table(partitioned.jax_task, mesh))
+  return Plan(
+    name, topology, mesh, mode, memory, cost, work, seconds, is_cached, is_refused, tuple(notes), weights=weights
+  )
+
+
+def _padding(partitioned: PartitionedTask) -> list[str]:
+  microbatches = partitioned.jax_task.learner.num_microbatches
+  true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
+  multiple = partitioned.row_parts * microbatches
+  if true == computed:
+    return []
+  return [
+    f'a batch of {true:,} rows is filled up to {computed:,} with rows of weight zero, which take as long as others: '
+    f'{1 - true / computed:.0%} of the work; batch_size should be a multiple of {multiple:,}'
+  ]
+
+
+def doubts(cost: Cost) -> list[str]:
+  """Returns notes about known errors of the predicted time."""
+  where = ', '.join(dict.fromkeys(cost.unknown_loops))
+  if not where:
+    return []
+  return [f'nothing says how often some loops run, each counts once, and a step takes longer: those of {where}']
+
+
+def model_work(partitioned: PartitionedTask) -> ModelWork:
+  """Returns the work that a step of a task does for its model."""
+  jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
+  parameters, active = partitioned.total_num_params, partitioned.active_num_params
+  if ids is None or len(ids.shape) != 2:
+    flops = model_flops(partitioned)
+    return ModelWork(parameters, active, None, flops, flops)
+  length = ids.shape[1]
+  tokens = partitioned.batch_size * length
+  layers = {layer.path: layer for layer in jax_task.model.descendants()}
+  weights = leaves_by_path(jax_task.model.abstract_init())
+  # Embedding tables, gains and biases are not in matrix products.
+  multiplied = sum(
+    weight.num_active
+    for path, weight in weights.items()
+    if len(weight.shape) > 1 and not isinstance(layers.get(path[:-1]), Embedding | LearnedPositions)
+  )
+  attention = 0
+  for path, layer in layers.items():
+    if isinstance(layer, MultiHeadAttention):
+      repeats = next((math.prod(w.repeat_prefix) for p, w in weights.items() if p[: len(path)] == path), 1)
+      attention += repeats * layer.num_heads * (layer.dims_per_head or 0) * length
+  return ModelWork(parameters, active, tokens, *(tokens * (6.0 * multiplied + share * attention) for share in (12, 6)))
+
+
+def _bottleneck(cost: Cost, topology: Topology) -> str:
+  limits = cost.seconds_by_limit(topology.target)
+  limit = max(limits, key=lambda name: limits[name])
+  share = limits[limit] / max(cost.seconds, 1e-30)
+  if limit == 'communication':
+    waits = max(cost.collectives, key=lambda c: c.count * c.exposed)
+    over = f'over {"+".join(waits.axes)} ' if waits.axes else ''
+    kind = 'the network between hosts' if waits.network_bytes > waits.fast_bytes else 'fast links'
+    return (
+      f'communication: {share:.0%} of a step waits for it, most for {waits.kind} {over}in '
+      f'{waits.layer or "the update"} ({waits.phase}), on {kind}'
+    )
+  seconds: dict[str, float] = {}
+  for op in cost.operations:
+    seconds[op.layer] = seconds.get(op.layer, 0.0) + op.count * op.seconds
+  most = max(seconds, key=lambda layer: seconds[layer])
+  where = f'; {most} takes {seconds[most] / max(cost.seconds, 1e-30):.0%}' if most else ''
+  what = {
+    'compute': 'products of matrices',
+    'memory': 'reading and writing memory',
+    'overhead': 'starting many small operations',
+  }[limit]
+  return f'{limit}: {share:.0%} of a step is {what}{where}'

@@ -1,0 +1,184 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.instruments.explain.explanation import align_columns, format_mesh
+from praxis_lite.instruments.plan.cost import Communication
+from praxis_lite.instruments.plan.planning import Plan
+from praxis_lite.instruments.plan.why_text import format_why
+
+_MOST_ROWS = 8
+_WIDTH, _BAR, _NARROWEST = 100, 40, 12  # Widths of a line, a bar and the narrowest shortened column, in characters.
+
+
+def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
+  """Returns a plan as text: whether it fits, memory, time, communication and its causes, and what is uncertain.
+
+  Args:
+    plan: the plan.
+    every_cause: lists the cause of each collective, instead of one for each kind; see `format_why`.
+  """
+  topology, work = plan.topology, plan.work
+  active = '' if work.active_parameters == work.parameters else f' ({work.active_parameters:,} active for each token)'
+  rows = [
+    ('model', f'{plan.name}: {work.parameters:,} parameters{active}'),
+    ('topology', f'{topology.name}: {chips_text(plan)}'),
+    ('mesh', format_mesh(plan.mesh)),
+    ('mode', mode_text(plan)),
+    ('fits' if plan.fits else 'does not fit', _fits(plan)),
+    ('step', _time(plan)),
+    ('model FLOPs', _mfu(plan)),
+    ('bottleneck', plan.bottleneck),
+  ]
+  width = max(len(name) for name, _ in rows)
+  head = '\n'.join(_wrap(f'{name:<{width}}  {text}', width + 2) for name, text in rows)
+  sections = [head, _memory_table(plan), _time_table(plan)]
+  if plan.cost.collectives:
+    sections.append(_collectives_table(plan))
+  sections += [why] if (why := format_why(plan, every_cause)) else []
+  sections += ['\n'.join(_wrap(f'note: {note}', 6) for note in plan.notes)] if plan.notes else []
+  return '\n\n'.join(sections)
+
+
+def chips_text(plan: Plan) -> str:
+  topology, target = plan.topology, plan.topology.target
+  count, name = topology.num_chips, target.cuda.name if target.cuda else target.name
+  if target.kind == 'cpu':
+    return f'{count:,} simulated devices'
+  plural = 's' if count > 1 else ''
+  if target.kind == 'gpu':
+    return f'{count:,} x {name}, fast links among {topology.shape[1]:,}'
+  rings = ', '.join('ring' if topology.wraps(i) else 'line' for i in range(target.torus))
+  slices = f', {topology.slices} slices' if topology.slices > 1 else ''
+  return f'{count:,} TPU {name} chip{plural}{slices}, torus of {rings}'
+
+
+def mode_text(plan: Plan) -> str:
+  if plan.mode == 'analytic':
+    return 'analytic: formulas, no compiler'
+  when = ', by an earlier plan' if plan.is_cached else ''
+  return f'compiled for {plan.topology.target.name} in {plan.compile_seconds:.0f} s{when}'
+
+
+def _fits(plan: Plan) -> str:
+  memory = plan.memory
+  if plan.is_refused and memory.room >= 0:  # The compiler did not say how much memory the step needs.
+    return f'the compiler needs more than {format_bytes(memory.capacity)} on each device; see the note'
+  of = f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device'
+  return f'{of}, {format_bytes(abs(memory.room))} {"left" if plan.fits else "too much"}'
+
+
+def _time(plan: Plan) -> str:
+  tokens = plan.tokens_per_second
+  speed = '' if tokens is None else f', {tokens:,.0f} tokens/s, {tokens / plan.topology.num_chips:,.0f} on each chip'
+  return f'{format_seconds(plan.step_seconds)}{speed}'
+
+
+def _mfu(plan: Plan) -> str:
+  if plan.work.tokens is None:
+    return f'{plan.work.flops:.4g} a step, MFU {plan.mfu:.1%}'
+  whole, causal = plan.work.flops / plan.work.tokens, plan.work.causal_flops / plan.work.tokens
+  return f'MFU {plan.mfu:.1%} by 6N + 12LdS = {whole:.3g} a token, {plan.causal_mfu:.1%} by 6N + 6LdS = {causal:.3g}'
+
+
+def _memory_table(plan: Plan) -> str:
+  memory = plan.memory
+  rows = [('memory on each device', f'of {format_bytes(memory.capacity)}'.ljust(_BAR), 'bytes', 'of peak')]
+  whole, below = max(memory.capacity, memory.peak), 0
+  for name, size in memory.bytes_by_kind().items():
+    if size < 0:  # The schedule counts some memory twice.
+      rows.append(('used again', '', f'-{format_bytes(-size)}', f'{size / memory.peak:.1%}'))
+    elif size:
+      rows.append((name, _bar(below, size, whole), format_bytes(size), f'{size / memory.peak:.1%}'))
+    below += size
+  if plan.fits:
+    rows.append(('left', _bar(memory.peak, memory.room, whole, '.'), format_bytes(memory.room), ''))
+  elif memory.room < 0:
+    rows.append(('too much', _bar(memory.capacity, -memory.room, whole, '!'), format_bytes(-memory.room), ''))
+  text = format_table(rows, right=(2, 3))
+  live = memory.live[:_MOST_ROWS]
+  if not live or plan.mode == 'analytic':
+    return text
+  at_peak = [('live at the peak', 'layer', 'phase', 'bytes', 'largest')]
+  at_peak += [(e.kind, e.layer or '-', e.phase, format_bytes(e.bytes), e.largest) for e in live]
+  return f'{text}\n\n{format_table(at_peak, right=(3,), cut=1)}'
+
+
+def _time_table(plan: Plan) -> str:
+  cost, below = plan.cost, 0.0
+  rows = [('time of a step', ''.ljust(_BAR), 'seconds', 'share')]
+  for name, seconds in cost.seconds_by_limit(plan.topology.target).items():
+    if seconds > 0:
+      rows.append((name, _bar(below, seconds, cost.seconds), format_seconds(seconds), f'{seconds / cost.seconds:.1%}'))
+      below += seconds
+  layers: dict[str, list[float]] = {}
+  for op in cost.operations:
+    entry = layers.setdefault(op.layer, [0.0, 0.0, 0.0])
+    entry[0] += op.count * op.seconds
+    entry[1] += op.count * op.flops
+  for c in cost.collectives:
+    layers.setdefault(c.layer, [0.0, 0.0, 0.0])[2] += c.count * c.exposed
+  ordered = sorted(layers.items(), key=lambda item: -item[1][0] - item[1][2])[:_MOST_ROWS]
+  longest = max((seconds + exposed for _, (seconds, _, exposed) in ordered), default=1.0)
+  by_layer = [('layer', f'{"=" * 3} operations, {"~" * 3} waits', 'FLOPs', 'operations', 'waits')]
+  for name, (seconds, flops, exposed) in ordered:
+    bar = _bar(0, seconds, longest, '=', 24) + _bar(seconds, exposed, longest, '~', 24).lstrip()
+    by_layer.append((name or '(no layer)', bar, f'{flops:.3g}', format_seconds(seconds), format_seconds(exposed)))
+  return f'{format_table(rows, right=(2, 3))}\n\n{format_table(by_layer, right=(2, 3, 4), cut=0)}'
+
+
+def _bar(below: float, size: float, whole: float, letter: str = '#', width: int = _BAR) -> str:
+  """Returns a bar from `below` to `below + size` of `whole`; at least one letter if size > 0."""
+  start, end = (round(width * value / whole) for value in (below, below + size))
+  return ' ' * min(start, width - 1) + letter * max(end - start, size > 0)
+
+
+def _collectives_table(plan: Plan) -> str:
+  groups: dict[tuple[str, ...], list[Communication]] = {}
+  every = {axis for axis, size in plan.mesh.items() if size > 1}
+  for c in plan.cost.collectives:
+    over = 'all axes' if len(c.axes) > 1 and every == {*c.axes} else '+'.join(c.axes) or '-'
+    groups.setdefault((c.kind, over, c.layer or '-', c.phase), []).append(c)
+
+  def total(found: Sequence[Communication], what: str) -> float:
+    return sum(c.count * getattr(c, what) for c in found)
+
+  ordered = sorted(groups.items(), key=lambda item: -total(item[1], 'seconds'))
+  rows: list[tuple[str, ...]] = [('collective', 'over', 'layer', 'phase', 'sent', 'seconds', 'exposed')]
+  for key, found in ordered[:_MOST_ROWS]:
+    fast, network = total(found, 'fast_bytes'), total(found, 'network_bytes')
+    times = [format_seconds(total(found, what)) for what in ('seconds', 'exposed')]
+    rows.append((*key, f'{format_bytes(fast + network)}{"*" if network else " "}', *times))
+  lines = [format_table(rows, right=(4, 5, 6), cut=2)]
+  if len(ordered) > _MOST_ROWS:
+    rest = [c for _, found in ordered[_MOST_ROWS:] for c in found]
+    lines.append(f'and {len(ordered) - _MOST_ROWS} more, {format_seconds(total(rest, "seconds"))}')
+  sent = [format_bytes(total(plan.cost.collectives, f'{kind}_bytes')) for kind in ('fast', 'network')]
+  lines.append(f'each device sends {sent[0]} over fast links and {sent[1]} over the network (*)')
+  return '\n'.join(lines)
+
+
+def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int | None = None) -> str:
+  """Returns rows of cells as a table, the first row as its head; columns in `right` are aligned to the right.
+
+  If a line would be too long for a terminal, the cells of column `cut` are shortened at their beginning.
+  """
+  if cut is not None:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    others = sum(widths) - widths[cut] + 2 * (len(widths) - 1)
+    most = max(_WIDTH - others, _NARROWEST)
+    rows = [[_ending(cell, most) if i == cut else cell for i, cell in enumerate(row)] for row in rows]
+  lines = align_columns(rows, right)
+  return '\n'.join([lines[0], '-' * max(map(len, lines)), *lines[1:]])
+
+
+def _wrap(line: str, indent: int) -> str:
+  return '\n'.join(textwrap.wrap(line, _WIDTH, subsequent_indent=' ' * indent, break_on_hyphens=False))
+
+
+def _ending(text: str, width: int) -> str:
+  return text if len(text) <= width else f'..{text[len(text) - width + 2 :]}'

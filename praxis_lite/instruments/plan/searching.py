@@ -1,0 +1,287 @@
+"""search: finds the best mesh, rematerialisation and microbatches for an experiment on some chips.
+
+    estimates       start at the experiment's own setting and always continue with the neighbours of the best one so
+                    far; each reads a lowered program and takes a second or two
+    verification    compiles the experiment's own setting first. The difference between its compiled program and its
+                    estimate corrects the other estimates. Then the best settings are compiled, one after the other
+
+A setting is better if a token takes less time; a setting that does not fit is worse than all that fit. The search keeps
+the experiment's batch size unless other sizes are given, because they change what the experiment learns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.instruments.explain.explanation import format_mesh
+from praxis_lite.instruments.explain.report import Explained
+from praxis_lite.instruments.plan.compilers import missing_compiler
+from praxis_lite.instruments.plan.fitting import made_to_fit
+from praxis_lite.instruments.plan.knobs import Configured, Setting, knobs_of, neighbours, overrides_of
+from praxis_lite.instruments.plan.planning import Plan, doubts, plan
+from praxis_lite.instruments.plan.report import format_table
+from praxis_lite.instruments.plan.topology import Topology, parse_topology
+
+# A function that returns `plan`'s argument `elsewhere` for some overrides.
+Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
+
+# The search ends when all neighbours of this many of the best settings were estimated.
+_MOST_PROMISING = 5
+# The share of the time for estimates, and the number of estimates that are made even if they take longer.
+_FOR_ESTIMATES = 0.4
+_LEAST_ESTIMATES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+  """A setting and its cost.
+
+  Attributes:
+    overrides: the overrides that apply it; empty for the experiment's own setting, unless its mesh had to be fitted.
+    estimate: its plan, from its lowered program.
+    verified: its plan, from its compiled program; None if it was not compiled.
+    seconds, peak: seconds of a step and peak bytes on each device, compiled or from the corrected estimate.
+    is_own: whether it is the experiment's own setting, with a fitted mesh.
+    failure: why the compiler failed, other than for lack of memory; '' if it did not fail or did not run.
+  """
+
+  overrides: tuple[str, ...]
+  estimate: Plan
+  verified: Plan | None
+  seconds: float
+  peak: float
+  is_own: bool
+  failure: str = ''
+
+  @property
+  def plan(self) -> Plan:
+    return self.verified or self.estimate
+
+  @property
+  def fits(self) -> bool:
+    return self.verified.fits if self.verified else self.peak <= self.estimate.memory.capacity
+
+  @property
+  def seconds_for_work(self) -> float:
+    """Seconds of a step for each FLOP of the model, which compares batches of different sizes."""
+    return self.seconds / self.estimate.work.flops
+
+  @property
+  def order(self) -> tuple[bool, bool, float]:
+    """The sort key: settings that fit come first, then verified ones, then those that take less time."""
+    return (not self.fits, self.verified is None, self.seconds_for_work if self.fits else self.peak)
+
+
+def search(
+  task: Explained,
+  inputs: Mapping[str, object] | None,
+  topology: str | Topology,
+  *,
+  verify: int = 6,
+  estimates: int = 200,
+  seconds: float = 480.0,
+  batch_sizes: Sequence[int] = (),
+  cache: Path | None = None,
+  elsewhere: Elsewhere | None = None,
+  report: Callable[[str], object] = lambda stage: None,
+) -> list[Ranked]:
+  """Returns settings of an experiment on a topology, the best first.
+
+  Args:
+    task: a config of a task, an experiment class, or the result of `configure` for one.
+    inputs, topology, cache, report: see `plan`.
+    verify: number of settings to compile, including the experiment's own; 0 compiles nothing.
+    estimates: largest number of settings to estimate.
+    seconds: approximate time limit; the experiment's own setting and one other are compiled even if that takes longer.
+    batch_sizes: more sizes of a global batch to try, in rows.
+    elsewhere: makes another process compile; see `Elsewhere`. None compiles in this process.
+
+  Raises:
+    ConfigError: `task` is not a config, or the topology does not exist.
+    UserError: the experiment itself cannot be planned.
+  """
+  topology = parse_topology(topology) if isinstance(topology, str) else topology
+  config = Configured.of(task, inputs)
+  fitted, _ = made_to_fit(config.task, topology)
+  found = _Search(config.with_overrides(fitted), fitted, topology, batch_sizes, cache, elsewhere, report)
+  return found.run(verify, estimates, seconds)
+
+
+class _Search:
+  def __init__(
+    self,
+    config: Configured,
+    fitted: Sequence[str],
+    topology: Topology,
+    batch_sizes: Sequence[int],
+    cache: Path | None,
+    elsewhere: Elsewhere | None,
+    report: Callable[[str], object],
+  ):
+    self._config, self._fitted, self._topology = config, list(fitted), topology
+    self._cache, self._elsewhere, self._report = cache, elsewhere, report
+    self._knobs = knobs_of(config, batch_sizes)
+    self._own: Setting = tuple(knob.own for knob in self._knobs)
+    self._estimates: dict[Setting, Plan | None] = {}
+    self._verified: dict[Setting, Plan] = {}
+    self._failed: dict[Setting, str] = {}
+    self._correction = Correction()
+
+  def run(self, verify: int, estimates: int, seconds: float) -> list[Ranked]:
+    start = time.monotonic()
+    own = self._estimate(self._own, must=True)
+    assert own is not None
+    longest = 0.0
+    if missing_compiler(self._topology):
+      verify = 0
+    if verify:
+      longest = self._verify(self._own)
+    self._explore(estimates, start + _FOR_ESTIMATES * seconds)
+    while len(self._verified) + len(self._failed) < verify:
+      left = [(s, ranked) for s, ranked in self._rank() if s not in self._verified and s not in self._failed]
+      in_time = time.monotonic() + longest < start + seconds or len(self._verified) < 2
+      if not left or not in_time:
+        break
+      longest = max(longest, self._verify(left[0][0]))
+    return [ranked for _, ranked in self._rank()]
+
+  def _explore(self, most: int, end: float) -> None:
+    """Estimates the neighbours of the most promising settings until all of them are estimated or a limit is reached."""
+    expanded: set[Setting] = set()
+
+    def may_go_on() -> bool:
+      count = len(self._estimates)
+      return count < most and (count < _LEAST_ESTIMATES or time.monotonic() < end)
+
+    while may_go_on():
+      promising = [setting for setting, _ in self._rank(by_estimate=True)[:_MOST_PROMISING]]
+      unexpanded = [setting for setting in promising if setting not in expanded]
+      if not unexpanded:
+        break
+      expanded.add(unexpanded[0])
+      for setting in neighbours(self._knobs, unexpanded[0]):
+        if setting not in self._estimates and may_go_on():
+          self._estimate(setting)
+
+  def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
+    """Returns an estimate of a setting. If the setting is invalid, returns None, or raises the error if `must`."""
+    self._report(f'estimating, {len(self._estimates) + 1} settings')
+    try:
+      config = self._config.with_overrides(overrides_of(self._knobs, setting))
+      found: Plan | None = plan(config.explained, config.inputs, self._topology, compile=False)
+    except (UserError, ValueError, TypeError):
+      if must:
+        raise
+      found = None
+    self._estimates[setting] = found
+    return found
+
+  def _verify(self, setting: Setting) -> float:
+    """Compiles a setting and returns the seconds that this took."""
+    start, overrides = time.monotonic(), overrides_of(self._knobs, setting)
+    config = self._config.with_overrides(overrides)
+    number = len(self._verified) + len(self._failed) + 1
+    elsewhere = None if self._elsewhere is None else self._elsewhere([*self._fitted, *overrides])
+    found = plan(
+      *(config.explained, config.inputs, self._topology),
+      cache=self._cache,
+      elsewhere=elsewhere,
+      report=lambda stage: self._report(f'{stage} the setting number {number}'),
+    )
+    estimate = self._estimates[setting]
+    if found.mode == 'compiled' or found.is_refused:
+      self._verified[setting] = found
+      if estimate is not None:
+        self._correction.add(estimate, found, setting)
+    else:
+      self._failed[setting] = found.notes[0]
+    return time.monotonic() - start
+
+  def _rank(self, by_estimate: bool = False) -> list[tuple[Setting, Ranked]]:
+    """Returns all settings, the best first; `by_estimate` does not put compiled settings before the others."""
+    found = []
+    for setting, estimate in self._estimates.items():
+      if estimate is None:
+        continue
+      verified = self._verified.get(setting)
+      seconds, peak = self._correction(estimate, setting)
+      if verified is not None:
+        seconds, peak = verified.step_seconds, float(verified.memory.peak)
+      overrides = (*self._fitted, *overrides_of(self._knobs, setting))
+      found.append(
+        (
+          setting,
+          Ranked(overrides, estimate, verified, seconds, peak, setting == self._own, self._failed.get(setting, '')),
+        )
+      )
+    if by_estimate:
+      return sorted(found, key=lambda pair: (not pair[1].fits, pair[1].order[2]))
+    return sorted(found, key=lambda pair: pair[1].order)
+
+
+class Correction:
+  """Corrects estimates by factors between compiled programs and their estimates: operations, collectives, temporaries.
+
+  For a setting, it takes the factors from the compiled settings that differ from it in the fewest knobs.
+  """
+
+  def __init__(self) -> None:
+    self._pairs: list[tuple[Setting, Plan, Plan]] = []
+
+  def add(self, estimate: Plan, compiled: Plan, setting: Setting = ()) -> None:
+    self._pairs.append((setting, estimate, compiled))
+
+  def __call__(self, estimate: Plan, setting: Setting = ()) -> tuple[float, float]:
+    """Returns the corrected seconds of a step and the corrected peak bytes on each device."""
+    differences = [sum(a != b for a, b in zip(other, setting)) for other, _, _ in self._pairs]
+    near = [pair[1:] for pair, count in zip(self._pairs, differences) if count == min(differences)]
+    exposed = estimate.cost.exposed_seconds
+    seconds = _factor(near, lambda p: p.cost.exposed_seconds) * exposed
+    seconds += _factor(near, lambda p: p.cost.seconds - p.cost.exposed_seconds) * (estimate.cost.seconds - exposed)
+    temporaries = _factor(near, lambda p: p.memory.temporaries)
+    return seconds, estimate.memory.peak + (temporaries - 1) * estimate.memory.temporaries
+
+
+def _factor(pairs: Sequence[tuple[Plan, Plan]], what: Callable[[Plan], float]) -> float:
+  """Returns the geometric mean of the ratios between compiled programs and their estimates."""
+  ratios = [what(compiled) / what(estimate) for estimate, compiled in pairs if what(estimate) > 0 < what(compiled)]
+  return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
+
+
+def format_search(found: Sequence[Ranked], most: int = 12) -> str:
+  """Returns a table of settings, the best first: all compiled settings, and the best of the others."""
+  shown = [ranked for ranked in found if ranked.verified or ranked.failure or ranked.is_own]
+  shown = sorted([*shown, *[r for r in found if r not in shown][: max(most - len(shown), 2)]], key=lambda r: r.order)
+  own = next(ranked for ranked in found if ranked.is_own)
+  rows = [('', 'memory', 'step', 'MFU', 'tokens/s', 'time', 'mesh, and what else differs')]
+  for ranked in shown:
+    plan, share = ranked.plan, ranked.seconds_for_work / own.seconds_for_work
+    scale = plan.step_seconds / ranked.seconds
+    tokens = '-' if plan.tokens_per_second is None else f'{plan.tokens_per_second * scale:,.0f}'
+    mark = 'compiled' if ranked.verified else 'compiler failed' if ranked.failure else 'estimated'
+    changes = [line for line in ranked.overrides if 'mesh_shape' not in line and 'mesh_axis_names' not in line]
+    what = ', '.join([format_mesh(plan.mesh), *(line.rpartition('.')[2] for line in changes)])
+    what += ' (its own)' if ranked.is_own else ''
+    refused = ranked.verified is not None and ranked.verified.is_refused
+    memory = 'refused' if refused else format_bytes(int(ranked.peak))
+    time = f'{share:.0%}' if ranked.fits else 'does not fit'
+    rows.append((mark, memory, format_seconds(ranked.seconds), f'{plan.mfu * scale:.1%}', tokens, time, what))
+  best = found[0]
+  lines = [format_table(rows, right=(1, 2, 3, 4, 5)), '']
+  if not best.fits:
+    lines.append('no setting that was found fits')
+  elif best.is_own:
+    lines.append(f'best: the setting of the experiment, of {len(found):,} that were looked at')
+  else:
+    gain = f'{1 - best.seconds_for_work / own.seconds_for_work:.0%} less time than its own setting'
+    gain = gain if own.fits else 'its own setting does not fit'
+    lines.append(f'best of {len(found):,} settings that were looked at: {gain}. To use it:')
+    lines += [f"  --set '{line}'" for line in best.overrides]
+  lines += [f'note: {doubt}' for doubt in doubts(best.plan.cost)]
+  return '\n'.join(lines)

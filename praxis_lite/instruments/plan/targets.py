@@ -1,0 +1,153 @@
+"""The accelerators that a step can be planned for: their published figures, and the shares that programs reach.
+
+The shares are assumptions unless they were measured. `praxis-lite plan --calibrate` measures them on local devices; see
+`calibration.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from praxis_lite.common.accelerators import ACCELERATORS, Accelerator, accelerator_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Efficiency:
+  """Shares of the published figures that programs reach.
+
+  Attributes:
+    compute: share of the peak in matrix products.
+    attention: share of the peak in a fused kernel for attention.
+    memory, links, network: shares of the bandwidth of memory, of fast links, and of links between hosts.
+    seconds_per_operation: minimal time of an operation.
+    seconds_per_hop: minimal time of a message, between neighbours and between hosts.
+    calibrated: where the shares were measured, and which are still assumed; '' if all are assumed.
+  """
+
+  compute: float
+  attention: float
+  memory: float
+  links: float
+  network: float
+  seconds_per_operation: float
+  seconds_per_hop: float
+  calibrated: str = ''
+
+
+# The best matrix products reach 86 % on A100, 80 % on H100 and H200, 78 % on B200 (Machine Learning Engineering Open
+# Book, "Maximum Achievable Matmul FLOPS"). We assume 0.9 of that for the products of a step, because their shapes are
+# not the best ones and they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s;
+# links of 8 H100 reach 370 of 450 GB/s (How to Scale Your Model, chapters 2 and 12). The other shares are assumptions.
+_TPU = Efficiency(0.9, 0.9, 0.85, 0.9, 0.8, 0.5e-6, 1e-6)
+_GPU = Efficiency(0.70, 0.5, 0.85, 0.8, 0.8, 3e-6, 4e-6)
+_CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)
+_COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'h100': 0.72, 'h200': 0.72, 'b200': 0.70, 'gb200': 0.70}
+
+
+def _assume_efficiency(accelerator: Accelerator) -> Efficiency:
+  if accelerator.kind == 'gpu':
+    return dataclasses.replace(_GPU, compute=_COMPUTE.get(accelerator.name, _GPU.compute))
+  return _TPU if accelerator.kind == 'tpu' else _CPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuda:
+  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs beside the published figures."""
+
+  capability: tuple[int, int]
+  cores: int  # Streaming multiprocessors.
+  clock_ghz: float
+  l2_bytes: int
+  name: str
+
+
+_CUDA = {
+  'a100-40': Cuda((8, 0), 108, 1.41, 40 << 20, 'NVIDIA A100-SXM4-40GB'),
+  'a100': Cuda((8, 0), 108, 1.41, 40 << 20, 'NVIDIA A100-SXM4-80GB'),
+  'h100': Cuda((9, 0), 132, 1.98, 50 << 20, 'NVIDIA H100 80GB HBM3'),
+  'h200': Cuda((9, 0), 132, 1.98, 50 << 20, 'NVIDIA H200'),
+  'b200': Cuda((10, 0), 148, 1.965, 132644864, 'NVIDIA B200'),
+  'gb200': Cuda((10, 0), 152, 2.062, 135528448, 'NVIDIA GB200'),
+  'l4': Cuda((8, 9), 58, 2.04, 48 << 20, 'NVIDIA L4'),
+  'l40s': Cuda((8, 9), 142, 2.52, 96 << 20, 'NVIDIA L40S'),
+  'rtx3090': Cuda((8, 6), 82, 1.695, 6 << 20, 'NVIDIA GeForce RTX 3090'),
+  'rtx4090': Cuda((8, 9), 128, 2.52, 72 << 20, 'NVIDIA GeForce RTX 4090'),
+  'rtx5090': Cuda((12, 0), 170, 2.407, 96 << 20, 'NVIDIA GeForce RTX 5090'),
+  'rtx6000ada': Cuda((8, 9), 142, 2.505, 96 << 20, 'NVIDIA RTX 6000 Ada Generation'),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target(Accelerator):
+  """An accelerator that steps can be planned for.
+
+  Attributes:
+    efficiency: the shares of its figures that programs reach.
+    cuda: properties for the GPU compiler; None for other accelerators.
+  """
+
+  efficiency: Efficiency
+  cuda: Cuda | None = None
+
+
+def _target(accelerator: Accelerator) -> Target:
+  figures = {field.name: getattr(accelerator, field.name) for field in dataclasses.fields(Accelerator)}
+  return Target(**figures, efficiency=_assume_efficiency(accelerator), cuda=_CUDA.get(accelerator.name))
+
+
+TARGETS: Mapping[str, Target] = {name: _target(accelerator) for name, accelerator in ACCELERATORS.items()}
+
+
+def find_target(name: str) -> Target:
+  """Returns the target of this name; spellings such as 'TPU v5p' and 'RTX 4090' work, too.
+
+  Raises:
+    ConfigError: no target has this name; the message suggests the nearest name.
+  """
+  return TARGETS[accelerator_name(name)]
+
+
+# Shared memory, threads and float32 units of a streaming multiprocessor, by compute capability (CUDA C++ Programming
+# Guide, "Compute Capabilities"). A block may use all of the shared memory except 1 KiB.
+_MULTIPROCESSOR = {
+  (8, 0): (164 << 10, 2048, 64),
+  (8, 6): (100 << 10, 1536, 128),
+  (8, 9): (100 << 10, 1536, 128),
+  (9, 0): (228 << 10, 2048, 128),
+  (10, 0): (228 << 10, 2048, 128),
+  (12, 0): (100 << 10, 1536, 128),
+}
+
+
+def gpu_target_config(target: Target) -> str:
+  """Returns the properties of a GPU that XLA's compiler needs, as a GpuTargetConfigProto in text form."""
+  cuda = target.cuda
+  assert cuda is not None, target.name
+  shared, threads, units = _MULTIPROCESSOR[cuda.capability]
+  major, minor = cuda.capability
+  info = {
+    'threads_per_block_limit': 1024,
+    'threads_per_warp': 32,
+    'shared_memory_per_block': 48 << 10,
+    'shared_memory_per_core': shared,
+    'shared_memory_per_block_optin': shared - 1024,
+    'threads_per_core_limit': threads,
+    'core_count': cuda.cores,
+    'fpus_per_core': units,
+    'block_dim_limit_x': 2**31 - 1,
+    'block_dim_limit_y': 2**16 - 1,
+    'block_dim_limit_z': 2**16 - 1,
+    'registers_per_core_limit': 2**16,
+    'registers_per_block_limit': 2**16,
+    'memory_bandwidth': int(target.bandwidth),
+    'l2_cache_size': cuda.l2_bytes,
+    'clock_rate_ghz': cuda.clock_ghz,
+    'device_memory_size': int(target.memory),
+  }
+  fields = ' '.join(f'{name}: {value}' for name, value in info.items())
+  capability = f'cuda_compute_capability {{ major: {major} minor: {minor} }}'
+  return (
+    f'gpu_device_info {{ {fields} {capability} }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} '
+    f'device_description_str: "{cuda.name}"'
+  )

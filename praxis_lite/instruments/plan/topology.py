@@ -1,0 +1,167 @@
+"""The chips that a step is planned for: `v5p:8x16x16`, `v5e:16x16:2`, `h100:512x8`, `a100:8`, `cpu:64`.
+
+TPU     sizes of the torus of a slice; a third part is the number of slices
+GPU     hosts x GPUs in a host (in a rack for gb200), or the number of GPUs
+cpu     the number of simulated devices
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.instruments.plan.targets import Target, find_target
+
+_FORM = 'expected a form such as v5p:8x16x16, v5e:16x16:2 (two slices), h100:512x8 (hosts x GPUs of each) or cpu:64'
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """A number of chips of one kind, and their links.
+
+  Attributes:
+    target: the kind of chip.
+    shape: TPU: sizes of the torus of a slice. GPU: (domains of fast links, chips in a domain). cpu: (devices,).
+    slices: number of slices, connected by the network of the data center.
+  """
+
+  target: Target
+  shape: tuple[int, ...]
+  slices: int = 1
+
+  @property
+  def name(self) -> str:
+    """The name, in the form that `parse_topology` reads."""
+    return ':'.join(
+      [self.target.name, 'x'.join(map(str, self.shape)), *([str(self.slices)] if self.slices > 1 else [])]
+    )
+
+  @property
+  def num_chips(self) -> int:
+    return math.prod(self.shape) * self.slices
+
+  @property
+  def num_devices(self) -> int:
+    """The number of JAX devices."""
+    return self.num_chips * self.target.devices_per_chip
+
+  @functools.cached_property
+  def places(self) -> np.ndarray:
+    """The place of each device, [devices, 1 + torus dimensions]: its domain of fast links and its torus coordinates.
+
+    Devices are numbered as in JAX without a compiler: first along the first dimension of the torus.
+    """
+    if not self.target.torus:
+      per_domain = self.shape[-1] if self.target.kind == 'gpu' else self.num_devices
+      return (np.arange(self.num_devices) // per_domain)[:, None]
+    one = np.indices(self.shape[::-1]).reshape(len(self.shape), -1).T[:, ::-1]
+    one = np.repeat(one, self.target.devices_per_chip, axis=0)
+    domains = np.repeat(np.arange(self.slices), len(one))
+    return np.column_stack([domains, np.tile(one, (self.slices, 1))])
+
+  def wraps(self, dim: int) -> bool:
+    """Whether a dimension of the torus is a ring."""
+    return self.shape[dim] % self.target.wraps_at == 0
+
+
+def parse_topology(text: str) -> Topology:
+  """Returns the topology of this name.
+
+  Raises:
+    ConfigError: the accelerator is not known or its chips have no such arrangement; the message says what is valid.
+  """
+  name, _, rest = text.partition(':')
+  target = find_target(name.strip())
+  parts = rest.strip().lower().split(':')
+  if not rest or len(parts) > 2 or not all(re.fullmatch(r'[1-9]\d{0,8}(x[1-9]\d{0,8})*', part) for part in parts):
+    raise ConfigError(f'topology {text!r}: {_FORM}')
+  shape, slices = _sizes(parts[0]), int(parts[1]) if len(parts) > 1 and parts[1].isdecimal() else 1
+  if len(parts) > 1 and (target.kind != 'tpu' or not parts[1].isdecimal()):
+    raise ConfigError(f'topology {text!r}: a part after the sizes is a number of TPU slices, as in v5e:16x16:2')
+  return Topology(target, _ARRANGED[target.kind](text, target, shape), slices)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+  return tuple(int(n) for n in text.split('x'))
+
+
+def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
+  if len(shape) != target.torus:
+    fit = _nearest_torus(target, math.prod(shape))
+    raise ConfigError(
+      f'topology {text!r}: {target.name} is a torus of {target.torus} dimensions, not {len(shape)}. '
+      f'Did you mean {target.name}:{"x".join(map(str, fit))}?'
+    )
+  if any(a > b for a, b in zip(sorted(shape), sorted(target.largest))):
+    largest = 'x'.join(map(str, target.largest))
+    raise ConfigError(
+      f'topology {text!r}: the largest slice of {target.name} is {largest}, {math.prod(target.largest):,} chips; '
+      f'several slices are written {target.name}:{largest}:2'
+    )
+  return shape
+
+
+def _nearest_torus(target: Target, chips: int) -> tuple[int, ...]:
+  """Returns the sizes of a torus of about `chips` chips, as near to a cube as powers of two allow."""
+  sizes, left = [1] * target.torus, max(round(math.log2(chips)), 0)
+  for i in range(left):
+    sizes[-1 - i % target.torus] *= 2
+  return tuple(min(a, b) for a, b in zip(sizes, sorted(target.largest)))
+
+
+def _hosts(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
+  if len(shape) > 2:
+    raise ConfigError(f'topology {text!r}: GPUs are hosts x GPUs of each, as in {target.name}:4x{target.domain}')
+  if len(shape) == 1:
+    (count,) = shape
+    if count > target.domain and count % target.domain:
+      below = count // target.domain
+      raise ConfigError(
+        f'topology {text!r}: {count} GPUs are no whole number of hosts of {target.domain}. Did you mean '
+        f'{target.name}:{below}x{target.domain} or {target.name}:{below + 1}x{target.domain}?'
+      )
+    shape = (max(count // target.domain, 1), min(count, target.domain))
+  if shape[1] > target.domain:
+    hosts = math.ceil(math.prod(shape) / target.domain)
+    raise ConfigError(
+      f'topology {text!r}: fast links connect {target.domain} {target.name} GPUs at most, not {shape[1]}. Did you mean '
+      f'{target.name}:{hosts}x{target.domain}?'
+    )
+  return shape
+
+
+def _count(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
+  return (math.prod(shape),)
+
+
+_ARRANGED = {'tpu': _torus, 'gpu': _hosts, 'cpu': _count}
+
+
+def check_mesh(sizes: Mapping[str, int], topology: Topology, names: Sequence[str] = ()) -> None:
+  """Raises ShardingError if a mesh has more or fewer devices than a topology; the message says which mesh would fit."""
+  devices = math.prod(sizes.values())
+  if devices == topology.num_devices:
+    return
+  ways = [f"--set 'task.ici_mesh_shape={tuple(fit.values())}'" for fit in fitting_meshes(sizes, topology.num_devices)]
+  mesh = ' x '.join(f'{name} {size}' for name, size in sizes.items())
+  remedy = f'use {" or ".join(ways)}' if ways else 'no axis can be made larger or smaller so that it fits'
+  raise ShardingError(
+    f'task.ici_mesh_shape: the mesh {mesh} has {devices:,} devices, and the topology {topology.name} has '
+    f'{topology.num_devices:,}; {remedy}, or another topology'
+  )
+
+
+def fitting_meshes(sizes: Mapping[str, int], devices: int) -> list[dict[str, int]]:
+  """Returns up to two meshes of `devices` devices that change one axis of a mesh; the largest axis comes first."""
+  fits = []
+  for axis in sorted(sizes, key=lambda name: -sizes[name]):
+    others = math.prod(size for name, size in sizes.items() if name != axis)
+    if devices % others == 0:
+      fits.append(dict(sizes) | {axis: devices // others})
+  return fits[:2]

@@ -1,0 +1,313 @@
+"""What changes of an experiment would save, and which changes make a step fit, without compiling each of them.
+
+    state           moments in other dtypes, moving averages, offloading: exact
+    batch, length   the largest that fits: memory is nearly linear in them; estimated, then compiled at most twice
+    ways out        the nearest settings that fit, if the step does not; estimated from their lowered programs
+    less waiting    the neighbouring mesh that takes least time, if communication is exposed
+
+The difference between the compiled program of the plan and its estimate corrects the other estimates. If the compiler
+refuses the step, the memory that it reports corrects them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import format_bytes
+from praxis_lite.instruments.explain.report import task_and_inputs
+from praxis_lite.instruments.plan.knobs import Configured, batch_path, knobs_of
+from praxis_lite.instruments.plan.memory import state_bytes
+from praxis_lite.instruments.plan.planning import Plan, plan
+from praxis_lite.instruments.plan.report import format_table
+from praxis_lite.instruments.plan.searching import Correction, Elsewhere
+from praxis_lite.layers.positions import LearnedPositions
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training.learning.moments import MOMENTS
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+# If less than this share of a step is exposed communication, no other mesh is proposed.
+_WORTH_CHANGING = 0.1
+_MOST_WAYS = 3
+_MOST_COMBINED = 2
+# Extrapolation from small sizes is uncertain. These limit the factor to the next size, and the number of sizes.
+_MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
+_MOST_SIZES = 6
+_MOST_COMPILES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+  """A change of an experiment, and its effect on each device.
+
+  Attributes:
+    what: the change in words.
+    overrides: the overrides that make it.
+    peak: peak bytes of memory after the change.
+    time: time for the same work after the change, as a share of the time before; None if it is not known.
+    how: 'exact', 'estimated' or 'compiled'.
+  """
+
+  what: str
+  overrides: tuple[str, ...]
+  peak: float
+  time: float | None
+  how: str
+
+
+class WhatIf:
+  """Finds changes of one plan.
+
+  Args:
+    config: the config of the planned experiment.
+    planned: its plan.
+    cache, elsewhere: see `search`.
+    report: called with the name of each stage as it begins.
+  """
+
+  def __init__(
+    self,
+    config: Configured,
+    planned: Plan,
+    *,
+    cache: Path | None = None,
+    elsewhere: Elsewhere | None = None,
+    report: Callable[[str], object] = lambda stage: None,
+  ):
+    self._config, self._planned, self._topology = config, planned, planned.topology
+    self._cache, self._elsewhere, self._report = cache, elsewhere, report
+
+  @property
+  def _is_of_a_compiler(self) -> bool:
+    return self._planned.mode == 'compiled' or self._planned.is_refused
+
+  @functools.cached_property
+  def _own(self) -> Plan:
+    return self._analytic(()) if self._is_of_a_compiler else self._planned
+
+  @functools.cached_property
+  def _correction(self) -> Correction:
+    correction = Correction()
+    if self._is_of_a_compiler:
+      correction.add(self._own, self._planned)
+    return correction
+
+  def _analytic(self, overrides: Sequence[str]) -> Plan:
+    config = self._config.with_overrides(overrides)
+    return plan(config.explained, config.inputs, self._topology, compile=False)
+
+  def _estimated(self, what: str, overrides: Sequence[str]) -> Change | None:
+    """Returns the estimated change; None if the experiment cannot be changed in this way."""
+    self._report(f'estimating: {what}')
+    try:
+      found = self._analytic(overrides)
+    except (UserError, ValueError, TypeError):
+      return None
+    seconds, peak = self._correction(found)
+    share = seconds / self._correction(self._own)[0] * self._own.work.flops / found.work.flops
+    return Change(what, tuple(overrides), peak, share, 'estimated')
+
+  # ---------------------------------------------------------------- state
+
+  def state_changes(self) -> list[Change]:
+    """Returns the exact effects of other moments, moving averages and offloading on the state."""
+    found = []
+    before = self._planned.memory.state.total
+    for what, override in self._state_changes():
+      try:
+        after = state_bytes(self._partition([override])).total
+      except UserError:  # The optimizer or the mesh does not support it.
+        continue
+      if after != before:
+        found.append(Change(what, (override,), self._planned.memory.peak + after - before, None, 'exact'))
+    return found
+
+  def _partition(self, overrides: Sequence[str]) -> PartitionedTask:
+    config = self._config.with_overrides(overrides)
+    task, struct = task_and_inputs(config.explained, config.inputs)
+    return PartitionedTask(task, dict(struct or {}), mesh=abstract_mesh(task.mesh_sizes()))
+
+  def _state_changes(self) -> Iterator[tuple[str, str]]:
+    train = self._config.task.train
+    for dtype in MOMENTS:
+      if dtype != train.learner.moments:
+        yield f'moments in {dtype}', f'task.train.learner.moments={dtype}'
+    if train.learner.ema_decay:
+      yield 'without moving averages', 'task.train.learner.ema_decay=0.0'
+    else:
+      yield 'with moving averages', 'task.train.learner.ema_decay=0.9999'
+    if not train.offload_optimizer_state:
+      yield 'slots in the memory of the host', 'task.train.offload_optimizer_state=True'
+
+  # ---------------------------------------------------------------- batch and length
+
+  def largest_batch(self) -> Change | None:
+    """Returns the largest batch that fits; None if no dataset's field sets the batch."""
+    where = batch_path(self._config)
+    if where is None:
+      return None
+    path, rows = where
+    # A batch is padded to a multiple of this number of rows.
+    step = self._partition(()).row_parts * self._config.task.train.learner.num_microbatches
+    return self._largest('batch_size', rows, step, lambda size: [f'{path}={size}'])
+
+  def largest_length(self) -> Change | None:
+    """Returns the largest sequence length that fits; None if no dataset's field sets it."""
+    datasets = self._config.roots.get('datasets', ())
+    training = next((i for i, dataset in enumerate(datasets) if getattr(dataset, 'is_training', False)), None)
+    length = None if training is None else getattr(datasets[training], 'seq_len', None)
+    if not isinstance(length, int) or self._config.inputs is not None:
+      return None
+    model = self._config.task.instantiate().model
+    tables = [layer.path_name for layer in model.descendants() if isinstance(layer, LearnedPositions)]
+    paths = [f'datasets[{training}].seq_len', *(f'task.model.{name}.max_len' for name in tables)]
+    return self._largest('seq_len', length, 128, lambda size: [f'{path}={size}' for path in paths])
+
+  def _largest(self, what: str, size: int, step: int, overrides: Callable[[int], list[str]]) -> Change | None:
+    """Extrapolates memory linearly to find the largest size that fits; then compiles that size, at most twice."""
+    capacity = self._planned.memory.capacity
+    sizes = {size: self._correction(self._own)[1]}
+    best: Change | None = None
+    guess = 2 * size
+    for _ in range(_MOST_SIZES):
+      found = self._estimated(f'{what} {guess:,}', overrides(guess))
+      if found is None:
+        break
+      sizes[guess] = found.peak
+      if found.peak <= capacity and (best is None or guess > _size(best)):
+        best = found
+      guess = min(_interpolate(sizes, capacity), _MOST_GROWTH[what] * max(sizes)) // step * step
+      if guess in sizes or guess < step:
+        break
+    else:
+      if best is not None and guess > _size(best):
+        best = dataclasses.replace(best, what=f'{best.what} or more')
+    if best is None or self._planned.mode != 'compiled':
+      return best
+    return self._compiled_largest(best, what, size, step, overrides)
+
+  def _compiled_largest(
+    self, best: Change, what: str, size: int, step: int, overrides: Callable[[int], list[str]]
+  ) -> Change:
+    capacity, sizes = self._planned.memory.capacity, {size: float(self._planned.memory.peak)}
+    guess, name, failure = _size(best), best.what, 'which the compiler did not confirm'
+    for _ in range(_MOST_COMPILES):
+      config = self._config.with_overrides(overrides(guess))
+      self._report(f'compiling: {what} {guess:,}')
+      elsewhere = None if self._elsewhere is None else self._elsewhere(overrides(guess))
+      found = plan(config.explained, config.inputs, self._topology, cache=self._cache, elsewhere=elsewhere)
+      if found.mode == 'compiled':
+        sizes[guess] = found.memory.peak
+        if found.fits:
+          share = found.step_seconds / self._planned.step_seconds * self._planned.work.flops / found.work.flops
+          name = name if guess == _size(best) else f'{what} {guess:,}'
+          return Change(name, tuple(overrides(guess)), found.memory.peak, share, 'compiled')
+      elif not found.is_refused:
+        failure = f'not compiled: {found.notes[0]}'
+        break
+      guess = min(_interpolate(sizes, capacity) if len(sizes) > 1 else int(0.8 * guess), guess - step) // step * step
+      if guess <= size:
+        break
+    return dataclasses.replace(best, what=f'{best.what}, {failure}')
+
+  # ---------------------------------------------------------------- ways out
+
+  def ways_out(self) -> list[Change]:
+    """Returns at most three settings that fit, by one change or two; the fastest comes first.
+
+    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries as many microbatches, or as
+    few rows, as the temporaries require; these two also together with the other changes that save most memory.
+    """
+    capacity = self._planned.memory.capacity
+    alone: list[Change] = []
+    for overrides in self._single_changes():
+      alone += self._drop_none(self._estimated(_describe(overrides), overrides))
+    fitting = [change for change in alone if change.peak <= capacity]
+    for saving in [(), *(c.overrides for c in sorted(alone, key=lambda c: c.peak)[:_MOST_COMBINED])]:
+      if len(fitting) < _MOST_WAYS or not saving:
+        fitting += self._largest_parts(saving)
+    return sorted(fitting, key=lambda change: change.time or 0.0)[:_MOST_WAYS]
+
+  def _single_changes(self) -> Iterator[tuple[str, ...]]:
+    for knob in knobs_of(self._config):
+      if not knob.paths[0].endswith('microbatches'):
+        values = knob.near(knob.own)
+        yield from (tuple(knob.overrides(v)) for v in values if not knob.paths[0].endswith('remat') or v == 'full')
+    learner = self._config.task.train.learner
+    for dtype in MOMENTS[MOMENTS.index(learner.moments) + 1 :]:
+      yield (f'task.train.learner.moments={dtype}',)
+    if learner.ema_decay:
+      yield ('task.train.learner.ema_decay=0.0',)
+
+  def _largest_parts(self, others: tuple[str, ...]) -> list[Change]:
+    """Returns the least number of microbatches and the largest batch that fit together with other changes, if any."""
+    capacity, found = self._planned.memory.capacity, []
+    before = self._analytic(others) if others else self._own
+    room = capacity - before.memory.state.total
+    if room <= 0:
+      return []
+    temporaries = self._correction(before)[1] - before.memory.state.total
+    parts = 2 ** max(math.ceil(math.log2(temporaries / room)), 1)
+    microbatches = [knob for knob in knobs_of(self._config) if knob.paths[0].endswith('microbatches')]
+    ways = [[knob.overrides(knob.own * n) for n in (parts, 2 * parts)] for knob in microbatches]
+    if (where := batch_path(self._config)) and where[1] >= 2 * parts:
+      ways.append([[f'{where[0]}={where[1] // n}'] for n in (parts, 2 * parts)])
+    for way in ways:
+      for lines in way:
+        overrides = (*others, *lines)
+        fits = [c for c in self._drop_none(self._estimated(_describe(overrides), overrides)) if c.peak <= capacity]
+        if fits:
+          found += fits
+          break
+    return found
+
+  @staticmethod
+  def _drop_none(change: Change | None) -> list[Change]:
+    return [] if change is None else [change]
+
+  # ---------------------------------------------------------------- communication
+
+  def less_waiting(self) -> Change | None:
+    """Returns the neighbouring mesh that takes least time.
+
+    Returns None if little communication is exposed, or if no neighbouring mesh that fits saves more than 2 %.
+    """
+    planned = self._planned
+    if planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
+      return None
+    mesh = knobs_of(self._config)[0]
+    found = [self._estimated(f'mesh {shape}', mesh.overrides(shape)) for shape in mesh.near(mesh.own)]
+    fitting = [change for change in found if change is not None and change.peak <= planned.memory.capacity]
+    best = min(fitting, key=lambda change: change.time or 1.0, default=None)
+    return best if best is not None and (best.time or 1.0) < 0.98 else None
+
+
+def _describe(overrides: Sequence[str]) -> str:
+  return ', '.join(line.rpartition('.')[2] for line in overrides)
+
+
+def _size(change: Change) -> int:
+  return int(change.overrides[0].rpartition('=')[2])
+
+
+def _interpolate(sizes: dict[int, float], capacity: float) -> int:
+  """Returns the size that reaches the capacity, on the line through the two sizes whose memory is nearest to it."""
+  (a, at_a), (b, at_b) = sorted(sizes.items(), key=lambda pair: abs(pair[1] - capacity))[:2]
+  slope = (at_b - at_a) / (b - a)
+  return int(a + (capacity - at_a) / slope) if slope > 0 else max(a, b)
+
+
+def format_changes(changes: Sequence[Change], before: float, head: str) -> str:
+  """Returns a table of changes; `before` is the memory without changes, in bytes."""
+  rows = [(head, 'memory', 'saved', 'time', 'how', 'set')]
+  for change in changes:
+    saved = before - change.peak
+    time = '-' if change.time is None else f'{change.time:.0%}'
+    lines = ' '.join(f"--set '{line}'" for line in change.overrides)
+    sign = '-' if saved < 0 else ''
+    rows.append((change.what, format_bytes(change.peak), sign + format_bytes(abs(saved)), time, change.how, lines))
+  return format_table(rows, right=(1, 2, 3))

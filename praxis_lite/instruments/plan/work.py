@@ -1,0 +1,208 @@
+"""The work of one instruction of a compiled program: FLOPs of products, and bytes of main memory that it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention, value_in
+from praxis_lite.sharding.hlo import Array, Computation, Instruction, Program, arrays_of
+
+# ---------------------------------------------------------------- FLOPs
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """A matrix product, convolution or attention: its FLOPs, the dtype of its operands, and the name of its operation."""
+
+  flops: float
+  dtype: str
+  op_name: str
+  is_attention: bool = False  # Attention in a fused kernel.
+
+
+def products_of(instruction: Instruction, computation: Computation, program: Program) -> Iterable[Product]:
+  """Yields the products that an instruction computes, including those inside a fusion."""
+  if instruction.opcode == 'fusion':
+    for called in program.called_computations(instruction):
+      for inner in called.instructions:
+        yield from products_of(inner, called, program)
+  elif instruction.opcode in _FLOPS:
+    operands = [operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays]
+    flops = _FLOPS[instruction.opcode](instruction, operands)
+    if flops:
+      algorithm = re.search(r'algorithm=dot_(bf16|f16|f8\w*?)_', instruction.attributes)
+      dtype = algorithm[1] if algorithm else operands[0].dtype if operands else 'f32'
+      yield Product(flops, dtype, instruction.op_name, is_fused_attention(_target(instruction)))
+
+
+def _dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+  summed = math.prod(operands[0].dims[d] for d in instruction.integers('lhs_contracting_dims'))
+  return 2.0 * instruction.arrays[0].size * summed
+
+
+def _ragged_dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+  """Each row is multiplied by the weights of its group. If the summed dimension is ragged, each group sums its part."""
+  summed = instruction.integers('lhs_contracting_dims')
+  groups = operands[2].dims[-1] if set(instruction.integers('lhs_ragged_dims')) & set(summed) else 1
+  return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in summed) / groups
+
+
+def _convolution_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+  """Counts pairs of elements that are multiplied, without kernel positions over padding or between dilated elements."""
+  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
+  if labels is None or len(operands) < 2:
+    return 0.0
+  lhs, rhs, out = labels.groups()
+  (image, kernel), result = operands[:2], instruction.arrays[0]
+  window = dict(re.findall(r'(\w+)=([\dx_\-]+)', instruction.attribute('window')))
+  rank = len(lhs) - 2
+  per_dim = {name: window[name].split('x') if name in window else [None] * rank for name in _WINDOW}
+  met = 1
+  for dim in range(rank):
+    size, stride, pad, spread, apart = (per_dim[name][dim] for name in _WINDOW)
+    met *= _met(
+      image.dims[lhs.index(str(dim))],
+      result.dims[out.index(str(dim))],
+      int(size or 1),
+      int(stride or 1),
+      int((pad or '0_0').split('_')[0]),
+      int(spread or 1),
+      int(apart or 1),
+    )
+  batch_groups = int(instruction.attribute('batch_group_count') or 1)
+  features = kernel.dims[rhs.index('i')] * kernel.dims[rhs.index('o')]
+  return 2.0 * image.dims[lhs.index('b')] / batch_groups * features * met
+
+
+_WINDOW = ('size', 'stride', 'pad', 'lhs_dilate', 'rhs_dilate')
+
+
+@functools.cache
+def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, apart: int) -> int:
+  """Returns the number of pairs (output, kernel position) of one dimension that meet an element of the image."""
+  last = (image - 1) * spread
+  if spread == 1:  # `first` and `end` are the outputs between which each kernel position meets the image.
+    shift = pad - np.arange(kernel) * apart
+    first, end = -(-shift // stride), (last + shift) // stride
+    return int(np.maximum(np.minimum(end, out - 1) - np.maximum(first, 0) + 1, 0).sum())
+  at = np.arange(out) * stride - pad
+  ats = (at + k * apart for k in range(kernel))
+  return sum(int(((x >= 0) & (x <= last) & (x % spread == 0)).sum()) for x in ats)
+
+
+def _custom_call_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+  """Returns the FLOPs of cuBLAS and cuDNN calls on GPUs, and of Pallas kernels that give a cost estimate."""
+  target = _target(instruction)
+  config = _backend_config(instruction)
+  if target.startswith('__cublas$'):
+    numbers = value_in(config, 'dot_dimension_numbers')
+    dims = [int(d) for d in numbers.get('lhs_contracting_dimensions', ())] if isinstance(numbers, dict) else []
+    return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in dims) if dims else 0.0
+  if is_fused_attention(target):
+    return fused_attention_flops(target, config, operands[0].dims[-1])
+  estimate = value_in(config, 'cost_estimate')
+  return float(estimate.get('flops', 0)) if isinstance(estimate, dict) else 0.0
+
+
+def _target(instruction: Instruction) -> str:
+  return instruction.attribute('custom_call_target').strip('"')
+
+
+def _backend_config(instruction: Instruction) -> object:
+  found = instruction.attributes.find('backend_config={')
+  if found < 0:
+    return {}
+  try:
+    return json.JSONDecoder().raw_decode(instruction.attributes, found + len('backend_config='))[0]
+  except ValueError:
+    return {}
+
+
+_FLOPS = {
+  'dot': _dot_flops,
+  'ragged-dot': _ragged_dot_flops,
+  'convolution': _convolution_flops,
+  'custom-call': _custom_call_flops,
+}
+
+
+# ---------------------------------------------------------------- bytes
+
+# Instructions that move no memory themselves.
+_FREE = {'parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'add-dependency'}
+_FREE |= {'domain', 'partition-id', 'replica-id', 'optimization-barrier'}
+_FREE |= {'call', 'while', 'conditional', 'async-update'}
+_SLICES = ('slice', 'dynamic-slice', 'gather')
+
+
+def bytes_of(instruction: Instruction, computation: Computation, program: Program) -> float:
+  """Returns the bytes of main memory that an instruction reads and writes."""
+  if instruction.opcode in _FREE or instruction.opcode.endswith('-done'):
+    return 0.0
+  operands = computation.operands(instruction)
+  if instruction.opcode == 'fusion' and (called := program.called_computations(instruction)):
+    return _fusion_bytes(called[0], operands, program)
+  if instruction.opcode.endswith('-start') and not isinstance(instruction.shape, Array):  # (to, from, context)
+    return float(sum(array.bytes for part in instruction.shape[:2] for array in arrays_of(part) if array.space == 0))
+  result = _memory_bytes(instruction)
+  if instruction.opcode in _SLICES:
+    return 2.0 * result
+  if instruction.opcode == 'dynamic-update-slice' and len(operands) > 1:
+    return 2.0 * _memory_bytes(operands[1])
+  if instruction.opcode == 'scatter' and len(operands) > 2:
+    return 3.0 * _memory_bytes(operands[2])
+  return float(result + sum(map(_memory_bytes, operands)))
+
+
+def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: Program) -> float:
+  total = 0.0
+  for number, parameter in inside.parameters.items():
+    whole = _memory_bytes(operands[number]) if number < len(operands) else _memory_bytes(parameter)
+    total += _read(parameter, whole, inside, program)
+  root = inside.root
+  results = inside.operands(root) if root.opcode == 'tuple' else [root]
+  return total + sum(_bytes_written(result, inside, program) for result in results)
+
+
+def _read(parameter: Instruction, whole: float, inside: Computation, program: Program) -> float:
+  """Returns the bytes that a fusion, and the fusions in it, read from a parameter of `whole` bytes."""
+  parts = 0.0
+  for user in _uses(parameter.name, inside, program):
+    given = [program.origin(operand, inside) is parameter for operand in inside.operands(user)]
+    called = program.called_computations(user) if user.opcode == 'fusion' else []
+    if called:
+      inner = (called[0].parameters[number] for number, is_given in enumerate(given) if is_given)
+      parts += sum(_read(one, whole, called[0], program) for one in inner)
+    elif user.opcode in _SLICES and given[0]:
+      parts += sum(a.bytes for a in user.arrays)
+    elif not (user.opcode == 'dynamic-update-slice' and given[0]):  # It is updated in place.
+      parts += whole
+  return min(parts, whole)
+
+
+def _uses(name: str, inside: Computation, program: Program) -> list[Instruction]:
+  """Returns the instructions that use a value, directly or through views of it, without duplicates."""
+  found: dict[str, Instruction] = {}
+  for user in inside.users.get(name, ()):
+    found |= {i.name: i for i in (_uses(user.name, inside, program) if program.is_view(user) else [user])}
+  return list(found.values())
+
+
+def _bytes_written(result: Instruction, inside: Computation, program: Program) -> float:
+  """Returns the bytes that a fusion writes for a result; for an in-place update, only those of the updated part."""
+  result = program.origin(result, inside)
+  if result.opcode == 'fusion' and (called := program.called_computations(result)) and called[0].root.opcode != 'tuple':
+    return _bytes_written(called[0].root, called[0], program)
+  update = inside.operands(result)[1:2] if result.opcode == 'dynamic-update-slice' else []
+  return _memory_bytes(update[0]) if update else _memory_bytes(result)
+
+
+def _memory_bytes(instruction: Instruction) -> int:
+  return sum(array.bytes for array in arrays_of(instruction.shape) if array.space == 0)

@@ -1,0 +1,10 @@
+"""Checks that an experiment computes the same on its mesh as on one device, with a smaller copy of the model."""
+
+from praxis_lite.instruments.verification.verify import Difference, Verification, format_verification, verify
+
+__all__ = [
+  'Difference',
+  'Verification',
+  'format_verification',
+  'verify',
+]

@@ -1,0 +1,173 @@
+"""Finds the smallest change of mappings that gives right results: mesh axes to remove from fields.
+
+A choice is one mesh axis in one field. Choices are ordered by how near their fields are to the variables that differ. A
+binary search finds the smallest number of leading choices to remove; the last of these is a cause. The search keeps it
+removed and goes on until nothing differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from jax.sharding import Mesh, PartitionSpec
+
+from praxis_lite.common.config import config_values
+from praxis_lite.common.trees import leaves_by_path, map_with_path
+from praxis_lite.instruments.verification.shrink import SmallTask
+from praxis_lite.instruments.verification.steps import Case, Name, Results, task_of
+from praxis_lite.layers.base import Layer
+from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, axes_to_entry, spec_axes
+from praxis_lite.sharding.weights import DeclaredSplit
+from praxis_lite.training.task import SingleTask
+
+IsRight = Callable[[Results], bool]
+_ACTIVATIONS = 'activation_split_dims_mapping'
+
+
+class Choice(NamedTuple):
+  """A mesh axis in a field, or in a rule or strategy."""
+
+  field: str
+  axis: str
+
+
+def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: Sequence[Name], seconds: float) -> str:
+  """Returns lines that say which axes to remove from which fields so that the results of a case become right.
+
+  Args:
+    small, case, mesh: the task, and its case that is wrong on the mesh.
+    is_right: says whether results are right.
+    wrong: the names of wrong results.
+    seconds: time limit of the search.
+  """
+  end = time.monotonic() + seconds
+  mappings = _mappings(small, case.task)
+  choices = sorted(
+    {
+      Choice(field, a): None
+      for field, entries in mappings.items()
+      for e in entries
+      for a in spec_axes(e)
+      if small.mesh_sizes[a] > 1
+    },
+    key=lambda choice: _distance(choice.field, [name.of for name in wrong]),
+  )
+
+  def right_without(left_out: Collection[Choice]) -> bool:
+    task = _leave_out_axes(task_of(case.config, case.kind), left_out)
+    specs = map_with_path(lambda _, placement: _spec_without(placement, left_out), small.placements)
+    try:
+      return is_right(case._replace(task=task).run(mesh, specs))
+    except Exception:  # A layer may require an axis; then that axis cannot be removed.
+      return False
+
+  if not choices or not right_without(choices):
+    return 'no mapping is the cause: it differs even if nothing but rows is split; look at what layers do with the mesh'
+  causes: list[Choice] = []
+  while time.monotonic() < end:
+    if causes and right_without(causes):
+      return _text(causes, mappings)
+    rest = [choice for choice in choices if choice not in causes]
+    low, high = 0, len(rest)  # Results are wrong without the first `low` choices, right without the first `high`.
+    while high - low > 1 and time.monotonic() < end:
+      middle = (low + high) // 2
+      if right_without([*causes, *rest[:middle]]):
+        high = middle
+      else:
+        low = middle
+    if high - low > 1:
+      break
+    causes.append(rest[high - 1])
+  return 'no mapping that is right was found in time'
+
+
+def _text(causes: Sequence[Choice], mappings: dict[str, tuple[object, ...]]) -> str:
+  lines = []
+  for field in dict.fromkeys(choice.field for choice in causes):
+    before = mappings[field]
+    after = tuple(_entry_without(entry, field, causes) for entry in before)
+    lines.append(f'right with {field} = {_show_entries(after)} instead of {_show_entries(before)}')
+  return '\n'.join(lines)
+
+
+def _show_entries(entries: tuple[object, ...]) -> str:
+  return repr(tuple('UNCONSTRAINED' if e is UNCONSTRAINED else e for e in entries))
+
+
+def _distance(field: str, variables: Sequence[str]) -> int:
+  """Returns the distance of a field from the nearest of some variables: minus the number of common leading names."""
+
+  def common(name: str) -> int:
+    pairs = zip(field.split('.'), name.split('.'))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+  return min((-common(name) for name in variables), default=0)
+
+
+# ---------------------------------------------------------------- fields and their entries
+
+
+def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...]]:
+  """Returns the mesh axes of each entry of each field, rule or strategy that decides a split."""
+  found: dict[str, tuple[object, ...]] = {}
+  for placement in leaves_by_path(small.placements).values():
+    for field in dict.fromkeys(placement.why):
+      entries = tuple(e for e, why in zip(placement.spec, placement.why) if why == field)
+      found.setdefault(field, entries)
+  for layer in task.model.descendants():  # Prefers the order of the field; a projection back has a transposed weight.
+    for field, placement in layer.placements('weight_split_dims_mapping').items():
+      if field in found:
+        found[field] = tuple(placement.spec)
+  if task.partitioning == 'auto':
+    for layer in task.model.descendants():
+      for _, source, placement in _activations(layer):
+        found.setdefault(source, tuple(placement.spec))
+    for name, mapping in (task.train.inputs_split_mapping or {}).items():
+      if mapping is not None:
+        found[f'train.inputs_split_mapping.{name}'] = tuple(mapping)
+  return found
+
+
+def _leave_out_axes(task: SingleTask, left_out: Collection[Choice]) -> SingleTask:
+  """Removes axes from the mappings of a task's layers and inputs, in place."""
+  for layer in task.model.descendants():
+    for name, source, placement in _activations(layer):
+      entries = tuple(_entry_without(e, source, left_out) for e in placement.spec)
+      layer.change_split_mappings(_ACTIVATIONS, **{name: entries})
+    _leave_out_of_weights(layer, left_out)
+  mappings = task.train.inputs_split_mapping
+  for name, mapping in (mappings or {}).items():
+    if mapping is not None and mappings is not None:
+      mappings[name] = tuple(_entry_without(e, f'train.inputs_split_mapping.{name}', left_out) for e in mapping)
+  return task
+
+
+def _leave_out_of_weights(layer: Layer, left_out: Collection[Choice]) -> None:
+  """Removes axes from the mappings of weights, with which some layers also constrain weights where they use them."""
+  for name, mapping in config_values(layer.weight_split_dims_mapping).items():
+    if isinstance(mapping, DeclaredSplit) and isinstance(name, str):
+      entries = (_entry_without(e, source, left_out) for e, source in zip(mapping, mapping.sources))
+      layer.change_split_mappings('weight_split_dims_mapping', **{name: DeclaredSplit(entries, mapping.sources)})
+
+
+def _spec_without(placement: Placement, left_out: Collection[Choice]) -> PartitionSpec:
+  return PartitionSpec(*(_entry_without(e, why, left_out) for e, why in zip(placement.spec, placement.why)))
+
+
+def _entry_without(entry: object, field: str, left_out: Collection[Choice]) -> object:
+  if entry is None or entry is UNCONSTRAINED:
+    return entry
+  return axes_to_entry([axis for axis in spec_axes(entry) if Choice(field, axis) not in left_out])
+
+
+def _activations(layer: Layer) -> list[tuple[str, str, Placement]]:
+  """Returns (field name, path of the deciding field, placement) for each mapping of an activation that is set."""
+  mappings, placements = layer.split_mappings(_ACTIVATIONS), layer.placements(_ACTIVATIONS)
+  return [(f.rpartition('.')[2], _source(mappings[f], f), placement) for f, placement in placements.items()]
+
+
+def _source(mapping: object, field: str) -> str:
+  return mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else field

@@ -1,0 +1,363 @@
+"""Shrinks an experiment to sizes and a mesh that compile and run on a few simulated devices in seconds.
+
+Equal sizes of the model and its inputs become the same small size, so that fields that must be equal stay equal. The
+properties that decide how an array is split do not change:
+
+    order            a larger size stays larger
+    divisors         a multiple of another size stays a multiple of it, and even quotients stay even
+    evenness         whether the mesh axes that split a dimension divide it evenly; if they do not, whether they have a
+                     common factor, and whether the dimension is smaller than their number of parts
+    products         the size of a flattened input stays the product of its dimensions
+    specs            the specs of the real sizes, because a strategy with a threshold would not split small weights
+
+A mesh that is small enough stays the same; otherwise `small_mesh.py` chooses a similar one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.common.config import Config, config_values
+from praxis_lite.common.trees import NestedDict, leaves_by_path
+from praxis_lite.instruments.explain.report import trace_step
+from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES, small_mesh
+from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.placement import placed_specs
+from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
+from praxis_lite.training.state import place_task_variables, state_layout
+from praxis_lite.training.task import SingleTask
+
+# Sizes up to this one stay as they are.
+_SMALL = 12
+# Fields that count layers. Two layers test as much as many, unless the stack is split.
+_LAYERS = ('num_layers', 'unroll')
+# Fields of a pipeline that are not sizes of arrays.
+_SCHEDULE = ('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat')
+# Fields of decoding that are not sizes of the model. A few steps, or slots of a page, test as much as hundreds.
+_DECODING = ('max_decode_steps', 'cache_page_size')
+_FEW = 8
+
+
+class SmallTask(NamedTuple):
+  """A small version of a task, for few devices.
+
+  Attributes:
+    config: config of the small task.
+    inputs, prompts: shapes and dtypes of a batch to train on and of a batch to decode, with the batch in dimension 0;
+      prompts may be None.
+    mesh_sizes: size of each axis of the small mesh.
+    real_mesh_sizes: size of each axis of the real mesh.
+    placements: for each variable of the model, its spec on the real mesh, and why.
+    sizes: maps real sizes to small sizes where they differ.
+  """
+
+  config: Config[SingleTask]
+  inputs: NestedDict
+  prompts: NestedDict | None
+  mesh_sizes: dict[str, int]
+  real_mesh_sizes: dict[str, int]
+  placements: NestedDict
+  sizes: dict[int, int]
+
+
+class _Split(NamedTuple):
+  """A dimension of size `size` that is split over the mesh axes `axes`."""
+
+  size: int
+  axes: tuple[str, ...]
+
+
+class _Stages(NamedTuple):
+  """The stages of a pipeline: their number, their number in the small task, and the rounds of layers in each."""
+
+  number: int
+  small: int
+  rounds: int
+
+  @classmethod
+  def of(cls, layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
+    """Returns the stages of `layer`. Their small number divides over `mesh` iff the real one divides over `real`."""
+    S = layer.num_stages
+    parts, few = (math.prod(sizes[axis] for axis in layer.stage_axes) for sizes in (real, mesh))
+    small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
+    return cls(S, small, layer.circular_repeat)
+
+  def are_even(self, num_layers: int, num_stages: int) -> bool:
+    """Whether all stages have the same number of layers."""
+    return num_layers % (num_stages * self.rounds) == 0
+
+
+def small_task(
+  config: Config[SingleTask],
+  inputs: NestedDict,
+  prompts: NestedDict | None = None,
+  *,
+  most_devices: int = MOST_DEVICES,
+  real_sizes: bool = False,
+) -> SmallTask:
+  """Returns a small version of a task that computes in float32.
+
+  Args:
+    config, inputs, prompts: config of the task, and shapes and dtypes of global batches to train on and to decode.
+    most_devices: see `small_mesh`.
+    real_sizes: keeps the sizes of the model and its inputs, and reduces only the mesh.
+
+  Raises:
+    UserError: the task itself, or one of its mappings, is not valid.
+  """
+  config = to_float32(config)
+  task = config.instantiate()
+  real = of_task = task.mesh_sizes()
+  mesh = small_mesh(real, most_devices)
+  if math.prod(real.values()) == 1:
+    real = mesh
+  placements = place_task_variables(task, real)
+  as_they_are = SmallTask(config, inputs, prompts, mesh, of_task, placements, {})
+  splits = _splits(task, placements, inputs, real)
+  if real_sizes:
+    return as_they_are
+
+  counts = {n for name, n in _integers(config.model) if name in _LAYERS}
+  sizes = {n for name, n in _integers(config.model) if name not in (*_LAYERS, *_SCHEDULE, *_DECODING)}
+  shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
+  sizes |= {n for shape in shapes for n in shape}
+  stacks = [split for split in splits if split.size in counts]
+  pipelines = [_Stages.of(layer, real, mesh) for layer in _pipelines(task)]
+  first = max((len(getattr(layer, 'first_tpl', ())) for layer in task.model.descendants()), default=0)
+
+  def shrunk(kept: Iterable[int]) -> SmallTask:
+    chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
+    layers = {n: n if n in kept else min(n, first + _small_count(n, stacks, pipelines, real, mesh)) for n in counts}
+    by_field = {**dict.fromkeys(_LAYERS, layers), **{name: {} for name in _SCHEDULE}}
+    by_field |= {name: {n: min(n, _FEW)} for name, n in _integers(config.model) if name in _DECODING}
+    by_field['num_stages'] = {p.number: p.small for p in pipelines}
+    model = _change_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
+    changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
+    batch, decoded = _replace_sizes(inputs, chosen), prompts and _replace_sizes(prompts, chosen)
+    return SmallTask(config.clone(model=model), batch, decoded, mesh, of_task, placements, changed)
+
+  tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
+  return next((small for small in map(shrunk, tried) if _is_valid(small)), as_they_are)
+
+
+def to_float32(config: Config[SingleTask]) -> Config[SingleTask]:
+  """Returns a copy that stores and computes in float32 without fused kernels, so that rounding hides no fault."""
+
+  def changed(name: str, value: object) -> object:
+    return 'dense' if name == 'implementation' and value == 'cudnn' else value
+
+  return replace_dtypes(_change_fields(config, changed), jnp.float32)
+
+
+def replace_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask]:
+  """Returns a copy in which `dtype` replaces every smaller float dtype that is set."""
+  itemsize = jnp.dtype(dtype).itemsize
+
+  def changed(name: str, value: object) -> object:
+    return dtype if name.endswith('dtype') and _is_smaller_float(value, itemsize) else value
+
+  return _change_fields(config, changed)
+
+
+def specs_of(small: SmallTask) -> NestedDict:
+  """Returns the spec of each variable."""
+  return placed_specs(small.placements)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def _small_sizes(
+  sizes: set[int],
+  splits: Sequence[_Split],
+  shapes: Sequence[tuple[int, ...]],
+  real: Mapping[str, int],
+  mesh: Mapping[str, int],
+  kept: Iterable[int],
+) -> dict[int, int]:
+  """Returns a small size for each of `sizes`, chosen in ascending order."""
+  chosen = {1: 1, 2: 2}
+  flat = {math.prod(shape): shape for shape in shapes if len(shape) > 1}
+  for n in sorted(sizes - {0, 1, 2}):
+    of_n = [split for split in splits if split.size == n]
+    if n in kept or (n <= _SMALL and all(_fit(n, s, real) == _fit(n, s, mesh) for s in of_n)):
+      chosen[n] = n
+    elif n in flat and all(dim in chosen for dim in flat[n]):
+      chosen[n] = math.prod(chosen[dim] for dim in flat[n])
+    else:
+      chosen[n] = _small_size(n, chosen, of_n, real, mesh)
+  return chosen
+
+
+def _small_size(
+  n: int, chosen: Mapping[int, int], splits: Sequence[_Split], real: Mapping[str, int], mesh: Mapping[str, int]
+) -> int:
+  divisors = [m for m in chosen if n % m == 0]
+  step = math.lcm(*(chosen[m] for m in divisors))
+  least = max(_SMALL * (n > _SMALL), *chosen.values()) + 1
+  candidates = list(range(-(-least // step) * step, n + (n <= _SMALL), step))[:64]
+
+  def misfits(k: int) -> tuple[int, int, int, int]:
+    fits = [(_fit(n, s, real), _fit(k, s, mesh)) for s in splits]
+    uneven = sum(one.is_even != other.is_even for one, other in fits)
+    otherwise = sum(one != other for one, other in fits)
+    odd = sum((n // m) % 2 != (k // chosen[m]) % 2 for m in divisors)
+    divides = sum(k % small == 0 for m, small in chosen.items() if n % m)
+    return uneven, otherwise, odd, divides
+
+  return min(candidates, key=misfits, default=n)
+
+
+def _small_count(
+  n: int,
+  stacks: Sequence[_Split],
+  pipelines: Sequence[_Stages],
+  real: Mapping[str, int],
+  mesh: Mapping[str, int],
+) -> int:
+  """Returns a small number of layers that divides as evenly as `n`, also over the stages of pipelines."""
+  fits = (
+    k
+    for k in range(max(2, *(p.small * p.rounds for p in pipelines), 2), n)
+    if all((n % _parts(s, real) == 0) == (k % _parts(s, mesh) == 0) for s in stacks if s.size == n)
+    and all(k % p.rounds == 0 and p.are_even(n, p.number) == p.are_even(k, p.small) for p in pipelines)
+  )
+  return next(fits, n)
+
+
+class _Fit(NamedTuple):
+  """How a dimension fits the axes that split it.
+
+  Attributes:
+    is_even: whether the axes divide it evenly.
+    is_part: whether the axes do not divide it evenly but have a common factor with its size.
+    is_smaller: whether it has fewer entries than parts.
+  """
+
+  is_even: bool
+  is_part: bool
+  is_smaller: bool
+
+
+def _fit(n: int, split: _Split, sizes: Mapping[str, int]) -> _Fit:
+  parts = _parts(split, sizes)
+  is_even = n % parts == 0
+  return _Fit(is_even, not is_even and math.gcd(n, parts) > 1, n < parts)
+
+
+def _parts(split: _Split, sizes: Mapping[str, int]) -> int:
+  return math.prod(sizes[axis] for axis in split.axes)
+
+
+def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes: Mapping[str, int]) -> list[_Split]:
+  """Returns the splits of dimensions of variables, activations and inputs, without dimensions that are not split."""
+  mesh = abstract_mesh(sizes)
+  found: dict[_Split, None] = {}
+
+  def add(shape: Sequence[int], placement: Placement | PartitionSpec | None) -> None:
+    spec = placement.spec if isinstance(placement, Placement) else placement
+    for size, entry in zip(shape, spec or ()):
+      axes = () if entry is UNCONSTRAINED else spec_axes(entry)
+      if math.prod(sizes[axis] for axis in axes) > 1:
+        found[_Split(size, axes)] = None
+
+  placed = leaves_by_path(placements)
+  for path, weight in leaves_by_path(task.model.abstract_init()).items():
+    add(weight.full_shape, placed[path])
+  step = trace_step(task, state_layout(task, mesh, placed_specs(placements)), inputs)
+  for constraint in step.constraints:
+    if not constraint.manual_axes:
+      add(constraint.shape, constraint.placement)
+  for x in jax.tree.leaves(inputs):
+    add(x.shape[1:], PartitionSpec(*step.task.execution.place_input(x).spec[1:]))
+  return list(found)
+
+
+def _pipelines(task: SingleTask) -> list[Pipelined]:
+  return [layer for layer in task.model.descendants() if isinstance(layer, Pipelined)]
+
+
+def _is_valid(small: SmallTask) -> bool:
+  """Whether the small task can be built and traced."""
+  try:
+    task = small.config.instantiate()
+    rows = 2 * math.prod(small.mesh_sizes.values()) * task.learner.num_microbatches
+    inputs = replace_rows(small.inputs, rows)
+    trace_step(task, state_layout(task, abstract_mesh(small.mesh_sizes), specs_of(small)), inputs)
+  except Exception:  # A model may raise any error for sizes that it does not support.
+    return False
+  return True
+
+
+def _replace_sizes(batch: NestedDict, sizes: Mapping[int, int]) -> NestedDict:
+  """Returns the shapes of a batch with other sizes, except in dimension 0."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((x.shape[0], *(sizes.get(n, n) for n in x.shape[1:])), x.dtype), batch
+  )
+
+
+def replace_rows(inputs: NestedDict, rows: int) -> NestedDict:
+  """Returns the shapes of a batch of `rows` rows."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), inputs)
+
+
+# ---------------------------------------------------------------- fields
+
+
+def _integers(config: Config) -> list[tuple[str, int]]:
+  """Returns (field, integer) for all integers of at least 1 in a config tree."""
+  found: list[tuple[str, int]] = []
+
+  def note(name: str, n: int) -> int:
+    found.append((name, n))
+    return n
+
+  _change_integers(config, note)
+  return found
+
+
+def _change_integers(config: Config, change: Callable[[str, int], int]) -> Config:
+  def changed(name: str, value: object) -> object:
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0:
+      return change(name, int(value))
+    return value
+
+  return _change_fields(config, changed)
+
+
+def _change_fields(config: Config, change: Callable[[str, object], object]) -> Config:
+  """Returns a copy of a config tree with each value changed; values in lists, tuples and dicts change one by one."""
+
+  def changed(name: str, value: object) -> object:
+    if isinstance(value, Config):
+      return _change_fields(value, change)
+    if isinstance(value, list | tuple) and not hasattr(value, '_fields'):
+      return type(value)(changed(name, entry) for entry in value)
+    if isinstance(value, dict):
+      return {key: changed(str(key), entry) for key, entry in value.items()}
+    return change(name, value)
+
+  copy = config.clone()
+  for name, value in config_values(config).items():
+    new = changed(str(name), value) if isinstance(name, str) else value
+    if isinstance(name, str) and new is not value:
+      setattr(copy, name, new)
+  return copy
+
+
+def _is_smaller_float(value: object, itemsize: int) -> bool:
+  if value is None or not isinstance(value, str | type | np.dtype | jnp.bfloat16.__class__):
+    return False
+  try:
+    dtype = jnp.dtype(value)
+  except TypeError:
+    return False
+  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < itemsize

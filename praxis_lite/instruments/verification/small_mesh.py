@@ -1,0 +1,89 @@
+"""Chooses the mesh for verification: the experiment's own, or a smaller one that shows the same faults.
+
+XLA's partitioner groups devices by the sizes of axes, so its faults depend on how sizes divide each other: a product
+can be wrong beside an axis of 3 or 5 and right beside an axis of 2, 4 or 6. As far as possible, a smaller mesh keeps
+
+    parity       odd axes stay odd, even axes stay even
+    parts        an axis of composite size, which a reshape can split in part, stays composite: 64 becomes 4, 12 becomes
+                 6
+    odd factors  an even axis with an odd factor keeps an odd factor
+    divisors     whether one axis divides another, and whether two axes have a common factor
+    order        a larger axis does not become the smaller one
+
+An axis of several devices never shrinks to one device, because even an axis that splits nothing can cause faults.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from praxis_lite.common.errors import ConfigError
+
+# Two cores compile and run a small model on this many simulated devices in seconds.
+MOST_DEVICES = 24
+# Penalties for losing the parity, the parts and the odd factor of an axis. A lost relation of two axes costs 1.
+_PRICES = 4, 2, 2
+
+
+def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> dict[str, int]:
+  """Returns the sizes of the mesh axes for the verification of an experiment.
+
+  A mesh of at most `most_devices` devices keeps its sizes. A mesh of one device has nothing to verify, so each of its
+  last three axes becomes 2; a single axis becomes 8.
+
+  Raises:
+    ConfigError: the axes need more than `most_devices` devices even with two devices each.
+  """
+  if math.prod(sizes.values()) == 1:
+    split = list(sizes)[-3:]
+    return {**sizes, **dict.fromkeys(split, {1: 8, 2: 2, 3: 2}[len(split)])}
+  if math.prod(sizes.values()) <= most_devices:
+    return dict(sizes)
+  names = [name for name, size in sizes.items() if size > 1]
+  real = [sizes[name] for name in names]
+  if 2 ** len(names) > most_devices:
+    raise ConfigError(
+      f'task.ici_mesh_shape: {len(names)} axes of more than one device need at least {2 ** len(names)} simulated '
+      f'devices to be verified, and {most_devices} are allowed; pass --devices={2 ** len(names)}'
+    )
+  best = min(_candidates(real, most_devices), key=lambda small: (_lost(real, small), math.prod(small), small))
+  return {**sizes, **dict(zip(names, best))}
+
+
+def _candidates(real: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+  """Yields all sizes of the axes, at most the real ones, whose product is at most `most`."""
+  if not real:
+    yield ()
+    return
+  first, *rest = real
+  for size in range(2, min(first, most // 2 ** len(rest)) + 1):
+    for others in _candidates(rest, most // size):
+      yield (size, *others)
+
+
+def _lost(real: Sequence[int], small: Sequence[int]) -> int:
+  """Returns the total penalty for properties that a smaller mesh has lost."""
+  alone = sum(price * (a != b) for n, k in zip(real, small) for price, a, b in zip(_PRICES, _kind(n), _kind(k)))
+  pairs = itertools.combinations(zip(real, small), 2)
+  return (
+    alone + sum(_compare_divisors(n, m) != _compare_divisors(i, j) for (n, i), (m, j) in pairs) + _disorder(real, small)
+  )
+
+
+def _disorder(real: Sequence[int], small: Sequence[int]) -> int:
+  """Returns the number of pairs of axes whose order is reversed."""
+  pairs = itertools.permutations(zip(real, small), 2)
+  return sum(n < m and i > j for (n, i), (m, j) in pairs)
+
+
+def _kind(size: int) -> tuple[bool, bool, bool]:
+  """Returns whether a size is odd, is composite, and has an odd factor."""
+  has_parts = any(size % d == 0 for d in range(2, math.isqrt(size) + 1))
+  return bool(size % 2), has_parts, size & (size - 1) != 0
+
+
+def _compare_divisors(n: int, m: int) -> tuple[bool, bool]:
+  """Returns whether one of two sizes divides the other, and whether they have a common factor."""
+  return max(n, m) % min(n, m) == 0, math.gcd(n, m) > 1

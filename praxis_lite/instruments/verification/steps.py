@@ -1,0 +1,293 @@
+"""The steps that `verify` compares: steps of a small task on a mesh and on one device, with the same values.
+
+gradient     the loss, and the gradient of each variable, before clipping
+update       one step of the task's own learner, at a constant learning rate: new variables, slots and averages
+evaluation   the metrics, and each row's outputs
+decoding     the metrics, and each row's outputs
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from praxis_lite.common.config import Config, config_values, nested_configs, target
+from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
+from praxis_lite.common.weighted import WeightedScalars
+from praxis_lite.instruments.verification.shrink import replace_rows
+from praxis_lite.layers.dropout import Dropout
+from praxis_lite.sharding.guards import Guarded
+from praxis_lite.sharding.layout import StateLayout
+from praxis_lite.sharding.padding import pad_to, slice_to
+from praxis_lite.sharding.slots import owner_of
+from praxis_lite.training.learning.schedules import Constant
+from praxis_lite.training.partitioned_step import PartitionedStep
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import TrainState, state_layout
+from praxis_lite.training.task import SingleTask
+
+# The least learning rate for comparing updates. With less, updates would be little larger than rounding errors.
+_LEARNING_RATE = 0.01
+
+
+class Kind(enum.StrEnum):
+  """Kinds of steps that are compared."""
+
+  GRADIENT = 'gradients'
+  UPDATE = 'a step of the optimizer'
+  EVALUATION = 'evaluation'
+  DECODING = 'decoding'
+
+
+class Name(NamedTuple):
+  """The name of a result of a step: its kind, such as 'gradient', and its variable, metric or output."""
+
+  what: str
+  of: str
+
+  def __str__(self) -> str:
+    return f'{self.what} of {self.of}' if self.of else self.what
+
+
+Results = dict[Name, np.ndarray]
+
+
+class Case(NamedTuple):
+  """A step on given values.
+
+  Attributes:
+    kind, rows: the kind of step, and the number of rows of its batch.
+    config, task: the task, built by `task_of`, and the config from which it was built.
+    state, batch: values of the train state and of a batch, on the host.
+  """
+
+  kind: Kind
+  rows: int
+  config: Config[SingleTask]
+  task: SingleTask
+  state: TrainState
+  batch: NestedDict
+
+  def run(self, mesh: Mesh, specs: NestedDict | None = None) -> Results:
+    """Returns the results of the step on a mesh, with these specs of variables; None takes the task's own specs."""
+    return Runner(self, mesh, specs).results()
+
+
+class Runner:
+  """A case on a mesh, compiled once and run on any number of values."""
+
+  def __init__(self, case: Case, mesh: Mesh, specs: NestedDict | None = None):
+    self._case = case
+    self._layout = state_layout(case.task, mesh, specs)
+    struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch)
+    self._partitioned = PartitionedTask(case.task, struct, layout=self._layout)
+
+  def trace(self) -> None:
+    """Traces the step; raises any error of the model for such a batch."""
+    self._step.trace()
+
+  @property
+  def _step(self) -> PartitionedStep:
+    if self._case.kind is Kind.EVALUATION:
+      return self._partitioned.eval_step
+    return self._partitioned.decode_step if self._case.kind is Kind.DECODING else self._partitioned.train_step
+
+  @property
+  def guarded(self) -> list[Guarded]:
+    """The operations that a guard changed; known after the first call of `results`."""
+    return self._step.guarded
+
+  def results(self, noise: int = 0, seed: int = 0) -> Results:
+    """Returns the results.
+
+    Args:
+      noise: seed of relative changes of the variables by about a rounding error of float32; 0 changes nothing.
+      seed: seed of the step's random draws.
+    """
+    case, variables = self._case, self._case.state.mdl_vars
+    if noise:
+      variables = map_with_path(lambda path, x: _rounded_otherwise(path, x, noise), variables)
+    with jax.default_device(jax.devices('cpu')[0]):
+      key = jax.random.key(seed)
+    if case.kind in (Kind.GRADIENT, Kind.UPDATE):
+      return self._train(variables, key)
+    arguments = _store_on_mesh(variables, self._layout.mdl_vars), key, jnp.zeros((), jnp.int32), case.batch
+    if case.kind is Kind.EVALUATION:
+      evaluated = self._partitioned.eval_step(*arguments)
+      loss = {Name('loss', ''): np.asarray(evaluated.weighted_loss)}
+      return loss | _batch_results(evaluated.mean_metrics, evaluated.per_example_out)
+    return _batch_results(*self._partitioned.decode_step(*arguments))
+
+  def _train(self, variables: NestedDict, key: jax.Array) -> Results:
+    case, learner = self._case, self._case.task.learner.bind(self._case.task.model.abstract_init())
+    before = case.state.replace(mdl_vars=variables)
+    out = self._partitioned.train_step(_store_on_mesh(before, self._layout), key, case.batch)
+    after = slice_to(jax.tree.map(_host, out.state), self._layout.unpadded_shapes)
+    found = {Name('loss', ''): np.asarray(out.weighted_loss)}
+    declared, values = leaves(case.task.model.abstract_init()), leaves(after.mdl_vars)
+    if case.kind is Kind.GRADIENT:
+      for path, x in leaves_by_path(after.opt_states).items():
+        owner = owner_of(path, declared)
+        if owner is not None:
+          found[Name('gradient', path_name(owner))] = x
+      fixed = {path: x for path, x in values.items() if not learner.is_trained(path)}
+      found |= {Name('new value', path_name(path)): x for path, x in fixed.items()}
+    else:
+      old = leaves(variables)
+      found |= {Name('update', path_name(p)): x - old[p] for p, x in values.items() if learner.is_trained(p)}
+      found |= {
+        Name('slot', path_name(p)): x for p, x in leaves_by_path(after.opt_states).items() if isinstance(x, np.ndarray)
+      }
+      found |= {Name('average', path_name(p)): x for p, x in leaves_by_path(after.ema_vars).items()}
+    metrics = {name: metric for name, metric in out.mean_metrics.items() if name != 'loss'}
+    return found | _batch_results(metrics, out.per_example_out)
+
+
+def _batch_results(metrics: WeightedScalars, by_row: NestedDict) -> Results:
+  means = {Name('metric', name): np.asarray(mean) for name, (mean, _) in metrics.items()}
+  return means | {Name('output', path_name(path)): np.asarray(x) for path, x in leaves_by_path(by_row).items()}
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def task_of(config: Config[SingleTask], kind: Kind) -> SingleTask:
+  """Builds the task for a step of this kind: the same model, with a learner that keeps gradients for Kind.GRADIENT."""
+  config = config.clone()
+  learner = config.train.learner
+  if kind is Kind.UPDATE:
+    learner.set(schedule=Config(Constant), learning_rate=max(learner.learning_rate, _LEARNING_RATE))
+  elif kind is Kind.GRADIENT:
+    learner.set(optimizer=Config(keep_gradients), schedule=Config(Constant), per_layer_statistics=False)
+    learner.set(l2_regularizer_weight=0.0, decoupled_weight_decay=0.0, ema_decay=0.0, on_nonfinite='ignore')
+    learner.set(clip_gradient_norm_to_value=0.0, clip_gradient_single_norm_to_value=0.0, clip_gradient_value=0.0)
+  return config.instantiate()
+
+
+def keep_gradients(learning_rate: float | jax.Array) -> optax.GradientTransformation:
+  """Returns an optimizer that changes no variable; its state is the last gradient."""
+  del learning_rate
+  zeros = jax.tree_util.Partial(jax.tree.map, jnp.zeros_like)
+  return optax.GradientTransformation(zeros, lambda gradients, state, params=None: (zeros(gradients), gradients))
+
+
+def disable_dropout(config: Config) -> Config:
+  """Returns a copy in which the rate of every Dropout, and every float in a field with 'dropout' in its name, is 0."""
+
+  def is_rate(owner: Config, name: str, value: object) -> bool:
+    built = target(owner)
+    is_dropout = isinstance(built, type) and issubclass(built, Dropout)
+    return isinstance(value, float) and ((is_dropout and name == 'rate') or 'dropout' in name)
+
+  copy = config.clone()
+  for nested in nested_configs(copy):
+    for name, value in config_values(nested).items():
+      if isinstance(name, str) and is_rate(nested, name, value):
+        setattr(nested, name, 0.0)
+  return copy
+
+
+# ---------------------------------------------------------------- values
+
+
+def values_of_variables(task: SingleTask, seed: int = 0) -> NestedDict:
+  """Returns values of all variables on the host, with noise, because initial values are often zero and hide faults."""
+  rng = np.random.default_rng(seed)
+  with jax.default_device(jax.devices('cpu')[0]):
+    variables = jax.jit(task.model.init)(jax.random.key(seed))
+  declared = leaves(task.model.abstract_init())
+
+  def value(path: Path, x: jax.Array) -> np.ndarray:
+    first = np.asarray(x)
+    if not declared[path].trainable or not np.issubdtype(first.dtype, np.floating):
+      return first
+    scale = min(0.2, 1 / np.sqrt(max(first.shape[-2:], default=1)))
+    return (first + scale * rng.standard_normal(first.shape)).astype(first.dtype)
+
+  return map_with_path(value, variables)
+
+
+def values_of_state(task: SingleTask, variables: NestedDict) -> TrainState:
+  """Returns the train state of a task before its first step, on the host."""
+  learner = task.learner.bind(task.model.abstract_init())
+  with jax.default_device(jax.devices('cpu')[0]):
+    slots, averages = jax.jit(lambda v: (learner.init(v), learner.init_ema(v)))(variables)
+  return TrainState(np.zeros((), np.int32), variables, jax.tree.map(_host, slots), jax.tree.map(_host, averages))
+
+
+def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int = 0) -> NestedDict:
+  """Returns a batch of random values.
+
+  Integers are ids below the smallest `vocab_size` or `num_classes` of the model's layers. Leaves that have a meaning in
+  language models get suitable values: `segment_ids` number two segments, `prompt_lengths` are at least 1, and some
+  `weights` are zero.
+  """
+  ids = [
+    getattr(layer, name, None)
+    for layer in task.model.descendants()
+    for name in ('vocab_size', 'num_classes')
+    if name in layer.__dict__
+  ]
+  most = min((n for n in ids if isinstance(n, int) and n > 1), default=2)
+  rng = np.random.default_rng(seed)
+  lengths = {x.shape[1] for x in jax.tree.leaves(inputs) if len(x.shape) > 1}
+
+  def value(path: Path, x: jax.ShapeDtypeStruct) -> np.ndarray:
+    shape, name = x.shape, path[-1]
+    if name == 'segment_ids' and len(shape) == 2:
+      made = 1 + (np.arange(shape[1]) >= _ends(shape)) * np.ones(shape)
+    elif name == 'segment_pos' and len(shape) == 2:
+      made = np.arange(shape[1]) - np.where(np.arange(shape[1]) >= _ends(shape), _ends(shape), 0)
+    elif name == 'prompt_lengths':
+      made = rng.integers(1, 1 + min(lengths, default=1), shape)
+    elif name == 'weights':
+      made = rng.uniform(0.5, 1.5, shape) * (rng.random(shape) < 0.9)
+    elif np.issubdtype(x.dtype, np.integer):
+      made = rng.integers(0, most, shape)
+    elif x.dtype == np.bool_:
+      made = rng.random(shape) < 0.5
+    else:
+      made = rng.standard_normal(shape)
+    return made.astype(x.dtype)
+
+  batch = map_with_path(value, replace_rows(inputs, rows))
+  if 'weights' in batch:
+    batch['weights'].reshape(-1)[0] = 1.0  # The weight of a batch of one row must not be zero.
+  return batch
+
+
+def decode_inputs(inputs: NestedDict) -> NestedDict:
+  """Returns the shapes of a batch to decode, from those of a training batch; the first half of `ids` is the prompt."""
+  if 'ids' not in inputs:
+    return inputs
+  rows, length = inputs['ids'].shape
+  prompts = jax.ShapeDtypeStruct((rows, max(1, length // 2)), inputs['ids'].dtype)
+  return {'ids': prompts, 'prompt_lengths': jax.ShapeDtypeStruct((rows,), np.int32)}
+
+
+def _ends(shape: tuple[int, ...]) -> np.ndarray:
+  """Returns the position at which the second segment of each row begins, [B, 1]."""
+  return (1 + np.arange(shape[0]) % max(shape[1] - 1, 1))[:, None]
+
+
+def _rounded_otherwise(path: Path, x: np.ndarray, seed: int) -> np.ndarray:
+  if not np.issubdtype(x.dtype, np.floating):
+    return x
+  rng = np.random.default_rng([seed, zlib.crc32(path_name(path).encode())])
+  return (x * (1 + 2.0**-22 * rng.choice([-1.0, 1.0], x.shape))).astype(x.dtype)
+
+
+def _store_on_mesh(tree: object, layout: StateLayout) -> object:
+  """Returns arrays of the host, padded and put on the mesh as copies, because steps reuse the memory of their state."""
+  return jax.device_put(pad_to(tree, layout.padded_shapes), layout.shardings, may_alias=False)
+
+
+def _host(x: jax.Array) -> np.ndarray | jax.Array:
+  return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)

@@ -1,0 +1,485 @@
+"""verify: checks that an experiment, with its mappings on its mesh, computes what it computes on one device.
+
+A small version of the task (`shrink.py`) runs each of its steps (`steps.py`) on simulated devices and on one device,
+from the same values. A wrong sharding shows first in gradients and small batches, and hardly ever in the loss.
+
+To measure how much rounding may change a result, one device runs the step again from variables that differ by a
+rounding error of float32. A result that this changes much, such as Adam's update where the gradient is zero, may differ
+as much on the mesh.
+
+If the mesh and one device differ, one device also runs the step in float64, which tells which of the two is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.trees import NestedDict, leaves_by_path
+from praxis_lite.instruments.explain.explanation import format_mesh
+from praxis_lite.instruments.explain.report import subject_of
+from praxis_lite.instruments.verification import remedies
+from praxis_lite.instruments.verification.float64 import results_in_float64
+from praxis_lite.instruments.verification.shrink import SmallTask, small_task, specs_of
+from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES
+from praxis_lite.instruments.verification.steps import (
+  Case,
+  Kind,
+  Name,
+  Results,
+  Runner,
+  decode_inputs,
+  disable_dropout,
+  task_of,
+  values_of_batch,
+  values_of_state,
+  values_of_variables,
+)
+from praxis_lite.models.base import BaseModel
+from praxis_lite.sharding.batch import batch_size
+from praxis_lite.sharding.mesh import create_device_mesh
+from praxis_lite.sharding.slots import owner_of
+from praxis_lite.sharding.specs import Placement
+from praxis_lite.training.execution import ShardMapped
+from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig
+from praxis_lite.training.state import state_layout, train_state_shapes
+from praxis_lite.training.task import SingleTask
+
+# The allowed error: this share of the largest entry, plus this multiple of the change by rounding on one device.
+_TOLERANCE = 1e-4
+_TIMES_NOISE = 30.0
+_NOISE_SEEDS = (1, 2)
+# If rounding changes a result on one device by more than this share of its largest entry, float64 decides.
+_UNSTEADY = 0.03
+# The name of a difference that concerns no result: the step does not run on the mesh.
+_STEP = 'step'
+_NOT_JUDGED = 'not compared with float64'
+# The largest number of guarded operations that are named.
+_MOST_GUARDED = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+  """A result that differs on the mesh.
+
+  Attributes:
+    name: name of the result.
+    kind, rows: the kind of step, and the number of rows of its batch.
+    error: largest difference of an entry, as a share of the largest entry on one device; infinite if only one of the
+      two is finite.
+    placement: how its variable is split, and why; None if the result belongs to no variable.
+    remark: the verdict of float64 if it disagrees with one device, or the error that ended the step on the mesh.
+  """
+
+  name: Name
+  kind: Kind
+  rows: int
+  error: float
+  placement: Placement | None = None
+  remark: str = ''
+
+  def __str__(self) -> str:
+    if self.name.what == _STEP:
+      return f'{self.kind} of {self.rows} rows: {self.remark}'
+    if np.isfinite(self.error):
+      size = f'off by {self.error:.2g} times its largest entry'
+    else:
+      size = 'not finite, or of another shape, on one of the two only'
+    text = f'{self.name}: {size}, in {self.kind} of {self.rows} rows{self.remark and f"; {self.remark}"}'
+    if self.placement is None:
+      return text
+    return f'{text}\n    split as {tuple(self.placement.spec)!r}: {", ".join(dict.fromkeys(self.placement.why))}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+  """The findings of `verify`.
+
+  Attributes:
+    mesh_sizes: sizes of the mesh axes in the verification.
+    real_mesh_sizes: sizes of the mesh axes of the experiment.
+    sizes: maps real sizes to the sizes in the verification where they differ.
+    compared: the compared steps, with their numbers of rows.
+    not_compared: what was not compared, and why.
+    guarded: operations that XLA would compute wrongly on the mesh without a guard, with their layers, no duplicates.
+    differences: results that differ from one device and are wrong on the mesh; empty if everything is right.
+    not_of_the_mesh: results that differ from one device although the mesh agrees with float64, and why.
+    remedy: the nearest mappings that are right; '' if nothing differs or no such mappings were found.
+    seconds: duration of the verification.
+  """
+
+  mesh_sizes: dict[str, int]
+  real_mesh_sizes: dict[str, int]
+  sizes: dict[int, int]
+  compared: tuple[str, ...]
+  not_compared: tuple[str, ...]
+  guarded: tuple[str, ...]
+  differences: tuple[Difference, ...]
+  not_of_the_mesh: tuple[str, ...]
+  remedy: str
+  seconds: float
+
+  @property
+  def is_right(self) -> bool:
+    """Whether all compared results are right."""
+    return not self.differences
+
+  def variables(self) -> list[str]:
+    """Returns the paths of the variables with wrong gradients, updates or new values."""
+    return list(dict.fromkeys(d.name.of for d in self.differences if d.placement is not None and d.name.what != 'slot'))
+
+
+def verify(
+  experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig,
+  inputs_struct: Mapping[str, object] | None = None,
+  *,
+  most_devices: int = MOST_DEVICES,
+  full: bool = False,
+  quick: bool = False,
+  search_seconds: float = 60.0,
+  progress: Callable[[str], None] | None = None,
+) -> Verification:
+  """Compares the steps of a task on its mesh with those on one device, on simulated CPU devices.
+
+  Args:
+    experiment: the config of a task, an experiment class, or the result of `configure` for one.
+    inputs_struct: shapes and dtypes of a training batch; by default those of the experiment's data.
+    most_devices: a mesh of more devices is reduced; see `small_mesh`. A mesh of one device is verified on several.
+    full: keeps the sizes of the model and its inputs.
+    quick: compares only one step: the gradients of a small batch.
+    search_seconds: time limit of the search for right mappings if something differs.
+    progress: called with a line that says what is verified, and with a line after each compared step.
+
+  Raises:
+    UserError: the task or one of its mappings is not valid, the process has too few CPU devices, the machine has too
+      little memory, or nothing can be compared.
+  """
+  start = time.perf_counter()
+  config, inputs, prompts = _configure(experiment, inputs_struct)
+  small = small_task(config, inputs, prompts, most_devices=most_devices, real_sizes=full)
+  if full or not small.sizes:
+    _check_memory(small)
+  comparison = _Comparison(small, progress or (lambda line: None))
+  devices, microbatches = comparison.mesh.size, comparison.task.learner.num_microbatches
+  few, many = max(1, devices - 1), 2 * devices * microbatches - bool(batch_size(inputs) % (devices * microbatches))
+  comparison.compare_training(few, () if quick else (many,))
+  if not quick:
+    comparison.compare_inference(few)
+  if not comparison.compared:
+    raise ConfigError(f'task.model: nothing can be compared: {"; ".join(comparison.not_compared)}')
+  remedy = ''
+  if comparison.failed is not None and search_seconds > 0:
+    case, right = comparison.failed
+    remedy = remedies.nearest(
+      small, case, comparison.mesh, right, [d.name for d in comparison.differences], search_seconds
+    )
+  return Verification(
+    small.mesh_sizes,
+    small.real_mesh_sizes,
+    small.sizes,
+    tuple(comparison.compared),
+    tuple(comparison.not_compared),
+    tuple(dict.fromkeys(comparison.guarded)),
+    tuple(comparison.differences),
+    tuple(comparison.not_of_the_mesh),
+    remedy,
+    time.perf_counter() - start,
+  )
+
+
+def format_verification(found: Verification) -> str:
+  """Returns the findings as text: what was compared, what differs, and the nearest mappings that are right."""
+  lines = [_format_sizes(found.real_mesh_sizes, found.mesh_sizes, found.sizes)]
+  lines += [f'not compared: {text}' for text in found.not_compared]
+  if found.guarded:
+    first, more = found.guarded[:_MOST_GUARDED], len(found.guarded) - _MOST_GUARDED
+    lines.append(f'guarded against XLA: {"; ".join(first)}{f"; and {more} more" if more > 0 else ""}')
+  lines += [f'not of the mesh: {text}' for text in found.not_of_the_mesh]
+  lines += [f'wrong: {difference}' for difference in found.differences]
+  what = ', '.join(found.compared)
+  if found.is_right:
+    lines.append(f'right: as on one device: {what} ({found.seconds:.1f} s)')
+  else:
+    lines += [found.remedy] if found.remedy else []
+    judged = '' if any(d.remark for d in found.differences) else ', which agrees with float64'
+    lines.append(f'{len(found.differences)} results differ from one device{judged}, of: {what} ({found.seconds:.1f} s)')
+  return '\n'.join(lines)
+
+
+def _format_sizes(real: Mapping[str, int], mesh: Mapping[str, int], sizes: Mapping[int, int]) -> str:
+  """Returns 'mesh data 64 x mdl 4 = 256 devices, verified as data 4 x mdl 2 = 8 devices; sizes ...'."""
+  as_ = 'as it is' if mesh == real else f'verified as {format_mesh(mesh)}'
+  smaller = ', '.join(f'{n} as {k}' for n, k in sizes.items())
+  return f'mesh {format_mesh(real)}, {as_}; sizes {smaller or "as they are"}'
+
+
+class _Comparison:
+  """Compares steps of a small task on its mesh and on one device, and collects the differences."""
+
+  def __init__(self, small: SmallTask, progress: Callable[[str], None]):
+    self.small = small
+    self._progress = progress
+    progress(_format_sizes(small.real_mesh_sizes, small.mesh_sizes, small.sizes))
+    self.mesh = _mesh(small.mesh_sizes)
+    self.task = task_of(small.config, Kind.GRADIENT)
+    self.compared: list[str] = []
+    self.not_compared: list[str] = []
+    self.guarded: list[str] = []
+    self.differences: list[Difference] = []
+    self.not_of_the_mesh: list[str] = []
+    self.failed: tuple[Case, remedies.IsRight] | None = None
+    self._one = _mesh(dict.fromkeys(small.mesh_sizes, 1))
+    self._variables = values_of_variables(self.task)
+
+  def compare_training(self, few: int, many: Sequence[int]) -> None:
+    """Compares gradients of `few` rows and of each number in `many`; if these agree, also an update of `few` rows.
+
+    An empty `many` skips the update.
+    """
+    config = self.small.config
+    if self.task.partitioning == 'shard_map' and self._draws(self._case(config, Kind.GRADIENT, 1)):
+      self._compare_equal_draws(few)
+      config = disable_dropout(config)
+      self.not_compared.append("random draws, which under partitioning='shard_map' differ by device: without dropout")
+      if self._draws(self._case(config, Kind.GRADIENT, 1)):
+        self.not_compared.append('training: a layer draws random numbers by other means than Dropout')
+        return
+    for rows in (few, *many):
+      self._compare(self._case(config, Kind.GRADIENT, rows))
+    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ, too.
+      self._compare(self._case(config, Kind.UPDATE, few))
+
+  def compare_inference(self, rows: int) -> None:
+    """Compares evaluation, and decoding if the model decodes."""
+    self._compare(self._case(self.small.config, Kind.EVALUATION, rows))
+    if type(self.task.model).decode is BaseModel.decode:
+      return
+    case = self._case(self.small.config, Kind.DECODING, rows)
+    try:
+      Runner(case, self._one).trace()
+    except Exception as error:  # This model may not accept made-up prompts.
+      self.not_compared.append(
+        f'decoding, which made-up inputs do not fit: {(str(error) or repr(error)).splitlines()[0]}'
+      )
+      return
+    self._compare(case)
+
+  def _case(self, config: Config[SingleTask], kind: Kind, rows: int) -> Case:
+    task = task_of(config, kind)
+    inputs = self.small.inputs
+    if kind is Kind.DECODING:
+      inputs = self.small.prompts or decode_inputs(inputs)
+    return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
+
+  def _draws(self, case: Case) -> bool:
+    """Whether the results depend on the key. False if they also differ for the same key, which is a fault."""
+    runner = Runner(case, self._one)
+    first, again, other = (runner.results(seed=seed) for seed in (0, 0, 1))
+    return all(np.array_equal(x, again[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()) and any(
+      not np.array_equal(x, other[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()
+    )
+
+  def _compare_equal_draws(self, rows: int) -> None:
+    """Under `shard_map`, compares a step with dropout on only the axes that do not split rows.
+
+    Along these axes, all devices must draw the same numbers.
+    """
+    case = self._case(self.small.config, Kind.GRADIENT, rows)
+    rows_over = ShardMapped(case.task, state_layout(case.task, self.mesh, specs_of(self.small))).batch_axes
+    sizes = {axis: 1 if axis in rows_over else size for axis, size in self.small.mesh_sizes.items()}
+    if math.prod(sizes.values()) > 1:
+      self._compare(case, _mesh(sizes), ' with dropout')
+
+  def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '') -> None:
+    start = time.perf_counter()
+    on_mesh = Runner(case, mesh or self.mesh, specs_of(self.small))
+    with ThreadPoolExecutor(2) as pool:  # Compiles both at the same time, because each takes seconds.
+      mesh_results = pool.submit(on_mesh.results)
+      one_results = pool.submit(self._run_on_one_device, case)
+      expected, noise = self._results_of_one_device(case, one_results)
+      failure = mesh_results.exception()
+    if not np.isfinite(expected.get(Name('loss', ''), 0.0)).all():
+      raise ConfigError(
+        f'task.model: on one device too, the loss of {case.rows} made-up rows is not finite, so nothing can be compared'
+      )
+    self.compared.append(f'{case.kind} of {case.rows} rows{note}')
+    if isinstance(failure, UserError):
+      raise failure
+    if failure is not None:
+      text = f'it runs on one device, and ends on the mesh in {_first_line(failure)}'
+      self.differences.append(Difference(Name(_STEP, ''), case.kind, case.rows, math.inf, remark=text))
+      return
+    found = mesh_results.result()
+    self.guarded += [f'{guarded.op} in {guarded.layer or "the step"}' for guarded in on_mesh.guarded]
+    different = _differences(found, expected, noise)
+    if different or (case.kind is not Kind.UPDATE and _is_unsteady(expected, noise)):
+      verdict = self._judge(case, found, expected, noise, different)
+      different = verdict.wrong
+      self.differences += [
+        Difference(name, case.kind, case.rows, error, self._placement(name), verdict.remarks.get(name, ''))
+        for name, error in different.items()
+      ]
+      expected, noise = verdict.expected, verdict.noise
+    self._progress(
+      f'compared {self.compared[-1]}: {f"{len(different)} results are wrong" if different else "right"} '
+      f'({time.perf_counter() - start:.1f} s)'
+    )
+    if different and self.failed is None and mesh is None:
+      self.failed = case, lambda results: not _differences(results, expected, noise)
+
+  def _results_of_one_device(
+    self, case: Case, results: Future[tuple[Results, list[Results]]]
+  ) -> tuple[Results, list[Results]]:
+    """Returns the results of one device.
+
+    Raises:
+      UserError: the step fails on one device.
+    """
+    try:
+      return results.result()
+    except UserError:
+      raise
+    except Exception as error:  # A layer or XLA may raise any error.
+      raise ConfigError(
+        f'task.model: on one device too, {case.kind} of {case.rows} made-up rows end in {_first_line(error)}, so '
+        'nothing can be compared'
+      ) from error
+
+  def _judge(
+    self, case: Case, found: Results, expected: Results, noise: list[Results], different: dict[Name, float]
+  ) -> _Verdict:
+    """Decides which results of the mesh are wrong, by comparison with float64 on one device."""
+    undecided = _Verdict(different, dict.fromkeys(different, _NOT_JUDGED), expected, noise)
+    if self._draws(case):
+      return undecided  # A step in float64 draws other random numbers.
+    try:
+      exact, exact_noise = results_in_float64(case, self._one, _NOISE_SEEDS)
+    except Exception as error:  # Some layers do not support float64, which says nothing about the mesh.
+      self.not_compared.append(f'float64 on one device, in {case.kind} of {case.rows} rows: {_first_line(error)}')
+      return undecided
+    of_mesh, of_one = (_differences(results, exact, exact_noise) for results in (found, expected))
+    for name in {**different, **of_one}:
+      if name not in of_mesh:
+        size = f'{different.get(name, of_one.get(name, 0.0)):.2g} times its largest entry'
+        reason = f'one device is wrong in float32, by {size}' if name in of_one else f'rounding differs, by {size}'
+        text = f'{name} in {case.kind} of {case.rows} rows: {reason}; the mesh agrees with float64'
+        self.not_of_the_mesh.append(text)
+    remarks = {name: 'float64 on one device agrees with neither' for name in of_mesh if name in of_one}
+    return _Verdict(of_mesh, remarks, exact, exact_noise)
+
+  def _placement(self, name: Name) -> Placement | None:
+    """Returns the placement of the variable that a result belongs to; None if it belongs to no variable."""
+    placements = leaves_by_path(self.small.placements)
+    owner = None if name.what in _OF_NO_VARIABLE else owner_of(tuple(name.of.split('.')), placements)
+    return None if owner is None else placements[owner]
+
+  def _run_on_one_device(self, case: Case) -> tuple[Results, list[Results]]:
+    """Returns the results of one device, and its results from variables with rounding noise."""
+    runner = Runner(case, self._one)
+    return runner.results(), [runner.results(seed) for seed in _NOISE_SEEDS]
+
+
+class _Verdict(NamedTuple):
+  """The results that are wrong on the mesh, remarks on some of them, and the right results without and with noise."""
+
+  wrong: dict[Name, float]
+  remarks: dict[Name, str]
+  expected: Results
+  noise: list[Results]
+
+
+def _is_unsteady(expected: Results, noise: Iterable[Results]) -> bool:
+  """Whether rounding noise changes a float result on one device so much that it is not a reliable reference."""
+  floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating) and x.size}
+  largest = max((float(np.nanmax(np.abs(x))) for x in floats.values()), default=0.0)
+  steady = {name: max(_UNSTEADY * float(np.nanmax(np.abs(x))), 1e-4 * largest) for name, x in floats.items()}
+  return any(_error(results[name], x) > steady[name] for results in noise for name, x in floats.items())
+
+
+def _first_line(error: BaseException) -> str:
+  return f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else "no message"}'
+
+
+_OF_NO_VARIABLE = ('loss', 'metric', 'output')
+
+
+def _differences(found: Results, expected: Results, noise: Iterable[Results]) -> dict[Name, float]:
+  """Returns the error of each result that differs by more than rounding explains, the largest errors first."""
+  largest: dict[str, float] = {}
+  for name, x in expected.items():
+    if np.issubdtype(x.dtype, np.floating) and x.size:
+      largest[name.what] = max(largest.get(name.what, 0.0), float(np.nanmax(np.abs(x))))
+  different = {}
+  for name, x in expected.items():
+    errors = [_error(y[name], x) for y in noise]
+    if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
+      continue
+    error, unsure = _error(found[name], x), max(errors)
+    scale = float(np.nanmax(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 1.0
+    is_exact = not np.issubdtype(x.dtype, np.floating)
+    limit = unsure * np.inf if is_exact and unsure else _TOLERANCE * scale + _TIMES_NOISE * unsure
+    limit += 0.0 if is_exact else 1e-7 * largest.get(name.what, 0.0)  # Empty results have no largest entry.
+    if error > limit:
+      different[name] = error / max(scale, 1e-30)
+  return dict(sorted(different.items(), key=lambda item: (item[0].what != 'loss', -item[1])))
+
+
+def _error(found: np.ndarray, expected: np.ndarray) -> float:
+  """Returns the largest difference of an entry; infinite if shapes differ or an entry is finite in only one array."""
+  if found.shape != expected.shape or (np.isfinite(found) != np.isfinite(expected)).any():
+    return math.inf
+  finite = np.isfinite(expected)
+  return float(np.max(np.abs(found[finite].astype(np.float64) - expected[finite].astype(np.float64)), initial=0.0))
+
+
+# ---------------------------------------------------------------- what is verified
+
+
+def _configure(
+  experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig, inputs: Mapping[str, object] | None
+) -> tuple[Config[SingleTask], NestedDict, NestedDict | None]:
+  """Returns the config of the task, the shapes of a batch to train on, and of a batch to decode, None if not known."""
+  named, inputs, prompts = subject_of(experiment, inputs)
+  if not isinstance(named, Config):
+    raise ConfigError(
+      f'verify takes the config of a task, or an experiment, not {type(named).__name__}: sizes are changed in a config'
+    )
+  if inputs is None:
+    raise DataError('the shapes of a training batch are not known without reading the data; pass them to verify')
+  weights = jax.ShapeDtypeStruct((batch_size(inputs),), np.float32)
+  return named, {'weights': weights, **inputs}, None if prompts is None else dict(prompts)
+
+
+def _mesh(sizes: Mapping[str, int]) -> Mesh:
+  """Returns a mesh of CPU devices, even if the machine has other devices."""
+  devices, needed = jax.devices('cpu'), math.prod(sizes.values())
+  if needed > len(devices):
+    raise ConfigError(
+      f'verify needs {needed} CPU devices, and there are {len(devices)}; call '
+      f'praxis_lite.simulate_cpu_devices({needed}) before anything that uses a device'
+    )
+  return create_device_mesh(tuple(sizes.values()), None, tuple(sizes), devices[:needed])
+
+
+def _check_memory(small: SmallTask) -> None:
+  """Raises ConfigError if memory cannot hold the copies of the state: split, whole, and the new state of an update."""
+  shapes = jax.tree.leaves(train_state_shapes(small.config.instantiate()))
+  state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended))
+  needed, there = 10 * state, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  if needed > there:
+    raise ConfigError(
+      f'task.model: verifying {format_bytes(state)} of state takes about {format_bytes(needed)} of memory, and this '
+      f'machine has {format_bytes(there)}; leave out --full, or set smaller sizes with --set'
+    )

@@ -1,0 +1,471 @@
+"""Layer: a tree of hyperparameters that declares variables and computes.
+
+A layer's annotated attributes are its hyperparameters. `setup` declares variables and children; `__call__` computes
+with them. A layer holds no arrays: `abstract_init` returns the declarations of its variables, `init(key)` makes their
+first values, and `apply(variables, ...)` is the pure call. The variable tree has the same paths as the layer tree.
+
+    class Scale(Layer):
+      dims: int = REQUIRED
+
+      def setup(self):
+        self.create_variable('s', WeightHParams((self.dims,), init=WeightInit.Constant(1.0)))
+
+      def __call__(self, x_BD):
+        return x_BD * self.theta.s
+
+    layer = Config(Scale, dims=4).instantiate()
+    variables = layer.init(jax.random.key(0))            # {'s': f32[4]}
+    y_BD, side = layer.apply(variables, jnp.ones((2, 4)))
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.common.config import Config, Configurable, build_at, config_values, target, template
+from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
+from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, lookup, map_with_path, path_name
+from praxis_lite.layers.base import call
+from praxis_lite.layers.base.call import Constraint, SideOutputs, Surroundings
+from praxis_lite.layers.base.in_call import InCall
+from praxis_lite.layers.base.printing import tree_lines
+from praxis_lite.layers.base.scope import run_in_scope
+from praxis_lite.sharding.constraints import manual_axes, with_sharding_constraint
+from praxis_lite.sharding.rules import resolve
+from praxis_lite.sharding.specs import Placement, place_by_rank
+from praxis_lite.sharding.weights import (
+  DeclaredSplit,
+  SplitDimsMapping,
+  WeightHParams,
+  WeightHParamsCollection,
+  WeightInit,
+  check_weight,
+  declared,
+  init_weight,
+  is_dtype,
+)
+
+LayerT = TypeVar('LayerT', bound='Layer')
+InputT = TypeVar('InputT')
+
+
+class SplitMapping(Configurable):
+  """Base of the split mappings of a layer: each field maps one tensor, one entry per dimension."""
+
+
+class WeightSplit(SplitMapping):
+  """How the weights of a layer are split; `wt` is the mapping of its main weight."""
+
+  wt: SplitDimsMapping = None
+
+
+class ActivationSplit(SplitMapping):
+  """How the activations of a layer are split; `out` is the mapping of its output."""
+
+  out: SplitDimsMapping = None
+
+
+# Hyperparameters that a child takes from its parent where it leaves them None.
+_INHERITED = ('dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules')
+
+_parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
+
+
+class Layer(InCall, Configurable):
+  """Base of all layers.
+
+  Attributes:
+    name: the last part of the layer's path; set by the parent.
+    dtype: dtype that weights are stored in; inherited, float32 at the root.
+    fprop_dtype: dtype that the layer computes in; inherited, `dtype` at the root.
+    params_init: initializer of weights that do not set their own; inherited, Xavier at the root.
+    mesh_axis_names: names of the mesh axes that split mappings refer to; inherited. None: names are not checked.
+    logical_axis_rules: pairs (logical name, mesh axes) by which mappings may name logical axes; inherited.
+    weight_split_dims_mapping: how each weight is split over the mesh; a layer with weights of its own declares a field
+      for each, as in `template(WeightSplit)`.
+    activation_split_dims_mapping: how each activation is split.
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is
+      split on entry, by rank; None leaves it as it comes.
+  """
+
+  # Whether `__call__` takes the keyword `paddings`, [B, T], not zero where a token is padding.
+  takes_paddings: ClassVar[bool] = False
+  # What arguments of a call, by name, have for a token or a row that is padding.
+  marks_of_padding: ClassVar[Mapping[str, int]] = {'paddings': 1, 'segment_ids': 0, 'weights': 0}
+
+  name: str = ''
+  dtype: DTypeLike | None = None
+  fprop_dtype: DTypeLike | None = None
+  params_init: WeightInit | None = None
+  mesh_axis_names: tuple[str, ...] | None = None
+  logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
+  weight_split_dims_mapping: Config = template(SplitMapping)
+  activation_split_dims_mapping: Config = template(ActivationSplit)
+  inputs_split_mapping: dict[str, Any] | None = None
+
+  # ---------------------------------------------------------------- construction
+
+  _set_up_in = 'setup'
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    if '__post_init__' in vars(cls):
+      raise ConfigError(f'{cls.__qualname__} defines __post_init__, which builds the layer; write setup(self) instead')
+    super().__init_subclass__(**kwargs)
+    if len(inspect.signature(cls.setup).parameters) != 1:
+      raise ConfigError(
+        f'{cls.__qualname__}.setup takes self alone; what it needs is an attribute of the class, name: type = default'
+      )
+    for name, method in list(cls.__dict__.items()):
+      if inspect.isfunction(method) and (name == '__call__' or not (name.startswith('_') or hasattr(Layer, name))):
+        setattr(cls, name, run_in_scope(method))
+
+  def __post_init__(self) -> None:
+    self._path: Path = (*_parent_path.get(), self.name) if self.name else _parent_path.get()
+    self._names: set[str] = set()  # Those of variables, children and lists of children.
+    self._weights: dict[str, WeightHParams] = {}
+    self._children: dict[str, Layer] = {}
+    if self.dtype is None:
+      self.dtype = 'float32'
+    if self.fprop_dtype is None:
+      self.fprop_dtype = self.dtype
+    if self.params_init is None:
+      self.params_init = WeightInit.Xavier()
+    for field in ('dtype', 'fprop_dtype'):
+      value = getattr(self, field)
+      if not is_dtype(value, jnp.floating):
+        raise ConfigError(
+          f'{self.path_name}.{field}: expected a floating dtype, such as float32 or bfloat16, got {value}'
+        )
+    self._declare_split_mappings()
+    self.setup()
+    self._ready = True
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if '_ready' in self.__dict__:
+      raise UnknownFieldError(
+        f'{self.path_name}.{name}: a layer does not change after setup(); keep state in variables or decode_state'
+      )
+    if '_children' in self.__dict__:
+      self._check_built_here(name, value)
+    super().__setattr__(name, value)
+
+  def _check_built_here(self, name: str, value: object) -> None:
+    """Raises ConfigError if `value` has layers without a name, which only a parent gives, or is an array of JAX."""
+    if isinstance(value, jax.Array):
+      raise ConfigError(
+        f'{self.path_name}.{name}: a layer holds no arrays; a weight is declared by self.create_variable({name!r}, '
+        f'WeightHParams({value.shape})), and a constant is made in the call, or is an array of NumPy'
+      )
+    several = list(value.values()) if isinstance(value, dict) else value
+    for layer in several if isinstance(several, list | tuple) else [value]:
+      if isinstance(layer, Layer) and not layer.name:
+        raise ConfigError(
+          f'{self.path_name}.{name}: {type(layer).__name__} was built without create_child, so it has no variables; '
+          f'write self.create_child({name!r}, Config({type(layer).__name__}, ...)), or create_children for a list'
+        )
+
+  def setup(self) -> None:
+    """Declares the layer's variables and children. Override it; do not call it."""
+
+  def create_variable(self, name: str, weight: WeightHParams, trainable: bool = True) -> None:
+    """Declares a variable of this layer, read in a call as `self.theta.<name>`.
+
+    Raises:
+      ConfigError: the name is taken, or a dimension is not positive.
+      ShardingError: the split mapping has the wrong rank, an unknown axis, or an axis twice.
+    """
+    self._claim(name, 'create_variable')
+    check_weight(weight, f'{self.path_name}.{name}')
+    mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
+    if mapping is None:  # What there is to set is the layer's first field, which maps its main weight.
+      field = next(iter(self.split_mappings('weight_split_dims_mapping')), field)
+    self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))
+    self._weights[name] = dataclasses.replace(
+      weight,
+      dtype=weight.dtype or self.dtype,
+      init=weight.init or self.params_init,
+      collections=weight.collections | (set() if trainable else {WeightHParamsCollection.NON_TRAINABLE}),
+      mapping_field=field,
+    )
+
+  def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
+    """Builds a child from a copy of `config`, with what it inherits; it is `self.<name>`, of path `<path>.<name>`."""
+    self._claim(name, 'create_child')
+    built = target(config) if isinstance(config, Config) else None
+    if not (isinstance(built, type) and issubclass(built, Layer)):
+      got = repr(config) if built is None else f'that of {getattr(built, "__qualname__", built)}'
+      raise ConfigError(
+        f'{self.path_name}.{name}: create_child takes the Config of a layer, as in Config(MyLayer, ...), got {got}'
+      )
+    inherited = {f: getattr(self, f) for f in _INHERITED if getattr(config, f) is None}
+    token = _parent_path.set(self._path)
+    try:
+      child = build_at(path_name((*self._path, name)), config, name=name, **inherited)
+    finally:
+      _parent_path.reset(token)
+    self._children[name] = child
+    setattr(self, name, child)
+    return child
+
+  def create_children(
+    self, *names: str, template: Config[LayerT] | None = None, templates: Sequence[Config[LayerT]] | None = None
+  ) -> list[LayerT]:
+    """Builds several children: `names` all from one `template`, or a list `self.<name>` from `templates`.
+
+    The children of a list have the paths `<name>_0`, `<name>_1`, ...
+    """
+    if template is not None:
+      return [self.create_child(name, template) for name in names]
+    if templates is None or len(names) != 1:
+      raise ConfigError(f'{self.path_name}: create_children takes names and template=, or one name and templates=')
+    self._claim(names[0], 'create_children')
+    children = [self.create_child(f'{names[0]}_{i}', config) for i, config in enumerate(templates)]
+    setattr(self, names[0], children)
+    return children
+
+  def _claim(self, name: str, by: str) -> None:
+    """Takes a name for a variable or child that the method `by` declares; raises ConfigError if it cannot be had."""
+    if not (isinstance(name, str) and name.isidentifier()):
+      raise ConfigError(f'{self.path_name}.{by}: a name is a Python identifier, such as head or layer_0, not {name!r}')
+    if '_ready' in self.__dict__:
+      remedy = f'self.theta.{name}' if by == 'create_variable' else f'self.{name}'
+      raise ConfigError(f'{self.path_name}.{name}: call {by} in setup(); in a call, use {remedy}')
+    if name in self._names:
+      raise ConfigError(f"{self.path_name}: the name '{name}' is declared twice")
+    self._names.add(name)
+    if by != 'create_variable' and (hasattr(type(self), name) or name in self.__dict__):
+      raise ConfigError(
+        f"{self.path_name}: a child cannot be named '{name}', which is an attribute of {type(self).__name__} already"
+      )
+
+  def _declare_split_mappings(self) -> None:
+    """Checks the split mappings, and has each remember its field, unless it came from a field of a parent."""
+    for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
+      mappings = {}
+      for field, mapping in self.split_mappings(group).items():
+        self._resolve(mapping, field)
+        mappings[field.rpartition('.')[2]] = declared(mapping, field)
+      if any(mapping is not None for mapping in mappings.values()):
+        setattr(self, group, getattr(self, group).clone(**mappings))
+
+  # ---------------------------------------------------------------- structure
+
+  def children(self) -> Iterator[tuple[str, Layer]]:
+    """Yields (name, child), those of lists too, in the order of creation."""
+    yield from self._children.items()
+
+  def descendants(self) -> Iterator[Layer]:
+    """Yields this layer and all layers below it, parents first."""
+    yield self
+    for _, child in self.children():
+      yield from child.descendants()
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('_'):
+      raise AttributeError(name)
+    if isinstance(inspect.getattr_static(type(self), name, None), property | functools.cached_property):
+      object.__getattribute__(self, name)  # Raises what the property does: it misses another attribute.
+    where = f'{self.path_name} ({type(self).__name__})'
+    if name in self._weights:
+      raise UnknownFieldError(f'{where}: {name!r} is a variable; read it in a call as self.theta.{name}')
+    close = did_you_mean(name, self._names - self._weights.keys())
+    inherits = '; its setup() may lack super().setup()' if _overrides_a_setup(type(self)) else ''
+    raise UnknownFieldError(
+      f'{where} has no attribute or child {name!r}.{close} A child is made in setup() by '
+      f'self.create_child({name!r}, Config(...)), a hyperparameter is an annotated attribute of the class{inherits}'
+    )
+
+  def __repr__(self) -> str:
+    return f'<{type(self).__name__} {self.path_name}>'
+
+  def __str__(self) -> str:
+    """The tree of this layer: each layer with its number of parameters, each variable with its shape and dtype."""
+    return '\n'.join(tree_lines(self, self.path_name, self.abstract_init()))
+
+  # ---------------------------------------------------------------- variables
+
+  def abstract_init(self) -> NestedDict:
+    """Returns the declarations of all variables below this layer: the variable tree with `WeightHParams` leaves."""
+    tree: NestedDict = dict(self._weights)
+    for name, child in self.children():
+      if below := child.abstract_init():
+        tree[name] = below
+    return tree
+
+  def init(self, key: jax.Array) -> NestedDict:
+    """Returns first values of all variables, each drawn with `key` folded with the variable's path."""
+    if isinstance(key, int):
+      raise ConfigError(f'{self.path_name}.init({key}): expected a key, such as jax.random.key({key})')
+    declared = self.abstract_init()
+    keys = call.fold_in_paths(key, list(leaves_by_path(declared)))
+    return map_with_path(lambda path, w: init_weight(w, keys[path]), declared)
+
+  # ---------------------------------------------------------------- the pure call
+
+  def apply(
+    self,
+    variables: NestedDict,
+    *args: Any,
+    key: jax.Array | None = None,
+    do_eval: bool | None = None,
+    decode_state: NestedDict | None = None,
+    method: str = '__call__',
+    surroundings: Surroundings | None = None,
+    **kwargs: Any,
+  ) -> tuple[Any, SideOutputs]:
+    """Calls a method of this layer as a pure function.
+
+    Args:
+      variables: this layer's variables, of the structure and shapes of `abstract_init()`. The variables of a padded
+        train state are refused: nothing tells padding from the weights of a larger model, and outside of a step XLA's
+        faults on meshes are not guarded against. `praxis_lite.unpadded(task, state)` has them in their true shapes.
+      *args, **kwargs: arguments of the method.
+      key: PRNG key; may be None where nothing is drawn.
+      do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
+      decode_state: caches returned by an earlier call.
+      method: which method to call.
+      surroundings: what the call needs to know of the world around it; by default as in the enclosing call.
+
+    Returns:
+      The method's result and the call's `SideOutputs`.
+
+    Raises:
+      ConfigError: a variable has another shape than the layer declares; checked where a user calls, not within a call.
+    """
+    if not isinstance(variables, dict):
+      raise ConfigError(
+        f'{self.path_name}.apply(variables, *args): the first argument is the variables, a dict as init() returns; '
+        f'got {type(variables).__name__}'
+      )
+    outer = call.current_frame()
+    if outer is None and surroundings is None:
+      self._check_shapes(variables)
+    if do_eval is None:
+      do_eval = outer is not None and outer.do_eval
+    if surroundings is None:
+      surroundings = outer.surroundings if outer else Surroundings(manual_axes=manual_axes())
+    frame = call.Frame(
+      self._path, variables, key=key, do_eval=do_eval, decode_state=decode_state, surroundings=surroundings
+    )
+    with call.enter(frame):
+      outputs = getattr(self, method)(*args, **kwargs)
+    if outer is None:
+      self._check_keeps_nothing()
+    return outputs, frame.side_outputs()
+
+  def _check_shapes(self, variables: NestedDict) -> None:
+    if manual_axes():  # Inside a `shard_map` of the user, variables are parts.
+      return
+    for path, shape in self._declared_shapes.items():
+      given = getattr(lookup(variables, path), 'shape', shape)
+      if given != shape:
+        larger = len(given) == len(shape) and all(g >= d for g, d in zip(given, shape))
+        padded = '; if it is the padded state of a mesh, pass unpadded(task, state).mdl_vars' if larger else ''
+        name = path_name((*self._path, *path))
+        raise ConfigError(f'{name} has shape {given} in the variables, and the layer declares {shape}{padded}')
+
+  def _check_keeps_nothing(self) -> None:
+    """Raises ConfigError if an attribute of a layer holds an array of a trace, which means nothing after it."""
+    for layer in self.descendants():
+      for name, value in vars(layer).items():
+        if isinstance(value, jax.core.Tracer | list | dict) and any(
+          isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)
+        ):
+          raise ConfigError(
+            f'{layer.path_name}.{name} keeps an array of the call, which has no value after it. Return it, or keep it '
+            'in a variable: create_variable(name, ..., trainable=False) in setup(), update_var in the call'
+          )
+
+  @functools.cached_property
+  def _declared_shapes(self) -> dict[Path, tuple[int, ...]]:
+    return {path: weight.full_shape for path, weight in leaves(self.abstract_init()).items()}
+
+  # ---------------------------------------------------------------- sharding
+
+  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out', remark: str = '') -> jax.Array:
+    """Constrains `x` to be split by a mapping; without a mapping or a mesh, returns it as it is.
+
+    Args:
+      x: any array.
+      mapping: the field of `activation_split_dims_mapping` that maps `x`; or a mapping, one entry per dimension.
+      remark: what `explain` says about `x` beside its split.
+
+    Raises:
+      ConfigError: there is no such field.
+      ShardingError: the mapping does not fit the rank of `x` or the mesh.
+    """
+    field = mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else f'{self.path_name}.shard()'
+    if isinstance(mapping, str):
+      name, known = mapping, self._activation_mappings
+      field = f'{self.path_name}.activation_split_dims_mapping.{name}'
+      if field not in known:
+        names = [path.rpartition('.')[2] for path in known]
+        raise ConfigError(
+          f'{self.path_name}.activation_split_dims_mapping has no field {name!r}.{did_you_mean(name, names)} '
+          f'Its fields: {", ".join(names) or "none"}.'
+        )
+      mapping = known[field]
+    return self._constrain(x, field, self._resolve(mapping, field, rank=x.ndim), remark)
+
+  def split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
+    """Returns the mappings of one of the two groups, such as 'weight_split_dims_mapping', by path of their fields."""
+    mappings: Config | None = getattr(self, group)
+    fields = {} if mappings is None else config_values(mappings)
+    return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in fields.items()}
+
+  def placements(self, group: str) -> dict[str, Placement]:
+    """Returns what those of `split_mappings` that are set stand for; none without names of mesh axes."""
+    resolved = {field: self._resolve(mapping, field) for field, mapping in self.split_mappings(group).items()}
+    return {field: placement for field, placement in resolved.items() if placement is not None}
+
+  def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
+    """Sets fields of one of the two groups of a built layer, to try what they do. Weights stay as they are declared."""
+    getattr(self, group).set(**mappings)
+    self.__dict__.pop('_activation_mappings', None)
+
+  @functools.cached_property
+  def _activation_mappings(self) -> dict[str, SplitDimsMapping]:
+    """Once, as `shard` needs them at every activation that is traced."""
+    return self.split_mappings('activation_split_dims_mapping')
+
+  def _shard_input(self, x: InputT) -> InputT:
+    """Constrains the first argument of a call, an array or a tree of them, by `inputs_split_mapping`."""
+    mappings, names = self.inputs_split_mapping, self.mesh_axis_names
+    if mappings is None or names is None:
+      return x
+    field = f'{self.path_name}.inputs_split_mapping'
+
+    def shard(leaf: jax.Array) -> jax.Array:
+      if not getattr(leaf, 'shape', ()):
+        return leaf
+      return self._constrain(leaf, f'{field}.map_{leaf.ndim}d', place_by_rank(mappings, names, leaf, field))
+
+    return jax.tree.map(shard, x)
+
+  def _constrain(self, x: jax.Array, field: str, placement: Placement | None, remark: str = '') -> jax.Array:
+    """Constrains `x`, and lets the listener of the call know."""
+    frame = call.frame_holding(self._path)
+    if frame is not None and frame.surroundings.listener is not None:
+      manual = frame.surroundings.manual_axes
+      frame.surroundings.listener(Constraint(field, placement, x.shape, x.dtype, manual, remark))
+    return x if placement is None else with_sharding_constraint(x, placement.spec)
+
+  def _resolve(self, mapping: SplitDimsMapping, field: str, rank: int | None = None) -> Placement | None:
+    """Returns what a mapping stands for, and why; None without a mapping, or without names of mesh axes."""
+    if mapping is None or self.mesh_axis_names is None:
+      return None
+    return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
+
+
+def _overrides_a_setup(cls: type[Layer]) -> bool:
+  """Whether the `setup` of a class takes the place of one that declares something."""
+  return 'setup' in vars(cls) and any('setup' in vars(base) for base in cls.__mro__[1:] if base is not Layer)

@@ -1,0 +1,247 @@
+"""The pure call: one `Frame` per `Layer.apply`, holding what goes in and collecting what comes out beside the result.
+
+    inputs of a frame                    side outputs of a frame
+      variables    weights by path         summaries     named scalars, histograms, images
+      key          PRNG key or None        aux_losses    (value, weight) pairs the task adds to the loss
+      do_eval      train or evaluate       updates       new values of non-trainable variables
+      decode_state caches by path          decode_state  caches after the call
+      surroundings how weights are read, how sums over rows are completed, who listens; see `Surroundings`
+
+Frames nest: a layer that transforms another one (scan, remat, pipeline) calls `sub.apply(...)` inside the transform,
+and `absorb`s the side outputs that the transform returns. No tracer outlives its frame, so ordinary JAX transforms
+apply.
+
+Randomness is derived from paths. A layer's key is the frame's key folded with the layer's path and a count of its own
+draws, so adding a layer does not change what the others draw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, Path, insert, lookup, merge, path_name
+from praxis_lite.common.weighted import WeightedScalars, mean_of_means
+from praxis_lite.sharding.specs import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+  """A named value to log: a 'scalar', 'histogram', 'image' or 'text'. Layers repeated by scan add leading axes."""
+
+  value: jax.Array
+  kind: str = 'scalar'
+
+
+jax.tree_util.register_dataclass(Summary, data_fields=['value'], meta_fields=['kind'])
+
+
+def summary_over_devices(summary: Summary, axes: tuple[str, ...]) -> Summary:
+  """Inside `shard_map`: scalars are averaged over devices along some axes; of all else, the first device's is kept."""
+  x = summary.value
+  if not axes:
+    return summary
+  if summary.kind == 'scalar' and jnp.issubdtype(x.dtype, jnp.floating):
+    return Summary(jax.lax.pmean(x, axes), summary.kind)
+  first = jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
+  return Summary(jax.lax.psum(first, axes), summary.kind)
+
+
+class SideOutputs(NamedTuple):
+  """What a call yields beside its result: all trees of arrays, keyed by variable path or by name."""
+
+  summaries: dict[str, Summary]
+  aux_losses: WeightedScalars
+  updates: NestedDict
+  decode_state: NestedDict
+
+
+class Constraint(NamedTuple):
+  """A sharding constraint that a layer has put on an array.
+
+  Attributes:
+    field: the field of the layer that names the array, as in 'lm.softmax.activation_split_dims_mapping.out'.
+    placement: how the array is split, and why; None leaves it to the compiler.
+    shape, dtype: of the array.
+    manual_axes: mesh axes along which the array is one device's part, and which the constraint leaves alone.
+    remark: what else the layer says about it.
+  """
+
+  field: str
+  placement: Placement | None
+  shape: tuple[int, ...]
+  dtype: jnp.dtype
+  manual_axes: frozenset[str] = frozenset()
+  remark: str = ''
+
+
+def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+  del path
+  return stored if dtype is None else stored.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+  """What a call needs to know of the world around it. By default: one device, with all rows and whole weights.
+
+  A layer that runs another one inside a transform, such as `shard_map`, passes `dataclasses.replace(...)` of its own
+  surroundings to `apply`, and nothing else needs to know.
+
+  Attributes:
+    read_weight: (path, stored array, dtype or None) -> the weight as layers use it: cast, gathered or sliced. Inside a
+      scan over layers, the stored array has lost the leading dimensions that the scan has taken.
+    reading_gathers: whether `read_weight` communicates, so that the backward pass should gather again, not keep.
+    sum_over_rows: completes a sum over the rows of a batch at hand to the sum over all its rows.
+    real_rows: returns [B] bool for the B rows at hand: False for those that only fill up a microbatch, are copies of
+      others, and count in no statistic. None: all rows are of the batch. Layers ask `Layer.real_rows`.
+    read_outside: of a weight that a layer reads from outside of the tree of this call, what the layer reads.
+    manual_axes: mesh axes along which arrays are one device's part.
+    listener: is called with each sharding constraint of a layer while the call is traced; None does nothing.
+  """
+
+  read_weight: Callable[[Path, jax.Array, DTypeLike | None], jax.Array] = _cast
+  reading_gathers: bool = False
+  sum_over_rows: Callable[[jax.Array], jax.Array] = lambda x: x
+  real_rows: Callable[[], jax.Array] | None = None
+  read_outside: Callable[[jax.Array], jax.Array] | None = None
+  manual_axes: frozenset[str] = frozenset()
+  listener: Callable[[Constraint], object] | None = None
+
+
+def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
+  """Returns `key` folded with a stable hash of `path`: the same on every machine and in every run."""
+  return jax.random.fold_in(key, _path_hash(path))
+
+
+def fold_in_paths(key: jax.Array, paths: Sequence[Path]) -> dict[Path, jax.Array]:
+  """Returns `fold_in_path(key, path)` for each path; in a program by one operation, as each takes long to compile."""
+  # Other generators may draw differently for several at a time.
+  together = isinstance(key, jax.core.Tracer) and jax.random.key_impl(key) == 'threefry2x32'
+  if not (paths and together):
+    return {path: fold_in_path(key, path) for path in paths}
+  hashes = np.array([_path_hash(path) for path in paths], np.uint32)
+  return dict(zip(paths, jax.vmap(jax.random.fold_in, (None, 0))(key, hashes)))
+
+
+def _path_hash(path: Path) -> int:
+  return zlib.crc32('/'.join(path).encode())
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+  """One call in progress. Paths are absolute; trees start at `root`; `active` is the layer whose method is running."""
+
+  root: Path
+  variables: NestedDict
+  _: dataclasses.KW_ONLY
+  key: jax.Array | None = None
+  do_eval: bool = False
+  decode_state: NestedDict | None = None
+  surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
+  active: object = None
+  summaries: dict[str, Summary] = dataclasses.field(default_factory=dict)
+  aux_losses: WeightedScalars = dataclasses.field(default_factory=dict)
+  updates: NestedDict = dataclasses.field(default_factory=dict)
+  draws: dict[Path, int] = dataclasses.field(default_factory=dict)
+
+  def variable(self, path: Path) -> Any:
+    """The subtree or array at `path`, as stored; a value updated earlier in this call is returned as updated."""
+    updated = lookup(self.updates, self._below(path))
+    value = lookup(self.variables, self._below(path))
+    if updated is None:
+      return value
+    return merge(value, updated) if isinstance(value, dict) and isinstance(updated, dict) else updated
+
+  def update(self, path: Path, value: Any) -> None:
+    self.updates = insert(self.updates, self._below(path), value)
+
+  def cached(self, path: Path) -> Any:
+    return lookup(self.decode_state, self._below(path))
+
+  def cache(self, path: Path, value: Any) -> None:
+    self.decode_state = insert(self.decode_state or {}, self._below(path), value)
+
+  def next_key(self, path: Path) -> jax.Array:
+    if self.key is None:
+      where = path_name(path) or 'the layer'
+      raise ConfigError(
+        f'{where} draws random numbers; pass key= to apply(), or do_eval=True where it has no randomness'
+      )
+    count = self.draws.get(path, 0)
+    self.draws[path] = count + 1
+    return jax.random.fold_in(fold_in_path(self.key, self._below(path)), count)
+
+  def add_summary(self, name: str, summary: Summary) -> None:
+    """Adds a summary; of a layer that is used several times, the later ones are called `name_1`, `name_2`, ..."""
+    unique, count = name, 0
+    while unique in self.summaries:
+      count += 1
+      unique = f'{name}_{count}'
+    self.summaries[unique] = summary
+
+  def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array) -> None:
+    """Adds weight * value to the auxiliary losses; of a layer that is used several times, the weighted mean is kept."""
+    if name in self.aux_losses:
+      values, weights = zip(self.aux_losses[name], (value, weight))
+      value, weight = mean_of_means(jnp.stack(values), jnp.stack(weights))
+    self.aux_losses[name] = (value, weight)
+
+  def side_outputs(self) -> SideOutputs:
+    return SideOutputs(self.summaries, self.aux_losses, self.updates, self.decode_state or {})
+
+  def absorb(self, path: Path, side: SideOutputs) -> None:
+    """Takes over the side outputs of a nested call whose root is the layer at `path`."""
+    for name, summary in side.summaries.items():
+      self.add_summary(name, summary)
+    for name, aux_loss in side.aux_losses.items():
+      self.add_aux_loss(name, *aux_loss)
+    if side.updates:
+      self.update(path, merge(lookup(self.updates, self._below(path)) or {}, side.updates))
+    if side.decode_state:
+      self.cache(path, side.decode_state)
+
+  def _below(self, path: Path) -> Path:
+    return path[len(self.root) :]
+
+
+_frames: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar('praxis_lite_frames', default=())
+
+
+@contextlib.contextmanager
+def enter(frame: Frame) -> Iterator[Frame]:
+  """Makes `frame` the innermost one."""
+  token = _frames.set((*_frames.get(), frame))
+  try:
+    yield frame
+  finally:
+    _frames.reset(token)
+
+
+def current_frame() -> Frame | None:
+  """The innermost frame, or None outside any call."""
+  frames = _frames.get()
+  return frames[-1] if frames else None
+
+
+def frame_holding(path: Path) -> Frame | None:
+  """The innermost frame whose tree contains `path`: a layer inside a scan may read a weight shared from outside it."""
+  return next((f for f in reversed(_frames.get()) if path[: len(f.root)] == f.root), None)
+
+
+def read_through(frame: Frame, value: jax.Array) -> jax.Array:
+  """A weight of `frame`, as the calls that are nested in it read what is outside of their own trees."""
+  frames = _frames.get()
+  for inner in frames[frames.index(frame) + 1 :]:
+    if inner.surroundings.read_outside is not None:
+      value = inner.surroundings.read_outside(value)
+  return value

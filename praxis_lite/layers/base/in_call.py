@@ -1,0 +1,217 @@
+"""What a layer's methods may use in a call: variables, keys, side outputs, caches."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.common.errors import ConfigError, DataError, UnknownFieldError, check_choice, did_you_mean
+from praxis_lite.common.trees import NestedDict, Path, path_name
+from praxis_lite.layers.base import call
+from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
+
+# Kinds of summaries, as event files have them.
+_SUMMARIES = ('scalar', 'histogram', 'image', 'text')
+_CHANNELS = (1, 3, 4)  # Of an image.
+
+
+class InCall:
+  """The part of a `Layer` that reads and writes the frame of the call in progress; ConfigError outside of one."""
+
+  _path: Path
+  _weights: dict[str, WeightHParams]
+  fprop_dtype: DTypeLike | None
+
+  @property
+  def path(self) -> Path:
+    """Names from the root layer to this one; also the path of its variables."""
+    return self._path
+
+  @property
+  def path_name(self) -> str:
+    """The path as messages spell it."""
+    return path_name(self._path) or type(self).__name__
+
+  @property
+  def variables(self) -> NestedDict:
+    """In a call: the subtree of the variables that belongs to this layer, as `apply` takes it."""
+    return self._frame().variable(self._path) or {}
+
+  @property
+  def theta(self) -> Theta:
+    """In a call: this layer's own variables as attributes, in `fprop_dtype` unless marked KEEP_FLOAT32."""
+    return Theta(self)
+
+  def absorb(self, side: SideOutputs) -> None:
+    """In a call: takes over the side outputs of `self.apply(...)`, which an enclosing layer has run in a transform."""
+    self._frame().absorb(self._path, side)
+
+  @property
+  def do_eval(self) -> bool:
+    """In a call: whether it evaluates rather than trains."""
+    return self._frame().do_eval
+
+  @property
+  def surroundings(self) -> Surroundings:
+    """In a call: how weights are read, how sums over rows are completed, which mesh axes are manual."""
+    return self._frame().surroundings
+
+  def real_rows(self, num_rows: int) -> jax.Array | None:
+    """In a call: [B] bool, False for rows that only fill up a microbatch of a pipeline; None where there are none.
+
+    A mean, an average or a count over rows leaves those rows out: they are copies of others. Rows that weigh nothing,
+    such as those that fill up a batch, are another thing: their weights say so.
+
+    Args:
+      num_rows: B, dimension 0 of the arrays that the layer is about to reduce.
+
+    Raises:
+      DataError: dimension 0 of the microbatch is not B, so it is not known which of these rows are real.
+    """
+    ask = self.surroundings.real_rows
+    if ask is None:
+      return None
+    real = ask()
+    if real.shape != (num_rows,):
+      raise DataError(
+        f'{self.path_name}: the arrays have {num_rows} rows, and the microbatch of the pipeline around has '
+        f'{real.shape[0]}, some of which only fill it up; which of the rows these are is unknown. Keep the rows '
+        'as dimension 0, or choose num_microbatches so that it divides the batch'
+      )
+    return real
+
+  def mark_filler_rows(self, paddings: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    """In a call: paddings of this shape, [B, T], with all tokens of the rows that `real_rows` leaves out among them.
+
+    Args:
+      paddings: [B, T], not zero where a token is padding; None: no token is.
+      shape: (B, T).
+
+    Returns:
+      [B, T], not zero where a token is padding; None where none is.
+    """
+    real = self.real_rows(shape[0])
+    if real is None:
+      return paddings
+    filler = jnp.broadcast_to(~real.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+    return filler if paddings is None else filler | (paddings != 0)
+
+  def next_prng_key(self) -> jax.Array:
+    """In a call: a fresh PRNG key, a function of the call's key, this layer's path and how many it drew before."""
+    return self._frame().next_key(self._path)
+
+  def has_prng_key(self) -> bool:
+    """In a call: whether a key was passed to it."""
+    return self._frame().key is not None
+
+  def add_summary(self, name: str, value: jax.Array, kind: str = 'scalar') -> None:
+    """In a call: logs `value` as `<path>/<name>`; where the layer is used again, as `<path>/<name>_1`, and so on.
+
+    Raises:
+      ConfigError: there is no such kind, the value has no entries, or that of a 'scalar' or an 'image' is none.
+    """
+    check_choice(f'{self.path_name}: kind of the summary {name!r}', kind, _SUMMARIES)
+    if kind == 'scalar' and jnp.ndim(value):
+      raise ConfigError(
+        f"{self.path_name}: the summary {name!r} has shape {jnp.shape(value)}; log its mean, or pass kind='histogram'"
+      )
+    shape = jnp.shape(value)
+    if kind == 'image' and (len(shape) < 3 or shape[-1] not in _CHANNELS):
+      raise ConfigError(
+        f'{self.path_name}: the summary {name!r} has shape {shape}; an image is [..., H, W, C], of 1, 3 or 4 channels'
+      )
+    if 0 in shape:
+      raise ConfigError(f'{self.path_name}: the summary {name!r} has shape {shape}, and so nothing to log')
+    self._frame().add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
+
+  def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
+    """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`.
+
+    A layer that is used several times adds as often; what is reported is then the mean by weight.
+    """
+    if jnp.ndim(value) or jnp.ndim(weight):
+      raise ConfigError(
+        f'{self.path_name}: the auxiliary loss {name!r} has shape {jnp.shape(value)} and a weight of shape '
+        f'{jnp.shape(weight)}; both are scalars, such as a mean'
+      )
+    name = f'{self.path_name}/{name}'
+    self._frame().add_aux_loss(name, jnp.asarray(value), jnp.asarray(weight, jnp.float32))
+
+  def update_var(self, name: str, value: jax.Array) -> None:
+    """In a call: sets a non-trainable variable; later reads in the same call see the new value.
+
+    Raises:
+      ConfigError: no such variable, or a trainable one, which only the optimizer may change.
+    """
+    if name not in self._weights:
+      raise ConfigError(f'{self.path_name} has no variable {name!r}.{did_you_mean(name, self._weights)}')
+    if self._weights[name].trainable:
+      raise ConfigError(f'{self.path_name}.{name} is trainable; declare it with trainable=False to update it in a call')
+    path, frame = (*self._path, name), self._frame()
+    new, stored = jnp.asarray(value, self._weights[name].dtype), frame.variable(path)
+    if stored is not None and new.shape != stored.shape:
+      raise ConfigError(f'{self.path_name}.{name} has shape {stored.shape}, and its new value has shape {new.shape}')
+    frame.update(path, new)
+
+  def get_decode_state(self, name: str) -> Any:
+    """In a call: this layer's cache entry `name`, or None where there is none yet."""
+    return self._frame().cached((*self._path, name))
+
+  def update_decode_state(self, name: str, value: Any) -> None:
+    """In a call: sets this layer's cache entry `name`."""
+    self._frame().cache((*self._path, name), value)
+
+  @property
+  def decode_state(self) -> NestedDict:
+    """In a call: the caches below this layer, as `apply` takes them."""
+    return self._frame().cached(self._path) or {}
+
+  def _frame(self) -> call.Frame:
+    frame = call.frame_holding(self._path)
+    if frame is None:
+      raise ConfigError(
+        f'{self.path_name} is used outside a call; go through apply(variables, ...). In setup() there are no arrays yet'
+      )
+    return frame
+
+
+class Theta:
+  """A layer's own variables as attributes, cast to the dtype the layer computes in."""
+
+  __slots__ = ('_layer',)
+  _layer: InCall
+
+  def __init__(self, layer: InCall):
+    object.__setattr__(self, '_layer', layer)
+
+  def __getattr__(self, name: str) -> jax.Array:
+    layer = self._layer
+    weight = layer._weights.get(name)
+    if weight is None:
+      raise UnknownFieldError(
+        f'{layer.path_name} ({type(layer).__name__}) has no variable {name!r}.{did_you_mean(name, layer._weights)} '
+        f'Declare it in setup(): self.create_variable({name!r}, WeightHParams(shape))'
+      )
+    path, frame = (*layer.path, name), layer._frame()
+    value = frame.variable(path)
+    if value is None:
+      raise ConfigError(
+        f'{layer.path_name}.{name}: the variables passed to apply() have no such entry. If {type(layer).__name__} is '
+        'part of another layer, build it in the setup() of that one, by self.create_child(name, Config(...))'
+      )
+    kept = WeightHParamsCollection.KEEP_FLOAT32 in weight.collections or not jnp.issubdtype(value.dtype, jnp.floating)
+    read = frame.surroundings.read_weight(path, value, None if kept else layer.fprop_dtype)
+    return call.read_through(frame, read)
+
+  def __setattr__(self, name: str, value: object) -> NoReturn:
+    raise ConfigError(
+      f'{self._layer.path_name}.{name}: a variable is not assigned to. One that is declared with trainable=False is '
+      f'given a new value by self.update_var({name!r}, value); the others are trained'
+    )
+
+  def __getitem__(self, name: str) -> NoReturn:
+    raise ConfigError(f'{self._layer.path_name}: variables are attributes; write self.theta.{name}')

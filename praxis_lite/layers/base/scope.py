@@ -1,0 +1,65 @@
+"""How the methods of a layer run in a call: in a scope of their own, and with their errors explained."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.mistakes import explain_error, missing_return_hint, name_method
+from praxis_lite.common.trees import Path
+from praxis_lite.layers.base import call
+from praxis_lite.sharding.weights import WeightHParams
+
+
+class Scoped(Protocol):
+  """What a method's scope needs of the layer."""
+
+  name: str
+  _weights: dict[str, WeightHParams]
+
+  @property
+  def path_name(self) -> str: ...
+
+  @property
+  def path(self) -> Path: ...
+
+  def _shard_input(self, x: Any) -> Any: ...
+
+
+def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Runs a layer's method, unless called by another one of it, in a named scope and with its input sharded on entry."""
+  first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
+
+  @functools.wraps(method)
+  def run(self: Scoped, *args: Any, **kwargs: Any) -> Any:
+    frame = call.frame_holding(self.path)
+    if frame is None or frame.active is self:
+      return method(self, *args, **kwargs)
+    if args:
+      args = (self._shard_input(args[0]), *args[1:])
+    elif first in kwargs:
+      kwargs[first] = self._shard_input(kwargs[first])
+    outer, frame.active = frame.active, self
+    try:
+      with jax.named_scope(self.name or type(self).__name__):
+        result = method(self, *args, **kwargs)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+      if isinstance(error, UserError) and type(error) is not DataError:
+        raise  # It says where already.
+      weights = {name: weight.shape for name, weight in self._weights.items()}
+      explanation = explain_error(error, self, self.path_name, weights)
+      if explanation is None:
+        raise
+      raise explanation from error
+    finally:
+      frame.active = outer
+    if result is None and method.__name__ == '__call__':
+      raise ConfigError(f'{name_method(self, self.path_name, "__call__")} {missing_return_hint(method)}')
+    return result
+
+  return run

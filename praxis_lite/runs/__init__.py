@@ -1,0 +1,47 @@
+"""Running an experiment: start-up, the training loop, records, summaries, evaluation and decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from praxis_lite.common.importing import lazy_names
+
+if TYPE_CHECKING:
+  from praxis_lite.runs.compilation_cache import set_up_compilation_cache as set_up_compilation_cache
+  from praxis_lite.common.devices import simulate_cpu_devices as simulate_cpu_devices
+  from praxis_lite.runs.cluster.distributed import initialize_distributed as initialize_distributed
+  from praxis_lite.runs.executor import (
+    TrainResult as TrainResult,
+    run_train as run_train,
+  )
+  from praxis_lite.runs.hooks import (
+    Hook as Hook,
+    Run as Run,
+  )
+  from praxis_lite.runs.inference import (
+    run_decode as run_decode,
+    run_eval as run_eval,
+  )
+  from praxis_lite.runs.loop.options import TrainOptions as TrainOptions
+  from praxis_lite.runs.nonfinite import NonFiniteError as NonFiniteError
+  from praxis_lite.runs.run import (
+    SavedRun as SavedRun,
+    open_run as open_run,
+  )
+  from praxis_lite.runs.trained import TrainedModel as TrainedModel
+
+__getattr__ = lazy_names(
+  __name__,
+  {
+    'praxis_lite.runs.compilation_cache': 'set_up_compilation_cache',
+    'praxis_lite.common.devices': 'simulate_cpu_devices',
+    'praxis_lite.runs.cluster.distributed': 'initialize_distributed',
+    'praxis_lite.runs.executor': 'TrainResult run_train',
+    'praxis_lite.runs.hooks': 'Hook Run',
+    'praxis_lite.runs.inference': 'run_decode run_eval',
+    'praxis_lite.runs.loop.options': 'TrainOptions',
+    'praxis_lite.runs.nonfinite': 'NonFiniteError',
+    'praxis_lite.runs.run': 'SavedRun open_run',
+    'praxis_lite.runs.trained': 'TrainedModel',
+  },
+)

@@ -1,0 +1,165 @@
+"""Which processes a run has: as flags or variables say, or as the cluster that started this process does.
+
+    praxis-lite launch   JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID, PRAXIS_LITE_LAUNCHER
+    Slurm (srun)         SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID
+    Open MPI (mpirun)    OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK, OMPI_MCA_orte_hnp_uri
+    Kubernetes JobSet    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX
+    Cloud TPU            TPU_WORKER_HOSTNAMES or TPU_PROCESS_ADDRESSES, TPU_WORKER_ID; or the metadata of the machine
+
+This file only reads variables. JAX finds the address of process 0 under Slurm and Open MPI and on Cloud TPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.jax_internals.processes import cluster_kinds, is_cloud_tpu_machine
+
+# Set by `praxis-lite launch` to its process id, in the processes that it starts.
+LAUNCHER = 'PRAXIS_LITE_LAUNCHER'
+
+
+class Job(NamedTuple):
+  """The processes of a run, as one of them sees them.
+
+  Attributes:
+    found_by: what said so, such as 'Slurm job 17'.
+    num_processes, process_id: the number of processes, and the index of this one; None where only JAX can tell.
+    coordinator_address: `host:port` of process 0; None where JAX finds it.
+    method: JAX's name of the cluster, for what JAX finds.
+  """
+
+  found_by: str
+  num_processes: int | None
+  process_id: int | None
+  coordinator_address: str | None = None
+  method: str | None = None
+
+
+def find_job(
+  coordinator_address: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+  *,
+  environ: Mapping[str, str] = os.environ,
+) -> Job | None:
+  """Returns the job that this process belongs to; None for a run of one process.
+
+  Args:
+    coordinator_address: `host:port` of process 0; or 'auto', which demands that a cluster is found. What is None comes
+      from `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, and else from the cluster.
+    num_processes, process_id: see `Job`.
+
+  Raises:
+    ConfigError: only some of the three are known, or a value is invalid.
+  """
+  address = coordinator_address or environ.get('JAX_COORDINATOR_ADDRESS') or None
+  processes = _number('JAX_NUM_PROCESSES', environ) if num_processes is None else num_processes
+  process = _number('JAX_PROCESS_ID', environ) if process_id is None else process_id
+  given = [name for name, value in _address_arguments(address, processes, process).items() if value is not None]
+  cluster = _cluster(environ)
+  if address == 'auto' or not given:
+    if cluster is None and address == 'auto':
+      known = 'Slurm, Open MPI, Kubernetes, Cloud TPU'
+      raise ConfigError(f'coordinator_address=auto: no cluster that JAX knows runs this process ({known})')
+    return cluster if cluster is not None and cluster.num_processes != 1 else None
+  if cluster is not None and (processes is None or process is None):
+    processes = cluster.num_processes if processes is None else processes
+    process = cluster.process_id if process is None else process
+    found_by = f'{", ".join(given)}, and {cluster.found_by}'
+  else:
+    found_by = 'praxis-lite launch' if LAUNCHER in environ else 'flags or variables'
+  missing = [name for name, value in _address_arguments(address, processes, process).items() if value is None]
+  if missing:
+    raise ConfigError(
+      f'to run on several hosts, {", ".join(missing)} must be set too; or coordinator_address=auto alone'
+    )
+  assert address is not None and processes is not None and process is not None
+  if not re.fullmatch(r'.+:\d+', address):
+    raise ConfigError(f'coordinator_address = {address!r}: expected host:port of process 0, as in 10.0.0.1:1234')
+  if not 0 <= process < processes:
+    raise ConfigError(f'process_id = {process}: expected 0 to num_processes - 1, and num_processes is {processes}')
+  return Job(found_by, processes, process, address)
+
+
+def resolve_job(job: Job, timeout_s: int) -> tuple[Job, str]:
+  """Returns a job with what JAX finds out of its cluster, and the `host:port` of process 0.
+
+  Raises ConfigError if JAX cannot; it may wait up to `timeout_s` seconds for the name of process 0 to be known.
+  """
+  if job.coordinator_address is not None:
+    return job, job.coordinator_address
+  try:
+    kind = cluster_kinds().get(job.method or '')
+    if kind is None or not kind.is_env_present():
+      raise ValueError('JAX does not recognize it')
+    return job._replace(
+      num_processes=kind.get_process_count() if job.num_processes is None else job.num_processes,
+      process_id=kind.get_process_id() if job.process_id is None else job.process_id,
+    ), kind.get_coordinator_address(timeout_s, os.environ.get('JAX_COORDINATOR_PORT'))
+  except Exception as error:
+    raise ConfigError(
+      f'{job.found_by} runs this process, but where process 0 is could not be found ({error}); set '
+      'coordinator_address to its host:port'
+    ) from error
+
+
+def _address_arguments(address: str | None, processes: int | None, process: int | None) -> dict[str, object]:
+  return {'coordinator_address': address, 'num_processes': processes, 'process_id': process}
+
+
+def _cluster(environ: Mapping[str, str]) -> Job | None:
+  """Returns the job that a cluster's variables describe; None if there are none."""
+
+  def has(*names: str) -> bool:
+    return all(environ.get(name) for name in names)
+
+  def number(name: str) -> int:
+    value = _number(name, environ)
+    if value is None:
+      raise ConfigError(f'{name} is not set')
+    return value
+
+  # In a batch script, outside of srun, there is no step: that process is alone, whatever the job has asked for.
+  if has('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'):
+    name = f'Slurm job {environ["SLURM_JOB_ID"]}'
+    return Job(name, number('SLURM_NTASKS'), number('SLURM_PROCID'), method='slurm')
+  if has('OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'):
+    # Open MPI 5 does not tell the address of its launcher, so --coordinator_address has to.
+    method = 'ompi' if has('OMPI_MCA_orte_hnp_uri') else None
+    job = Job('Open MPI', number('OMPI_COMM_WORLD_SIZE'), number('OMPI_COMM_WORLD_RANK'), method=method)
+    if method is None and job.num_processes != 1 and not has('JAX_COORDINATOR_ADDRESS'):
+      raise ConfigError(
+        'this version of Open MPI does not say where process 0 is: set coordinator_address to its host:port'
+      )
+    return job
+  if has('JOB_COMPLETION_INDEX') and (has('JAX_NUM_PROCESSES') or has('KUBERNETES_SERVICE_HOST')):
+    processes = _number('JAX_NUM_PROCESSES', environ)
+    return Job('a Kubernetes job', processes, number('JOB_COMPLETION_INDEX'))
+  workers = environ.get('TPU_PROCESS_ADDRESSES') or environ.get('TPU_WORKER_HOSTNAMES')
+  if workers and has('TPU_WORKER_ID'):
+    slices = _number('MEGASCALE_NUM_SLICES', environ) or 1
+    in_slice, of_slice = number('TPU_WORKER_ID'), _number('MEGASCALE_SLICE_ID', environ) or 0
+    count = len(workers.split(','))
+    return Job('Cloud TPU', count * slices, of_slice * count + in_slice, method='gketpu')
+  if _is_cloud_tpu_machine():
+    return Job('Cloud TPU', None, None, method='gcetpu')
+  return None
+
+
+def _is_cloud_tpu_machine() -> bool:
+  """Whether this is a machine with TPUs whose metadata name the others."""
+  return is_cloud_tpu_machine() and 'TPU_SKIP_MDS_QUERY' not in os.environ
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int | None:
+  text = environ.get(name)
+  if not text:
+    return None
+  if not text.isdecimal():
+    raise ConfigError(f'{name} = {text!r}: expected a number')
+  return int(text)

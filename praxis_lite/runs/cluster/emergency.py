@@ -1,0 +1,413 @@
+"""Emergency copies: the state of a run, written every few steps to a folder of each host, in addition to checkpoints.
+
+    <directory>/praxis_lite-<user>/<run>/<lineage>/<step>.<process>     in each of the directories
+    job_log_dir/emergency_copies.json                                   {"lineage": 2715493}
+
+A copy has one file per process: a line of JSON, sealed by a checksum, and the bytes of the process's shards, each with
+a checksum too. The file is renamed when it is complete. Nothing is flushed to the disk: a copy survives if the process
+dies, but may be damaged or lost if the machine does, and the checksums show that.
+
+Before a copy begins, all processes agree on whether the previous one is complete everywhere. Only then are older ones
+removed. So one copy is always complete on all hosts, and a host has at most two.
+
+A copy belongs to a lineage. If a run goes back to an earlier checkpoint, or its job_log_dir is deleted, a new lineage
+begins, and the copies of the old one are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import secrets
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from praxis_lite.checkpoints.contents import add_checksum, data_shape, from_data, records_of, remove_checksum, to_data
+from praxis_lite.common.errors import CheckpointError, UserError, first_line
+from praxis_lite.common.files import (
+  KnownFolder,
+  open_plain,
+  parse_json,
+  plain_dtype,
+  read_plain,
+  remove_all,
+  user_path,
+)
+from praxis_lite.common.processes import gather_texts, join_by_host
+from praxis_lite.training.state import TrainState
+from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
+
+Index = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
+
+_LINEAGE = 'emergency_copies.json'
+_INCOMPLETE = '.incomplete'
+_FIELD = 'task.train.emergency_copies'
+# What may be raised by reading a file that anyone may have written.
+_NO_COPY = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
+
+
+class _Shard(NamedTuple):
+  """A part of an array in the file of a copy; `at` is its offset in the file."""
+
+  name: str
+  bounds: Index
+  dtype: np.dtype
+  at: int
+  checksum: int
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in self.bounds)
+
+  @property
+  def nbytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+  def read(self, file: io.BufferedReader) -> np.ndarray:
+    """Returns the values; raises ValueError if they are not what was written."""
+    if not 0 <= self.nbytes <= os.fstat(file.fileno()).st_size - self.at:
+      raise ValueError(f'{self.name} is not all there')
+    data = np.empty(self.nbytes, np.uint8)
+    file.seek(self.at)
+    if file.readinto(data.data) != self.nbytes or zlib.crc32(data.data) != self.checksum:
+      raise ValueError(f'{self.name} is not what was written')
+    return data.view(self.dtype).reshape(self.shape)
+
+
+class EmergencyCopy:
+  """This process's part of a copy, verified.
+
+  Args:
+    file: its path.
+
+  Attributes:
+    step: of the state.
+    input_state: the state of the training input after the batch of this step.
+    metrics: lines of metrics up to this step that could not be written to the disk.
+    record: the rest of its record: 'mesh', 'processes', 'variables', 'checkpoint'.
+    save: what the parts of one copy have in common in all processes, as text.
+
+  Raises:
+    OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: the file is not what was written.
+  """
+
+  def __init__(self, file: Path):
+    self._file = file
+    self._shards: dict[tuple[str, Index], _Shard] = {}
+    with open_plain(file) as opened:
+      self.record = remove_checksum(parse_json(opened.readline()), 'its record')
+      self.step: int = self.record['step']
+      self.input_state: dict[str, Any] | None = self.record['input_state']
+      self.metrics: list[dict[str, Any]] = list(self.record['metrics'])
+      self.save = _digest([self.step, self.input_state])
+      at = opened.tell()
+      for name, bounds, dtype, checksum in self.record['shards']:
+        shard = _Shard(name, tuple((start, stop) for start, stop in bounds), plain_dtype(dtype), at, checksum)
+        self._shards[shard.name, shard.bounds] = shard
+        shard.read(opened)
+        at += shard.nbytes
+
+  def has(self, name: str, index: Index) -> bool:
+    """Whether this contains a part of an array."""
+    return (name, index) in self._shards
+
+  def restore(self, shapes: TrainState) -> TrainState:
+    """Returns the state, with the padded `shapes` and shardings that it was copied from.
+
+    Raises:
+      CheckpointError: the file has changed since it was verified.
+    """
+
+    def restore_array(path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
+      data, name = data_shape(shape), path_name(path)
+      part = lambda index: self._shards[name, _bounds(index, data.shape)].read(opened)  # noqa: E731
+      return from_data(shape, jax.make_array_from_callback(data.shape, data.sharding, part))
+
+    try:
+      with open_plain(self._file) as opened:
+        return map_with_path(restore_array, shapes)
+    except (OSError, ValueError) as error:
+      raise CheckpointError(f'{self._file}: {first_line(error)}') from error
+
+
+class EmergencyCopies:
+  """The emergency copies of a run. With several processes, each calls every method.
+
+  Args:
+    job_log_dir: the run's directory, which all processes share.
+    directories: folders of this host. If there are none, no copies are made, and the methods do nothing.
+    shapes: padded shapes of the state, with shardings.
+    true_shapes: the shapes without padding.
+
+  Raises:
+    UserError: one of the folders cannot be used, or is too small for two copies.
+  """
+
+  def __init__(
+    self,
+    job_log_dir: str | os.PathLike[str],
+    directories: Sequence[str],
+    shapes: TrainState,
+    true_shapes: TrainState,
+  ):
+    job_log_dir = Path(job_log_dir).absolute()
+    self._shapes = shapes
+    self._process = jax.process_index()
+    self._about = {
+      'mesh': dict(shapes.step.sharding.mesh.shape),
+      'processes': jax.process_count(),
+      'variables': records_of(true_shapes),
+    }
+    run = hashlib.blake2b(str(job_log_dir).encode(), digest_size=6).hexdigest()
+    self._homes = [user_path(directory) / _user_folder() / run for directory in directories]
+    self._lineage_file = job_log_dir / _LINEAGE
+    self._lineage = _lineage_in(self._lineage_file) if directories else 0
+    self._folders = [home / str(self._lineage) for home in self._homes]
+    for folder in self._folders:
+      _make(folder, 2 * _num_bytes(shapes))
+      for other in folder.parent.iterdir():
+        if other != folder:
+          remove_all(other)
+    self._job_log_dir = KnownFolder(job_log_dir) if directories else None
+    self._writing: threading.Thread | None = None
+    self._step, self._error, self._told = 0, '', ''  # Last copy: step, its error in this process, what was reported.
+
+  def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
+    """Returns the newest copy that is complete in all processes, and why newer ones are not used, or ''.
+
+    Only copies newer than the newest checkpoint, of step `checkpoint` (0: there is no checkpoint), are considered. All
+    others are removed.
+    """
+    copies: dict[int, EmergencyCopy] = {}
+    unfit: list[str] = []
+    ours = [(step, file) for folder in self._folders for step, file in _files(folder) if self._is_ours(step, file)]
+    for step, file in sorted(ours, key=lambda entry: -entry[0]):
+      if step <= checkpoint or step in copies:
+        continue
+      try:
+        copy = EmergencyCopy(file)
+        reason = f'{file} is a copy of step {copy.step}, and was renamed' if copy.step != step else ''
+        reason = reason or self._reason_against(copy, checkpoint)
+      except _NO_COPY as error:
+        reason = f'{file} is damaged ({first_line(error)})'
+      if reason:
+        unfit.append(reason)
+      else:
+        copies[step] = copy
+    if not self._folders:
+      return None, ''
+    told = gather_texts(' '.join(f'{step}:{copy.save}' for step, copy in copies.items()))
+    whole = [{int(step): save for step, _, save in (word.partition(':') for word in of.split())} for of in told]
+    newest = max((step for of in whole for step in of), default=0)
+    # The parts of a step in different processes belong to one copy if they come from the same save.
+    step = max((step for step in whole[0] if all(of.get(step) == whole[0][step] for of in whole)), default=0)
+    why = gather_texts('; '.join(dict.fromkeys(unfit)))
+    if newest > step:
+      missing = f'no copy of step {newest}'
+      why = [reason or (missing if newest not in of else '') for reason, of in zip(why, whole)]
+      if not any(why):
+        why[0] = f'those of step {newest} on the hosts are of different copies'
+    self._remove(lambda other: other != step)
+    return copies.get(step), f'emergency copies that are not used: {join_by_host(why)}' if any(why) else ''
+
+  def write(
+    self,
+    step: int,
+    state: TrainState,
+    input_state: dict[str, Any] | None,
+    checkpoint: int,
+    metrics: Sequence[dict[str, Any]] = (),
+    progress: dict[str, Any] | None = None,
+  ) -> str:
+    """Copies the arrays to the host, then writes them in the background; the state may be donated when this returns.
+
+    Args:
+      step, state: the padded state on the mesh, and its step.
+      input_state: `get_state()` of the training input after the batch of this step.
+      checkpoint: step of the newest checkpoint; 0 if there is none.
+      metrics: lines of metrics that could not be written to the disk.
+      progress: as in `Checkpointer.save`.
+
+    Returns:
+      A line to print if the previous copy failed, or is the first to succeed after a failure; otherwise ''.
+    """
+    if not self._folders:
+      return ''
+    said = self.settle()
+    if self._process == 0 and self._job_log_dir is not None and not self._lineage_file.exists():
+      with contextlib.suppress(OSError):  # Without this file a restart does not find the copies; the next one retries.
+        self._job_log_dir.replace_file(_LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
+    of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
+    of_run['progress'] = progress
+    self._step, self._error = step, 'it was not written'
+    arguments = {**self._about, **of_run}, _shards_of(state)
+    self._writing = threading.Thread(target=self._write, args=arguments, name='emergency_copy')
+    self._writing.start()
+    return said
+
+  def settle(self) -> str:
+    """Waits until all processes have written the last copy, then removes older ones; if it failed, removes its remains.
+
+    Returns a line to print, or ''.
+    """
+    if self._writing is None:
+      return ''
+    self.close()
+    step, failed = self._step, join_by_host(gather_texts(self._error))
+    self._remove(lambda other: other == step if failed else other < step)
+    before, self._told = self._told, failed
+    if failed == before:
+      return ''
+    if not failed:
+      return f'step {step}: emergency copies are written again'
+    return f'step {step}: the emergency copy failed: {failed}; training goes on, and the copy before is kept'
+
+  def remove(self) -> None:
+    """Removes all copies, once the last checkpoint of the run is complete."""
+    self.settle()
+    for home in self._homes:
+      remove_all(home)
+
+  def close(self) -> None:
+    """Waits until this process has finished writing."""
+    if self._writing is not None:
+      self._writing.join()
+      self._writing = None
+
+  def _is_ours(self, step: int, file: Path) -> bool:
+    return file.name == f'{step}.{self._process}'
+
+  def _reason_against(self, copy: EmergencyCopy, checkpoint: int) -> str:
+    """Returns why the run cannot be resumed from a complete copy; '' if it can."""
+    if copy.record['checkpoint'] > checkpoint:
+      return (
+        f'there was a checkpoint of step {copy.record["checkpoint"]} before that of step {copy.step}, and it is gone'
+      )
+    for what, ours in self._about.items():
+      if (theirs := copy.record[what]) != ours:
+        return f'that of step {copy.step} has other {what}' + ('' if what == 'variables' else f', {theirs}')
+    for name, index in _local_parts(self._shapes):
+      if not copy.has(name, index):
+        return f'that of step {copy.step} has other parts of {name}'
+    return ''
+
+  def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
+    """Removes the files of some steps, also those of other processes: a process may have moved from this host."""
+    for folder in self._folders:
+      for step, file in _files(folder):
+        if is_unwanted(step):
+          with contextlib.suppress(OSError):
+            file.unlink()
+
+  def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Index, np.ndarray]]) -> None:
+    """Writes a copy to all directories; it is enough if one succeeds."""
+    described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
+    header = json.dumps(add_checksum({**record, 'shards': described})).encode() + b'\n'
+    errors = []
+    for folder in self._folders:
+      complete = folder / f'{record["step"]}.{self._process}'
+      incomplete = complete.with_name(complete.name + _INCOMPLETE)
+      try:
+        with open(incomplete, 'wb') as file:
+          file.write(header)
+          for _, _, data in shards:
+            file.write(_bytes(data))
+        incomplete.rename(complete)
+      except OSError as error:
+        errors.append(f'{folder}: {error.strerror or error}')
+        with contextlib.suppress(OSError):
+          incomplete.unlink()
+    self._error = '; '.join(errors) if len(errors) == len(self._folders) else ''
+
+
+def forget_copies(job_log_dir: str | os.PathLike[str]) -> None:
+  """Begins a new lineage, so that existing copies are ignored. Only one process of a run calls this."""
+  Path(job_log_dir, _LINEAGE).unlink(missing_ok=True)
+
+
+def _lineage_in(file: Path) -> int:
+  """Returns the lineage that the first process reads from a file; a new one if the file has none."""
+  lineage = secrets.randbits(31)
+  if jax.process_index() == 0:
+    with contextlib.suppress(*_NO_COPY):
+      lineage = int(parse_json(read_plain(file))['lineage']) % 2**31
+  return int(multihost_utils.broadcast_one_to_all(np.int32(lineage)))
+
+
+def _digest(content: object) -> str:
+  return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
+
+
+def _user_folder() -> str:
+  return f'praxis_lite-{os.getuid() if hasattr(os, "getuid") else "user"}'
+
+
+def _make(folder: Path, num_bytes: int) -> None:
+  """Creates the folder of a lineage, which only this user can write to, on a disk of at least `num_bytes`."""
+  of_user = folder.parent.parent
+  try:
+    of_user.mkdir(mode=0o700, exist_ok=True)
+    if hasattr(os, 'getuid') and (of_user.is_symlink() or of_user.stat().st_uid != os.getuid()):
+      raise OSError(f'{of_user} is of another user')
+    folder.mkdir(parents=True, exist_ok=True)
+    total = shutil.disk_usage(folder).total
+  except OSError as error:
+    reason = error.strerror or error
+    raise UserError(f'{_FIELD}.directories: {of_user.parent} cannot be used on this host: {reason}') from None
+  if total < num_bytes:
+    raise UserError(
+      f'{_FIELD}.directories: {of_user.parent} has {total / 1e9:.2g} GB on this host, and two copies take '
+      f'{num_bytes / 1e9:.2g} GB'
+    )
+
+
+def _files(folder: Path) -> Iterator[tuple[int, Path]]:
+  """Yields (step, file) of all copies in a folder, including incomplete ones."""
+  for file in folder.glob('*.*'):
+    if (step := file.name.partition('.')[0]).isdecimal():
+      yield int(step), file
+
+
+def _local_parts(shapes: TrainState) -> Iterator[tuple[str, Index]]:
+  """Yields (name, index) of each part of the state that this process holds; replicas are yielded once."""
+  for path, shape in leaves_by_path(shapes).items():
+    data = data_shape(shape)
+    indices = data.sharding.addressable_devices_indices_map(data.shape).values()
+    yield from dict.fromkeys((path_name(path), _bounds(index, data.shape)) for index in indices)
+
+
+def _num_bytes(shapes: TrainState) -> int:
+  sizes = {path_name(path): data_shape(shape).dtype.itemsize for path, shape in leaves_by_path(shapes).items()}
+  return sum(sizes[name] * math.prod(stop - start for start, stop in index) for name, index in _local_parts(shapes))
+
+
+def _shards_of(state: TrainState) -> list[tuple[str, Index, np.ndarray]]:
+  """Returns copies of the parts of the arrays that this process holds, one for all replicas of a part."""
+  shards: dict[tuple[str, Index], jax.Array] = {}
+  for path, leaf in leaves_by_path(state).items():
+    array = to_data(leaf)
+    for shard in array.addressable_shards:
+      shards.setdefault((path_name(path), _bounds(shard.index, array.shape)), shard.data)
+  for data in shards.values():
+    data.copy_to_host_async()
+  return [(name, index, np.array(np.asarray(data), copy=True)) for (name, index), data in shards.items()]
+
+
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Index:
+  return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+
+
+def _bytes(data: np.ndarray) -> memoryview:
+  return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data

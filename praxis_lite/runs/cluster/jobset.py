@@ -1,0 +1,111 @@
+"""A Kubernetes JobSet of a run: one pod for each process, which find each other, and are started again together.
+
+    exit code of a pod             what Kubernetes does
+    0 in all of them               the JobSet is complete
+    2, a mistake                   the JobSet fails: another attempt would make the mistake again
+    any other, or a lost node      all pods are started again, `max_restarts` times, from the last checkpoint
+
+The pods are named NAME-hosts-0-0, NAME-hosts-0-1, ... and have these names in the network; process 0 is in the first.
+The directory of the run must be on a volume that all of them see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from praxis_lite.common.errors import UserError
+
+_PORT = 8476
+_GROUP = 'hosts'
+_CONTAINER = 'train'
+# Kubernetes has 63 characters for the name of a host, and adds '-hosts-0-' and an index.
+_MOST_NAME = 63 - len(f'-{_GROUP}-0-9999')
+_VOLUME = 'runs'
+
+Manifest = dict[str, object]
+
+
+def jobset(
+  name: str,
+  image: str,
+  command: Sequence[str],
+  processes: int,
+  *,
+  max_restarts: int,
+  grace_s: int,
+  resources: Mapping[str, str] | None = None,
+  volume_claim: str | None = None,
+  mount_path: str = '/runs',
+) -> Manifest:
+  """Returns the manifest, for `kubectl apply`, which reads it as JSON.
+
+  Args:
+    name: of the JobSet.
+    image: a container image that has praxis_lite and the experiment.
+    command: the command line of each process.
+    processes: number of pods.
+    max_restarts: how often all pods are started again.
+    grace_s: seconds from SIGTERM to SIGKILL; `train --grace_s` should be a little less.
+    resources: what each pod needs, such as {'nvidia.com/gpu': '8'}.
+    volume_claim: name of a PersistentVolumeClaim for the directory of the run, which is mounted at `mount_path`.
+
+  Raises:
+    UserError: the name is none for Kubernetes.
+  """
+  if not re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', name) or len(name) > _MOST_NAME:
+    raise UserError(
+      f'--name={name}: expected at most {_MOST_NAME} lower-case letters, digits and hyphens, beginning with a letter'
+    )
+  container: Manifest = {
+    'name': _CONTAINER,
+    'image': image,
+    'command': list(command),
+    'env': [
+      {'name': 'JAX_COORDINATOR_ADDRESS', 'value': f'{name}-{_GROUP}-0-0.{name}:{_PORT}'},
+      {'name': 'JAX_NUM_PROCESSES', 'value': str(processes)},
+    ],
+    'ports': [{'containerPort': _PORT}],
+    'resources': {'limits': dict(resources or {})},
+  }
+  pod: Manifest = {
+    'restartPolicy': 'Never',
+    'terminationGracePeriodSeconds': grace_s,
+    'containers': [container],
+  }
+  if volume_claim is not None:
+    container['volumeMounts'] = [{'name': _VOLUME, 'mountPath': mount_path}]
+    pod['volumes'] = [{'name': _VOLUME, 'persistentVolumeClaim': {'claimName': volume_claim}}]
+  mistake = {'containerName': _CONTAINER, 'operator': 'In', 'values': [UserError.exit_code]}
+  job = {
+    'parallelism': processes,
+    'completions': processes,
+    'completionMode': 'Indexed',  # Each pod has its number in JOB_COMPLETION_INDEX.
+    'backoffLimit': 0,
+    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': mistake, 'onPodConditions': []}]},
+    'template': {'spec': pod},
+  }
+  return {
+    'apiVersion': 'jobset.x-k8s.io/v1alpha2',
+    'kind': 'JobSet',
+    'metadata': {'name': name},
+    'spec': {
+      'network': {'enableDNSHostnames': True, 'subdomain': name},
+      'failurePolicy': {
+        'maxRestarts': max_restarts,
+        'rules': [{'name': 'mistake', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy']}],
+      },
+      'replicatedJobs': [{'name': _GROUP, 'replicas': 1, 'template': {'spec': job}}],
+    },
+  }
+
+
+def parse_resources(values: Sequence[str]) -> dict[str, str]:
+  """Returns the resources of flags such as 'nvidia.com/gpu=8'; raises UserError if one is not of this form."""
+  parsed = {}
+  for value in values:
+    resource, is_given, amount = value.partition('=')
+    if not is_given or not resource or not amount:
+      raise UserError(f'--resource={value}: expected a name and an amount, as in --resource=nvidia.com/gpu=8')
+    parsed[resource] = amount
+  return parsed

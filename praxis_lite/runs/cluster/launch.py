@@ -1,0 +1,335 @@
+"""Several processes on this machine as the hosts of one run, watched, and started again when one is lost.
+
+    attempt 0    host 0 ... host N-1    one ends: by a signal, or with the exit code of LostHostError
+                                        the others get `grace_s` to end by themselves, then SIGKILL
+    wait         1 s, 2 s, 4 s, ...     at most 60 s; SIGINT or SIGTERM ends it
+    attempt 1    all of them again, from the last checkpoint
+
+A job whose run directory was moved or deleted is not started again: it would begin anew.
+
+A host that was the first to end in two attempts one after the other is taken for gone: with `min_processes` the job
+goes on without it.
+
+SIGINT and SIGTERM are passed on, with SIGCONT, since a stopped process acts on no signal. All hosts then have
+`stop_s` to save and end; after a second one, a few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, NamedTuple
+
+from praxis_lite.common.errors import LostHostError, UserError
+from praxis_lite.common.foreign_text import printable
+from praxis_lite.runs.cluster.clusters import LAUNCHER
+
+_POLL = 0.05
+_LONGEST_WAIT = 60.0
+# Seconds between the first process that ends because it has noticed that another one was lost, and the last.
+_AFTER_NOTICED = 20.0
+# Seconds to end after a second signal, which ends a process at once.
+_AFTER_SECOND_SIGNAL = 10.0
+# Seconds for the system to end a process that was killed. One that waits for storage may never end.
+_AFTER_KILL = 10.0
+_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+class Ended(NamedTuple):
+  """How an attempt ended: its exit code, and the host that ended first with it."""
+
+  code: int
+  host: int
+
+
+class _Limit(NamedTuple):
+  """Until when processes may take to end, by `time.monotonic`; None is for ever.
+
+  Attributes:
+    seconds: how long that is.
+    after: what it is counted from, for a message; '' for a failure, which has been said.
+  """
+
+  at: float | None = None
+  seconds: float = 0.0
+  after: str = ''
+
+  @classmethod
+  def of(cls, seconds: float, after: str = '') -> _Limit:
+    return cls(time.monotonic() + seconds, seconds, after)
+
+  def is_over(self) -> bool:
+    return self.at is not None and time.monotonic() > self.at
+
+  def __str__(self) -> str:
+    return f'{self.seconds:g} s{f" of {self.after}" if self.after else ""}'
+
+
+class _RunDirectory:
+  """The directory of a run, known once there is something in it: an empty one may be made anew. None: not known."""
+
+  def __init__(self, path: Path | None):
+    self.path = path
+    self._about: os.stat_result | None = None
+
+  def look(self) -> None:
+    """Remembers which it is, unless that is known."""
+    if self.path is not None and self._about is None:
+      with contextlib.suppress(OSError):
+        about = os.stat(self.path)
+        if os.listdir(self.path):
+          self._about = about
+
+  def is_lost(self) -> bool:
+    """Whether it is not where it was; False too where its storage cannot be reached."""
+    if self.path is None or self._about is None:
+      return False
+    try:
+      return os.stat(self.path).st_ino != self._about.st_ino  # Mounted again, it may be of another device.
+    except (FileNotFoundError, NotADirectoryError):
+      return True
+    except OSError:
+      return False
+
+
+class Launcher:
+  """Runs a command in several processes.
+
+  Args:
+    command: the command line of each process; they find each other through environment variables.
+    processes: how many.
+    max_restarts: how often all of them are started again after one was lost.
+    min_processes: with how many the job may go on when a host is gone; None: all.
+    grace_s: seconds that the others have to end by themselves once one has ended.
+    stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
+    backoff_s: seconds before the first restart; doubled for each further one.
+    directory: of the run; None if that is not known.
+    write: receives each line of output, with the name of its host before it.
+  """
+
+  def __init__(
+    self,
+    command: Sequence[str],
+    processes: int,
+    *,
+    max_restarts: int = 3,
+    min_processes: int | None = None,
+    grace_s: float = 30.0,
+    stop_s: float = 600.0,
+    backoff_s: float = 1.0,
+    directory: Path | None = None,
+    write: Callable[[str], object] = lambda line: print(line, end='', flush=True),
+  ):
+    self._command = list(command)
+    self._processes = processes
+    self._max_restarts = max_restarts
+    self._min_processes = processes if min_processes is None else min_processes
+    self._grace = grace_s
+    self._stop = stop_s
+    self._backoff = backoff_s
+    self._directory = _RunDirectory(directory)
+    self._output = write
+    self._lock = threading.Lock()
+    self._running: list[subprocess.Popen[bytes]] = []
+    self._signals: list[int] = []
+
+  def run(self) -> int:
+    """Runs the job to its end and returns its exit code: that of the first process that failed, in the last attempt.
+
+    A process that a signal has ended counts as 128 and the number of the signal, as in a shell.
+    """
+    count, restarts, last = self._processes, 0, Ended(0, -1)
+    with self._passing_signals():
+      while True:
+        before, last = last, self._attempt(count)
+        if last.code == 0 or self._signals or not is_restartable(last.code):
+          return last.code
+        gone = f'host {last.host} of {count} was lost ({describe(last.code)})'
+        if self._directory.is_lost():
+          self._say(
+            f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: started again, the run would '
+            'begin anew; to go on, train where its checkpoints are'
+          )
+          return UserError.exit_code
+        if restarts == self._max_restarts:
+          self._say(f'{gone}; {restarts} restarts are all that --max_restarts allows')
+          return last.code
+        if (before.host, before.code != 0) == (last.host, True) and count > self._min_processes:
+          count -= 1
+          gone += f' twice, so the job goes on with {count} processes'
+        seconds = min(self._backoff * 2**restarts, _LONGEST_WAIT)
+        restarts += 1
+        self._say(f'{gone}; restart {restarts} of {self._max_restarts} in {seconds:g} s')
+        if self._wait(seconds):
+          return last.code
+
+  def _attempt(self, count: int) -> Ended:
+    address = f'localhost:{free_port()}'
+    readers = []
+    # A signal in this loop reaches the processes that there are, and then the rest in `_watch`.
+    for i in range(count):
+      env = {**os.environ, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(count)}
+      env |= {'JAX_PROCESS_ID': str(i), LAUNCHER: str(os.getpid()), 'PYTHONUNBUFFERED': '1'}
+      # In a session of its own: a terminal sends Ctrl-C to all processes of this one, and this one passes it on.
+      process = subprocess.Popen(
+        self._command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+      )
+      assert process.stdout is not None
+      self._running.append(process)
+      readers.append(threading.Thread(target=self._copy, args=(process.stdout, f'host {i}'), daemon=True))
+      readers[-1].start()
+    try:
+      return self._watch()
+    finally:
+      for i, process in enumerate(self._running):
+        process.kill()
+        try:
+          process.wait(_AFTER_KILL)
+        except subprocess.TimeoutExpired:
+          self._say(f'host {i}, process {process.pid}, has not ended {_AFTER_KILL:g} s after SIGKILL; it is left')
+      for reader in readers:
+        reader.join(timeout=5)  # A process that a killed one had started may hold its output.
+      self._running = []
+
+  def _watch(self) -> Ended:
+    """Waits until all processes have ended; kills those that have not in time, after a failure or a signal."""
+    ended: dict[int, int] = {}
+    passed, limit = 0, _Limit()
+    stop_limit = _Limit()
+    while len(ended) < len(self._running):
+      time.sleep(_POLL)
+      self._directory.look()
+      if passed < len(self._signals):  # To the ones too that did not exist when it came.
+        passed = len(self._signals)
+        name = signal.Signals(self._signals[-1]).name
+        stop_limit = _Limit.of(self._stop, name) if passed == 1 else _Limit.of(_AFTER_SECOND_SIGNAL, f'another {name}')
+        for process in self._running:
+          process.send_signal(self._signals[-1])
+          process.send_signal(signal.SIGCONT)
+      for i, process in enumerate(self._running):
+        code = process.poll()
+        if code is None or i in ended:
+          continue
+        ended[i] = 128 - code if code < 0 else code
+        if self._signals and ended[i] in (0, *_STOPPED):
+          continue  # As it should: others may still be saving.
+        if code == LostHostError.exit_code:
+          limit = _Limit.of(min(self._grace, _AFTER_NOTICED))
+        elif code != 0 and limit.at is None:
+          limit = _Limit.of(self._grace)
+        if code < 0 and not self._signals:
+          self._say(f'host {i} was ended by {describe(ended[i])}')
+      over = next((each for each in (limit, stop_limit) if each.is_over()), None)
+      if over is not None:
+        late = [i for i in range(len(self._running)) if i not in ended]
+        if late:
+          self._say(f'host {", ".join(map(str, late))} did not end within {over}, and is killed')
+        for i in late:
+          # The one that the others have waited for: it is the one that was lost.
+          ended = {i: 128 + signal.SIGKILL, **ended}
+        break
+    return the_verdict(ended)
+
+  def _copy(self, stream: IO[bytes], name: str) -> None:
+    for line in stream:
+      if b'Expected number of connected peer ranks' in line:
+        continue  # XLA's collectives on the CPU print one for each mesh that they connect.
+      self._write(f'{name}: {printable(line.decode(errors="replace").rstrip(), one_line=True)}\n')
+
+  def _say(self, text: str) -> None:
+    self._write(f'launch: {text}\n')
+
+  def _write(self, line: str) -> None:
+    with self._lock:
+      self._output(line)
+
+  def _wait(self, seconds: float) -> bool:
+    """Waits; returns whether a signal has come meanwhile."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not self._signals:
+      time.sleep(_POLL)
+    return bool(self._signals)
+
+  @contextlib.contextmanager
+  def _passing_signals(self) -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+      self._signals.append(number)
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+      yield
+    finally:
+      for s, handler in before.items():
+        signal.signal(s, handler)
+
+
+def the_verdict(ended: dict[int, int]) -> Ended:
+  """Returns how an attempt ended, from the exit code of each host, in the order in which they ended.
+
+  A mistake of the user counts first: another attempt would make it again. A host that was lost counts before those that
+  have noticed it.
+  """
+  noticed = LostHostError.exit_code
+  for kind in (
+    lambda code: code != 0 and not is_restartable(code) and code not in _STOPPED,
+    lambda code: is_restartable(code) and code != noticed,
+    lambda code: code == noticed,
+    lambda code: code != 0,
+  ):
+    for host, code in ended.items():
+      if kind(code):
+        return Ended(code, host)
+  return Ended(0, -1)
+
+
+def is_restartable(code: int) -> bool:
+  """Whether a job is started again after a process ended so: a signal that it did not handle, or a lost host."""
+  return code == LostHostError.exit_code or (code > 128 and code not in _STOPPED)
+
+
+def describe(code: int) -> str:
+  """Returns the name of the signal that an exit code stands for, or the code."""
+  with contextlib.suppress(ValueError):
+    return signal.Signals(code - 128).name
+  return f'exit code {code}'
+
+
+def free_port() -> int:
+  """Returns a port of this machine that nothing listens on now."""
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    return int(probe.getsockname()[1])
+
+
+def launched_command(arguments: Sequence[str], *, devices: int | None, elastic: bool) -> list[str]:
+  """Returns the command line of each process: this program, with the arguments after `launch --`.
+
+  Raises UserError unless they are those of `train`.
+  """
+  if not arguments or arguments[0] != 'train':
+    got = f', got {arguments[0]!r}' if arguments else ''
+    raise UserError(
+      f'name what to run after --, as in praxis-lite launch --processes=2 -- train --exp=lm.StdlibLm{got}'
+    )
+  own = ('--coordinator_address', '--num_processes', '--process_id')
+  for argument in arguments:
+    if argument.split('=')[0] in own:
+      raise UserError(f'{argument}: launch tells the processes itself how to find each other; leave it out')
+    if devices is not None and argument.split('=')[0] == '--devices':
+      raise UserError('--devices is given twice: launch --devices is for each process')
+  simulated = [] if devices is None else [f'--devices={devices}']
+  return [sys.executable, '-m', 'praxis_lite', *arguments, *simulated, *(['--elastic'] if elastic else [])]

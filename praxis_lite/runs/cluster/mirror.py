@@ -1,0 +1,262 @@
+"""Copies of a run in an object store, kept while it trains, and fetched where it goes on: `task.train.mirror`.
+
+    train | step | step | save 20 | step | step | step | save 30 | ...
+    mirror               | files, then checkpoint 20, then what need not stay there |  | files, ...
+
+A pass of the mirror makes the store what it should be, from what is there and what is here. So one that failed, or was
+killed, needs nothing but another one. Which checkpoints stay there is decided by the rule of the directory, applied to
+those in the store. A checkpoint of before the run has gone back to an earlier one does not stay.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from praxis_lite.checkpoints import OnDamage
+from praxis_lite.checkpoints.best import BEST, BestRecord
+from praxis_lite.checkpoints.checkpointer import saved_steps
+from praxis_lite.runs.cluster.emergency import forget_copies
+from praxis_lite.checkpoints.failures import DamagedError
+from praxis_lite.runs.cluster.object_store import ObjectStore, StoreError
+from praxis_lite.runs.cluster.remote import RemoteCheckpoint, RemoteRun
+from praxis_lite.checkpoints.retention import RemovedError, step_folder, steps_to_remove
+from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.files import read_plain
+from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host
+from praxis_lite.runs.cluster.watchdog import doing, meet_others
+from praxis_lite.inputs.patient_thread import PatientThread
+from praxis_lite.runs.records.record import first_launch
+from praxis_lite.runs.hooks import InputState, Observer, Run
+from praxis_lite.runs.trouble import count_rollbacks
+from praxis_lite.training.steps import TrainStepOutput
+
+_FIELD = 'task.train.mirror'
+# Seconds that copying one file may take at the end of a run; for the file that is being copied when it is closed.
+_STALLED, _AT_CLOSE = 7200.0, 60.0
+
+
+class _ClosedError(Exception):
+  """The run has ended, and what is being copied need not be copied to its end."""
+
+
+class Mirror(Observer):
+  """Keeps a copy of a run in an object store; process 0 does, for all.
+
+  Args:
+    url: of the copy; None disables it.
+    directory: of the run.
+    max_to_keep, keep_interval_steps: which checkpoints stay in the store; see `steps_to_remove`.
+  """
+
+  def __init__(
+    self, url: str | None, directory: Path, max_to_keep: int | None = None, keep_interval_steps: int | None = None
+  ):
+    self._url = url
+    self._directory = directory
+    self._max_to_keep, self._keep_interval_steps = max_to_keep, keep_interval_steps
+    self._remote: RemoteRun | None = None  # In the process that copies.
+    self._pool = PatientThread('mirror')
+    self._passes: deque[concurrent.futures.Future[None]] = deque()
+    self._newest: int | None = None
+    self._closing = False
+    self._progress = time.monotonic()
+
+  # -------------------------------------------------------------------- before the run
+
+  def fetch(self, on_damage: OnDamage = 'previous') -> None:
+    """Copies the newest checkpoint of the store to the run's directory, if it is newer; all processes call this.
+
+    With it come the best one and the other files of the run. Files that are missing come in any case.
+
+    Args:
+      on_damage: where that checkpoint is damaged: 'previous' takes the one before, here or there; 'fail' raises.
+
+    Raises:
+      ConfigError: the URL cannot be used, or has another run than the directory.
+      CheckpointError: what is there cannot be read; or all is damaged, and there is no checkpoint in the directory.
+    """
+    if self._url is None:
+      return
+    error: UserError | None = None
+    if is_primary_process():
+      try:
+        self._remote = self._open(self._url)
+        self._fetch(self._remote, on_damage)
+      except UserError as caught:
+        error = caught
+    meet_others()
+    told = join_by_host(gather_texts('' if error is None else str(error)))
+    if error is not None or told:
+      raise error or ConfigError(told)
+
+  def _open(self, url: str) -> RemoteRun:
+    remote = RemoteRun(ObjectStore(url, _FIELD), self._go_on)
+    try:
+      remote.check_writable()
+    except CheckpointError as error:
+      raise ConfigError(f'{_FIELD}: {error}') from error
+    return remote
+
+  def _fetch(self, remote: RemoteRun, on_damage: OnDamage) -> None:
+    here, rollbacks = saved_steps(self._directory), count_rollbacks(self._directory)
+    there = remote.checkpoints()
+    if here and there:
+      self._check_same_run(remote)
+    newer = [c for c in there if c.step > max(here, default=-1) and c.rollbacks >= rollbacks]
+    if newer:
+      forget_copies(self._directory)  # They have no metrics, and other machines have gone on since.
+    remote.fetch_files(self._directory, overwrite=bool(newer))
+    damaged: list[DamagedError] = []
+    for checkpoint in reversed(newer):
+      try:
+        self._fetch_best(remote, older_than=checkpoint.step)
+        self._fetch_one(checkpoint)
+        return
+      except DamagedError as error:
+        if on_damage == 'fail':
+          raise
+        print(f'{error}; the checkpoint before is used', flush=True)
+        damaged.append(error)
+    if damaged and not here:
+      raise DamagedError(f'{damaged[0]}; there is no other one in {remote.url} or {self._directory}')
+
+  def _fetch_best(self, remote: RemoteRun, *, older_than: int) -> None:
+    """Fetches the best checkpoint, if it is an older one: it comes first, so that the newest one here is complete."""
+    best = remote.best_step()
+    for checkpoint in remote.checkpoints():
+      if checkpoint.step == best and best < older_than and not self._folder(best).exists():
+        with contextlib.suppress(DamagedError):  # The run goes on without.
+          self._fetch_one(checkpoint)
+
+  def _fetch_one(self, checkpoint: RemoteCheckpoint) -> None:
+    start = time.perf_counter()
+    checkpoint.fetch(self._directory)
+    seconds = time.perf_counter() - start
+    print(f'fetched {checkpoint.url}: {checkpoint.num_bytes / 1e6:,.1f} MB in {seconds:.1f} s', flush=True)
+
+  def _check_same_run(self, remote: RemoteRun) -> None:
+    there = remote.record()
+    try:
+      here = read_plain(self._directory / 'run.json')
+    except OSError:
+      return
+    if there is not None and first_launch(here) != first_launch(there):
+      raise ConfigError(
+        f'{_FIELD} = {remote.url!r}: another run than the one in {self._directory} has its copy there; each run needs '
+        'a URL of its own'
+      )
+
+  # -------------------------------------------------------------------- while it trains
+
+  def on_start(self, run: Run) -> None:
+    self._begin_pass()
+
+  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
+    self._report(run)
+
+  def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
+    self._begin_pass()
+    self._report(run)
+
+  def on_end(self, run: Run) -> None:
+    """Waits until all is in the store; tries again if that failed, and raises UserError if it fails again.
+
+    All processes call this, and wait for the one that copies.
+    """
+    if self._remote is not None:
+      self._begin_pass()
+      error = self._wait_for(self._passes.pop())
+      if error is not None:
+        if self._pool.is_idle:  # Else another pass would wait for the one that has stalled.
+          self._begin_pass()
+          error = self._wait_for(self._passes.pop())
+        if error is not None:
+          raise UserError(
+            f'{_failure_text(error)}; the run is saved in {self._directory}, and the same command copies it'
+          ) from error
+      run.line(f'step {run.step}: copied to {self._remote.url}')
+    if self._url is not None:
+      meet_others()
+
+  def close(self) -> None:
+    """Ends copying after the file that is being copied, or without waiting for it where that takes long."""
+    self._closing = True
+    self._pool.end(_AT_CLOSE)
+
+  def _begin_pass(self) -> None:
+    if self._remote is not None:
+      self._passes.append(self._pool.submit(self._pass, self._remote))
+
+  def _wait_for(self, done: concurrent.futures.Future[None]) -> BaseException | None:
+    seen = 0.0
+    self._progress = time.monotonic()
+    while not concurrent.futures.wait([done], timeout=0.5).done:
+      if self._progress != seen:  # Other hosts wait for this one.
+        seen = self._progress
+        doing('copying to the object store')
+      if time.monotonic() - seen > _STALLED:
+        return StoreError(f'no file has been copied for {_STALLED:g} s; it is at {self._pool.where}')
+    return done.exception()
+
+  def _report(self, run: Run) -> None:
+    """Reports each pass that has failed."""
+    while self._passes and self._passes[0].done():
+      error = self._passes.popleft().exception()
+      if error is not None:
+        newest = 'there is no copy yet' if self._newest is None else f'the newest copy is of step {self._newest}'
+        run.line(f'{_failure_text(error)}; training goes on, and {newest}')
+
+  # -------------------------------------------------------------------- in the thread that copies
+
+  def _pass(self, remote: RemoteRun) -> None:
+    """Makes the store what it should be: files, checkpoints that are not there, the newest first, and no others."""
+    rollbacks = count_rollbacks(self._directory)
+    there = remote.checkpoints()
+    outdated = [c.step for c in there if c.rollbacks < rollbacks and not c.is_that_in(self._folder(c.step))]
+    for step in (*remote.incomplete, *outdated):
+      remote.remove(step)
+    for step in self._steps_to_copy(remote):
+      remote.upload_files(self._directory)
+      with contextlib.suppress(RemovedError):
+        remote.upload(self._folder(step), rollbacks)
+    remote.upload_files(self._directory)
+    steps = {checkpoint.step for checkpoint in remote.checkpoints()}
+    self._newest = max(steps, default=None)
+    for step in steps - self._steps_to_keep(steps):
+      remote.remove(step)
+
+  def _steps_to_copy(self, remote: RemoteRun) -> Iterator[int]:
+    """Yields the steps of checkpoints to copy, the newest first, and looks for newer ones after each."""
+    looked_at: set[int] = set()
+    while True:
+      here, there = saved_steps(self._directory), {checkpoint.step: checkpoint for checkpoint in remote.checkpoints()}
+      steps = (self._steps_to_keep({*here, *there}) & {*here}) - looked_at
+      if not steps:
+        return
+      step = max(steps)
+      looked_at.add(step)
+      if step not in there or not there[step].is_that_in(self._folder(step)):
+        yield step
+
+  def _steps_to_keep(self, steps: set[int]) -> set[int]:
+    """Returns those of `steps` that stay in the store."""
+    best = BestRecord(self._directory / BEST, steps).kept_steps()
+    rule = {'max_to_keep': self._max_to_keep, 'keep_interval_steps': self._keep_interval_steps}
+    return steps - {*steps_to_remove(sorted(steps), **rule, kept=best)}
+
+  def _folder(self, step: int) -> Path:
+    return step_folder(self._directory, step)
+
+  def _go_on(self) -> None:
+    if self._closing:
+      raise _ClosedError
+    self._progress = time.monotonic()
+
+
+def _failure_text(error: BaseException) -> str:
+  return f'copying the run failed: {error}'

@@ -1,0 +1,169 @@
+"""A folder of an object store, through fsspec: names of objects below a URL, and their bytes.
+
+Any scheme that fsspec knows works: `s3://` and `gs://` need the packages s3fs and gcsfs. Objects appear complete or not
+at all. Each of these packages raises errors of its own; all of them become a StoreError of one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple
+
+from praxis_lite.checkpoints.failures import DamagedError, first_line
+from praxis_lite.common.errors import CheckpointError, ConfigError
+from praxis_lite.common.foreign_text import has_lost_secret, remove_secrets
+
+if TYPE_CHECKING:
+  from fsspec import AbstractFileSystem
+
+_BLOCK = 1 << 23
+_READING = 'reading '
+
+
+class StoreError(CheckpointError):
+  """An object store cannot be reached, or refuses a request."""
+
+
+class FileSum(NamedTuple):
+  """What identifies the content of a file: its size in bytes, and its SHA-256 as `sha256sum` prints it."""
+
+  size: int
+  sha256: str
+
+
+def sum_of_file(path: Path) -> FileSum:
+  """Returns the sum of a local file."""
+  with open(path, 'rb') as file:
+    return _sum_of(file)
+
+
+def _sum_of(file: IO[bytes]) -> FileSum:
+  digest, size = hashlib.sha256(), 0
+  while block := file.read(_BLOCK):
+    digest.update(block)
+    size += len(block)
+  return FileSum(size, digest.hexdigest())
+
+
+class ObjectStore:
+  """The objects below a URL.
+
+  Args:
+    url: such as 's3://bucket/runs/1'.
+    where: where the URL was given, for errors; '' if that is clear.
+
+  Attributes:
+    url: without a trailing slash, and without a password.
+
+  Raises:
+    ConfigError: the URL is not valid, its scheme is unknown, or the package for it is not installed.
+  """
+
+  def __init__(self, url: str, where: str = ''):
+    shown = remove_secrets(url) if isinstance(url, str) else url
+    named = f'{where} = {shown!r}' if where else shown
+    scheme, is_url, rest = url.partition('://') if isinstance(url, str) else ('', '', '')
+    if not is_url or not rest.strip('/'):
+      raise ConfigError(f'{named}: expected the URL of a folder in an object store, such as s3://bucket/runs/1')
+    if has_lost_secret(url):
+      raise ConfigError(
+        f'{named}: passwords are not recorded; give the URL again, as in --set {where or "path"}=..., or one without a '
+        'password, and the credentials where the package of its scheme looks for them'
+      )
+    if glob.has_magic(rest):
+      raise ConfigError(f'{named}: object stores take * ? [ ] for patterns; choose a URL without')
+    try:
+      import fsspec.core
+    except ImportError:
+      raise ConfigError(f"{named}: object stores need fsspec: pip install 'praxis_lite[remote]'") from None
+    self.url = shown.rstrip('/')
+    self._is_local = scheme in ('file', 'local')
+    fs: AbstractFileSystem
+    try:
+      fs, root = fsspec.core.url_to_fs(url.rstrip('/'), **({'auto_mkdir': True} if self._is_local else {}))
+    except ImportError as error:  # Names the package: 'Install s3fs to access S3'.
+      raise ConfigError(f'{named}: {first_line(error).partition(": ")[2]}, as with pip') from None
+    except Exception as error:
+      known = ', '.join(f'{name}://' for name in ('s3', 'gs', 'az', 'file'))
+      raise ConfigError(f'{named}: {first_line(error).partition(": ")[2]}; there are {known} and others') from None
+    self._fs, self._root = fs, root.rstrip('/')
+
+  def check_writable(self) -> None:
+    """Writes an object and removes it; raises StoreError if that is not possible."""
+    name = f'.test-{uuid.uuid4().hex[:8]}'
+    self.write(name, b'')
+    self.remove(name)
+
+  def names(self, folder: str) -> list[str]:
+    """Returns the names of the objects and folders directly in a folder, without the folder's own name."""
+    with self._one_line_errors(f'looking into {folder}'):
+      self._fs.invalidate_cache()
+      with contextlib.suppress(FileNotFoundError):
+        return [str(path).rstrip('/').rpartition('/')[2] for path in self._fs.ls(self._path(folder), detail=False)]
+    return []
+
+  def sizes(self, folder: str = '') -> dict[str, int]:
+    """Returns the sizes of all objects below a folder, by their names relative to it."""
+    root = self._path(folder) + '/'
+    found: dict[str, int] = {}
+    with self._one_line_errors(f'looking into {folder or self.url}'):
+      self._fs.invalidate_cache()
+      with contextlib.suppress(FileNotFoundError):
+        found = {path: entry['size'] for path, entry in self._fs.find(root, detail=True).items()}
+    return {path[len(root) :]: size for path, size in found.items() if path.startswith(root) and path != root}
+
+  def read(self, name: str) -> bytes:
+    """Returns the bytes of an object; raises DamagedError if it does not exist."""
+    with self._one_line_errors(f'{_READING}{name}'):
+      return bytes(self._fs.cat_file(self._path(name)))
+
+  def sum(self, name: str) -> FileSum:
+    """Reads an object and returns its sum; raises DamagedError if it does not exist."""
+    with self._one_line_errors(f'{_READING}{name}'), self._fs.open(self._path(name), 'rb', block_size=_BLOCK) as file:
+      return _sum_of(file)
+
+  def get(self, name: str, path: Path) -> None:
+    """Copies an object to a local file; raises DamagedError if it does not exist."""
+    with self._one_line_errors(f'{_READING}{name}'):
+      path.parent.mkdir(parents=True, exist_ok=True)
+      self._fs.get_file(self._path(name), str(path))
+
+  def write(self, name: str, data: bytes) -> None:
+    """Writes an object."""
+    with self._one_line_errors(f'writing {name}'):
+      path = self._path(name)
+      if self._is_local:
+        self._fs.pipe_file(f'{path}.part', data)
+        os.replace(f'{path}.part', path)
+      else:
+        self._fs.pipe_file(path, data)
+
+  def put(self, path: Path, name: str) -> None:
+    """Copies a local file, which must not change, to an object. In a file system, readers may see it half written."""
+    with self._one_line_errors(f'writing {name}'):
+      self._fs.put_file(str(path), self._path(name))
+
+  def remove(self, name: str) -> None:
+    """Removes an object, or all objects below a folder, if any exist."""
+    with self._one_line_errors(f'removing {name}'), contextlib.suppress(FileNotFoundError):
+      self._fs.invalidate_cache()
+      self._fs.rm(self._path(name), recursive=True)
+
+  def _path(self, name: str) -> str:
+    return f'{self._root}/{name}' if name else self._root
+
+  @contextlib.contextmanager
+  def _one_line_errors(self, what: str) -> Iterator[None]:
+    """Turns whatever a package raises into an error of one line."""
+    try:
+      yield
+    except Exception as error:
+      is_missing = isinstance(error, FileNotFoundError) and what.startswith(_READING)
+      raised = DamagedError if is_missing else StoreError
+      raise raised(f'{self.url}: {what} failed: {remove_secrets(first_line(error))}') from error

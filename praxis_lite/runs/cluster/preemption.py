@@ -1,0 +1,103 @@
+"""Preemption: notices that the machine will be taken away, and the time that is left to save.
+
+SIGTERM is the notice of most platforms. Others write a file, or answer differently at an address of their own; here
+each becomes a SIGTERM of this process. The training loop stops after a step, which all processes agree on, and saves.
+If the process has not ended within the grace period, it ends with the exit code of `LostHostError` before the
+platform kills it: the checkpoint before is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from praxis_lite.common.errors import ConfigError, LostHostError
+from praxis_lite.runs.cluster.clusters import LAUNCHER
+from praxis_lite.runs.stop_signals import StopSignals
+from praxis_lite.runs.cluster.watchdog import dump_stacks, the_watchdog
+
+_INTERVAL = 0.5
+_URL_INTERVAL = 5.0
+_URL_TIMEOUT = 2.0
+
+
+@contextlib.contextmanager
+def preemptible(
+  stop: StopSignals, directory: Path, *, grace_s: float | None = None, notice: str | None = None
+) -> Iterator[None]:
+  """Looks for notices in a thread while the block runs, and ends the process if it takes too long after one.
+
+  Args:
+    stop: catches the signals.
+    directory: of the run, for stacks.
+    grace_s: seconds from a notice, to this process or another one of the run, to the end of the block; None disables
+      the limit.
+    notice: a file whose existence is a notice; or an address (http://...) whose answer is, unless it is empty, FALSE or
+      NONE, or an error.
+
+  Raises:
+    ConfigError: `grace_s` is not positive.
+  """
+  if grace_s is not None and grace_s <= 0:
+    raise ConfigError(f'grace_s = {grace_s:g}: expected more than 0 seconds')
+  is_over = threading.Event()
+
+  def look() -> None:
+    launcher, has_signaled = os.environ.get(LAUNCHER), False
+    while not is_over.wait(_URL_INTERVAL if notice and _is_url(notice) and not has_signaled else _INTERVAL):
+      if not has_signaled and (_has_notice(notice) or (launcher and str(os.getppid()) != launcher)):
+        has_signaled = True  # Once only: a second SIGTERM ends the process at once.
+        os.kill(os.getpid(), signal.SIGTERM)
+      since = _notice_time(stop)
+      if grace_s is not None and since is not None and time.monotonic() - since > grace_s:
+        _end_late_process(directory, grace_s)
+
+  thread = threading.Thread(target=look, name='preemption', daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    is_over.set()
+
+
+def _notice_time(stop: StopSignals) -> float | None:
+  watchdog = the_watchdog()
+  times = [stop.since, None if watchdog is None else watchdog.preempted_since]
+  return min((t for t in times if t is not None), default=None)
+
+
+def _has_notice(notice: str | None) -> bool:
+  if notice is None:
+    return False
+  if not _is_url(notice):
+    return os.path.exists(notice)
+  # Google's metadata server answers only requests with this header; others ignore it.
+  request = urllib.request.Request(notice, headers={'Metadata-Flavor': 'Google'})
+  try:
+    with urllib.request.urlopen(request, timeout=_URL_TIMEOUT) as answer:
+      return answer.read(1000).decode(errors='replace').strip().upper() not in ('', 'FALSE', 'NONE')
+  except (OSError, ValueError, http.client.HTTPException):  # Amazon's answers 404 as long as there is no notice.
+    return False
+
+
+def _is_url(notice: str) -> bool:
+  return notice.startswith(('http://', 'https://'))
+
+
+def _end_late_process(directory: Path, grace_s: float) -> None:
+  where = dump_stacks(directory, jax.process_index())
+  code = LostHostError.exit_code
+  text = (
+    f'not saved within grace_s = {grace_s:g} s of the notice; {where}exit code {code}: the checkpoint before is whole'
+  )
+  os.write(2, f'{text}\n'.encode())
+  os._exit(code)

@@ -1,0 +1,355 @@
+"""Copies of a run in an object store: its checkpoints, each of them complete or ignored, and its other files.
+
+    <url>/checkpoints/<step>/...         the files of a checkpoint, as in the directory of the run
+          checkpoints/<step>.complete    JSON, written last: size and SHA-256 of each of these files
+          run.json, metrics.jsonl, summaries/...
+
+So the whole, copied by any tool, is a run directory. An upload that was killed leaves no `.complete`, and the next one
+replaces its files. A fetched checkpoint is compared with the sums, and renamed when it is complete.
+
+An evaluation is written first to metrics.jsonl and then to an event file. In the store too, event files must be at
+least as new as metrics.jsonl, so metrics.jsonl is read first and written last. Then a run that resumes from the store
+finds no evaluation in it that the event files lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from praxis_lite.checkpoints.best import BEST, BestCheckpoint
+from praxis_lite.checkpoints.contents import Record, add_checksum, parse_record, remove_checksum
+from praxis_lite.checkpoints.failures import DamagedError
+from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreError, sum_of_file
+from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
+from praxis_lite.checkpoints.seal import check_seal, check_seal_of
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.files import parse_json, read_plain, remove_all
+
+_COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
+# Entries of a run directory that concern only one machine.
+_OF_THE_MACHINE = ('stacks', 'profile', 'emergency_copies.json')
+# How many files of a checkpoint are copied at once.
+_STREAMS = 4
+
+S = TypeVar('S')
+T = TypeVar('T')
+
+
+class RemoteCheckpoint:
+  """A complete checkpoint in an object store: the part of `StoredCheckpoint` that needs no arrays.
+
+  Attributes:
+    url: of its folder.
+    step: of the state.
+    files: the sums of its files, by their names.
+    rollbacks: how many times the run had gone back to an earlier checkpoint before this one.
+  """
+
+  is_set_aside = False
+
+  def __init__(self, store: ObjectStore, step: int, files: Mapping[str, FileSum], rollbacks: int):
+    self.url = f'{store.url}/{CHECKPOINTS}/{step}'
+    self.step = step
+    self.files = files
+    self.rollbacks = rollbacks
+    self._store = store
+
+  @property
+  def folder(self) -> str:
+    return self.url
+
+  @property
+  def num_bytes(self) -> int:
+    """Size of its files."""
+    return sum(file.size for file in self.files.values())
+
+  def about(self) -> dict[str, Any]:
+    """Returns its record; see `StoredCheckpoint.about`."""
+    records = {name: self._record(name) for name in ('about', 'inputs')}
+    check_seal_of(self.url, self.step, records)
+    return records['about']
+
+  def variables(self) -> dict[str, Record]:
+    """Returns the true shape and the dtype of each array, by name."""
+    variables: dict[str, Record] = self.about()['variables']
+    return variables
+
+  def damage(self) -> dict[str, str]:
+    """Reads all of its files; returns how each damaged file is damaged, by name: {} if the checkpoint is whole."""
+
+    def difference_of(name: str) -> str:
+      try:
+        return _difference(self._store.sum(self._name(name)), self.files[name])
+      except DamagedError:
+        return 'is missing'
+
+    damaged = {name: how for name, how in zip(self.files, _call_in_parallel(difference_of, self.files)) if how}
+    if not damaged:
+      try:
+        self.about()
+      except DamagedError as error:
+        damaged['seal'] = str(error)
+    return damaged
+
+  def is_that_in(self, folder: Path) -> bool:
+    """Whether this is a copy of the local checkpoint in `folder`, and not of another one of the same step."""
+    about = folder / 'about' / 'metadata'
+    try:
+      return self.files.get('about/metadata') == sum_of_file(about)
+    except OSError:
+      return False
+
+  def fetch(self, job_log_dir: Path) -> Path:
+    """Copies it to a run directory that has no checkpoint of this step; returns its folder in that directory.
+
+    Raises:
+      DamagedError: it is not what was written.
+      StoreError: it cannot be read, or cannot be written to the disk.
+    """
+    target = step_folder(job_log_dir, self.step)
+    partial = target.with_name(f'{self.step}.fetching')
+    remove_all(partial)  # The remains of a process that was killed.
+
+    def get(name: str) -> None:
+      self._store.get(self._name(name), partial / name)
+      if how := _difference(sum_of_file(partial / name), self.files[name]):
+        raise DamagedError(f'{self.url} is damaged ({name} {how})')
+
+    try:
+      _call_in_parallel(get, self.files)
+      check_seal(partial, self.step, self.url)
+      partial.rename(target)
+    except OSError as error:
+      raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
+    finally:
+      remove_all(partial)
+    return target
+
+  def _record(self, item: str) -> dict[str, Any]:
+    try:
+      return parse_record(self._store.read(self._name(f'{item}/metadata')), item)
+    except (ValueError, AttributeError) as error:
+      raise error if isinstance(error, CheckpointError) else DamagedError(f'{self.url}: {error}') from None
+
+  def _name(self, file: str) -> str:
+    return f'{CHECKPOINTS}/{self.step}/{file}'
+
+
+class RemoteRun:
+  """A run in an object store.
+
+  Args:
+    store: where it is.
+    between: is called before each file is copied. If it raises an error, copying stops.
+
+  Attributes:
+    incomplete: the steps that had files but no `.complete` when `checkpoints` was last called.
+  """
+
+  def __init__(self, store: ObjectStore, between: Callable[[], object] = lambda: None):
+    self.url = store.url
+    self._store = store
+    self._between = between
+    self.incomplete: set[int] = set()
+    self._known: dict[int, RemoteCheckpoint] = {}
+    self._copied: dict[str, tuple[int, int]] = {}  # Sizes and times of the files when they were last copied.
+
+  def checkpoints(self) -> list[RemoteCheckpoint]:
+    """Returns the complete checkpoints, in order."""
+    names = self._store.names(CHECKPOINTS)
+    steps = {int(name.removesuffix(_COMPLETE)) for name in names if name.removesuffix(_COMPLETE).isdecimal()}
+    complete = {step for step in steps if f'{step}{_COMPLETE}' in names}
+    self._known = {step: checkpoint for step, checkpoint in self._known.items() if step in complete}
+    for step in complete - self._known.keys():
+      data = self._store.read(f'{CHECKPOINTS}/{step}{_COMPLETE}')
+      try:
+        self._known[step] = RemoteCheckpoint(self._store, step, *_parse_complete(data, step))
+      except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        continue  # It is half written, if the store is a file system.
+    self.incomplete = steps - self._known.keys()
+    return [self._known[step] for step in sorted(self._known)]
+
+  def upload(self, folder: Path, rollbacks: int) -> None:
+    """Copies the checkpoint in a local folder, which is locked in the meantime.
+
+    Args:
+      folder: its name is the step.
+      rollbacks: see `RemoteCheckpoint`.
+
+    Raises:
+      RemovedError: retention has removed it.
+      StoreError: the store does not accept it.
+    """
+    step = int(folder.name)
+
+    def put(path: Path) -> FileSum:
+      self._between()
+      self._store.put(path, f'{CHECKPOINTS}/{step}/{path.relative_to(folder).as_posix()}')
+      return sum_of_file(path)
+
+    with being_read(folder):
+      self.remove(step)
+      paths = sorted(path for path in folder.rglob('*') if path.is_file())
+      files = dict(zip((path.relative_to(folder).as_posix() for path in paths), _call_in_parallel(put, paths)))
+    sizes = self._store.sizes(f'{CHECKPOINTS}/{step}')
+    if sizes != {name: file.size for name, file in files.items()}:
+      raise StoreError(f'{self.url}: what has arrived of step {step} is not what was sent')
+    record = add_checksum(
+      {'step': step, 'rollbacks': rollbacks, 'files': {n: file._asdict() for n, file in files.items()}}
+    )
+    self._between()
+    self._store.write(f'{CHECKPOINTS}/{step}{_COMPLETE}', json.dumps(record, indent=1).encode())
+    self._known[step] = RemoteCheckpoint(self._store, step, files, rollbacks)
+
+  def remove(self, step: int) -> None:
+    """Removes a checkpoint, or whatever exists of it."""
+    self._known.pop(step, None)
+    if f'{step}{_COMPLETE}' in self._store.names(CHECKPOINTS):
+      self._store.remove(f'{CHECKPOINTS}/{step}{_COMPLETE}')  # First, so that a half-removed one is not complete.
+    if self._store.names(f'{CHECKPOINTS}/{step}'):
+      self._store.remove(f'{CHECKPOINTS}/{step}')
+
+  def upload_files(self, directory: Path) -> None:
+    """Copies the other files of a run directory that have changed since the last call."""
+    changed = {name: about for name, about in _files_to_copy(directory) if self._copied.get(name) != about}
+    metrics = read_plain(directory / _METRICS) if _METRICS in changed else b''
+    for name in sorted(changed, key=lambda name: (name == _METRICS, name)):
+      self._between()
+      try:
+        data = metrics if name == _METRICS else read_plain(directory / name)
+      except FileNotFoundError:
+        continue
+      self._store.write(name, data)
+      self._copied[name] = changed[name]
+
+  def fetch_files(self, directory: Path, *, overwrite: bool) -> None:
+    """Copies the other files of a run to a local directory: all, or only those that it lacks."""
+    for name in filter(_is_copied, self._store.sizes()):
+      path = directory / name
+      if overwrite or not path.exists():
+        partial = path.with_name(f'.{path.name}.fetching')
+        self._store.get(name, partial)
+        os.replace(partial, path)
+
+  def record(self) -> bytes | None:
+    """Returns the bytes of run.json; None if it does not exist."""
+    try:
+      return self._store.read('run.json')
+    except DamagedError:
+      return None
+
+  def best_step(self) -> int | None:
+    """Returns the step of the best checkpoint that the run has recorded, or None."""
+    try:
+      data = self._store.read(BEST)
+    except DamagedError:
+      return None
+    best = BestCheckpoint.parse(data, self._known or [c.step for c in self.checkpoints()])
+    return None if best is None else best.step
+
+  def check_writable(self) -> None:
+    """Raises StoreError if the store cannot be written to."""
+    self._store.check_writable()
+
+
+def remote_checkpoints(url: str, step: int | None = None) -> list[RemoteCheckpoint]:
+  """Returns the complete checkpoints of a run in an object store, or only that of `step`.
+
+  Raises:
+    CheckpointError: no such checkpoint exists.
+  """
+  found = RemoteRun(ObjectStore(url)).checkpoints()
+  wanted = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
+  if not wanted:
+    which = 'no complete checkpoint' if step is None else f'no complete checkpoint of step {step}'
+    raise CheckpointError(f'there is {which} in {url}; there are {[checkpoint.step for checkpoint in found]}')
+  return wanted
+
+
+def remote_best_step(url: str) -> int | None:
+  """Returns the step of the best checkpoint that a run in an object store has recorded, or None."""
+  return RemoteRun(ObjectStore(url)).best_step()
+
+
+def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
+  """Copies a checkpoint of a run in an object store, and the other files of the run, to a directory.
+
+  Args:
+    url: of the run.
+    job_log_dir: the target directory; existing files in it stay.
+    step: of the checkpoint; None copies the newest.
+
+  Returns:
+    The folder of the checkpoint.
+
+  Raises:
+    CheckpointError: no such checkpoint exists, `job_log_dir` already has one of its step, it is damaged, or it cannot
+      be read or written.
+  """
+  run = RemoteRun(ObjectStore(url))
+  checkpoint = remote_checkpoints(url, step)[-1]
+  if step_folder(job_log_dir, checkpoint.step).exists():
+    raise CheckpointError(f'there is a checkpoint of step {checkpoint.step} in {job_log_dir} already')
+  run.fetch_files(job_log_dir, overwrite=False)
+  return checkpoint.fetch(job_log_dir)
+
+
+def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
+  """Returns the files and the rollbacks in a `.complete`; raises some Python error if it is not what was written."""
+  record = remove_checksum(parse_json(data), 'the list of files')
+  files = {name: FileSum(int(file['size']), str(file['sha256'])) for name, file in record['files'].items()}
+  if record['step'] != step or not all(map(_is_inside, files)):
+    raise ValueError('it is of another step, or names files elsewhere')
+  return files, int(record['rollbacks'])
+
+
+def _is_inside(name: str) -> bool:
+  """Whether a file's name stays inside its directory; anyone may have written the list of files."""
+  parts = PurePosixPath(name).parts
+  return bool(parts) and name == '/'.join(parts) and '..' not in parts and '\\' not in name and name.isprintable()
+
+
+def _files_to_copy(directory: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+  """Yields the name of each file outside of checkpoints, with its size and time.
+
+  The folders of checkpoints are not entered: other threads may remove them at the same time.
+  """
+  for folder, folders, files in os.walk(directory):
+    inside = Path(folder).relative_to(directory)
+    folders[:] = [name for name in folders if _is_copied((inside / name).as_posix())]
+    for name in filter(_is_copied, ((inside / file).as_posix() for file in files)):
+      with contextlib.suppress(FileNotFoundError):
+        about = (directory / name).lstat()
+        if stat.S_ISREG(about.st_mode):
+          yield name, (about.st_size, about.st_mtime_ns)
+
+
+def _is_copied(name: str) -> bool:
+  """Whether to copy a file of a run directory, or the files in one of its folders, separately from checkpoints."""
+  parts = PurePosixPath(name).parts
+  is_hidden = any(part.startswith('.') for part in parts)
+  return _is_inside(name) and not is_hidden and parts[0] not in (CHECKPOINTS, *_OF_THE_MACHINE)
+
+
+def _difference(found: FileSum, expected: FileSum) -> str:
+  """Returns how a file differs from what was written; '' if it is the same."""
+  if found.size != expected.size:
+    return f'has {found.size} bytes instead of {expected.size}'
+  return '' if found == expected else 'has changed'
+
+
+def _call_in_parallel(call: Callable[[S], T], items: Collection[S]) -> list[T]:
+  """Returns what `call` returns for each item; after the first error, starts no further calls."""
+  with ThreadPoolExecutor(_STREAMS) as pool:
+    try:
+      return list(pool.map(call, items))
+    except BaseException:
+      pool.shutdown(cancel_futures=True)
+      raise

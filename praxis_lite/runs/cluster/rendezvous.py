@@ -1,0 +1,131 @@
+"""Meeting the other processes of a run before JAX does, which says which of them have not come, where JAX would abort.
+
+    host 0     listens on the port that JAX's service will have   | until all have come: tells each who is there
+    others     connect, send their index and name                 | wait for the answer
+
+Each message is one line of JSON. Host 0 closes its port when all have been told, and JAX takes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterable, Sequence
+
+from praxis_lite.common.errors import LostHostError
+from praxis_lite.runs.cluster.clusters import Job
+
+_PAUSE = 0.1
+_PATIENCE = 1.0
+
+
+def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
+  """Waits until all processes of a job have called this; returns their names, by index.
+
+  Args:
+    job: with `num_processes` and `process_id`.
+    address: `host:port` of process 0.
+    timeout_s: how long to wait for the others, in seconds.
+    name: what to call this process in messages.
+
+  Raises:
+    LostHostError: some of them have not come in time; the message says which.
+  """
+  assert job.num_processes is not None and job.process_id is not None
+  deadline = time.monotonic() + timeout_s
+  host, port = address.rsplit(':', 1)
+  try:
+    if job.process_id == 0:
+      return _gather(int(port), job.num_processes, name, deadline)
+    return _report(host, int(port), job.process_id, name, deadline)
+  except _Missing as missing:
+    hosts = f'host {missing.hosts[0]} has' if len(missing.hosts) == 1 else f'hosts {missing} have'
+    raise LostHostError(
+      f'{hosts} not joined the {job.num_processes} of {job.found_by} within {timeout_s:g} s'
+    ) from None
+  except OSError as error:
+    raise LostHostError(
+      f'host 0 has not answered at {address} within {timeout_s:g} s ({error.strerror or error}); this is host '
+      f'{job.process_id} of {job.num_processes} ({job.found_by})'
+    ) from None
+
+
+class _Missing(Exception):
+  def __init__(self, hosts: Sequence[int]):
+    super().__init__(', '.join(map(str, hosts)))
+    self.hosts = hosts
+
+
+def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
+  names = {0: name}
+  with contextlib.ExitStack() as to_close:
+    server = to_close.enter_context(_listening(port, count, deadline))
+    connections: dict[int, socket.socket] = {}
+    while len(names) < count:
+      try:
+        server.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection = to_close.enter_context(server.accept()[0])
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        index, its_name = json.loads(_line(connection))
+      except TimeoutError:
+        missing = [i for i in range(count) if i not in names]
+        _tell(connections.values(), {'missing': missing})
+        raise _Missing(missing) from None
+      except (OSError, ValueError, TypeError):
+        continue  # Not one of ours, or it ended meanwhile, and will come again.
+      if isinstance(index, int) and 0 < index < count:
+        names[index], connections[index] = str(its_name), connection
+    everyone = [names[i] for i in range(count)]
+    _tell(connections.values(), {'names': everyone})
+    return everyone
+
+
+def _tell(connections: Iterable[socket.socket], what: dict[str, object]) -> None:
+  for connection in connections:
+    with contextlib.suppress(OSError):  # It has died since: JAX and the watchdog will notice.
+      connection.sendall(json.dumps(what).encode() + b'\n')
+
+
+def _listening(port: int, count: int, deadline: float) -> socket.socket:
+  """Returns a socket that listens on all interfaces; waits while an earlier process of the job has the port."""
+  while True:
+    try:
+      # Of both families where there are both, as JAX's service.
+      if socket.has_dualstack_ipv6():
+        return socket.create_server(('', port), family=socket.AF_INET6, backlog=count, dualstack_ipv6=True)
+      return socket.create_server(('', port), backlog=count)
+    except OSError:
+      if time.monotonic() > deadline:
+        raise
+      time.sleep(_PAUSE)
+
+
+def _report(host: str, port: int, index: int, name: str, deadline: float) -> list[str]:
+  while True:
+    left = deadline - time.monotonic()
+    try:
+      with socket.create_connection((host, port), timeout=max(left, 0.001)) as connection:
+        # Host 0 may have started later than this one, and says at the end of its own time who has not come.
+        connection.settimeout(max(deadline - time.monotonic(), 0) + _PATIENCE)
+        connection.sendall(json.dumps([index, name]).encode() + b'\n')
+        told = json.loads(_line(connection))
+        if missing := told.get('missing'):
+          raise _Missing([int(i) for i in missing])
+        return [str(its_name) for its_name in told['names']]
+    except (OSError, ValueError, AttributeError, KeyError) as error:  # It does not listen yet, or something else does.
+      if time.monotonic() >= deadline:
+        raise error if isinstance(error, OSError) else ConnectionError('something else answers there') from None
+      time.sleep(_PAUSE)
+
+
+def _line(connection: socket.socket) -> bytes:
+  received = b''
+  while not received.endswith(b'\n'):
+    if not (part := connection.recv(65536)):
+      raise ConnectionResetError('the connection was closed')
+    received += part
+    if len(received) > 1 << 20:
+      raise ValueError('not a message of a process of this job')
+  return received

@@ -1,0 +1,354 @@
+"""The watchdog: each process of a run watches the others, and ends when one of them is lost.
+
+A collective waits for all processes. So when one of them dies, is stopped or hangs, the others would wait for it, and
+with them the machines. Here each process tells the others, through the key-value store of JAX's service, that it
+lives, what it is doing, and for how long its main thread has got no further:
+
+    beat     of each process, every interval     {"beat": 17, "doing": "step 12", "at": "...", "idle": 0.2, "state": ""}
+    watch    in each process                     | beats of a host have stopped for the timeout: it is lost
+                                                 | no host has got further for the timeout: they hang
+                                                 | a host says that it has failed
+
+Then the process says which host it was and what that host was doing, writes the stacks of its own threads, and ends
+with the exit code of `LostHostError`, on which launchers start the job again from its last checkpoint. Tracing and
+compiling count as getting further.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import jax
+
+from praxis_lite.common.errors import LostHostError, UserError, first_line
+from praxis_lite.common.jax_internals import unless_unknown
+from praxis_lite.common.jax_internals.processes import BUILDING_FILES, Client, service_client
+
+# Seconds without a sign of life after which a host is taken for lost.
+HANG_TIMEOUT_S = 300.0
+# Where the code is that is neither ours nor the user's.
+_LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for name in ('stdlib', 'purelib', 'platlib')))
+_KEY = 'praxis_lite/beats'
+# Seconds that the last beat may take.
+_PATIENCE_AT_EXIT = 2.0
+# How many characters of an error are sent to other hosts.
+_MOST_SHOWN = 300
+# What JAX's preemption service writes to the store when any process has got SIGTERM.
+_PREEMPTION_KEY = 'RECEIVED_PREEMPTION_NOTICE'
+# Words in errors of a collective or of JAX's service that the end of another process causes.
+_OF_A_PEER = ('gloo', 'nccl', 'connection', 'unavailable', 'deadline_exceeded', 'coordination', 'barrier', 'peer')
+
+
+@dataclasses.dataclass
+class _Host:
+  """What is known of a host: its name, its last beat, and when that came, by the clock of this process."""
+
+  name: str
+  heard: float
+  beat: int = 0
+  doing: str = 'starting'
+  at: str = ''
+  idle: float = 0.0
+  state: str = ''  # '', 'running', 'left', or why it has failed
+  is_ending: bool = False  # It has said why it failed, and cleaned up.
+
+  def __str__(self) -> str:
+    return f'{self.name}, which was in {self.doing}{f" ({self.at})" if self.at else ""}'
+
+
+class Watchdog:
+  """Watches the processes of this run, in two threads, until the process ends.
+
+  Args:
+    client: of JAX's service.
+    names: what to call the hosts, by index.
+    index: of this host.
+    timeout_s: see `HANG_TIMEOUT_S`.
+  """
+
+  def __init__(self, client: Client, names: list[str], index: int, timeout_s: float):
+    now = time.monotonic()
+    self._client = client
+    self._index = index
+    self._timeout = timeout_s
+    self._interval = max(0.2, min(1.0, timeout_s / 10))
+    self._hosts = [_Host(f'host {i} ({name})', now) for i, name in enumerate(names)]
+    self._contact = now
+    self._main = threading.main_thread().ident
+    self._doing, self._progress = 'start-up', now
+    self._state = ''
+    self._is_ending = False
+    self._meetings = 0
+    self._suspects = False
+    self._ending = threading.Lock()
+    self.directory: Path | None = None
+    self._why_lost: Callable[[], UserError | None] = lambda: None
+    self.preempted_since: float | None = None
+    self._is_over = threading.Event()
+    self._threads = [
+      threading.Thread(target=run, name=f'watchdog-{run.__name__.strip("_")}', daemon=True)
+      for run in (self._beat, self._watch)
+    ]
+    for thread in self._threads:
+      thread.start()
+    self._end_well_when_jax_aborts()
+    atexit.register(self._leave)
+
+  def doing(self, what: str) -> None:
+    """Says what the main thread does next, and that it has got as far as that."""
+    self._doing, self._progress = what, time.monotonic()
+
+  @contextlib.contextmanager
+  def running(self, directory: Path, why_lost: Callable[[], UserError | None] = lambda: None) -> Iterator[None]:
+    """Also watches progress inside the block; an error in it is reported to the other hosts.
+
+    An error that another host has caused waits for the watchdog to say which: the process ends here.
+
+    Args:
+      directory: of the run.
+      why_lost: returns the error that says that the directory is not where it was; None if it is. A run without it is
+        not to be started again: it would begin anew.
+    """
+    self.directory, self._state, self._why_lost = directory, 'running', why_lost
+    self.doing('start-up')
+    try:
+      yield
+    except BaseException as error:
+      if _is_of_a_peer(error):
+        self._suspects = True
+        _write(f'{self._hosts[self._index].name}: {first_line(error)[:_MOST_SHOWN]}\n')
+        time.sleep(12 * self._interval)  # `_watch` ends the process meanwhile, if a host is lost.
+        self.give_up(f'all hosts live, but could not communicate: {first_line(error)[:_MOST_SHOWN]}')
+      self._state = f'{type(error).__name__}: {first_line(error)[:_MOST_SHOWN]}'
+      raise
+    self._state = 'left'
+
+  def meet(self) -> None:
+    """Waits for all hosts. Collectives begin with a connection for which XLA waits for some seconds only."""
+    self._meetings += 1
+    # The longest wait that the service allows is 24 days. The watchdogs notice a host that does not come long before.
+    self._client.wait_at_barrier(f'praxis_lite/meeting/{self._meetings}', timeout_in_ms=2**31 - 1)
+
+  def end(self, code: int) -> None:
+    """Ends a process that has failed at once, unless all others have left: JAX would wait for them until a timeout."""
+    if self._state in ('', 'running'):
+      self._state = f'exit code {code}'
+    self._is_ending = True
+    start = time.monotonic()
+    others = [host for i, host in enumerate(self._hosts) if i != self._index]
+    while any(self._is_awaited(host, start) for host in others):
+      time.sleep(self._interval / 4)
+    if any(host.state != 'left' for host in others):
+      sys.stdout.flush()
+      sys.stderr.flush()
+      time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read why, from the service of host 0.
+      os._exit(code)
+
+  def _is_awaited(self, host: _Host, since: float) -> bool:
+    """Whether this process, which ends, lets another one end before it: one that does not know yet that this one does,
+    or that ends too, and would be aborted in the middle if JAX's service, which is in host 0, ended before."""
+    now = time.monotonic()
+    if host.state in ('', 'running'):
+      return now - since < 10 * self._interval
+    is_alive = host.state != 'left' and not host.is_ending and now - host.heard < 10 * self._interval
+    return self._index == 0 and is_alive and now - since < 60 * self._interval
+
+  # ---- beat
+
+  def _beat(self) -> None:
+    number, is_last = 0, False
+    while not is_last:
+      is_last = self._is_over.is_set()
+      number += 1
+      beat = {
+        'beat': number,
+        'doing': self._doing,
+        'at': self._look_at_main_thread(),
+        'idle': round(time.monotonic() - self._progress, 1),
+        'state': self._state,
+        'ending': self._is_ending,
+      }
+      with contextlib.suppress(Exception):  # The service does not answer; `_watch` looks at how long.
+        self._client.key_value_set(f'{_KEY}/{self._index}', json.dumps(beat), allow_overwrite=True)
+        self._hear(self._client.key_value_dir_get(_KEY))
+        self._contact = time.monotonic()
+        if self.preempted_since is None:
+          self._client.key_value_try_get(_PREEMPTION_KEY)  # Raises as long as there is none.
+          self.preempted_since = time.monotonic()
+      self._is_over.wait(self._interval)
+
+  def _hear(self, beats: list[tuple[str, str]]) -> None:
+    for key, value in beats:
+      host, said = self._hosts[int(key.rsplit('/', 1)[1])], json.loads(value)
+      if said['beat'] != host.beat:
+        host.heard = time.monotonic()
+        host.beat, host.doing, host.at = said['beat'], said['doing'], said['at']
+        host.idle, host.state, host.is_ending = said['idle'], said['state'], said['ending']
+
+  def _look_at_main_thread(self) -> str:
+    """Returns where the main thread is, as file:line function; notes it as progress while it builds a program."""
+    frame: FrameType | None = sys._current_frames().get(self._main or 0)
+    where = ''
+    while frame is not None:
+      file = frame.f_code.co_filename.replace(os.sep, '/')
+      if not where and ('praxis_lite/' in file or not file.startswith(_LIBRARIES)):
+        where = f'{file.rpartition("praxis_lite/")[2]}:{frame.f_lineno} {frame.f_code.co_name}'
+      if file.endswith(BUILDING_FILES):
+        self._progress = time.monotonic()
+      frame = frame.f_back
+    return where
+
+  # ---- watch
+
+  def _watch(self) -> None:
+    last = time.monotonic()
+    while not self._is_over.wait(self._interval):
+      now = time.monotonic()
+      if now - last > self._timeout / 2:  # This process itself was stopped, or the machine asleep: all is old.
+        self._contact = now
+        for host in self._hosts:
+          host.heard = now
+      last = now
+      if self._state in ('', 'running') and (reason := self._trouble(now)):
+        is_told = any(host.state not in ('', 'running', 'left') for host in self._hosts)
+        self.give_up(reason, needs_stacks=not is_told)
+
+  def _trouble(self, now: float) -> str:
+    """Returns what is wrong with another host, or with all; '' if nothing is."""
+    patience = min(self._timeout, 8 * self._interval) if self._suspects else self._timeout
+    silent = f'has shown no sign of life for {patience:.0f} s'
+    if now - self._contact > patience:
+      return f'{self._hosts[0]}, {silent}'
+    for i, host in enumerate(self._hosts):
+      if i != self._index and host.state not in ('', 'running', 'left'):
+        return f'{host}, has ended: {host.state}'
+      if i != self._index and host.state != 'left' and now - host.heard > patience:
+        return f'{host}, {silent}'
+    if all(host.state == 'running' and host.idle > self._timeout for host in self._hosts):
+      last = '; '.join(f'{host} for {host.idle:.0f} s' for host in self._hosts)
+      return f'no host has got any further for {self._timeout:.0f} s: {last}'
+    return ''
+
+  def give_up(self, reason: str, *, needs_stacks: bool = True) -> NoReturn:
+    """Says why, tells the other hosts, writes the stacks of all threads, and ends the process, to be started again.
+
+    Where another host has said why it ended, stacks say nothing: `needs_stacks` is False.
+    """
+    if not self._ending.acquire(blocking=False):
+      time.sleep(20 * self._interval)  # Another thread is already ending the process.
+      os._exit(LostHostError.exit_code)
+    code = LostHostError.exit_code
+    self._state, self._is_ending = f'it gave up, because {reason}', True
+    mine = self._hosts[self._index].name
+    _write(f'{mine}, in {self._doing}: {reason}\n')
+    if lost := self._why_lost():
+      code = lost.exit_code
+      _write(f'error: {lost}; it continues there from its last checkpoint\n')
+    else:
+      where = dump_stacks(self.directory, self._index) if needs_stacks else ''
+      _write(f'{mine}: {where}exit code {code}: started again, the run continues from its last checkpoint\n')
+    time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read why, from the service of host 0.
+    os._exit(code)
+
+  # ---- the end of the process
+
+  def _end_well_when_jax_aborts(self) -> None:
+    """When host 0 ends, JAX's client in C++ aborts the process; it has no callback that Python could set."""
+
+    def on_abort(number: int) -> None:
+      # Called in a thread of C++, where Python's own handlers of signals are not called.
+      if not self._ending.locked():
+        self.give_up(f"{self._hosts[0]}, has ended, or JAX's service there has failed")
+
+    self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # Lives as long as the process.
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), self._on_abort)
+
+  def _leave(self) -> None:
+    """Before JAX waits for all processes, at the end of a program that has no exit code of its own."""
+    if self._state not in ('', 'running', 'left'):
+      self.end(1)
+    self._state = 'left'
+    # Python ends a thread by force that is in JAX's client when it finishes, which aborts the process.
+    self._is_over.set()
+    for thread in self._threads:
+      thread.join(2 * self._interval + _PATIENCE_AT_EXIT)
+
+
+_watchdogs: list[Watchdog] = []  # At most one.
+
+
+def watch_hosts(names: list[str], index: int, timeout_s: float) -> None:
+  """Starts the watchdog of this process, which has joined the others."""
+  client = unless_unknown('hosts are not watched: one that is lost is waited for', service_client, None)
+  if client is not None:
+    _watchdogs.append(Watchdog(client, names, index, timeout_s))
+
+
+def the_watchdog() -> Watchdog | None:
+  """Returns the watchdog of this process; None if there are no other processes."""
+  return _watchdogs[0] if _watchdogs else None
+
+
+def doing(what: str) -> None:
+  """Says what the main thread does next, for messages about a host that is lost, and that it has got that far."""
+  for watchdog in _watchdogs:
+    watchdog.doing(what)
+
+
+def meet_others() -> None:
+  """Waits until all processes of the run have called this as often; does nothing if there is only one."""
+  for watchdog in _watchdogs:
+    watchdog.meet()
+
+
+def watched_by_others(
+  directory: Path, why_lost: Callable[[], UserError | None] = lambda: None
+) -> contextlib.AbstractContextManager[None]:
+  """Returns `Watchdog.running` of this process; with only one process, a context manager that does nothing."""
+  return _watchdogs[0].running(directory, why_lost) if _watchdogs else contextlib.nullcontext()
+
+
+def dump_stacks(directory: Path | None, index: int) -> str:
+  """Writes the stacks of all threads to a file in the run's directory, or to stderr; returns where, for a message."""
+  if directory is not None:
+    path = directory / 'stacks' / f'host_{index}.txt'
+    with contextlib.suppress(OSError):
+      path.parent.mkdir(exist_ok=True)  # And not the run's directory, which may have been moved.
+      # Without O_NONBLOCK, a named pipe in its place would be waited for.
+      with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666), 'w') as file:
+        faulthandler.dump_traceback(file)
+      return f'stacks in {path}; '
+  faulthandler.dump_traceback(2)
+  return ''
+
+
+def _is_of_a_peer(error: BaseException | None) -> bool:
+  """Whether an error, or what led to it, is one that the end of another process causes in a collective."""
+  while error is not None:
+    # JAX raises those of status UNKNOWN, as Gloo's are at times, as a ValueError.
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) or (
+      type(error) is ValueError and str(error).startswith('UNKNOWN: ')
+    )
+    if is_of_jax and any(word in str(error).lower() for word in _OF_A_PEER):
+      return True
+    error = error.__cause__ or error.__context__
+  return False
+
+
+def _write(text: str) -> None:
+  os.write(2, text.encode())

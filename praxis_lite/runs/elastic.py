@@ -1,0 +1,53 @@
+"""Going on with fewer devices than the mesh of a task has: a smaller mesh, and the same global batch.
+
+The axes that only say how many copies work on rows of a batch, 'replica' and then 'data', become as small as needed,
+and no smaller; all others stay. Each device then has more rows of a batch, so the batch is cut into as many times more
+microbatches, rounded up, as there are fewer devices: a device has no more rows at a time than before.
+"""
+
+from __future__ import annotations
+
+import math
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.training.task import SingleTask
+
+_AXES = ('replica', 'data')
+
+
+def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTask], str]:
+  """Returns the config of a task for the devices that there are, and a line about what changed; '' if nothing did.
+
+  Raises:
+    ConfigError: with the axes that may shrink at 1 the mesh still has more devices than there are.
+  """
+  sizes = task.instantiate().mesh_sizes()
+  needed = math.prod(sizes.values())
+  if needed <= num_devices:
+    return task, ''
+  smaller = dict(sizes)
+  for axis in _AXES:
+    if axis in sizes and math.prod(smaller.values()) > num_devices:
+      others = math.prod(smaller.values()) // smaller[axis]
+      smaller[axis] = max(1, num_devices // others)
+  if math.prod(smaller.values()) > num_devices or task.dcn_mesh_shape is not None:
+    why = 'with several slices the mesh does not shrink' if task.dcn_mesh_shape else f'only {_AXES} shrink'
+    raise ConfigError(
+      f'task.ici_mesh_shape: the mesh {_show(sizes)} needs {needed} devices, and there are {num_devices}; {why}'
+    )
+  used = math.prod(smaller.values())
+  result = task.clone()
+  result.ici_mesh_shape = tuple(smaller.values())
+  factor = math.ceil(needed / used)
+  learner = result.train.learner
+  before = learner.num_microbatches
+  learner.num_microbatches = before * factor
+  return result, (
+    f'{num_devices} devices for a mesh of {needed}: {_show(sizes)} becomes {_show(smaller)}, and num_microbatches '
+    f'{before} becomes {before * factor}; the global batch is the same'
+  )
+
+
+def _show(sizes: dict[str, int]) -> str:
+  return ' x '.join(f'{name} {size}' for name, size in sizes.items())

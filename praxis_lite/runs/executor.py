@@ -1,0 +1,212 @@
+"""The executor: restore, train, evaluate, decode, checkpoint.
+
+A run is a function of its config and its directory. However it ends, the same call continues from the newest
+checkpoint, and on the same mesh ends with bitwise the same parameters: the PRNG key of a step is the run's key folded
+with the step, and a checkpoint holds the position in the input at its own step.
+
+A run may take several attempts: if its loss jumps or is not finite, it may go back to an earlier checkpoint. `_attempt`
+reads from top to bottom, and `loop` has its parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.common.files import user_path
+from praxis_lite.common.foreign_text import printable
+from praxis_lite.common.processes import broadcast_decision, is_primary_process
+from praxis_lite.runs.stop_signals import StopSignals
+from praxis_lite.runs.cluster.watchdog import meet_others
+from praxis_lite.runs.records.metrics import HostMetrics, SummaryWriter
+from praxis_lite.runs.records.record import write_record
+from praxis_lite.runs.records.run_config import held_for_training, job_directory
+from praxis_lite.runs.console import make_console
+from praxis_lite.runs.hooks import Run
+from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError
+from praxis_lite.runs.loop.feed import Feed
+from praxis_lite.runs.loop.job import TrainJob, build_job
+from praxis_lite.runs.loop.observers import attach_observers, observe_start
+from praxis_lite.runs.loop.options import Advice, TrainOptions
+from praxis_lite.runs.loop.saving import RunSaver, Saving
+from praxis_lite.runs.loop.start import find_start
+from praxis_lite.runs.loop.training_loop import TrainingLoop
+from praxis_lite.runs.cluster.mirror import Mirror
+from praxis_lite.runs.throughput import StartupTimes
+from praxis_lite.runs.trouble import GoBack, batches_to_skip, go_back, read_troubles
+from praxis_lite.runs.vocabulary import keep_vocabulary
+from praxis_lite.training.state import TrainState
+
+
+class TrainResult(NamedTuple):
+  """How a training run ended.
+
+  Attributes:
+    step: total number of steps taken.
+    state: the last train state, on the mesh.
+    metrics: metrics of the last evaluation, by split ('eval/valid') and name.
+    ended_by: 'done'; 'data' if the input ended before the last step; 'stopped' if a hook stopped it, such as early
+      stopping; or the name of a signal.
+  """
+
+  step: int
+  state: TrainState
+  metrics: dict[str, HostMetrics]
+  ended_by: str
+
+
+def run_train(
+  config: ExperimentConfig, job_log_dir: str | Path, options: TrainOptions | None = None, **changes: Any
+) -> TrainResult:
+  """Trains, or continues where an earlier run in the same directory stopped; for a finished run, returns its result.
+
+  Args:
+    config: configs of the task and its datasets, exactly one of them with `is_training=True`.
+    job_log_dir: directory of checkpoints, summaries and decoded outputs.
+    options: how to train; see `TrainOptions`, which documents each option. None means all defaults.
+    **changes: single options by their names, as in `run_train(config, job_log_dir, seed=3)`; they replace those in
+      `options`.
+
+  Raises:
+    TypeError: there is no option of such a name.
+    DeterminismError: a step that was run twice gave different bits; nothing is saved after it.
+    UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, something
+      could not be written: the last checkpoint, or metrics.
+    HungInputError: no batch came for `input_timeout_s`; the state is saved.
+    NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
+    LossSpikeError: the loss jumped and `task.train.loss_spike` is set to raise, or the run went back too often.
+    NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
+      steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
+    Exception: what a hook raised, with a note that names the hook; the state has been saved. With several processes,
+      the others return, with ended_by='SIGTERM'.
+  """
+  if not isinstance(config, ExperimentConfig):
+    experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
+    raise ConfigError(f'run_train(config, job_log_dir): expected configure({experiment}), got {type(config).__name__}')
+  options = (options or TrainOptions()).replace(changes)
+  while True:
+    try:
+      return _attempt(config, job_log_dir, options)
+    except GoBack as error:
+      directory = user_path(job_log_dir).absolute()
+      with held_for_training(directory) if is_primary_process() else contextlib.nullcontext():
+        trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
+      options = dataclasses.replace(options, advise=None)
+      if is_primary_process():
+        batches = f'without {len(trouble.batches)} batches'
+        print(printable(f'{trouble.what}: going back to step {trouble.back_to}, {batches}'), flush=True)
+
+
+def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOptions) -> TrainResult:
+  """Trains until the end, or until the run has to go back: then it raises GoBack."""
+  startup = StartupTimes()
+  with contextlib.ExitStack() as stack:
+    opened = stack.enter_context
+
+    # ---- where: a directory that is this run's own, with what its copy in an object store has more
+    path = opened(job_directory(job_log_dir))
+    directory = opened(HeldDirectory(path))
+    if is_primary_process():
+      opened(held_for_training(path))
+    train = config.task.train
+    mirror = opened(contextlib.closing(Mirror(train.mirror, path, train.max_to_keep, train.keep_interval_steps)))
+    mirror.fetch(options.on_damage)
+    observers = opened(observe_start(path))
+
+    # ---- what is trained, and where it starts
+    job = build_job(config, path, options, startup)
+    start = opened(find_start(job, directory, options, startup, observers))
+    first_step, total = start.step, job.settings.num_train_steps
+
+    # ---- what it prints and writes
+    is_primary = is_primary_process()
+    console = opened(contextlib.closing(make_console(total, first_step=first_step, enabled=is_primary)))
+    line = console.line
+    writer = SummaryWriter(path, resumed_step=first_step, lost=start.lost_metrics, enabled=is_primary, report=line)
+    stack.callback(writer.close)
+    results, lost = start.recover_results(path, job.watched, writer)
+    # A run that takes no step keeps its record: nothing in it was made with what this call asks for.
+    is_finished = start.is_restored and first_step >= total
+    changes = _record(job, path, first_step, keeps_record=is_finished) if is_primary else ()
+    advice = _advise(job, options.advise, startup)
+    for text in itertools.chain(job.lines, start.origins, advice, start.notes, lost, changes):
+      line(text)
+
+    # ---- who does the work, and who watches
+    stop = StopSignals()
+    put_batch, skip = job.partitioned.train_step.put_inputs, batches_to_skip(read_troubles(path))
+    feed = opened(Feed(job.train_input, put_batch, skip, observers, line, options.input_timeout_s))
+    saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, line, start.copies)
+    saver = RunSaver(saving, directory, feed, start.data, job.watched, writer, observers)
+    # Only process 0 has read the files; all must evaluate the same inputs.
+    splits = [program.split for program in (*job.evaluation, *job.decoding)]
+    done_at = {split: first_step for split in splits if broadcast_decision(writer.was_written(split))}
+    metrics = {r.split: r.metrics for r in results if r.step == first_step and r.split in done_at}
+    loop = TrainingLoop(job, options, directory, feed, saver, observers, stop, done_at, metrics)
+    run = Run(job.task, path, start.state, results, save=lambda: saver.save(run), line=line)
+    opened(attach_observers(observers, job, start, options, console, writer, startup, saving, mirror, stop))
+
+    # ---- train
+    for observer in observers:
+      observer.on_start(run)
+    if first_step < total and run.stop_reason is None:
+      with observers.measure('compiling'):
+        times = job.partitioned.train_step.compile()
+      startup.mark_parts({'lower': times.lower, 'compile': times.compile})
+      meet_others()
+    if start.is_restored:
+      loop.run_due(run)  # The last run may have been killed between this checkpoint and its evaluation.
+    try:
+      loop.train(run)
+    except (LostDirectoryError, OSError) as error:
+      # What only one process of several could not write, as what it decodes, ends them all, and nothing is saved.
+      is_alone = jax.process_count() == 1
+      loss = error if isinstance(error, LostDirectoryError) else directory.why_lost() if is_alone else None
+      if loss is None:
+        raise
+      raise UserError(saver.rescue(run, loss, lambda new: _make_directory(new, job, run.step))) from None
+
+    # ---- the end
+    run.ended_by = _ended_by(run, stop)
+    with observers.measure('saving'):  # The mirror copies the last checkpoint.
+      for observer in observers:
+        observer.on_end(run)
+    if run.error is not None:
+      raise run.error
+    return TrainResult(run.step, run.state, loop.metrics, run.ended_by)
+
+
+def _advise(job: TrainJob, advise: Advice | None, startup: StartupTimes) -> Iterator[str]:
+  """Yields the lines of advice, in the process that prints."""
+  if advise is not None and is_primary_process():
+    yield from advise(job.task, job.batch_struct)
+    startup.mark('check')
+
+
+def _record(job: TrainJob, directory: Path, step: int, *, keeps_record: bool) -> Iterator[str]:
+  """Records the run and its vocabulary in a directory; yields how its config differs from what was recorded before."""
+  mesh = job.partitioned.mesh.shape
+  yield from write_record(directory, job.config, seed=job.seed, mesh=mesh, step=step, keeps_record=keeps_record)
+  keep_vocabulary(job.config, directory)
+
+
+def _make_directory(directory: Path, job: TrainJob, step: int) -> None:
+  """Makes a directory in which a run can continue."""
+  directory.mkdir(parents=True)
+  list(_record(job, directory, step, keeps_record=False))
+
+
+def _ended_by(run: Run, stop: StopSignals) -> str:
+  if stop.requested and stop.received is not None:
+    return stop.received
+  if run.stop_reason is not None:
+    return 'stopped'
+  return 'done' if run.step >= run.total_steps else 'data'

@@ -1,0 +1,434 @@
+"""Exporting a trained model: programs and variables that run without praxis_lite.
+
+    OUT/README.md              what is in it, and how it is loaded and called
+        load.py                loads it, after it has checked that all files are of this export: `exported.py`
+        signature.json         the names, shapes and dtypes of inputs, outputs and variables; digests of all files
+        variables.npz          the variables, by path            } for JAX
+        <program>.stablehlo    each program, by `jax.export`     }
+        saved_model/           the same programs as signatures of a TensorFlow SavedModel, which needs no JAX
+
+    forward                    inputs -> predictions             `BaseModel.predict`
+    decode: prefill            ids, lengths -> logits, caches    of whole prompts
+            decode_step        ids, positions, caches -> logits, caches
+
+A program takes the variables and the inputs, and returns the outputs, each a flat dict of arrays by name. It is a
+program of one device for any batch size, and knows nothing of the mesh that the model was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from praxis_lite.common.errors import ConfigError, UserError, check_choice
+from praxis_lite.common.files import user_path
+from praxis_lite.inputs.tfdata import import_tensorflow
+from praxis_lite.common.jax_internals import unless_unknown
+from praxis_lite.common.jax_internals.lowering import used_inputs
+from praxis_lite.models.base import BaseModel
+from praxis_lite.sharding.guards.guard import guarded_export
+from praxis_lite.runs import exported
+from praxis_lite.common.trees import NestedDict, insert, leaves, leaves_by_path, path_name
+
+KINDS = ('forward', 'decode')
+FORMATS = ('stablehlo', 'saved_model')
+PLATFORMS = ('cpu', 'cuda', 'rocm', 'tpu')
+DEFAULT_PLATFORMS = ('cpu', 'cuda', 'tpu')
+
+Arrays = dict[str, Any]  # By name: arrays, or their shapes and dtypes.
+Function = Callable[[Arrays, Arrays], Arrays]  # (variables, inputs) -> outputs
+_BATCH, _CACHE = 'batch', 'cache.'
+
+
+class _Program(NamedTuple):
+  name: str
+  inputs: Arrays
+  exported: export.Exported
+
+  @property
+  def outputs(self) -> Arrays:
+    return jax.tree.unflatten(self.exported.out_tree, self.exported.out_avals)
+
+
+class ExportSettings(NamedTuple):
+  """What is exported, and how.
+
+  Attributes:
+    what: 'forward', or 'decode': prefill and decode step of a language model.
+    formats: 'stablehlo', 'saved_model' or both.
+    batch_size: None for a program of any batch size.
+    prompt_length: P, the length that prompts are padded to.
+    max_tokens: the most tokens after a prompt; the caches have P + max_tokens - 1 slots. None: as the model's sampler.
+    platforms: where it shall run: 'cpu', 'cuda', 'rocm', 'tpu'.
+  """
+
+  what: str = 'forward'
+  formats: tuple[str, ...] = FORMATS
+  batch_size: int | None = None
+  prompt_length: int = 64
+  max_tokens: int | None = None
+  platforms: tuple[str, ...] = DEFAULT_PLATFORMS
+
+
+def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: ExportSettings) -> None:
+  """Raises a UserError if these settings are not valid for the model, or the directory exists and is not empty."""
+  check_choice('what', settings.what, KINDS)
+  for name, values, choices in (('format', settings.formats, FORMATS), ('platforms', settings.platforms, PLATFORMS)):
+    if isinstance(values, str):
+      raise ConfigError(f'{name}: expected a tuple, such as ({values!r},), got {values!r}')
+    for value in values:
+      if value == 'gpu':
+        raise ConfigError("platforms: 'gpu' is two platforms here, 'cuda' (NVIDIA) and 'rocm' (AMD)")
+      check_choice(name, value, choices)
+    if not values:
+      raise ConfigError(f'{name}: expected at least one of {", ".join(choices)}')
+  for name in ('batch_size', 'prompt_length', 'max_tokens'):
+    value = getattr(settings, name)
+    if value is not None and value < 1:
+      raise ConfigError(f'{name}: expected at least 1, got {value}')
+  if settings.what == 'decode' and not (hasattr(model, 'prefill') and hasattr(model, 'extend_step')):
+    raise ConfigError(
+      f"task.model: {type(model).__name__} has no prefill and extend_step, so it cannot be exported as 'decode'; "
+      "'forward' exports its predictions"
+    )
+  positions = getattr(getattr(model, 'lm', None), 'max_positions', None)
+  if settings.what == 'decode' and positions is not None and _cache_length(model, settings) > positions:
+    length, tokens = settings.prompt_length, _max_tokens(model, settings)
+    most = positions + 1 - length
+    remedy = f'pass max_tokens (--max_tokens) of at most {most}, or' if most >= 1 else 'pass'
+    remedy = 'pass a smaller max_tokens (--max_tokens) and' if tokens > positions else remedy
+    which = '' if settings.max_tokens else ', which is task.model.decoder_tpl.max_decode_steps'
+    raise ConfigError(
+      f'max_tokens: prompts of {length} tokens (prompt_length) and {tokens} tokens after them (max_tokens{which}) need '
+      f'{length + tokens - 1} positions, and the model has {positions}; {remedy} a smaller prompt_length '
+      '(--prompt_length)'
+    )
+  path = user_path(directory)
+  if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    raise UserError(f'out: {path} exists and is not an empty directory; name another one, or remove it')
+
+
+def export_model(
+  model: BaseModel,
+  variables: NestedDict,
+  directory: str | os.PathLike[str],
+  batch_struct: Callable[[], Mapping[str, Any]],
+  settings: ExportSettings,
+  about: Mapping[str, object],
+) -> Path:
+  """Writes a model; see the top of this file. The directory appears complete or not at all.
+
+  Args:
+    model, variables: the model, and its variables in their true shapes, on the host.
+    directory: does not exist, or is empty.
+    batch_struct: returns arrays, or their shapes and dtypes, of a batch by name, for 'forward'; those that the
+      predictions do not depend on are no inputs, nor are `weights`, which are one.
+    settings: what is exported.
+    about: recorded in signature.json.
+
+  Raises:
+    UserError: `check_export` does, or the model cannot be exported with these settings.
+  """
+  check_export(model, directory, settings)
+  if settings.what == 'decode':
+    programs = _decode_programs(model, variables, settings)
+  else:
+    programs = [_forward_program(model, variables, batch_struct(), settings)]
+  flat = {path_name(path): x for path, x in leaves(variables).items()}
+  out = user_path(directory).absolute()
+  try:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f'.{out.name}-') as name:
+      written = Path(name, 'export')
+      written.mkdir()
+      if 'stablehlo' in settings.formats:
+        np.savez(written / exported.VARIABLES, **flat)
+        for program in programs:
+          (written / f'{program.name}{exported.PROGRAM}').write_bytes(program.exported.serialize())
+      if 'saved_model' in settings.formats:
+        _write_saved_model(written / exported.SAVED_MODEL, programs, flat)
+      signature = exported.sealed(_signature(programs, flat, about), written)
+      (written / exported.SIGNATURE).write_text(json.dumps(signature, indent=2) + '\n', encoding='utf-8')
+      shutil.copyfile(exported.__file__, written / 'load.py')
+      (written / 'README.md').write_text(_readme(programs, settings), encoding='utf-8')
+      if out.exists():
+        out.rmdir()
+      os.replace(written, out)
+  except OSError as error:
+    raise UserError(f'out: {out} cannot be written: {error.strerror or error}') from error
+  return out
+
+
+# -------------------------------------------------------------------- programs
+
+
+def _forward_program(
+  model: BaseModel, variables: NestedDict, batch: Mapping[str, Any], settings: ExportSettings
+) -> _Program:
+  size = _batch_dim(settings)
+  shapes = {
+    path: jax.ShapeDtypeStruct((size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
+    for path, x in leaves(batch).items()
+  }
+  weights = shapes.pop(('weights',), jax.ShapeDtypeStruct((size,), np.float32))
+  paths = {_identifier(path_name(path)): path for path in shapes}
+  if unnamed := shapes.keys() - paths.values():
+    one = min(unnamed)
+    other = paths[_identifier(path_name(one))]
+    raise ConfigError(f'export: the inputs {path_name(one)!r} and {path_name(other)!r} have one name there; rename one')
+
+  def forward(flat: Arrays, inputs: Arrays) -> Arrays:
+    rows: NestedDict = {'weights': jnp.ones(_like(inputs, weights.shape), weights.dtype)}
+    for name, x in inputs.items():
+      rows = insert(rows, paths[name], x)
+    # Models that draw random numbers while they predict draw the same ones in each call.
+    out, _ = model.apply(_nest(flat), rows, key=jax.random.key(0), do_eval=True, method='predict')
+    return {_identifier(path_name(path) or 'predictions'): x for path, x in leaves_by_path(out).items()}
+
+  inputs = {_identifier(path_name(path)): x for path, x in shapes.items()}
+  return _export('forward', forward, variables, inputs, settings, only_used=True)
+
+
+def _used_inputs(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
+  """Returns those of the inputs that the outputs of a function depend on."""
+  program = jax.make_jaxpr(function)(variables, inputs).jaxpr
+  everything = [True] * len(program.invars)
+  used = unless_unknown('programs take inputs that they do not use', lambda: used_inputs(program), everything)
+  names = [*[None] * len(variables), *sorted(inputs)]  # In the order in which JAX flattens dicts.
+  return {name: inputs[name] for name, is_used in zip(names, used) if name is not None and is_used}
+
+
+def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings) -> list[_Program]:
+  size = _batch_dim(settings)
+  cache_length = _cache_length(model, settings)
+  # The name of each cache, in the order in which JAX flattens them, and their tree: known when `prefill` is traced.
+  caches: list[tuple[list[str], Any]] = []
+
+  def prefill(flat: Arrays, inputs: Arrays) -> Arrays:
+    arguments = inputs['ids'], inputs['lengths'], cache_length
+    logits, side = model.apply(_nest(flat), *arguments, do_eval=True, method='prefill')
+    names = [_identifier(_CACHE + path_name(path)) for path in leaves_by_path(side.decode_state)]
+    arrays, tree = jax.tree.flatten(side.decode_state)
+    caches.append((names, tree))
+    return {'logits': logits, **dict(zip(names, arrays))}
+
+  def decode_step(flat: Arrays, inputs: Arrays) -> Arrays:
+    names, tree = caches[-1]
+    state = jax.tree.unflatten(tree, [inputs[name] for name in names])
+    arguments = inputs['ids'], inputs['positions']
+    logits, side = model.apply(_nest(flat), *arguments, do_eval=True, decode_state=state, method='extend_step')
+    return {'logits': logits, **dict(zip(names, jax.tree.leaves(side.decode_state)))}
+
+  ids = jax.ShapeDtypeStruct((size,), np.int32)
+  prompts = jax.ShapeDtypeStruct((size, settings.prompt_length), np.int32)
+  first = _export('prefill', prefill, variables, {'ids': prompts, 'lengths': ids}, settings)
+  state = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in first.outputs.items() if name != 'logits'}
+  inputs = {'ids': ids, 'positions': ids, **state}
+  return [first, _export('decode_step', decode_step, variables, inputs, settings)]
+
+
+def _max_tokens(model: Any, settings: ExportSettings) -> int:
+  return settings.max_tokens or model.decoder.max_decode_steps
+
+
+def _cache_length(model: Any, settings: ExportSettings) -> int:
+  return settings.prompt_length + _max_tokens(model, settings) - 1  # The last token needs no slot.
+
+
+def _export(
+  name: str,
+  function: Function,
+  variables: NestedDict,
+  inputs: Arrays,
+  settings: ExportSettings,
+  only_used: bool = False,
+) -> _Program:
+  """Exports a function, with `only_used` of those of the inputs that it depends on."""
+  shapes = {path_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves(variables).items()}
+  function.__name__ = name
+  try:
+    inputs = _used_inputs(function, shapes, inputs) if only_used else inputs
+    program = guarded_export(function, settings.platforms)(shapes, inputs)
+  except Exception as error:
+    if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
+      raise
+    reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip('.')
+    raise ConfigError(
+      f'task.model: its {name} cannot be exported for any batch size on {", ".join(settings.platforms)} ({reason}); '
+      'choose a size, such as batch_size=8, or fewer platforms'
+    ) from error
+  return _Program(name, inputs, program)
+
+
+def _traces_with_rows(function: Function, variables: Arrays, inputs: Arrays) -> bool:
+  """Whether a function that does not take arrays of any batch size takes those of one."""
+  known = {
+    n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
+  }
+  try:
+    jax.eval_shape(function, variables, known)
+  except Exception:
+    return False
+  return True
+
+
+def _batch_dim(settings: ExportSettings) -> Any:
+  return export.symbolic_shape(_BATCH)[0] if settings.batch_size is None else settings.batch_size
+
+
+def _like(inputs: Arrays, shape: Sequence[Any]) -> tuple[Any, ...]:
+  """`shape` with the batch size of `inputs`."""
+  return (next(iter(inputs.values())).shape[0], *shape[1:])
+
+
+def _nest(flat: Arrays) -> NestedDict:
+  nested: NestedDict = {}
+  for name, x in flat.items():
+    nested = insert(nested, tuple(name.split('.')), x)
+  return nested
+
+
+def _identifier(name: str) -> str:
+  """A name that is also one of an argument, as signatures of TensorFlow need."""
+  return re.sub(r'\W', '_', name)
+
+
+# -------------------------------------------------------------------- files
+
+
+def _write_saved_model(path: Path, programs: Sequence[_Program], variables: Arrays) -> None:
+  tf = import_tensorflow()
+  from jax.experimental import jax2tf
+
+  module = tf.Module()
+  module.model_variables = {n: tf.Variable(x, trainable=False, name=_identifier(n)) for n, x in variables.items()}
+
+  def signature(program: _Program) -> Any:
+    shapes = {name: f'({", ".join(map(str, x.shape))})' for name, x in program.inputs.items()}
+    call = jax2tf.convert(
+      program.exported.call,
+      polymorphic_shapes=[None, shapes],
+      with_gradient=False,
+      native_serialization_platforms=program.exported.platforms,
+    )
+
+    def run(**inputs: Any) -> Any:
+      return call({name: variable.value() for name, variable in module.model_variables.items()}, inputs)
+
+    specs = {name: tf.TensorSpec(_tf_shape(x), x.dtype, name=name) for name, x in program.inputs.items()}
+    return tf.function(run, autograph=False).get_concrete_function(**specs)
+
+  signatures = {program.name: signature(program) for program in programs}
+  if len(signatures) == 1:  # What servers call when no name is given.
+    signatures['serving_default'] = signatures[programs[0].name]
+  tf.saved_model.save(module, str(path), signatures=signatures)
+
+
+def _tf_shape(x: Any) -> list[int | None]:
+  return [d if isinstance(d, int) else None for d in x.shape]
+
+
+def _signature(programs: Sequence[_Program], variables: Arrays, about: Mapping[str, object]) -> dict[str, object]:
+  def records(arrays: Arrays) -> dict[str, object]:
+    shapes = {n: [d if isinstance(d, int) else str(d) for d in x.shape] for n, x in arrays.items()}
+    return {name: {'shape': shape, 'dtype': str(arrays[name].dtype)} for name, shape in shapes.items()}
+
+  return {
+    **about,
+    'praxis_lite': metadata.version('praxis_lite'),
+    'jax': jax.__version__,
+    'programs': {
+      program.name: {
+        'inputs': records(program.inputs),
+        'outputs': records(program.outputs),
+        'platforms': list(program.exported.platforms),
+        'calling_convention_version': program.exported.calling_convention_version,
+      }
+      for program in programs
+    },
+    'variables': records(variables),
+  }
+
+
+def _readme(programs: Sequence[_Program], settings: ExportSettings) -> str:
+  parts = [_README_HEAD.format(what=_WHAT[settings.what], platforms=', '.join(settings.platforms))]
+  for program in programs:
+    parts.append(f'## {program.name}\n\n{_table("input", program.inputs)}\n{_table("output", program.outputs)}')
+  if settings.what == 'decode':
+    parts.append(_README_DECODE.format(most=settings.prompt_length))
+  first = programs[0]
+  size = 2 if settings.batch_size is None else settings.batch_size
+  zeros = ', '.join(
+    f"'{name}': np.zeros({tuple(d if isinstance(d, int) else size for d in x.shape)}, '{x.dtype}')"
+    for name, x in first.inputs.items()
+  )
+  if 'stablehlo' in settings.formats:
+    parts.append(_README_JAX.format(name=first.name, inputs=zeros))
+  if 'saved_model' in settings.formats:
+    parts.append(_README_TF.format(name=first.name, inputs=zeros))
+  return '\n'.join(parts)
+
+
+def _table(kind: str, arrays: Arrays) -> str:
+  rows = [f'| {kind} | shape | dtype |', '|---|---|---|']
+  rows += [f'| `{n}` | {" x ".join(map(str, x.shape)) or "scalar"} | {x.dtype} |' for n, x in sorted(arrays.items())]
+  return '\n'.join(rows) + '\n'
+
+
+_WHAT = {'forward': 'Predictions for a batch', 'decode': 'Logits of next tokens with caches, for a loop of decoding'}
+
+_README_HEAD = """# An exported model
+
+{what}, as programs of one device for these platforms: {platforms}.
+`signature.json` says the same in JSON. A size `batch` may be any.
+
+`load.py` checks that the files are whole and of one export, and loads them. A server that loads them itself does not:
+run `python load.py` before.
+"""
+
+_README_DECODE = """## The loop
+
+`ids` are tokens; `lengths` are those of the prompts, which are padded at their end to {most} tokens. `prefill` returns
+the logits of the next token of each row, and the caches. Then, for each further token: choose a token of each row from
+the logits, and call `decode_step` with them, with their `positions` (`lengths` for the first, one more for each further
+one), and with the caches that the call before returned.
+"""
+
+_README_JAX = """## With JAX
+
+```python
+import numpy as np
+from load import load_for_jax
+
+programs = load_for_jax('.')
+outputs = programs['{name}']({{{inputs}}})
+```
+
+The same without `load.py`: `jax.export.deserialize` reads `{name}.stablehlo`. Its `call` takes the variables, a dict of
+arrays in the dtypes of `signature.json` (NumPy does not know bfloat16, and stores its bytes), and the inputs.
+"""
+
+_README_TF = """## With TensorFlow
+
+```python
+import numpy as np
+import tensorflow as tf
+from load import load_for_tensorflow
+
+model = load_for_tensorflow('.')
+inputs = {{{inputs}}}
+outputs = model.signatures['{name}'](**{{name: tf.constant(x) for name, x in inputs.items()}})
+```
+"""

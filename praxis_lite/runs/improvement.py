@@ -1,0 +1,154 @@
+"""Whether a run still improves: early stopping, and the best checkpoint.
+
+Both are hooks, and decide from the evaluations of the whole run, those before a restart included. So they have no state
+of their own that a kill could lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from praxis_lite.checkpoints import BestCheckpoint, Checkpointer
+from praxis_lite.common.errors import ConfigError, did_you_mean
+from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
+from praxis_lite.runs.hooks import Hook, Run
+from praxis_lite.training.task import EarlyStoppingParams, TrainParams
+
+
+class WatchedMetric(NamedTuple):
+  """A metric of one input, and which of its values are better.
+
+  Attributes:
+    split, name: as in `EvalResult`.
+    mode: 'min' or 'max'.
+  """
+
+  split: str
+  name: str
+  mode: str
+
+  @property
+  def path(self) -> str:
+    return f'{self.split}/{self.name}'
+
+  def values(self, results: Iterable[EvalResult]) -> list[tuple[int, float]]:
+    """Returns (step, value) of each evaluation of its input."""
+    return [(r.step, float(r.metrics.get(self.name, np.nan))) for r in results if r.split == self.split]
+
+  def is_better(self, value: float, best: float | None, by: float = 0.0) -> bool:
+    """Whether `value` is better than `best` by more than `by`; NaN never is, and None is worse than any number."""
+    if np.isnan(value) or best is None:
+      return not np.isnan(value)
+    return value < best - by if self.mode == 'min' else value > best + by
+
+
+def watched_metric(field: str, metric: str, mode: str, splits: dict[str, list[str]]) -> WatchedMetric:
+  """Returns the metric that a field of the config names.
+
+  Args:
+    field: path of the field, for messages.
+    metric: a name, or `eval/<input>/<name>`.
+    mode: 'min' or 'max'.
+    splits: the names of the metrics of each evaluation, by its split.
+
+  Raises:
+    ConfigError: there is no such metric, or its input has to be named.
+  """
+  known = [f'{split}/{name}' for split, names in splits.items() for name in names]
+  if not splits:
+    raise ConfigError(f'{field} = {metric!r}: there is no input with is_training=False to evaluate on')
+  for split, names in splits.items():
+    if metric.startswith(f'{split}/') and metric.removeprefix(f'{split}/') in names:
+      return WatchedMetric(split, metric.removeprefix(f'{split}/'), mode)
+  having = [split for split, names in splits.items() if metric in names]
+  if len(having) == 1:
+    return WatchedMetric(having[0], metric, mode)
+  if having:
+    raise ConfigError(f'{field} = {metric!r}: of which input? Write {" or ".join(f"{s}/{metric}" for s in having)}')
+  short = [name for names in splits.values() for name in names]
+  close = did_you_mean(metric, [*known, *short])
+  raise ConfigError(f'{field} = {metric!r}: there is no such metric.{close} There are {", ".join(known)}.')
+
+
+class Watched(NamedTuple):
+  """The metrics that decide which checkpoint is the best, and when to stop; None where nothing asks for one."""
+
+  best: WatchedMetric | None
+  stopping: WatchedMetric | None
+
+
+def watched_metrics(settings: TrainParams, splits: dict[str, list[str]]) -> Watched:
+  """Returns the metrics that a config names; `splits` and errors are those of `watched_metric`."""
+  early, best, stopping = settings.early_stopping, None, None
+  if early.patience is not None:
+    if settings.eval_interval_steps is None:
+      raise ConfigError(
+        'task.train.early_stopping.patience is set, but there is no evaluation before the end; set '
+        'task.train.eval_interval_steps'
+      )
+    stopping = best = watched_metric('task.train.early_stopping.metric', early.metric, early.mode, splits)
+  if settings.best_metric is not None:
+    best = watched_metric('task.train.best_metric', settings.best_metric, settings.best_metric_mode, splits)
+  return Watched(best, stopping)
+
+
+class EarlyStopping(Hook):
+  """Stops a run once a metric has not improved for `settings.patience` evaluations in a row."""
+
+  def __init__(self, watched: WatchedMetric, settings: EarlyStoppingParams):
+    self._watched = watched
+    self._settings = settings
+
+  def on_start(self, run: Run) -> None:
+    self._decide(run)  # A run that has stopped does not go on when it is started again.
+
+  def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
+    if split == self._watched.split:
+      self._decide(run)
+
+  def _decide(self, run: Run) -> None:
+    best_step, best, waited = 0, None, 0
+    for step, value in self._watched.values(run.results):
+      if self._watched.is_better(value, best, self._settings.min_delta):
+        best_step, best, waited = step, value, 0
+      else:
+        waited += 1
+    if self._settings.patience is not None and waited >= self._settings.patience:
+      than = 'has not been a number' if best is None else f'has not improved on {best:.5g}, of step {best_step},'
+      better = 'lower' if self._watched.mode == 'min' else 'higher'
+      run.stop(f'stopping early: {self._watched.path} {than} in {waited} evaluations ({better} is better)')
+
+
+class KeepBest(Hook):
+  """Saves a checkpoint after each evaluation that is the best so far, and keeps the best one from being deleted."""
+
+  def __init__(self, watched: WatchedMetric, checkpointer: Checkpointer):
+    self._watched = watched
+    self._checkpointer = checkpointer
+
+  def on_start(self, run: Run) -> None:
+    best = self._checkpointer.best()
+    if best is not None and (best.metric, best.mode) != (self._watched.path, self._watched.mode):
+      self._checkpointer.keep_best(None)
+    # A run that was killed may not have recorded its last one.
+    saved = self._checkpointer.all_steps()
+    for step, value in self._watched.values(run.results):
+      if step in saved:
+        self._offer(step, value)
+
+  def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
+    if split == self._watched.split:
+      value = float(metrics.get(self._watched.name, np.nan))
+      if self._is_best(value) and run.save():
+        self._offer(run.step, value)
+
+  def _is_best(self, value: float) -> bool:
+    best = self._checkpointer.best()
+    return self._watched.is_better(value, None if best is None else best.value)
+
+  def _offer(self, step: int, value: float) -> None:
+    if self._is_best(value):
+      self._checkpointer.keep_best(BestCheckpoint(step, self._watched.path, self._watched.mode, value))

@@ -1,0 +1,194 @@
+"""Starting a run from the variables of another one, by rules on their paths; see `InitFromParams`.
+
+    variable here     first rule that matches            in the checkpoint
+    head.w            ('head\\..*', None)                 -                     starts from the seed
+    body.up.w         ('body\\.(.*)', r'encoder.\\1')      encoder.up.w          renamed
+    emb.w             none; 'emb\\.w' is in `partial`     emb.w                 the entries that both have
+
+The checkpoint may come from any mesh. The optimizer and the moving averages start anew, from the new variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
+
+import jax
+
+from praxis_lite.checkpoints import Checkpointer, Step
+from praxis_lite.checkpoints.contents import Record, castable, records_of
+from praxis_lite.checkpoints.retention import being_read
+from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, prefix_errors
+from praxis_lite.common.files import user_path
+from praxis_lite.runs.records.runs import runs_near
+from praxis_lite.training.task import InitFromParams
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import GivenVariables, TrainState
+from praxis_lite.common.trees import NestedDict, Path, insert, lookup
+
+_FIELD = 'task.train.init_from'
+_SHOWN = 12  # rows of each kind in the report
+
+
+class _Origin(NamedTuple):
+  """Where a variable comes from.
+
+  Attributes:
+    source: name of the array in the checkpoint; None: the seed.
+    known: shape of the entries that are copied.
+  """
+
+  source: str | None
+  known: tuple[int, ...]
+
+
+class WarmStart:
+  """The plan of where each variable of a new run comes from, made before anything is compiled.
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or a variable is neither in it nor covered by a rule, or differs.
+    ConfigError: a rule is not valid, or matches nothing.
+  """
+
+  def __init__(self, settings: InitFromParams, partitioned: PartitionedTask):
+    with prefix_errors(_FIELD):
+      if settings.path is None or (isinstance(settings.step, str) and settings.step != 'best'):
+        raise ConfigError(
+          f"path = {settings.path!r}, step = {settings.step!r}: expected a directory, and a number, 'best' or None"
+        )
+      self._partitioned = partitioned
+      self._directory = str(user_path(settings.path))
+      remedy = f'path is the directory of a run{runs_near(settings.path)}'
+      with contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
+        self._step = checkpointer.existing_step(cast(Step, settings.step), remedy=remedy)
+        self._where = checkpointer.folder(self._step)
+        self._saved: dict[str, Record] = checkpointer.about(self._step)['variables']
+      self._wanted = records_of(partitioned.unpadded_state_shapes.mdl_vars)
+      self._origins = self._plan(settings)
+
+  def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
+    """Returns the state before the first step, on the mesh; raises CheckpointError if the checkpoint cannot be read."""
+    shapes = self._partitioned.state_shapes.mdl_vars
+    known = {_path(name): origin.known for name, origin in self._origins.items() if origin.source}
+    left = {name: origin.source for name, origin in self._origins.items() if origin.source}
+    values: NestedDict = {}
+    with being_read(self._where), contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
+      while left:
+        now = {source: name for name, source in left.items()}  # Several variables may come from one.
+        read: NestedDict = {}
+        for source, name in now.items():
+          read = insert(read, _path(source), lookup(shapes, _path(name)))
+        read = checkpointer.restore_arrays(read, step=self._step)
+        for source, name in now.items():
+          values = insert(values, _path(name), lookup(read, _path(source)))
+          del left[name]
+    return self._partitioned.init_state_from(init_key, GivenVariables(values, known))
+
+  def report(self) -> Iterator[str]:
+    """Yields the lines of a table of where each variable comes from; those that keep name and shape are counted."""
+    rows: dict[str, list[str]] = {'the same': [], 'renamed': [], 'partial': [], 'fresh': []}
+    for name, origin in self._origins.items():
+      shape = tuple(self._wanted[name]['shape'])
+      source = (origin.source or '').partition('.')[2]
+      renamed = f'{name} <- {source}' if source != name else name
+      if not origin.source:
+        rows['fresh'].append(f'{name} {shape}')
+      elif origin.known != shape:
+        rows['partial'].append(f'{renamed}: {origin.known} of {shape}')
+      else:
+        rows['renamed' if source != name else 'the same'].append(renamed)
+    used = {origin.source for origin in self._origins.values()}
+    rows['not used'] = [
+      f'{name.partition(".")[2]} {tuple(record["shape"])}'
+      for name, record in self._saved.items()
+      if name.startswith('mdl_vars.') and not {name, _average_of(name)} & used
+    ]
+    taken = len(self._origins) - len(rows['fresh'])
+    same = len(rows.pop('the same'))
+    yield f'init_from {self._where}: {taken} variables from the checkpoint, {same} of them as they are'
+    for kind, shown in rows.items():
+      for row in shown[:_SHOWN]:
+        yield f'  {kind:<8}  {row}'
+      if len(shown) > _SHOWN:
+        yield f'  {kind:<8}  and {len(shown) - _SHOWN} more'
+
+  # ---------------------------------------------------------------- the plan
+
+  def _plan(self, settings: InitFromParams) -> dict[str, _Origin]:
+    rules = [(_regex(f'rules[{i}]', regex), source) for i, (regex, source) in enumerate(settings.rules)]
+    partial = [_regex(f'partial[{i}]', regex) for i, regex in enumerate(settings.partial)]
+    for i, (regex, _) in enumerate(rules):
+      self._check_matches(f'rules[{i}]', regex)
+    for i, regex in enumerate(partial):
+      self._check_matches(f'partial[{i}]', regex)
+    return {
+      name: self._origin(name, rules, settings.use_ema, any(regex.fullmatch(name) for regex in partial))
+      for name in self._wanted
+    }
+
+  def _origin(
+    self, name: str, rules: Sequence[tuple[re.Pattern[str], str | None]], use_ema: bool, may_differ: bool
+  ) -> _Origin:
+    wanted, source, by_rule = self._wanted[name], name, ''
+    for i, (regex, replacement) in enumerate(rules):
+      if match := regex.fullmatch(name):
+        if replacement is None:
+          return _Origin(None, ())
+        source, by_rule = _expand(match, replacement, f'rules[{i}]'), f', by rules[{i}]'
+        break
+    stored = f'mdl_vars.{source}'
+    if stored not in self._saved:
+      known = [n.partition('.')[2] for n in self._saved if n.startswith('mdl_vars.')]
+      if by_rule:
+        near = did_you_mean(source, known) or ' A rule is a pair: paths here, and the path there, or None for the seed.'
+        raise CheckpointError(f'{name} comes from {source!r}{by_rule}, and {self._where} has no such variable.{near}')
+      raise CheckpointError(
+        f'{name} is not in {self._where}.{did_you_mean(name, known)} Add a rule: ({re.escape(name)!r}, None) starts it '
+        'from the seed, or name the variable that it comes from'
+      )
+    if use_ema and _average_of(stored) in self._saved:
+      stored = _average_of(stored)
+    saved = self._saved[stored]
+    ours, theirs = tuple(wanted['shape']), tuple(saved['shape'])
+    overlap = tuple(map(min, ours, theirs))
+    if not castable(saved['dtype'], wanted['dtype']) or len(ours) != len(theirs) or (ours != theirs and not may_differ):
+      remedy = f'({re.escape(name)!r}, None) among the rules starts it from the seed'
+      if len(ours) == len(theirs):
+        remedy += f', and {re.escape(name)!r} in partial copies the {overlap} that both have'
+      raise CheckpointError(
+        f'{name} is {wanted["dtype"]}{list(ours)} here, and {source} is {saved["dtype"]}{list(theirs)} in '
+        f'{self._where}; {remedy}'
+      )
+    return _Origin(stored, overlap)
+
+  def _check_matches(self, field: str, regex: re.Pattern[str]) -> None:
+    if not any(regex.fullmatch(name) for name in self._wanted):
+      close = did_you_mean(regex.pattern, self._wanted)
+      raise ConfigError(f'{field}: {regex.pattern!r} matches no variable of this model.{close}')
+
+
+def _regex(field: str, pattern: str) -> re.Pattern[str]:
+  try:
+    return re.compile(pattern)
+  except (re.error, TypeError) as error:
+    raise ConfigError(f'{field}: {pattern!r} is not a regular expression: {error}') from None
+
+
+def _expand(match: re.Match[str], replacement: str, field: str) -> str:
+  if not replacement.isprintable():  # '\1' in a string that is not raw.
+    raise ConfigError(f"{field}: {replacement!r} is no path; write groups in a raw string, as in r'lm.\\1'")
+  try:
+    return match.expand(replacement)
+  except (re.error, IndexError) as error:
+    raise ConfigError(f'{field}: {replacement!r} is not a path with groups of {match.re.pattern!r}: {error}') from None
+
+
+def _average_of(name: str) -> str:
+  """The name in a checkpoint of the moving average of a variable."""
+  return name.replace('mdl_vars.', 'ema_vars.', 1)
+
+
+def _path(name: str) -> Path:
+  return tuple(name.split('.'))

@@ -1,0 +1,142 @@
+"""The directory of a run while it trains: this process holds it, and knows if it was moved or deleted.
+
+A directory is known by its device and inode, and stays open. So one that was moved is found again, and one that was
+deleted is told from a disk that went away: the latter may come back, and training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.processes import gather_texts
+
+_DELETED = ' (deleted)'  # How Linux ends the path of an open directory that was deleted.
+_RESCUED = '.rescued'
+# Bytes of what processes tell each other of a directory that was lost: three paths, and some words.
+_PATH_BYTES = 16_384
+
+
+def gather_paths(text: str) -> list[str]:
+  """Returns the texts of all processes as `gather_texts` does, however long the paths in them are."""
+  return gather_texts(text, _PATH_BYTES)
+
+
+class LostDirectoryError(UserError):
+  """The directory of a run was moved or deleted while it trained, or another one is in its place.
+
+  Attributes:
+    moved_to: where it is now; None if it was deleted.
+  """
+
+  def __init__(self, message: str, moved_to: Path | None):
+    super().__init__(message)
+    self.moved_to = moved_to
+
+
+class HeldDirectory:
+  """Knows a directory, which exists, whatever happens to its name; a context manager.
+
+  An error of the system that ends the block, where the directory was lost, becomes a LostDirectoryError; one about a
+  file in it, such as one that is a directory, a UserError.
+
+  Attributes:
+    path: of the directory, absolute.
+  """
+
+  def __init__(self, path: Path):
+    self.path = path
+    self._handle: int | None = None
+
+  def __enter__(self) -> Self:
+    if sys.platform != 'win32':  # A directory cannot be opened there, nor moved while a file in it is open.
+      self._handle = os.open(self.path, os.O_RDONLY)
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    of_system = any(isinstance(e, OSError) for e in (error, error and error.__cause__))
+    lost = self.why_lost() if of_system and not isinstance(error, LostDirectoryError) else None
+    if self._handle is not None:
+      os.close(self._handle)
+    if lost is not None:  # It is why something could not be read or written.
+      raise lost from error
+    if isinstance(error, OSError) and (file := self._file_of(error)) is not None:
+      raise UserError(f'{file}: {error.strerror or error}') from error
+
+  def _file_of(self, error: OSError) -> Path | None:
+    """Returns the file in the directory that an error is about; None if it is about none there."""
+    for name in (error.filename2, error.filename):  # The second one is what another was to replace.
+      if isinstance(name, str | bytes) and self.path in Path(os.fsdecode(name)).parents:
+        return Path(os.fsdecode(name))
+    return None
+
+  def check(self) -> None:
+    """Raises LostDirectoryError if the directory is not where it was. With several processes, each calls this."""
+    lost = self.why_lost()
+    if not any(gather_texts('' if lost is None else 'lost')):
+      return
+    of_all = gather_paths('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
+    moved_to, _, message = next(filter(None, of_all)).partition('\n')
+    raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
+
+  def why_lost(self) -> LostDirectoryError | None:
+    """Returns the error that says that the directory is not where it was; None if it is, or that cannot be known."""
+    if self._handle is None:
+      return None
+    try:
+      if os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
+        return None
+      instead = ', and another one is in its place'
+    except (FileNotFoundError, NotADirectoryError):
+      instead = ''
+    except OSError:  # The storage cannot be reached.
+      return None
+    moved_to, is_deleted = self._find_again(self._handle)
+    if moved_to is not None:
+      return LostDirectoryError(f'job_log_dir {self.path} was moved to {moved_to} while it trained{instead}', moved_to)
+    if is_deleted:
+      return LostDirectoryError(f'job_log_dir {self.path} was deleted while it trained{instead}', None)
+    return None  # Its disk is no longer mounted.
+
+  def _find_again(self, handle: int) -> tuple[Path | None, bool]:
+    """Returns where an open directory is now, None if that is not known, and whether it was deleted."""
+    for name_of in (_name_on_linux, _name_on_mac):
+      try:
+        name = name_of(handle)
+        if os.path.samestat(os.stat(name), os.fstat(handle)):
+          return Path(name), False
+      except (OSError, ValueError, ImportError, AttributeError):
+        continue
+    try:
+      is_deleted = os.fstat(handle).st_nlink == 0 or _name_on_linux(handle).endswith(_DELETED)
+    except OSError as error:
+      is_deleted = error.errno == errno.ESTALE  # As on a network file system.
+    return None, is_deleted
+
+
+def _name_on_linux(handle: int) -> str:
+  return os.readlink(f'/proc/self/fd/{handle}')
+
+
+def _name_on_mac(handle: int) -> str:
+  import fcntl
+
+  return os.fsdecode(fcntl.fcntl(handle, fcntl.F_GETPATH, bytes(1024)).rstrip(b'\0'))  # type: ignore[attr-defined,unused-ignore]
+
+
+def rescue_directory(lost: LostDirectoryError, path: Path, make: Callable[[Path], object]) -> Path:
+  """Returns where to save a run whose directory was lost: where it was moved to, or a new one, which `make` makes."""
+  if lost.moved_to is not None:
+    return lost.moved_to
+  rescued, count = path.with_name(path.name + _RESCUED), 1
+  while rescued.exists():
+    count += 1
+    rescued = path.with_name(f'{path.name}{_RESCUED}.{count}')
+  make(rescued)
+  return rescued

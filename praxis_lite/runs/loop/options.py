@@ -1,0 +1,88 @@
+"""How a run is trained, besides its config: the options of `run_train`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from praxis_lite.checkpoints import OnDamage
+from praxis_lite.common.errors import ConfigError, did_you_mean
+from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
+from praxis_lite.inputs.rows import Struct
+from praxis_lite.runs.hooks import Hook
+from praxis_lite.runs.profiling import ProfiledSteps
+from praxis_lite.training.task import SingleTask
+
+# (the built task, shapes and dtypes of a training batch) -> lines to print.
+Advice = Callable[[SingleTask, Struct], Iterable[str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+  """How `run_train` trains a config. `run_train` also takes each of these as a keyword argument.
+
+  Attributes:
+    devices: the devices to build the mesh from; None means all devices.
+    seed: seed of the initial values and of all random numbers in training. None means the seed that the run records,
+      or 0 for a new run.
+    restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
+    verify_numerics: compare the gradients of the first step with another computation of them, before it is taken.
+    advise: returns warnings about the task, which are printed before anything is compiled.
+    hooks: are called after steps, evaluations and checkpoints; see `praxis_lite.runs.hooks`.
+    profile_steps: the first and the last step of a trace for TensorBoard.
+    on_damage: what to do if the newest checkpoint is damaged: 'previous' keeps it aside and continues from the one
+      before, 'fail' raises.
+    debug_nans: wait for each step, and end after the first one that is not finite with an error that names the layer.
+    check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
+    grace_s, preemption_notice: see `praxis_lite.runs.cluster.preemption`.
+    elastic: if there are fewer devices than the mesh needs, train on a smaller mesh; see `praxis_lite.runs.elastic`.
+    input_timeout_s: seconds to wait for a batch. After that the run is saved and ends with HungInputError.
+    accept_changed_data: continue at the saved position although files of the training data have changed since; by
+      default that is an error.
+
+  Raises:
+    ConfigError: an option has an invalid value.
+  """
+
+  devices: Sequence[jax.Device] | None = None
+  seed: int | None = None
+  restore_input: bool = True
+  verify_numerics: bool = False
+  advise: Advice | None = None
+  hooks: Sequence[Hook] = ()
+  profile_steps: tuple[int, int] | None = None
+  on_damage: OnDamage = 'previous'
+  debug_nans: bool = False
+  check_determinism: int | None = None
+  grace_s: float | None = None
+  preemption_notice: str | None = None
+  elastic: bool = False
+  input_timeout_s: float = READ_TIMEOUT_S
+  accept_changed_data: bool = False
+
+  def __post_init__(self) -> None:
+    for i, hook in enumerate(self.hooks):
+      if not isinstance(hook, Hook):
+        raise ConfigError(f'hooks[{i}]: expected an object of a class derived from Hook, got {hook!r}')
+    if self.check_determinism is not None and self.check_determinism < 1:
+      raise ConfigError(f'check_determinism = {self.check_determinism}: expected a number of steps, at least 1')
+    if not self.input_timeout_s > 0:
+      raise ConfigError(f'input_timeout_s = {self.input_timeout_s:g}: expected more than 0 seconds')
+    if self.profile_steps is not None:
+      ProfiledSteps.parse(self.profile_steps)
+
+  @classmethod
+  def names(cls) -> list[str]:
+    """Returns the names of all options."""
+    return [field.name for field in dataclasses.fields(cls)]
+
+  def replace(self, changes: Mapping[str, Any]) -> TrainOptions:
+    """Returns the options with other values for the names in `changes`; raises TypeError for an unknown name."""
+    for name in changes:
+      if name not in self.names():
+        close = did_you_mean(name, self.names())
+        raise TypeError(f'run_train: there is no option {name!r}.{close} The options are {", ".join(self.names())}.')
+    return dataclasses.replace(self, **changes)

@@ -1,0 +1,105 @@
+"""What decides how a run goes on, beside its state: saved in each checkpoint, and in emergency copies.
+
+    evaluations    the metrics that early stopping and the best checkpoint look at, at each step
+    losses         the last losses, from which it is known what a jump is
+    troubles       the batches that are left out, and how often the run has gone back
+    lines          how many lines metrics.jsonl had
+    data           which files the training input reads, to compare
+
+So a run whose `metrics.jsonl`, `losses.json` or `trouble.jsonl` was deleted or emptied goes on as it would have with
+them. Curves that were in these files are lost, which a line says. Checkpoints of earlier versions have none of this:
+then the files decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from praxis_lite.inputs.manifest import Manifest
+from praxis_lite.runs.records.metrics import EvalResult
+from praxis_lite.runs.improvement import Watched
+
+ValuesByStep = dict[int, float]  # NaN where a value was not a number.
+
+
+class Progress(NamedTuple):
+  """What decides how a run goes on, as it was saved.
+
+  Attributes:
+    evaluations: values of each metric that was looked at, by its path.
+    losses: (step, loss) of the last steps; None if they are not known.
+    troubles: records of `Trouble`, of those for which the run went back.
+    lines: number of lines of metrics; None if it is not known.
+    data: the manifest of the training input; None if it is not known, or the input reads no files.
+  """
+
+  evaluations: dict[str, ValuesByStep]
+  losses: Sequence[tuple[int, float]] | None
+  troubles: Sequence[dict[str, Any]]
+  lines: int | None
+  data: Manifest | None = None
+
+  def record(self) -> dict[str, Any]:
+    """Returns it for JSON."""
+    values = {path: [[step, _or_none(x)] for step, x in of.items()] for path, of in self.evaluations.items()}
+    losses = None if self.losses is None else [[step, _or_none(loss)] for step, loss in self.losses]
+    return {**self._asdict(), 'evaluations': values, 'losses': losses, 'troubles': list(self.troubles)}
+
+  @classmethod
+  def parse(cls, record: object) -> Progress:
+    """Returns the progress in a checkpoint, which anyone may have written; `NOTHING_KNOWN` if it has none."""
+    if not isinstance(record, dict):
+      return NOTHING_KNOWN
+    try:
+      evaluations = {str(path): dict(map(_pair, of)) for path, of in record['evaluations'].items()}
+      losses = None if record['losses'] is None else list(map(_pair, record['losses']))
+      troubles = [dict(trouble) for trouble in record['troubles']]
+      lines = None if record['lines'] is None else int(record['lines'])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+      return NOTHING_KNOWN
+    return cls(evaluations, losses, troubles, lines, record.get('data'))
+
+
+NOTHING_KNOWN = Progress({}, None, (), None)
+
+
+def _or_none(value: float) -> float | None:
+  return value if math.isfinite(value) else None
+
+
+def _pair(entry: Sequence[Any]) -> tuple[int, float]:
+  step, value = entry
+  return int(step), math.nan if value is None else float(value)
+
+
+def evaluations_in(results: Iterable[EvalResult], watched: Watched) -> dict[str, ValuesByStep]:
+  """Returns the values of the metrics that are looked at, by their paths."""
+  found = list(results)
+  return {metric.path: dict(metric.values(found)) for metric in watched if metric is not None}
+
+
+def merge_saved(
+  results: Sequence[EvalResult], saved: Progress, watched: Watched, step: int
+) -> tuple[list[EvalResult], int]:
+  """Returns the evaluations of a run that goes on after `step`, and how many of them its files have lost or changed.
+
+  Up to the step before, those in the checkpoint count: all were made when it was saved. That of `step` itself may have
+  been made later.
+  """
+  merged, changed = {(result.step, result.split): result for result in results}, 0
+  for metric in {metric for metric in watched if metric is not None and metric.path in saved.evaluations}:
+    values = saved.evaluations[metric.path]
+    for key in [key for key in merged if key[1] == metric.split and key[0] < step and key[0] not in values]:
+      del merged[key]
+      changed += 1
+    for at, value in values.items():
+      before = merged.get((at, metric.split))
+      known = math.nan if before is None else float(before.metrics.get(metric.name, math.nan))
+      if at <= step and not (before is not None and (known == value or (math.isnan(known) and math.isnan(value)))):
+        merged[at, metric.split] = EvalResult(
+          at, metric.split, {**({} if before is None else before.metrics), metric.name: value}
+        )
+        changed += 1
+  return sorted(merged.values(), key=lambda result: result.step), changed

@@ -1,0 +1,254 @@
+"""Saving a run while it trains: if a save fails, training goes on, and what was saved before stays."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.runs.cluster.emergency import EmergencyCopies
+from praxis_lite.checkpoints.failures import PartedError
+from praxis_lite.common.errors import CheckpointError, UserError
+from praxis_lite.common.files import remove_all
+from praxis_lite.common.processes import gather_texts, is_primary_process
+from praxis_lite.runs.cluster.watchdog import doing
+from praxis_lite.inputs.manifest import Manifest
+from praxis_lite.runs.records.metrics import SummaryWriter
+from praxis_lite.runs.records.record import has_record
+from praxis_lite.runs.hooks import InputState, Observer, Observers, PauseReason, Run
+from praxis_lite.runs.improvement import Watched
+from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError, gather_paths, rescue_directory
+from praxis_lite.runs.loop.feed import Feed
+from praxis_lite.runs.loop.progress import Progress, evaluations_in
+from praxis_lite.runs.nonfinite import NonFiniteError
+from praxis_lite.runs.trouble import GoBack, LossSpikeError
+from praxis_lite.training.state import TrainState
+
+JsonDict = dict[str, Any] | None
+
+
+class Saving(Observer):
+  """Saves a run, and reports each save that fails; the next one tries again.
+
+  With several processes, a save that fails in one of them fails in all.
+
+  Args:
+    checkpointer: saves, in the background.
+    true_shapes: the shapes of the state without padding.
+    line: prints a line.
+    copies: the emergency copies between checkpoints; None if there are none.
+  """
+
+  def __init__(
+    self,
+    checkpointer: Checkpointer,
+    true_shapes: TrainState,
+    line: Callable[[str], object],
+    copies: EmergencyCopies | None = None,
+  ):
+    self._checkpointer = checkpointer
+    self._copies = copies
+    self._true_shapes = true_shapes
+    self._line = line
+    self._step, self._is_good = 0, True  # The step of the last save, and whether it has not failed until now.
+    self._stalled = 0.0
+
+  def save(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> bool:
+    """Begins a save; returns whether there is, or will be, a checkpoint of this step. Waits for the save before.
+
+    Args:
+      step, state, input_state, progress: see `Checkpointer.save`.
+    """
+    start = time.perf_counter()
+    self._tolerate(self._checkpointer.wait_until_complete)  # Its failure is one of an earlier step.
+    self._step, self._is_good = step, True
+    self._tolerate(lambda: self._checkpointer.save(step, state, self._true_shapes, input_state, progress))
+    self._stalled += time.perf_counter() - start
+    return self._is_good
+
+  def copy(
+    self,
+    step: int,
+    state: TrainState,
+    input_state: JsonDict,
+    progress: JsonDict,
+    metrics: Sequence[dict[str, Any]],
+  ) -> None:
+    """Begins an emergency copy, with lines of metrics that are not on the disk; reports the first that fails."""
+    if self._copies is not None:
+      said = self._copies.write(step, state, input_state, self._checkpointer.latest_step() or 0, metrics, progress)
+      if said:
+        self._line(said)
+
+  def newly_complete(self) -> list[tuple[int, Path]]:
+    """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
+    return self._tolerate(self._checkpointer.newly_complete) or []
+
+  def finish(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> None:
+    """Waits until this step is saved, and removes emergency copies.
+
+    Raises:
+      CheckpointError: saving it has failed, and again when it was tried again.
+    """
+    self._tolerate(self._checkpointer.wait_until_complete)
+    try:
+      if not (self._step == step and self._is_good):
+        self._checkpointer.save(step, state, self._true_shapes, input_state, progress)
+      self._checkpointer.wait()
+    except CheckpointError as error:
+      raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
+    if self._copies is not None:
+      self._copies.remove()
+
+  def abandon(self, directory: Path) -> None:
+    """Ends what is being saved in the directory of a run that was lost, and removes the files that this has made."""
+    with contextlib.suppress(CheckpointError):
+      self._checkpointer.wait_until_complete()
+    gather_texts('')  # None writes any more.
+    folder = Path(self._checkpointer.directory)
+    if jax.process_index() == 0 and not has_record(directory):  # Another run may be there by now.
+      with contextlib.suppress(OSError):
+        for made in folder.iterdir():
+          if made.name.split('.')[0] == str(self._step):
+            remove_all(made)
+        folder.rmdir()
+        directory.rmdir()
+    gather_texts('')  # All look at what is left.
+
+  def save_elsewhere(
+    self, directory: Path, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict
+  ) -> None:
+    """Saves in another directory, where no checkpoint is removed; raises CheckpointError if that fails."""
+    with contextlib.closing(Checkpointer(directory)) as checkpointer:
+      checkpointer.save(step, state, self._true_shapes, input_state, progress)
+    if self._copies is not None:
+      self._copies.remove()
+
+  def figures(self) -> dict[str, float]:
+    """Returns the seconds for which saving has kept training waiting since the last call, for summaries."""
+    stalled, self._stalled = self._stalled, 0.0
+    return {'speed/save_stall_seconds': stalled} if stalled else {}
+
+  def _tolerate(self, call: Callable[[], Any]) -> Any:
+    """Returns what a call returns; reports a CheckpointError, and returns None then."""
+    try:
+      return call()
+    except PartedError:
+      raise
+    except CheckpointError as error:
+      self._is_good = False
+      self._line(f'step {self._step}: {error}; training goes on{self._last_good()}')
+      return None
+
+  def _last_good(self) -> str:
+    step = self._checkpointer.latest_step()
+    return ', and there is no checkpoint yet' if step is None else f', and the newest checkpoint is of step {step}'
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSaver:
+  """Saves a run, with its position in the input and its progress.
+
+  Attributes:
+    saving: saves.
+    directory: of the run; nothing is saved if it is lost.
+    feed: knows the position in the input.
+    data: the manifest of the training input.
+    watched: the metrics whose values are part of the progress.
+    writer: writes the metrics.
+    observers: are called before and after saves, and know the rest of the progress.
+  """
+
+  saving: Saving
+  directory: HeldDirectory
+  feed: Feed
+  data: Manifest | None
+  watched: Watched
+  writer: SummaryWriter
+  observers: Observers
+
+  def copy(self, run: Run) -> None:
+    """Begins an emergency copy."""
+    self._pause(run, 'copy')
+    with self.observers.measure('saving'):
+      self.saving.copy(*self._position(run), self.writer.unwritten)
+
+  def save(self, run: Run) -> bool:
+    """Begins to save a checkpoint, unless there is one of this step; returns False if that failed."""
+    self._pause(run, 'save')
+    with self.observers.measure('saving'):
+      return self.saving.save(*self._position(run))
+
+  def finish(self, run: Run) -> None:
+    """Waits until the last step is saved; raises CheckpointError or LostDirectoryError if it cannot be saved."""
+    self.directory.check()
+    with self.observers.measure('saving'):
+      self.saving.finish(*self._position(run))
+    run.last_save = run.step, time.time()
+
+  def announce_checkpoints(self, run: Run) -> None:
+    """Tells the observers which checkpoints have become complete since the last call."""
+    for step, folder in self.saving.newly_complete():
+      run.last_save = step, time.time()
+      for observer in self.observers:
+        observer.on_checkpoint(run, step, folder)
+
+  def rescue(self, run: Run, lost: LostDirectoryError, make: Callable[[Path], object]) -> str:
+    """Saves a run whose directory was lost in another one; returns a message that says where, and how it goes on.
+
+    Args:
+      run: its state is saved.
+      lost: what has happened.
+      make: makes a new directory, if the old one is gone.
+    """
+    self.saving.abandon(self.directory.path)
+    lost = self.directory.why_lost() or lost  # What is in its place may have been made by the save that was ended.
+    unwritten = ''
+    try:
+      if lost.moved_to is not None:
+        self.writer.move(lost.moved_to)
+      for observer in self.observers:  # The lines of the last steps.
+        observer.on_pause(run, 'rescue')
+    except OSError as error:  # Only in the process that writes metrics: the others save the state with it.
+      unwritten = f'; the metrics of its last steps could not be written: {error}'
+    except (GoBack, LossSpikeError, NonFiniteError) as error:
+      return f'{lost}; step {run.step} is not saved: {error.trouble.what if isinstance(error, GoBack) else error}'
+    name = error_of_first = ''
+    if is_primary_process():
+      try:
+        name = str(rescue_directory(lost, self.directory.path, make))
+      except (UserError, OSError) as error:
+        error_of_first = str(error)
+    name, error_of_first = gather_paths(name)[0], gather_paths(error_of_first)[0]
+    try:
+      if not name:
+        raise UserError(error_of_first)
+      self.saving.save_elsewhere(Path(name), *self._position(run))
+    except (UserError, OSError) as error:
+      return f'{lost}; step {run.step} could not be saved: {error}'
+    without = '' if lost.moved_to else ', with its config and without metrics'
+    return (
+      f'{lost}; step {run.step} of {run.total_steps} is saved in {Path(name)}{without}: to go on, train with '
+      f'--job_log_dir={Path(name)}{unwritten}'
+    )
+
+  def _pause(self, run: Run, reason: PauseReason) -> None:
+    self.directory.check()
+    doing(f'saving step {run.step}')
+    for observer in self.observers:  # Raises if one of the steps until now was not finite, and so must not be saved.
+      observer.on_pause(run, reason)
+
+  def _position(self, run: Run) -> tuple[int, TrainState, InputState, dict[str, Any]]:
+    progress = Progress(
+      evaluations=evaluations_in(run.results, self.watched),
+      lines=self.writer.num_lines if is_primary_process() else None,
+      data=self.data,
+      **self.observers.progress(),
+    )
+    return run.step, run.state, self.feed.position, progress.record()

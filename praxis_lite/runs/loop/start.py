@@ -1,0 +1,178 @@
+"""Where a run starts: in its own copies or checkpoints, in those of another run, or anew."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from praxis_lite.checkpoints import Checkpointer, OnDamage
+from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host
+from praxis_lite.runs.cluster.watchdog import meet_others, watched_by_others
+from praxis_lite.inputs.manifest import Manifest
+from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter, read_results
+from praxis_lite.runs.records.record import changes_named
+from praxis_lite.runs.hooks import Observers
+from praxis_lite.runs.improvement import Watched
+from praxis_lite.runs.init_from import WarmStart
+from praxis_lite.runs.loop.directory import HeldDirectory
+from praxis_lite.runs.loop.job import TrainJob
+from praxis_lite.runs.loop.options import TrainOptions
+from praxis_lite.runs.loop.progress import NOTHING_KNOWN, Progress, merge_saved
+from praxis_lite.runs.throughput import StartupTimes
+from praxis_lite.runs.trouble import restore_rollbacks
+from praxis_lite.training.state import TrainState
+
+
+class Start(NamedTuple):
+  """Where a run starts, and what it will be saved in. The training input is at its position.
+
+  Attributes:
+    step: number of steps taken before.
+    state: the train state after them, on the mesh; the first step donates it.
+    is_restored: whether it comes from a checkpoint or an emergency copy of this run.
+    checkpointer, copies: the checkpoints and the emergency copies of the run, for saving.
+    lost_metrics: lines of metrics until that step that were not on the disk.
+    progress: what else decides how the run goes on, as it was saved.
+    data: the manifest of the files of the training input, as they are now.
+    origins: lines that say where the variables come from, if that is another run or an import.
+    notes: lines about checkpoints and copies.
+  """
+
+  step: int
+  state: TrainState
+  is_restored: bool
+  checkpointer: Checkpointer
+  copies: EmergencyCopies
+  lost_metrics: Sequence[dict[str, Any]]
+  progress: Progress
+  data: Manifest | None
+  origins: Sequence[str]
+  notes: Sequence[str]
+
+  def recover_results(
+    self, directory: Path, watched: Watched, writer: SummaryWriter
+  ) -> tuple[list[EvalResult], list[str]]:
+    """Returns the evaluations until now, and lines about records that the files of the run have lost.
+
+    Writes again which batches are left out, if that was lost. All processes call this.
+    """
+    saved, lines = self.progress, []
+    results, changed = merge_saved(read_results(directory, self.step), saved, watched, self.step)
+    if is_primary_process():
+      rollbacks = restore_rollbacks(directory, saved.troubles)
+      missing = (saved.lines or 0) - writer.num_lines
+      if changed or missing > 0:
+        lost = f'{missing} lines' if missing > 0 else f'{changed} evaluations'
+        kept = '; early stopping and the best checkpoint go by the evaluations in the checkpoint' if changed else ''
+        where = directory / 'metrics.jsonl'
+        lines.append(f'{where} has lost {lost} that there were when the checkpoint was saved{kept}')
+      if rollbacks:
+        where = directory / 'trouble.jsonl'
+        lines.append(f'{where} had lost {rollbacks} lines: the checkpoint knows which batches are left out')
+    if saved.troubles:
+      meet_others()  # They read the file.
+    return results, lines
+
+
+@contextlib.contextmanager
+def find_start(
+  job: TrainJob, directory: HeldDirectory, options: TrainOptions, startup: StartupTimes, observers: Observers
+) -> Iterator[Start]:
+  """Yields where a run starts, the first of these that applies; checkpoints and copies are open meanwhile.
+
+    1. emergency copies that are newer than its checkpoints: the state, and the input after the batch of that step
+    2. its newest complete checkpoint: the same
+    3. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
+    4. initial values from the seed, and the input from its beginning
+
+  Raises:
+    UserError: the copies, checkpoints or data cannot be used; nothing was written, unless a checkpoint is damaged.
+  """
+  data, unlike = job.train_input.manifest(), ''
+  newest, is_imported = _newest_checkpoint(job, options.on_damage)
+  startup.mark('trace')
+  settings, partitioned = job.settings, job.partitioned
+  directories = () if settings.emergency_copies.every_n_steps is None else settings.emergency_copies.directories
+  shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
+  with contextlib.closing(EmergencyCopies(job.directory, directories, *shapes)) as copies:
+    with observers.measure('restoring'):
+      copy, about_copies = copies.newest(newest or 0)
+    startup.mark('restore')
+    is_restored = copy is not None or (newest is not None and not is_imported)
+    warm_start = None if is_restored else _plan_warm_start(job, is_imported)
+    startup.mark('trace')
+    most, interval, on_damage = settings.max_to_keep, settings.keep_interval_steps, options.on_damage
+    saved = Checkpointer(job.directory, max_to_keep=most, keep_interval_steps=interval, on_damage=on_damage)
+    watched = watched_by_others(job.directory, directory.why_lost)
+    with contextlib.closing(saved) as checkpointer, watched:
+      if is_restored:
+        with changes_named(job.directory, job.config), observers.measure('restoring'):
+          state, input_state, progress = _restore(job, copy, checkpointer)
+        if options.restore_input and input_state is not None:
+          unlike = _check_data(job, progress, data, options)
+          job.train_input.set_state(input_state)
+        startup.mark('restore')
+      else:
+        progress = NOTHING_KNOWN
+        state = jax.block_until_ready((warm_start or partitioned).init_state(job.keys.init))
+        startup.mark('init')
+      step, total = int(state.step), settings.num_train_steps
+      origins = [] if warm_start is None else list(warm_start.report())
+      notes = [*checkpointer.notes, *filter(None, [about_copies, unlike])]
+      if is_restored and step < total:
+        where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
+        notes.append(f'restored step {step} of {total} from {where}')
+      lost_metrics = [] if copy is None else copy.metrics
+      yield Start(step, state, is_restored, checkpointer, copies, lost_metrics, progress, data, origins, notes)
+
+
+def _check_data(job: TrainJob, saved: Progress, data: Manifest | None, options: TrainOptions) -> str:
+  """Returns a line about files that have changed since the position in them was saved; '' if none has.
+
+  Raises:
+    CheckpointError: they have changed, and the options do not accept that.
+  """
+  changed = join_by_host(gather_texts(job.train_input.changes_since(saved.data, data)))
+  if not changed:
+    return ''
+  if options.accept_changed_data:
+    return f'the training data has changed since it was saved, and is read on at the saved position: {changed}'
+  raise CheckpointError(
+    f'{changed}: the training data has changed since the checkpoint was saved, so the saved position may mean other '
+    'examples. Use the data that it was saved with; or go on at that position all the same: train '
+    '--accept_changed_data, or run_train(..., accept_changed_data=True); or start the data from its beginning: '
+    '--norestore_input, restore_input=False'
+  )
+
+
+def _newest_checkpoint(job: TrainJob, on_damage: OnDamage) -> tuple[int | None, bool]:
+  """Returns the step of the newest checkpoint, None if there is none, and whether it only has imported variables."""
+  with contextlib.closing(Checkpointer(job.directory, read_only=True, on_damage=on_damage)) as saved:
+    newest = saved.latest_step()
+    return newest, newest is not None and saved.has_variables_alone()
+
+
+def _plan_warm_start(job: TrainJob, is_imported: bool) -> WarmStart | None:
+  """Returns the plan of a start from variables of another run, or from imported ones; None if the run starts anew."""
+  settings = job.settings.init_from
+  if is_imported and settings.path is None:
+    settings = dataclasses.replace(settings, path=str(job.directory))
+  return WarmStart(settings, job.partitioned) if settings.path else None
+
+
+def _restore(
+  job: TrainJob, copy: EmergencyCopy | None, checkpointer: Checkpointer
+) -> tuple[TrainState, dict[str, Any] | None, Progress]:
+  """Returns the state, the state of the training input and the progress of a copy, or of the newest checkpoint."""
+  shapes, true_shapes = job.partitioned.state_shapes, job.partitioned.unpadded_state_shapes
+  if copy is not None:
+    return copy.restore(shapes), copy.input_state, Progress.parse(copy.record.get('progress'))
+  state = checkpointer.restore(shapes, true_shapes, weights=job.task.model.abstract_init())
+  return state, checkpointer.input_state(), Progress.parse(checkpointer.progress())

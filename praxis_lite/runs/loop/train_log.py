@@ -1,0 +1,151 @@
+"""The log of a training run: which steps are reported, on the console and as curves on disk, and when they are read.
+
+The log never waits for the step just dispatched: it reads the metrics of a step after a few more have been dispatched,
+so that the devices always have work. Reading them also bounds how far the host runs ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from praxis_lite.layers.base.call import Summary
+from praxis_lite.inputs.rows import Struct
+from praxis_lite.common.jax_internals import reading, unless_unknown
+from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
+from praxis_lite.runs.console import Console
+from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.runs.nonfinite import Hints, SkippedSteps
+from praxis_lite.runs.programs import Program, ProgramResult
+from praxis_lite.runs.throughput import StartupTimes, Throughput, peak_flops
+from praxis_lite.runs.trouble import TroubleWatch
+from praxis_lite.training.flops import model_flops
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.steps import TrainStepOutput
+
+
+class _Step(NamedTuple):
+  number: int
+  metrics: dict[str, tuple[jax.Array, jax.Array]]
+  summaries: dict[str, Summary]
+
+
+class TrainLog(Observer):
+  """Logs every `log_interval_steps`-th step, the first and the last one, and steps that were not finite.
+
+  The first step of a process that resumes a run is shown, and not written: curves have the same steps with restarts.
+
+  If several steps in a row are skipped, the console shows the first one, and then only how many there are.
+
+  Args:
+    partitioned, batch_struct: the task that is trained, and the shapes of one global batch.
+    console, writer: receive the logged steps.
+    startup: reported with the first step of this process.
+    first_step: steps taken before.
+    more: returns further figures for the summaries of a step.
+    trouble: takes the steps that were not finite, and losses if it needs them.
+
+  Attributes:
+    skipped: the steps skipped in a row until now, as far as their metrics were read.
+  """
+
+  def __init__(
+    self,
+    partitioned: PartitionedTask,
+    batch_struct: Struct,
+    console: Console,
+    writer: SummaryWriter,
+    startup: StartupTimes,
+    *,
+    first_step: int,
+    more: Callable[[], Mapping[str, float]] = dict,
+    trouble: TroubleWatch | None = None,
+  ):
+    settings = partitioned.jax_task.train
+    self._interval: int = settings.log_interval_steps
+    self._last_step: int = settings.num_train_steps
+    self._console = console
+    self._writer = writer
+    self._startup = startup
+    self._first_step = first_step
+    self._more = more
+    self._trouble = trouble
+    raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
+    self.skipped = SkippedSteps(
+      first_step, settings.max_skipped_steps, raises, console.line, trouble.add_nonfinite if trouble else None
+    )
+    self._in_flight: deque[_Step] = deque()
+    self._throughput = Throughput(
+      batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat
+    )
+
+  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
+    self.add(run.step, out)
+
+  def on_evaluation(self, run: Run, program: Program, result: ProgramResult) -> None:
+    self._console.line(program.result_line(run.step, result))
+    self._writer.write(run.step, program.split, result.metrics, result.summaries)
+
+  def on_pause(self, run: Run, reason: PauseReason) -> None:
+    self.drain()
+
+  def on_resume(self, run: Run) -> None:
+    self._throughput.restart(run.step)  # The time of an evaluation or a save does not count as training.
+
+  def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
+    skipped = self.skipped
+    return skipped.error if skipped.too_many or (is_over and skipped.all_steps) else None
+
+  def add(self, step: int, out: TrainStepOutput) -> None:
+    """Takes the outputs of a step that has just been dispatched; `step` counts it.
+
+    Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
+    """
+    self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}))
+    if step == self._first_step + 1:
+      jax.block_until_ready(out.weighted_loss)
+      self._startup.mark('first step')
+      self._console.line(self._startup.report())
+      self.drain()
+      self._throughput.restart(step)
+    self._read_all_but(MAX_STEPS_IN_FLIGHT)
+
+  def drain(self) -> None:
+    """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
+    self._read_all_but(0)
+
+  def _is_logged(self, step: int) -> bool:
+    return step % self._interval == 0 or step in (1, self._last_step)
+
+  def _read_all_but(self, count: int) -> None:
+    while len(self._in_flight) > count:
+      step, means, summaries = self._in_flight.popleft()
+      was_skipped = self.skipped.add(step, means)
+      if self._trouble is not None and self._trouble.needs_losses and not was_skipped:
+        self._trouble.add_loss(step, float(np.asarray(means['loss'][0])))
+      if self._is_logged(step) or step == self._first_step + 1:
+        metrics, rates = mean_values(means), self._throughput.rates(step)
+        metrics = {**metrics, **(rates.to_metrics() if rates else {}), **self._more()}
+        if was_skipped:
+          self._console.progress(step)
+        else:
+          self._console.train_step(step, metrics, rates)
+        if self._is_logged(step):
+          self._writer.write(step, 'train', metrics, jax.device_get(summaries))
+
+
+def _model_flops(partitioned: PartitionedTask) -> float | None:
+  """Returns the operations of a training step; None if a device's peak is unknown."""
+  # Counting needs a trace, so it is done only if the count will be compared to a peak.
+  if not all(map(peak_flops, partitioned.mesh.devices.flat)):
+    return None
+
+  def count() -> float:
+    with reading('a traced step'):
+      return model_flops(partitioned)
+
+  return unless_unknown('no share of the peak FLOP/s', count, None)

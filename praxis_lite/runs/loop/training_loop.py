@@ -1,0 +1,176 @@
+"""The training loop: a batch, a step, what is due after it, and so on until the end.
+
+host     dispatch 8 | dispatch 9, read 7 | dispatch 10, read 8 | ...
+devices     step 7  |       step 8       |        step 9       |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from praxis_lite.checkpoints import eval_variables
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.runs.stop_signals import StopSignals
+from praxis_lite.runs.cluster.watchdog import doing
+from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
+from praxis_lite.runs.records.run_config import is_due
+from praxis_lite.runs.determinism import step_twice
+from praxis_lite.runs.hooks import Observers, Run
+from praxis_lite.runs.loop.directory import HeldDirectory
+from praxis_lite.runs.loop.feed import Feed
+from praxis_lite.runs.loop.job import TrainJob
+from praxis_lite.runs.loop.options import TrainOptions
+from praxis_lite.runs.loop.saving import RunSaver
+from praxis_lite.runs.nonfinite import SKIPPED
+from praxis_lite.runs.programs import Program
+from praxis_lite.runs.replay import check_finite
+from praxis_lite.training.numerics import compare_gradients
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import TrainState
+from praxis_lite.training.steps import TrainStepOutput
+from praxis_lite.common.trees import NestedDict
+
+
+@dataclasses.dataclass
+class TrainingLoop:
+  """Trains a run until its last step, until its data ends, or until something stops it.
+
+  Attributes:
+    job, options: what is trained, and how.
+    directory: of the run; nothing is saved or evaluated if it is lost.
+    feed: has the batches.
+    saver: saves the run.
+    observers: are called before or after all this.
+    stop: says whether a signal ends the run.
+    done_at: the step at which each input was last evaluated or decoded, by split, restarts included.
+    metrics: the results of that, by split.
+  """
+
+  job: TrainJob
+  options: TrainOptions
+  directory: HeldDirectory
+  feed: Feed
+  saver: RunSaver
+  observers: Observers
+  stop: StopSignals
+  done_at: dict[str, int]
+  metrics: dict[str, HostMetrics]
+
+  def train(self, run: Run) -> None:
+    """Takes the steps that are left, and saves the state after them; evaluates it too, unless a signal ends the run.
+
+    Raises:
+      NumericsError, DeterminismError: see `TrainOptions.verify_numerics` and `check_determinism`.
+      NonFiniteError: too many steps in a row, or all, were not finite, and the state is saved; or see `debug_nans`.
+    """
+    for observer in self.observers:
+      observer.on_ready(run)
+    verifies = self.options.verify_numerics
+    for batch in self._batches(run):
+      if verifies:
+        run.line(_verify_gradients(self.job.partitioned, run.state, self.job.keys.train, batch))
+      verifies = False
+      out = self._take_step(run.step + 1, run.state, batch)
+      run.state, run.step = out.state, run.step + 1
+      for observer in self.observers:
+        observer.on_step(run, out, self.feed.position_before)
+      self.run_due(run)
+
+    self.stop.requested_now()  # After the last step too: a signal that only some processes got must not part them.
+    self.saver.save(run)
+    failure = self.observers.failure(is_over=True)
+    if failure is not None and not self.stop.requested:
+      self.saver.finish(run)
+      raise failure(self.feed.hints(run.task.model))
+    if not self.stop.requested:
+      self._run(self.job.evaluation, run)
+      if self.job.settings.decode_interval_steps is not None:
+        self._run(self.job.decoding, run)
+    self.saver.finish(run)
+    self.saver.announce_checkpoints(run)
+
+  def run_due(self, run: Run) -> None:
+    """Does what is due after the steps taken until now; raises LostDirectoryError if the directory was lost."""
+    if jax.process_count() == 1:  # Several processes look together, when there is something to do.
+      self.directory.check()
+    settings, job = self.job.settings, self.job
+    # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
+    for interval, act in (
+      (settings.emergency_copies.every_n_steps, self.saver.copy),
+      (settings.save_interval_steps, self.saver.save),
+      (settings.eval_interval_steps, lambda run: self._run(job.evaluation, run)),
+      (settings.decode_interval_steps, lambda run: self._run(job.decoding, run)),
+    ):
+      if is_due(run.step, interval):
+        act(run)
+        for observer in self.observers:
+          observer.on_resume(run)
+    self.saver.announce_checkpoints(run)
+
+  def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
+    """Takes step `number` from `state`, the state after the step before, which is donated."""
+    partitioned, key = self.job.partitioned, self.job.keys.train
+    doing(f'step {number}')
+    with jax.profiler.StepTraceAnnotation('train', step_num=number):
+      if is_due(number, self.options.check_determinism):
+        out = step_twice(partitioned.train_step, state, key, batch, number)
+      else:
+        out = partitioned.train_step(state, key, batch)
+    if self.options.debug_nans and float(np.asarray(out.mean_metrics[SKIPPED][0])):
+      check_finite(partitioned, number - 1, out.state, key, batch)
+    return out
+
+  def _batches(self, run: Run) -> Iterator[NestedDict]:
+    """Yields a batch for each step to take."""
+    while run.step < run.total_steps and not self._is_stopped(run):
+      doing(f'the input of step {run.step + 1}')
+      if not self.feed.wait(run.step, run.state.step, lambda: self.stop.requested):
+        continue
+      try:
+        batch = self.feed.next()
+      except Exception:
+        if jax.process_count() == 1:  # Saving takes all processes, and the others do not know of the error.
+          self.saver.save(run)
+        raise
+      if batch is None:
+        run.line(f'the training data is over after {run.step} of {run.total_steps} steps')
+        return
+      yield batch
+
+  def _is_stopped(self, run: Run) -> bool:
+    is_stopped = self.stop.requested_now() or run.stop_reason is not None
+    return is_stopped or self.observers.failure(is_over=False) is not None
+
+  def _run(self, programs: Sequence[Program], run: Run) -> None:
+    """Evaluates or decodes, except for inputs for which this was done at this step already."""
+    self.directory.check()
+    for observer in self.observers:
+      observer.on_pause(run, 'evaluate')
+    with self.observers.measure('evaluating'):
+      for program in programs:
+        if self.done_at.get(program.split) == run.step:
+          continue
+        variables = eval_variables(run.state, use_ema=program.use_ema)
+        result = program.run(variables, run.state.step, self.stop.requested_now)
+        if result is None:
+          return
+        self.done_at[program.split], self.metrics[program.split] = run.step, result.metrics
+        run.results.append(EvalResult(run.step, program.split, result.metrics))
+        for observer in self.observers:
+          observer.on_evaluation(run, program, result)
+
+
+def _verify_gradients(partitioned: PartitionedTask, state: TrainState, key: jax.Array, batch: NestedDict) -> str:
+  """Compares the gradients of the next step with another computation of them; returns a line about it."""
+  try:
+    compared = compare_gradients(partitioned, state, key, batch)
+  except ConfigError as error:
+    return f'gradients not verified: {error}'
+  return (
+    f'gradients verified: {compared.num_norms} norms, of each variable and layer, are those computed '
+    f'{compared.reference}; largest difference {compared.worst:.1e} of the norm'
+  )

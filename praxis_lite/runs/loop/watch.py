@@ -1,0 +1,153 @@
+"""What a run knows of itself while it trains: activities, heartbeats, slow steps, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from praxis_lite.checkpoints.retention import CHECKPOINTS
+from praxis_lite.common.errors import first_line
+from praxis_lite.runs.records.goodput import Goodput, SlowSteps, goodput_line, shares
+from praxis_lite.runs.records.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
+from praxis_lite.runs.records.record import has_record
+from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.training.steps import TrainStepOutput
+
+
+class Watch(Observer):
+  """Measures where the time of one process goes, and says how it is: goodput, slow steps, memory, heartbeats.
+
+  Args:
+    directory: the run's directory. Heartbeats are written there once it is known to be that of a run.
+  """
+
+  def __init__(self, directory: Path):
+    self._goodput = Goodput()
+    self._directory = directory
+    self._earlier = next(iter(read_heartbeats(directory)), None)
+    self._started = time.time()
+    self._run: Run | None = None
+    self._first_step = 0
+    self._ended_by = ''
+    self._rate = 0.0
+    self._slow = SlowSteps(None)
+    self._at_step: dict[str, float] = {}
+    self._at_figures: dict[str, float] = {}
+    self._memory: dict[str, float] = {}
+    self._file = HeartbeatFile(directory, jax.process_index(), self._heartbeat)
+
+  def __enter__(self) -> Self:
+    if has_record(self._directory):
+      self._file.start()
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    if kind is not None:
+      self._ended_by = kind.__name__ + (f': {first_line(error)[:300]}' if error and str(error).strip() else '')
+    else:
+      self._ended_by = (self._run.ended_by if self._run else '') or 'done'
+    self._file.stop()
+
+  def measure(self, activity: str) -> contextlib.AbstractContextManager[Any]:
+    return self._goodput.doing(activity)
+
+  def on_start(self, run: Run) -> None:
+    self._run, self._first_step = run, run.step
+    self._slow = SlowSteps(run.task.train.slow_step_factor)
+    if self._earlier is not None:
+      self._goodput.resume(self._earlier.goodput, run.step)
+    self._file.start()
+
+  def on_ready(self, run: Run) -> None:
+    self._goodput.train()
+    self._at_step = self._at_figures = self._goodput.seconds()
+
+  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
+    before, now = self._at_step, self._goodput.seconds()
+    self._at_step = now
+    waited = now['waiting'] - before['waiting']
+    seconds = now['productive'] - before['productive'] + waited
+    self._rate = 1 / max(seconds, 1e-9) if not self._rate else 1 / (0.9 / self._rate + 0.1 * seconds)
+    slow = self._slow.add(run.step, seconds, waited)
+    if slow is not None:
+      run.line(slow)
+
+  def on_pause(self, run: Run, reason: PauseReason) -> None:
+    if reason in ('save', 'copy'):
+      self._goodput.mark(run.step, is_copy=reason == 'copy')
+
+  def on_end(self, run: Run) -> None:
+    """Prints the goodput and the most memory that was used, and then how far the run has come and where it is saved."""
+    total, where = run.total_steps, self._directory / CHECKPOINTS
+    if run.step > self._first_step:
+      self._memory = memory_peaks()
+      peaks = [f'{name.removeprefix("speed/").removesuffix("_peak_bytes")} {value / 2**30:.2f} GiB' for name, value in
+               self._memory.items()]  # fmt: skip
+      run.line(goodput_line(self._goodput.seconds()) + (f'; peak memory: {", ".join(peaks)}' if peaks else ''))
+    if run.step > total:
+      past = f'past the {total} of task.train.num_train_steps, so no step was taken'
+      run.line(f'step {run.step}, {past}: saved in {where}')
+    else:
+      all_taken = '; all steps are taken' if run.step == self._first_step == total else ''
+      run.line(f'step {run.step} of {total}: saved in {where}{all_taken}')
+
+  def figures(self) -> dict[str, float]:
+    """Returns figures for the summaries of a step; `speed/input_wait` is a share of the time since the last call."""
+    now, before = self._goodput.seconds(), self._at_figures
+    self._at_figures = now
+    spent = {name: now[name] - before.get(name, 0.0) for name in ('productive', 'waiting')}
+    wait = spent['waiting'] / total if (total := sum(spent.values())) > 0 else 0.0
+    self._memory = memory_peaks()
+    figures = {f'speed/goodput_{name}': share for name, share in shares(now).items()}
+    return {**figures, **self._memory, 'speed/input_wait': wait, 'speed/slow_steps': float(self._slow.count)}
+
+  def _heartbeat(self) -> Heartbeat:
+    doing, doing_for = self._goodput.activity
+    run, step, total_steps, saved_step, saved = self._run, 0, 0, None, None
+    if run is not None:
+      step, total_steps = run.step, run.total_steps
+      if run.last_save is not None:
+        saved_step, saved = run.last_save
+      elif self._earlier is not None:
+        saved_step, saved = self._earlier.saved_step, self._earlier.saved
+    return Heartbeat(
+      **identity(),
+      process=jax.process_index(),
+      processes=jax.process_count(),
+      time=time.time(),
+      started=self._started,
+      step=step,
+      total_steps=total_steps,
+      rate=self._rate,
+      doing=doing,
+      doing_for=round(doing_for, 3),
+      saved_step=saved_step,
+      saved=saved,
+      goodput=self._goodput.record(step),
+      memory=self._memory,
+      ended=self._ended_by,
+    )
+
+
+def memory_peaks() -> dict[str, float]:
+  """Returns the most memory that was used until now, in bytes: of the fullest local device, and of this process.
+
+  What the platform does not report is absent: CPU devices have no memory of their own.
+  """
+  stats = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != 'cpu']
+  peaks = [stat['peak_bytes_in_use'] for stat in stats if 'peak_bytes_in_use' in stat]
+  found = {'speed/device_peak_bytes': float(max(peaks))} if peaks else {}
+  try:
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == 'darwin' else 1024
+    found['speed/host_peak_bytes'] = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+  except ImportError:  # Windows.
+    pass
+  return found

@@ -1,0 +1,188 @@
+"""Steps whose loss or gradient is not finite: how they are reported, when there are too many, and what may be wrong.
+
+step 3: the loss or a gradient is not finite (loss nan, grad_norm nan); the update was skipped
+steps 3 to 12: 10 updates in a row were skipped
+step 15: finite again, after 12 updates in a row were skipped
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.inputs import BaseInput
+from praxis_lite.models import BaseModel
+from praxis_lite.models.labels import labels_in
+from praxis_lite.runs.records.metrics import DeviceMetrics
+from praxis_lite.common.trees import NestedDict, leaves, path_name
+
+# The learner's metric of updates skipped because the loss or a gradient was not finite: 0 or 1 for one step.
+SKIPPED = 'skipped'
+_LIMIT = 'task.train.max_skipped_steps'
+
+
+class NonFiniteError(UserError):
+  """Losses or gradients are not finite: of one step, where the learner is set to raise, or of too many in a row."""
+
+
+class Hints(NamedTuple):
+  """What a batch says of why a step was not finite.
+
+  Attributes:
+    found: what is wrong with it, a sentence without a full stop; '' if nothing is known to be.
+    integers: the ranges of its integers, where labels among them may be of classes that do not exist; '' where they
+      are known to exist, or there are none.
+  """
+
+  found: str = ''
+  integers: str = ''
+
+
+class SkippedSteps:
+  """The steps that the learner has skipped in a row, and the lines about them.
+
+  Args:
+    first_step: steps taken before this process.
+    limit: how many in a row are too many; None or 0: any number is accepted.
+    raises: whether the learner is set to raise at the first one.
+    line: prints a line.
+    tell: is called with the first step of those in a row, and what was wrong with it.
+
+  Attributes:
+    in_a_row: the number of steps skipped since the last one that was not.
+  """
+
+  def __init__(
+    self,
+    first_step: int,
+    limit: int | None,
+    raises: bool,
+    line: Callable[[str], object],
+    tell: Callable[[int, str], object] | None = None,
+  ):
+    self._tell = tell
+    self._first_step = first_step
+    self._limit = limit or None
+    self._raises = raises
+    self._line = line
+    self._step = first_step
+    self._cause = ''
+    self.in_a_row = 0
+
+  @property
+  def too_many(self) -> bool:
+    """Whether as many steps in a row were skipped as end a run."""
+    return self._limit is not None and self.in_a_row >= self._limit
+
+  @property
+  def all_steps(self) -> bool:
+    """Whether this process has taken steps, and all were skipped."""
+    return self._limit is not None and 0 < self.in_a_row == self._step - self._first_step
+
+  def add(self, step: int, metrics: DeviceMetrics) -> bool:
+    """Takes the metrics of the next step, waits for them, and returns whether it was skipped.
+
+    Raises NonFiniteError if it was, and the learner is set to raise.
+    """
+    self._step = step
+    if SKIPPED not in metrics:
+      jax.block_until_ready(metrics)
+      return False
+    if not float(np.asarray(metrics[SKIPPED][0])) > 0:
+      if self.in_a_row > 1:
+        self._line(f'step {step}: finite again, after {self.in_a_row} updates in a row were skipped')
+      self.in_a_row = 0
+      return False
+    self.in_a_row += 1
+    if self.in_a_row == 1:
+      found = ', '.join(_not_finite(metrics))
+      self._cause = f' ({found})' if found else ''
+    what = f'step {step}: the loss or a gradient is not finite{self._cause}'
+    if self.in_a_row == 1 and self._tell is not None:
+      self._tell(step, what)
+    if self._raises:
+      raise NonFiniteError(
+        f'{what}, and task.train.learner is set to raise; lower the learning rate, clip gradients, or let it skip such '
+        'steps. The checkpoints before this step are kept'
+      )
+    if self.in_a_row == 1:
+      self._line(f'{what}; the update was skipped')
+    elif math.log10(self.in_a_row).is_integer():
+      self._line(f'steps {self._since} to {step}: {self.in_a_row} updates in a row were skipped')
+    return True
+
+  @property
+  def _since(self) -> int:
+    """The first of the steps skipped in a row."""
+    return self._step - self.in_a_row + 1
+
+  def error(self, hints: Hints) -> NonFiniteError:
+    """Returns the error that ends the run, once its state is saved; `hints` say what is known of the cause."""
+    since, untrained = self._since, self._since == 1
+    labels = f'labels out of range of the classes (the last batch has {hints.integers}), ' if hints.integers else ''
+    if untrained:
+      kept = 'the variables are still those that the run started from'
+      likely = f'{labels}data that is not finite, or a loss that is not finite for it'
+    else:
+      kept = f'the variables are still those of step {since - 1}'
+      likely = f'a learning rate that is too high, {labels}or data that is not finite'
+    rate = 'lower task.train.learner.learning_rate, or set task.train.learner.clip_gradient_norm_to_value'
+    remedy = 'correct the data or the loss' if untrained else f'{rate}; to begin anew, name another --job_log_dir'
+    return NonFiniteError(
+      f'from step {since} on, the loss or a gradient was not finite{self._cause}, so all {self.in_a_row} updates '
+      f'up to step {self._step} were skipped. {hints.found or f"Likely causes: {likely}"}. What to do: {remedy}. '
+      f'Step {self._step} is saved, and {kept}. {_LIMIT} = {self._limit} says how many steps in a row may be skipped; '
+      'None: any number'
+    )
+
+
+def _not_finite(metrics: DeviceMetrics) -> Iterator[str]:
+  """Yields the losses and norms of a step that are not finite, with their values."""
+  for name in ('loss', *sorted(n for n in metrics if n.startswith('aux/')), 'grad_norm'):
+    if name in metrics and not np.isfinite(value := np.asarray(metrics[name][0], np.float64)).all():
+      yield f'{name} {float(np.ravel(value)[0])}' if value.ndim == 0 else name
+
+
+def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
+  """Returns what is wrong with a batch, as far as it can be known.
+
+  Args:
+    batch: of a step that was not finite, on the host.
+    data, model: the training input, and the model that is trained.
+  """
+  arrays = {path_name(path): np.asarray(x) for path, x in leaves(batch).items()}
+  bad = [name for name, x in arrays.items() if x.dtype.kind == 'f' and not np.isfinite(x).all()]
+  if bad:
+    return Hints(f'The last batch has values in {", ".join(map(repr, bad))} that are not finite')
+  try:
+    model.check_input(data, {name: np.asarray(x) for name, x in batch.items()})
+  except UserError as error:
+    return Hints(f'The last batch does not fit the model: {error}')
+  except Exception:  # A user's own check; only its message would be useful here.
+    pass
+  integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
+  labels = labels_in(batch)
+  # The layer of a classifier with the most classes: what it has no class for, none has.
+  classes = {layer.path_name: layer.num_classes for layer in model.descendants() if _num_classes(layer) is not None}
+  if not (classes and labels):
+    return Hints(integers=', '.join(_range(name, x) for name, x in integers.items()))
+  where = max(classes, key=lambda name: classes[name])
+  for name, x in labels.items():
+    if not (x.min() >= 0 and x.max() < classes[where]):
+      has = f'{where} has {classes[where]} classes, 0 to {classes[where] - 1}'
+      return Hints(f'The last batch has {_range(name, x)}, and {has}')
+  return Hints()
+
+
+def _num_classes(layer: object) -> int | None:
+  value = getattr(layer, 'num_classes', None)
+  return value if isinstance(value, int) else None
+
+
+def _range(name: str, x: np.ndarray) -> str:
+  return f'{name!r} from {x.min()} to {x.max()}'

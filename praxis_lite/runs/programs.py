@@ -1,0 +1,198 @@
+"""Programs that evaluate or decode a whole input.
+
+Steps are dispatched ahead of the host, a few at a time, and the metrics of all batches are averaged on the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from praxis_lite.layers.base.call import Summary
+from praxis_lite.checkpoints.contents import records_of
+from praxis_lite.common.files import KnownFolder
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.runs.cluster.watchdog import doing, meet_others
+from praxis_lite.inputs import BaseInput, PrefetchIterator
+from praxis_lite.inputs.rows import Struct
+from praxis_lite.sharding.layout import StateLayout
+from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
+from praxis_lite.runs.console import metrics_line
+from praxis_lite.training.task import DecodeParams, EvalParams, SingleTask
+from praxis_lite.training.partitioned_step import PartitionedStep
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import state_layout
+from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
+from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
+
+Out = TypeVar('Out')
+
+
+class TaskOnMesh:
+  """One task on one mesh, partitioned for each shape of batches: inputs of the same shape share compiled steps.
+
+  Attributes:
+    jax_task, mesh: the task and the mesh.
+    layout: how the train state of the task is stored there; one without `opt_states` is only for inference.
+  """
+
+  def __init__(self, jax_task: SingleTask, mesh: Mesh, layout: StateLayout | None = None):
+    self.jax_task = jax_task
+    self.mesh = mesh
+    self._by_shape: dict[str, PartitionedTask] = {}
+    self.layout = layout or state_layout(jax_task, mesh)
+
+  def taking(self, data: BaseInput) -> PartitionedTask:
+    """Returns the task partitioned for the batches of `data`."""
+    return self.taking_batches_of(data.batch_struct())
+
+  def taking_batches_of(self, struct: Struct) -> PartitionedTask:
+    """Returns the task partitioned for global batches of these shapes and dtypes."""
+    shape = str(sorted(records_of(struct).items()))
+    if shape not in self._by_shape:
+      self._by_shape[shape] = PartitionedTask(self.jax_task, struct, layout=self.layout)
+    return self._by_shape[shape]
+
+
+class ProgramResult(NamedTuple):
+  """The result of one pass over an input.
+
+  Attributes:
+    metrics: weighted means over all batches, on the host.
+    num_batches: number of batches.
+    seconds: duration, compiling included.
+    summaries: summaries that layers added in the first batch, without scalars: one batch does not represent them.
+    note: what the console adds to the line of the result.
+  """
+
+  metrics: HostMetrics
+  num_batches: int
+  seconds: float
+  summaries: dict[str, Summary]
+  note: str
+
+
+class Program(Generic[Out]):
+  """Runs a step over one input: `EvalProgram` or `DecodeProgram`.
+
+  Attributes:
+    split: 'eval/<input>' or 'decode/<input>'.
+    use_ema: run with the moving averages if the learner keeps them.
+  """
+
+  def __init__(
+    self, split: str, step: PartitionedStep, data: BaseInput, prng_key: jax.Array, settings: EvalParams | DecodeParams
+  ):
+    self.split = split
+    self.use_ema = settings.use_ema
+    self._step = step
+    self._data = data
+    self._key = prng_key
+    self._max_batches = settings.max_batches
+
+  def run(
+    self, mdl_vars: NestedDict, global_step: jax.Array, interrupts: Callable[[], bool] = lambda: False
+  ) -> ProgramResult | None:
+    """Runs from the start of the input; returns None if `interrupts()` becomes true before the end."""
+    start = time.perf_counter()
+    average, in_flight, num_batches = MetricsAverage(), deque[DeviceMetrics](), 0
+    self._summaries: dict[str, Summary] = {}
+    self._lines: list[str] = []
+    self._step.compile()
+    meet_others()
+    with PrefetchIterator(self._data.reset(), self._step.put_inputs) as batches:
+      for batch in itertools.islice(batches, self._max_batches):
+        if interrupts():
+          return None
+        num_batches += 1
+        doing(f'{self.split}, batch {num_batches}')
+        out = self._step(mdl_vars, self._key, global_step, batch)
+        self._keep(out, batch)
+        in_flight.append(self._metrics_of(out))
+        if len(in_flight) > MAX_STEPS_IN_FLIGHT:
+          average.add(in_flight.popleft())
+    for metrics in in_flight:
+      average.add(metrics)
+    note = self._finish(int(global_step))
+    return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
+
+  def metric_names(self) -> list[str]:
+    """Returns the names of the metrics that are single numbers, from their shapes."""
+    out = self._step.trace().out_info
+    return sorted(name for name, (mean, _) in self._metrics_of(out).items() if jnp.shape(mean) == ())
+
+  def result_line(self, step: int, result: ProgramResult) -> str:
+    """Returns what the console shows of a result."""
+    batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
+    return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{result.note}')
+
+  def _metrics_of(self, out: Out) -> DeviceMetrics:
+    """Returns the metrics of a batch's outputs."""
+    raise NotImplementedError
+
+  def _keep(self, out: Out, batch: Mapping[str, Any]) -> None:
+    """Keeps the summaries or lines of a batch's outputs."""
+
+  def _finish(self, step: int) -> str:
+    """Ends a pass, and returns the note of its result."""
+    return ''
+
+
+class EvalProgram(Program[EvalStepOutput]):
+  """Evaluates variables on one input; `prng_key`, on the mesh, is for models that draw random numbers meanwhile."""
+
+  def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array):
+    super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
+
+  def _metrics_of(self, out: EvalStepOutput) -> DeviceMetrics:
+    return out.mean_metrics
+
+  def _keep(self, out: EvalStepOutput, batch: Mapping[str, Any]) -> None:
+    self._summaries = self._summaries or {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
+
+
+class DecodeProgram(Program[DecodeStepOutput]):
+  """Decodes one input; writes the outputs, one example per line, to `job_log_dir/decoded/<input>/step_<n>.jsonl`."""
+
+  def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
+    task = tasks.taking(data)
+    super().__init__(f'decode/{data.label}', task.decode_step, data, prng_key, tasks.jax_task.decode)
+    self._examples = task.inference_rows.examples
+    self._job_log_dir = KnownFolder(job_log_dir)
+    self._label = data.label
+
+  def _metrics_of(self, out: DecodeStepOutput) -> DeviceMetrics:
+    return out.metrics
+
+  def _keep(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> None:
+    weights = np.asarray(multihost_utils.process_allgather(batch['weights'], tiled=True))[self._examples]
+    self._lines += [json.dumps(example) for example in _examples_of(out.decoded, weights)]
+
+  def _finish(self, step: int) -> str:
+    folder = f'decoded/{self._label}'
+    path = self._job_log_dir.path / folder / f'step_{step:08d}.jsonl'
+    if is_primary_process():
+      self._job_log_dir.subfolder(folder)
+      path.write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
+    return f', {path}'
+
+
+def _examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
+  """Yields the rows of `decoded` that are examples, for JSON. Those that fill up the last batch have zero weight."""
+  arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
+  # NumPy does not know bfloat16 and similar types, and calls them void.
+  arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}
+  for row in range(min(map(len, arrays.values()), default=0)):
+    if np.any(weights[row] != 0):
+      yield {name: x[row].tolist() for name, x in arrays.items()}

@@ -1,0 +1,112 @@
+"""Event files for TensorBoard, written synchronously, so a killed run loses no events, and there is no thread to die.
+
+The files and summaries are those of tensorboardX. Its own writer passes them to a thread through a queue that waits by
+the machine's clock, which may be set back. That thread ends at the first disk error.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from praxis_lite.common.files import PatientFile
+
+if TYPE_CHECKING:
+  from tensorboardX.proto.event_pb2 import Event
+
+_MAX_IMAGES = 4
+_NAME = re.compile(r'events\.out\.tfevents\.(\d{10})')
+_PATIENT = 'praxis_lite_patient'  # A prefix of paths: tensorboardX then lets this module open the file.
+
+
+class EventFile:
+  """A file of curves in a folder. Events that cannot be written yet are kept, and written with the next ones.
+
+  Args:
+    folder: exists.
+    purge_step: TensorBoard hides the entries of earlier files from this step on.
+
+  Raises:
+    OSError: the file cannot be created.
+  """
+
+  def __init__(self, folder: Path, purge_step: int):
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.record_writer import register_writer_factory
+
+    patient = _PatientFiles()
+    register_writer_factory(_PATIENT, patient)
+    logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns about each NaN and infinity.
+    # File names contain whole seconds: without a suffix, a run that resumes within a second would reuse the file.
+    self._file = EventsWriter(f'{_PATIENT}:{folder / "events"}', f'.{time.time_ns()}')
+    self._on_disk = patient.opened
+    self._write(Event(session_log=SessionLog(status=SessionLog.START)), purge_step)
+
+  @property
+  def error(self) -> OSError | None:
+    """Why some events are not written yet; None if all are."""
+    return self._on_disk.error
+
+  def add(self, step: int, name: str, kind: str, value: np.ndarray | float) -> None:
+    """Writes a summary of a kind: 'scalar', 'histogram', 'image' ([..., H, W, C]) or 'text' (its bytes as numbers)."""
+    from tensorboardX import summary
+    from tensorboardX.proto.event_pb2 import Event
+
+    x = np.asarray(value)
+    match kind:
+      case 'scalar':
+        made = summary.scalar(name, float(x))
+      case 'histogram':
+        made = summary.histogram(name, x.astype(np.float32).ravel(), _bins())
+      case 'image':
+        images = x.reshape((-1, *x.shape[-3:]))[:_MAX_IMAGES]
+        made = summary.image(name, images.astype(np.float32), dataformats='NHWC')
+      case 'text':
+        made = summary.text(name, bytes(x.astype(np.uint8).ravel()).decode('utf-8', 'replace'))
+      case _:
+        return
+    self._write(Event(summary=made), step)
+
+  def close(self) -> None:
+    """Tries once more to write pending events, then closes the file."""
+    self._file.close()
+
+  def _write(self, event: Event, step: int) -> None:
+    event.step, event.wall_time = step, time.time()
+    self._file.write_event(event)
+
+
+@functools.cache
+def _bins() -> np.ndarray:
+  """Returns the edges of histogram bins: each bin is a tenth wider than the next one towards zero, 1e-12 to 1e20."""
+  positive = 1e-12 * 1.1 ** np.arange(774)
+  return np.concatenate([-positive[::-1], [0], positive])
+
+
+class _PatientFiles:
+  """Opens the files whose path begins with `_PATIENT` for tensorboardX; `opened` is the last one."""
+
+  opened: PatientFile
+
+  def open(self, path: str) -> PatientFile:
+    self.opened = PatientFile(_later_than_others(Path(path.removeprefix(f'{_PATIENT}:'))))
+    return self.opened
+
+
+def _later_than_others(file: Path) -> Path:
+  """Returns an event file's name with a later second than all others, because TensorBoard reads them in that order.
+
+  The clock may have been set back since they were written.
+  """
+  seconds = [int(m[1]) for other in file.parent.glob('*') if (m := _NAME.match(other.name))]
+  ours = _NAME.match(file.name)
+  if ours is None or int(ours[1]) > max(seconds, default=-1):
+    return file
+  return file.with_name(f'events.out.tfevents.{max(seconds) + 1:010}{file.name[ours.end() :]}')

@@ -1,0 +1,174 @@
+"""Goodput: how a run spends its time, over all its restarts, and which steps took much longer than others.
+
+    goodput 91% of 3 h: saving 2%, compiling 3%, waiting for input 1%, lost to restarts 3%
+
+All time of the training thread belongs to one activity. Time that no other activity claims counts as starting before
+training has begun, and as productive afterwards. If a restart has to repeat steps, their time is no longer productive:
+it counts as lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from praxis_lite.common.figures import duration
+
+# Their names on the console and in the command `status`.
+ACTIVITIES = {
+  'productive': 'training',
+  'starting': 'starting',
+  'compiling': 'compiling',
+  'restoring': 'restoring',
+  'saving': 'saving',
+  'evaluating': 'evaluating',
+  'waiting': 'waiting for input',
+  'hooks': 'hooks and traces',
+  'lost': 'lost to restarts',
+}
+_MAX_MARKS, _MAX_COPIES = 200, 2
+
+
+class Goodput:
+  """Seconds by activity, including those of earlier processes of the same run.
+
+  `clock` returns seconds; tests replace it. Any thread may read, but only one changes the activity.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    self._clock = clock
+    self._lock = threading.Lock()
+    self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
+    self._marks: dict[int, float] = {}  # The productive seconds until each checkpoint, by its step.
+    self._copies: dict[int, float] = {}  # The same for emergency copies.
+    self._activities = ['starting']
+    self._since = clock()
+    self._began = self._since
+
+  def resume(self, record: Mapping[str, Any], step: int) -> None:
+    """Adds the record of an earlier process. Its steps after `step` will be repeated, so their time is lost."""
+    seconds = seconds_of(record)
+    marks = {int(s): _number(t) for s, t in _dict(record.get('marks')).items() if s.isdecimal() and int(s) <= step}
+    kept = marks[max(marks)] if marks else 0.0
+    lost = max(seconds['productive'] - kept, 0.0) if _number(record.get('step')) > step else 0.0
+    with self._lock:
+      for name, value in seconds.items():
+        self._seconds[name] += value
+      self._seconds['productive'] -= lost
+      self._seconds['lost'] += lost
+      self._marks = marks
+
+  def train(self) -> None:
+    """From now on, time that no activity claims is productive."""
+    self._change(lambda: self._activities.__setitem__(0, 'productive'))
+
+  @contextlib.contextmanager
+  def doing(self, activity: str) -> Iterator[None]:
+    """Assigns the time of the block to an activity."""
+    self._change(lambda: self._activities.append(activity))
+    try:
+      yield
+    finally:
+      self._change(self._activities.pop)
+
+  def mark(self, step: int, *, is_copy: bool = False) -> None:
+    """Records that a checkpoint or emergency copy of `step` is being saved: a restart from it loses no earlier time."""
+    marks, most = (self._copies, _MAX_COPIES) if is_copy else (self._marks, _MAX_MARKS)
+    marks[step] = self.seconds()['productive']
+    for old in sorted(marks)[:-most]:
+      del marks[old]
+
+  def seconds(self) -> dict[str, float]:
+    """Returns the seconds by activity until now."""
+    with self._lock:
+      now = {**self._seconds}
+      now[self._activities[-1]] += self._clock() - self._since
+    return now
+
+  @property
+  def activity(self) -> tuple[str, float]:
+    """The current activity, and its seconds so far."""
+    with self._lock:
+      return self._activities[-1], self._clock() - self._began
+
+  def record(self, step: int) -> dict[str, Any]:
+    """Returns what `resume` needs, for JSON."""
+    seconds = {name: round(value, 3) for name, value in self.seconds().items()}
+    marks = {**self._marks, **self._copies}
+    return {'step': step, 'seconds': seconds, 'marks': {str(s): round(t, 3) for s, t in marks.items()}}
+
+  def _change(self, change: Callable[[], object]) -> None:
+    with self._lock:
+      now, before = self._clock(), self._activities[-1]
+      self._seconds[before] += now - self._since
+      change()
+      self._since = now
+      self._began = now if self._activities[-1] != before else self._began
+
+
+def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the seconds by activity in the result of `Goodput.record`; missing and invalid numbers are 0."""
+  seconds = _dict(record.get('seconds'))
+  return {name: _number(seconds.get(name)) for name in ACTIVITIES}
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+  """Returns each activity's share of the total time, 0 to 1."""
+  total = sum(seconds.values())
+  return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
+
+
+def goodput_line(seconds: Mapping[str, float]) -> str:
+  """Returns one line: the productive share, and the shares of other activities that round to at least one percent."""
+  spent = sorted(shares(seconds).items(), key=lambda item: -item[1])
+  rest = ', '.join(
+    f'{ACTIVITIES[name]} {share:.0%}' for name, share in spent if name != 'productive' and share >= 0.005
+  )
+  good = f'goodput {shares(seconds).get("productive", 0.0):.0%} of {duration(sum(seconds.values()))}'
+  return f'{good}: {rest}' if rest else good
+
+
+class SlowSteps:
+  """Finds the steps that take more than `factor` times the median of the steps before; None disables it.
+
+  Attributes:
+    count: how many slow steps there were.
+  """
+
+  def __init__(self, factor: float | None):
+    self._factor = factor
+    self._recent: deque[float] = deque(maxlen=_WINDOW)
+    self.count = 0
+
+  def add(self, step: int, seconds: float, waited: float) -> str | None:
+    """Adds a step's seconds, and how many of them it waited for input; returns a line if the step was slow."""
+    median = statistics.median(self._recent) if len(self._recent) >= _FEWEST else None
+    self._recent.append(seconds)
+    if self._factor is None or median is None or seconds < max(self._factor * median, _SHORTEST):
+      return None
+    self.count += 1
+    if self.count > _MOST_LINES and self.count % _MOST_LINES:
+      return None
+    cause = f'{waited:.1f} s of it waiting for input' if waited > seconds / 2 else 'computing, not waiting for input'
+    more = f'; {self.count} such steps' if self.count > _MOST_LINES else ''
+    return f'step {step} took {seconds:.1f} s, {seconds / max(median, 1e-9):.0f} x the median: {cause}{more}'
+
+
+# How many steps the median covers, and how few suffice; steps of fewer seconds are never slow; after this many slow
+# steps, only every tenth gets a line.
+_WINDOW, _FEWEST = 101, 8
+_SHORTEST = 0.5
+_MOST_LINES = 10
+
+
+def _number(value: object) -> float:
+  return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
+
+
+def _dict(value: object) -> dict[str, Any]:
+  return value if isinstance(value, dict) else {}

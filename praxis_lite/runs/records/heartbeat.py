@@ -1,0 +1,167 @@
+"""Heartbeats: a small file, rewritten every few seconds, that shows that a process of a run is alive and what it does.
+
+    job_log_dir/heartbeats/<process>.json
+
+A thread writes it, even while the devices compute, a program compiles or storage stalls. It appears complete or not at
+all. If it cannot be written, the run goes on. `praxis-lite status` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.common.files import KnownFolder, parse_json, read_plain, replace_file
+from praxis_lite.common.foreign_text import printable
+
+SECONDS = 5.0
+_DIRECTORY = 'heartbeats'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+  """The last report of one process of a run.
+
+  Attributes:
+    process, processes: its index, and how many there are.
+    pid, host: of the process.
+    time, started: when this was written, and when the process began, in seconds since 1970.
+    step, total_steps: steps taken so far, and steps of the whole run.
+    rate: recent steps per second; 0 if unknown.
+    doing, doing_for: the activity, as in `goodput.py`, and for how many seconds.
+    saved_step, saved: the step of the last complete checkpoint, and when it was saved; None if there is none.
+    goodput: what `Goodput.record` returned.
+    memory: peaks in bytes by name.
+    ended: how the process ended, such as 'done'; '' until it ends.
+  """
+
+  process: int = 0
+  processes: int = 1
+  pid: int = 0
+  host: str = ''
+  time: float = 0.0
+  started: float = 0.0
+  step: int = 0
+  total_steps: int = 0
+  rate: float = 0.0
+  doing: str = 'starting'
+  doing_for: float = 0.0
+  saved_step: int | None = None
+  saved: float | None = None
+  goodput: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  ended: str = ''
+
+
+class HeartbeatFile:
+  """Writes the heartbeat of this process from a thread.
+
+  Args:
+    directory: the run's directory.
+    process: index of this process.
+    current: returns the content to write; called in the thread.
+  """
+
+  def __init__(self, directory: Path, process: int, current: Callable[[], Heartbeat]):
+    self._directory, self._name = KnownFolder(directory), f'{process}.json'
+    self._current = current
+    self._stop = threading.Event()
+    self._thread: threading.Thread | None = None
+
+  def start(self) -> None:
+    """Starts writing, unless it has started already."""
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._beat, name='heartbeat', daemon=True)
+      self._thread.start()
+
+  def stop(self) -> None:
+    """Writes a last time; does nothing if it was not started."""
+    if self._thread is not None:
+      self._stop.set()
+      self._thread.join(timeout=SECONDS)  # Storage may stall.
+      if not self._thread.is_alive():
+        self._write()
+
+  def _beat(self) -> None:
+    self._write()
+    while not self._stop.wait(SECONDS):
+      self._write()
+
+  def _write(self) -> None:
+    with contextlib.suppress(OSError):
+      folder = self._directory.subfolder(_DIRECTORY)
+      replace_file(folder / self._name, json.dumps(dataclasses.asdict(self._current())) + '\n')
+
+
+def identity() -> dict[str, Any]:
+  """Returns the fields of a heartbeat that identify the process."""
+  return {'pid': os.getpid(), 'host': socket.gethostname()}
+
+
+def read_heartbeats(directory: str | os.PathLike[str]) -> list[Heartbeat]:
+  """Returns the last heartbeats of a run's processes, in the order of their indices, without damaged ones.
+
+  Files that an earlier launch with more processes has left are ignored.
+  """
+  found = [beat for path in Path(directory, _DIRECTORY).glob('*.json') if (beat := _read(path)) is not None]
+  found.sort(key=lambda beat: beat.process)
+  return [beat for beat in found if beat.process < found[0].processes]
+
+
+def _read(path: Path) -> Heartbeat | None:
+  try:
+    data = parse_json(read_plain(path))
+    given = {f.name: data[f.name] for f in dataclasses.fields(Heartbeat)}
+  except (OSError, ValueError, TypeError, KeyError):
+    return None
+  defaults = Heartbeat()
+  for name, value in given.items():
+    default = getattr(defaults, name)
+    expected = {type(None): (int, float, type(None)), float: (int, float)}.get(type(default), type(default))
+    if not isinstance(value, expected) or isinstance(value, bool):
+      return None
+    if isinstance(value, str):
+      given[name] = printable(value, one_line=True)
+  return Heartbeat(**given)
+
+
+# -------------------------------------------------------------------- whether the process lives
+
+
+def life(beat: Heartbeat, *, is_held: bool, now: float | None = None) -> str:
+  """Returns 'alive', 'silent' (the process exists, but gives no sign of life), 'ended' or 'dead'.
+
+  Args:
+    is_held: whether a process of this host is training in the run's directory.
+    now: seconds since 1970, for tests.
+  """
+  age = max((time.time() if now is None else now) - beat.time, 0.0)
+  if beat.ended:
+    return 'ended'
+  if is_held or (beat.host == socket.gethostname() and beat.process and _exists(beat.pid)):
+    return 'alive' if age < _SILENT else 'silent'
+  if beat.host == socket.gethostname() and not _exists(beat.pid):
+    return 'dead'
+  return 'alive' if age < _SILENT else 'dead'
+
+
+# Seconds without a new heartbeat until a process counts as silent; network storage may show a file late.
+_SILENT = 12 * SECONDS
+
+
+def _exists(pid: int) -> bool:
+  try:
+    os.kill(pid, 0)
+  except PermissionError:
+    return True
+  except (ProcessLookupError, OverflowError):
+    return False
+  return pid > 0

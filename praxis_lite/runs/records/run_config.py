@@ -1,0 +1,275 @@
+"""What a run starts from: its configs, the inputs they describe, a directory, and the PRNG keys made from its seed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.checkpoints.retention import CHECKPOINTS
+from praxis_lite.common.config import REQUIRED, Config, config_values, target
+from praxis_lite.common.config.text import to_text
+from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.common.files import kind_of_other, local_path
+from praxis_lite.inputs import BaseInput
+from praxis_lite.inputs.patient_thread import call_in_time
+from praxis_lite.models.base import BaseModel
+from praxis_lite.sharding.guards import GuardedJit
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training.task import SingleTask, TrainParams
+from praxis_lite.training.state import state_layout
+
+
+class RunKeys(NamedTuple):
+  """PRNG keys, replicated over the mesh. Steps fold in the step number, so a resumed run draws the same numbers."""
+
+  init: jax.Array
+  train: jax.Array
+  evaluate: jax.Array
+
+
+def run_keys(seed: int, mesh: Mesh) -> RunKeys:
+  """Returns the keys of a run."""
+  # Made by a program on the mesh: of several processes, none could put an array on all devices of the mesh.
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return GuardedJit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
+
+
+def check_intervals(settings: TrainParams) -> None:
+  """Raises ConfigError if a number of steps in `task.train` is not positive."""
+  optional = ('eval_interval_steps', 'decode_interval_steps')
+  for name in ('num_train_steps', 'log_interval_steps', 'save_interval_steps', *optional):
+    value, or_none = getattr(settings, name), ' or None' if name in optional else ''
+    if not (value is None and or_none) and (not isinstance(value, int) or value < 1):
+      raise ConfigError(f'task.train.{name} = {value!r}: expected an integer of at least 1{or_none}')
+
+
+def check_all_take_part(mesh: Mesh) -> None:
+  """Raises ConfigError if a process of the run has none of the devices of a mesh: it could take no step."""
+  idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
+  if idle:
+    raise ConfigError(
+      f'task.ici_mesh_shape: the mesh {dict(mesh.shape)} has {mesh.size} of {jax.device_count()} devices, none of host '
+      f'{", ".join(map(str, idle))}; make it larger, or start fewer processes than {jax.process_count()}'
+    )
+
+
+def is_due(step: int, interval: int | None) -> bool:
+  """Whether an action with this interval is due after `step` steps; None means never."""
+  return interval is not None and step > 0 and step % interval == 0
+
+
+class Datasets(NamedTuple):
+  """The inputs returned by the experiment's method `name`: `datasets()` or `decode_datasets()`."""
+
+  name: str
+  inputs: list[BaseInput]
+
+  @property
+  def evaluation(self) -> list[BaseInput]:
+    """The inputs to evaluate on."""
+    return [i for i in self.inputs if not i.is_training]
+
+  def the_training_input(self) -> BaseInput:
+    """Returns the only training input; raises ConfigError if there is none, or more than one."""
+    training = [i for i in self.inputs if i.is_training]
+    if len(training) != 1:
+      raise ConfigError(
+        f'{self.name}(): exactly one input must have is_training=True, and {len(training)} of {len(self.inputs)} have '
+        'it; to train on several, mix them in a MixtureInput'
+      )
+    return training[0]
+
+  def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
+    """Reads a batch of each of `inputs` and lets the model check it; raises UserError if there is none, or it fails."""
+    for i, data in enumerate(self.inputs):
+      if not any(data is wanted for wanted in inputs):
+        continue
+      with prefix_errors(f'{self.name}[{i}]'):
+        try:
+          batch = call_in_time(data.get_next, data.label)
+        except StopIteration:
+          raise DataError(f'{data.label}: there is no batch in it') from None
+        data.reset()
+        model.check_input(data, data.rows_in_memory() or batch)
+        for training in self.inputs:
+          if training.is_training and data is not training:
+            training.check_beside(data)
+
+
+def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
+  """Builds inputs, each of which reads this process's share.
+
+  Raises:
+    ConfigError: two evaluation inputs have the same name, or one of them has the name of the training input.
+  """
+  inputs: list[BaseInput] = []
+  missing = [next((field for field, x in config_values(c).items() if x is REQUIRED), None) for c in configs]
+  for i, config in enumerate(configs):
+    if missing[i] is not None:
+      every = '*' if len(configs) > 1 and len(set(missing)) == 1 else i
+      raise ConfigError(
+        f'{name}[{i}].{missing[i]}: a value is required and none is set (a field of {target(config).__qualname__}), '
+        f"as in --set '{name}[{every}].{missing[i]}=...'"
+      )
+    with prefix_errors(f'{name}[{i}]'):
+      inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
+  labels = [i.label for i in inputs if not i.is_training]
+  twice = [label for label in labels if labels.count(label) > 1]
+  if twice:
+    raise ConfigError(f'{name}(): {len(twice)} inputs are called {twice[0]!r}; set the name of each')
+  named = {data.name: i for i, data in enumerate(inputs) if data.name and data.is_training}
+  for i, data in enumerate(inputs):
+    if data.name in named and not data.is_training:
+      raise ConfigError(
+        f'{name}[{named[data.name]}].name and {name}[{i}].name are both {data.name!r}, of training and evaluation '
+        f'data: their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
+      )
+  return Datasets(name, inputs)
+
+
+def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | None = None) -> None:
+  """Builds the tasks and inputs of several runs, and checks their shardings against their meshes, using only shapes.
+
+  Other exceptions from user code are ignored here: they may depend on where the run takes place.
+
+  Args:
+    configs: the configs of each run, by the run's name. Inputs that several runs share are built once.
+    num_devices: the number of devices that each run will have, if known.
+
+  Raises:
+    UserError: one of them cannot be trained; the message names it.
+  """
+  built: set[str] = set()
+  for name, config in configs.items():
+    with prefix_errors(name):
+      try:
+        _check_task(config.task.instantiate(), num_devices)
+        inputs = to_text({name: group for name, group in config.roots().items() if name != 'task'})
+        if inputs not in built:
+          build_datasets(config.datasets).the_training_input()
+          build_datasets(config.decode_datasets, 'decode_datasets')
+        built.add(inputs)
+      except UserError:
+        raise
+      except Exception:
+        continue
+
+
+def _check_task(task: SingleTask, num_devices: int | None) -> None:
+  check_intervals(task.train)
+  sizes = task.mesh_sizes()
+  needed = math.prod(sizes.values())
+  if num_devices is not None and needed > num_devices:
+    raise ConfigError(f'task.ici_mesh_shape: the mesh needs {needed} devices, and there are {num_devices}')
+  state_layout(task, abstract_mesh(sizes))
+
+
+@contextlib.contextmanager
+def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
+  """Creates the directory if it does not exist, and tests that it is writable, before anything is compiled.
+
+  If an error ends the block before anything was written, created directories are removed again. Raises UserError if the
+  directory cannot be created, or is not writable.
+  """
+  path = local_path(job_log_dir).absolute()
+  created: list[Path] = []
+  try:
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):
+      pass
+  except OSError as error:
+    nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+    reason = f'{nearest} is a file' if nearest.is_file() else error.strerror or str(error)
+    raise UserError(f'job_log_dir {path} is not writable: {reason}') from None
+  _check_checkpoints(path / CHECKPOINTS)
+  try:
+    yield path
+  except BaseException:
+    with contextlib.suppress(OSError):  # A directory that is not empty stays.
+      for folder in created:
+        folder.rmdir()
+    raise
+
+
+def _check_checkpoints(folder: Path) -> None:
+  """Raises UserError if no checkpoint could be saved in a folder, which may not exist yet. Runs would find out late."""
+  try:
+    with tempfile.TemporaryFile(dir=folder):
+      pass
+  except FileNotFoundError:
+    if os.path.lexists(folder):
+      raise UserError(f'{folder} is a symbolic link to what is not there; remove it, or make that') from None
+  except OSError as error:
+    what = 'a file' if folder.is_file() else kind_of_other(folder)
+    reason = error.strerror or str(error) if what in ('', 'a directory') else f'{what} is in its place'
+    raise UserError(f'no checkpoint could be saved in {folder}: {reason}') from None
+
+
+@contextlib.contextmanager
+def held_for_training(path: Path) -> Iterator[None]:
+  """Locks a directory for one training run: a second run would delete the checkpoints that the first one is writing.
+
+  Raises UserError if another run is training there. The system releases the lock however the process ends. A file
+  system without locks is not an error.
+  """
+  if sys.platform == 'win32':  # Windows has no such locks, and the command line does not train there.
+    yield
+    return
+  import fcntl
+
+  directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    for seconds in (*_WAITS, None):
+      try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+      except BlockingIOError:
+        if seconds is None:
+          raise UserError(
+            f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
+          ) from None
+        time.sleep(seconds)  # `is_held` may hold the lock for a moment.
+      except OSError:
+        break  # The file system has no locks.
+    yield
+  finally:
+    os.close(directory)
+
+
+_WAITS = (0.01, 0.05)
+
+
+def is_held(path: Path) -> bool:
+  """Whether a process is training in a directory. Takes a shared lock to find out, and releases it at once.
+
+  False if this is unknown: on Windows, on file systems without locks, and in directories that cannot be read.
+  """
+  if sys.platform == 'win32':
+    return False
+  import fcntl
+
+  try:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+  except OSError:
+    return False
+  try:
+    fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:
+    return False
+  finally:
+    os.close(directory)
+  return False

@@ -1,0 +1,74 @@
+"""The state of a run, from its heartbeats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from praxis_lite.common.figures import duration, short_number
+from praxis_lite.runs.records.goodput import ACTIVITIES, goodput_line, seconds_of
+from praxis_lite.runs.records.heartbeat import Heartbeat, life
+
+
+class Status(NamedTuple):
+  """The state of a run.
+
+  Attributes:
+    is_well: whether each process is alive, or ended normally.
+    lines: for people; the first one says whether the run is alive.
+  """
+
+  is_well: bool
+  lines: list[str]
+
+
+def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = None) -> Status:
+  """Returns the state of a run.
+
+  Args:
+    beats: the last heartbeats of its processes, at least one.
+    is_held: whether a process of this host is training in the run's directory.
+    now: seconds since 1970, for tests.
+  """
+  now = time.time() if now is None else now
+  lives = [life(beat, is_held=is_held, now=now) for beat in beats]
+  is_well = all(alive == 'alive' or (alive == 'ended' and ':' not in beat.ended) for alive, beat in zip(lives, beats))
+  first = beats[0]
+  lines = [_life(lives[0], first, now)]
+  lines += [f'process {beat.process}: {_life(alive, beat, now)}' for alive, beat in zip(lives[1:], beats[1:])]
+  if len(beats) < first.processes:
+    lines.append(f'{first.processes - len(beats)} of {first.processes} processes have not given a sign of life')
+    is_well = is_well and lives[0] == 'ended'
+  lines.append(_progress(first, is_running=lives[0] == 'alive'))
+  if first.saved_step is None or first.saved is None:
+    lines.append('last save: none yet')
+  else:
+    lines.append(f'last save: step {first.saved_step}, {_ago(first.saved, now)}')
+  lines.append(goodput_line(seconds_of(first.goodput)))
+  return Status(is_well, lines)
+
+
+def _life(alive: str, beat: Heartbeat, now: float) -> str:
+  who, when = f'process {beat.pid} on {beat.host}', _ago(beat.time, now)
+  if alive == 'ended':
+    return f'ended ({beat.ended}), {when}'
+  if alive == 'dead':
+    return f'dead: {who} is gone without having ended; its last sign of life was {when}'
+  doing = f'{ACTIVITIES.get(beat.doing, beat.doing)} for {duration(beat.doing_for)}'
+  if alive == 'silent':
+    return f'silent: {who} exists, and gives no sign of life; the last was {when}, then {doing}'
+  return f'alive: {who}, {doing} ({when})'
+
+
+def _progress(beat: Heartbeat, *, is_running: bool) -> str:
+  text = f'step {beat.step} of {beat.total_steps}'
+  if is_running and beat.rate > 0:
+    text += f', {short_number(beat.rate)} step/s'
+    left = max(beat.total_steps - beat.step, 0) / beat.rate
+    text += f', {duration(left)} left without evaluations and saves'
+  return text
+
+
+def _ago(then: float, now: float) -> str:
+  return f'{duration(max(now - then, 0.0))} ago'

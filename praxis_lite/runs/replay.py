@@ -1,0 +1,129 @@
+"""Running one step of a run again, operation by operation: which layer first computes a value that is not finite."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from praxis_lite.checkpoints import Checkpointer, saved_steps
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, UserError
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.common.files import user_path
+from praxis_lite.inputs import PrefetchIterator
+from praxis_lite.common.jax_internals import UnknownJax, reading
+from praxis_lite.sharding.padding import slice_to
+from praxis_lite.runs.records.run_config import build_datasets, run_keys
+from praxis_lite.runs.nonfinite import NonFiniteError
+from praxis_lite.runs.trouble import batches_to_skip, read_troubles
+from praxis_lite.runs.vocabulary import use_kept_vocabulary
+from praxis_lite.training.first_nonfinite import Trace
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import TrainState
+from praxis_lite.training.steps import loss_and_gradients
+from praxis_lite.common.trees import NestedDict
+
+
+def trace_step(partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict) -> Trace:
+  """Computes the loss and the gradients of a step on one device, operation by operation.
+
+  Args:
+    partitioned: the task on its mesh.
+    state, prng_key, batch: the arguments of the step; none is donated.
+
+  Raises:
+    ConfigError: there are several hosts, so that no device can have it all.
+  """
+  if jax.process_count() > 1:
+    raise ConfigError('a step can be looked at on one host only; run `praxis-lite replay` there')
+  here = jax.sharding.SingleDeviceSharding(partitioned.mesh.devices.flat[0])
+  variables = jax.device_put(slice_to(state.mdl_vars, partitioned.layout.mdl_vars.unpadded_shapes), here)
+  step, key, rows = jax.device_put((state.step, prng_key, batch), here)
+  model = partitioned.jax_task.model
+  trace = Trace('' if model.name else type(model).__name__)
+  trace.run(lambda v, s, k, b: loss_and_gradients(partitioned.jax_task, v, s, k, b), variables, step, key, rows)
+  return trace
+
+
+def check_finite(
+  partitioned: PartitionedTask, before: int, state: TrainState, prng_key: jax.Array, batch: NestedDict
+) -> None:
+  """Raises NonFiniteError, which names the layer, for a step that was not finite.
+
+  Args:
+    before: steps taken before it.
+    state: the state after it, of which the learner has changed nothing but the step.
+  """
+  step = jax.device_put(np.asarray(before, np.int32), state.step.sharding)
+  try:
+    with reading('a step, operation by operation'):
+      trace = trace_step(partitioned, state.replace(step=step), prng_key, batch)
+  except UnknownJax as error:
+    raise NonFiniteError(f'step {before + 1} is not finite; in which layer is not known: {error}') from error
+  origin = trace.origins[0] if trace.origins else 'it is finite when each operation is run on its own on one device'
+  raise NonFiniteError(f'step {before + 1} is not finite; the first value that is not: {origin}')
+
+
+def replay(
+  config: ExperimentConfig, job_log_dir: str | Path, step: int, seed: int, line: Callable[[str], object] = print
+) -> Trace:
+  """Runs a step of a run again and prints what each layer computes; nothing in the directory is changed.
+
+  The run is taken up from the checkpoint before the step, with the batches of that time.
+
+  Raises:
+    UserError: there is no way to that step: the checkpoints before it are gone and the run did not start from its seed.
+  """
+  directory = user_path(job_log_dir).absolute()
+  if step < 1:
+    raise UserError(f'--step={step}: expected the number of a step, from 1 on')
+  config = use_kept_vocabulary(config, directory)
+  task = config.task.instantiate()
+  mesh = task.create_mesh()
+  keys = run_keys(seed, mesh)
+  train_input = build_datasets(config.datasets).the_training_input()
+  partitioned = PartitionedTask(task, train_input.batch_struct(), mesh=mesh)
+
+  troubles = read_troubles(directory)
+  number = next((i for i, t in enumerate(troubles) if t.first <= step <= t.last), None)
+  newest = step - 1
+  if number is not None:
+    line(f'step {step} was in trouble: {troubles[number].what}; action: {troubles[number].action}')
+    newest = min([newest, *(t.back_to for t in troubles[number:] if t.back_to is not None)])
+  start = max((s for s in saved_steps(directory) if s <= newest), default=None)
+  if start is None:
+    if task.train.init_from.path is not None:
+      raise CheckpointError(f'there is no checkpoint of step {newest} or before in {directory} to start from')
+    state = jax.block_until_ready(partitioned.init_state(keys.init))
+  else:
+    with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
+      state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes, step=start)
+      saved = checkpointer.input_state(start)
+    if saved is not None:
+      train_input.set_state(saved)
+  line(f'from {"the start" if start is None else f"the checkpoint of step {start}"} to step {step}')
+  skipped = batches_to_skip(troubles[:number])
+  with PrefetchIterator(train_input, partitioned.train_step.put_inputs, left_out=skipped) as batches:
+    for batch in batches:
+      if int(state.step) == step - 1:
+        break
+      state = partitioned.train_step(state, keys.train, batch).state
+    else:
+      raise DataError(f'the training data is over after step {int(state.step)}')
+    line(f'its batch begins at {batches.state_before}')
+    for example in train_input.examples_at(batches.state_before):
+      line(f'  {example}')
+  trace = trace_step(partitioned, state, keys.train, batch)
+  width = max([5, *map(len, trace.layers)])
+  line(f'{"layer":<{width}}  {"rms":>9}  {"largest":>9}  not finite')
+  for name, s in trace.layers.items():
+    bad = f'{s.not_finite} of {s.size}' if s.not_finite else ''
+    line(f'{name:<{width}}  {s.rms:>9.3g}  {s.largest:>9.3g}  {bad}'.rstrip())
+  for i, origin in enumerate(trace.origins):
+    line(f'{"first" if i == 0 else "then"} not finite: {origin}')
+  if not trace.origins:
+    line('all values are finite')
+  return trace

@@ -1,0 +1,158 @@
+"""Runs from Python: `open_run` reads a run directory, and `load` restores its model.
+
+run = praxis_lite.open_run('runs/demo')
+run.config.task, run.metrics['eval/validation/loss'], run.checkpoints.steps
+model = run.load()
+model.decode(['def '], temperature=0.7)
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.training import registry
+from praxis_lite.checkpoints import BestCheckpoint, Checkpointer, Step
+from praxis_lite.common.errors import ShardingError, UserError
+from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig, configure
+from praxis_lite.common.files import user_path
+from praxis_lite.sharding.mesh import auto_mesh, create_device_mesh
+from praxis_lite.runs.records.curves import MetricsTable, read_metrics
+from praxis_lite.runs.records.record import RunRecord, has_record, read_record
+from praxis_lite.runs.records.runs import runs_near
+from praxis_lite.runs.trained import TrainedModel, restore_model
+from praxis_lite.runs.vocabulary import use_kept_vocabulary
+from praxis_lite.training.task import SingleTask
+
+
+class Checkpoints(NamedTuple):
+  """The checkpoints of a run.
+
+  Attributes:
+    steps: their steps, in order.
+    best: the best one by `task.train.best_metric`; None if the run has none.
+  """
+
+  steps: list[int]
+  best: BestCheckpoint | None
+
+  @property
+  def latest(self) -> int | None:
+    """The step of the newest; None if there are none."""
+    return self.steps[-1] if self.steps else None
+
+
+class SavedRun:
+  """A run directory. Its metrics and checkpoints are read anew at each access, so it may be training.
+
+  Attributes:
+    directory: the job_log_dir.
+  """
+
+  def __init__(self, directory: Path, config: ExperimentConfig | None = None, trusted: Collection[str] = ()):
+    self.directory = directory
+    self._config = config
+    self._trusted = trusted
+
+  @functools.cached_property
+  def config(self) -> ExperimentConfig:
+    """The configs of the run: those that `open_run` was given, or those that the directory records.
+
+    They may be edited before `load`, for example to give a dataset another path.
+    """
+    if self._config is None and not has_record(self.directory):
+      raise UserError(f'{self.directory} does not record its config; name its experiment: open_run(directory, exp=...)')
+    return self.record.config if self._config is None else self._config
+
+  @functools.cached_property
+  def record(self) -> RunRecord:
+    """What the directory says of how it was made: commands, seeds, versions, meshes; see `RunRecord`."""
+    return read_record(self.directory, trusted=self._trusted)
+
+  @property
+  def metrics(self) -> MetricsTable:
+    """The metrics that were written, a column for each and a row for each step with any."""
+    return read_metrics(self.directory)
+
+  @property
+  def checkpoints(self) -> Checkpoints:
+    """The complete checkpoints."""
+    checkpointer = Checkpointer(self.directory, read_only=True)
+    try:
+      return Checkpoints(checkpointer.all_steps(), checkpointer.best())
+    finally:
+      checkpointer.close()
+
+  def load(
+    self,
+    *,
+    mesh: Mesh | Sequence[int] | None = None,
+    step: Step = None,
+    ema: bool | None = None,
+    seed: int = 0,
+  ) -> TrainedModel:
+    """Restores the model of a checkpoint.
+
+    Args:
+      mesh: a mesh with the axes of the task, or its size along each of them; None: one device.
+      step: step of the checkpoint, or 'best'; None: the newest.
+      ema: use the moving averages of the variables, if the learner keeps them; None: as `task.evaluate.use_ema`.
+      seed: for models that draw random numbers while they predict or evaluate.
+
+    Raises:
+      UserError: there is no such checkpoint, or the mesh does not fit the task or the devices.
+    """
+    create_mesh = functools.partial(_mesh_for, mesh=mesh)
+    use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
+    config = use_kept_vocabulary(self.config, self.directory)
+    return restore_model(config, self.directory, create_mesh, step=step, use_ema=use_ema, seed=seed)
+
+  def __repr__(self) -> str:
+    return f'<run {self.directory}, checkpoints of steps {self.checkpoints.steps}>'
+
+
+def open_run(
+  job_log_dir: str | os.PathLike[str],
+  exp: str | type[BaseExperiment] | ExperimentConfig | None = None,
+  *,
+  trusted: str | Collection[str] = (),
+) -> SavedRun:
+  """Opens a run directory. Nothing is restored or compiled before it is needed.
+
+  Args:
+    job_log_dir: the directory of the run.
+    exp: its experiment: a name as for --exp, a class, or edited configs; None: what the directory records.
+    trusted: modules, packages or Python files whose code the recorded config may name too, as for --trust.
+
+  Raises:
+    UserError: there is no such directory or experiment, or the directory is no run but has runs in it, or is in one.
+  """
+  directory = user_path(job_log_dir)
+  if not directory.is_dir():
+    raise UserError(f'there is no run in {directory}: it is not a directory')
+  is_run = has_record(directory) or any((directory / name).exists() for name in ('checkpoints', 'metrics.jsonl'))
+  if exp is None and not is_run and (near := runs_near(directory)):
+    raise UserError(f'{directory} is no run{near}')
+  if isinstance(exp, str):
+    exp = registry.get(exp)
+  if isinstance(exp, type):
+    exp = configure(exp)
+  return SavedRun(directory, exp, (trusted,) if isinstance(trusted, str) else trusted)
+
+
+def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
+  """The mesh of a loaded model, with Auto axes named as those of the task."""
+  names = task.mesh_axis_names or ('data',)
+  if isinstance(mesh, int):
+    raise ShardingError(f'load: mesh = {mesh}: expected the size along each of the axes {names}, such as ({mesh},)')
+  if not isinstance(mesh, Mesh):
+    return create_device_mesh((1,) * len(names) if mesh is None else tuple(mesh), None, names)
+  if set(mesh.axis_names) != set(names):
+    raise ShardingError(f'load: the mesh has the axes {mesh.axis_names}; those of the task are {names}')
+  return auto_mesh(np.asarray(mesh.devices), mesh.axis_names)

@@ -1,0 +1,175 @@
+"""Sweeps: a grid of overrides, each point trained in a run directory of its own, by a process of its own.
+
+    folder/learning_rate=0.001,num_layers=2/     a run, with the output of its process in sweep.log
+           learning_rate=0.003,num_layers=2/
+           sweep.json                            which points are finished, and with which config
+
+Points that are finished are not started again, unless their config has changed; others resume where they stopped.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import re
+import signal
+import subprocess
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from praxis_lite.common.config.overrides import alternatives
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.files import parse_json, read_plain, replace_file
+from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
+from praxis_lite.runs.records.runs import short_names
+
+_FINISHED, _LOG = 'sweep.json', 'sweep.log'
+_STOP_SECONDS = 600.0  # To save and end after a signal.
+_MOST_NAME = 120  # Characters; file systems allow 255 bytes.
+
+
+class Point(NamedTuple):
+  """A point of a grid: the name of its run directory, and its overrides."""
+
+  name: str
+  overrides: tuple[str, ...]
+
+
+def grid(overrides: Sequence[str]) -> list[Point]:
+  """Returns the points of overrides of which some have several values; see `overrides.alternatives`.
+
+  Raises:
+    ConfigError: none has several values, one of them twice, or two of those are of one path.
+  """
+  options = [alternatives(override) for override in overrides]
+  varied = [choices[0].partition('=')[0] for choices in options if len(choices) > 1]
+  if not varied:
+    bracketed = ' without brackets' if any(choice.endswith((')', ']')) for (choice,) in options) else ''
+    raise ConfigError(
+      f'nothing is varied: give a --set several values, with commas between them{bracketed}, as in '
+      '--set task.train.learner.learning_rate=1e-3,3e-3'
+    )
+  twice = [path for path in varied if varied.count(path) > 1]
+  if twice:
+    raise ConfigError(f'{twice[0]} is varied twice; write all of its values in one --set')
+  for path, choices in zip((choices[0].partition('=')[0] for choices in options), options):
+    for choice, count in collections.Counter(choices).items():
+      if count > 1:
+        raise ConfigError(f'{path}: the value {choice.partition("=")[2]} is given {count} times')
+  names = short_names(varied)
+  points = []
+  for chosen in itertools.product(*options):
+    values = dict(override.split('=', 1) for override in chosen)
+    points.append(Point(_directory_name({path: values[path] for path in varied}, names), chosen))
+  return points
+
+
+def _directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
+  name = ','.join(f'{names[path]}={value}' for path, value in values.items())
+  shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in values.items()}
+  plain = ','.join(f'{names[path]}={value}' for path, value in shown.items())
+  plain = re.sub(r'[^\w.,=+-]+', '_', plain)[:_MOST_NAME]
+  return plain if plain == name else f'{plain}-{zlib.crc32(name.encode()):08x}'
+
+
+class FinishedPoints:
+  """The points of a sweep that are finished, as `folder/sweep.json` has them: the digest of the config of each."""
+
+  def __init__(self, folder: Path):
+    self._path = folder / _FINISHED
+    self._digests: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+      self._digests = dict(parse_json(read_plain(self._path))['finished'])
+
+  def has(self, point: Point, config: str) -> bool:
+    """Whether a point is finished, with a config of this text."""
+    return self._digests.get(point.name) == _digest(config)
+
+  def add(self, point: Point, config: str) -> None:
+    self._digests[point.name] = _digest(config)
+    replace_file(self._path, json.dumps({'finished': self._digests}, indent=1) + '\n')
+
+
+def _digest(text: str) -> str:
+  return f'{zlib.crc32(text.encode()):08x}'
+
+
+def run_points(
+  points: Sequence[Point],
+  folder: Path,
+  command: Callable[[Point], list[str]],
+  *,
+  parallel: int = 1,
+  ended: Callable[[Point, int, float], None],
+) -> bool:
+  """Runs a process for each point, `parallel` at a time.
+
+  SIGINT and SIGTERM start no more processes, and pass SIGTERM to those that run, which save. A second one kills
+  them; what has not ended ten minutes after the first one is killed as well.
+
+  Args:
+    points: in the order to run them in.
+    folder: the directory of the sweep.
+    command: returns the command line of a point; its output is appended to a file in the point's directory.
+    ended: called when the process of a point has ended, with its exit code and how many seconds it took.
+
+  Returns:
+    Whether a signal ended the sweep.
+  """
+  waiting = collections.deque(points)
+  running: dict[Point, tuple[subprocess.Popen[bytes], float]] = {}
+  stopped_at: float | None = None
+  with _passing_signals(running) as stop:
+    while running or (waiting and not stop.is_set()):
+      while waiting and len(running) < parallel and not stop.is_set():
+        point = waiting.popleft()
+        directory = folder / point.name
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / _LOG, 'ab') as log:
+          # In a session of its own: a terminal sends Ctrl-C to all processes of this one.
+          process = subprocess.Popen(
+            command(point), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+          )
+        running[point] = process, time.monotonic()
+      time.sleep(0.05)
+      if stop.is_set() and stopped_at is None:
+        stopped_at = time.monotonic()
+      if stopped_at is not None and time.monotonic() - stopped_at > _STOP_SECONDS:
+        for process, _ in running.values():
+          process.kill()
+      for point, (process, started) in list(running.items()):
+        if (code := process.poll()) is not None:
+          del running[point]
+          ended(point, code, time.monotonic() - started)
+    return stop.is_set()
+
+
+@contextlib.contextmanager
+def _passing_signals(running: Mapping[Point, tuple[subprocess.Popen[bytes], float]]) -> Iterator[threading.Event]:
+  stop = threading.Event()
+
+  def handle(number: int, frame: FrameType | None) -> None:
+    for process, _ in list(running.values()):
+      process.send_signal(signal.SIGKILL if stop.is_set() else signal.SIGTERM)
+      process.send_signal(signal.SIGCONT)  # One that is stopped acts on SIGTERM when it goes on.
+    stop.set()
+
+  before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+  try:
+    yield stop
+  finally:
+    for s, handler in before.items():
+      signal.signal(s, handler)
+
+
+def last_line(folder: Path, point: Point) -> str:
+  """Returns the last line that the process of a point has written; empty if there is none."""
+  lines = (folder / point.name / _LOG).read_text(encoding='utf-8', errors='replace').strip().splitlines()
+  return lines[-1] if lines else ''

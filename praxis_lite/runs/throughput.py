@@ -1,0 +1,105 @@
+"""Where the time goes: the start-up, then steps, examples and tokens per second, and the used share of the peak."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from praxis_lite.common.accelerators import bf16_peak_of
+
+
+class StartupTimes:
+  """Assigns all time from its making to the first step to named phases.
+
+      startup = StartupTimes()
+      ...
+      startup.mark('data')              # the time since then belongs to 'data'
+      startup.report()                  # 'first step after 7.9 s: data 0.4, compile 2.9, ...'
+
+  `clock` returns seconds, for tests.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    self._clock = clock
+    self._last = clock()
+    self._seconds: dict[str, float] = {}
+
+  def mark(self, name: str) -> None:
+    """Assigns the time since the last mark to phase `name`."""
+    self.mark_parts({name: self._clock() - self._last})
+
+  def mark_parts(self, seconds: Mapping[str, float]) -> None:
+    """Assigns the time since the last mark to several phases, whose seconds were measured elsewhere."""
+    for name, value in seconds.items():
+      self._seconds[name] = self._seconds.get(name, 0.0) + value
+    self._last = self._clock()
+
+  def report(self) -> str:
+    """Returns one line; phases of less than 0.05 s are left out."""
+    shown = ', '.join(f'{name} {seconds:.1f}' for name, seconds in self._seconds.items() if seconds >= 0.05)
+    return f'first step after {sum(self._seconds.values()):.1f} s: {shown}'
+
+
+def peak_flops(device: jax.Device) -> float | None:
+  """Returns the dense bfloat16 peak of one device in operations per second; None if unknown, as for a CPU."""
+  return None if device.platform == 'cpu' else bf16_peak_of(device.device_kind)
+
+
+class Rates(NamedTuple):
+  """Speeds over the steps since the last call; tokens and MFU are None if there are none or they are unknown."""
+
+  steps_per_second: float
+  examples_per_second: float
+  tokens_per_second: float | None
+  mfu: float | None
+
+  def to_metrics(self) -> dict[str, float]:
+    """The known speeds by name, for summaries."""
+    return {f'speed/{name}': value for name, value in self._asdict().items() if value is not None}
+
+
+class Throughput:
+  """Measures speed between calls of `rates`.
+
+  Args:
+    batch_struct: shapes of one global batch; tokens are counted if it has `ids` of shape [B, T].
+    flops_per_step: model operations of one step over all devices; None if unknown.
+    devices: the devices of the mesh.
+    clock: returns seconds; for tests.
+  """
+
+  def __init__(
+    self,
+    batch_struct: Mapping[str, Any],
+    *,
+    flops_per_step: float | None = None,
+    devices: Iterable[jax.Device] = (),
+    clock: Callable[[], float] = time.perf_counter,
+  ):
+    self._examples = int(jax.tree.leaves(dict(batch_struct))[0].shape[0])
+    ids = batch_struct.get('ids')
+    self._tokens = math.prod(ids.shape) if ids is not None and len(ids.shape) == 2 else None
+    self._flops = flops_per_step
+    peaks = [peak_flops(device) for device in devices]
+    self._peak = math.fsum(p for p in peaks if p) if peaks and all(peaks) else None
+    self._clock = clock
+    self._mark: tuple[int, float] | None = None
+
+  def restart(self, step: int) -> None:
+    """Starts measuring after `step`: the time since the last call, such as that of an evaluation, does not count."""
+    self._mark = (step, self._clock())
+
+  def rates(self, step: int) -> Rates | None:
+    """Returns the speeds of the steps up to `step` since the last call or restart; None if there were none."""
+    now = self._clock()
+    before, self._mark = self._mark, (step, now)
+    if before is None or step <= before[0] or now <= before[1]:
+      return None
+    steps = (step - before[0]) / (now - before[1])
+    tokens = None if self._tokens is None else steps * self._tokens
+    mfu = None if self._flops is None or self._peak is None else steps * self._flops / self._peak
+    return Rates(steps, steps * self._examples, tokens, mfu)

@@ -1,0 +1,286 @@
+"""Numerical trouble: steps that are not finite, losses that jump, the batches of these steps, and going back.
+
+    job_log_dir/trouble.jsonl    {"first": 812, "last": 814, "what": "...", "action": "rollback", "back_to": 800,
+                                  "batches": [{"epoch": 0, "position": 51904, ...}, ...]}      a line for each trouble
+                losses.json      the last losses, from which a run that resumes knows what a jump is
+
+A batch is known by the state of the input before it. With the action 'rollback', the checkpoints of the steps from the
+first one on are removed, the run goes on from the one before, as a restart would, and leaves these batches out: now,
+and in each restart to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import multihost_utils
+
+from praxis_lite.checkpoints import saved_steps
+from praxis_lite.runs.cluster.emergency import forget_copies
+from praxis_lite.checkpoints.retention import step_folder, take_away
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove_all, replace_file
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.training.task import LossSpikeParams
+from praxis_lite.training.steps import TrainStepOutput
+
+_FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
+_MOST_RECORDED = 1000
+# Steps whose batches are remembered beside those of a jump: metrics are read a few steps later.
+_IN_FLIGHT = 16
+# How few losses have a median that counts; how many are kept for a restart.
+_FEWEST, _KEPT = 20, 2000
+
+
+class LossSpikeError(UserError):
+  """The loss jumped and `task.train.loss_spike.action` is 'raise', or going back did not help."""
+
+
+class Trouble(NamedTuple):
+  """Steps of a run that were not as they should be.
+
+  Attributes:
+    first, last: the first and the last of them.
+    what: what was wrong, for people.
+    action: 'skip', 'raise' or 'rollback'.
+    batches: the states of the input before their batches.
+    back_to: the step of the checkpoint that the run went back to; 0 is its start, None: it did not go back.
+    examples: names of the examples of the first batch, such as 'record 7 of a.array_record', where the input knows.
+  """
+
+  first: int
+  last: int
+  what: str
+  action: str
+  batches: Sequence[InputState] = ()
+  back_to: int | None = None
+  examples: Sequence[str] = ()
+
+
+class GoBack(BaseException):
+  """Ends this attempt to train: the run goes on from an earlier checkpoint. No handler of errors may stop it."""
+
+  def __init__(self, trouble: Trouble):
+    super().__init__(trouble.what)
+    self.trouble = trouble
+
+
+def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
+  """Returns what was wrong in a run, in the order of its happening; lines that are damaged are left out."""
+  found = []
+  with contextlib.suppress(OSError, UnicodeDecodeError):
+    for line in read_plain(Path(directory, _FILE)).decode().splitlines():
+      with contextlib.suppress(ValueError, TypeError, KeyError):
+        trouble = _parse(parse_json(line))
+        if trouble is not None:
+          found.append(trouble)
+  return found
+
+
+def _parse(data: dict[str, Any]) -> Trouble | None:
+  try:
+    trouble = Trouble(**{name: data[name] for name in Trouble._fields})
+    is_whole = isinstance(trouble.first, int) and all(isinstance(state, dict) for state in trouble.batches)
+  except (TypeError, KeyError):
+    return None
+  return trouble if is_whole else None
+
+
+def batches_to_skip(troubles: Sequence[Trouble]) -> list[InputState]:
+  """Returns the states of the input before the batches that are left out."""
+  return [state for trouble in troubles if trouble.action == 'rollback' for state in trouble.batches]
+
+
+def read_rollbacks(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Returns the troubles for which a run has gone back, for JSON."""
+  return [trouble._asdict() for trouble in read_troubles(directory) if trouble.action == 'rollback']
+
+
+def restore_rollbacks(directory: Path, records: Sequence[dict[str, Any]]) -> int:
+  """Writes those of these troubles that the directory has lost; returns how many. One process of a run calls this."""
+  before = read_troubles(directory)
+  lost: list[Trouble] = []
+  for record in records:
+    trouble = _parse(record)
+    if trouble is not None and all(_place(trouble) != _place(known) for known in (*before, *lost)):
+      lost.append(trouble)
+  if lost:
+    _write(directory, [*lost, *before])
+  return len(lost)
+
+
+def count_rollbacks(directory: str | os.PathLike[str]) -> int:
+  """Returns how often a run has gone back to an earlier checkpoint."""
+  return sum(trouble.action == 'rollback' for trouble in read_troubles(directory))
+
+
+class LossSpikes:
+  """Finds losses of more than `factor` times the median of those before, `steps` of them in a row.
+
+  A loss that is too high does not count for the median.
+  """
+
+  def __init__(self, settings: LossSpikeParams):
+    self._factor, self._steps = settings.factor, settings.steps
+    self._recent: deque[float] = deque(maxlen=settings.window)
+    self._in_a_row = 0
+
+  def add(self, step: int, loss: float) -> str | None:
+    """Takes the loss of the next step; returns a message if it is the last one of a jump."""
+    median = statistics.median(self._recent) if len(self._recent) >= min(_FEWEST, self._recent.maxlen or 0) else None
+    if median is None or self._factor is None or not loss > self._factor * median > 0:
+      self._recent.append(loss)
+      self._in_a_row = 0
+      return None
+    self._in_a_row += 1
+    if self._in_a_row < self._steps:
+      return None
+    first, self._in_a_row = step - self._in_a_row + 1, 0
+    steps = (
+      f'step {step}: the loss {loss:.4g} is' if first == step else f'steps {first} to {step}: the loss, {loss:.4g}'
+    )
+    return f'{steps}{"" if first == step else " at the end, is"} more than {self._factor:g} x its median {median:.4g}'
+
+
+class TroubleWatch(Observer):
+  """Decides what happens after a step that was not finite, or whose loss jumps, and records it.
+
+  Args:
+    directory: the run's directory.
+    loss_spike: `task.train.loss_spike`.
+    on_nonfinite: what the learner does with a step that is not finite.
+    first_step: steps taken before this process.
+    describe: returns the names of the examples of a batch, from the state of the input before it.
+    losses: (step, loss) of the last steps before this process; None means that `losses.json` has them.
+
+  Attributes:
+    needs_losses: whether `add_loss` is to be called.
+  """
+
+  def __init__(
+    self,
+    directory: Path,
+    loss_spike: LossSpikeParams,
+    on_nonfinite: str,
+    first_step: int,
+    describe: Callable[[InputState], Sequence[str]] = lambda state: [],
+    losses: Sequence[tuple[int, float]] | None = None,
+  ):
+    self._directory = KnownFolder(directory)
+    self._on_nonfinite = on_nonfinite
+    self._on_spike, self._spike_steps = loss_spike.action, loss_spike.steps
+    self._describe = describe
+    self._spikes = LossSpikes(loss_spike) if loss_spike.factor is not None else None
+    self.needs_losses = self._spikes is not None
+    self._batches: dict[int, InputState] = {}
+    self._losses: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+    if self._spikes is not None:
+      for step, loss in _read_losses(directory) if losses is None else losses:
+        if step <= first_step:
+          self._losses.append((step, loss))
+          self._spikes.add(step, loss)
+
+  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
+    """Remembers from where the batch of the step was read."""
+    self._batches[run.step] = read_from
+    self._batches.pop(run.step - _IN_FLIGHT - self._spike_steps, None)
+
+  def on_pause(self, run: Run, reason: PauseReason) -> None:
+    """Writes the losses until now, for a run that resumes from what is saved next."""
+    if reason in ('save', 'copy') and self._spikes is not None and is_primary_process():
+      with contextlib.suppress(OSError):
+        self._directory.replace_file(_LOSSES, json.dumps(list(self._losses)) + '\n')
+
+  def progress(self) -> Mapping[str, Any]:
+    losses = tuple(self._losses) if self._spikes is not None else None
+    return {'losses': losses, 'troubles': read_rollbacks(self._directory.path)}
+
+  def add_nonfinite(self, step: int, what: str) -> None:
+    """Takes a step that was not finite; raises GoBack if the run goes back."""
+    self._record_or_go_back(step, step, what, self._on_nonfinite)
+
+  def add_loss(self, step: int, loss: float) -> None:
+    """Takes the loss of a step that was finite; raises GoBack or LossSpikeError after a jump."""
+    assert self._spikes is not None
+    self._losses.append((step, loss))
+    what = self._spikes.add(step, loss)
+    if what is not None:
+      first = step - self._spike_steps + 1
+      self._record_or_go_back(first, step, what, self._on_spike)
+      raise LossSpikeError(
+        f'{what}, and task.train.loss_spike.action is raise; the checkpoints before are kept. '
+        f'`praxis-lite replay {self._directory.path} --step={first}` looks into it'
+      )
+
+  def _record_or_go_back(self, first: int, last: int, what: str, action: str) -> None:
+    batches = [self._batches[step] for step in range(first, last + 1) if step in self._batches]
+    examples = self._describe(batches[0]) if batches else []
+    trouble = Trouble(first, last, what, action, batches, None, examples)
+    if action == 'rollback':
+      raise GoBack(trouble)
+    if is_primary_process():
+      with contextlib.suppress(OSError):
+        if not self._directory.is_elsewhere():
+          _record(self._directory.path, trouble)
+
+
+def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
+  """Removes the checkpoints from the first bad step on and all emergency copies, and records the batches to leave out.
+
+  All processes call it, once nothing is being saved or read. A kill between the two leaves a run that resumes from the
+  earlier checkpoint, meets the same trouble and comes here again.
+
+  Raises:
+    LossSpikeError: the run has gone back `max_rollbacks` times already.
+  """
+  steps = saved_steps(directory)
+  back_to = max((step for step in steps if step < trouble.first), default=0)
+  trouble = trouble._replace(back_to=back_to)
+  count = count_rollbacks(directory)
+  if count >= max_rollbacks:
+    raise LossSpikeError(
+      f'{trouble.what}; the run has gone back {count} times, as often as task.train.max_rollbacks allows. Its '
+      f'checkpoint of step {back_to} is kept. Lower the learning rate, or look at the data: '
+      f'`praxis-lite replay {directory} --step={trouble.first}`'
+    )
+  if is_primary_process():
+    forget_copies(directory)
+    for step in steps:
+      if step >= trouble.first:
+        remove_all(take_away(step_folder(directory, step)))
+    _record(directory, trouble)
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices('praxis_lite: went back')
+  return trouble
+
+
+def _record(directory: Path, trouble: Trouble) -> None:
+  known = read_troubles(directory)
+  if any(_place(earlier) == _place(trouble) for earlier in known) or len(known) >= _MOST_RECORDED:
+    return  # A step that a restart has taken again.
+  _write(directory, [*known, trouble])
+
+
+def _write(directory: Path, troubles: Sequence[Trouble]) -> None:
+  replace_file(directory / _FILE, ''.join(f'{json.dumps(t._asdict())}\n' for t in troubles))
+
+
+def _place(trouble: Trouble) -> tuple[int, int, str, list[str]]:
+  return trouble.first, trouble.last, trouble.action, [json.dumps(state, sort_keys=True) for state in trouble.batches]
+
+
+def _read_losses(directory: Path) -> list[tuple[int, float]]:
+  try:
+    found = parse_json(read_plain(directory / _LOSSES))
+    return [(int(step), float(loss)) for step, loss in found]
+  except (OSError, ValueError, TypeError):
+    return []

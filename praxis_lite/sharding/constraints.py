@@ -1,0 +1,142 @@
+"""Sharding constraints inside a step, on the ambient mesh if there is one, by specs or by logical names.
+
+The same layer code runs with a mesh and without: without one, a constraint returns its argument. The ambient mesh is
+the one that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set. Logical names are resolved by the rules in
+force (`axis_rules`), which inside the steps of a task are the task's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from praxis_lite.common.errors import ShardingError, did_you_mean
+from praxis_lite.sharding.rules import LogicalAxisRule, LogicalAxisRules, resolve
+from praxis_lite.sharding.specs import (
+  UNCONSTRAINED,
+  all_axes,
+  axes_to_entry,
+  check_axes_once,
+  complete_spec,
+  infer_partition_spec_based_on_rank_fn,
+  spec_axes,
+)
+from praxis_lite.sharding.weights import SplitDimsMapping
+
+TreeT = TypeVar('TreeT')
+
+
+def global_mesh_defined() -> bool:
+  """Whether there is an ambient mesh."""
+  return not jax.sharding.get_abstract_mesh().empty
+
+
+def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | NamedSharding | None) -> jax.Array:
+  """Constrains `x` to be split by a spec over the ambient mesh, or by a sharding, which brings its own mesh.
+
+  Returns `x` itself where there is no spec, or a spec and no mesh or a mesh of one device. Dimensions need not divide;
+  one that is UNCONSTRAINED is left to the compiler. Inside `shard_map`, `x` is already one device's part along the
+  mapped (Manual) axes, so these are left out of the constraint. Outside of jit, an uneven constraint does not split an
+  array.
+
+  Raises:
+    ShardingError: the spec names an axis that the mesh does not have, names one twice, or has more entries than `x` has
+      dimensions.
+  """
+  if spec_or_sharding is None:
+    return x
+  manual = manual_axes()
+  if isinstance(spec_or_sharding, PartitionSpec):
+    spec = complete_spec(spec_or_sharding, x.ndim)
+  else:
+    spec = complete_spec(spec_or_sharding.spec, x.ndim)
+    if not manual:
+      return _constrain(x, spec_or_sharding)
+  check_axes_once(spec)
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return x
+  for axis in all_axes(spec):
+    if axis not in mesh.axis_names:
+      raise ShardingError(
+        f'axis {axis!r} of {spec} is not an axis of the mesh {dict(mesh.shape)}.{did_you_mean(axis, mesh.axis_names)}'
+      )
+  if mesh.size == 1 or manual == set(mesh.axis_names):
+    return x
+  own = ([axis for axis in spec_axes(entry) if axis not in manual] for entry in spec)
+  return _constrain(x, PartitionSpec(*(e if e is UNCONSTRAINED else axes_to_entry(axes) for e, axes in zip(spec, own))))
+
+
+def reshard_input_based_on_rank_fn(
+  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: TreeT
+) -> TreeT:
+  """Constrains each array of a tree by the mapping for its rank; see `infer_partition_spec_based_on_rank_fn`."""
+
+  def reshard(leaf: jax.Array) -> jax.Array:
+    return with_sharding_constraint(leaf, infer_partition_spec_based_on_rank_fn(mapping_dict, mesh_names, leaf))
+
+  return jax.tree.map(reshard, x)
+
+
+def _constrain(x: jax.Array, sharding: PartitionSpec | NamedSharding) -> jax.Array:
+  def constrain(y: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(y, sharding)
+
+  return constrain(x) if isinstance(x, jax.core.Tracer) else jax.jit(constrain)(x)
+
+
+def manual_axes() -> frozenset[str]:
+  """The mesh axes that an enclosing `shard_map` maps over."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual)
+
+
+def unmapped_axes() -> dict[str, int]:
+  """The axes of the ambient mesh that no enclosing `shard_map` maps over, with their sizes; not those of size 1."""
+  mesh, manual = jax.sharding.get_abstract_mesh(), manual_axes()
+  return {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
+
+
+def is_partly_mapped() -> bool:
+  """Whether an enclosing `shard_map` maps over some axes of the ambient mesh, and others may split arrays."""
+  return bool(manual_axes() and unmapped_axes())
+
+
+_rules: contextvars.ContextVar[tuple[LogicalAxisRule, ...]] = contextvars.ContextVar('praxis_lite_rules', default=())
+
+
+@contextlib.contextmanager
+def axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
+  """Puts rules in force, instead of those that were."""
+  token = _rules.set(tuple(rules))
+  try:
+    yield
+  finally:
+    _rules.reset(token)
+
+
+def current_axis_rules() -> tuple[LogicalAxisRule, ...]:
+  """The rules in force; none by default."""
+  return _rules.get()
+
+
+def with_logical_constraint(x: jax.Array, names: Sequence[object] | None) -> jax.Array:
+  """Constrains `x` to be split as the rules in force say for the names of its dimensions.
+
+  Args:
+    x: any array.
+    names: for each dimension a logical name, a mesh axis, None, or UNCONSTRAINED. None in place of all of them, as
+      having no mesh or no rules, leaves `x` as it is.
+
+  Raises:
+    ShardingError: the names do not fit the rank of `x`, the rules or the mesh.
+  """
+  if names is None or not global_mesh_defined() or not current_axis_rules():
+    return x
+  mesh = jax.sharding.get_abstract_mesh()
+  return with_sharding_constraint(x, resolve(tuple(names), mesh.axis_names, current_axis_rules(), rank=x.ndim).spec)

@@ -1,0 +1,87 @@
+"""What the guards share: attributes of operations, and splits with some dimensions changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from praxis_lite.common.jax_internals.mlir import ir, stablehlo
+from praxis_lite.sharding.propagation import Axis, Instance, Split
+
+PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
+GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
+# Arrays of a gather, and of a scatter of one array: ids, and the rows that are read, or written.
+IDS, ROWS = 1, 2
+
+
+def integers(op: ir.Operation, name: str) -> list[int]:
+  """An attribute that is an array of integers."""
+  return [*ir.DenseI64ArrayAttr(op.attributes[name])]
+
+
+def integer(op: ir.Operation, name: str) -> int:
+  """An attribute that is one integer."""
+  return ir.IntegerAttr(op.attributes[name]).value
+
+
+def padding(pad: ir.Operation) -> tuple[list[int], list[int], list[int]]:
+  """What a pad adds to each dimension: before it, after it, and between its entries."""
+  return integers(pad, 'edge_padding_low'), integers(pad, 'edge_padding_high'), integers(pad, 'interior_padding')
+
+
+def make_constant(of_type: ir.RankedTensorType, value: float) -> ir.Value:
+  """An array of one number, inserted as a constant."""
+  dtype = of_type.element_type
+  entry = ir.FloatAttr.get(dtype, value) if isinstance(dtype, ir.FloatType) else ir.IntegerAttr.get(dtype, int(value))
+  return stablehlo.ConstantOp(ir.DenseElementsAttr.get_splat(of_type, entry)).result
+
+
+def zeros(of_type: ir.RankedTensorType) -> ir.Value:
+  """An array of zeros of any type, inserted as a constant."""
+  dtype = of_type.element_type
+  if not isinstance(dtype, ir.ComplexType):
+    return make_constant(of_type, 0)
+  return stablehlo.ConvertOp(
+    of_type, make_constant(ir.RankedTensorType.get(of_type.shape, ir.ComplexType(dtype).element_type), 0)
+  ).result
+
+
+def axes_of(entries: Iterable[tuple[Axis, ...]]) -> frozenset[Axis]:
+  """The axes that split any of some dimensions."""
+  return frozenset(axis for axes in entries for axis in axes)
+
+
+def whole(split: Split, dims: Iterable[int]) -> Split:
+  """The split without those of some dimensions."""
+  dims = set(dims)
+  return tuple(() if dim in dims else axes for dim, axes in enumerate(split))
+
+
+def unused_axes(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
+  """The axes of a mesh, and the parts of axes, that are not among some."""
+  found = []
+  for axis in mesh:
+    end = 1
+    for part in sorted((part for part in axes if part.name == axis.name), key=lambda part: part.before):
+      if part.before > end:
+        found.append(Axis(axis.name, part.before // end, end))
+      end = part.before * part.size
+    if axis.size > end:
+      found.append(Axis(axis.name, axis.size // end, end))
+  return tuple(found)
+
+
+def join_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+  """Axes that split a dimension, of which parts of an axis that follow each other are one."""
+  found: list[Axis] = []
+  for axis in axes:
+    last = found[-1] if found else None
+    if last is not None and last.name == axis.name and last.before * last.size == axis.before:
+      found[-1] = Axis(axis.name, last.size * axis.size, last.before)
+    else:
+      found.append(axis)
+  return tuple(found)
+
+
+def if_changed(instance: Instance, after: Sequence[Split]) -> tuple[Split, ...] | None:
+  """The splits, or None if the arrays are split so already."""
+  return None if (*after,) == instance.splits else (*after,)

@@ -1,0 +1,81 @@
+"""Convolutions and pads that crop, which XLA's CPU computes wrongly on one device too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from praxis_lite.common.jax_internals.mlir import ir, stablehlo
+from praxis_lite.sharding.guards.arrays import zeros
+from praxis_lite.sharding.propagation import operations
+
+
+def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
+  """Slices what a convolution crops off its operand, and returns the convolutions that did.
+
+  Where an edge has a padding below 0, as in the gradient of a convolution that pads by more than its filter reaches,
+  the CPU's convolution in float32 reads past its operand: what it returns differs from run to run. `conv(x, w)` of [3,
+  6, 3, 2] and [2, 2, 2, 3] with paddings (-1, 1). In float64, and where the operand is dilated, it is right. Test:
+  `test_convolutions_that_crop`.
+  """
+  changed = []
+  for convolution in operations(module, {'stablehlo.convolution'}):
+    if 'padding' not in convolution.attributes:
+      continue
+    padding = np.array(ir.DenseIntElementsAttr(convolution.attributes['padding']))
+    dilation = [1] * len(padding)
+    if 'lhs_dilation' in convolution.attributes:
+      dilation = [*ir.DenseI64ArrayAttr(convolution.attributes['lhs_dilation'])]
+    numbers = stablehlo.ConvDimensionNumbers(convolution.attributes['dimension_numbers'])
+    image = convolution.operands[0].type
+    crops = [
+      dim
+      for dim, edges in enumerate(padding)
+      if dilation[dim] == 1 and min(edges) < 0 and not image.is_dynamic_dim(numbers.input_spatial_dimensions[dim])
+    ]
+    if crops:
+      padding[crops] = _crop(convolution, {dim: (int(padding[dim][0]), int(padding[dim][1])) for dim in crops})
+      convolution.attributes['padding'] = ir.DenseIntElementsAttr.get(padding)  # type: ignore[call-overload]
+      changed.append(convolution)
+  return changed
+
+
+def pad_only_between_entries(module: ir.Operation) -> None:
+  """Takes away the padding between the entries of a dimension that has one entry, and so nothing between.
+
+  XLA makes windows over a pad that crops another dimension a single operation, and is wrong with it:
+  `lax.cumsum(lax.pad(x, 0.0, [(1, -1, 0), (0, 0, 2)]), reverse=True)` of x [2, 1]. Test:
+  `test_sums_over_pads_that_crop`.
+  """
+  for pad in operations(module, {'stablehlo.pad'}):
+    between, array = [*ir.DenseI64ArrayAttr(pad.attributes['interior_padding'])], pad.operands[0].type
+    needed = [
+      0 if not array.is_dynamic_dim(dim) and array.get_dim_size(dim) <= 1 else n for dim, n in enumerate(between)
+    ]
+    if needed != between:
+      pad.attributes['interior_padding'] = ir.DenseI64ArrayAttr.get(needed)
+
+
+def _crop(convolution: ir.Operation, padding: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+  """Puts a slice before a convolution, for the padding of some spatial dimensions; returns what is left to pad."""
+  numbers = stablehlo.ConvDimensionNumbers(convolution.attributes['dimension_numbers'])
+  image = convolution.operands[0]
+  begin, end, left = [0] * image.type.rank, [*image.type.shape], []
+  for spatial, (low, high) in padding.items():
+    dim = numbers.input_spatial_dimensions[spatial]
+    first, last = max(-low, 0), max(-high, 0)
+    if first + last <= end[dim]:
+      begin[dim], end[dim] = first, end[dim] - last
+      left.append((low + first, high + last))
+    else:  # Nothing is left of the image, and something is cropped of the padding on the other side.
+      left.append((0, end[dim] + low + high))
+      end[dim] = 0
+  with ir.InsertionPoint(convolution), convolution.location:
+    if image.type.has_static_shape:
+      convolution.operands[0] = stablehlo.slice(image, begin, end, [1] * len(begin))
+    else:  # As in an exported program for any batch size: a slice says where dimensions end.
+      cut = [0 if image.type.is_dynamic_dim(dim) else end[dim] - n for dim, n in enumerate(image.type.shape)]
+      zero = zeros(ir.RankedTensorType.get([], image.type.element_type))
+      convolution.operands[0] = stablehlo.pad(image, zero, [-n for n in begin], cut, [0] * len(begin))
+  return left

@@ -1,0 +1,54 @@
+"""Reshapes, which join dimensions, or split one into several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from praxis_lite.sharding.guards.arrays import whole
+from praxis_lite.sharding.propagation import Instance, Split, num_parts
+
+RESHAPE = 'stablehlo.reshape'
+
+
+def guard_reshape(reshape: Instance) -> tuple[Split, ...] | None:
+  """Gathers dimensions that are joined, or split into several, and do not divide, if other ones are as well.
+
+  XLA aborts the process. On a mesh a 3 x b 4: `x.reshape(8, 4, 6, 2)` of x [32, 12] over ('a', 'b'), the result over
+  (None, None, 'b'). Test: `test_reshapes_of_several_dimensions_that_do_not_divide`.
+  """
+  before, after = reshape.splits
+  shapes = reshape.site.shapes
+  if 0 in shapes[0]:
+    return None
+  groups = [(i, j) for i, j in groups_of(*shapes) if _long(shapes[0], i) != _long(shapes[1], j)]
+  split = [(i, j) for i, j in groups if any(before[dim] for dim in i) or any(after[dim] for dim in j)]
+  if len(split) < 2:
+    return None
+  for i, j in split:
+    if _is_uneven(shapes[0], before, i) or _is_uneven(shapes[1], after, j):
+      before, after = whole(before, i), whole(after, j)
+  return before, after
+
+
+def _long(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+  """The sizes of dimensions that have more than one entry."""
+  return [shape[dim] for dim in dims if shape[dim] > 1]
+
+
+def _is_uneven(shape: Sequence[int], split: Split, dims: Sequence[int]) -> bool:
+  return any(shape[dim] % num_parts(split[dim]) for dim in dims)
+
+
+def groups_of(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
+  """The dimensions before and after that a reshape makes of each other, as few in each group as can be."""
+  i = j = 0
+  while i < len(before) or j < len(after):
+    first, second = i, j
+    i, j = min(i + 1, len(before)), min(j + 1, len(after))
+    while (sizes := (math.prod(before[first:i]), math.prod(after[second:j])))[0] != sizes[1]:
+      if sizes[0] < sizes[1]:
+        i += 1
+      else:
+        j += 1
+    yield range(first, i), range(second, j)

@@ -1,0 +1,396 @@
+"""How each array of a lowered program will be split, before XLA partitions the program.
+
+JAX lowers a step to StableHLO in which some arrays have shardings. Shardy, which JAX ships, propagates these to all
+others, and can say for an operation how its arrays would have to be split for it to need no communication of its own
+(but for sums). `Propagation` reads both in a copy; `Site.state` states shardings in the program itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from praxis_lite.common.jax_internals.mlir import ir, run_passes, sdy, stablehlo
+
+_PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
+_MAKE_COMPATIBLE = 'builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))'
+_COMMUNICATE = 'builtin.module(func.func(sdy-reshard-to-collectives))'
+_HIDDEN = 'stablehlo.custom_call'  # What a reshape is while it is hidden.
+_NUMBER = 'praxis_lite.site'  # The attribute that finds an operation again in a copy.
+
+
+class Axis(NamedTuple):
+  """A mesh axis, or the part of one that splits a reshaped dimension."""
+
+  name: str
+  size: int
+  before: int = 1  # The size of what comes before this part of the axis.
+
+
+Shape = tuple[int, ...]
+# The axes that split each dimension of an array, major first; those of size 1 are left out.
+Split = tuple[tuple[Axis, ...], ...]
+
+
+class Site:
+  """An operation of a program, and what was stated about its arrays.
+
+  Attributes:
+    op: the operation. Its arrays are the operands, then the results.
+    where: the operation as it is named in profiles.
+    shapes: the global shape of each array.
+    mesh: the axes that may split them, in the order of the mesh; those that `shard_map` maps are left out.
+    mended: what was done to its operands besides stating how they are split.
+  """
+
+  def __init__(self, op: ir.Operation, where: str, mesh: ir.Attribute, axes: tuple[Axis, ...]):
+    self.op, self.where = op, where
+    self.shapes = tuple(tuple(getattr(v.type, 'shape', ())) for v in (*op.operands, *op.results))
+    self.mended: list[str] = []
+    self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
+    self._stated: dict[int, ir.Operation] = {}
+    manual = _manual_axes(op)
+    self.mesh = tuple(axis for axis in axes if axis.name not in manual)
+
+  def mend(self, what: str) -> bool:
+    """Notes that something is done to the operands; False if it has been done before."""
+    if what in self.mended:
+      return False
+    self.mended.append(what)
+    return True
+
+  def state(self, old: Sequence[Split], new: Sequence[Split]) -> None:
+    """Constrains the arrays to be split as `new` in the operation; results are split as in `old` after it.
+
+    All arrays are stated, those too that are split so anyway: XLA, which propagates for itself, might find another way.
+    """
+    for i, (before, after) in enumerate(zip(old, new)):
+      if i in self._stated:
+        self._stated[i].attributes['sharding'] = self._sharding(after)
+      elif self.shapes[i]:
+        self._constrain(i, after, before)
+
+  def keep(self, number: int, split: Split) -> None:
+    """States how an array is split already, so that XLA, which propagates for itself, cannot find another way."""
+    if number not in self._stated:
+      self._constrain(number, split, split)
+
+  def restrict(self, number: int, before: Split, after: Split) -> None:
+    """Constrains an operand to be split otherwise in the operation alone; all before it is split as it was."""
+    with ir.InsertionPoint(self.op), self.op.location:
+      constraint = self.insert_constraint(self.insert_constraint(self.op.operands[number], before).result, after)
+    self.op.operands[number] = constraint.result
+
+  def insert_constraint(self, value: ir.Value, split: Split) -> sdy.ShardingConstraintOp:
+    """A constraint on how an array is split, inserted at the current insertion point."""
+    return sdy.ShardingConstraintOp(value, self._sharding(split))
+
+  def _constrain(self, number: int, split: Split, afterwards: Split) -> None:
+    """Constrains an array; a result also to how it is split after the operation."""
+    if number < len(self.op.operands):
+      with ir.InsertionPoint(self.op), self.op.location:
+        constraint = self.insert_constraint(self.op.operands[number], split)
+      self.op.operands[number] = constraint.result
+    else:
+      result = self.op.results[number - len(self.op.operands)]
+      with ir.InsertionPoint.after(self.op), self.op.location:
+        constraint = self.insert_constraint(result, split)
+        last = constraint if afterwards == split else self.insert_constraint(constraint.result, afterwards)
+      result.replace_all_uses_except(last.result, [constraint.operation])
+    self._stated[number] = constraint.operation
+
+  def _sharding(self, split: Split) -> sdy.TensorShardingAttr:
+    def reference(axis: Axis) -> sdy.AxisRefAttr:
+      if axis.size == self._sizes[axis.name]:
+        return sdy.AxisRefAttr.get(axis.name)
+      return sdy.AxisRefAttr.get(axis.name, sdy.SubAxisInfoAttr.get(axis.before, axis.size))
+
+    dims = [sdy.DimensionShardingAttr.get([reference(a) for a in axes], is_closed=True) for axes in split]
+    return sdy.TensorShardingAttr.get(self._mesh, dims)
+
+
+class Instance(NamedTuple):
+  """An operation as it is split in one place; a function that is called twice holds two instances of each of its own.
+
+  Attributes:
+    site: the operation. Its arrays are the operands, then the results.
+    splits: how each array is split.
+    compatible: how the arrays would be split if the operation were local to each device, but for sums.
+  """
+
+  site: Site
+  splits: tuple[Split, ...]
+  compatible: tuple[Split, ...]
+
+
+class Propagation:
+  """The operations with some names, in a module that has a mesh, and how their arrays are split.
+
+  Args:
+    module: a lowered program.
+    names: of the operations, such as 'stablehlo.dot_general'.
+  """
+
+  def __init__(self, module: ir.Module, names: Collection[str]):
+    self._module, self._names = module, names
+    self.sites: list[Site] = []
+    # An argument that is on no mesh, such as a number, has an empty one.
+    mesh = next(((symbol, axes) for symbol, axes in _meshes(module) if axes), None)
+    if mesh is None:
+      return
+    self._sizes = {axis.name: axis.size for axis in mesh[1]}
+    with module.context:
+      symbol = ir.FlatSymbolRefAttr.get(mesh[0])
+      callers = {callee(call): call for call in operations(module.operation, {'func.call'})}
+      found = operations(module.operation, names)
+      self.sites = [Site(op, _name(op, callers), symbol, mesh[1]) for op in found]
+
+  def instances(self) -> list[Instance]:
+    """Propagates the shardings that the module has now, and reads them."""
+    for i, site in enumerate(self.sites):
+      site.op.attributes[_NUMBER] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), i)
+    copy = self._module.operation.clone()
+    for site in self.sites:
+      del site.op.attributes[_NUMBER]
+    inline_calls(copy)
+    _reshape_where_nothing_is_repeated(copy)
+    run_passes(_PROPAGATE, copy)
+    propagated = list(self._read(copy))
+    _hide(operations(copy, {'stablehlo.reshape'}))
+    run_passes(_MAKE_COMPATIBLE, copy)
+    pairs = zip(propagated, self._read(copy), strict=True)
+    return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in pairs]
+
+  def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
+    for op in operations(copy, {*self._names, _HIDDEN}):
+      if _NUMBER not in op.attributes:  # A guard has inserted it.
+        continue
+      site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
+      values = zip((*op.operands, *op.results), site.shapes)
+      yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)
+
+
+def make_collectives_explicit(module: ir.Module) -> ir.Operation:
+  """Returns a copy of a lowered program in which every communication between devices is an operation.
+
+  Calls are inlined, shardings propagated. Arrays keep their global shapes; `split_of` says how they are split.
+  """
+  with module.context:
+    copy = module.operation.clone()
+    inline_calls(copy)
+    _reshape_where_nothing_is_repeated(copy)
+    run_passes(_PROPAGATE, copy)
+    sizes = mesh_axes(module)
+    _hide(op for op in operations(copy, {'stablehlo.reshape'}) if _has_uneven_factors(op, sizes))
+    for passes in (_MAKE_COMPATIBLE, _COMMUNICATE):
+      run_passes(passes, copy)
+  return copy
+
+
+def mesh_axes(module: ir.Module) -> dict[str, int]:
+  """The sizes of the mesh axes of a module that are larger than 1; none, if it is on one device."""
+  return next(({axis.name: axis.size for axis in axes} for _, axes in _meshes(module) if axes), {})
+
+
+def split_of(value: ir.Value, sizes: Mapping[str, int]) -> Split:
+  """How a value of a propagated program is split over a mesh of these sizes."""
+  owner, rank = value.owner, len(value.type.shape)
+  if not isinstance(owner, ir.Block) and owner.operation.name == 'sdy.manual_computation':
+    results = sdy.TensorShardingPerValueAttr(owner.operation.attributes['out_shardings']).shardings
+    return _split(results[ir.OpResult(value).result_number], rank, sizes)
+  return _split(_sharding_of(value), rank, sizes)
+
+
+def callee(call: ir.Operation) -> str:
+  """The name of the function that a call calls."""
+  return ir.FlatSymbolRefAttr(call.attributes['callee']).value
+
+
+def name_of(op: ir.Operation) -> str:
+  """The name of an operation; in a function of its own, without that of its call."""
+  return str(op.location).partition('"')[2].partition('"')[0]
+
+
+def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
+  """The name of an operation, after that of a call of its function."""
+  name, parent = name_of(op), op.parent
+  while parent is not None and parent.operation.name != 'func.func':
+    parent = parent.operation.parent
+  call = None if parent is None else callers.get(ir.StringAttr(parent.operation.attributes['sym_name']).value)
+  return name if call is None else f'{_name(call, callers)}/{name}'
+
+
+def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:
+  """The functions of a module, by the name that a call has in `callee`."""
+  return {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
+
+
+def inline_calls(module: ir.Operation) -> None:
+  """Puts the body of each function in place of its calls, as XLA does before it propagates."""
+  functions = functions_of(module)
+  while calls := operations(module, {'func.call'}):
+    for call in calls:
+      body, name = functions[callee(call)].regions[0].blocks[0], name_of(call)
+      known: dict[ir.Value, ir.Value] = dict(zip(body.arguments, call.operands))
+      *inside, returned = (op.operation for op in body.operations)
+      with ir.InsertionPoint(call):
+        for op in inside:
+          copy = op.clone()
+          copy.location = ir.Location.name(f'{name}/{name_of(op)}')
+          _replace_operands(copy, known)
+          known.update(zip(op.results, copy.results))
+      for old, new in zip(call.results, returned.operands):
+        old.replace_all_uses_with(known[new])
+      call.erase()
+
+
+def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
+  """Makes broadcasts that only add dimensions of size 1 reshapes, as XLA does: those are propagated through earlier."""
+  for op in operations(module, {'stablehlo.broadcast_in_dim'}):
+    (before,), (after,) = op.operands, op.results
+    if math.prod(before.type.shape) == math.prod(after.type.shape):
+      with ir.InsertionPoint(op), op.location:
+        after.replace_all_uses_with(stablehlo.ReshapeOp(after.type, before).result)
+      op.erase()
+
+
+def _hide(reshapes: Iterable[ir.Operation]) -> None:
+  """Makes reshapes operations that Shardy knows nothing of.
+
+  It ends the process where it looks for splits of some reshapes that need no communication.
+  """
+  for op in reshapes:
+    (before,), (after,) = op.operands, op.results
+    with ir.InsertionPoint(op), op.location:
+      hidden = stablehlo.CustomCallOp([after.type], [before], call_target_name='praxis_lite.reshape')
+    for name in ('sdy.sharding', _NUMBER):
+      if name in op.attributes:
+        hidden.operation.attributes[name] = op.attributes[name]
+    after.replace_all_uses_with(hidden.results[0])
+    op.erase()
+
+
+def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool:
+  """Whether axes split a dimension that is made of several, and not each of these evenly.
+
+  Such as of a reshape of float32[4, 3, 36] to [432] over ('b', 'c', 'd'), on a mesh b 3 x c 2 x d 2.
+  """
+  values = (*reshape.operands, *reshape.results)
+  ends = {end for x in values for end in itertools.accumulate(x.type.shape[::-1], operator.mul)}
+  for value in values:
+    below = 1  # The size of all that is minor to a dimension.
+    for size, axes in zip(value.type.shape[::-1], split_of(value, sizes)[::-1]):
+      bounds = [size * below, *sorted((n for n in ends if below < n < size * below), reverse=True), below]
+      if axes and not _divide_evenly([*itertools.pairwise(bounds)], axes):
+        return True
+      below *= size
+  return False
+
+
+def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> bool:
+  """Whether axes split factors of a dimension, all major first and each between two bounds, without a rest."""
+  factors, left = iter(bounds), 1
+  for axis in axes:
+    size = axis.size
+    while size > 1:
+      if left == 1:
+        major, minor = next(factors, (1, 1))
+        left = major // minor
+        if major % minor or left <= 1:
+          return False
+      common = min(size, left)
+      if size % common or left % common:
+        return False
+      size, left = size // common, left // common
+  return True
+
+
+def _replace_operands(root: ir.Operation, known: Mapping[ir.Value, ir.Value]) -> None:
+  def visit(op: ir.Operation) -> ir.WalkResult:
+    for i, operand in enumerate(op.operands):
+      if operand in known:
+        op.operands[i] = known[operand]
+    return ir.WalkResult.ADVANCE
+
+  root.walk(visit)
+
+
+def _manual_axes(op: ir.Operation) -> set[str]:
+  """The mesh axes that an enclosing `shard_map` maps."""
+  axes: set[str] = set()
+  parent = op.parent
+  while parent is not None:
+    if parent.operation.name == 'sdy.manual_computation':
+      manual = sdy.ManualAxesAttr(parent.operation.attributes['manual_axes'])
+      axes.update(manual[i] for i in range(len(manual)))
+    parent = parent.operation.parent
+  return axes
+
+
+def _meshes(module: ir.Module) -> Iterator[tuple[str, tuple[Axis, ...]]]:
+  """The meshes of a module by symbol: their axes that are larger than 1."""
+  for op in module.body.operations:
+    if op.operation.name == 'sdy.mesh':
+      axes = (sdy.MeshAxisAttr(axis) for axis in sdy.MeshAttr(op.operation.attributes['mesh']).axes)
+      sizes = tuple(Axis(axis.name, axis.size) for axis in axes if axis.size > 1)
+      yield ir.StringAttr(op.operation.attributes['sym_name']).value, sizes
+
+
+def operations(root: ir.Operation, names: Collection[str]) -> list[ir.Operation]:
+  """The operations in `root` with some names, those inside others first."""
+  found = []
+
+  def visit(op: ir.Operation) -> ir.WalkResult:
+    if op.name in names:
+      found.append(op.operation)
+    return ir.WalkResult.ADVANCE
+
+  root.walk(visit)
+  return found
+
+
+def _sharding_of(value: ir.Value) -> ir.Attribute | None:
+  """The sharding of a value of a propagated program; None: it is replicated."""
+  owner = value.owner
+  if isinstance(owner, ir.Block):
+    number, parent = ir.BlockArgument(value).arg_number, owner.owner.operation
+    if parent.name == 'func.func':
+      if 'arg_attrs' not in parent.attributes:
+        return None
+      attributes = ir.DictAttr(ir.ArrayAttr(parent.attributes['arg_attrs'])[number])
+      return attributes['sdy.sharding'] if 'sdy.sharding' in attributes else None  # noqa: SIM401
+    return _result_sharding(parent, number) if parent.name == 'stablehlo.while' else None
+  return _result_sharding(owner.operation, ir.OpResult(value).result_number)
+
+
+def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:
+  for name in ('sharding', 'out_sharding'):  # Of a constraint, and of a collective.
+    if name in op.attributes:
+      return op.attributes[name]
+  if 'sdy.sharding' not in op.attributes:
+    return None
+  return sdy.TensorShardingPerValueAttr(op.attributes['sdy.sharding']).shardings[number]
+
+
+def _split(sharding: ir.Attribute | None, rank: int, sizes: Mapping[str, int]) -> Split:
+  if sharding is None:
+    return ((),) * rank
+
+  def axis(reference: ir.Attribute) -> Axis:
+    reference = sdy.AxisRefAttr(reference)
+    part = reference.sub_axis_info
+    if part is None:
+      return Axis(reference.name, sizes.get(reference.name, 1))
+    part = sdy.SubAxisInfoAttr(part)
+    return Axis(reference.name, part.size, part.pre_size)
+
+  dims = (sdy.DimensionShardingAttr(dim) for dim in sdy.TensorShardingAttr(sharding).dimension_shardings)
+  return tuple(tuple(a for a in map(axis, dim.axes) if a.size > 1) for dim in dims)
+
+
+def num_parts(axes: Sequence[Axis]) -> int:
+  """In how many parts some axes split a dimension."""
+  return math.prod(axis.size for axis in axes)

@@ -1,0 +1,187 @@
+"""Logical axis rules: tensors name what their dimensions mean, and rules say which mesh axes that is.
+
+A rule is a pair (logical name, mesh axes), where mesh axes are an axis, a tuple of axes, None for 'not split', or
+PartitionSpec.UNCONSTRAINED for 'left to the compiler'. Rules are tried in order. A rule decides a dimension if the
+dimension has its name and is not decided yet, and if none of its mesh axes splits another dimension of the same array.
+With the rules
+
+    ('mlp', 'model'), ('embed', 'model'), ('embed', 'data')
+
+    ('embed', 'mlp')  'mlp' takes 'model'; the second rule finds it taken; the third gives 'data'   ('data', 'model')
+    ('mlp', None)     a dimension without a name is not split                                      ('model', None)
+
+A name may have several rules, the later ones for when the earlier ones find no free axis. A name without a rule is an
+error. The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from praxis_lite.common.errors import ShardingError, did_you_mean
+from praxis_lite.sharding.specs import (
+  UNCONSTRAINED,
+  Placement,
+  all_axes,
+  axes_to_entry,
+  mapping_entries,
+  spec_axes,
+  to_partition_spec,
+)
+from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
+
+LogicalAxisRule = tuple[str, Any]
+LogicalAxisRules = Sequence[LogicalAxisRule]
+
+_REPLICATED = ('relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations')
+
+
+def standard_logical_axis_rules(
+  activation_partitioning_dims: int = 1,
+  parameter_partitioning_dims: int = 1,
+  additional_rules: LogicalAxisRules | None = None,
+  override_rules: LogicalAxisRules | None = None,
+) -> tuple[LogicalAxisRule, ...]:
+  """Returns the rules for transformers on a mesh ('data', 'model').
+
+  Args:
+    activation_partitioning_dims: 1 splits activations over 'model' between the layers' matrices only; 2 also splits
+      their 'embed' dimension.
+    parameter_partitioning_dims: 1 splits parameters over 'model'; 2 also over 'data', as fully sharded training does.
+    additional_rules: added after the standard ones: they give names a rule that have none, and never win over one.
+    override_rules: put before the standard ones: they win.
+
+  Raises:
+    ShardingError: a number of dimensions is not 1 or 2.
+  """
+  dims = (activation_partitioning_dims, parameter_partitioning_dims)
+  if any(d not in (1, 2) for d in dims):
+    raise ShardingError(
+      f'activation_partitioning_dims={dims[0]}, parameter_partitioning_dims={dims[1]} is not supported; each is 1 or 2'
+    )
+  embed = {(1, 1): (None,), (2, 1): ('model',), (1, 2): ('data',), (2, 2): ('model', 'data')}[dims]
+  of_embed = tuple(('embed', axis) for axis in embed)
+  return (  # In the order of T5X, where 'embed' comes last only if it is split.
+    *(override_rules or ()),
+    *(('batch', 'data'), ('vocab', 'model')),
+    *(of_embed if embed == (None,) else ()),
+    *(('mlp', 'model'), ('heads', 'model'), ('kv', None), ('joined_kv', 'model')),
+    *(() if embed == (None,) else of_embed),
+    *((name, None) for name in _REPLICATED),
+    *(additional_rules or ()),
+  )
+
+
+def match_rules(
+  names: Sequence[object], rules: LogicalAxisRules, taken: Sequence[str] = (), path: str = ''
+) -> tuple[int | None, ...]:
+  """Returns for each dimension the index of the rule that decides it; None if it has no name or finds no free axis.
+
+  Args:
+    names, rules: logical name of each dimension, or None or UNCONSTRAINED; and the rules.
+    taken: mesh axes that are not available.
+    path: where the names come from, for messages.
+
+  Raises:
+    ShardingError: a name occurs twice, or no rule has it.
+  """
+  named = [name for name in names if name is not None and name is not UNCONSTRAINED]
+  prefix = f'{path}: ' if path else ''
+  known = {name for name, _ in rules}
+  for name in named:
+    if named.count(name) > 1:
+      raise ShardingError(f'{prefix}logical axis {name!r} occurs twice in {tuple(names)!r}')
+    if name not in known:
+      raise ShardingError(
+        f'{prefix}no rule has the logical axis {name!r}; add ({name!r}, <mesh axis>), or ({name!r}, None) if it '
+        f'is not split.{did_you_mean(str(name), known)}'
+      )
+  decided: dict[object, int] = {}
+  used = set(taken)
+  for i, (name, axes) in enumerate(rules):
+    if name in named and name not in decided and used.isdisjoint(spec_axes(axes)):
+      decided[name] = i
+      used.update(spec_axes(axes))
+  return tuple(decided.get(name) for name in names)
+
+
+def logical_to_mesh_axes(names: Sequence[object], rules: LogicalAxisRules, *, path: str = '') -> PartitionSpec:
+  """Returns the spec that `rules` give to a tensor with these logical names; UNCONSTRAINED stays.
+
+  Arguments and errors are those of `match_rules`.
+  """
+  deciding = match_rules(names, rules, path=path)
+  unnamed = [name if name is UNCONSTRAINED else None for name in names]
+  return PartitionSpec(*(e if i is None else _entry(rules[i]) for e, i in zip(unnamed, deciding)))
+
+
+def resolve(
+  split_dims_mapping: SplitDimsMapping,
+  mesh_axis_names: Sequence[str],
+  rules: LogicalAxisRules | None = None,
+  *,
+  rank: int | None = None,
+  path: str = '',
+) -> Placement:
+  """As `to_partition_spec`, with its reasons, and for mappings that may name logical axes as well as mesh axes.
+
+  Mesh axes that the mapping names itself are taken before any rule is tried. A name that is both is a logical one.
+
+  Args: as of `to_partition_spec`, and
+    rules: the logical axis rules.
+    path: config path of the mapping; a `DeclaredSplit` has its own for each dimension.
+
+  Raises:
+    ShardingError: as `to_partition_spec`, or a rule that applies names an axis that the mesh does not have, or a name
+      is neither.
+  """
+  entries = mapping_entries(split_dims_mapping, rank, path)
+  rules = tuple(rules or ())
+  names = logical_names(entries, rules)
+  for entry, name in zip(entries, names):
+    if rules and isinstance(entry, str) and name is None and entry not in mesh_axis_names:
+      logical = sorted({name for name, _ in rules})
+      raise ShardingError(
+        f'{path + ": " if path else ""}{entry!r} is neither a mesh axis, of {tuple(mesh_axis_names)!r}, nor a logical '
+        f'axis that a rule has.{did_you_mean(entry, [*mesh_axis_names, *logical])}'
+      )
+  direct = tuple(entry if name is None else None for name, entry in zip(names, entries))
+  spec = list(to_partition_spec(direct, mesh_axis_names, path=path))
+  unset = f'{path} is not set' if split_dims_mapping is None else path
+  sources = split_dims_mapping.sources if isinstance(split_dims_mapping, DeclaredSplit) else (unset,) * len(entries)
+  why = list(sources)
+  taken = all_axes(spec)
+  for dim, index in enumerate(match_rules(names, rules, taken, path)):
+    if index is not None:
+      rule = f'rule {tuple(rules[index])!r}'
+      where = f'{path}: {rule}' if path else rule
+      spec[dim] = to_partition_spec((_entry(rules[index]),), mesh_axis_names, path=where)[0]
+      why[dim] = f'{rule}, for {names[dim]!r} in {sources[dim]}'
+    elif names[dim] is not None:
+      why[dim] = f'{sources[dim]}: {names[dim]!r}, for which no rule finds a free axis'
+  return Placement(PartitionSpec(*spec), tuple(why))
+
+
+def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[str | None, ...]:
+  """Returns those entries of a mapping that name a logical axis which a rule has; None for the others."""
+  logical = {name for name, _ in rules}
+  return tuple(entry if isinstance(entry, str) and entry in logical else None for entry in entries)
+
+
+def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
+  """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does."""
+  # It has the same name, and needs no mesh axis that the later one does not need.
+  found = []
+  for later, (name, axes) in enumerate(rules):
+    for earlier, (other, other_axes) in enumerate(rules[:later]):
+      if name == other and set(spec_axes(other_axes)) <= set(spec_axes(axes)):
+        found.append((later, earlier))
+        break
+  return tuple(found)
+
+
+def _entry(rule: LogicalAxisRule) -> object:
+  return UNCONSTRAINED if rule[1] is UNCONSTRAINED else axes_to_entry(spec_axes(rule[1]))

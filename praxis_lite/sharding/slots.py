@@ -1,0 +1,181 @@
+"""Specs of an optimizer's state, derived from those of the parameters, for any optax transformation.
+
+Each array of the state belongs to the parameter whose path its own path ends with, and its dimensions are traced back
+to that parameter's:
+
+    parameter  decoder.w    (512, 2048)  ('data', 'mdl')
+    slot       0.mu.decoder.w     (512, 2048)  ('data', 'mdl')     the parameter's shape: the parameter's spec
+    slot       0.v_row.decoder.w  (512,)       ('data',)           a dimension was reduced away: its entry goes too
+    slot       0.v_col.decoder.w  (2048,)      ('mdl',)
+    slot       0.v.decoder.w      (1,)         (None,)             a placeholder: replicated
+    slot       0.count            ()           ()                  of no parameter: replicated
+
+Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. A learner reads it from
+the program of its optimizer's update. Given only `init`, that is run on shapes whose dimensions all differ, where the
+later of two equal ones counts as the larger. Given neither, the names `v_row` and `v_col` of optax's factored RMS are
+known, and otherwise the leftmost match is taken. A wrong guess would cost communication, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.common.trees import Path, leaves_by_path, map_with_path
+from praxis_lite.sharding.specs import complete_spec
+
+State = TypeVar('State')
+Axes = tuple[int | None, ...]  # Of each dimension of a slot: the dimension of its parameter it runs along, or None.
+
+
+def opt_state_specs(
+  params_struct: object,
+  params_specs: object,
+  opt_state_struct: State,
+  init_fn: Callable[..., object] | None = None,
+  axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
+) -> State:
+  """Returns the tree of `opt_state_struct` with a spec of full rank for each array.
+
+  Args:
+    params_struct: tree of things with a shape and dtype, as the transformation was initialized with.
+    params_specs: the same tree with a PartitionSpec or None for each.
+    opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
+    init_fn: `tx.init`; traces dimensions of equal size in factored slots.
+    axes_fn: returns, for slots by path, which dimension of its parameter each of its dimensions runs along, as
+      `learner.bind(weights).slot_axes`; called if some slot is of another shape than its parameter.
+  """
+  specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+  origins = slot_origins(params_struct, opt_state_struct, init_fn, axes_fn)
+
+  def spec_of(path: Path, slot: jax.ShapeDtypeStruct) -> PartitionSpec:
+    origin = origins.get(path)
+    if origin is None:
+      return complete_spec(None, len(slot.shape))
+    spec = complete_spec(specs[origin.owner], origin.rank)
+    return PartitionSpec(*(None if dim is None else spec[dim] for dim in origin.dims))
+
+  return map_with_path(spec_of, opt_state_struct)
+
+
+class SlotOrigin(NamedTuple):
+  """Where an array of an optimizer's state comes from.
+
+  Attributes:
+    owner: path of its parameter.
+    rank: number of dimensions of its parameter.
+    dims: for each dimension of the slot, the dimension of the parameter that it comes from; None where there is none.
+  """
+
+  owner: Path
+  rank: int
+  dims: Axes
+
+  @property
+  def whole(self) -> bool:
+    """Whether the slot has the dimensions of its parameter."""
+    return self.dims == tuple(range(self.rank))
+
+
+def slot_origins(
+  params_struct: object,
+  opt_state_struct: object,
+  init_fn: Callable[..., object] | None = None,
+  axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
+) -> dict[Path, SlotOrigin]:
+  """Returns the origin of each slot that belongs to a parameter and is no scalar; see `opt_state_specs`."""
+  params = {path: tuple(x.shape) for path, x in leaves_by_path(params_struct).items()}
+  slots = {path: tuple(x.shape) for path, x in leaves_by_path(opt_state_struct).items()}
+  owners = {path: owner for path, shape in slots.items() if shape and (owner := owner_of(path, params)) is not None}
+  reduced = {path for path, owner in owners.items() if slots[path] != params[owner]}
+  known = axes_fn() if axes_fn is not None and reduced else {}
+  traced = _traced_axes(init_fn, params_struct) if init_fn is not None and reduced - known.keys() else {}
+  origins: dict[Path, SlotOrigin] = {}
+  for path, owner in owners.items():
+    shape = params[owner]
+    dims: Axes = tuple(range(len(shape)))
+    if path in reduced:
+      found = [axes for each in (known, traced) if (axes := _valid(each.get(path), slots[path], shape)) is not None]
+      dims = found[0] if found else dims_by_size(path, slots[path], shape)
+    origins[path] = SlotOrigin(owner, len(shape), dims)
+  return origins
+
+
+def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
+  """The longest parameter path that `path` ends with, or else ends with but for some indices, as in `mu.w.0`."""
+  for end in range(len(path), -1, -1):
+    for start in range(end + 1):
+      if path[start:end] in params:
+        return path[start:end]
+    if end and not path[end - 1].isdigit():
+      return None
+  return None
+
+
+def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> Axes:
+  """For each dimension of a slot, the dimension of its parameter it comes from, by sizes; None for none and size 1."""
+  slot_shape, shape = tuple(slot_shape), tuple(shape)
+  if len(slot_shape) == len(shape):
+    return tuple(i if s == d and s > 1 else None for i, (s, d) in enumerate(zip(slot_shape, shape)))
+  factored = _factored_dims(path, shape)
+  if factored and tuple(shape[i] for i in factored) == slot_shape:
+    return factored
+  leftmost = _leftmost_subsequence(slot_shape, shape)
+  return tuple(None if slot_shape[i] == 1 else d for i, d in enumerate(leftmost)) or (None,) * len(slot_shape)
+
+
+def _factored_dims(path: Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+  """The dimensions that optax's factored RMS keeps: its row statistics lose the largest, its columns the next."""
+  if len(shape) < 2 or not {'v_row', 'v_col'} & set(path):
+    return None
+  order = np.argsort(shape)
+  lost = int(order[-1]) if 'v_row' in path else int(order[-2])
+  return tuple(i for i in range(len(shape)) if i != lost)
+
+
+def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+  """Indices into `shape` at which the sizes of `slot_shape` occur in order; empty if they do not."""
+  found: list[int] = []
+  for size in slot_shape:
+    if size not in shape[(start := found[-1] + 1 if found else 0) :]:
+      return ()
+    found.append(shape.index(size, start))
+  return tuple(found)
+
+
+def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, Axes]:
+  """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct."""
+  # Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
+  # stays as it is, ties go to the later dimension, and dimension 0, over which `init_fn` may be mapped, stays equal.
+  k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
+
+  def distinct(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(d if d <= 1 else d * k + i for i, d in enumerate(p.shape)), p.dtype)
+
+  probes = jax.tree.map(distinct, params_struct)
+  try:
+    state = jax.eval_shape(init_fn, probes)
+  except Exception:  # It may depend on true sizes, and raise anything at others: judge by the true shapes alone.
+    return {}
+  shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
+  axes: dict[Path, Axes] = {}
+  for path, slot in leaves_by_path(state).items():
+    owner = owner_of(path, shapes)
+    if owner is not None:
+      sizes = shapes[owner]
+      axes[path] = tuple(sizes.index(s) if s > 1 and s in sizes else None for s in slot.shape)
+  return axes
+
+
+def _valid(dims: Axes | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> Axes | None:
+  """`dims`, if they explain the true shape of the slot: with distinct sizes an optimizer may do something else."""
+  if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
+    return None
+  used = [d for d in dims if d is not None]
+  if len(set(used)) != len(used) or any(d is not None and shape[d] != s for d, s in zip(dims, slot_shape)):
+    return None
+  return dims

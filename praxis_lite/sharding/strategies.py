@@ -1,0 +1,388 @@
+"""Strategies: shardings of whole trees by patterns on the paths of their variables.
+
+A strategy is a list of pairs (pattern, ops). Each variable takes the first pattern that matches its whole path, and
+the ops of that pattern, joined by `|` and applied from left to right, give its spec; a variable that no pattern
+matches is replicated. A pattern that contains a slash is matched against 'lm/softmax/w', any other against
+'lm.softmax.w'. Optimizer slots are variables like parameters: one pass over the train state covers both.
+
+    mesh: data = 8, model = 4
+    strategy = [('.*/embedding/.*', 'shard_dim("model", 0) | fsdp(axis="data")'), ('.*', 'fsdp(axis="data")')]
+
+    lm/embedding/w (32000, 4096)   shard_dim gives ('model', None), fsdp adds the largest one left: ('model', 'data')
+    lm/ff/w        (4096, 16384)   (None, 'data')
+    lm/norm/scale  (4096,)         not above the size that fsdp splits from: (None,)
+
+The ops `replicate`, `fsdp`, `shard_dim` and `logical_partitioning` are always there, after those of big_vision (Beyer
+et al., 2022). Others are registered functions that make an op from literal arguments:
+
+    @register_rule('shard_first')
+    def shard_first(axis):
+      def op(spec, variable, mesh):
+        return (axis, *spec[1:])
+      return op
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.common.errors import ShardingError, did_you_mean
+from praxis_lite.common.trees import (
+  Path,
+  is_named_box,
+  leaves_by_path,
+  map_with_path,
+  path_matches,
+  path_name,
+  put_into_boxes,
+)
+from praxis_lite.sharding.constraints import current_axis_rules
+from praxis_lite.sharding.padding import MeshLike, axis_sizes, num_parts
+from praxis_lite.sharding.rules import LogicalAxisRules, resolve, standard_logical_axis_rules
+from praxis_lite.sharding.specs import Placement, axes_to_entry, check_axes_once, spec_axes
+
+Spec = tuple[Any, ...]
+Strategy = Sequence[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+  """What an op knows of a variable.
+
+  Attributes:
+    name: its path, such as 'lm.softmax.w'.
+    shape, dtype: its true shape, and its dtype.
+    logical_axes, logical_axis_rules: the logical name of each axis, where it is declared with them; the task's rules.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  logical_axes: tuple[Any, ...] | None = None
+  logical_axis_rules: LogicalAxisRules = ()
+
+  @property
+  def num_bytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Change(NamedTuple):
+  """What an op may return instead of a spec.
+
+  Attributes:
+    spec: the spec.
+    remark, why: for `explain`: why nothing is split, or what that takes, such as padding; and what decided each
+      dimension, beside the op itself.
+  """
+
+  spec: Spec
+  remark: str = ''
+  why: tuple[str, ...] = ()
+
+
+# (spec so far, variable, size of each mesh axis) -> spec
+Op = Callable[[Spec, Variable, Mapping[str, int]], 'Spec | Change']
+MakerT = TypeVar('MakerT', bound=Callable[..., Op])
+T = TypeVar('T')
+
+
+class OpNameError(ShardingError, KeyError):
+  """An op is registered twice, or not at all."""
+
+  def __str__(self) -> str:
+    return str(self.args[0])
+
+
+class ParsedOp(NamedTuple):
+  """An op of a strategy: its text, what it does, and whether it acts on logical names, as in `register_rule`."""
+
+  text: str
+  op: Op
+  for_named: bool
+
+
+# By name: the function that makes it, and whether it acts on logical names.
+_OPS: dict[str, tuple[Callable[..., Op], bool]] = {}
+
+
+def register_rule(name: str, *, for_named: bool = False) -> Callable[[MakerT], MakerT]:
+  """Decorates a function that makes an op from literal arguments.
+
+  Args:
+    name: what strategies call it.
+    for_named: whether the op acts on logical names. A task's strategy decides over a weight whose mapping names
+      logical axes only where its ops include such a one; otherwise the mapping does.
+
+  Raises:
+    OpNameError: there is an op of that name.
+  """
+
+  def register(make_op: MakerT) -> MakerT:
+    if name in _OPS:
+      raise OpNameError(f'the sharding op {name!r} is registered already; known ops: {", ".join(sorted(_OPS))}')
+    _OPS[name] = (make_op, for_named)
+    return make_op
+
+  return register
+
+
+def parse_ops(text: str) -> list[ParsedOp]:
+  """Returns the ops that a text joins by `|`: 'shard_dim("model", 0) | fsdp(axis="data")'.
+
+  Raises:
+    OpNameError: an op is not registered.
+    ShardingError: it is not a chain of calls with literal arguments, or an op does not take these.
+  """
+  try:
+    expression = ast.parse(text.strip(), mode='eval').body
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # Python's parser raises all of these.
+    reason = error.msg if isinstance(error, SyntaxError) else str(error) or 'nested too deeply'
+    raise ShardingError(f'{text!r} is not a chain of ops: {reason}') from None
+  return [_make_op(call, text) for call in _flatten_sum(expression)]
+
+
+def _flatten_sum(node: ast.expr) -> list[ast.expr]:
+  if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+    return [*_flatten_sum(node.left), *_flatten_sum(node.right)]
+  return [node]
+
+
+# What a literal for an argument with such an annotation may be; others are not looked at.
+_KINDS: dict[object, tuple[type, ...]] = {'bool': (bool,), 'int': (int,), 'float': (int, float)}
+
+
+def _make_op(node: ast.expr, text: str) -> ParsedOp:
+  call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+  if not isinstance(call.func, ast.Name):
+    raise ShardingError(f'{text!r}: {ast.unparse(node)!r} is not a call of an op; known ops: {", ".join(sorted(_OPS))}')
+  name = call.func.id
+  if name not in _OPS:
+    raise OpNameError(
+      f'{text!r}: no sharding op {name!r} is registered; known ops: {", ".join(sorted(_OPS))}.'
+      f'{did_you_mean(name, _OPS)}'
+    )
+  if any(k.arg is None for k in call.keywords):
+    raise ShardingError(f'{text!r}: ops take literal arguments by position or name, no **')
+  args = [_literal(arg, text) for arg in call.args]
+  keywords = {str(k.arg): _literal(k.value, text) for k in call.keywords}
+  make_op, for_named = _OPS[name]
+  signature = inspect.signature(make_op)
+  try:
+    bound = signature.bind(*args, **keywords)
+  except TypeError as error:
+    raise ShardingError(f'{text!r}: {error}; it is {name}{signature}') from None
+  for argument, value in bound.arguments.items():
+    kind = signature.parameters[argument].annotation
+    kind = getattr(kind, '__name__', kind)
+    if kind in _KINDS and (not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == 'bool')):
+      raise ShardingError(f'{text!r}: {argument} = {value!r} is no {kind}; it is {name}{signature}')
+  own_text = ast.get_source_segment(text.strip(), node) or text
+  return ParsedOp(own_text, make_op(*bound.args, **bound.kwargs), for_named)
+
+
+def _literal(node: ast.expr, text: str) -> object:
+  try:
+    return ast.literal_eval(node)
+  except (ValueError, TypeError):
+    raise ShardingError(f'{text!r}: {ast.unparse(node)!r} is not a literal; ops take literal arguments only') from None
+
+
+@register_rule('replicate')
+def replicate() -> Op:
+  """Asserts that the variable is replicated: raises ShardingError where an earlier op has split it."""
+
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec:
+    if any(entry is not None for entry in spec):
+      raise ShardingError(f'{variable.name} is split {spec!r} already; to replicate it is inconsistent with that')
+    return spec
+
+  return op
+
+
+@register_rule('fsdp')
+def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_padding: bool = True) -> Op:
+  """Splits the largest free dimension that divides; of equal ones, the last.
+
+  Args:
+    axis: mesh axis, or several, over which to split.
+    min_size_to_shard_mb: variables of up to this many MiB are left as they are.
+    allow_padding: where no free dimension divides, split the largest and pad it; otherwise split none.
+  """
+
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+    parts = num_parts(axis, mesh)
+    if variable.num_bytes <= min_size_to_shard_mb * 2**20:
+      return Change(spec, f'{variable.num_bytes / 2**20:.3g} MiB is not above the {min_size_to_shard_mb} MiB of fsdp')
+    free = [i for i, entry in enumerate(spec) if entry is None]
+    largest_first = sorted(free, key=lambda i: (variable.shape[i], i), reverse=True)
+    divisible = [i for i in largest_first if variable.shape[i] % parts == 0]
+    if divisible:
+      return _split(spec, divisible[0], axis)
+    if not largest_first or not allow_padding:
+      return Change(spec, f'fsdp splits nothing: none of the free dimensions of {variable.shape} divides by {parts}')
+    size = variable.shape[largest_first[0]]
+    remark = f'none of the free dimensions of {variable.shape} divides by {parts}; {size} is padded'
+    return Change(_split(spec, largest_first[0], axis), f'{remark} to {-(-size // parts) * parts}')
+
+  return op
+
+
+@register_rule('shard_dim')
+def shard_dim(axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = False, allow_padding: bool = True) -> Op:
+  """Splits one dimension.
+
+  Args:
+    axis, dim: mesh axis, or several; and the dimension, negative ones counted from the last.
+    ignore_ndim_error: leave variables as they are that have no such dimension.
+    allow_padding: pad the dimension where it does not divide; otherwise that is an error.
+  """
+
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+    rank = len(variable.shape)
+    if not -rank <= dim < rank:
+      if ignore_ndim_error:
+        return Change(spec, f'it has no dimension {dim} for shard_dim to split')
+      raise ShardingError(
+        f'{variable.name} has {rank} dimensions, and shard_dim is to split dimension {dim}; '
+        'pass ignore_ndim_error=True to leave such variables as they are'
+      )
+    if spec[dim] is not None:
+      raise ShardingError(
+        f'{variable.name}: dimension {dim} is split over {spec[dim]!r} already, not over {axis!r} too'
+      )
+    size, parts = variable.shape[dim], num_parts(axis, mesh)
+    if size % parts and not allow_padding:
+      raise ShardingError(
+        f'{variable.name}: dimension {dim} of size {size} does not divide by the {parts} parts of {axis!r}; '
+        'allow_padding=True pads it'
+      )
+    return _split(spec, dim % rank, axis)
+
+  return op
+
+
+@register_rule('logical_partitioning', for_named=True)
+def logical_partitioning(rules: tuple[tuple[str, Any], ...] | None = None) -> Op:
+  """Splits the variable as logical axis rules say for the names it is declared with; without names, leaves it.
+
+  Args:
+    rules: the rules; by default those of the task, or else those in force (`axis_rules`), or else the standard ones.
+  """
+
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+    if variable.logical_axes is None:
+      return Change(spec, 'it is declared without logical axes')
+    chosen = rules or variable.logical_axis_rules or current_axis_rules() or standard_logical_axis_rules()
+    logical = resolve(variable.logical_axes, tuple(mesh), chosen, rank=len(variable.shape), path=variable.name).stored()
+    both = next((i for i, e in enumerate(logical.spec) if spec[i] is not None and e not in (None, spec[i])), None)
+    if both is not None:
+      raise ShardingError(f'{variable.name}: dimension {both} is split over {spec[both]!r} already')
+    return Change(tuple(new if old is None else old for old, new in zip(spec, logical.spec)), why=logical.why)
+
+  return op
+
+
+def _split(spec: Spec, dim: int, axis: str | tuple[str, ...]) -> Spec:
+  return (*spec[:dim], axes_to_entry(spec_axes(axis)), *spec[dim + 1 :])
+
+
+def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules: LogicalAxisRules | None = None) -> Any:
+  """Returns the tree of full-rank PartitionSpecs that a strategy gives to a tree.
+
+  Args:
+    params: tree of arrays, shapes with dtypes, or weight declarations: parameters, or a whole train state. Names in
+      boxes of Flax, such as `LogicallyPartitioned`, are the arrays' logical axes; specs then come in the same boxes.
+    strategy, mesh: pairs (pattern, ops); and the mesh, or the sizes of its axes.
+    rules: logical axis rules for `logical_partitioning`.
+
+  Raises:
+    ShardingError: a pattern or op is malformed, or ops contradict each other on a variable, which is named.
+  """
+  return jax.tree.map(lambda placement: placement.spec, explain_sharding(params, strategy, mesh, rules=rules))
+
+
+def explain_sharding(
+  params: object, strategy: Strategy, mesh: MeshLike, *, rules: LogicalAxisRules | None = None
+) -> Any:
+  """As `infer_sharding`, with a `Placement` for each variable."""
+  parsed, sizes = parse_strategy(strategy), axis_sizes(mesh)
+
+  def place(path: Path, leaf: Any) -> Placement:
+    return decide(path, to_variable(path, leaf, rules), parsed, sizes)
+
+  return put_into_boxes(params, map_with_path(place, params, is_leaf=is_named_box))
+
+
+def unused_patterns(params: object, strategy: Strategy) -> list[int]:
+  """Returns which patterns decide no variable, because they match none or earlier ones match first."""
+  numbered = [(pattern, i) for i, (pattern, _) in enumerate(strategy)]
+  used = [first_match(path, numbered) for path in leaves_by_path(params, is_leaf=is_named_box)]
+  return [i for pattern, i in numbered if (pattern, i) not in used]
+
+
+def parse_strategy(strategy: Strategy) -> list[tuple[str, list[ParsedOp]]]:
+  """Returns [(pattern, ops)]."""
+  for pair in strategy:
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+      raise ShardingError(f'a strategy is a list of pairs (pattern, ops), such as (".*", "replicate"); not {pair!r}')
+  return [(pattern, parse_ops(ops)) for pattern, ops in strategy]
+
+
+def first_match(path: Path, parsed: Sequence[tuple[str, T]]) -> tuple[str, T] | None:
+  """Returns the first pair (pattern, ...) whose pattern matches `path`, or None."""
+  return next(((pattern, rest) for pattern, rest in parsed if path_matches(pattern, path)), None)
+
+
+def to_variable(path: Path, leaf: Any, rules: LogicalAxisRules | None = None) -> Variable:
+  """Describes an array, a shape with a dtype, a weight declaration, or an array in a box of Flax."""
+  if is_named_box(leaf):
+    names, x = leaf.names, leaf.value
+    # A factored slot has the box of its parameter, and fewer axes.
+    axes = tuple(names) if names is not None and len(names) == len(x.shape) else None
+    return Variable(
+      path_name(path), tuple(x.shape), np.dtype(x.dtype), axes, rules or getattr(leaf, 'rules', None) or ()
+    )
+  shape = getattr(leaf, 'full_shape', leaf.shape)
+  axes = getattr(leaf, 'logical_axes', None)
+  if axes is None and getattr(leaf, 'tensor_split_dims_mapping', None) is not None:
+    axes = leaf.full_split_dims_mapping
+  dtype = leaf.dtype if hasattr(leaf.dtype, 'itemsize') else np.dtype(leaf.dtype or np.float32)
+  return Variable(path_name(path), tuple(shape), dtype, axes, rules or ())
+
+
+def decide(
+  path: Path,
+  variable: Variable,
+  parsed: Sequence[tuple[str, list[ParsedOp]]],
+  sizes: Mapping[str, int],
+  start: Placement | None = None,
+) -> Placement:
+  """Returns the placement of one variable, which `start` may have split in part already."""
+  spec: Spec = (None,) * len(variable.shape) if start is None else tuple(start.spec)
+  pattern, ops = first_match(path, parsed) or (None, [])
+  left = 'no pattern of the strategy matches' if pattern is None else f'strategy {pattern!r} does not split it'
+  why = [left if start is None or old is None else start.why[dim] for dim, old in enumerate(spec)]
+  remarks: list[str] = []
+  for text, op, _ in ops:
+    result = op(spec, variable, sizes)
+    change = result if isinstance(result, Change) else Change(tuple(result))
+    if len(change.spec) != len(spec):
+      raise ShardingError(f'{variable.name}: {text} gives {len(change.spec)} entries to {len(spec)} dimensions')
+    for entry in change.spec:
+      num_parts(entry, sizes)  # Raises where the mesh does not have one of its axes.
+    check_axes_once(PartitionSpec(*change.spec), f'{variable.name}: {text}')
+    for dim, (old, new) in enumerate(zip(spec, change.spec)):
+      if new != old or (new is None and change.why):
+        why[dim] = f'strategy {pattern!r}: {text}' + (f', {change.why[dim]}' if change.why else '')
+    remarks += [change.remark] if change.remark else []
+    spec = change.spec
+  return Placement(PartitionSpec(*spec), tuple(why), tuple(remarks), pattern).stored()

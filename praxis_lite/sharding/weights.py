@@ -1,0 +1,296 @@
+"""Weight declarations and initializers.
+
+A `WeightHParams` describes a weight before it exists: shape, dtype, initializer, and how it is split over the mesh.
+`Layer.abstract_init()` returns a tree of them, from which specs, padding, optimizer masks, parameter tables and
+checkpoints are derived.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from praxis_lite.common.errors import ConfigError
+
+# One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, None / -1 for a
+# dimension that is not split, or PartitionSpec.UNCONSTRAINED for one that is left to the compiler.
+SplitDimsMapping = Sequence[Any] | None
+
+
+class DeclaredSplit(tuple[Any, ...]):
+  """A split mapping that knows which config field each of its entries comes from. It equals the plain tuple.
+
+  The mapping fields of a layer hold such tuples. A slice keeps the fields, and so does `pick`; a layer that derives the
+  mapping of a bias, or of a projection back, from a field of its own has `explain` and error messages name that field.
+
+  Attributes:
+    sources: for each entry, the config field, or why there is nothing but None.
+  """
+
+  sources: tuple[str, ...]
+
+  def __new__(cls, entries: Iterable[Any] = (), sources: Iterable[str] = ()) -> DeclaredSplit:
+    self = super().__new__(cls, entries)
+    self.sources = tuple(sources)
+    return self
+
+  @classmethod
+  def of(cls, mapping: Sequence[Any] | PartitionSpec, source: str) -> DeclaredSplit:
+    """Returns a mapping whose entries come from `source`; one that knows its sources already stays as it is."""
+    return mapping if isinstance(mapping, cls) else cls(mapping, [source] * len(mapping))
+
+  def __getitem__(self, index: Any) -> Any:
+    return self.pick(*range(len(self))[index]) if isinstance(index, slice) else super().__getitem__(index)
+
+  def pick(self, *dims: int | None) -> DeclaredSplit:
+    """Returns the mapping of these dimensions, in this order; a None in it is a dimension that is not split."""
+    entries = [None if dim is None else self[dim] for dim in dims]
+    return DeclaredSplit(entries, [self.sources[dim or 0] for dim in dims])
+
+  def followed_by(self, other: DeclaredSplit) -> DeclaredSplit:
+    """Returns the mapping of the dimensions of this one and then of the other."""
+    return DeclaredSplit((*self, *other), (*self.sources, *other.sources))
+
+
+def declared(mapping: SplitDimsMapping, field: str) -> SplitDimsMapping:
+  """Returns a mapping that knows it comes from `field`; None, and what is not a mapping, are returned as they are."""
+  return DeclaredSplit.of(mapping, field) if isinstance(mapping, tuple | list | PartitionSpec) else mapping
+
+
+class WeightHParamsCollection(enum.StrEnum):
+  """Marks on a weight that the learner and the layers act on.
+
+  Attributes:
+    NON_TRAINABLE: no gradient is taken; the layer itself updates it. `create_variable(..., trainable=False)` sets it.
+    SKIP_REGULARIZATION: no weight decay, neither of the learner nor of its optimizer.
+    KEEP_FLOAT32: `theta` does not cast it to `fprop_dtype`.
+    KEEP_SPLIT: under `partitioning='shard_map'` the layer takes this device's part of the weight, not the whole.
+  """
+
+  NON_TRAINABLE = 'non_trainable'
+  SKIP_REGULARIZATION = 'skip_regularization'
+  KEEP_FLOAT32 = 'keep_float32'
+  KEEP_SPLIT = 'keep_split'
+
+
+_DISTRIBUTIONS = ('gaussian', 'uniform', 'truncated_gaussian')
+_SCALINGS = ('', '_sqrt_dim', '_fan_in', '_fan_out', '_fan_avg')
+# The distribution and the scaling of each method.
+_METHODS = {
+  'constant': ('constant', ''),
+  'xavier': ('uniform', '_xavier'),
+  **{distribution + scaling: (distribution, scaling) for distribution in _DISTRIBUTIONS for scaling in _SCALINGS},
+}
+
+
+def _constructor(name: str, default: float = 1.0) -> classmethod[WeightInit, ..., WeightInit]:
+  """Returns the class method `name`(scale) of `WeightInit`, as in `WeightInit.GaussianFanIn(0.5)`."""
+  method = re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()
+
+  def construct(cls: type[WeightInit], scale: float = default) -> WeightInit:
+    return cls(method, scale)
+
+  construct.__name__, construct.__qualname__ = name, f'WeightInit.{name}'
+  return classmethod(construct)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightInit:
+  """An initializer: a distribution and a scale.
+
+  `stddev` (or the half-width of the uniform distribution) is `scale` times a factor that depends on the method:
+
+    gaussian, uniform, truncated_gaussian          1
+    *_sqrt_dim                                     1 / sqrt(first dimension)
+    *_fan_in, *_fan_out, *_fan_avg                 1 / sqrt(fan)
+    xavier                                         uniform in +-scale * sqrt(6 / (fan_in + fan_out))
+    constant                                       every entry is `scale`
+
+  Xavier is that of Glorot and Bengio, 2010. The truncated Gaussian is cut at two standard deviations and not rescaled.
+  """
+
+  method: str
+  scale: float = 1.0
+
+  def __post_init__(self) -> None:
+    if self.method not in _METHODS:
+      raise ConfigError(f"unknown initializer '{self.method}'; known: {', '.join(_METHODS)}")
+
+  Gaussian = _constructor('Gaussian')
+  Uniform = _constructor('Uniform')
+  Xavier = _constructor('Xavier')
+  TruncatedGaussian = _constructor('TruncatedGaussian')
+  Constant = _constructor('Constant', default=0.0)
+  GaussianSqrtDim = _constructor('GaussianSqrtDim')
+  GaussianFanIn = _constructor('GaussianFanIn')
+  GaussianFanOut = _constructor('GaussianFanOut')
+  GaussianFanAvg = _constructor('GaussianFanAvg')
+  TruncatedGaussianFanIn = _constructor('TruncatedGaussianFanIn')
+  UniformSqrtDim = _constructor('UniformSqrtDim')
+  UniformFanIn = _constructor('UniformFanIn')
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightHParams:
+  """The declaration of one weight.
+
+  Attributes:
+    shape: shape of the weight in one layer, without the repeat prefix.
+    init: initializer; None: the layer's `params_init`.
+    dtype: dtype it is stored in; None: the layer's `dtype`.
+    tensor_split_dims_mapping: one entry per dimension of `shape`; None leaves the weight to the task's strategy, or
+      replicates it.
+    mapping_field: the config field to set the mapping by, where the mapping does not know it itself.
+    repeat_prefix: leading dimensions added by layers that repeat the declaring one, outermost first.
+    repeat_prefix_split_dims_mapping: one entry per dimension of `repeat_prefix`.
+    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: as `get_fan_in_fan_out` says.
+    collections: marks from `WeightHParamsCollection`.
+    active_share: the share of the weight that one token uses: less than 1 where it uses a few of several experts.
+  """
+
+  shape: tuple[int, ...]
+  init: WeightInit | None = None
+  dtype: DTypeLike | None = None
+  tensor_split_dims_mapping: SplitDimsMapping = None
+  mapping_field: str = dataclasses.field(default='tensor_split_dims_mapping', compare=False)
+  repeat_prefix: tuple[int, ...] = ()
+  repeat_prefix_split_dims_mapping: DeclaredSplit = dataclasses.field(default_factory=DeclaredSplit)
+  fan_in_axes: tuple[int, ...] | None = None
+  fan_out_axes: tuple[int, ...] | None = None
+  collections: frozenset[WeightHParamsCollection] = frozenset()
+  active_share: float = 1.0
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.shape, Iterable) or isinstance(self.shape, str):
+      raise ConfigError(f'WeightHParams: the shape is a tuple, such as (6,) or (4, 6), not {self.shape!r}')
+    if (self.fan_in_axes is None) != (self.fan_out_axes is None):
+      raise ConfigError(
+        f'WeightHParams: fan_in_axes={self.fan_in_axes} and fan_out_axes={self.fan_out_axes}: give both, or neither'
+      )
+    object.__setattr__(self, 'shape', tuple(self.shape))
+    object.__setattr__(self, 'collections', frozenset(self.collections))
+    prefix = DeclaredSplit.of(self.repeat_prefix_split_dims_mapping, 'the split of the stack')
+    object.__setattr__(self, 'repeat_prefix_split_dims_mapping', prefix)
+
+  @property
+  def full_shape(self) -> tuple[int, ...]:
+    """Shape of the stored array: the repeat prefix, then `shape`."""
+    return (*self.repeat_prefix, *self.shape)
+
+  @property
+  def full_split_dims_mapping(self) -> DeclaredSplit:
+    """Mapping of the stored array, of the rank of `full_shape`."""
+    mapping, source = self.tensor_split_dims_mapping, self.mapping_field
+    if mapping is None:
+      mapping, source = (None,) * len(self.shape), f'{source} is not set'
+    return self.repeat_prefix_split_dims_mapping.followed_by(DeclaredSplit.of(mapping, source))
+
+  @property
+  def num_active(self) -> int:
+    """How many entries one token uses."""
+    return round(math.prod(self.full_shape) * self.active_share)
+
+  @property
+  def trainable(self) -> bool:
+    return WeightHParamsCollection.NON_TRAINABLE not in self.collections
+
+  def repeated(
+    self, times: int, split: str | int | Sequence[str | int] | None = None, field: str = 'the split of the stack'
+  ) -> WeightHParams:
+    """Returns the declaration of `times` such weights, stacked along a new first dimension.
+
+    It is split as `split`, an entry of a split mapping, says, which comes from the config field `field`.
+    """
+    stack = DeclaredSplit.of((split,), field if split is not None else f'{field} is not set')
+    return dataclasses.replace(
+      self,
+      repeat_prefix=(times, *self.repeat_prefix),
+      repeat_prefix_split_dims_mapping=stack.followed_by(self.repeat_prefix_split_dims_mapping),
+    )
+
+  def as_struct(self) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the stored array."""
+    return jax.ShapeDtypeStruct(self.full_shape, jnp.dtype(self.dtype or jnp.float32))
+
+
+def check_weight(weight: WeightHParams, where: str) -> None:
+  """Raises ConfigError, with `where` in front, if a layer cannot declare this weight."""
+  if not isinstance(weight, WeightHParams):
+    raise ConfigError(f'{where}: create_variable takes WeightHParams(shape, ...), got {type(weight).__name__}')
+  for size in weight.shape:
+    if not isinstance(size, int | np.integer) or isinstance(size, bool):
+      raise ConfigError(f'{where}: shape {weight.shape}; every dimension must be an integer, not {size!r}')
+    if size < 1:
+      raise ConfigError(f'{where}: shape {weight.shape}; every dimension must be at least 1')
+  if not isinstance(weight.init, WeightInit | None):
+    raise ConfigError(f'{where}: init is a WeightInit, such as WeightInit.Gaussian(0.02), not {weight.init!r}')
+  if weight.dtype is not None and not is_dtype(weight.dtype):
+    raise ConfigError(f'{where}: expected the name of a dtype, such as float32 or int32, got {weight.dtype!r}')
+
+
+def is_dtype(value: Any, kind: type[np.generic] | None = None) -> bool:
+  """Whether `value` is or names a dtype, of this kind if one is given."""
+  try:
+    dtype = jnp.dtype(value)
+  except TypeError:
+    return False
+  return kind is None or jnp.issubdtype(dtype, kind)
+
+
+def get_fan_in_fan_out(
+  shape: Sequence[int], fan_in_axes: Sequence[int] | None = None, fan_out_axes: Sequence[int] | None = None
+) -> tuple[int | None, int | None]:
+  """Returns (fan in, fan out) of a weight of `shape`; (None, None) for a scalar.
+
+  With axes given, each fan is the product of its axes. Without, as in convolutions, axis -2 is the input, axis -1 the
+  output, and the others, the receptive field, multiply both; a vector is its own fan in and fan out.
+  """
+  if not shape:
+    return None, None
+  if fan_in_axes is not None and fan_out_axes is not None:
+    return math.prod(shape[a] for a in fan_in_axes), math.prod(shape[a] for a in fan_out_axes)
+  if len(shape) == 1:
+    return shape[0], shape[0]
+  receptive_field = math.prod(shape[:-2])
+  return receptive_field * shape[-2], receptive_field * shape[-1]
+
+
+def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
+  """Returns a first value of `weight`, of shape `full_shape`; repeated layers draw independently of each other."""
+  if weight.repeat_prefix:
+    one = dataclasses.replace(weight, repeat_prefix=(), repeat_prefix_split_dims_mapping=DeclaredSplit())
+    keys = jax.random.split(key, math.prod(weight.repeat_prefix))
+    return jax.vmap(lambda k: init_weight(one, k))(keys).reshape(weight.full_shape)
+  if weight.init is None:
+    raise ConfigError(
+      'a weight without an initializer cannot be created; set WeightHParams.init or the layer params_init'
+    )
+  dtype, shape, scale = jnp.dtype(weight.dtype or jnp.float32), weight.shape, weight.init.scale
+  distribution, scaling = _METHODS[weight.init.method]
+  if distribution == 'constant':
+    return jnp.full(shape, scale, dtype)
+  draw_dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+  fan_in, fan_out = (fan or 1 for fan in get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes))
+  scale *= {
+    '': 1.0,
+    '_sqrt_dim': 1 / math.sqrt(max(shape[0], 1) if shape else 1),
+    '_fan_in': 1 / math.sqrt(fan_in),
+    '_fan_out': 1 / math.sqrt(fan_out),
+    '_fan_avg': 1 / math.sqrt((fan_in + fan_out) / 2),
+    '_xavier': math.sqrt(6 / (fan_in + fan_out)),
+  }[scaling]
+  if distribution == 'uniform':
+    return jax.random.uniform(key, shape, draw_dtype, -scale, scale).astype(dtype)
+  if distribution == 'gaussian':
+    return (scale * jax.random.normal(key, shape, draw_dtype)).astype(dtype)
+  return (scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)).astype(dtype)

@@ -1,0 +1,137 @@
+"""BaseExperiment: a task and its data, registered by name and launched from the command line.
+
+Its methods return configs:
+
+    @registry.register
+    class TinyLm(BaseExperiment):
+      ici_mesh_shape = (2, 4)
+      mesh_axis_names = ('data', 'mdl')
+
+      def task(self): ...
+      def datasets(self): ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from praxis_lite.common.config import Config, field_names, target
+from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
+
+T = TypeVar('T')
+
+
+class BaseExperiment:
+  """A task and its data.
+
+  Attributes:
+    ici_mesh_shape: mesh shape within a slice; None uses that of the task, by default one device.
+    dcn_mesh_shape: number of slices along each axis; None means one slice.
+    mesh_axis_names: names of the mesh axes.
+  """
+
+  ici_mesh_shape: tuple[int, ...] | None = None
+  dcn_mesh_shape: tuple[int, ...] | None = None
+  mesh_axis_names: tuple[str, ...] | None = None
+
+  def task(self) -> Config:
+    """Returns the config of the task."""
+    raise ConfigError(f'{type(self).__qualname__} has no method task(), which returns the Config of a task; define it')
+
+  def datasets(self) -> list[Config]:
+    """Returns configs of `BaseInput`s: one with `is_training=True`, and any number for evaluation."""
+    raise ConfigError(f'{type(self).__qualname__} has no method datasets(), which returns Configs of inputs; define it')
+
+  def decode_datasets(self) -> list[Config]:
+    """Returns configs of `BaseInput`s whose batches are prompts to decode."""
+    return []
+
+  def validate(self) -> None:
+    """Raises a `ConfigError` if the experiment is inconsistent. Called before anything is built."""
+
+
+@dataclasses.dataclass
+class ExperimentConfig:
+  """The configs of one run, which may be set anew. Override paths begin with their names.
+
+  Setting one raises ConfigError if it is not the config of a task, or a list of configs of inputs.
+  """
+
+  task: Config
+  datasets: list[Config]
+  decode_datasets: list[Config] = dataclasses.field(default_factory=list)
+
+  def __setattr__(self, name: str, value: object) -> None:
+    known = [field.name for field in dataclasses.fields(self)]
+    if name not in known:
+      raise UnknownFieldError(f'an experiment has no {name!r}.{did_you_mean(name, known)} It has {", ".join(known)}.')
+    if name != 'task':
+      value = _inputs(value, name, verb='is')
+    elif not isinstance(value, Config):
+      raise ConfigError(f'task is {type(value).__name__}; it must be a Config of a task')
+    super().__setattr__(name, value)
+
+  def roots(self) -> dict[str, Config | list[Config]]:
+    """Returns the configs by name, for `apply_overrides` and `to_text`."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  def _replace(self, **changes: Any) -> ExperimentConfig:
+    """Returns a copy with some of the configs changed, as named tuples do."""
+    return dataclasses.replace(self, **changes)
+
+
+def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
+  """Returns an experiment's configs, with its mesh attributes in the task's config where that has none.
+
+  Raises:
+    ConfigError: `task()` or `datasets()` does not return configs.
+  """
+  name = experiment_class.__qualname__
+  experiment = _call(experiment_class, name)
+  experiment.validate()
+  task = _call(experiment.task, f'{name}.task')
+  if not isinstance(task, Config):
+    raise ConfigError(f'{name}.task() returned {type(task).__name__}; it must return a Config of a task')
+  if not {'model', 'train', 'ici_mesh_shape'} <= set(field_names(task) or ()):
+    raise ConfigError(
+      f'{name}.task() returned the Config of {_built_by(task)}; it must return that of a task, as in '
+      'Config(SingleTask, model=Config(MyModel))'
+    )
+  for field in ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names'):
+    if getattr(task, field) is None:
+      setattr(task, field, getattr(experiment, field))
+  datasets = _inputs(_call(experiment.datasets, f'{name}.datasets'), f'{name}.datasets()')
+  prompts = _call(experiment.decode_datasets, f'{name}.decode_datasets')
+  return ExperimentConfig(task, datasets, _inputs(prompts, f'{name}.decode_datasets()'))
+
+
+def _call(fn: Callable[[], T], name: str) -> T:
+  """Returns what a function without arguments returns; raises ConfigError if it cannot be called without."""
+  try:
+    inspect.signature(fn).bind()
+  except (TypeError, ValueError):  # The latter of a method without self.
+    raise ConfigError(f'{name} takes arguments, or lacks self; it is called as {name}(), without any') from None
+  return fn()
+
+
+def _built_by(config: Config) -> str:
+  return getattr(target(config), '__qualname__', repr(target(config)))
+
+
+def _inputs(configs: object, where: str, verb: str = 'returned') -> list[Config]:
+  if not isinstance(configs, list | tuple):
+    must = 'be' if verb == 'is' else 'return'
+    raise ConfigError(f'{where} {verb} {type(configs).__name__}; it must {must} a list of Configs of inputs')
+  for i, config in enumerate(configs):
+    if not isinstance(config, Config):
+      raise ConfigError(f'{where}[{i}] is {type(config).__name__}; it must be the Config of an input')
+    fields = field_names(config)
+    if fields is not None and 'host_index' not in fields:
+      raise ConfigError(
+        f'{where}[{i}] is the Config of {_built_by(config)}; it must be that of an input, as in '
+        'Config(ArrayInput, arrays=..., batch_size=32, is_training=True)'
+      )
+  return list(configs)

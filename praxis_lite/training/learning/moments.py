@@ -1,0 +1,154 @@
+"""Moments of an optimizer in 16 or 8 bits: what it remembers of each variable takes less memory than the variable.
+
+    float32     as the optimizer makes them
+    bfloat16    rounded; half of the memory
+    int8        a quarter of it: codes of 8 bits, and the maxima of rows and columns that scale them
+
+An array x of the optimizer's state that has the shape of its variable is stored as codes c of that shape, relative to
+
+    scale[i, j] = min(max_j |x[i, j]|, max_i |x[i, j]|)
+
+and likewise for more dimensions (rank-1 normalization; Li et al., 2023): an entry that is much larger than the others
+makes only its own code coarse. Maxima over a dimension that is split over devices are small reductions, so the codes
+are split as their variable is, whatever its sizes, and a state does not depend on the mesh. Blocks of a fixed number of
+entries would not: they lie across the borders between devices. Codes are denser near zero:
+
+    x = sign(c) scale (c / 127)^2      of any sign
+    x = scale (c / 255)^4              of second moments (named nu), which are not negative, and stay above zero
+
+Rounding is stochastic: up or down with the probabilities that make the mean exact. Rounding to the nearest would stop a
+moving average with a decay of 0.999, of which one step changes less than half of the distance between two codes. The
+random bits are a hash of the value itself and the number of the step, so that no key is needed, and no array of random
+numbers. Under int8, arrays of less than two dimensions, such as those of biases, stay in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.common.trees import leaves_by_path
+from praxis_lite.sharding.slots import owner_of
+
+MOMENTS = ('float32', 'bfloat16', 'int8')
+# Names of slots that are never negative: averages of squares.
+_SQUARES = frozenset({'nu'})
+
+
+class CompressedState(NamedTuple):
+  """The state of an optimizer with its moments compressed.
+
+  Attributes:
+    num_updates: int32.
+    inner: the state of the optimizer, with a bfloat16 array, or a tuple (codes, maxima along each dimension), in place
+      of each moment.
+  """
+
+  num_updates: jax.Array
+  inner: Any
+
+
+def compress_moments(
+  optimizer: optax.GradientTransformationExtraArgs, moments: str
+) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer that stores its moments in fewer bits, one of `MOMENTS`, and computes with them in its own."""
+  if moments == 'float32':
+    return optimizer
+
+  def codecs(params: Any) -> tuple[list[_Codec | None], Any]:
+    """For each array of the state how it is stored, None for as it is; and the structure of the state."""
+    variables = leaves_by_path(params)
+    state = jax.eval_shape(optimizer.init, params)
+    found = []
+    for path, slot in leaves_by_path(state).items():
+      owner = owner_of(path, variables)
+      is_moment = owner is not None and slot.shape == variables[owner].shape and slot.dtype == jnp.float32
+      found.append(_codec(moments, slot, bool(_SQUARES & {*path})) if is_moment else None)
+    return found, jax.tree.structure(state)
+
+  def encode(state: Any, count: jax.Array, found: list[_Codec | None], structure: Any) -> CompressedState:
+    stored = [x if codec is None else codec.encode(x, count) for codec, x in zip(found, structure.flatten_up_to(state))]
+    return CompressedState(count, jax.tree.unflatten(structure, stored))
+
+  def init(params: Any) -> CompressedState:
+    return encode(optimizer.init(params), jnp.zeros((), jnp.int32), *codecs(params))
+
+  def update(updates: Any, state: CompressedState, params: Any = None, **extra: Any) -> tuple[Any, CompressedState]:
+    found, structure = codecs(updates if params is None else params)
+    stored = zip(found, structure.flatten_up_to(state.inner))
+    whole = jax.tree.unflatten(structure, [x if codec is None else codec.decode(x) for codec, x in stored])
+    updates, whole = optimizer.update(updates, whole, params, **extra)
+    return updates, encode(whole, optax.safe_increment(state.num_updates), found, structure)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Codec(NamedTuple):
+  encode: Callable[[jax.Array, jax.Array], Any]  # (array, count of updates) -> what is stored
+  decode: Callable[[Any], jax.Array]
+
+
+def _codec(moments: str, slot: jax.ShapeDtypeStruct, is_square: bool) -> _Codec | None:
+  if moments == 'bfloat16':
+    return _Codec(_to_bfloat16, lambda x: x.astype(jnp.float32))
+  if slot.ndim < 2:
+    return None
+  power, most, dtype = (4, 255, jnp.uint8) if is_square else (2, 127, jnp.int8)
+  return _Codec(
+    functools.partial(_to_codes, power=power, most=most, dtype=dtype),
+    functools.partial(_decode, power=power, most=most),
+  )
+
+
+def _to_bfloat16(x: jax.Array, count: jax.Array) -> jax.Array:
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  rounded = (bits + (_random_bits(x, count) >> 16)) & jnp.uint32(0xFFFF0000)
+  up_or_down = jax.lax.bitcast_convert_type(rounded, jnp.float32)
+  return jnp.where(jnp.isfinite(x), up_or_down, x).astype(jnp.bfloat16)
+
+
+# Traced once for all moments of a shape: an optimizer's program has dozens of them, and is read several times.
+@functools.partial(jax.jit, static_argnames=('power', 'most', 'dtype'))
+def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any) -> tuple[jax.Array, ...]:
+  size = jnp.abs(x)
+  maxima = tuple(jnp.max(size, [d for d in range(x.ndim) if d != dim]) for dim in range(x.ndim))
+  scale = _scale(maxima)
+  relative = size / jnp.where(scale > 0, scale, 1.0)
+  below = jnp.floor(most * jnp.sqrt(relative if power == 2 else jnp.sqrt(relative)))
+  low, high = (below / most) ** power, ((below + 1) / most) ** power
+  uniform = (_random_bits(x, count) >> 8).astype(jnp.float32) * 2.0**-24
+  code = below + (uniform < (relative - low) / (high - low))
+  if power == 4:  # Rounded down to zero, the root of a second moment would no longer bound the step.
+    code = jnp.maximum(code, jnp.where(size > 0, 1.0, 0.0))
+  code = jnp.minimum(code, float(most))
+  return ((code if power == 4 else jnp.sign(x) * code).astype(dtype), *maxima)
+
+
+@functools.partial(jax.jit, static_argnames=('power', 'most'))
+def _decode(stored: tuple[jax.Array, ...], power: int, most: int) -> jax.Array:
+  codes, *maxima = stored
+  relative = codes.astype(jnp.float32) / most
+  return _scale(maxima) * (relative**power if power == 4 else relative * jnp.abs(relative))
+
+
+def _scale(maxima: Any) -> jax.Array:
+  """The least of the maxima of each entry's row, column, ..."""
+  rank = len(maxima)
+  along = [jnp.expand_dims(m, [d for d in range(rank) if d != dim]) for dim, m in enumerate(maxima)]
+  return functools.reduce(jnp.minimum, along)
+
+
+def _random_bits(x: jax.Array, count: jax.Array) -> jax.Array:
+  """32 bits for each float32 entry: a hash of it and of the step (multiply and xor-shift, twice).
+
+  The last 8 bits of the entry do not count, so that the order of a sum on a mesh changes few of the results.
+  """
+  bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 8) ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+  bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+  bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+  return bits ^ (bits >> 16)

@@ -1,0 +1,349 @@
+"""An optax transformation from its config, over a tree in which some variables are stacks of layers.
+
+What the learner knows is filled in, in nested configs too:
+
+    Config(optax.adamw, weight_decay=0.1)     learning_rate = the learner's rate at this step
+                                              mask = the variables not marked to skip regularization
+    Config(optax.chain, Config(optax.scale_by_adam), Config(optax.scale_by_learning_rate))
+
+The rate is a number, the value of the schedule at the train state's step, so an optimizer's own count of updates, which
+stands still when a step is skipped, does not enter it.
+
+A repeated layer keeps the weights of all its repetitions in one array [layers, ...]. Optimizers that look at a whole
+variable (LAMB's trust ratio, Adafactor's RMS, Muon's matrix) must look at each layer's, so the optimizer is mapped over
+the stack: variables are grouped by their repeat prefix, and each group has an optimizer of its own. A layer in a stack
+is then trained as if it stood alone. Optimizers that do to a stack what they do to its layers, the elementwise ones
+among them, run as one group without the map; `probe.py` finds out which.
+
+    opt_states = {'all': state}
+    opt_states = {'single': state, 'repeated_12': state of [12, ...]}
+
+A mapped state keeps once, not per layer, what belongs to no variable and cannot differ between layers, such as a count:
+what an optimizer does every so many steps is then still decided once.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import jax
+import optax
+
+from praxis_lite.common.config import REQUIRED, Config, map_nested, nested_configs, target
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
+from praxis_lite.sharding.slots import owner_of
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
+from praxis_lite.training.learning.moments import compress_moments
+from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
+
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
+Rate = jax.Array | float
+States = dict[str, object]
+
+_RATE = 'learning_rate'
+
+# The masks that keep each argument which decays weights from some of them.
+_MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
+
+
+class GroupedOptimizer:
+  """Applies an optimizer to each group of variables that are stacked alike.
+
+  Args:
+    config: of an optax factory, or of a function that returns a transformation; it is not changed. The learning rate is
+      filled in wherever a factory takes a `learning_rate` and none is set, and the variables that may be regularized
+      wherever it takes a mask for its weight decay and none is set.
+    weights: declarations of the variables it updates, a nested dict.
+    per_layer: whether each layer of a stack is updated separately; None: only where that may make a difference.
+    moments: how its moments are stored; see `moments.py`.
+
+  `init` and `update` raise ConfigError if no factory takes the learning rate, if weight decay would apply to variables
+  marked to skip it, if the config builds no optax transformation, or if `per_layer` is None and one part of the
+  optimizer must see all layers together and another each separately.
+  """
+
+  def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None, moments: str = 'float32'):
+    self._config, self._weights, self._per_layer, self._moments = config, weights, per_layer, moments
+    self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
+
+  def is_of(self, config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> bool:
+    """Whether it was made of these arguments, or of equal ones."""
+    if (self._per_layer, self._moments, self._weights) != (per_layer, moments, weights):
+      return False
+    try:
+      return bool(self._config == config)
+    except ValueError:  # Arrays in configs have no one truth value.
+      return False
+
+  def init(self, variables: NestedDict, learning_rate: Rate) -> States:
+    """Returns the first state; `learning_rate`, a scalar, is that of the first step."""
+    optimizer = self._build(learning_rate)
+    return {name: _init(optimizer, _part(variables, paths), depth) for name, (paths, depth) in self._groups.items()}
+
+  def update(
+    self,
+    gradients: NestedDict,
+    states: States,
+    variables: NestedDict,
+    learning_rate: Rate,
+    loss: jax.Array | None = None,
+  ) -> tuple[NestedDict, States]:
+    """Returns (updates to add to the variables, new state).
+
+    Args:
+      gradients, states, variables: the gradients, in a nested dict like the variables; the state; and the variables.
+      learning_rate, loss: scalars of this step; few optimizers use the loss.
+
+    Raises:
+      ConfigError: the optimizer needs another argument, such as a function that evaluates the loss again.
+    """
+    optimizer, updates, new_states = self._build(learning_rate), [], {}
+    for name, (paths, depth) in self._groups.items():
+      parts = _part(gradients, paths), states[name], _part(variables, paths)
+      try:
+        changes, state = _update(optimizer, *parts, depth, loss)
+      except TypeError as error:
+        if 'required keyword-only argument' not in str(error):
+          raise
+        raise ConfigError(f'learner.optimizer: it needs what a training step does not have: {error}') from None
+      updates.append(changes)
+      # Some optimizers promote the dtype of a slot; a state keeps its own, so that it can be donated and saved.
+      new_states[name] = jax.tree.map(lambda old, new: new.astype(old.dtype), states[name], state)
+    return merge(*updates), new_states
+
+  def not_elementwise(self) -> list[str]:
+    """Returns the names of the factories in the config whose updates may differ on parts of variables."""
+    if is_elementwise(self._build, self._weights):
+      return []
+    at_fault = [name for name, build in self._factories() if not is_elementwise(build, self._weights)]
+    if not at_fault and self._moments == 'int8':
+      at_fault = ["learner.moments='int8'"]
+    return at_fault or [_name(self._config)]
+
+  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
+    """Returns, by the path of a slot in the state, which axis of its variable each dimension of it runs along."""
+    axes: dict[Path, tuple[int | None, ...]] = {}
+    for name, (paths, depth) in self._groups.items():
+      layers = jax.tree.map(
+        lambda w, depth=depth: dataclasses.replace(w, repeat_prefix=w.repeat_prefix[depth:]),
+        _part(self._weights, paths),
+      )
+      for path, along in slot_axes(self._build, layers).items():
+        axes[name, *path] = (*range(depth), *(None if axis is None else axis + depth for axis in along))
+    return axes
+
+  @functools.cached_property
+  def _groups(self) -> dict[str, tuple[set[Path], int]]:
+    """For each group its variables, and over how many leading dimensions its optimizer is mapped."""
+    weights = leaves(self._weights)
+    prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
+    apart = self._per_layer
+    if apart is None:
+      apart = any(prefixes) and not is_stackable(self._build, self._weights)
+    if not apart:
+      return {'all': (set(weights), 0)}
+    if self._per_layer is None:
+      self._check_looks_at_each()
+    names = ['_'.join(['repeated', *map(str, prefix)]) if prefix else 'single' for prefix in prefixes]
+    return {
+      name: ({path for path, weight in weights.items() if weight.repeat_prefix == prefix}, len(prefix))
+      for name, prefix in zip(names, prefixes)
+    }
+
+  def _check_looks_at_each(self) -> None:
+    for name, build in self._factories():
+      if looks_at_all(build, self._weights):
+        raise ConfigError(
+          f'learner.optimizer: {name} looks at all variables together, and something else in it at each, for which '
+          'repeated layers are updated one by one. Clip by learner.clip_gradient_norm_to_value, or set '
+          'learner.per_layer_statistics: True looks at each layer alone, False at each stack of layers as one variable'
+        )
+
+  # ---------------------------------------------------------------- the transformation
+
+  def _build(self, learning_rate: Rate) -> Transformation:
+    self._check_decay()
+    took_rate: list[Config] = []
+    transformation = self._fill_in(self._config, learning_rate, took_rate).instantiate()
+    if not took_rate and any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
+      raise ConfigError(
+        'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled in '
+        'here and reported'
+      )
+    if not took_rate:
+      raise ConfigError(
+        f'learner.optimizer: {_name(self._config)} takes no learning_rate, so learner.learning_rate would have no '
+        'effect; use a Config(optax.chain, ...) that ends with Config(optax.scale_by_learning_rate)'
+      )
+    if not isinstance(transformation, optax.GradientTransformation):
+      kind = type(transformation).__name__
+      raise ConfigError(f'learner.optimizer: {_name(self._config)} returned {kind}, not an optax transformation')
+    return compress_moments(optax.with_extra_args_support(transformation), self._moments)
+
+  def _fill_in(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
+    """Returns a copy with rates and masks filled in, and adds to `took_rate` where that took the rate."""
+    filled, parameters = config.clone(), config.__signature_info__.parameters
+    arguments = filled.__arguments__
+    for key, value in list(arguments.items()):
+      arguments[key] = map_nested(lambda nested: self._fill_in(nested, rate, took_rate), value)
+    if _RATE in parameters and arguments.get(_RATE, REQUIRED) is REQUIRED:
+      arguments[_RATE] = rate
+      took_rate.append(config)
+    for decay, masks in _MASKS_OF_DECAYS.items():
+      for name in masks:
+        if decay in parameters and name in parameters and arguments.get(name) is None:
+          arguments[name] = self._regularization_mask
+    return filled
+
+  def _regularization_mask(self, params: NestedDict) -> object:
+    """A mask by path: it fits any part of the tree, such as optimizers that treat some variables apart pass on."""
+
+    def may_be_regularized(path: jax.tree_util.KeyPath, _: object) -> bool:
+      names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+      return self._regularized[names]
+
+    return jax.tree_util.tree_map_with_path(may_be_regularized, params)
+
+  def _factories(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
+    """The name of each factory of transformations in the config, and what builds its transformation alone: those that
+    are nested in it are replaced by the identity."""
+
+    def build(config: Config, rate: Rate) -> object:
+      return self._fill_in(config, rate, []).instantiate()
+
+    def makes_one(config: Config) -> bool:  # And not a schedule, such as of a decay.
+      return isinstance(build(config, 1.0), optax.GradientTransformation)
+
+    def alone(config: Config, rate: Rate) -> Transformation:
+      copy = config.clone()
+      for key, value in list(copy.__arguments__.items()):
+        copy.__arguments__[key] = map_nested(lambda c: Config(optax.identity) if makes_one(c) else c, value)
+      return optax.with_extra_args_support(build(copy, rate))
+
+    configs = [config for config in nested_configs(self._config) if makes_one(config)]
+    return [(_name(config), functools.partial(alone, config)) for config in configs]
+
+  def _check_decay(self) -> None:
+    marked = [path for path, regularized in self._regularized.items() if not regularized]
+    if not marked:
+      return
+    for nested in nested_configs(self._config):
+      parameters = nested.__signature_info__.parameters
+      for name, value in nested.__arguments__.items():
+        is_decay = isinstance(name, str) and name.endswith(('weight_decay', 'weight_decay_rate'))
+        if is_decay and value and not any(mask in parameters for mask in _MASKS_OF_DECAYS.get(name, ())):
+          raise ConfigError(
+            f'learner.optimizer: {name} of {_name(nested)} decays every variable, but {path_name(marked[0])} is marked '
+            'to skip regularization; use learner.decoupled_weight_decay, which respects the mark'
+          )
+
+
+_RECENT: collections.deque[GroupedOptimizer] = collections.deque(maxlen=8)
+
+
+def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> GroupedOptimizer:
+  """Returns the `GroupedOptimizer` of these arguments, which may be one that was made of equal arguments before.
+
+  It keeps what it reads from the programs of its optimizer, however a mesh splits the variables: a search over meshes,
+  or a comparison of a mesh with one device, then traces them once.
+  """
+  declared = jax.tree.map(_strip_split, weights)
+  for known in _RECENT:
+    if known.is_of(config, declared, per_layer, moments):
+      return known
+  _RECENT.append(GroupedOptimizer(config.clone(), declared, per_layer, moments))
+  return _RECENT[-1]
+
+
+def _strip_split(weight: WeightHParams) -> WeightHParams:
+  """What an optimizer can know of a variable."""
+  return WeightHParams(
+    weight.shape, dtype=weight.dtype, repeat_prefix=weight.repeat_prefix, collections=weight.collections
+  )
+
+
+def is_regularized(weight: WeightHParams) -> bool:
+  """Whether a variable is not marked to skip regularization."""
+  return WeightHParamsCollection.SKIP_REGULARIZATION not in weight.collections
+
+
+def _part(tree: NestedDict, paths: set[Path]) -> NestedDict:
+  return select(tree, paths.__contains__)
+
+
+def _name(config: Config) -> str:
+  return getattr(target(config), '__qualname__', repr(target(config)))
+
+
+# ---------------------------------------------------------------- mapping over layers
+
+
+def _init(optimizer: Transformation, variables: NestedDict, depth: int) -> object:
+  if not depth:
+    return optimizer.init(variables)
+  alone = _one_layer(variables, depth)
+  state = jax.eval_shape(optimizer.init, alone)
+  axes = _state_axes(optimizer, alone, state)
+
+  def init(variables: NestedDict) -> list[jax.Array]:
+    return jax.tree.leaves(optimizer.init(variables))
+
+  for _ in range(depth):
+    init = jax.vmap(init, 0, axes)
+  return jax.tree.unflatten(jax.tree.structure(state), init(variables))
+
+
+def _update(
+  optimizer: Transformation,
+  gradients: NestedDict,
+  state: object,
+  variables: NestedDict,
+  depth: int,
+  loss: jax.Array | None,
+) -> tuple[NestedDict, object]:
+  if not depth:
+    return optimizer.update(gradients, state, variables, value=loss)
+  slots, structure = jax.tree.flatten(state)
+  alone = jax.tree.leaves(jax.eval_shape(optimizer.init, _one_layer(variables, depth)))
+  axes = [0 if slot.ndim > one.ndim else None for slot, one in zip(slots, alone)]
+
+  def update(
+    gradients: NestedDict, slots: list[jax.Array], variables: NestedDict
+  ) -> tuple[NestedDict, list[jax.Array]]:
+    updates, state = optimizer.update(gradients, jax.tree.unflatten(structure, slots), variables, value=loss)
+    return updates, jax.tree.leaves(state)
+
+  for _ in range(depth):
+    update = jax.vmap(update, (0, axes, 0), (0, axes))
+  updates, slots = update(gradients, slots, variables)
+  return updates, jax.tree.unflatten(structure, slots)
+
+
+def _state_axes(optimizer: Transformation, variables: NestedDict, state: object) -> list[int | None]:
+  """0 for each array of a layer's state (shapes) that every layer has its own of, None for what all layers share."""
+  known = leaves_by_path(variables)
+  slots, structure = leaves_by_path(state), jax.tree.structure(state)
+  axes = [None if owner_of(path, known) is None else 0 for path in slots]
+  two_layers = [s if axis is None else _stack(s) for axis, s in zip(axes, slots.values())]
+
+  def update(slots: Sequence[jax.Array], variables: NestedDict) -> list[jax.Array]:
+    return jax.tree.leaves(optimizer.update(variables, jax.tree.unflatten(structure, slots), variables, value=0.0)[1])
+
+  try:
+    jax.eval_shape(jax.vmap(update, (axes, 0), axes), two_layers, jax.tree.map(_stack, variables))
+  except ValueError:  # Something without an owner depends on the gradients after all: each layer needs its own.
+    return [0] * len(axes)
+  return axes
+
+
+def _one_layer(variables: NestedDict, depth: int) -> NestedDict:
+  return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[depth:], v.dtype), variables)
+
+
+def _stack(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct((2, *x.shape), x.dtype)

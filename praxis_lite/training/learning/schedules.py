@@ -1,0 +1,234 @@
+"""Learning rate schedules: functions of the step, as configurable objects.
+
+A schedule returns a factor that the learner multiplies by its `learning_rate`. Any optax schedule can be used instead:
+`Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`. So can a function of one's own:
+
+    def halved_every(step, period=1000): ...
+
+    learner.schedule = halved_every
+    learner.schedule = Config(halved_every, period=500)      # its first argument is not set: that is the step
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from praxis_lite.common.config import REQUIRED, Config, Configurable, config_values, target
+from praxis_lite.common.errors import ConfigError
+
+Schedule = Callable[[jax.Array | int], ArrayLike]
+
+
+def to_schedule(schedule: object, where: str) -> Schedule:
+  """Returns the function of the step that a config stands for, or that is given itself.
+
+  A config of a function whose first argument is not set is that function, with its other arguments set. Any other
+  config is instantiated.
+
+  Raises:
+    ConfigError: it is neither. `where` is the path of the field, for the message.
+  """
+  function: object = schedule
+  if isinstance(schedule, Config):
+    values = config_values(schedule)
+    step = next(iter(values), None)
+    is_function = not isinstance(target(schedule), type) and step is not None and values[step] is REQUIRED
+    if is_function and REQUIRED not in [value for name, value in values.items() if name != step]:
+      function = functools.partial(target(schedule), **{str(k): v for k, v in schedule.__arguments__.items()})
+    else:
+      function = schedule.instantiate()
+  if not callable(function) or isinstance(function, type):
+    raise ConfigError(f'{where}: expected a function of the step, or its Config, got {function!r}')
+  return function
+
+
+def check_schedule(function: Schedule, where: str) -> None:
+  """Raises ConfigError unless a function takes a step and returns a scalar. It is traced, which may start JAX."""
+  try:
+    returned = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
+  except TypeError as error:
+    remedy = '; choose by jnp.where' if isinstance(error, jax.errors.TracerBoolConversionError) else ''
+    what = f'{str(error).splitlines()[0].rstrip(".")}{remedy}'
+    raise ConfigError(f'{where}: {_name(function)} cannot be called with a step, an int32 scalar: {what}') from error
+  if getattr(returned, 'shape', None) != ():
+    raise ConfigError(
+      f'{where}: {_name(function)} returns {returned}; a schedule returns a scalar, the factor at a step'
+    )
+
+
+def _name(function: Callable[..., object]) -> str:
+  inner = function.func if isinstance(function, functools.partial) else function
+  return getattr(inner, '__qualname__', type(inner).__name__)
+
+
+class BaseSchedule(Configurable):
+  """A function of the step. Raises ConfigError unless the fields that a subclass names in `_positive` are above 0."""
+
+  _positive: ClassVar[tuple[str, ...]] = ()
+
+  def __post_init__(self) -> None:
+    for field in self._positive:
+      if not getattr(self, field) > 0:
+        raise ConfigError(f'{type(self).__name__}.{field}: expected more than 0, got {getattr(self, field)}')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    """Returns the factor at `step`, a float32 scalar."""
+    raise NotImplementedError
+
+
+class Constant(BaseSchedule):
+  """Always `value`."""
+
+  value: float = 1.0
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    return jnp.full((), self.value, jnp.float32)
+
+
+class Linear(BaseSchedule):
+  """Linear from `start` to `limit`, both (step, value), and constant before and after.
+
+  Linear(start=(100, 0.1), limit=(200, 1.0)) is 0.1 up to step 100, 0.55 at step 150 and 1 from step 200 on.
+  """
+
+  start: tuple[int, float] = (0, 0.0)
+  limit: tuple[int, float] = REQUIRED
+
+  def __post_init__(self) -> None:
+    if self.start[0] >= self.limit[0]:
+      raise ConfigError(f'Linear.limit: its step {self.limit[0]} must come after the step of start, {self.start[0]}')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    (x0, y0), (x1, y1) = self.start, self.limit
+    done = jnp.clip((_float(step) - x0) / (x1 - x0), 0.0, 1.0)
+    return y0 + done * (y1 - y0)
+
+
+class Cosine(BaseSchedule):
+  """Half a cosine from `initial_value` at step 0 to `final_value` at `total_steps` (Loshchilov and Hutter, 2017)."""
+
+  total_steps: int = REQUIRED
+  initial_value: float = 1.0
+  final_value: float = 0.0
+  _positive = ('total_steps',)
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    done = jnp.clip(_float(step) / self.total_steps, 0.0, 1.0)
+    return self.final_value + (self.initial_value - self.final_value) * 0.5 * (1 + jnp.cos(math.pi * done))
+
+
+class Exponential(BaseSchedule):
+  """Exponential decay from 1 at step `start` to `limit` at step `end`; constant before and after."""
+
+  start: int = 0
+  end: int = REQUIRED
+  limit: float = 0.01
+  _positive = ('limit',)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.end <= self.start:
+      raise ConfigError(f'Exponential.end: step {self.end} must come after start, {self.start}')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    done = jnp.clip((_float(step) - self.start) / (self.end - self.start), 0.0, 1.0)
+    return jnp.exp(done * math.log(self.limit))
+
+
+class PiecewiseConstant(BaseSchedule):
+  """`values[i]` from step `boundaries[i - 1]` up to `boundaries[i]`."""
+
+  boundaries: tuple[int, ...] = REQUIRED
+  values: tuple[float, ...] = REQUIRED
+
+  def __post_init__(self) -> None:
+    if len(self.values) != len(self.boundaries) + 1:
+      raise ConfigError(
+        f'PiecewiseConstant.values: {len(self.boundaries)} boundaries need {len(self.boundaries) + 1} values, '
+        f'got {len(self.values)}'
+      )
+    if any(a >= b for a, b in zip(self.boundaries, self.boundaries[1:])):
+      raise ConfigError(f'PiecewiseConstant.boundaries: steps must increase, got {tuple(self.boundaries)}')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    passed = jnp.sum(jnp.asarray(step) >= jnp.asarray(self.boundaries))
+    return jnp.asarray(self.values, jnp.float32)[passed]
+
+
+class Transformer(BaseSchedule):
+  """model_dims^-1/2 * min((step + 1) * warmup_steps^-3/2, (step + 1)^-1/2) (Vaswani et al., 2017)."""
+
+  model_dims: int = REQUIRED
+  warmup_steps: int = 4000
+  _positive = ('model_dims', 'warmup_steps')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    count = _float(step) + 1
+    return self.model_dims**-0.5 * jnp.minimum(count * self.warmup_steps**-1.5, count**-0.5)
+
+
+class _Warmup(BaseSchedule):
+  """Linear warm-up, (step + 1) / warmup_steps, for `warmup_steps` steps, then `decay`."""
+
+  warmup_steps: int = REQUIRED
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.warmup_steps < 0:
+      raise ConfigError(f'{type(self).__name__}.warmup_steps: expected at least 0, got {self.warmup_steps}')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    warm = jnp.minimum((_float(step) + 1) / max(self.warmup_steps, 1), 1.0)
+    return jnp.where(jnp.asarray(step) < self.warmup_steps, warm, self.decay(_float(step)))
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    """The factor from step `warmup_steps` on."""
+    raise NotImplementedError
+
+
+class LinearWarmupCosine(_Warmup):
+  """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`.
+
+  If `total_steps` is not set, a task fills in its number of train steps. A run of fewer steps than the warm-up has no
+  decay.
+  """
+
+  total_steps: int = REQUIRED
+  final_value: float = 0.1
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    cosine = Cosine(total_steps=max(self.total_steps - self.warmup_steps, 1), final_value=self.final_value)
+    return cosine(step - self.warmup_steps)
+
+
+class LinearWarmupSqrtDecay(_Warmup):
+  """Linear warm-up to 1, then the inverse square root of the step: sqrt(warmup_steps / step)."""
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    return jnp.sqrt(max(self.warmup_steps, 1) / jnp.maximum(step, 1))
+
+
+class LinearWarmupExponentialDecay(_Warmup):
+  """Linear warm-up to 1, then exponential decay to `final_value` at step `total_steps`.
+
+  A run of fewer steps than the warm-up has no decay.
+  """
+
+  total_steps: int = REQUIRED
+  final_value: float = 0.01
+  _positive = ('final_value',)
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    end = max(self.total_steps, self.warmup_steps + 1)
+    return Exponential(start=self.warmup_steps, end=end, limit=self.final_value)(step)
+
+
+def _float(step: jax.Array | int) -> jax.Array:
+  return jnp.asarray(step, jnp.float32)

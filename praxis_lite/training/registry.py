@@ -1,0 +1,292 @@
+"""The registry of experiments: classes by their full names, or by any ending of those that is unique.
+
+@registry.register
+class StdlibLm(BaseExperiment): ...                in experiments/lm.py
+
+registry.get('praxis_lite.experiments.lm.StdlibLm')   the full name: module and class
+registry.get('lm.StdlibLm')                           an ending of a full name that no other experiment has
+registry.get('StdlibLm')
+registry.get('my_package.my_module.MyExperiment')     any importable module; the class need not be registered
+registry.get('path/to/file.py:MyExperiment')          a file
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import glob
+import importlib.util
+import os
+import pkgutil
+import re
+import sys
+import zlib
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
+
+from praxis_lite.common.errors import UserError, did_you_mean
+from praxis_lite.common.importing import MissingModuleError, import_failure, import_module, short_path
+
+if TYPE_CHECKING:
+  from praxis_lite.training.experiment import BaseExperiment
+
+ExperimentT = TypeVar('ExperimentT', bound=type)
+
+# The packages whose modules `load_all` imports: the built-in one, and one of that name in the working directory.
+_BUILT_IN, _OWN = 'praxis_lite.experiments', 'experiments'
+PACKAGES = (_BUILT_IN, _OWN)
+
+
+class _Entry(NamedTuple):
+  """A registered class, and the code object of the module body that registered it: each execution has its own."""
+
+  experiment: type[BaseExperiment]
+  code: CodeType
+
+
+_entries: dict[str, _Entry] = {}
+
+
+def register(experiment: ExperimentT) -> ExperimentT:
+  """Class decorator: registers an experiment by its full name. Importing its module again replaces it.
+
+  Raises:
+    UserError: the class is not an experiment, or another class of the same full name is registered.
+  """
+  checked = _checked_experiment(experiment, getattr(experiment, '__qualname__', repr(experiment)))
+  name, code = full_name(experiment), sys._getframe(1).f_code
+  known = _entries.get(name)
+  if known is not None and known.experiment is not checked:
+    files = [os.path.realpath(c.co_filename) for c in (known.code, code)]
+    # A module that is executed again has the same file, but was compiled again. Each cell of a notebook has another.
+    if known.code is code or (files[0] != files[1] and experiment.__module__ != '__main__'):
+      where = ' and '.join(sorted({*map(short_path, files)}))
+      raise UserError(f'two experiments are registered as {name}, in {where}; rename one')
+  _entries[name] = _Entry(checked, code)
+  return experiment
+
+
+def get(name: str) -> type[BaseExperiment]:
+  """Returns the experiment class of that name.
+
+  Args:
+    name: a full name, a unique ending of one, `module.Class` or `module:Class` of an importable module, or
+      `path/to/file.py:Class`. The class may be left out after a colon where the module has only one experiment.
+
+  Raises:
+    UserError: no experiment has this name, or several have; the message lists similar names. Or the module raises while
+      it is imported; the message says what and where.
+  """
+  if name in _entries:
+    return _entries[name].experiment
+  module, colon, cls = name.partition(':')
+  if module.endswith('.py'):
+    return _experiment_in(_load_file(module), cls)
+  if colon and (not module or '/' in module):
+    raise UserError(f'{name!r} names no Python file; write path/to/file.py:MyExperiment')
+  if not colon:
+    module, _, cls = name.rpartition('.')
+  missing: UserError | None = None
+  if module:
+    try:
+      return _experiment_in(import_module(_canonical(module)), cls)
+    except (MissingModuleError, _MissingExperimentError) as error:
+      missing = error  # `name` may still be the ending of a full name.
+  problems = load_all()
+  found = _matches(name.replace(':', '.'))
+  if len(found) == 1:
+    return _entries[found[0]].experiment
+  if found:
+    raise UserError(f'{name!r} is the name of {len(found)} experiments: {", ".join(sorted(found))}; write more of it')
+  if isinstance(missing, _MissingExperimentError):
+    raise missing
+  raise UserError(_not_found(name, problems))
+
+
+def load_module(name: str) -> str:
+  """Imports a module, or the module in `path/to/file.py`, and returns the name it is imported by.
+
+  Raises:
+    UserError: there is none, or it raises while it is imported.
+  """
+  return (_load_file(name) if name.endswith('.py') else import_module(_canonical(name))).__name__
+
+
+def names() -> list[str]:
+  """Returns the full names of the registered experiments, sorted. Call `load_all` first to have all of `PACKAGES`."""
+  return sorted(_entries)
+
+
+def names_in_sources() -> list[str]:
+  """Returns the short names of the experiments in the sources of `PACKAGES`, sorted; nothing is imported.
+
+  Finds classes with the decorator `register`, at the top level of a module: enough for a shell that completes names.
+  """
+  found: set[str] = set()
+  for folder in (os.path.join(os.path.dirname(os.path.dirname(__file__)), 'experiments'), os.path.abspath(_OWN)):
+    for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
+      module = os.path.relpath(file, folder).removesuffix('.py').replace(os.sep, '.')
+      found |= {f'{module}.{c.name}' for c in _classes_in(file) if any(map(_registers, c.decorator_list))}
+  return sorted(found)
+
+
+def _registers(decorator: ast.expr) -> bool:
+  return ast.unparse(decorator).rpartition('.')[2] == 'register'
+
+
+def full_name(experiment: type) -> str:
+  """Returns the name by which an experiment is registered: its module and class."""
+  return f'{_canonical(experiment.__module__)}.{experiment.__qualname__}'
+
+
+def short_name(name: str) -> str:
+  """Returns the shortest ending of a full name, with a module and a class at least, that no other experiment has."""
+  parts = name.split('.')
+  endings = ('.'.join(parts[start:]) for start in range(len(parts) - 2, 0, -1))
+  return next((ending for ending in endings if len(_matches(ending)) == 1), name)
+
+
+def load_all() -> list[str]:
+  """Imports all modules of `PACKAGES`, which register their experiments.
+
+  Returns one line for each module that cannot be imported, that says what was raised and where.
+  """
+  problems = []
+  for package in dict.fromkeys(map(_canonical, PACKAGES)):
+    try:
+      problems += _load_package(import_module(package))
+    except UserError as error:
+      # The user need not have a package of experiments.
+      if package == _BUILT_IN or not isinstance(error, MissingModuleError):
+        problems.append(str(error))
+  return problems
+
+
+def _load_package(package: ModuleType) -> list[str]:
+  problems = []
+  for found in pkgutil.iter_modules(getattr(package, '__path__', ()), f'{package.__name__}.'):
+    if found.name.rpartition('.')[2].startswith('_'):
+      continue
+    try:
+      module = import_module(found.name)
+    except UserError as error:
+      problems.append(str(error))
+      continue
+    if found.ispkg:
+      problems += _load_package(module)
+  return problems
+
+
+def _matches(ending: str) -> list[str]:
+  return [full for full in _entries if f'.{full}'.endswith(f'.{ending}')]
+
+
+def _canonical(module: str) -> str:
+  """Returns the name to import a module by, so that no file is imported under two names."""
+  # In a checkout, praxis_lite/experiments is a link to the top-level `experiments`, which may be on sys.path too.
+  is_link = module.split('.')[0] == _OWN and _origin(_OWN) == _origin(_BUILT_IN)
+  return f'{_BUILT_IN}{module.removeprefix(_OWN)}' if is_link else module
+
+
+def _origin(module: str) -> str | None:
+  """Returns the file that importing `module` executes, with symbolic links resolved; None if there is none."""
+  if module in sys.modules:
+    file = getattr(sys.modules[module], '__file__', None)
+  else:
+    try:
+      file = getattr(importlib.util.find_spec(module), 'origin', None)
+    except Exception as error:  # A package above it raises.
+      raise import_failure(module, error) from error
+  return os.path.realpath(file) if file else None
+
+
+def _load_file(path: str) -> ModuleType:
+  """Imports a Python file: as a module of its package if it is in one, otherwise by its own name."""
+  file = os.path.realpath(path)
+  if not os.path.isfile(file):
+    raise UserError(f'there is no file {path!r}')
+  folder, name = os.path.dirname(file), re.sub(r'\W', '_', os.path.splitext(os.path.basename(file))[0])
+  while os.path.isfile(os.path.join(folder, '__init__.py')):
+    folder, name = os.path.dirname(folder), f'{os.path.basename(folder)}.{name}'
+  if folder not in map(os.path.realpath, sys.path):
+    sys.path.append(folder)  # So that it can import the files beside it.
+  if _origin(_canonical(name)) == file:
+    return import_module(_canonical(name))
+  return _load_as(f'{name}_{zlib.crc32(file.encode()):08x}', file)  # Another module has this name.
+
+
+def _load_as(name: str, file: str) -> ModuleType:
+  if name in sys.modules:
+    return sys.modules[name]
+  spec = importlib.util.spec_from_file_location(name, file)
+  if spec is None or spec.loader is None:
+    raise UserError(f'{short_path(file)} is not a Python file')
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  try:
+    spec.loader.exec_module(module)
+  except Exception as error:
+    del sys.modules[name]
+    raise import_failure(short_path(file), error) from error
+  return module
+
+
+class _MissingExperimentError(UserError):
+  """A module has no experiment of that name."""
+
+
+def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
+  """Returns the experiment of a qualified name in a module, or its only one if the name is empty."""
+  known = {key: v for key, v in vars(module).items() if _is_experiment(v) and v.__module__ == module.__name__}
+  if not name and len(known) == 1:
+    return next(iter(known.values()))
+  value: object = module
+  for part in name.split('.'):
+    value = getattr(value, part, None)
+  if value is None:
+    where = short_path(getattr(module, '__file__', None) or module.__name__)
+    missing = f'has no experiment {name!r}' if name else f'has {len(known)} experiments; name one of them after a colon'
+    close = did_you_mean(name, known)
+    raise _MissingExperimentError(f'{where} {missing}.{close} Its experiments: {", ".join(known) or "none"}.')
+  return _checked_experiment(value, f'{module.__name__}.{name}')
+
+
+def _is_experiment(value: object) -> TypeGuard[type[BaseExperiment]]:
+  return isinstance(value, type) and all(callable(getattr(value, method, None)) for method in ('task', 'datasets'))
+
+
+def _checked_experiment(value: object, name: str) -> type[BaseExperiment]:
+  if not _is_experiment(value):
+    raise UserError(
+      f'{name} is not an experiment: derive a class from BaseExperiment and define its methods task and datasets'
+    )
+  return value
+
+
+def _find_in_own_files(name: str) -> list[str]:
+  """Returns `file.py:Class` for the classes of this name in the files of the working directory; imports none."""
+  wanted, found = re.split(r'[.:]', name)[-1].lower(), []
+  for file in sorted(glob.glob('*.py')):
+    found += [f'{file}:{node.name}' for node in _classes_in(file) if node.name.lower() == wanted]
+  return found
+
+
+def _classes_in(file: str) -> list[ast.ClassDef]:
+  """Returns the classes at the top level of a Python file; none if it cannot be read."""
+  try:
+    with open(file, encoding='utf-8') as source:
+      tree = ast.parse(source.read())
+  except (OSError, SyntaxError, ValueError):
+    return []
+  return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def _not_found(name: str, problems: list[str]) -> str:
+  endings = [short_name(full) for full in _entries]
+  by_class = {short.rpartition('.')[2].lower(): short for short in endings}
+  near = difflib.get_close_matches(name, endings, n=3, cutoff=0.6)
+  near += [by_class[c] for c in difflib.get_close_matches(name.rpartition('.')[2].lower(), by_class, n=3, cutoff=0.6)]
+  near = list(dict.fromkeys([*_find_in_own_files(name), *near]))[:3]
+  hint = f' Did you mean {" or ".join(near)}?' if near else ''
+  also = ''.join(f' Not loaded: {problem}.' for problem in problems)
+  return f'there is no experiment {name!r}.{hint} `praxis-lite list` prints them all.{also}'

@@ -1,0 +1,303 @@
+"""SingleTask: one model, how it is trained, evaluated and decoded, and the mesh it is split over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
+from praxis_lite.common.errors import ConfigError, check_choice, prefix_errors
+from praxis_lite.common.files import is_url
+from praxis_lite.models.base import BaseModel
+from praxis_lite.sharding.mesh import create_device_mesh, mesh_sizes
+from praxis_lite.sharding.xla_flags import Flag, check_xla_flags
+from praxis_lite.training.learning import Learner
+
+
+class EarlyStoppingParams(Configurable):
+  """When a run ends before its last step: once a metric of its evaluations no longer improves.
+
+  Attributes:
+    patience: number of evaluations in a row without an improvement after which the run stops; None: never.
+    metric: name of the metric, or `eval/<input>/<metric>` where there are several inputs to evaluate on.
+    mode: 'min' if lower is better, 'max' if higher is.
+    min_delta: a value is an improvement if it is better than the best one by more than this.
+  """
+
+  patience: int | None = None
+  metric: str = 'loss'
+  mode: str = 'min'
+  min_delta: float = 0.0
+
+  def __post_init__(self) -> None:
+    where = 'task.train.early_stopping'
+    check_choice(f'{where}.mode', self.mode, ('min', 'max'))
+    if self.patience is not None and self.patience < 1:
+      raise ConfigError(f'{where}.patience: expected at least 1 evaluation, or None, got {self.patience}')
+    if not self.min_delta >= 0:
+      raise ConfigError(f'{where}.min_delta: expected at least 0, got {self.min_delta}')
+
+
+class LossSpikeParams(Configurable):
+  """What counts as a jump of the training loss, and what happens then.
+
+  Attributes:
+    factor: a loss is too high if it is more than this times the median of those before; None: never.
+    steps: so many losses in a row must be too high.
+    window: number of losses that the median is taken of; those that are too high are not among them.
+    action: 'rollback': the run goes back to the last checkpoint before, and leaves out the batches of these steps.
+      'raise': it ends with an error.
+  """
+
+  factor: float | None = None
+  steps: int = 3
+  window: int = 100
+  action: str = 'rollback'
+
+  def __post_init__(self) -> None:
+    where = 'task.train.loss_spike'
+    check_choice(f'{where}.action', self.action, ('rollback', 'raise'))
+    if self.factor is not None and not self.factor > 1:
+      raise ConfigError(f'{where}.factor: expected more than 1, or None, got {self.factor}')
+    for name, least in (('steps', 1), ('window', 2)):
+      if getattr(self, name) < least:
+        raise ConfigError(f'{where}.{name}: expected at least {least}, got {getattr(self, name)}')
+
+
+class EmergencyCopiesParams(Configurable):
+  """Copies of the train state that each host keeps in a folder of its own, beside the checkpoints.
+
+  A run that is started again uses the newest that is whole on all hosts, if it is newer than the newest checkpoint.
+
+  Attributes:
+    every_n_steps: steps between copies; None: there are none. A killed process loses less than twice as many steps.
+    directories: of each host, where its copies are: the memory of a RAM disk, or a disk. Each gets all copies, and the
+      first that has one whole is read; so one of them may be on another host.
+  """
+
+  every_n_steps: int | None = None
+  directories: tuple[str, ...] = ('/dev/shm',)
+
+  def __post_init__(self) -> None:
+    where = 'task.train.emergency_copies'
+    if self.every_n_steps is not None and self.every_n_steps < 1:
+      raise ConfigError(f'{where}.every_n_steps: expected at least 1 step, or None, got {self.every_n_steps}')
+    if isinstance(self.directories, str) or not self.directories:
+      raise ConfigError(f'{where}.directories: expected paths, as in ("/dev/shm",), got {self.directories!r}')
+
+
+class InitFromParams(Configurable):
+  """A checkpoint of another run that the variables of a new run start from. A run that resumes does not look at it.
+
+  The optimizer starts anew. A variable comes from the one of the same path in the checkpoint, unless a rule says
+  otherwise. Regular expressions match whole paths, `lm.softmax.w`, of the variables of the model that is trained.
+
+  Attributes:
+    path: the directory of the other run; None: variables start from the seed.
+    step: step of the checkpoint, or 'best'; None: the newest.
+    rules: pairs (regex, path in the checkpoint), of which the first that matches counts. The path may contain the
+      groups of the regex as \\1, \\2, ...; None starts the variable from the seed.
+    partial: regexes of variables whose shape may differ: the entries that both have are copied, the others start from
+      the seed.
+    use_ema: whether to take the moving averages, where the checkpoint has them.
+  """
+
+  path: str | None = None
+  step: int | str | None = None
+  rules: tuple[tuple[str, str | None], ...] = ()
+  partial: tuple[str, ...] = ()
+  use_ema: bool = False
+
+  def __post_init__(self) -> None:
+    for i, rule in enumerate(self.rules):
+      if not isinstance(rule, tuple | list) or len(rule) != 2:
+        raise ConfigError(
+          f'task.train.init_from.rules[{i}]: expected a pair (regex, path in the checkpoint or None), got {rule!r}'
+        )
+    if isinstance(self.partial, str):
+      raise ConfigError(f'task.train.init_from.partial: expected a tuple of regexes, got the text {self.partial!r}')
+
+
+class TrainParams(Configurable):
+  """How the task is trained.
+
+  Attributes:
+    learner: optimizer, schedule, clipping, moving averages, accumulation.
+    num_train_steps: number of steps of the whole run.
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves their
+      batch dimension split over all mesh axes.
+    offload_optimizer_state: keeps the optimizer's state in the memory of the host between updates; an error where the
+      devices cannot use it.
+    log_interval_steps: steps between lines on the console, and between scalars in the event files.
+    eval_interval_steps: steps between evaluations; None: only at the end.
+    decode_interval_steps: steps between decoding runs; None: only by the command `decode`.
+    save_interval_steps: steps between checkpoints; there is always one at the end.
+    max_to_keep: number of the newest checkpoints that are kept.
+    keep_interval_steps: checkpoints at multiples of this are never deleted; None disables it.
+    best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
+      kept as well. None: the metric of `early_stopping`, if that is on.
+    best_metric_mode: 'min' if lower is better, 'max' if higher is.
+    mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that has a copy of the run: each complete
+      checkpoint that is kept, and the other files of its directory. Where it is newer than the directory, the run goes
+      on from there. None: there is none.
+    max_skipped_steps: number of steps in a row without a finite loss and gradient that end the run, with an error; 0
+      or None: any number is skipped.
+    slow_step_factor: a step that takes more than this times the median of those before is reported; None: none is.
+    max_rollbacks: number of times that a run may go back, for a step that is not finite or a jump of the loss.
+    loss_spike, early_stopping, emergency_copies, init_from: see the classes.
+  """
+
+  learner: Config = template(Learner)
+  num_train_steps: int = 1000
+  inputs_split_mapping: dict[str, Any] | None = None
+  offload_optimizer_state: bool = False
+  log_interval_steps: int = 10
+  eval_interval_steps: int | None = None
+  decode_interval_steps: int | None = None
+  save_interval_steps: int = 500
+  max_to_keep: int = 3
+  keep_interval_steps: int | None = None
+  best_metric: str | None = None
+  best_metric_mode: str = 'min'
+  mirror: str | None = None
+  max_skipped_steps: int | None = 100
+  slow_step_factor: float | None = 5.0
+  max_rollbacks: int = 10
+  loss_spike: LossSpikeParams = template(LossSpikeParams)
+  early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
+  emergency_copies: EmergencyCopiesParams = template(EmergencyCopiesParams)
+  init_from: InitFromParams = template(InitFromParams)
+
+  def __post_init__(self) -> None:
+    check_choice('task.train.best_metric_mode', self.best_metric_mode, ('min', 'max'))
+    if self.mirror is not None and not is_url(self.mirror):
+      raise ConfigError(
+        f'task.train.mirror = {self.mirror!r}: expected the URL of a folder in an object store, such as '
+        's3://bucket/runs/1, or None'
+      )
+    if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
+      where = 'task.train.max_skipped_steps'
+      raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
+    if self.slow_step_factor is not None and not self.slow_step_factor > 1:
+      raise ConfigError(f'task.train.slow_step_factor: expected more than 1, or None, got {self.slow_step_factor}')
+    for section in ('loss_spike', 'early_stopping', 'emergency_copies', 'init_from'):
+      config: object = getattr(self, section)
+      if not isinstance(config, Config):
+        raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')
+      setattr(self, section, build_at(f'task.train.{section}', config))
+
+
+class EvalParams(Configurable):
+  """How the task is evaluated.
+
+  Attributes:
+    use_ema: whether the moving averages are used, if the learner keeps them.
+    max_batches: number of batches; None: the whole set.
+  """
+
+  use_ema: bool = True
+  max_batches: int | None = None
+
+
+class DecodeParams(EvalParams):
+  """How the task decodes its `decode_datasets()`; the attributes are those of `EvalParams`."""
+
+
+class SingleTask(Configurable):
+  """A model and everything that its training run needs, except data.
+
+  `model`, `train`, `evaluate` and `decode` are configs in the config of a task; the task has what is built from them.
+
+  Attributes:
+    name: name of the task, for logs.
+    model: the model.
+    mesh_axis_names: names of the mesh axes, in the order of the mesh shapes.
+    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None: one device.
+    dcn_mesh_shape: number of slices along each axis; None: one slice.
+    logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
+    strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`, for the weights that declare
+      no mapping.
+    partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit; each
+      device computes its own rows, gathers weights before it uses them, and averages gradients.
+    xla_flags: values, by name, of XLA flags that the steps are compiled with, such as
+      {'xla_gpu_enable_triton_gemm': False}; None as a value leaves a flag to XLA. XLA_FLAGS wins.
+    default_xla_flags: whether those that `xla_flags.py` has for the platform count as well.
+    train, evaluate, decode: see the classes.
+  """
+
+  _config_path = 'task'
+
+  name: str = 'task'
+  model: BaseModel = REQUIRED
+  mesh_axis_names: tuple[str, ...] | None = None
+  ici_mesh_shape: tuple[int, ...] | None = None
+  dcn_mesh_shape: tuple[int, ...] | None = None
+  logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
+  strategy: list[tuple[str, str]] | None = None
+  partitioning: str = 'auto'
+  xla_flags: dict[str, Flag | None] | None = None
+  default_xla_flags: bool = True
+  train: TrainParams = template(TrainParams)
+  evaluate: EvalParams = template(EvalParams)
+  decode: DecodeParams = template(DecodeParams)
+
+  def __post_init__(self) -> None:
+    check_choice('task.partitioning', self.partitioning, ('auto', 'shard_map'))
+    check_xla_flags('task.xla_flags', self.xla_flags)
+    if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
+      names = ('replica', 'data', 'mdl')[-len(self.ici_mesh_shape) :] if len(self.ici_mesh_shape) > 1 else ('data',)
+      raise ConfigError(
+        'task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name, as in '
+        f'--set "task.mesh_axis_names={names}"'
+      )
+    for section in ('train', 'evaluate', 'decode'):
+      config = getattr(self, section)
+      if not isinstance(config, Config):
+        raise ConfigError(f'task.{section}: expected the config of its settings, got {config!r}')
+      settings = build_at(f'task.{section}', config)
+      setattr(self, section, settings)
+      max_batches = getattr(settings, 'max_batches', None)
+      if max_batches is not None and max_batches < 1:
+        raise ConfigError(f'task.{section}.max_batches = {max_batches}: expected at least 1, or None for all')
+    built = target(self.train.learner)
+    if not (isinstance(built, type) and issubclass(built, Learner)):
+      raise ConfigError(
+        f'task.train.learner: expected the config of a Learner, got that of {getattr(built, "__name__", built)}; an '
+        'optimizer is a field of it: Config(Learner, optimizer=Config(optax.adam), learning_rate=1e-3)'
+      )
+    with prefix_errors('task.train'):
+      learner = self.train.learner.clone()
+      if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
+        learner.schedule.total_steps = self.train.num_train_steps
+      self.learner: Learner = learner.instantiate()
+    model_p: object = self.model
+    inherited = ('mesh_axis_names', 'logical_axis_rules')
+    if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):
+      raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
+    given = {f: getattr(self, f) for f in inherited if getattr(model_p, f) is None}
+    model = build_at('task.model', model_p, **given)
+    if not isinstance(model, BaseModel):
+      raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
+    self.model = model
+
+  def mesh_sizes(self) -> dict[str, int]:
+    """Returns the size of each mesh axis by name, without a device."""
+    with prefix_errors('task'):
+      return mesh_sizes(*self._mesh_shape())
+
+  def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh of the task; without a mesh shape, one device with every axis of size 1.
+
+    Raises:
+      ShardingError: the mesh needs more devices than there are, or its shape and names do not fit.
+    """
+    ici, dcn, names = self._mesh_shape()
+    with prefix_errors('task'):
+      return create_device_mesh(ici, dcn, names, devices)
+
+  def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[str, ...]]:
+    names = self.mesh_axis_names or ('data',)
+    return self.ici_mesh_shape or (1,) * len(names), self.dcn_mesh_shape, names

@@ -1,0 +1,358 @@
+"""Processes as hosts: launched, killed, stopped, hung, preempted, and started again; real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from quick_xla import xla_flags
+from tiny_runs import expected_loss, open_gate, tiny_run
+from warm_python import WarmPopen
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.runs.cluster import launch
+from praxis_lite.runs.cluster.launch import Ended, Launcher, launched_command, the_verdict
+from praxis_lite.runs.records.run_config import held_for_training
+from praxis_lite.runs import run_train
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def warm_hosts(monkeypatch):
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
+
+
+class Watched:
+  """A launcher whose output is kept; `on` does something when a line with some text comes."""
+
+  def __init__(self, command, processes, **kwargs):
+    self.lines, self._on = [], {}
+    self.launcher = Launcher(command, processes, write=self._write, backoff_s=0.01, **kwargs)
+
+  def on(self, text, call):
+    self._on[text] = call
+
+  def signal(self, host, number):
+    os.kill(self.launcher._running[host].pid, number)
+
+  def _write(self, line):
+    self.lines.append(line)
+    for text in [text for text in self._on if text in line]:
+      self._on.pop(text)()
+
+  def run(self):
+    self.text = ''
+    code = self.launcher.run()
+    self.text = ''.join(self.lines)
+    return code
+
+
+def python(code, processes=2, **kwargs):
+  return Watched([sys.executable, '-c', code], processes, **kwargs)
+
+
+# ---- what restarts, without JAX
+
+
+def test_output_is_prefixed_and_the_exit_code_is_that_of_the_first_failure():
+  job = python('import os; i = os.environ["JAX_PROCESS_ID"]; print("I am", i, flush=True); os._exit(2 * int(i))')
+  assert job.run() == 2
+  assert {'host 0: I am 0\n', 'host 1: I am 1\n'} == set(job.lines)
+
+
+def test_a_lost_process_restarts_all_a_limited_number_of_times():
+  job = python(
+    'import os, signal, time\n'
+    'if os.environ["JAX_PROCESS_ID"] == "1": os.kill(os.getpid(), signal.SIGKILL)\n'
+    'time.sleep(60)',
+    max_restarts=1,
+    grace_s=0.1,
+  )
+  assert job.run() == 128 + signal.SIGKILL
+  assert job.text.count('launch: host 1 was ended by SIGKILL') == 2
+  assert job.text.count('host 0 did not end within 0.1 s, and is killed') == 2
+  assert 'restart 1 of 1' in job.text and '1 restarts are all that --max_restarts allows' in job.text
+
+
+def test_a_host_that_is_lost_twice_is_left_out_down_to_the_smallest_number():
+  job = python(
+    'import os, signal\n'
+    'if os.environ["JAX_NUM_PROCESSES"] > "1": os.kill(os.getpid(), signal.SIGKILL)\n'
+    'print("alone", flush=True)',
+    max_restarts=5,
+    min_processes=1,
+    grace_s=5,
+  )
+  assert job.run() == 0
+  assert 'twice, so the job goes on with 1 processes' in job.text and 'host 0: alone' in job.text
+
+
+@pytest.mark.parametrize('fate', ['moved', 'deleted', 'never filled'])
+def test_a_job_whose_directory_is_not_where_it_was_is_not_started_again(fate, tmp_path):
+  """Started again, it would begin anew there. An empty directory is removed by a run that has written nothing."""
+  directory = tmp_path / 'run'
+  job = python(
+    'import os, pathlib, shutil, sys, time\n'
+    f'run, fate = pathlib.Path({str(directory)!r}), {fate!r}\n'
+    'run.mkdir(exist_ok=True)\n'
+    'if fate != "never filled": (run / "run.json").touch()\n'
+    'time.sleep(0.5)\n'  # The launcher looks each 0.05 s.
+    'run.rename(run.with_name("moved")) if fate == "moved" else shutil.rmtree(run)\n'
+    'sys.exit(75)',
+    processes=1,
+    max_restarts=2,
+    directory=directory,
+  )
+  assert job.run() == (75 if fate == 'never filled' else 2)
+  told = f'launch: error: host 0 of 1 was lost (exit code 75), and job_log_dir {directory} is not where it was: '
+  assert (job.text.count(told), job.text.count('restart ')) == ((0, 2) if fate == 'never filled' else (1, 0))
+
+
+def test_a_signal_is_passed_on_once_and_nothing_is_started_again():
+  job = python(
+    'import os, signal, sys, time\n'
+    'signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n'
+    'print("ready", flush=True)\n'
+    'while True: time.sleep(0.01)'
+  )
+  ready = threading.Barrier(2, action=lambda: os.kill(os.getpid(), signal.SIGTERM))
+  for host in range(2):
+    job.on(f'host {host}: ready', lambda: threading.Thread(target=ready.wait).start())
+  assert job.run() == 143 and 'restart' not in job.text
+
+
+def at_once_when_both_are_ready(job, call):
+  ready = threading.Barrier(2, action=call)
+  for host in range(2):
+    job.on(f'host {host}: ready', lambda: threading.Thread(target=ready.wait).start())
+
+
+def stop_host_1_and_end_the_job(job):
+  pid = job.launcher._running[1].pid
+  os.kill(pid, signal.SIGSTOP)
+  while (state := pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2][0]) != 'T':
+    assert state in 'RS'
+    time.sleep(0.01)
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_host_that_is_stopped_when_the_job_is_ended_goes_on_and_saves_like_the_others():
+  job = python(
+    'import signal, sys, time\n'
+    'signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(143)))\n'
+    'print("ready", flush=True)\n'
+    'time.sleep(60)'
+  )
+  at_once_when_both_are_ready(job, lambda: stop_host_1_and_end_the_job(job))
+  assert job.run() == 143 and 'killed' not in job.text
+  assert 'host 0: saved' in job.text and 'host 1: saved' in job.text
+
+
+def test_a_host_that_stops_while_it_ends_is_killed_after_some_time_and_named():
+  job = python(
+    'import os, signal, sys, time\n'
+    'def end(*_):\n'
+    '  if os.environ["JAX_PROCESS_ID"] == "1":\n'
+    '    time.sleep(0.2)\n'
+    '    os.kill(os.getpid(), signal.SIGSTOP)\n'
+    '  sys.exit(143)\n'
+    'signal.signal(signal.SIGTERM, end)\n'
+    'print("ready", flush=True)\n'
+    'time.sleep(60)',
+    stop_s=1.0,
+  )
+  at_once_when_both_are_ready(job, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  assert job.run() == 128 + signal.SIGKILL and 'restart' not in job.text
+  assert 'host 1 did not end within 1 s of SIGTERM, and is killed' in job.text and 'host 0 did not' not in job.text
+
+
+def test_a_failure_after_a_signal_leaves_the_others_as_long_as_one_before():
+  job = python(
+    'import os, signal, time\n'
+    'def end(*_):\n'
+    '  if os.environ["JAX_PROCESS_ID"] == "0":\n'
+    '    os._exit(75)\n'
+    'signal.signal(signal.SIGTERM, end)\n'
+    'print("ready", flush=True)\n'
+    'while True: time.sleep(0.01)',
+    grace_s=0.3,
+  )
+  at_once_when_both_are_ready(job, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  assert job.run() == 128 + signal.SIGKILL and 'restart' not in job.text
+  assert 'host 1 did not end within 0.3 s, and is killed' in job.text
+
+
+def test_after_a_second_signal_all_end_soon(monkeypatch):
+  monkeypatch.setattr(launch, '_AFTER_SECOND_SIGNAL', 0.3)
+  job = python(
+    'import signal, time\n'
+    'signal.signal(signal.SIGTERM, lambda *_: print("again", flush=True))\n'
+    'print("ready", flush=True)\n'
+    'while True: time.sleep(0.01)'
+  )
+  at_once_when_both_are_ready(job, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  job.on('again', lambda: os.kill(os.getpid(), signal.SIGTERM))
+  assert job.run() == 128 + signal.SIGKILL
+  assert 'host 0, 1 did not end within 0.3 s of another SIGTERM, and is killed' in job.text
+
+
+def test_a_process_that_does_not_end_though_it_was_killed_is_left_behind(monkeypatch):
+  job = python('import os; os._exit(3)', processes=1)
+
+  def wait(process, timeout=None):  # As one that waits for storage that is gone.
+    raise subprocess.TimeoutExpired(process.args, timeout)
+
+  monkeypatch.setattr(WarmPopen, 'wait', wait)
+  assert job.run() == 3
+  assert re.search(r'launch: host 0, process \d+, has not ended 10 s after SIGKILL; it is left', job.text)
+
+
+@pytest.mark.parametrize(
+  'ended, verdict',
+  [
+    ({0: 0, 1: 0}, Ended(0, -1)),
+    ({1: 75, 0: 2}, Ended(2, 0)),  # a mistake, which another attempt would make again
+    ({0: 75, 2: 75, 1: 137}, Ended(137, 1)),
+    ({0: 0, 1: 75}, Ended(75, 1)),
+    ({1: 143, 0: 143}, Ended(143, 1)),
+    ({1: 143, 0: 134}, Ended(134, 0)),
+  ],
+)
+def test_the_verdict_names_the_cause_before_those_who_noticed(ended, verdict):
+  assert the_verdict(ended) == verdict
+
+
+@pytest.mark.parametrize(
+  'arguments, devices, message',
+  [
+    ([], None, 'name what to run after --'),
+    (['eval'], None, "got 'eval'"),
+    (['train', '--process_id=1'], None, '--process_id=1: launch tells the processes itself'),
+    (['train', '--devices=2'], 2, '--devices is given twice'),
+  ],
+)
+def test_what_cannot_be_launched_is_a_mistake(arguments, devices, message):
+  with pytest.raises(UserError, match=message):
+    launched_command(arguments, devices=devices, elastic=False)
+
+
+# ---- real runs
+
+
+LOOP = """
+import os, sys, time, pathlib
+import jax, numpy as np
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.devices import simulate_cpu_devices
+from praxis_lite.runs.cluster.distributed import initialize_distributed
+from praxis_lite.runs.cluster.watchdog import doing, watched_by_others
+simulate_cpu_devices(1)
+job = initialize_distributed(hang_timeout_s=float(sys.argv[2]))
+from jax.experimental import multihost_utils
+def why_lost():
+  return UserError('job_log_dir was moved') if 'lost' in sys.argv else None
+with watched_by_others(pathlib.Path(sys.argv[1]), why_lost):
+  for step in range(10_000):
+    doing(f'step {step}')
+    time.sleep(0.05)
+    multihost_utils.process_allgather(np.ones(1))
+    if step == 25:  # After a beat that says so.
+      print('going', flush=True)
+    if step == 30 and sys.argv[3:4] == [str(job.process_id)]:
+      doing('a hang')
+      while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', ['stopped', 'hangs', 'hangs, and the directory is lost'])
+def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing(fault, tmp_path, monkeypatch):
+  hangs = {'stopped': [], 'hangs': ['1']}.get(fault, ['1', 'lost'])
+  job = Watched([sys.executable, '-c', LOOP, str(tmp_path), '5', *hangs], 2, max_restarts=0, grace_s=60)
+  if fault == 'stopped':
+    monkeypatch.setattr(launch, '_AFTER_NOTICED', 1.0)
+    job.on('host 1: going', lambda: job.signal(0, signal.SIGSTOP))
+  code = job.run()
+  if fault == 'stopped':
+    assert code == 128 + signal.SIGKILL and 'host 0 of 2 was lost' in job.text
+    assert 'which was in step' in job.text and 'has shown no sign of life for 5 s' in job.text
+    stacks = (tmp_path / 'stacks' / 'host_1.txt').read_text()
+    assert 'process_allgather' in stacks
+  elif 'lost' in fault:
+    assert code == 2 and 'no host has got any further for 5 s' in job.text
+    assert 'error: job_log_dir was moved; it continues there from its last checkpoint' in job.text
+    assert 'Thread' not in job.text and not any(tmp_path.iterdir())
+  else:
+    assert code == 75 and 'no host has got any further for 5 s' in job.text
+    assert 'which was in a hang' in job.text
+    # The one that hangs is alive, and writes what it was doing itself.
+    assert 'in <module>' in (tmp_path / 'stacks' / 'host_1.txt').read_text()
+
+
+@pytest.mark.slow
+def test_a_mistake_that_one_host_finds_ends_the_job_and_is_not_tried_again(tmp_path, monkeypatch):
+  """Another run trains in its directory, which host 0 alone looks at."""
+  env = {'TOTAL_DEVICES': '2', 'XLA_FLAGS': xla_flags(1), 'JAX_PLATFORMS': 'cpu'}
+  env['PYTHONPATH'] = os.pathsep.join([str(HERE), os.environ.get('PYTHONPATH', '')])
+  for name, value in env.items():
+    monkeypatch.setenv(name, value)
+  train = ['train', f'--exp={HERE / "tiny_hosts.py"}:TinyHosts', '--noverify', f'--job_log_dir={tmp_path}']
+  job = Watched(launched_command([*train, '--hang_timeout_s=60'], devices=1, elastic=False), 2, max_restarts=1)
+  with held_for_training(tmp_path):
+    assert job.run() == 2
+  assert job.text.count('error: another run is training in job_log_dir') == 1
+  assert 'restart' not in job.text and 'is killed' not in job.text and 'Thread' not in job.text
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_with_the_same_bits(tmp_path, monkeypatch):
+  jax.devices()  # Those of this process, before the environment is that of the others.
+  gate = tmp_path / 'gate'
+  for name, value in {
+    **{'GATE': open_gate(gate, 9), 'TOTAL_DEVICES': '2', 'XLA_FLAGS': xla_flags(1), 'JAX_PLATFORMS': 'cpu'},
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'programs'),
+    'PYTHONPATH': os.pathsep.join([str(HERE), os.environ.get('PYTHONPATH', '')]),
+  }.items():
+    monkeypatch.setenv(name, value)
+  train = ['train', f'--exp={HERE / "tiny_hosts.py"}:TinyHosts', '--noverify', '--hang_timeout_s=20']
+  train += ['--set=task.train.save_interval_steps=20', '--set=task.train.emergency_copies.every_n_steps=2']
+  train += [f"--set=task.train.emergency_copies.directories=('{tmp_path}',)"]
+
+  def started(name):
+    command = launched_command([*train, f'--job_log_dir={tmp_path / name}'], devices=1, elastic=False)
+    return Watched(command, 2, max_restarts=1, grace_s=60)
+
+  job = started('two')
+  job.on('step 7/', lambda: job.signal(0, signal.SIGKILL))  # The one that JAX's service is in.
+  job.on('restart 1 of 1', lambda: open_gate(gate))
+  assert job.run() == 0, job.text
+  assert 'host 0: 2 processes, found by praxis-lite launch; process 0 is at localhost:' in job.lines[0]
+  assert 'host 0 was ended by SIGKILL' in job.text and "has ended, or JAX's service there has failed" in job.text
+  assert 'exit code 75: started again, the run continues from its last checkpoint' in job.text
+  assert 'Current thread' in (tmp_path / 'two' / 'stacks' / 'host_1.txt').read_text()
+  together = run_train(tiny_run(4, noise=0.0), tmp_path / 'two')  # Restores what two processes have saved.
+  alone = run_train(tiny_run(4, noise=0.0, save_interval_steps=100), tmp_path / 'one')
+  assert re.search('restored step [468] of 20 from emergency copies, newer than the checkpoints', job.text)
+  whole = started('whole')
+  assert whole.run() == 0, whole.text
+  # What two processes have saved is restored in one.
+  together, undisturbed = (run_train(tiny_run(2, noise=0.0), tmp_path / name) for name in ('two', 'whole'))
+  for a, b in zip(jax.tree.leaves(together.state), jax.tree.leaves(undisturbed.state)):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+  alone = run_train(tiny_run(2, noise=0.0), tmp_path / 'one')
+  assert together.step == alone.step == 20
+  for a, b in zip(together.state.mdl_vars.values(), alone.state.mdl_vars.values()):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4 * np.abs(np.asarray(b)).max())
+  loss = together.metrics['eval/valid']['loss']
+  assert abs(loss - expected_loss(together.state.mdl_vars, 33, 1)) < 1e-5

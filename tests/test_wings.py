@@ -1,0 +1,157 @@
+"""The wings of the package import downward only, and each only what `docs/architecture.md` says."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / 'praxis_lite'
+
+# From the bottom up, with the order inside each wing: a module imports from those before it, never from one after it.
+ORDER = (
+  *('common.errors', 'common.foreign_text', 'common.jax_internals', 'common.importing', 'common.native_log'),
+  *('common.files', 'common.figures', 'common.devices', 'common.processes', 'common.accelerators', 'common.trees'),
+  *('common.config', 'common.weighted', 'common.mistakes', 'common'),
+  *('sharding.weights', 'sharding'),
+  *('layers.base.call', 'layers.base', 'layers'),
+  'inputs',
+  *('models.decoding', 'models'),
+  *('training.learning', 'training.task', 'training.experiment', 'training.registry', 'training'),
+  'checkpoints',
+  *('instruments.explain', 'instruments.verification', 'instruments.plan', 'instruments.testing', 'instruments'),
+  *(
+    'runs.records',
+    'runs.stop_signals',
+    'runs.nonfinite',
+    'runs.throughput',
+    'runs.console',
+    'runs.cluster.watchdog',
+    'runs.programs',
+  ),
+  *('runs.hooks', 'runs.cluster.emergency', 'runs.trouble', 'runs.cluster', 'runs'),
+  *('bridges.t5x', 'bridges.hf', 'bridges'),
+  'partitioning',  # The names of Praxis and T5X, from where they are defined.
+  'cli',
+  '__main__',
+)
+# What a module must not know although it is below.
+NEVER = {
+  'training.learning': ('layers', 'models', 'inputs'),
+  'layers': ('inputs', 'models'),
+  'sharding': ('common.config',),
+  'checkpoints': ('layers', 'models', 'inputs', 'training.learning'),
+  'instruments': ('checkpoints', 'inputs'),
+  'instruments.plan': ('instruments.verification',),
+  'instruments.testing': ('instruments.verification',),
+  'runs': ('instruments',),
+  'bridges': ('instruments',),
+  'bridges.t5x': ('checkpoints', 'layers', 'models', 'inputs', 'runs'),
+}
+FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if not {'experiments', 'tasks'} & {*p.relative_to(PACKAGE).parts[:1]}]
+
+
+def module_of(path):
+  return '.'.join(path.relative_to(PACKAGE).with_suffix('').parts).removesuffix('__init__').rstrip('.')
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imports(path):
+  """(line, module) of each import of this package, those under TYPE_CHECKING and in functions too."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    names = []
+    if isinstance(node, ast.ImportFrom) and node.module:
+      full = [f'{node.module}.{alias.name}' for alias in node.names]
+      names = [name if name.removeprefix('praxis_lite.') in MODULES else node.module for name in full]
+    elif isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # Of a table of `lazy_names`.
+      names = [node.value] if node.value.removeprefix('praxis_lite.') in MODULES.keys() - {''} else []
+    yield from ((node.lineno, name.removeprefix('praxis_lite.')) for name in names if name.startswith('praxis_lite.'))
+
+
+def is_in(module, wing):
+  return module == wing or module.startswith(f'{wing}.')
+
+
+def place(module):
+  return ORDER.index(max((wing for wing in ORDER if is_in(module, wing)), key=len))
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_downward(path):
+  module = module_of(path)
+  if not module:
+    pytest.skip('the package itself names what users import from it')
+  never = [other for wing, others in NEVER.items() if is_in(module, wing) for other in others]
+  wrong = [
+    f'{path.name}:{line} imports {other}'
+    for line, other in imports(path)
+    if place(other) > place(module) or any(is_in(other, wing) for wing in never)
+  ]
+  assert not wrong, wrong
+
+
+def test_there_are_no_circles():
+  graph = {name: {other for _, other in imports(path) if other != name} for name, path in MODULES.items() if name}
+  done, path = set(), []
+
+  def visit(name):
+    assert name not in path, ' -> '.join([*path[path.index(name) :], name])
+    if name not in done:
+      path.append(name)
+      for other in sorted(graph[name]):
+        visit(other)
+      path.pop()
+      done.add(name)
+
+  for name in graph:
+    visit(name)
+
+
+def test_the_package_has_few_doors_and_the_page_on_architecture_names_each():
+  doors = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != '__pycache__'}
+  assert {p.name for p in PACKAGE.glob('*.py')} == {'__init__.py', '__main__.py'}
+  assert len(doors) <= 15 and doors - {'experiments', 'tasks'} == {wing.partition('.')[0] for wing in ORDER[:-1]}
+  drawing = (ROOT / 'docs' / 'architecture.md').read_text().partition('## Wings')[2].partition('\n## ')[0]
+  assert not [door for door in doors if not re.search(rf'\b{door}/', drawing)]
+
+
+PRIVATE = ('jax._src', 'jax.interpreters', 'jaxlib')
+# Words that differ between releases of JAX: parameters of loops and shard_map, and how an abstract device is made.
+CHANGING = {
+  'num_consts',
+  'num_carry',
+  'ft_in',
+  'ft_out',
+  'cond_nconsts',
+  'body_nconsts',
+  'newly_manual_axes',
+  'AbstractDevice',
+}
+
+
+def of_jax(path):
+  """What a file reads of JAX that JAX may change: private modules, and words that differ between releases."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    names = []
+    if isinstance(node, ast.ImportFrom) and node.module:
+      names = [node.module, *(f'{node.module}.{alias.name}' for alias in node.names)]
+    elif isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+      names = [str(node.args[0].value)]  # Of import_module.
+    elif isinstance(node, ast.Constant) and node.value in CHANGING:
+      yield node.lineno, node.value
+    elif isinstance(node, ast.Attribute) and node.attr in CHANGING | {'_src'}:
+      yield node.lineno, node.attr
+    yield from ((node.lineno, name) for name in names if f'{name}.'.startswith(tuple(f'{p}.' for p in PRIVATE)))
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_jax_may_change_is_read_in_one_room(path):
+  found = [f'{path.name}:{line} reads {name}' for line, name in of_jax(path)]
+  assert is_in(module_of(path), 'common.jax_internals') or not found, found
