@@ -33,7 +33,7 @@ def assert_plan_matches(
   """Fails if a train step has become worse than a snapshot of its plan, for example by a new gather or more memory.
 
   Args:
-    task, topology, inputs, compile, cache: see `plan.plan`. 'cpu:8' needs 8 simulated devices but no other compiler.
+    task, topology, inputs, compile, cache: see `plan`. 'cpu:8' needs 8 simulated devices but no other compiler.
     path: path of the snapshot; UPDATE_GOLDEN=1 writes it.
     limits: limits to use in place of those in the file.
 

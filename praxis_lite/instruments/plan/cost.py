@@ -178,7 +178,7 @@ def cost_of(
   """Returns the cost of a program.
 
   Args:
-    program: a compiled step, read by `partitioning.hlo.parse`.
+    program: a compiled step, read by `sharding.hlo.parse`.
     target, links: the chips that run it, and their links.
     mesh: the size of each mesh axis; the devices of the program are in mesh order.
     layers: the names of the model's layers.

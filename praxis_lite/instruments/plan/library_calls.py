@@ -1,4 +1,4 @@
-"""What calls of libraries compute, as programs describe them: the fused attention of cuDNN."""
+"""Reads the FLOPs of library calls from their description in programs: the fused attention of cuDNN."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def is_fused_attention(target: str) -> bool:
 def fused_attention_flops(target: str, config: object, dims_per_head: int) -> float:
   """Returns the FLOPs of the products in a call of fused attention.
 
-  Two of queries x keys x dims forward, five backward, which computes the logits again; half of them if it is causal.
+  The forward pass has two products of queries x keys x dims. The backward pass has five, because it computes the logits
+  again. A causal mask halves the FLOPs.
 
   Args:
-    target: of the custom call.
-    config: its `backend_config`, decoded.
+    target: target of the custom call.
+    config: its decoded `backend_config`.
     dims_per_head: the last dimension of the queries.
   """
   logits = value_in(config, 'intermediate_tensor_shape')
@@ -30,7 +31,7 @@ def fused_attention_flops(target: str, config: object, dims_per_head: int) -> fl
 
 
 def value_in(config: object, name: str) -> object:
-  """The value of a name anywhere in a nested dict; None if it is nowhere."""
+  """Returns the value of a name at any depth of a nested dict; None if the name is missing."""
   if not isinstance(config, dict):
     return None
   if name in config:

@@ -1,9 +1,9 @@
-"""Which results of a lowered program will be in memory, and what is moved there: a guess of how XLA fuses it.
+"""Guesses which results of a lowered program XLA stores in memory and which it fuses, and the bytes that this moves.
 
-stored    results of products, collectives, loops and the like; what these read whole; sums; and what several
-          operations read, if it takes no longer to store it than to compute it again for each of them
-fused     all else: computed where it is read, so that what it is computed from has to stay in memory until then
-a view    of the same memory: reshapes, what a loop passes on, updates of a slice in place
+stored    results of products, collectives, loops and similar operations; their inputs; sums; and values with several
+          readers, if storing a value moves no more bytes than computing it again for each reader
+fused     all other values: computed where they are read, so that their own inputs stay in memory until then
+a view    shares the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETURNS = {'func.return', 'stablehlo.return', 'sdy.return'}
 _READS_FUSED = {'stablehlo.gather', 'stablehlo.scatter', 'stablehlo.concatenate'}
 _STORED = PRODUCTS | COLLECTIVES | LOOPS | _READS_FUSED
 _STORED |= {'stablehlo.convolution', 'stablehlo.sort', 'stablehlo.custom_call'}
-# Stored, and they move no more than a fusion would: what it reads, and the result.
+# Stored operations that move the same bytes as a fusion: their inputs and their result.
 _FUSIONS = {'stablehlo.concatenate', 'stablehlo.sort'}
 _VIEWS = {'stablehlo.reshape', 'stablehlo.transpose', 'stablehlo.optimization_barrier', 'sdy.all_slice'}
 _VIEWS |= {'sdy.sharding_constraint', 'stablehlo.bitcast_convert', 'stablehlo.reduce_precision'}
@@ -34,7 +34,7 @@ _SLICES = {'stablehlo.slice', 'stablehlo.dynamic_slice'}
 
 
 class Sizes:
-  """The sizes of the part of an array that each device has, on a mesh with these axes."""
+  """The sizes of the part of an array on each device of a mesh with these axes."""
 
   def __init__(self, mesh: Mapping[str, int]):
     self.mesh = mesh
@@ -43,7 +43,7 @@ class Sizes:
     return tuple(-(-n // num_parts(axes)) for n, axes in zip(value.type.shape, split_of(value, self.mesh)))
 
   def bytes(self, value: ir.Value) -> int:
-    """0 of what is no array."""
+    """Returns the bytes of the part on each device; 0 if the value is not an array."""
     if not isinstance(value.type, ir.RankedTensorType):
       return 0
     bits = getattr(value.type.element_type, 'width', 32)
@@ -59,11 +59,11 @@ class _Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-  """How a value is read.
+  """The memory behind a value.
 
   Attributes:
-    held: buffers that have to stay until it has been read.
-    read: the arrays in memory that are read for it, and their bytes.
+    held: buffers that must stay in memory until the value has been read.
+    read: the arrays in memory that a reader of the value reads, and their bytes.
   """
 
   held: tuple[_Buffer, ...] = ()
@@ -78,9 +78,9 @@ class BlockMemory:
   """The memory of the values of one block.
 
   Args:
-    block: of a propagated program.
-    sizes: of arrays on each device.
-    fills_in_place: whether what is put into an array part by part is made there, and not copied.
+    block: a block of a propagated program.
+    sizes: the sizes of arrays on each device.
+    fills_in_place: whether parts of an array are computed in place instead of copied into it.
   """
 
   def __init__(self, block: ir.Block, sizes: Sizes, fills_in_place: bool = False):
@@ -96,9 +96,10 @@ class BlockMemory:
     self._returned = set(last.operation.operands)
 
   def add(self, op: ir.Operation, inside: int = 0) -> int:
-    """Adds the next operation, and returns the bytes that it moves as a fusion; 0 if it is none.
+    """Adds the next operation, and returns the bytes that it moves as a fusion; 0 if it is not a fusion.
 
     Args:
+      op: the operation.
       inside: bytes that are live in its regions.
     """
     self._at += 1
@@ -115,11 +116,11 @@ class BlockMemory:
     return moved
 
   def same(self, result: ir.Value, other: ir.Value) -> None:
-    """Says that a result is another value."""
+    """Records that a result is the same value as another one."""
     self._values[result] = self._values[other]
 
   def most_live(self) -> int:
-    """The most bytes that are live at a time, beside those of the arguments."""
+    """Returns the peak of live bytes, without the arguments."""
     change = [0] * (self._at + 3)
     for buffer in self._buffers:
       change[buffer.defined] += buffer.bytes
@@ -128,7 +129,7 @@ class BlockMemory:
     return max((int(live[at]) + inside for at, inside in self._inside.items()), default=0)
 
   def _result(self, op: ir.Operation, number: int, result: ir.Value, used: list[_Value]) -> tuple[_Value, int]:
-    """How a result is read, and the bytes that are moved for it as a fusion."""
+    """Returns the memory behind a result, and the bytes that it moves as a fusion."""
     size = self._sizes.bytes(result)
     if op.name == 'stablehlo.while' and not _is_copied(op, number):
       return _Value(used[number].held, {result: size}), 0
@@ -148,13 +149,13 @@ class BlockMemory:
     if not stored and not self._is_stored(op, result, fused.moved, size):
       return fused, 0
     moved = 0 if stored and op.name not in _FUSIONS else self._bytes_read(fused.read) + size
-    if result in self._returned:  # The caller has a place for it.
+    if result in self._returned:  # The caller holds its memory.
       return _Value((), {result: size}), moved
     self._buffers.append(_Buffer(size, self._at, self._at))
     return _Value((self._buffers[-1],), {result: size}), moved
 
   def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:
-    """The bytes that are read for a result: none, if another reads the same large arrays: XLA computes both at once."""
+    """Returns the bytes that a result reads; 0 if XLA fuses it with another result that reads the same large arrays."""
     large = frozenset(array for array, size in read.items() if size >= max(read.values()) / 8)
     if large in self._together:
       return 0
@@ -162,7 +163,7 @@ class BlockMemory:
     return sum(read.values())
 
   def _is_stored(self, op: ir.Operation, result: ir.Value, moved: int, size: int) -> bool:
-    """Whether a result that may be fused is stored; `moved` are the bytes that are read for it."""
+    """Whether a result that could be fused is stored; `moved` is the number of bytes that it reads."""
     readers = list(_readers(result))
     if op.name == 'stablehlo.reduce' or result in self._returned:
       return True
@@ -172,7 +173,7 @@ class BlockMemory:
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Operation]:
-  """What reads a value, also through views of it."""
+  """Yields the operations that read a value, directly or through views of it."""
   for use in value.uses:
     user = use.owner.operation
     if user.name in _VIEWS and user.results:
@@ -182,6 +183,6 @@ def _readers(value: ir.Value) -> Iterator[ir.Operation]:
 
 
 def _is_copied(loop: ir.Operation, number: int) -> bool:
-  """Whether a loop needs a copy of what it is given: several buffers that it fills may begin as one constant."""
+  """Whether a loop needs a copy of an operand, because several buffers that it fills start as the same constant."""
   operands = list(loop.operands)
   return operands[number] in operands[:number] and 'broadcast_in_dim' in getattr(operands[number].owner, 'name', '')

@@ -1,8 +1,9 @@
-"""Which collectives of a lowered program XLA can run beside work, and which it joins: a guess.
+"""Guesses which collectives of a lowered program XLA can overlap with work, and which all-reduces it joins.
 
-Work is what takes long: products, loops, calls of libraries. Beside the work of a round of a loop runs a collective of
-what no work of the round makes, as of the weights of a layer, which are fetched ahead; and one of whose result neither
-the work of the round nor the next round needs, as of gradients.
+Work means operations that take long: products, loops and library calls. In an iteration of a loop, two kinds of
+collectives can overlap with the work: collectives of values that no work of the iteration computes, such as the weights
+of a layer, which XLA can fetch early; and collectives with results that neither the work of the iteration nor the next
+iteration needs, such as gradients.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ _WORK = PRODUCTS | (LOOPS - {MAPPED}) | {'stablehlo.custom_call', 'stablehlo.con
 
 
 def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
-  """The collectives that may run beside the work of the body of a loop; those of loops in it are not looked at."""
+  """Returns the collectives that may overlap with the work in the body of a loop, without those of inner loops."""
   made, needed = set[ir.Value](), set[ir.Value]()
   *_, last = body.operations
   for argument, passed in zip(body.arguments, last.operation.operands):
-    # What goes from round to round: not what stays the same, is counted or is filled part by part.
+    # Values that change from one iteration to the next, except counters and arrays that are filled part by part.
     filled = not isinstance(passed.owner, ir.Block) and passed.owner.name == 'stablehlo.dynamic_update_slice'
     if passed != argument and argument.type.shape and not filled:
       made.add(argument)
@@ -31,7 +32,7 @@ def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
 
 
 def is_joined(op: ir.Operation) -> bool:
-  """Whether a collective is an all-reduce in a sum of such, and not the last of them: XLA reduces the sum, once."""
+  """Whether a collective is an all-reduce in a sum of all-reduces, except the last. XLA reduces only the sum, once."""
   if op.name != 'sdy.all_reduce':
     return False
   axes = str(op.attributes['reduction_axes'])
@@ -46,7 +47,7 @@ def is_joined(op: ir.Operation) -> bool:
 
 
 def _is_reduced(value: ir.Value, axes: str) -> bool:
-  """Whether a value is an all-reduce over some axes, or a sum of such, that nothing else uses."""
+  """Whether a value is an all-reduce over some axes or a sum of such all-reduces, and has only one user."""
   if isinstance(value.owner, ir.Block):
     return False
   op = value.owner.operation
@@ -58,7 +59,7 @@ def _is_reduced(value: ir.Value, axes: str) -> bool:
 
 
 def _only_user(op: ir.Operation) -> ir.Operation | None:
-  """What uses the result of an operation that has one; None if several operations do."""
+  """Returns the only user of an operation's only result; None if it has several results, or not exactly one user."""
   users = [use.owner.operation for use in op.results[0].uses] if len(op.results) == 1 else []
   return users[0] if len(users) == 1 else None
 

@@ -1,8 +1,8 @@
-"""What each device does in a lowered program: its products, collectives and live arrays, before XLA compiles it.
+"""Reads the work of each device from a lowered program: its products, collectives and live arrays.
 
-Shardy propagates the shardings of a lowered step and makes each communication an operation, in a second for a model of
-any size. Arrays are then read in the sizes that one device has of them, loops with their trip counts. What XLA does
-later is not seen: what it fuses is guessed, what it combines, reorders and overlaps is not known.
+Shardy propagates the shardings of a lowered step and makes each communication an operation, which takes a second for a
+model of any size. The reader then takes arrays at their sizes on one device, and loops with their trip counts. It does
+not see what XLA does later: it guesses fusions, and does not know what XLA combines, reorders and overlaps.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from praxis_lite.sharding.propagation import (
   split_of,
 )
 
-# A custom call of a function that the compiler splits by a rule of its own; see `lower_without_devices`.
+# The target of a custom call that the compiler splits by a rule of its own; see `lower_without_devices`.
 SPLIT_BY_RULE = 'praxis_lite.split_by_rule'
-# An attribute of a loop that the program has without one: what its rounds keep is not copied into one array.
+# Marks a loop that the real program unrolls, so that the results of its iterations are not copied into one array.
 UNROLLED = 'praxis_lite.unrolled'
 
 
@@ -40,12 +40,12 @@ class LocalProduct:
   """A matrix product, or attention by a fused kernel, on one device.
 
   Attributes:
-    name: as JAX names the operation, after that of the loops that it is in.
+    name: the names of the loops that contain it, then the name that JAX gives the operation.
     count: executions in a step.
-    flops, bytes: of one execution; bytes of operands and results.
-    dtype: of the operands, as HLO spells it.
-    is_attention: whether it is all of attention, by a fused kernel.
-    loop: the number of the loop that it is in; 0: none.
+    flops, bytes: FLOPs, and bytes of operands and results, of one execution.
+    dtype: dtype of the operands, in the spelling of HLO.
+    is_attention: whether it is the whole attention in a fused kernel.
+    loop: the number of the loop that contains it; 0 if it is in no loop.
   """
 
   name: str
@@ -59,11 +59,11 @@ class LocalProduct:
 
 @dataclasses.dataclass(frozen=True)
 class LocalFusion:
-  """What writes an array to the memory of a device, other than a product or a collective: a guess.
+  """A guessed fusion: an operation, other than a product or a collective, that writes an array to memory.
 
   Attributes:
-    name, count, loop: as of a product.
-    bytes: of one execution: what it reads and what it writes.
+    name, count, loop: see `LocalProduct`.
+    bytes: bytes that one execution reads and writes.
   """
 
   name: str
@@ -77,13 +77,13 @@ class LocalCollective:
   """A collective.
 
   Attributes:
-    name, count, loop: as of a product.
-    kind: as in `partitioning.hlo.KINDS`.
-    axes: mesh axes that it communicates over; () if `groups` says it.
-    groups: the devices of each group, or pairs of a collective-permute, where the program says them; else ().
-    operand_bytes, result_bytes: on one device.
-    dtype: of what is communicated.
-    is_beside_work: whether it can run beside the work of a round of its loop; see `local_overlap.py`.
+    name, count, loop: see `LocalProduct`.
+    kind: one of `sharding.hlo.KINDS`.
+    axes: mesh axes that it communicates over; () if the program gives `groups`.
+    groups: the devices of each group, or the pairs of a collective-permute; () if the program gives `axes`.
+    operand_bytes, result_bytes: sizes on one device.
+    dtype: dtype of the communicated array.
+    is_beside_work: whether it can overlap with the work of an iteration of its loop; see `local_overlap.py`.
   """
 
   name: str
@@ -100,12 +100,12 @@ class LocalCollective:
 
 @dataclasses.dataclass(frozen=True)
 class LocalProgram:
-  """What one device does.
+  """The work of one device.
 
   Attributes:
     products, fusions, collectives: in the order of the program.
-    temporaries: the most bytes that are live beside arguments and results.
-    unknown_loops: names of the loops of which the program does not say how often they run; they count once.
+    temporaries: peak of live bytes, without arguments and results.
+    unknown_loops: names of loops whose trip count the program does not say; each counts as one iteration.
   """
 
   products: tuple[LocalProduct, ...]
@@ -116,10 +116,10 @@ class LocalProgram:
 
 
 def local_program(lowered: jax.stages.Lowered) -> LocalProgram:
-  """Reads a lowered program of a mesh, which may be without devices."""
+  """Reads a program that was lowered for a mesh, with or without devices."""
   module = lowered.compiler_ir('stablehlo')
   assert module is not None
-  root = make_collectives_explicit(module)  # Its parts are gone with it.
+  root = make_collectives_explicit(module)  # Keep a reference: its parts do not outlive it.
   functions = functions_of(root)
   reader = _Reader(Sizes(mesh_axes(module)), functions)
   temporaries = reader.read(functions['main'].regions[0].blocks[0], 1, '')
@@ -142,7 +142,7 @@ class _Reader:
     self._loop, self._loops = 0, 0
 
   def read(self, block: ir.Block, count: int, within: str, *, fills_in_place: bool = False) -> int:
-    """Adds what a block does, `count` times, and returns the most bytes that are live beside what it is given."""
+    """Adds the work of a block that runs `count` times, and returns its peak of live bytes without its arguments."""
     memory = BlockMemory(block, self._sizes, fills_in_place)
     communicated: dict[object, ir.Value] = {}
     for op in (op.operation for op in block.operations):
@@ -153,7 +153,7 @@ class _Reader:
         self.products.append(self._product(op, count, within))
       elif op.name == 'stablehlo.custom_call':
         self.products += self._attention(op, count, within)
-      elif op.name in STARTED:  # XLA has one for all uses of the same array, split in the same way.
+      elif op.name in STARTED:  # XLA runs one collective for all uses of the same array with the same split.
         key = (op.name, op.operands[0], split_of(op.results[0], self._sizes.mesh))
         if key in communicated:
           memory.same(op.results[0], communicated[key])
@@ -166,7 +166,7 @@ class _Reader:
     return memory.most_live()
 
   def _read_inside(self, op: ir.Operation, count: int, within: str) -> int:
-    """Adds what the regions of an operation do; of several branches, all that is in them."""
+    """Adds the work of an operation's regions; if they are branches, the work of all of them."""
     name = f'{within}/{name_of(op)}'
     if op.name == 'stablehlo.while':
       outside, body = self._loop, op.regions[1].blocks[0]
@@ -194,7 +194,7 @@ class _Reader:
     return LocalProduct(f'{within}/{name_of(op)}', count, flops, float(moved), _dtype(left), loop=self._loop)
 
   def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalProduct]:
-    """The fused attention that a custom call with a rule of its own calls: its batch and heads may be split."""
+    """Returns the fused attention in a custom call with a rule of its own, which may split its batch and heads."""
     if ir.StringAttr(op.attributes['call_target_name']).value != SPLIT_BY_RULE:
       return []
     (called,) = ir.ArrayAttr(op.attributes['called_computations'])
@@ -214,7 +214,7 @@ class _Reader:
     return found
 
   def _collective(self, op: ir.Operation, count: int, within: str) -> list[LocalCollective]:
-    """None, where nothing moves."""
+    """Returns a list with the collective; an empty list if nothing moves."""
     operand, result = op.operands[0], op.results[0]
     users = [use.owner.operation for use in result.uses]
     kind = op.name.partition('.')[2].replace('_', '-')
@@ -230,7 +230,7 @@ class _Reader:
       groups = tuple(map(tuple, np.array(ir.DenseIntElementsAttr(op.attributes[name])).tolist()))
     if is_joined(op) or (not axes and not groups):
       return []
-    # What JAX traced as a function of its own, such as a lookup, has the name of that function alone.
+    # An operation in a function that JAX traced separately, such as a lookup, has only the name of that function.
     name = f'{within}/{next((name for name in map(name_of, (op, *users)) if "/" in name), name_of(op))}'
     return [
       LocalCollective(name, count, kind, axes, groups, sent, received, _dtype(result), self._loop, op in self._beside)
@@ -255,13 +255,13 @@ class _Reader:
 
 
 def _dtype(value: ir.Value) -> str:
-  """As HLO spells it."""
+  """Returns the dtype of a value in the spelling of HLO."""
   text = str(value.type.element_type).lower()
   return {'i8': 's8', 'i16': 's16', 'i32': 's32', 'ui8': 'u8', 'i1': 'pred'}.get(text, text)
 
 
 def _trip_count(loop: ir.Operation) -> int | None:
-  """How often a loop of `lax.scan` runs, which counts up to a constant from zero; None if it is another one."""
+  """Returns the trip count of a loop of `lax.scan`, which counts from zero to a constant; None for other loops."""
   for op in loop.regions[0].blocks[0].operations:
     if op.operation.name == 'stablehlo.compare':
       number, limit = op.operation.operands
