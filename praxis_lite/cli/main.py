@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run() -> None:
-  """The console script."""
+  """Runs the console script, and exits with its exit code."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   sys.path.insert(0, os.getcwd())
   # Imports and tracing make many long-lived objects. Searching them for garbage takes a tenth of a short command.
@@ -171,7 +171,7 @@ def run() -> None:
 
 
 def _leave_others(code: int) -> None:
-  """Ends a failed process of a group immediately. JAX would make it wait for the others, which wait for it."""
+  """Ends a failed process of a group immediately. Otherwise JAX makes it wait for the others, which wait for it."""
   watchdog = sys.modules.get('praxis_lite.runs.cluster.watchdog')
   running = watchdog.the_watchdog() if watchdog is not None else None
   if running is not None and code in (1, UserError.exit_code):
@@ -200,7 +200,7 @@ def _report_failure(command: str, message: str, code: int = UserError.exit_code)
 
 
 def _meant_by(argument: str, command: Command) -> str:
-  """Returns a hint which flag an argument without a flag belongs to, as the end of a message; '' if none fits."""
+  """Returns a hint that names the flag for an argument without one, as the end of a message; '' if no flag fits."""
   path = argument.partition(':')[0]
   if os.path.isdir(argument):
     flag = 'job_log_dir'

@@ -69,7 +69,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
-  """Explains the splits that the compiler of some chips chose for a step; uses a cached plan if there is one."""
+  """Explains the splits that the compiler of some chips chose for a step; uses a cached program if there is one."""
   from praxis_lite.cli.plan import cache_of_plans
   from praxis_lite.instruments.explain import explain_task
   from praxis_lite.instruments.plan import plan

@@ -1,1 +1,1 @@
-"""Looking at a task without training it: explanations and checks, proofs of its gradients, plans."""
+"""Tools that inspect a task without training it: explanations, checks, verification of gradients, and plans."""

@@ -93,7 +93,7 @@ def _array(e: Explanation) -> dict[str, Any]:
 
 
 def _place(e: Explanation) -> list[str]:
-  """Returns the path of an array in the layer tree; a slot stands beside its variable."""
+  """Returns the path of an array in the layer tree; a slot has the same parent as its variable."""
   if e.kind is Kind.SLOT and e.owner:
     *layers, name = e.owner.split('.')
     before, _, after = e.path.partition(f'.{e.owner}')

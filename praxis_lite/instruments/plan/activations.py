@@ -1,4 +1,4 @@
-"""How the compiler has split each activation. `explain` shows this beside the declared split.
+"""How the compiler has split each activation. `explain` shows this next to the declared split.
 
 An activation is matched by its layer and its shape: operations of the layer and of its children have results of that
 shape on each device. If one of these shapes is the declared part, the activation is split as declared. Otherwise the

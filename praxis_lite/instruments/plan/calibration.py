@@ -68,7 +68,7 @@ def calibrate(
   """Measures the efficiency of programs on devices, and returns a target with that efficiency.
 
   Args:
-    file: the file to store it in, beside the efficiency of other targets; None stores nothing.
+    file: the file to store it in; the efficiency of other targets in the file is kept. None stores nothing.
     devices: devices of one kind; None uses the local devices of this process.
     matrix: number of rows and of columns of the matrices that are multiplied.
     megabytes: size of the arrays that are read, written or gathered; at most 1/16 of a device's memory is used.

@@ -67,7 +67,9 @@ class Communication:
   """A collective of a step.
 
   Attributes:
-    name, kind, layer, phase, count: see `Operation`; if it combines collectives of several layers, their common parent.
+    name, phase, count: see `Operation`.
+    kind: the kind of collective, one of `sharding.hlo.KINDS`.
+    layer: path of its layer; if it combines collectives of several layers, their common parent.
     dtype: dtype of the first array.
     axes: mesh axes that it communicates over.
     group_size: number of devices in a group.

@@ -1,7 +1,7 @@
 """Guesses which results of a lowered program XLA stores in memory and which it fuses, and the bytes that this moves.
 
-stored    results of products, collectives, loops and similar operations; their inputs; sums; and values with several
-          readers, if storing a value moves no more bytes than computing it again for each reader
+stored    results of products, collectives, loops and similar operations; inputs that these read whole; sums; and values
+          with several readers, if storing a value moves no more bytes than computing it again for each reader
 fused     all other values: computed where they are read, so that their own inputs stay in memory until then
 a view    shares the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice
 """

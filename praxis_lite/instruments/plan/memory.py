@@ -254,7 +254,7 @@ class _Liveness:
     self.live: dict[str, list[int]] = {}  # For each computation, the live bytes when each of its instructions runs.
 
   def peak(self, computation: Computation, is_entry: bool = False) -> tuple[int, list[_Buffer]]:
-    """Returns the peak bytes of a computation beside what it is given, and the buffers that are live at the peak."""
+    """Returns the peak bytes of a computation without its arguments, and the buffers that are live at the peak."""
     if computation.name not in self._peaks:
       self._peaks[computation.name] = self._find_peak(computation, is_entry)
     return self._peaks[computation.name]

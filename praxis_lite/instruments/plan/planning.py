@@ -51,7 +51,7 @@ _DEFAULT_GPU_FRACTION = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-  """The work of a step that the model requires on all devices together, whatever the program computes beside it.
+  """The work of a step that the model requires, on all devices together, without other work of the program.
 
   Attributes:
     parameters, active_parameters: all parameters, and those that one token uses.

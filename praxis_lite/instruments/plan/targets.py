@@ -53,7 +53,7 @@ def _assume_efficiency(accelerator: Accelerator) -> Efficiency:
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
-  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs beside the published figures."""
+  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs in addition to the published figures."""
 
   capability: tuple[int, int]
   cores: int  # Streaming multiprocessors.

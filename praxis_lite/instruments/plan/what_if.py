@@ -146,7 +146,7 @@ class WhatIf:
   # ---------------------------------------------------------------- batch and length
 
   def largest_batch(self) -> Change | None:
-    """Returns the largest batch that fits; None if no dataset's field sets the batch."""
+    """Returns the largest batch that fits; None if no such batch is found, or if no dataset's field sets the batch."""
     where = batch_path(self._config)
     if where is None:
       return None
@@ -156,7 +156,7 @@ class WhatIf:
     return self._largest('batch_size', rows, step, lambda size: [f'{path}={size}'])
 
   def largest_length(self) -> Change | None:
-    """Returns the largest sequence length that fits; None if no dataset's field sets it."""
+    """Returns the largest sequence length that fits; None if no such length is found, or no dataset's field sets it."""
     datasets = self._config.roots.get('datasets', ())
     training = next((i for i, dataset in enumerate(datasets) if getattr(dataset, 'is_training', False)), None)
     length = None if training is None else getattr(datasets[training], 'seq_len', None)

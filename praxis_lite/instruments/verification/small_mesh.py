@@ -1,7 +1,8 @@
 """Chooses the mesh for verification: the experiment's own, or a smaller one that shows the same faults.
 
 XLA's partitioner groups devices by the sizes of axes, so its faults depend on how sizes divide each other: a product
-can be wrong beside an axis of 3 or 5 and right beside an axis of 2, 4 or 6. As far as possible, a smaller mesh keeps
+can be wrong if another axis has size 3 or 5 and right if that axis has size 2, 4 or 6. As far as possible, a smaller
+mesh keeps
 
     parity       odd axes stay odd, even axes stay even
     parts        an axis of composite size, which a reshape can split in part, stays composite: 64 becomes 4, 12 becomes
