@@ -1,7 +1,7 @@
 """praxis_lite: layer parameters for JAX, and training on any mesh.
 
-The names most experiments need can be imported from here; each is loaded when it is first used, so that the command
-line starts at once.
+The names that most experiments need can be imported from here. Each is loaded when it is first used, so that the
+command line starts at once.
 """
 
 from __future__ import annotations
@@ -56,4 +56,4 @@ __getattr__ = lazy_names(
   },
 )
 
-add_needed_flags()  # Here, because XLA reads its flags once, when JAX starts.
+add_needed_flags()  # Here, because XLA reads its flags only once, when JAX starts.

@@ -1,4 +1,4 @@
-"""Errors that are the user's to fix: one clear message, no traceback at the command line."""
+"""Errors that the user can fix: one clear message, and no traceback on the command line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class UserError(ValueError):
-  """Bad input. The message names where it is, what is wrong, and what would be right.
+  """Bad input. The message says where it is, what is wrong, and what would be right.
 
   Attributes:
-    exit_code: that of a process that it ends.
+    exit_code: the exit code of a process that this error ends.
   """
 
   exit_code = 2
@@ -22,11 +22,11 @@ class ConfigError(UserError):
 
 
 class UnknownFieldError(ConfigError, AttributeError):
-  """A config has no field of that name."""
+  """A config has no field with this name."""
 
 
 class ShardingError(UserError):
-  """A split mapping, spec or mesh cannot be what it says."""
+  """A split mapping, spec or mesh is invalid."""
 
 
 class DataError(UserError):
@@ -34,13 +34,13 @@ class DataError(UserError):
 
 
 class HungInputError(DataError):
-  """A read of input data does not end: the run may be started again from its last checkpoint."""
+  """A read of input data does not end. The run may be restarted from its last checkpoint."""
 
-  exit_code = 75  # As of `LostHostError`.
+  exit_code = 75  # Like `LostHostError`.
 
 
 class NumericsError(UserError):
-  """A step does not compute what its config says, on the devices it runs on."""
+  """On its devices, a step does not compute what its config says."""
 
 
 class CheckpointError(UserError):
@@ -48,9 +48,9 @@ class CheckpointError(UserError):
 
 
 class LostHostError(UserError):
-  """Another process of the run has died, hangs or never came: the run may be started again from its last checkpoint."""
+  """Another process of the run has died, hangs or never started. The run may be restarted from its last checkpoint."""
 
-  exit_code = 75  # As sysexits.h names a failure after which one may try again.
+  exit_code = 75  # EX_TEMPFAIL in sysexits.h: a failure after which one may try again.
 
 
 def first_line(error: BaseException) -> str:
@@ -60,7 +60,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def prefix_errors(path: str) -> Iterator[None]:
-  """Puts the path of a config in front of the message of a `UserError` that is raised inside."""
+  """Prepends the path of a config to the message of a `UserError` raised inside."""
   try:
     yield
   except UserError as error:

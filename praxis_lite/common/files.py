@@ -1,7 +1,7 @@
-"""Files of a run directory: that appear complete or not at all, that wait for room on the disk; and what they say.
+"""Files of a run directory: atomic writes, writes that wait for disk space, and safe reads.
 
-Where a file is expected, anyone may have put a named pipe, whose opening waits for ever, or a device without an end:
-`open_plain`, by which files of runs and of data are read, refuses those.
+Where a file is expected, anyone may have put a named pipe, whose opening blocks forever, or a device with endless data.
+Files of runs and of data are therefore read with `open_plain`, which refuses them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def is_url(path: object) -> bool:
-  """Whether a path is one of an object store, such as s3://bucket/run."""
+  """Whether a path is a URL in an object store, such as s3://bucket/run."""
   return isinstance(path, str | os.PathLike) and re.match(r'[A-Za-z][\w+.-]+:/', os.fspath(path)) is not None
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-  """Returns a path that a user gave, with the home directory in place of `~` and without `..`.
+  """Returns a path that a user gave, with `~` replaced by the home directory, and without `..`.
 
-  Where there is no such user, `~` stays; where `..` follows a symbolic link, it is read as the system does.
+  If there is no such user, `~` stays. A `..` after a symbolic link is resolved as the system resolves it.
   """
   path = Path(os.path.expanduser(path))
   return Path(os.path.realpath(path)) if '..' in path.parts else path
@@ -42,7 +42,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
   """Returns the path of a run or of its checkpoints.
 
   Raises:
-    UserError: it is one of an object store, or of a name by which checkpoints could not be written or found again.
+    UserError: it is in an object store, or has a name under which checkpoints could not be written or found again.
   """
   if is_url(path):
     url = os.fspath(path)
@@ -57,14 +57,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
   return path
 
 
-# Bytes of the longest path that is made below the directory of a run, and a reserve.
+# Bytes of the longest path that is created below the directory of a run, plus a reserve.
 _BELOW_A_RUN = 256
-# First parts of absolute paths that Orbax takes for those of an object store.
+# First parts of absolute paths that Orbax mistakes for paths of an object store.
 _OBJECT_STORES = ('gs', 's3', 'az', 'hf')
 
 
 def _reason_against(path: str) -> str:
-  """Returns why checkpoints cannot be in an absolute path, as the libraries that write them read it; '' if they can."""
+  """Returns why the libraries for checkpoints cannot use an absolute path; '' if they can."""
   if '\0' in path:
     return 'it has a zero byte'
   try:
@@ -90,7 +90,7 @@ def _longest_path() -> int:
 
 
 def parse_json(text: str | bytes) -> Any:
-  """Returns what JSON of anyone says; raises ValueError if it is none, is not UTF-8, or is nested too deeply."""
+  """Returns parsed JSON that anyone may have written; raises ValueError if it is invalid, not UTF-8, or too nested."""
   try:
     return json.loads(text)
   except RecursionError:
@@ -98,13 +98,13 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def plain_dtype(name: object) -> np.dtype:
-  """Returns the dtype of numbers that anyone names, bfloat16 and the like too; raises ValueError if it is none."""
-  import ml_dtypes  # noqa: F401  By which NumPy knows bfloat16.
+  """Returns a numeric dtype by name, including bfloat16 and similar ones; raises ValueError if there is none."""
+  import ml_dtypes  # noqa: F401  Registers bfloat16 and similar dtypes with NumPy.
   import numpy as np
 
   try:
     dtype = np.dtype(str(name))
-  except (TypeError, ValueError, SyntaxError):  # The last where there is a comma: NumPy reads a list then.
+  except (TypeError, ValueError, SyntaxError):  # SyntaxError: NumPy parses names with a comma as a list.
     raise ValueError(f'{name!r} is no dtype') from None
   if dtype.hasobject:  # NumPy would take the bytes of a file for addresses.
     raise ValueError(f'{name!r} is no dtype of plain data')
@@ -112,7 +112,7 @@ def plain_dtype(name: object) -> np.dtype:
 
 
 def kind_of_other(path: str | os.PathLike[str]) -> str:
-  """Returns what there is in place of a file, such as 'a named pipe'; '' for a file, and where there is nothing."""
+  """Returns what is at the path instead of a file, such as 'a named pipe'; '' for a file or if nothing is there."""
   try:
     return _kind(os.stat(path).st_mode)
   except OSError:
@@ -127,16 +127,16 @@ def _kind(mode: int) -> str:
 
 
 def open_plain(path: str | os.PathLike[str]) -> io.BufferedReader:
-  """Opens a file to read it; never waits.
+  """Opens a file to read it; never blocks.
 
   Raises:
-    OSError: it cannot be opened, or is no file; `strerror` says what it is.
+    OSError: it cannot be opened, or is not a file; `strerror` says what it is.
   """
   return open(path, 'rb', opener=_open_without_waiting)
 
 
 def open_plain_to_write(path: str | os.PathLike[str], *, append: bool = False) -> io.FileIO:
-  """Opens a file to write it, without a buffer; otherwise as `open_plain`."""
+  """Opens a file to write it, without a buffer; otherwise like `open_plain`."""
   return open(path, 'ab' if append else 'wb', buffering=0, opener=_open_without_waiting)
 
 
@@ -150,16 +150,16 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def read_plain(path: str | os.PathLike[str]) -> bytes:
-  """Returns the content of a file; raises OSError as `open_plain`."""
+  """Returns the content of a file; raises OSError like `open_plain`."""
   with open_plain(path) as file:
     return file.read()
 
 
 def check_plain_below(folder: str | os.PathLike[str]) -> None:
-  """Checks that there is nothing but files and folders below a folder, for libraries that open what they find.
+  """Checks that a folder contains only files and folders, for libraries that open whatever they find.
 
   Raises:
-    OSError: there is something else, such as a named pipe, or it cannot be read; `strerror` says what.
+    OSError: it contains something else, such as a named pipe, or cannot be read; `strerror` says what.
   """
   waiting = [os.fspath(folder)]
   while waiting:
@@ -173,8 +173,8 @@ def check_plain_below(folder: str | os.PathLike[str]) -> None:
 
 
 def remove_all(path: Path) -> None:
-  """Removes a folder with all below it, or whatever else is there, as far as that is possible; never waits."""
-  # Where it is no folder, `shutil.rmtree` opens it first: a named pipe would be waited for.
+  """Removes a folder with all its contents, or whatever else is at the path, as far as possible; never blocks."""
+  # `shutil.rmtree` would first open what is not a folder, and block on a named pipe.
   if path.is_dir() and not path.is_symlink():
     shutil.rmtree(path, ignore_errors=True)
   else:
@@ -183,7 +183,7 @@ def remove_all(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-  """Writes a file that appears complete or not at all."""
+  """Writes a file atomically: it appears complete or not at all."""
   handle, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}-')
   try:
     with open(handle, 'w', encoding='utf-8') as file:
@@ -198,15 +198,15 @@ def replace_file(path: Path, text: str) -> None:
 
 
 class KnownFolder:
-  """A folder, known by its device and inode: nothing makes it anew where it was, nor writes to another one there.
+  """A folder that is identified by its device and inode, so that a folder created later at its path is not used.
 
-  What a run writes while it trains goes by way of it, except for what Orbax and JAX's profiler write.
+  All that a run writes while it trains is written through this class, except by Orbax and JAX's profiler.
 
   Args:
     path: of the folder.
 
   Raises:
-    OSError: it is not there.
+    OSError: the folder does not exist.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -214,7 +214,7 @@ class KnownFolder:
     self._about = os.stat(path)
 
   def is_elsewhere(self) -> bool:
-    """Whether it is not where it was; False too where its storage cannot be reached."""
+    """Whether the folder is no longer at its path; False also if its storage cannot be reached."""
     try:
       return not os.path.samestat(os.stat(self.path), self._about)
     except (FileNotFoundError, NotADirectoryError):
@@ -223,16 +223,16 @@ class KnownFolder:
       return False
 
   def subfolder(self, name: str) -> Path:
-    """Returns a folder below it, made if it is not there; raises OSError if it cannot be made."""
+    """Returns a folder below this one, which is created if it does not exist; raises OSError if that fails."""
     self._check()
     folder = self.path
-    for part in Path(name).parts:  # Not `parents=True`: moved between two of these, it would be made anew.
+    for part in Path(name).parts:  # Without `parents=True`, which would recreate this folder if it is being moved.
       folder = folder / part
       folder.mkdir(exist_ok=True)
     return folder
 
   def replace_file(self, name: str, text: str) -> None:
-    """Writes a file in it, as the function of this name; raises OSError if it cannot be written."""
+    """Writes a file in the folder like the function `replace_file`; raises OSError if it cannot be written."""
     self._check()
     replace_file(self.path / name, text)
 
@@ -242,10 +242,10 @@ class KnownFolder:
 
 
 class PatientFile:
-  """A file to append to, which keeps in memory what the disk does not take, and writes it in order when it does.
+  """A file to append to. Data that the disk does not accept stays in memory, and is written in order once it does.
 
   Attributes:
-    error: why the last write failed; None if all is written.
+    error: why the last write failed; None if everything is written.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -254,13 +254,13 @@ class PatientFile:
     self.error: OSError | None = None
 
   def write(self, data: bytes) -> int:
-    """Takes all of `data`, whether it can be written now or later."""
+    """Accepts all of `data`, and writes it now or later."""
     self._unwritten += data
     self.flush()
     return len(data)
 
   def flush(self) -> None:
-    """Writes what is not written yet, as far as that is possible."""
+    """Writes pending data, as far as that is possible."""
     self.error = None
     try:
       while self._unwritten:
@@ -269,7 +269,7 @@ class PatientFile:
       self.error = error
 
   def close(self) -> None:
-    """Tries once more; what still cannot be written is lost."""
+    """Tries once more to write pending data, then closes the file; data that still cannot be written is lost."""
     self.flush()
     self._file.close()
 

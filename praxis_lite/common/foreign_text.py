@@ -1,8 +1,8 @@
-"""Text that someone else has written, or that is not for everyone: what a terminal would act on, and passwords.
+"""Text from untrusted sources, and text with secrets: escapes what a terminal would act on, and removes passwords.
 
-A name in a record, a metric, a path or an error may have escape sequences, which move the cursor, write the clipboard
-or hide what was printed. `printable` shows them instead. What is recorded may be read by others: `remove_secrets`
-leaves passwords out, of URLs and of fields that are called so.
+A name in a record, a metric, a path or an error may contain escape sequences, which move the cursor, write to the
+clipboard or hide what was printed. `printable` shows them instead. Others may read what is recorded, so
+`remove_secrets` removes passwords from URLs, and the values of fields whose names say that they are secret.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 import unicodedata
 from typing import TextIO, cast
 
-# What stands for a password.
+# Replaces a password.
 LEFT_OUT = '***'
 
-# scheme://user:password@; a password may have / and @, and a port is none.
+# scheme://user:password@; a password may contain / and @; a port is not a password.
 _PASSWORD = re.compile(r'(?<=://)(?P<user>[^\s/?#:@]*):(?!\d{1,5}(?:[/?#]|\s|$))[^\s?#]*@')
-# A user without a password is a token where the protocol has no other users.
+# In http and https URLs, a user without a password is a token.
 _TOKEN = re.compile(r'(?<=http://|ttps://)[^\s/?#:@]+@')
 _NAMES = r'(?:token(?!i)|secret|passw(?:or)?d|signature|credential|(?:api|access|private)_?key)'
 _IN_QUERY = re.compile(rf'(?i)(?P<name>[?&](?:[\w.%-]*{_NAMES}[\w.%-]*|sig|key|auth)=)[^&#\s\'"]+')
@@ -27,11 +27,11 @@ _ASSIGNED = re.compile(r'(?P<path>[\w.\[\]*-]+)=(?P<value>.+)', re.DOTALL)
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-  """Returns text in which all that a terminal would act on is written as in Python: `\\x1b`, `\\u202e`.
+  """Returns text in which everything that a terminal would act on is escaped as in Python: `\\x1b`, `\\u202e`.
 
   Args:
-    text: by anyone. Ends of lines, tabs, spaces of any kind and letters of any language stay.
-    one_line: ends of lines and tabs do not.
+    text: from anyone. Line ends, tabs, spaces of any kind and letters of any language are kept.
+    one_line: escape line ends and tabs too.
   """
   if text.isprintable():
     return text
@@ -61,20 +61,20 @@ def remove_secrets_of_argument(argument: str) -> str:
 
 
 def is_secret(path: str) -> bool:
-  """Whether the field at a path of a config is a password, by its name."""
+  """Whether the field at a path of a config is a password, judging by its name."""
   return _SECRET_NAME.search(path.lstrip('-').rpartition('.')[2]) is not None
 
 
 def has_lost_secret(text: str) -> bool:
-  """Whether something has been left out of a URL."""
+  """Whether a secret was removed from a URL."""
   return '://' in text and (f'{LEFT_OUT}@' in text or f'={LEFT_OUT}' in text)
 
 
 class PrintableStream:
-  """A stream of text that writes all of it `printable`.
+  """A text stream that makes everything `printable` before it writes it.
 
   Attributes:
-    unfiltered: the stream that it writes to, for what this program itself draws.
+    unfiltered: the underlying stream, for output that this program draws itself.
   """
 
   def __init__(self, stream: TextIO):
@@ -93,5 +93,5 @@ class PrintableStream:
 
 
 def unfiltered_stream(stream: TextIO) -> TextIO:
-  """Returns the stream that a `PrintableStream` writes to; others are returned as they are."""
+  """Returns the underlying stream of a `PrintableStream`; returns other streams unchanged."""
   return cast(TextIO, getattr(stream, 'unfiltered', stream))

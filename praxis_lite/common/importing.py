@@ -1,6 +1,6 @@
-"""Importing late: modules that a user names, and names that a package loads when they are first used.
+"""Late imports: modules that a user names, and names that a package loads when they are first used.
 
-What goes wrong in a user's module becomes one line that says what was raised and where.
+An error in a user's module becomes one line that says what was raised, and where.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _INSTALLED = {'site-packages', 'dist-packages'}
 
 
 class MissingModuleError(UserError):
-  """There is no module of that name."""
+  """No module has this name."""
 
 
 def import_module(name: str) -> ModuleType:
-  """Imports a module; raises MissingModuleError if there is none, or UserError, which says what it raises and where."""
+  """Imports a module; raises MissingModuleError if it does not exist, or a UserError if importing it fails."""
   try:
     return importlib.import_module(name)
   except Exception as error:
-    # A missing import *inside* the module names another module than the one asked for and its packages.
+    # If an import *inside* the module fails, `error.name` is neither the requested module nor one of its packages.
     if isinstance(error, ModuleNotFoundError) and f'{name}.'.startswith(f'{error.name}.'):
       raise MissingModuleError(f'there is no module {error.name!r}') from error
     raise import_failure(name, error) from error
@@ -41,7 +41,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
   Args:
     package: its name.
-    modules: by the full name of a module, the names that it defines, with spaces between them.
+    modules: by the full name of a module, the names that it defines, separated by spaces.
   """
   homes = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -54,25 +54,25 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
 
 def import_failure(name: str, error: Exception) -> UserError:
-  """Returns the error that says that `name` cannot be imported, because `error` was raised, and where."""
+  """Returns the error that says that `name` cannot be imported because `error` was raised, and where."""
   where = _where(error)
   return UserError(f'cannot import {name}: {_describe(error)}{f" ({where})" if where else ""}')
 
 
 def user_code_error(error: Exception) -> UserError | None:
-  """Returns the error that says what the user's own code has raised, and where; None if none of it was running."""
+  """Returns the error that says what the user's own code has raised, and where; None if no such code was running."""
   lines = _user_lines(error)
   if not lines:
     return None
   file, line = lines[-1]
   what = _describe(error)
-  if what == type(error).__name__:  # As of an assert without a message.
+  if what == type(error).__name__:  # For example an assert without a message.
     what = f'{what} in `{linecache.getline(file, line).strip()}`'
   return UserError(f'{what} ({short_path(file)}:{line})')
 
 
 def _describe(error: Exception) -> str:
-  """The class and the message of an exception, in one line, with the name that was perhaps meant."""
+  """Returns the class and the message of an exception on one line, with a suggestion for a misspelt name."""
   if isinstance(error, UserError):
     return str(error)
   message = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().partition('\n')[0]
@@ -82,7 +82,7 @@ def _describe(error: Exception) -> str:
 
 
 def _perhaps_meant(error: Exception) -> str:
-  """Which of the names at hand is close to the one that an exception is about, as Python says below a traceback."""
+  """Returns a suggestion for the name that an exception is about, like Python's below a traceback; '' if none fits."""
   name = getattr(error, 'name', None)
   if not isinstance(error, NameError | AttributeError) or name is None:
     return ''
@@ -103,7 +103,7 @@ def short_path(path: str) -> str:
 
 def _where(error: Exception) -> str:
   """Returns `file:line` of the last line of the user's own code that ran, or of any code if none of it did."""
-  if isinstance(error, SyntaxError):  # Its traceback is that of the compiler.
+  if isinstance(error, SyntaxError):  # Its traceback has only frames of the compiler.
     return f'{short_path(error.filename)}:{error.lineno}' if error.filename else ''
   for file, line in _user_lines(error)[-1:] or _lines(error)[-1:]:
     return f'{short_path(file)}:{line}'
@@ -111,7 +111,7 @@ def _where(error: Exception) -> str:
 
 
 def _lines(error: Exception) -> list[tuple[str, int]]:
-  """(file, line) of each call that an exception went through, the innermost last."""
+  """Returns (file, line) of each call that an exception passed through, the innermost last."""
   frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
   return [(file, line) for file, line in frames if not file.startswith('<')]
 
@@ -121,5 +121,5 @@ def _user_lines(error: Exception) -> list[tuple[str, int]]:
 
 
 def is_library(file: str) -> bool:
-  """Whether a file of code is not the user's own: of this package, of Python, or installed."""
+  """Whether a code file is not the user's own: it belongs to this package or to Python, or was installed."""
   return file.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(file.split(os.sep))

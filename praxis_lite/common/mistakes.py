@@ -1,7 +1,7 @@
-"""Mistakes in a model, as one line: which layer, which line of code, and what does not fit.
+"""Reports mistakes in a model on one line: which layer, which line of code, and what does not fit.
 
-JAX says which shapes it cannot combine, but not whose. A layer knows its path and its weights, and the traceback knows
-the arrays that were at hand. The original error stays the cause of the new one.
+JAX says which shapes it cannot combine, but not where they come from. A layer knows its path and its weights, and the
+traceback has the local arrays. The original error becomes the cause of the new one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from praxis_lite.common.config import Config, Configurable, target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.common.importing import is_library, short_path
 
-# Packages and modules whose TypeError, ValueError or IndexError is about the arrays that they were called with.
+# A TypeError, ValueError or IndexError from these packages and modules is about the arrays they were called with.
 _ARRAY_LIBRARIES = {'jax', 'jaxlib', 'numpy', 'opt_einsum', 'einops', 'optax', 'chex', 'praxis_lite.common.weighted'}
-# What Python's and NumPy's own code says about shapes; it has no frame in a traceback.
+# Messages about shapes from Python's and NumPy's own code, which has no frame in a traceback.
 _ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|in its core dimension|cannot reshape')
 _NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
 _ABOUT_INTEGERS = re.compile(r'integer.*got.*float|numpy\.integer')
@@ -32,13 +32,13 @@ _MAX_OPERANDS = 8
 
 
 class ShapesError(DataError, TypeError, IndexError):
-  """Arrays of a call do not fit each other."""
+  """The arrays in a call do not fit together."""
 
 
 class MissingEntryError(ConfigError, KeyError):
-  """A batch, or another dict, has no such entry."""
+  """A batch, or another dict, lacks an entry."""
 
-  __str__ = UserError.__str__  # That of a KeyError shows the quoted message.
+  __str__ = UserError.__str__  # KeyError would quote the message.
 
 
 class TracedValueError(ConfigError, TypeError):
@@ -46,15 +46,15 @@ class TracedValueError(ConfigError, TypeError):
 
 
 class NotAnArrayError(DataError, AttributeError):
-  """A layer is called with a dict, a list or a tuple where it takes an array."""
+  """A layer was called with a dict, a list or a tuple instead of an array."""
 
 
 class NotALayerError(ConfigError, TypeError):
-  """What is called as a layer is something else."""
+  """Something that is not a layer was called like one."""
 
 
 class _Needs(NamedTuple):
-  """What Python needs of an array that is traced, and what to write instead, for errors of JAX or of Python."""
+  """What Python needs from a traced array, and what to write instead, for errors of JAX or of Python."""
 
   error: type[Exception]
   message: str  # A regex.
@@ -120,11 +120,11 @@ def explain_error(
 ) -> UserError | None:
   """Returns the error that explains one raised in a method of a layer; None if it is about something else.
 
-  What is explained: an entry that a dict lacks, shapes and dtypes that do not fit, a dict in place of an array, values
-  that Python needs while a step is traced, and what is called but is not a layer.
+  It explains: an entry that a dict lacks, shapes and dtypes that do not fit, a dict instead of an array, values that
+  Python needs while a step is traced, and calls of something that is not a layer.
 
   Args:
-    error: the exception, while it is handled.
+    error: the exception, while it is being handled.
     layer, path: the layer, and its path as messages spell it.
     weights: the shapes of the layer's own weights.
   """
@@ -165,7 +165,7 @@ def explain_error(
 
 
 def name_method(layer: object, path: str, method: str) -> str:
-  """Returns a layer's method as messages call it: 'lm.softmax (Softmax.logits)', or 'MyModel.logits' at the root."""
+  """Returns a layer's method as messages name it: 'lm.softmax (Softmax.logits)', or 'MyModel.logits' at the root."""
   name = f'{type(layer).__name__}.{method}' if method else type(layer).__name__
   return name if path == type(layer).__name__ else f'{path} ({name})'
 
@@ -179,10 +179,10 @@ def missing_return_hint(method: Callable[..., object]) -> str:
 def _missing_entry(
   error: KeyError, name_method: str, frame: FrameType, lines: dict[FrameType, int]
 ) -> UserError | None:
-  """The error that a dict that the line of code reads has no such entry."""
+  """Returns the error that a dict, which the line of code reads, lacks an entry."""
   key, code = error.args[0] if error.args else None, _code([frame], lines)
   for name, value in frame.f_locals.items():
-    reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # By this key, or by that of a variable.
+    reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # By this key, or by a variable.
     if isinstance(value, dict) and key not in value and re.search(reads, code):
       entries = ', '.join(map(str, value)) or 'none'
       remedy = ' The input has to yield it.' if name == 'batch' else ''
@@ -194,19 +194,19 @@ def _missing_entry(
 
 
 def _describe_non_array(error: AttributeError, own: list[FrameType]) -> str | None:
-  """What an argument is in place of an array, whose attribute the code of a layer reads; None if there is none."""
+  """Returns what an argument is that a layer's code uses like an array; None if there is no such argument."""
   value = error.obj
   if not isinstance(value, dict | list | tuple) or not hasattr(jax.Array, error.name or ''):
     return None
   argument = next((n for frame in reversed(own) for n, v in frame.f_locals.items() if v is value), 'its input')
   entries = [f'{argument}[{key!r}]' for key, x in value.items() if _is_array(x)] if isinstance(value, dict) else []
-  entries.sort(key=lambda entry: 'weights' in entry)  # Those of the rows are in all batches, and hardly meant.
+  entries.sort(key=lambda entry: 'weights' in entry)  # Last: all batches have weights, and few layers mean them.
   remedy = f'; pass one of its entries, such as {entries[0]}' if entries else ''
   return f'{argument} is a {type(value).__name__}, where an array is expected{remedy}'
 
 
 def _not_callable(kind: str, frame: FrameType, lines: Mapping[FrameType, int]) -> str | None:
-  """What to do about an object of the class `kind` that a layer's line of code calls; None if it is no layer's."""
+  """Returns what to do about an object of class `kind` that a layer's code calls; None if it is not an attribute."""
   layer, code = frame.f_locals.get('self'), _code([frame], lines)
   attributes = {n: v for n, v in getattr(layer, '__dict__', {}).items() if re.search(rf'\bself\.{n}\b', code)}
   for name, value in attributes.items():
@@ -226,7 +226,7 @@ def _not_callable(kind: str, frame: FrameType, lines: Mapping[FrameType, int]) -
 
 
 def _entries_read(frame: FrameType, lines: Mapping[FrameType, int]) -> dict[str, jax.Array | np.ndarray]:
-  """The arrays in dicts that the line of code reads, such as batch['labels']."""
+  """Returns the arrays in dicts that the line of code reads, such as batch['labels']."""
   found: dict[str, jax.Array | np.ndarray] = {}
   for name, _, key in re.findall(r'\b(\w+)\[([\'"])(.*?)\2\]', _code([frame], lines)):
     entries = frame.f_locals.get(name)
@@ -236,14 +236,14 @@ def _entries_read(frame: FrameType, lines: Mapping[FrameType, int]) -> dict[str,
 
 
 def _where(own: Iterable[FrameType], lines: Mapping[FrameType, int]) -> str:
-  """The innermost line of the user's own code, also of a layer that called this one: ' (model.py:12)'."""
+  """Returns the innermost line of the user's own code, also in a layer that called this one: ' (model.py:12)'."""
   for frame in _users(own):
     return f' ({short_path(frame.f_code.co_filename)}:{lines.get(frame, frame.f_lineno)})'
   return ''
 
 
 def _code(own: Iterable[FrameType], lines: Mapping[FrameType, int]) -> str:
-  """The text of that line, or of one of a library if none is the user's."""
+  """Returns the text of that line, or of a library's line if no frame is in the user's code."""
   own = list(own)
   frame = next(_users(own), own[-1])
   return linecache.getline(frame.f_code.co_filename, lines.get(frame, frame.f_lineno)).strip()
@@ -254,13 +254,13 @@ def _quote_code(code: str) -> str:
 
 
 def _users(own: Iterable[FrameType]) -> Iterator[FrameType]:
-  """Those of the frames, and of the layers' methods that run, that are of the user's own code; the innermost first."""
+  """Yields those of the frames, and of the running methods of layers, that are in the user's code; innermost first."""
   frames = [*reversed(list(own)), *_calling_layers()]
   return (frame for frame in frames if not is_library(frame.f_code.co_filename))
 
 
 def _calling_layers() -> Iterator[FrameType]:
-  """The frames of layers' methods that are being run, the innermost first."""
+  """Yields the frames of layers' methods that are running, the innermost first."""
   frame: FrameType | None = sys._getframe(1)
   while frame is not None:
     if isinstance(frame.f_locals.get('self'), Configurable):

@@ -1,7 +1,7 @@
 """Trees and paths: nested dicts of variables by path, and the leaves of any JAX tree by path.
 
-A path is a tuple of names, ('lm', 'softmax', 'w'), the same for a config, a layer and a variable. `path_name` is its
-one spelling in messages, tables and summaries.
+A path is a tuple of names, ('lm', 'softmax', 'w'). It is the same for a config, a layer and a variable. `path_name`
+spells it in all messages, tables and summaries.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ NestedDict = dict[str, Any]
 
 
 def path_name(path: Path) -> str:
-  """'lm.softmax.w' of ('lm', 'softmax', 'w')."""
+  """Returns 'lm.softmax.w' for ('lm', 'softmax', 'w')."""
   return '.'.join(path)
 
 
 def path_names(key_path: tuple[Any, ...]) -> Path:
-  """('0', 'mu', 'w') of a JAX key path: what each key names, without its brackets and dots."""
+  """Returns ('0', 'mu', 'w') for a JAX key path: the name in each key, without brackets and dots."""
   return tuple(jax.tree_util.keystr((key,), simple=True) for key in key_path)
 
 
 def path_matches(pattern: str, path: Path) -> bool:
-  """Whether a regular expression matches all of a path.
+  """Whether a regular expression matches a whole path.
 
   A pattern that contains a slash is matched against 'lm/softmax/w', any other against 'lm.softmax.w'.
 
@@ -44,24 +44,24 @@ def path_matches(pattern: str, path: Path) -> bool:
 
 
 def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
-  """The leaves of any JAX tree by path, in its order."""
+  """Returns the leaves of any JAX tree by path, in the order of the tree."""
   return {path_names(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}
 
 
 def map_with_path(
   fn: Callable[..., object], tree: object, *trees: object, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-  """`jax.tree.map` of a function that takes the path of each leaf first."""
+  """Like `jax.tree.map`, for a function whose first argument is the path of the leaf."""
   return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_names(path), *xs), tree, *trees, is_leaf=is_leaf)
 
 
 def is_named_box(x: object) -> bool:
-  """Whether x is a box of Flax around an array, such as `LogicallyPartitioned`, which names the array's axes."""
+  """Whether x is one of Flax's boxes around an array, such as `LogicallyPartitioned`, which names the array's axes."""
   return hasattr(x, 'names') and hasattr(x, 'value') and callable(getattr(x, 'replace_boxed', None))
 
 
 def put_into_boxes(boxed: object, tree: object) -> Any:
-  """Returns `tree` with each leaf in the box that `boxed` has in its place; where it has none, as it is."""
+  """Returns `tree` with each leaf in the box that `boxed` has in the same place; without such a box, as it is."""
 
   def put(x: Any, leaf: object) -> object:
     return x.replace_boxed(leaf) if is_named_box(x) else leaf
@@ -73,7 +73,7 @@ def put_into_boxes(boxed: object, tree: object) -> Any:
 
 
 def lookup(tree: Any, path: Path) -> Any:
-  """The subtree or leaf at `path`, or None where there is none."""
+  """Returns the subtree or leaf at `path`, or None if there is none."""
   for name in path:
     if not isinstance(tree, Mapping) or name not in tree:
       return None
@@ -89,7 +89,7 @@ def insert(tree: NestedDict, path: Path, value: Any) -> NestedDict:
 
 
 def merge(*trees: Any) -> Any:
-  """Returns the union of parts of one tree; where they overlap, the later part counts."""
+  """Returns the union of parts of one tree; where they overlap, the later part wins."""
   merged: NestedDict = {}
   for tree in trees:
     for name, node in tree.items():
@@ -99,7 +99,7 @@ def merge(*trees: Any) -> Any:
 
 
 def select(tree: Any, keep: Callable[[Path], bool], path: Path = ()) -> Any:
-  """Returns the part of a nested dict whose leaves' paths `keep` accepts, without empty dicts."""
+  """Returns the part of a nested dict whose leaves have paths that `keep` accepts, without empty dicts."""
   selected = {}
   for name, node in tree.items():
     at = (*path, name)
@@ -113,7 +113,7 @@ def select(tree: Any, keep: Callable[[Path], bool], path: Path = ()) -> Any:
 
 
 def leaves(tree: Any, path: Path = ()) -> dict[Path, Any]:
-  """The leaves of a nested dict by path, in the order of the dicts; anything that is not a dict is a leaf."""
+  """Returns the leaves of a nested dict by path, in its order; anything that is not a dict is a leaf."""
   found: dict[Path, Any] = {}
   for name, node in tree.items():
     found.update(leaves(node, (*path, name)) if isinstance(node, dict) else {(*path, name): node})

@@ -2,7 +2,7 @@
 
     (m1, w1) and (m2, w2)  ->  ((m1 w1 + m2 w2) / (w1 + w2), w1 + w2)
 
-A mean of weight zero does not count, whatever its value: NaN too. Means of total weight zero are 0.
+A mean of weight zero does not count, whatever its value, even NaN. Means of total weight zero are 0.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ WeightedScalars = dict[str, WeightedScalar]
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array, axis: int | None = None) -> WeightedScalar:
-  """Returns (sum(values * weights) / sum(weights), sum(weights)) in float32: (0, 0) where all weights are zero.
+  """Returns (sum(values * weights) / sum(weights), sum(weights)) in float32, and (0, 0) if all weights are zero.
 
-  Values of zero weight may be anything, NaN too. A weight that is NaN makes the mean NaN, so that it shows.
+  Values of zero weight may be anything, even NaN. A weight that is NaN makes the mean NaN, so that it is noticed.
 
   Args:
     values: any shape.
     weights: the same shape, at least 0.
-    axis: the dimension to average over; None: all.
+    axis: the dimension to average over; None means all.
 
   Raises:
     DataError: the shapes differ.
@@ -54,9 +54,9 @@ def mean_of_means(means: jax.Array, weights: jax.Array) -> WeightedScalar:
 
 
 def mean_over_devices(metrics: Mapping[str, WeightedScalar], axes: Sequence[str]) -> WeightedScalars:
-  """Inside `shard_map`: returns each pair over all devices along `axes`, by one all-reduce.
+  """Inside `shard_map`: returns each pair over all devices along `axes`, using one all-reduce.
 
-  Means may be arrays; their weights have the same shape, or leading dimensions of it.
+  Means may be arrays; the shape of their weights is the same, or its leading dimensions.
   """
   if not axes:
     return dict(metrics)
@@ -72,7 +72,7 @@ def _product(means: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> WeightedScalar:
-  divisor = weight + (weight == 0)  # Never zero; traced in half the time of jnp.where, which counts for every metric.
+  divisor = weight + (weight == 0)  # Never zero. It traces in half the time of jnp.where, once for every metric.
   return total / _expand(divisor, total.ndim), weight
 
 

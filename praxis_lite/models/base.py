@@ -1,7 +1,7 @@
 """BaseModel: a layer that computes a loss from a batch, and continuations from prompts.
 
 A batch is a dict of arrays with the batch as dimension 0. Its leaf `weights`, [B] or [B, T], is the weight of each
-example or token; weight zero marks padding, which influences nothing, statistics included.
+example or token. Weight zero marks padding, which must not influence anything, including statistics.
 
 B batch, T length.
 """
@@ -26,16 +26,16 @@ PredictionsT = TypeVar('PredictionsT')
 
 
 class BaseModel(Layer, Generic[PredictionsT]):
-  """What a task trains and evaluates: subclasses define the first two methods, and `decode` if they decode."""
+  """What a task trains and evaluates. Subclasses define the first two methods, and `decode` if they can decode."""
 
   def compute_predictions(self, batch: NestedDict) -> PredictionsT:
-    """Returns what the loss is computed from, such as logits: any tree of arrays."""
+    """Returns the inputs of the loss, such as logits: any tree of arrays."""
     raise ConfigError(f'task.model: {type(self).__name__} has no method compute_predictions(batch); define it')
 
   def compute_loss(self, predictions: PredictionsT, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns (metrics, per-example outputs) of what `compute_predictions` returned for the same batch.
+    """Returns (metrics, per-example outputs), given the result of `compute_predictions` for the same batch.
 
-    Metrics are (mean, weight) by name; `loss`, which is trained on, is among them. Per-example outputs are a dict of
+    Metrics are (mean, weight) by name; they include `loss`, which is minimized. Per-example outputs are a dict of
     arrays with the batch as dimension 0.
     """
     raise ConfigError(f'task.model: {type(self).__name__} has no method compute_loss(predictions, batch); define it')
@@ -48,21 +48,21 @@ class BaseModel(Layer, Generic[PredictionsT]):
     return checked_outputs(self, self.compute_loss(predictions, batch))
 
   def predict(self, batch: NestedDict) -> Any:
-    """Returns what a user of the trained model wants to know of a batch: a tree of arrays, the batch as dimension 0.
+    """Returns what a user of the trained model wants to know about a batch: a tree of arrays, the batch as dimension 0.
 
-    By default that is the result of `compute_predictions`. Models whose predictions need the labels, or hold more than
-    a user wants, define it.
+    By default this is the result of `compute_predictions`. Override it if the predictions need the labels, or contain
+    more than a user wants.
     """
     return self.compute_predictions(batch)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `UserError` if this model cannot use the input `data`, whose first batch is `batch`, NumPy arrays.
 
-    Called on the host before anything is compiled, for errors that shapes do not show, such as ids out of bounds: JAX
-    reads another entry in their place, without an error. Of an input whose arrays are in memory, `batch` is all rows.
+    Called on the host before anything is compiled. It finds errors that shapes do not show, such as ids out of bounds,
+    for which JAX reads another entry without an error. If an input's arrays are in memory, `batch` is all of its rows.
 
-    By default labels are checked, as far as `number_of_classes` knows how many classes there are: integers whose name
-    is `y`, or has `label` or `target` in it, unless they weigh nothing.
+    By default it checks labels, if `number_of_classes` knows the number of classes: integers named `y`, or with `label`
+    or `target` in their name, except those of weight zero.
     """
     if (classes := number_of_classes(self)) is not None:
       remedy = '; a model whose loss ignores such labels has a check_input(data, batch) of its own'
@@ -78,7 +78,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
 
 def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
-  """Returns what `predict` has returned for `rows` examples.
+  """Returns the result of `predict` for `rows` examples.
 
   Raises:
     ConfigError: it is None, or an array in it does not have the batch as dimension 0.
@@ -101,8 +101,8 @@ def checked_outputs(
   """Returns the (metrics, per-example or decoded outputs) that a method of a model has returned.
 
   Raises:
-    ConfigError: they are something else, a metric is not a pair (mean, weight), there is no scalar `loss`, or an output
-      does not have dimension 0 of size `rows`.
+    ConfigError: they have another form, a metric is not a pair (mean, weight), there is no scalar `loss`, or dimension
+      0 of an output is not `rows`.
   """
   where = _method_name(model, method)
   second = 'decoded outputs' if method == 'decode' else 'per-example outputs'
@@ -147,9 +147,9 @@ def checked_outputs(
 
 
 def check_is_trained(model: BaseModel, loss: jax.Array, weight: jax.Array, trained: NestedDict) -> None:
-  """Inside `jax.grad`: raises ConfigError if the loss depends on none of the variables that are trained.
+  """Inside `jax.grad`: raises ConfigError if the loss depends on none of the trained variables.
 
-  What depends on them is a tracer of the same kind as they are; what does not is a constant to the gradient.
+  A value that depends on them is a tracer of the same kind as they are; other values are constants for the gradient.
   """
   kinds = tuple({type(x) for x in jax.tree.leaves(trained) if isinstance(x, jax.core.Tracer)})
   if not kinds or isinstance(loss, kinds):
@@ -165,12 +165,12 @@ def _method_name(model: BaseModel, method: str) -> str:
 
 
 def _is_number(value: Any) -> bool:
-  """Whether a value is an array, or a number that becomes one."""
+  """Whether a value is an array, or a number that can become one."""
   return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
 
 
 def _describe(value: Any) -> str:
-  """A value as messages show it: an array by dtype and shape, in tuples and dicts too."""
+  """Returns a value as messages show it: an array by dtype and shape, also in tuples and dicts."""
   if hasattr(value, 'dtype') and hasattr(value, 'shape'):
     return f'{value.dtype}{list(value.shape)}' if value.shape else f'a {value.dtype} scalar'
   if isinstance(value, tuple | list):

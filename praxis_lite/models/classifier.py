@@ -26,8 +26,8 @@ class ClassificationModel(BaseModel[SoftmaxOutput]):
 
   Attributes:
     num_classes: V.
-    network_tpl: of the child `network`, from (input, weights) to features [B, F], with F as property `output_dims`.
-    softmax_tpl: of the child `softmax`; predictions are made of its whole logits.
+    network_tpl: config of the child `network`, from (input, weights) to features [B, F]; its `output_dims` is F.
+    softmax_tpl: config of the child `softmax`; predictions use all of its logits.
     input_name: the leaf of the batch that is the network's input.
   """
 
@@ -68,14 +68,14 @@ class ClassificationModel(BaseModel[SoftmaxOutput]):
     return {'prediction': jnp.argmax(probabilities, axis=-1).astype(jnp.int32), 'probabilities': probabilities}
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns what `predict` does; the metric is `confidence`, the mean probability of the predictions."""
+    """Returns the result of `predict`; the metric is `confidence`, the mean probability of the predictions."""
     predictions = self.predict(batch)
     confidence = weighted_mean(jnp.max(predictions['probabilities'], axis=-1), self._leaf(batch, 'weights'))
     return {'confidence': confidence}, predictions
 
   def _features(self, batch: NestedDict) -> jax.Array:
     x, weights = self._leaf(batch, self.input_name), self._leaf(batch, 'weights')
-    # Rows that weigh nothing may hold NaN, and 0 times NaN is no zero gradient.
+    # Rows of weight zero may hold NaN, and 0 times NaN is not a zero gradient.
     is_padding = jnp.expand_dims(weights == 0, range(1, x.ndim))
     return self.network(jnp.where(is_padding & ~jnp.isfinite(x), 0, x), weights)
 

@@ -1,4 +1,4 @@
-"""Labels that a model has no class for: JAX may compute with another class in their place, without an error."""
+"""Checks for labels outside of a model's classes, for which JAX may compute with another class without an error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from praxis_lite.layers.softmax import FullSoftmax
 def check_labels(
   data: BaseInput, labels: Mapping[str, np.ndarray], rows: NestedDict, classes: str, size: int, remedy: str = ''
 ) -> None:
-  """Raises ConfigError if a label that weighs something is not in [0, V).
+  """Raises ConfigError if a label with nonzero weight is not in [0, V).
 
   Args:
-    data: the input they are from.
+    data: the input that they come from.
     labels: integer arrays, [B, ...], by name.
-    rows: what they are part of; its `weights` [B, ...] are those of the labels.
-    classes, size: what says V, as a message names it; V.
+    rows: the batch; its `weights` [B, ...] apply to the labels.
+    classes, size: the name of the field that sets V, for messages; V.
     remedy: the end of the message.
   """
   for name, x in labels.items():
@@ -35,7 +35,7 @@ def check_labels(
 
 
 def labels_in(rows: NestedDict) -> dict[str, np.ndarray]:
-  """Returns the arrays of integers that are labels, by their names."""
+  """Returns the integer arrays that are labels, judging by their names."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(rows).items()}
   return {
     name: x
@@ -45,10 +45,10 @@ def labels_in(rows: NestedDict) -> dict[str, np.ndarray]:
 
 
 def number_of_classes(model: Layer) -> tuple[str, int] | None:
-  """Returns what says how many classes the labels of a model have, and how many; None if nothing does.
+  """Returns the path of the field that sets the number of classes, and the number; None if it is unknown.
 
-  That is a field `num_classes` of the model, or that of its softmax layer with the most: what it has no class for, none
-  has.
+  That is a field `num_classes` of the model, or of its largest softmax layer: a label that is too large for that layer
+  is too large for all.
   """
   own = getattr(model, 'num_classes', None)
   if isinstance(own, int):
@@ -59,7 +59,7 @@ def number_of_classes(model: Layer) -> tuple[str, int] | None:
 
 
 def _weights_of(labels: np.ndarray, rows: NestedDict) -> np.ndarray:
-  """The weights of the rows, made to broadcast with labels; 1 where they are not those of labels."""
+  """Returns the rows' weights, shaped to broadcast with labels; 1 if they do not belong to the labels."""
   weights = np.asarray(rows.get('weights', 1.0))
   if weights.shape != labels.shape[: weights.ndim]:
     return np.ones(())

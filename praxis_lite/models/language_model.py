@@ -3,8 +3,8 @@
 B batch, T length, V vocabulary, P length of prompts, M most tokens to decode.
 
 A batch holds arrays [B, T]: `ids` and `labels`, the next tokens, int32; `weights`, float32; if rows are packed,
-`segment_ids` and `segment_pos`, int32; and if tokens are not bytes, `bytes`, float32, the bytes of text of each label.
-Weights may be [B], one for all tokens of a row. A prefix-LM takes `prefix_lengths` [B], int32.
+`segment_ids` and `segment_pos`, int32; and if tokens are not bytes, `bytes`, float32: how many bytes of text each label
+stands for. Weights may be [B], one for all tokens of a row. A prefix-LM needs `prefix_lengths` [B], int32.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   Attributes:
     vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head, hidden_dims: sizes of the network, set
-      here or in `lm_tpl`; None: as in `lm_tpl`.
-    use_bias: whether the network has biases, set here or in `lm_tpl`; None: as in `lm_tpl`.
-    lm_tpl: of the network, the child `lm`.
+      here or in `lm_tpl`; None leaves them to `lm_tpl`.
+    use_bias: whether the network has biases, set here or in `lm_tpl`; None leaves it to `lm_tpl`.
+    lm_tpl: config of the network, the child `lm`.
     packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment with
       padding only at its end, and `segment_ids` are ignored; attention then needs only the causal mask.
-    model_type: 'causal': a token attends to itself and those before it. 'prefix': also, all tokens of a row attend to
-      its first ones, as many as `prefix_lengths` of the batch says; in decoding, to its prompt (prefix-LM; Raffel et
-      al., 2020).
+    model_type: 'causal': a token attends to itself and those before it. 'prefix': in addition, all tokens of a row
+      attend to its first `prefix_lengths` tokens; in decoding, to its prompt (prefix-LM; Raffel et al., 2020).
     tokens_are_bytes: whether each token is a byte of text; adds the metric `nats_per_byte` for batches without `bytes`.
-    decoder_tpl: of the sampler that continues prompts.
+    decoder_tpl: config of the sampler that continues prompts.
   """
 
   vocab_size: int | None = None
@@ -82,7 +81,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     self.decoder: Sampler = self.decoder_tpl.instantiate()
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if the data has ids or labels that are not in the vocabulary, or no prefixes."""
+    """Raises a `ConfigError` if ids or labels are not in the vocabulary, or the prefixes are missing."""
     if 'labels' in batch:
       self._prefixes(batch)
     size = getattr(data, 'vocab_size', None)
@@ -93,7 +92,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       raise ConfigError(
         f'{data.label}: its ids go up to {size - 1}, but task.model.vocab_size is {known}; it must be at least {size}'
       )
-    if known is not None and 'prompt_lengths' not in batch:  # After a prompt, ids may be any.
+    if known is not None and 'prompt_lengths' not in batch:  # After a prompt, ids are arbitrary.
       ids: dict[str, np.ndarray] = {name: np.asarray(batch[name]) for name in ('ids', 'labels') if name in batch}
       check_labels(data, ids, batch, 'task.model.vocab_size', known)
 
@@ -125,13 +124,13 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return metrics, {'loss': loss_B, 'weights': weights_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `logits`, [B, T, V] float32, of the token after each of `ids`; the batch needs no labels."""
+    """Returns `logits`, [B, T, V] float32, for the token after each of `ids`; the batch needs no labels."""
     weights_BT = _weights_of_tokens(batch)
     ids_BT = _clear_padding(batch['ids'], weights_BT)
     return {'logits': self.lm.logits(ids_BT, weights_BT, **self._visible(batch))}
 
   def _visible(self, batch: NestedDict) -> dict[str, jax.Array | None]:
-    """What the mask of attention takes of a batch."""
+    """Returns the arguments of the attention mask for a batch."""
     segments = {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
     return segments | self._prefixes(batch)
 
@@ -149,27 +148,27 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   @property
   def context(self) -> int | None:
-    """How many tokens decoding sees at once, the last ones; None for all."""
+    """How many of the last tokens decoding sees at once; None means all."""
     return self.decoder.context(getattr(self.lm, 'max_positions', None))
 
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     """Returns logits [B, V] of the token after each prompt; the caches, of `cache_length` slots, are its decode state.
 
-    For loops of decoding outside of this program. Arguments are those of `Sampler.decode`.
+    For decoding loops outside of this program. Arguments are those of `Sampler.decode`.
     """
     self.lm.init_decode_state(ids_BP.shape[0], cache_length)
     return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), *self._prompt_is_prefix(lengths_B))
 
   def _prompt_is_prefix(self, lengths_B: jax.Array) -> tuple[jax.Array, ...]:
-    """What `extend_step` of the network takes for prompts of these lengths, beside their tokens."""
+    """Returns the further arguments of the network's `extend_step` for prompts of these lengths."""
     return (lengths_B,) if self.model_type == 'prefix' else ()
 
   def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:
-    """Returns logits [B, V] of the token after `ids_B`, at the positions `pos_B`, which it appends to the caches."""
+    """Appends `ids_B`, at positions `pos_B`, to the caches; returns logits [B, V] of the next token."""
     return self.lm.extend_step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B))
 
   def check_fits(self, prompt_length: int, max_tokens: int) -> None:
-    """Raises a `ConfigError` if the model must see prompts and continuations of these lengths at once, and cannot."""
+    """Raises a `ConfigError` if the model must see prompts and continuations of these lengths at once, but cannot."""
     context = self.context
     if self.model_type == 'prefix' and context is not None and prompt_length + max_tokens - 1 > context:
       raise ConfigError(
@@ -182,9 +181,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Continues prompts.
 
     Args:
-      batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, where 0 marks a row of padding;
-        and where calls of different lengths share a program, `max_tokens` [B] int32, at most `max_decode_steps`.
-        Prompts are then read in chunks, as many as the longest one has, and the caller has seen to `check_fits`.
+      batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, where 0 marks a row of padding.
+        If calls of different lengths share a program, also `max_tokens` [B] int32, at most `max_decode_steps`. Then
+        prompts are read in chunks, as many as the longest one has, and the caller must have called `check_fits`.
 
     Returns:
       Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]
@@ -220,11 +219,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
 
 def _weights_of_tokens(batch: NestedDict) -> jax.Array:
-  """Returns the weights [B, T] of a batch; a weight of a row, [B], is that of each of its tokens."""
+  """Returns the weights [B, T] of a batch; the weight of a row, [B], applies to each of its tokens."""
   weights = batch['weights']
   return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['ids'].shape)
 
 
 def _clear_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-  """Ids below zero that weigh nothing are padding; their vectors would be NaN, and 0 times NaN is no zero gradient."""
+  """Replaces negative ids of weight zero by 0: their vectors would be NaN, and 0 times NaN is not a zero gradient."""
   return jnp.where((weights_BT == 0) & (ids_BT < 0), 0, ids_BT)

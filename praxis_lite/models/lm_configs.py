@@ -53,23 +53,23 @@ def transformer_lm(
 
   Args:
     vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head: see `TransformerLm`.
-    hidden_dims: of the feed-forward layers; None: 4 D for 'gpt2', and for 'llama' 8/3 D, which gives as many weights,
-      rounded up to a multiple of 64.
+    hidden_dims: of the feed-forward layers; None: 4 D for 'gpt2', and 8/3 D for 'llama', which gives the same number of
+      weights, rounded up to a multiple of 64.
     style: 'llama' has RMSNorm, rotary positions, a gated feed-forward layer, no biases, and separate tables for
       softmax and embedding (Touvron et al., 2023); 'gpt2' has LayerNorm, learned positions, GELU, biases, and one
       table for both (Radford et al., 2019).
     max_len: number of learned positions of 'gpt2'.
     rotary_base: longest wavelength of the rotary positions of 'llama', over 2 pi.
-    tie_embeddings: whether softmax and embedding share a table; None: as the style says.
-    use_bias: whether linear layers and norms have biases; None: as the style says.
+    tie_embeddings: whether softmax and embedding share a table; None: the style decides.
+    use_bias: whether linear layers and norms have biases; None: the style decides.
     activation: of the feed-forward layers, see `activations.py`; None: 'silu' for 'llama', 'gelu_tanh' for 'gpt2'.
-    dropout: rate on embeddings and on what is added to the residual stream.
-    repeat: whether the blocks are a scan; False: each block is a separate layer.
+    dropout: rate on embeddings, and on what blocks add to the residual stream.
+    repeat: whether the blocks are a scan; False makes each block a separate layer.
     remat: see `layers/remat.py`.
-    experts: of the feed-forward layer of each block, a mixture of experts with `hidden_dims` each; None: it is dense.
-    first_hidden_dims: of the dense feed-forward layers of blocks that come before those with experts, one for each.
-    fprop_dtype: dtype to compute in, such as jnp.bfloat16; None: that of the weights, float32.
-    matmul: of the projections of attention and the linear layers of dense feed-forward layers: 'fprop', or 'fp8' as in
+    experts: for the feed-forward layer of each block, a mixture of experts with `hidden_dims` each; None: it is dense.
+    first_hidden_dims: hidden dims of the dense feed-forward layers of the blocks before those with experts, one each.
+    fprop_dtype: dtype of the computation, such as jnp.bfloat16; None: the dtype of the weights, float32.
+    matmul: for the projections of attention and the linear layers of dense feed-forward layers: 'fprop', or 'fp8' as in
       `layers/fp8.py`. The softmax stays in `fprop_dtype`.
   """
   if style not in ('llama', 'gpt2'):
@@ -80,7 +80,7 @@ def transformer_lm(
   lm = Config(TransformerLm, params_init=WeightInit.Gaussian(0.02))
   lm.transformer_tpl = Config(RepeatedTransformer if repeat else StackedTransformer, remat=remat)
   block = lm.transformer_tpl.layers_tpl
-  # Each block adds to the residual stream twice; scaled like this, all blocks together add the variance of one.
+  # Each block adds to the residual stream twice. With this scale, all blocks together add the variance of one.
   residual_init = WeightInit.Gaussian(0.02 / math.sqrt(2 * num_layers))
   if gpt2:
     norm: Config[LayerNorm] | Config[RMSNorm] = Config(LayerNorm, epsilon=1e-5)
@@ -135,24 +135,24 @@ def set_sharding(
 ) -> Config[LmT]:
   """Sets the split mappings of a language model, in place, and returns it.
 
-      activations of D            batch over `batch_axes`
-      of heads, hidden, classes   the same, and heads, hidden dims or classes over `mdl_axis` (tensor parallel)
+      activations of width D      batch over `batch_axes`
+      of heads, hidden, classes   also heads, hidden dims or classes over `mdl_axis` (tensor parallel)
       weights                     heads, hidden dims or classes over `mdl_axis`, D over `data_axis` (fully sharded)
-      weights of experts          the same, but for the axes of `expert_axis`, which splits the experts
+      weights of experts          the same without the axes in `expert_axis`, which splits the experts
 
   The forward pass of a block then has two all-reduces over `mdl_axis` (Shoeybi et al., 2019), and gathers weights over
   `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
 
   Args:
-    config: of a `LanguageModel` or a `TransformerLm`.
+    config: the config of a `LanguageModel` or a `TransformerLm`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
-    expert_axis: mesh or logical axes, often one of `batch_axes`, that tokens are exchanged over between experts; see
+    expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. None: each device computes all experts for its own tokens.
-    context_axis: mesh axis that splits the length of all activations (context parallelism); None: none.
+    context_axis: mesh axis that splits the length of all activations (context parallelism); None disables it.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
-  blnh = (batch_axes, None, mdl_axis, None)  # In a cache, the length is whole; `context_axis` is added elsewhere.
+  blnh = (batch_axes, None, mdl_axis, None)  # A cache is not split along its length; others get `context_axis` below.
   lm.activation_split_dims_mapping.out = bld
   for block in kinds_of_stack(lm.transformer_tpl):
     block.activation_split_dims_mapping.out = bld
@@ -181,7 +181,7 @@ def set_sharding(
 
 
 def _remove_axes(axes: str | tuple[str, ...] | None, taken: tuple[str, ...]) -> str | tuple[str, ...] | None:
-  """An entry of a mapping without some of its axes."""
+  """Returns an entry of a mapping without some of its axes."""
   return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
 
 
@@ -196,14 +196,14 @@ def set_pipeline(
   stage_remat: str = 'none',
   stage_axis: str | None = 'stage',
 ) -> Config[LmT]:
-  """Has a language model run its blocks in stages of a pipeline, in place, and returns it.
+  """Makes a language model run its blocks in stages of a pipeline; changes the config in place, and returns it.
 
-  Its variables stay those of the scan over blocks, so that checkpoints can be restored with and without.
+  Its variables are the same as for the scan over blocks, so checkpoints can be restored with and without a pipeline.
 
   Args:
-    config: of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`, whose fields are kept.
+    config: the config of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`, whose fields are kept.
     num_stages, num_microbatches, microbatch_size, circular_repeat, batch_axes, stage_remat: see `Pipelined`.
-    stage_axis: the mesh axis of the stages; None runs all of them on each device.
+    stage_axis: the mesh axis of the stages; None runs all stages on each device.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
   repeated = lm.transformer_tpl

@@ -1,7 +1,7 @@
-"""Global batches: padding them to a size that divides by the number of devices, and putting them on the mesh.
+"""Global batches: pads them to a multiple of the number of devices, and puts them on the mesh.
 
-Every leaf of a batch has the batch as dimension 0. Examples added as padding are zeros and have weight zero in the leaf
-`weights`.
+Every leaf of a batch has the batch as dimension 0. Examples added as padding are zeros, and have weight zero in the
+leaf `weights`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def pad_batch(batch: Mapping[str, object], multiple: int) -> NestedDict:
 
 
 def padded_rows(rows: int, multiple: int) -> int:
-  """Rows of a batch with those that fill up the mesh."""
+  """Returns the number of rows, including those that fill up the mesh."""
   return rows + -rows % multiple
 
 
 def padded_batch_shape(batch_struct: Mapping[str, object], multiple: int) -> NestedDict:
-  """Returns the shapes and dtypes of what `pad_batch` returns for a batch of these shapes and dtypes."""
+  """Returns the shapes and dtypes that `pad_batch` returns for a batch of these shapes and dtypes."""
   size = batch_size(batch_struct)
   batch = {WEIGHTS: jax.ShapeDtypeStruct((size,), np.float32), **batch_struct}
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct((padded_rows(size, multiple), *x.shape[1:]), x.dtype), batch)

@@ -1,15 +1,15 @@
-"""The rows of a global batch: where they enter a step, and which of them the step computes.
+"""The rows of a global batch: how they enter a step, and which of them the step computes.
 
-Each process puts its own rows on its own devices, and fills these up with rows of zeros. In most layouts the step
-computes what has entered. Where the devices that share rows, because a mesh axis splits the length of sequences, belong
-to several processes, no process has the rows of all of them. Then a batch enters with its rows split over all devices,
-and the step takes the examples out of what has entered, so that little or no padding is computed. For 32 rows on 256
+Each process puts its own rows on its own devices, and adds rows of zeros until these are full. In most layouts the step
+computes all rows that have entered. But devices share rows if a mesh axis splits the length of sequences. If such
+devices belong to several processes, no process has all of their rows. Then a batch enters with its rows split over all
+devices, and the step selects the examples from them, so that it computes little or no padding. For 32 rows on 256
 devices of 32 processes:
 
-    [256, T]  rows over all devices                what enters: of each process, one example and 7 rows of zeros
+    [256, T]  rows over all devices                what enters: from each process, one example and 7 rows of zeros
     [256, T]  length over all devices              one all-to-all
     [32, T]   length over all devices              the examples
-    [32, T]   as `inputs_split_mapping` says       what is computed: an all-to-all, and gathers of parts
+    [32, T]   as `inputs_split_mapping` says       what is computed: after an all-to-all, and gathers of parts
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from praxis_lite.sharding.specs import all_axes
 
 
 class BatchRows(NamedTuple):
-  """Rows of a global batch, in and before a step.
+  """Rows of a global batch, in a step and before it.
 
   Attributes:
-    axes: the mesh axes that split the rows where a batch enters.
+    axes: the mesh axes that split the rows when a batch enters.
     inner_axes: those of them that split rows or another dimension inside the step.
-    entering: how many rows enter: examples, and the padding of each process after its own.
+    entering: how many rows enter: examples, and each process's padding after its own examples.
     computed: how many rows the step computes.
-    examples: int [B], which of the rows that enter are examples: those of the first process, of the second, and so on.
-    apart: whether the step computes other rows than those that enter.
+    examples: int [B], the indices of the examples among the entering rows: the first process's, the second's, ...
+    apart: whether the computed rows differ from the entering ones.
   """
 
   axes: tuple[str, ...]
@@ -49,23 +49,23 @@ class BatchRows(NamedTuple):
   apart: bool
 
   def take_rows(self, batch: NestedDict) -> NestedDict:
-    """Inside a step: returns the rows to compute, [computed, ...], of those that have entered, [entering, ...]."""
+    """Inside a step: returns the rows to compute, [computed, ...], from the entering rows, [entering, ...]."""
     return jax.tree.map(self._take, batch) if self.apart else batch
 
   def return_rows(self, x: jax.Array) -> jax.Array:
-    """Inside a step: returns the rows of examples, [B, ...], of what was computed, [computed, ...]."""
+    """Inside a step: returns the rows of examples, [B, ...], from the computed rows, [computed, ...]."""
     size = len(self.examples)
     if self.apart or (self.examples == np.arange(size)).all():
       return x[:size]
     return with_sharding_constraint(x, PartitionSpec())[self.examples]
 
   def _take(self, x: jax.Array) -> jax.Array:
-    x = self._split_longest(x, self.axes)[self.examples]  # Rows are taken where they are: they are not split here.
-    # In two steps from here to the split inside, as XLA would gather whole arrays for one.
+    x = self._split_longest(x, self.axes)[self.examples]  # Local, because the rows are not split at this point.
+    # Two steps lead from here to the split inside; for a single step, XLA would gather whole arrays.
     return pad_to(self._split_longest(x, self.inner_axes), (self.computed, *x.shape[1:]))
 
   def _split_longest(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Splits the longest dimension other than the rows, if there is one, and not the rows."""
+    """Splits the longest dimension except the rows, if there is another one, and does not split the rows."""
     longest = 1 + int(np.argmax(x.shape[1:])) if x.ndim > 1 else None
     return with_sharding_constraint(x, PartitionSpec(*(axes if dim == longest else None for dim in range(x.ndim))))
 
@@ -73,8 +73,8 @@ class BatchRows(NamedTuple):
 def row_axes(mesh: Mesh | AbstractMesh, specs: Iterable[PartitionSpec | None]) -> tuple[str, ...]:
   """Returns the mesh axes that split the rows of a batch.
 
-  These are all but those that split another dimension inside the step, such as the length of sequences: devices along
-  these share rows, which then need not be as many as there are devices.
+  These are all axes except those that split another dimension inside the step, such as the length of sequences: devices
+  along such an axis share rows, so a batch may have fewer rows than there are devices.
 
   Args:
     mesh: the mesh.
@@ -93,9 +93,9 @@ def batch_rows(
   """Returns how the rows of a global batch enter a step.
 
   Args:
-    mesh, specs: as of `row_axes`.
+    mesh, specs: as in `row_axes`.
     batch: arrays or shapes of the global batch; each process has an equal share of its rows.
-    num_microbatches: into how many equal parts the step cuts the rows.
+    num_microbatches: the number of equal parts into which the step cuts the rows.
   """
   axes, size = row_axes(mesh, specs), batch_size(batch)
   computed = padded_rows(size, math.prod(mesh.shape[axis] for axis in axes) * num_microbatches)
@@ -104,7 +104,7 @@ def batch_rows(
   owners = _owners(mesh, (*axes, *shared)).reshape(math.prod(mesh.shape[axis] for axis in axes), -1)
   apart = bool((owners != owners[:, :1]).any())
   if apart:
-    # First those of the length, so that they split the longest dimension as they will inside; last those of neither.
+    # The axes of the length come first, so that they split the longest dimension like inside; unused axes come last.
     axes = tuple(sorted((*shared, *axes), key=lambda axis: axis not in inner))
     owners = _owners(mesh, axes).reshape(-1, 1)
   entering = padded_rows(size, mesh.size) if apart else computed
@@ -116,12 +116,12 @@ def batch_rows(
 
 
 def _owners(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> np.ndarray:
-  """The process of each device, with the mesh axes in this order."""
+  """Returns the process of each device, with the mesh axes in this order."""
   return processes_of(mesh).transpose([mesh.axis_names.index(axis) for axis in axes])
 
 
 def processes_of(mesh: Mesh | AbstractMesh) -> np.ndarray:
-  """The process of each device of a mesh, in its shape; one process for a mesh without devices."""
+  """Returns the process of each device of a mesh, in the mesh's shape; all 0 for a mesh without devices."""
   if isinstance(mesh, AbstractMesh):
     return np.zeros([*mesh.shape.values()], int)
   return np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)

@@ -1,8 +1,8 @@
-"""Sharding constraints inside a step, on the ambient mesh if there is one, by specs or by logical names.
+"""Sharding constraints inside a step, by specs or by logical names, on the ambient mesh if there is one.
 
-The same layer code runs with a mesh and without: without one, a constraint returns its argument. The ambient mesh is
-the one that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set. Logical names are resolved by the rules in
-force (`axis_rules`), which inside the steps of a task are the task's.
+The same layer code runs with and without a mesh: without one, a constraint returns its argument. The ambient mesh is
+set by `jax.set_mesh` or `jax.sharding.use_abstract_mesh`. Logical names are resolved by the current rules
+(`axis_rules`), which inside the steps of a task are the task's.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def global_mesh_defined() -> bool:
 
 
 def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | NamedSharding | None) -> jax.Array:
-  """Constrains `x` to be split by a spec over the ambient mesh, or by a sharding, which brings its own mesh.
+  """Constrains `x` to be split by a spec over the ambient mesh, or by a sharding, which has its own mesh.
 
-  Returns `x` itself where there is no spec, or a spec and no mesh or a mesh of one device. Dimensions need not divide;
-  one that is UNCONSTRAINED is left to the compiler. Inside `shard_map`, `x` is already one device's part along the
-  mapped (Manual) axes, so these are left out of the constraint. Outside of jit, an uneven constraint does not split an
-  array.
+  Returns `x` itself if there is no spec, or a spec but no mesh or a mesh of one device. The mesh need not divide the
+  dimensions. An UNCONSTRAINED dimension is left to the compiler. Inside `shard_map`, `x` is already one device's part
+  along the mapped (Manual) axes, so these are left out of the constraint. Outside of jit, an uneven constraint does not
+  split an array.
 
   Raises:
     ShardingError: the spec names an axis that the mesh does not have, names one twice, or has more entries than `x` has
@@ -91,13 +91,13 @@ def _constrain(x: jax.Array, sharding: PartitionSpec | NamedSharding) -> jax.Arr
 
 
 def manual_axes() -> frozenset[str]:
-  """The mesh axes that an enclosing `shard_map` maps over."""
+  """Returns the mesh axes that an enclosing `shard_map` maps over."""
   mesh = jax.sharding.get_abstract_mesh()
   return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual)
 
 
 def unmapped_axes() -> dict[str, int]:
-  """The axes of the ambient mesh that no enclosing `shard_map` maps over, with their sizes; not those of size 1."""
+  """Returns the sizes of the ambient mesh's axes that no enclosing `shard_map` maps over, without those of size 1."""
   mesh, manual = jax.sharding.get_abstract_mesh(), manual_axes()
   return {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
 
@@ -112,7 +112,7 @@ _rules: contextvars.ContextVar[tuple[LogicalAxisRule, ...]] = contextvars.Contex
 
 @contextlib.contextmanager
 def axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
-  """Puts rules in force, instead of those that were."""
+  """Makes rules current, instead of the previous ones."""
   token = _rules.set(tuple(rules))
   try:
     yield
@@ -121,17 +121,17 @@ def axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
 
 
 def current_axis_rules() -> tuple[LogicalAxisRule, ...]:
-  """The rules in force; none by default."""
+  """Returns the current rules; none by default."""
   return _rules.get()
 
 
 def with_logical_constraint(x: jax.Array, names: Sequence[object] | None) -> jax.Array:
-  """Constrains `x` to be split as the rules in force say for the names of its dimensions.
+  """Constrains `x` to be split as the current rules say for the names of its dimensions.
 
   Args:
     x: any array.
-    names: for each dimension a logical name, a mesh axis, None, or UNCONSTRAINED. None in place of all of them, as
-      having no mesh or no rules, leaves `x` as it is.
+    names: for each dimension a logical name, a mesh axis, None, or UNCONSTRAINED. If `names` itself is None, or there
+      is no mesh or no rules, `x` is returned unchanged.
 
   Raises:
     ShardingError: the names do not fit the rank of `x`, the rules or the mesh.

@@ -1,19 +1,19 @@
-"""Building blocks of a program for `jax.shard_map`, for those who write the communication down.
+"""Building blocks for programs in `jax.shard_map`, in which communication is explicit.
 
-Split parameters: each device holds a part of a parameter and gathers it where it uses it, as in fully sharded data
+Split parameters: each device holds a part of a parameter, and gathers it where it is used, as in fully sharded data
 parallelism (ZeRO, stage 3; Rajbhandari et al., 2020).
 
     forward    all_gather            part [D / n, F]   -> whole [D, F]
     backward   mean reduce-scatter   gradient [D, F]   -> its mean over the n devices, part [D / n, F]
 
 Split linear maps (Megatron-LM, Shoeybi et al., 2019). A column-parallel map, an elementwise function and a row-parallel
-map together take one all-reduce forward and one backward.
+map together need one all-reduce forward and one backward.
 
     column parallel   w [I, O / n]   whole x -> part of y; backward, an all-reduce of the gradient of x
     row parallel      w [I / n, O]   part of x -> whole y; forward, an all-reduce of y
 
-A dimension that does not divide is padded with zeros at its end: the parts are those of the padded dimension, and what
-is gathered is cut to the true size. I input dims, O output dims.
+A dimension that does not divide evenly is padded with zeros at its end. The parts are those of the padded dimension,
+and a gathered array is cut to the true size. I input dims, O output dims.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ResultT = TypeVar('ResultT')
 
 
 def also_named(**names: str) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
-  """Decorates a function whose arguments other projects call otherwise: `also_named(axis_name='axis')`."""
+  """Decorates a function to accept other projects' names of its arguments: `also_named(axis_name='axis')`."""
 
   def rename(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     own = tuple(inspect.signature(fn).parameters)
@@ -64,11 +64,12 @@ def also_named(**names: str) -> Callable[[Callable[P, ResultT]], Callable[P, Res
 def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
   """Inside `shard_map`: returns `key` folded with the device's index along `axis`.
 
-  Devices that differ along the axis then draw differently, as for different rows of a batch; others draw the same.
+  Devices that differ along the axis then draw different numbers, as for different rows of a batch; others draw the
+  same.
 
   Args:
     key: a PRNG key, the same on all devices.
-    axis: a mesh axis, or several, which count as one with the first the slowest; of none, the key stays as it is.
+    axis: a mesh axis, or several, which are combined with the first one slowest; without axes, `key` is unchanged.
   """
   axes = to_axes(axis)
   return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
@@ -79,7 +80,7 @@ Axes = tuple[str, ...]
 
 
 class Module(Protocol):
-  """Parameters and a pure function of them; a `Layer` is one."""
+  """Parameters and a pure function of them, such as a `Layer`."""
 
   def init(self, key: jax.Array, /) -> NestedDict: ...
   def apply(self, params: NestedDict, /, *args: Any, **kwargs: Any) -> object: ...
@@ -96,17 +97,17 @@ def gather_array_with_mean_grads(
 ) -> jax.Array:
   """Inside `shard_map`: gathers the parts of an array; its gradient is averaged and scattered back.
 
-  Where the second argument is a number, the arguments are (x, dimension, mesh axis), as other projects have them.
+  If the second argument is a number, the arguments are (x, dimension, mesh axis), as in other projects.
 
   Args:
     x: this device's part.
     axis, dim: the mesh axis, or several, and the dimension that is split over them.
     size: its true size, if the parts add up to more.
-    dtype: what is gathered is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
-    axis_name: the mesh axis, or several, where `axis` is the dimension.
+    dtype: the part is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
+    axis_name: the mesh axis, or several, if `axis` is the dimension.
 
   Raises:
-    ShardingError: there is no mesh axis, or there are two.
+    ShardingError: no mesh axis is given, or two are.
   """
   given = (axis, dim) if axis_name is None else (axis, axis_name)
   over, split = reversed(given) if isinstance(axis, int) else given
@@ -129,7 +130,7 @@ def _gather(x: jax.Array, axis: str | Axes, dim: int, size: int | None, dtype: D
 def _gather_fwd(
   x: jax.Array, axis: str | Axes, dim: int, size: int | None, dtype: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array]:
-  # Residuals are arrays: an empty one carries the dtype.
+  # Residuals must be arrays: an empty one carries the dtype.
   return _gather(x, axis, dim, size, dtype), jnp.zeros((0, x.shape[dim]), x.dtype)
 
 
@@ -150,13 +151,13 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-  """This device's part of a parameter: a tree node with one leaf, the part, so that scans and updates go through it.
+  """This device's part of a parameter: a tree node whose only leaf is the part, so scans and updates see the part.
 
-  Dimensions are counted from the last, so that a scan may cut a stack of parameters into layers, gathered one by one.
+  Dimensions are counted from the end, so that a scan may cut a stack of parameters into layers and gather each.
 
   Attributes:
     value: the part.
-    axes, shape: for each dimension, the mesh axes that split it, () where it is whole; and its true size.
+    axes, shape: for each dimension, the mesh axes that split it, () if it is whole; and its true size.
   """
 
   value: jax.Array
@@ -171,8 +172,8 @@ class ShardedParam:
     """Gathers the parameter over some axes; gradients are averaged over these, and scattered.
 
     Args:
-      over: mesh axes; None is all that split it. Where others split it too, a `ShardedParam` is returned.
-      dtype: what is gathered is cast to it before it is sent; None keeps the dtype of the part.
+      over: mesh axes; None means all that split it. If other axes split it too, a `ShardedParam` is returned.
+      dtype: the part is cast to it before it is sent; None keeps the dtype of the part.
 
     Raises:
       ShardingError: a dimension is split over one of `over` and, within its parts, over another axis.
@@ -208,18 +209,18 @@ def _is_sharded(x: object) -> bool:
 
 @also_named(axis_name='axis', min_weight_size='min_size')
 def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18) -> TreeT:
-  """Inside `shard_map`: returns a tree in which each parameter above a size is this device's part of it.
+  """Inside `shard_map`: returns a tree in which each parameter above a size is only this device's part.
 
-  Each is split along its largest dimension that divides by the number of devices (of equal ones, the last), or else
-  along its largest, which is padded. A parameter that is split over another axis already is split along a dimension
-  that is free.
+  Each is split along its largest dimension that the number of devices divides (of equal ones, the last), or otherwise
+  along its largest dimension, which is padded. A parameter that is already split over another axis is split along a
+  free dimension.
 
   Args:
     params: tree of whole arrays, the same on all devices along the axis, or of `ShardedParam`s.
-    axis, min_size: mesh axis, or several; parameters of up to so many elements stay as they are.
+    axis, min_size: mesh axis, or several; parameters of up to `min_size` elements are not split.
 
   Raises:
-    ShardingError: a parameter is split over the axis already.
+    ShardingError: a parameter is already split over the axis.
   """
   axes = to_axes(axis)
   devices = jax.lax.axis_size(axes)
@@ -246,11 +247,11 @@ def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18
 
 @also_named(axis_name='axis')
 def gather_params(params: TreeT, axis: str | Sequence[str] | None = None, dtype: DTypeLike | None = None) -> TreeT:
-  """Inside `shard_map`: returns a tree with each `ShardedParam` gathered, and all else as it is.
+  """Inside `shard_map`: returns a tree with each `ShardedParam` gathered, and other leaves unchanged.
 
   Args:
-    params: as `shard_params` returns it.
-    axis: mesh axis, or several, to gather over; what is split over other axes stays split over these. None: all.
+    params: as returned by `shard_params`.
+    axis: mesh axis, or several, to gather over; splits over other axes remain. None means all axes.
     dtype: see `ShardedParam.gather`.
   """
   over = None if axis is None else to_axes(axis)
@@ -260,29 +261,29 @@ def gather_params(params: TreeT, axis: str | Sequence[str] | None = None, dtype:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModule:
-  """What `shard_module_params` returns; itself a module, so that parameters may be split over another axis too."""
+  """The result of `shard_module_params`. It is a module too, so its parameters may also be split over another axis."""
 
   module: Module
   axis: str | Sequence[str]
   min_size: int
 
   def init(self, key: jax.Array) -> NestedDict:
-    """Inside `shard_map`: returns this device's parts of first values; `key` is the same on all devices."""
+    """Inside `shard_map`: returns this device's parts of initial values; `key` is the same on all devices."""
     return shard_params(self.module.init(key), self.axis, self.min_size)
 
   def apply(self, params: NestedDict, *args: Any, **kwargs: Any) -> Any:
-    """Inside `shard_map`: returns what the module's `apply` does with the parameters gathered over the axis."""
+    """Inside `shard_map`: calls the module's `apply` with the parameters gathered over the axis."""
     return self.module.apply(gather_params(params, self.axis), *args, **kwargs)
 
 
 @also_named(axis_name='axis', min_weight_size='min_size')
 def shard_module_params(module: Module, axis: str | Sequence[str], min_size: int = 2**18) -> ShardedModule:
-  """Wraps a layer, or anything with pure `init(key)` and `apply(params, ...)`, so that `shard_params` splits it."""
+  """Wraps a layer, or any object with pure `init(key)` and `apply(params, ...)`, so that its parameters are split."""
   return ShardedModule(module, axis, min_size)
 
 
 def take_own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """Inside `shard_map`: returns this device's part of an array that all devices hold whole, padded as need be."""
+  """Inside `shard_map`: returns this device's part of an array that all devices hold whole, padded if necessary."""
   for dim, entry in enumerate(complete_spec(spec, x.ndim)):
     axes = spec_axes(entry)
     if axes:
@@ -294,20 +295,20 @@ def take_own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bool:
-  """A policy of `jax.checkpoint`: what is gathered in the forward pass is gathered again in the backward pass."""
-  # To a policy, a function with a gradient of its own is one operation: a gather is known by what is in it.
+  """A policy of `jax.checkpoint`: gathers of the forward pass are repeated in the backward pass."""
+  # A policy sees a function with its own gradient as one operation, so a gather is recognized by its contents.
   inner = program_in(params) if primitive.name == 'custom_vjp_call' else None
   return inner is None or all(equation.primitive.name != 'all_gather' for equation in inner.eqns)
 
 
 def to_axes(axis: str | Sequence[str]) -> Axes:
-  """One mesh axis or several, as a tuple."""
+  """Returns one mesh axis or several as a tuple."""
   return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy_to_parts(x: jax.Array, axis: str) -> jax.Array:
-  """Inside `shard_map`: the array as it is, which all devices along the axis hold; its gradient is their sum."""
+  """Inside `shard_map`: returns an array that all devices along the axis hold unchanged; sums its gradients."""
   del axis
   return x
 
@@ -317,7 +318,7 @@ copy_to_parts.defvjp(lambda x, axis: (x, None), lambda axis, _, gradient: (jax.l
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_of_parts(x: jax.Array, axis: str) -> jax.Array:
-  """Inside `shard_map`: the sum over the devices along the axis; its gradient is that of each summand."""
+  """Inside `shard_map`: returns the sum over the devices along the axis; each summand gets the sum's gradient."""
   return jax.lax.psum(x, axis)
 
 

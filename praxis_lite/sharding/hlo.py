@@ -7,7 +7,7 @@
     program = parse(step.compiled)
     for instruction, times in program.executed(): ...
 
-A `Collective` counts the size of the results on one device, summed over all executions in one run of the program.
+A `Collective` has the size of the results on one device, summed over all executions in one run of the program.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,
 _MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}')
 _MESH_AXIS = re.compile(
   r"'([^']+)'(?::\((\d+)\)(\d+))?"
-)  # A part of an axis has the sizes of what is before, and of it.
+)  # A part of an axis is given by the size of the parts before it, and its own size.
 _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
 
 
@@ -51,7 +51,7 @@ _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
-  """An array in a program on one device; `space` is its memory, 0 the main one, others as the target numbers them."""
+  """An array in a program on one device; `space` is its memory: 0 is the main one, the target numbers the others."""
 
   dtype: str
   dims: tuple[int, ...]
@@ -73,7 +73,7 @@ Shape = Array | tuple['Shape', ...]
 
 
 def arrays_of(shape: Shape) -> list[Array]:
-  """The arrays of a shape, which may be a tuple of tuples."""
+  """Returns the arrays of a shape, which may be a tuple of tuples."""
   return [shape] if isinstance(shape, Array) else [array for part in shape for array in arrays_of(part)]
 
 
@@ -83,7 +83,7 @@ class Instruction:
   Attributes:
     name, opcode: as in the text.
     operands: names of instructions of the same computation.
-    literal: what stands between the parentheses: the value of a constant, the number of a parameter.
+    literal: the text between the parentheses: the value of a constant, or the number of a parameter.
     attributes: the text after the operands.
     is_root: whether it is the result of its computation.
   """
@@ -109,47 +109,47 @@ class Instruction:
 
   @property
   def op_name(self) -> str:
-    """The name that JAX gave the operation: scopes and primitive; '' if it has none."""
+    """JAX's name of the operation: scopes and primitive; '' if it has none."""
     found = _OP_NAME.search(self.attributes)
     return found[1] if found else ''
 
   @property
   def collective(self) -> str:
-    """Its kind of collective, of `KINDS`; '' if it is none, or the end of one."""
+    """Its kind of collective, from `KINDS`; '' if it is not a collective, or only the end of one."""
     kind = self.opcode.removesuffix('-start')
     return kind if kind in KINDS else ''
 
   @property
   def collective_result(self) -> list[Array]:
-    """The results of a collective: an asynchronous start returns them beside its operands."""
+    """The results of a collective: an asynchronous start also returns its operands."""
     if self.opcode.endswith('-start') and self.opcode != 'all-reduce-start' and not isinstance(self.shape, Array):
       return arrays_of(self.shape[1])
     return self.arrays
 
   @property
   def called_computations(self) -> list[str]:
-    """Names of the computations that it runs; not those that it applies to elements."""
+    """Names of the computations that it runs, without those that it applies to elements."""
     if self.collective or self.opcode in _APPLIES_TO_ELEMENTS or self.opcode.endswith(('-done', '-update')):
       return []
     groups = _CALLED.findall(self.attributes)
     return [name.strip().lstrip('%') for group in groups for name in group.split(',')]
 
   def attribute(self, name: str) -> str:
-    """The value of an attribute without commas or spaces, or in braces; '' if there is none."""
+    """Returns the value of an attribute without commas or spaces, or in braces; '' if there is none."""
     found = re.search(rf'\b{name}=(\{{[^}}]*\}}|[^,\s]+)', self.attributes)
     return found[1].strip('{}') if found else ''
 
   def integers(self, name: str) -> list[int]:
-    """The value of an attribute such as `dimensions={0,2}`."""
+    """Returns the value of an attribute such as `dimensions={0,2}`."""
     return [int(n) for n in self.attribute(name).split(',') if n]
 
 
-# Their computations are of scalars: a sum, a comparison.
+# Their computations are on scalars: a sum, a comparison.
 _APPLIES_TO_ELEMENTS = ('reduce', 'reduce-window', 'scatter', 'sort', 'map', 'select-and-scatter', 'reduce-scatter')
 
 
 class Computation:
-  """A list of instructions, in the order in which they run if the program is scheduled."""
+  """A list of instructions, in execution order if the program is scheduled."""
 
   def __init__(self, name: str):
     self.name = name
@@ -183,7 +183,7 @@ class Computation:
     return {i.attribute('custom_call_target').strip('"') for i in calls}
 
   def operands(self, instruction: Instruction) -> list[Instruction]:
-    """The instructions whose results are the operands of one."""
+    """Returns the instructions whose results are the operands of an instruction."""
     return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
 
@@ -192,7 +192,7 @@ class Program:
   """A compiled program on one device.
 
   Attributes:
-    computations, entry: by name, and that which runs.
+    computations, entry: the computations by name, and the one that runs first.
     num_devices: devices that run it together.
   """
 
@@ -201,11 +201,11 @@ class Program:
   num_devices: int = 1
 
   def called_computations(self, instruction: Instruction) -> list[Computation]:
-    """The computations that an instruction runs."""
+    """Returns the computations that an instruction runs."""
     return [self.computations[name] for name in instruction.called_computations if name in self.computations]
 
   def origin(self, instruction: Instruction, computation: Computation) -> Instruction:
-    """What an instruction only renames, seen through bitcasts, and copies that TPU fusions make in place."""
+    """Returns the value behind renamings: bitcasts, and copies that TPU fusions make in place."""
     while self.is_view(instruction) and (operands := computation.operands(instruction)):
       instruction = operands[0]
     return instruction
@@ -217,10 +217,10 @@ class Program:
     return instruction.opcode == 'bitcast'
 
   def trip_count(self, loop: Instruction, computation: Computation) -> int | None:
-    """How often the body of a `while` runs; None if the program does not say.
+    """Returns how often the body of a `while` runs; None if the program does not say.
 
-    XLA notes it on GPU and CPU. On TPU it is read from the condition, `counter < constant`, and from where the counter
-    starts and what the body adds to it.
+    XLA records it on GPU and CPU. On TPU it is derived from the condition, `counter < constant`, from the initial value
+    of the counter, and from what the body adds to it.
     """
     if known := _TRIP_COUNT.search(loop.attributes):
       return int(known[1])
@@ -239,18 +239,18 @@ class Program:
 
   @functools.cached_property
   def _started_in_fusions(self) -> set[str]:
-    """Channels of the collectives that a TPU fusion starts; other fusions carry them forward and end them."""
+    """Channels of the collectives that a TPU fusion starts; other fusions continue and end them."""
     starts = (c for c in self.computations.values() if 'AsyncCollectiveStart' in c.custom_calls)
     return {channel_of(i) for c in starts for i in c.instructions if i.collective}
 
   def is_carried_on(self, collective: Instruction, fused: Computation) -> bool:
-    """Whether a collective in the computation of a fusion goes on with one that another fusion started."""
+    """Whether a collective in the computation of a fusion continues one that another fusion started."""
     return 'AsyncCollectiveStart' not in fused.custom_calls and channel_of(collective) in self._started_in_fusions
 
   def executed_instructions(self) -> Iterator[tuple[Instruction, int]]:
-    """Yields each instruction that runs, and how often; of a conditional, those of all branches.
+    """Yields each instruction that runs, and how often; for a conditional, the instructions of all branches.
 
-    A loop whose count is not known runs once. A collective that several fusions carry forward counts where it starts.
+    A loop with unknown trip count runs once. A collective that several fusions carry on counts where it starts.
     """
     yield from self._executed_in(self.entry, 1, set(), fused=False)
 
@@ -259,7 +259,7 @@ class Program:
   ) -> Iterator[tuple[Instruction, int]]:
     for instruction in computation.instructions:
       if instruction.collective and (channel := channel_of(instruction)):
-        # Outside of fusions, different collectives may have one channel.
+        # Outside of fusions, different collectives may share a channel.
         if fused and (channel in started or self.is_carried_on(instruction, computation)):
           continue
         started.add(channel)
@@ -271,7 +271,7 @@ class Program:
 
 
 def parse(compiled: jax.stages.Compiled | str) -> Program:
-  """Returns a compiled program, or one given as HLO text.
+  """Parses a compiled program, or one given as HLO text.
 
   Raises:
     ValueError: the text has no entry computation.
@@ -294,13 +294,13 @@ def parse(compiled: jax.stages.Compiled | str) -> Program:
 
 
 def channel_of(instruction: Instruction) -> str:
-  """The channel of a collective, which is the same in all parts of one; '' if it has none."""
+  """Returns the channel of a collective, which is the same in all its parts; '' if it has none."""
   found = _CHANNEL.search(instruction.attributes)
   return found[1] if found else ''
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
-  """The groups of devices that a collective communicates in; pairs (from, to) of a collective-permute."""
+  """Returns the groups of devices in which a collective communicates; pairs (from, to) for a collective-permute."""
   if iota := _IOTA_GROUPS.search(instruction.attributes):
     shape, dims = ([int(n) for n in iota[i].split(',')] for i in (1, 2))
     return tuple(map(tuple, _device_ids(dims, iota[3]).reshape(shape[0], -1).tolist()))
@@ -312,13 +312,13 @@ def groups_of(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ..
 
 
 def _device_ids(dims: Sequence[int], transposed: str | None) -> np.ndarray:
-  """All ids in order, [*dims], transposed as '1,0' says."""
+  """Returns all ids in order, [*dims], transposed as in '1,0'."""
   ids = np.arange(math.prod(dims)).reshape(dims)
   return ids.transpose([int(n) for n in transposed.split(',')]) if transposed else ids
 
 
 def _mesh_groups(axes: str, order: str | None, over: str) -> tuple[tuple[int, ...], ...]:
-  """Groups over axes of a mesh: "'a'=2,'b'=4", its devices as '[4,2]T(1,0)' or '0,4,1,5', and "'a','b':(1)2"."""
+  """Returns groups over mesh axes: "'a'=2,'b'=4", its devices as '[4,2]T(1,0)' or '0,4,1,5', and "'a','b':(1)2"."""
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
   if order and (iota := re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', order)):
     ids = _device_ids([int(n) for n in iota[1].split(',')], iota[2]).reshape(-1)
@@ -350,7 +350,7 @@ def _shape(text: str) -> Shape:
 
 
 def _comparison(program: Program, condition: Computation) -> tuple[int, int] | None:
-  """(index, bound) of a condition `element index < bound`; None if it is another one."""
+  """Returns (index, bound) of a condition `element index < bound`; None for other conditions."""
   root, compared = condition.root, condition
   given = condition.operands(root)
   if root.opcode == 'fusion' and (called := program.called_computations(root)):
@@ -368,7 +368,7 @@ def _comparison(program: Program, condition: Computation) -> tuple[int, int] | N
 
 
 def _increment(program: Program, body: Computation, index: int) -> int | None:
-  """The constant that the body of a loop adds to an element of what it carries; None if it is not that simple."""
+  """Returns the constant that a loop's body adds to an element of its state; None if it is not that simple."""
   results = body.operands(body.root)
   result, computation = results[index] if index < len(results) else body.root, body
   if result.opcode == 'get-tuple-element' and (operands := body.operands(result)) and operands[0].opcode == 'fusion':
@@ -385,7 +385,7 @@ def _increment(program: Program, body: Computation, index: int) -> int | None:
 
 
 def _constant(instruction: Instruction | None, computation: Computation) -> int | None:
-  """The value of an integer constant, also a copied one."""
+  """Returns the value of an integer constant, possibly copied."""
   while instruction is not None and instruction.opcode in ('copy', 'bitcast', 'convert'):
     instruction = next(iter(computation.operands(instruction)), None)
   if instruction is None or instruction.opcode != 'constant':
@@ -408,7 +408,7 @@ def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
   """Returns the collectives of one run of a compiled program, by kind; kinds that do not occur count 0.
 
   Raises:
-    ValueError: the program is given as HLO text, and this has no entry computation.
+    ValueError: the program is given as HLO text without an entry computation.
   """
   totals = {kind: [0, 0] for kind in KINDS}
   for instruction, times in parse(compiled).executed_instructions():
@@ -419,7 +419,7 @@ def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
 
 
 def scopes(name: str) -> str:
-  """The scopes in the name of an operation: 'lm/ff/dot' of 'jit(step)/transpose(jvp(lm))/ff/jit(f)/dot'."""
+  """Returns the scopes in an operation's name: 'lm/ff/dot' for 'jit(step)/transpose(jvp(lm))/ff/jit(f)/dot'."""
   name = re.sub(r'jit\([^()]*\)', '', name)
   while (inner := re.sub(r'\w+\(([^()]*)\)', r'\1', name)) != name:
     name = inner
@@ -427,7 +427,7 @@ def scopes(name: str) -> str:
 
 
 def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[str, int]) -> None:
-  """Raises an AssertionError, listing all collectives, unless each kind in `expected` runs that many times.
+  """Raises an AssertionError that lists all collectives, unless each kind in `expected` runs that many times.
 
   Raises:
     KeyError: `expected` has a kind that is not in `KINDS`.

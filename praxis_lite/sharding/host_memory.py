@@ -1,7 +1,7 @@
-"""The memory of the host, as seen from devices: where arrays wait that a step does not need all the time.
+"""Host memory as seen from devices: for arrays that a step does not need all the time.
 
-Accelerators read and write it directly, in the memory space `pinned_host`. CPU devices have a space of that name, too:
-what is offloaded there is computed the same, but saves nothing, as it is the same memory.
+Accelerators read and write it directly, in the memory space `pinned_host`. CPU devices have a space with that name too:
+offloading to it gives the same results, but saves nothing, because it is the same memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ HOST_MEMORY = 'pinned_host'
 
 
 def memory_kinds(device: jax.Device) -> Sequence[str]:
-  """The memory spaces that a device can address."""
+  """Returns the memory spaces that a device can address."""
   return [memory.kind for memory in device.addressable_memories()]
 
 
 def check_host_memory(mesh: Mesh | AbstractMesh, field: str) -> None:
-  """Raises ConfigError, naming the config field that wants it, if the devices of a mesh cannot use the host's memory.
+  """Raises ConfigError, which names the config field, if the devices of a mesh cannot use host memory.
 
   An abstract mesh has no devices, and passes.
   """
@@ -38,15 +38,15 @@ def check_host_memory(mesh: Mesh | AbstractMesh, field: str) -> None:
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-  """Returns the same sharding in the memory of the host."""
+  """Returns the same sharding in host memory."""
   return sharding.with_memory_kind(HOST_MEMORY)
 
 
 def on_device(sharding: NamedSharding) -> NamedSharding:
-  """Returns the same sharding in the memory of the devices."""
+  """Returns the same sharding in device memory."""
   return sharding.with_memory_kind('device') if is_on_host(sharding) else sharding
 
 
 def is_on_host(sharding: NamedSharding) -> bool:
-  """Whether arrays of a sharding are in the memory of the host."""
+  """Whether arrays with a sharding are in host memory."""
   return sharding.memory_kind == HOST_MEMORY

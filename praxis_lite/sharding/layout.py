@@ -1,7 +1,7 @@
 """How the arrays of a tree are stored on a mesh: specs, padded and true shapes.
 
-The invariant: state is padded where it enters and leaves a step, and nowhere else. Inside, every array has its true
-shape, so no layer, optimizer or metric ever sees padding; padding is always zero.
+The invariant: state is padded only when it enters or leaves a step. Inside, every array has its true shape, so no
+layer, optimizer or metric ever sees padding. Padding is always zero.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StateLayout(NamedTuple):
   """How the arrays of a whole `TrainState`, or of a part of one, are stored: four trees of the same structure.
 
   Attributes:
-    specs, shardings: PartitionSpecs of full rank, and the same on the mesh.
+    specs, shardings: PartitionSpecs of full rank, and the corresponding shardings on the mesh.
     padded_shapes, unpadded_shapes: shapes and dtypes as stored on the mesh, with shardings; and the true ones.
   """
 
@@ -43,12 +43,12 @@ class StateLayout(NamedTuple):
 
   @property
   def mdl_vars(self) -> StateLayout:
-    """The layout of the model's variables alone."""
+    """The layout of only the model's variables."""
     return StateLayout(*(tree.mdl_vars for tree in self))
 
   @property
   def on_host(self) -> StateLayout:
-    """The same layout in the memory of the host."""
+    """The same layout in host memory."""
     shardings = jax.tree.map(on_host, self.shardings)
     padded = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.padded_shapes, shardings
@@ -64,7 +64,7 @@ class StateLayout(NamedTuple):
     return self.send_to_host(pad_to(self._constrain_padded(tree), self.padded_shapes))
 
   def fetch(self, tree: T) -> T:
-    """Inside a step: moves arrays that are stored in the memory of the host to the devices."""
+    """Inside a step: moves arrays that are stored in host memory to the devices."""
     return jax.tree.map(lambda x, s: jax.device_put(x, on_device(s)) if is_on_host(s) else x, tree, self.shardings)
 
   def send_to_host(self, tree: T) -> T:
@@ -72,9 +72,9 @@ class StateLayout(NamedTuple):
     return jax.tree.map(lambda x, s: jax.device_put(x, s) if is_on_host(s) else x, tree, self.shardings)
 
   def unpadded(self, tree: T) -> T:
-    """Outside a step: returns all or some arrays of this layout as NumPy arrays in their true shapes.
+    """Outside a step: returns some or all arrays of this layout as NumPy arrays in their true shapes.
 
-    They are copies. PRNG keys stay as they are.
+    They are copies. PRNG keys are returned unchanged.
 
     Raises:
       ShardingError: an array is not in this layout, or has neither its stored nor its true shape.
@@ -83,15 +83,15 @@ class StateLayout(NamedTuple):
     def on_host(x: Array, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> Array:
       if _is_key(x):
         return x
-      if isinstance(x, jax.Array) and not x.is_fully_addressable:  # Parts of it are on other hosts.
+      if isinstance(x, jax.Array) and not x.is_fully_addressable:  # Other hosts have parts of it.
         x = multihost_utils.process_allgather(x, tiled=True)
-      # A copy: what is on a CPU device would be shared, and a step may write its result there.
+      # A copy: NumPy would share the memory of a CPU device, and a step may write its result there.
       return np.array(slice_to(np.asarray(x), true))
 
     return self._map_stored(on_host, tree)
 
   def padded(self, tree: T) -> T:
-    """The inverse of `unpadded`: puts all or some arrays of this layout, of the host or any device, on the mesh."""
+    """The inverse of `unpadded`: puts some or all arrays of this layout on the mesh, from the host or any device."""
 
     def on_mesh(x: Array, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> jax.Array:
       if _is_key(x):
@@ -104,7 +104,7 @@ class StateLayout(NamedTuple):
     return self._map_stored(on_mesh, tree)
 
   def _map_stored(self, fn: Callable[..., Array], tree: T) -> T:
-    """Maps a function of an array, its stored and its true shape over all or some arrays of this layout."""
+    """Maps a function of an array, its stored and its true shape over some or all arrays of this layout."""
     padded, true = (leaves_by_path(shapes) for shapes in (self.padded_shapes, self.unpadded_shapes))
 
     def checked(path: Path, x: Array) -> Array:
@@ -132,11 +132,11 @@ def _is_key(x: Array) -> bool:
 
 
 def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> StateLayout:
-  """Returns the layout on `mesh` of any tree.
+  """Returns the layout of any tree on `mesh`.
 
   Args:
-    shapes: tree of things with a shape and dtype: the true ones.
-    specs: tree of PartitionSpecs, or a prefix of that; None is replicated.
+    shapes: tree of objects with the true shape and dtype.
+    specs: tree of PartitionSpecs, or a prefix of one; None means replicated.
   """
   full = jax.tree.map(
     lambda x, spec: stored_spec(complete_spec(spec, len(x.shape))),
@@ -152,5 +152,5 @@ def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> State
 
 
 def is_spec(x: object) -> TypeGuard[PartitionSpec | None]:
-  """Whether `x` is a leaf of a tree of specs; None is one."""
+  """Whether `x` is a leaf of a tree of specs, which may be None."""
   return x is None or isinstance(x, PartitionSpec)

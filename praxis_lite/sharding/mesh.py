@@ -34,8 +34,8 @@ def create_device_mesh(
 
   Args:
     ici_mesh_shape, mesh_axis_names: size of each axis within a slice, and its name.
-    dcn_mesh_shape: number of slices along each axis; None: one slice.
-    devices: devices to use; None: all. If the mesh needs fewer, the first ones are used.
+    dcn_mesh_shape: number of slices along each axis; None means one slice.
+    devices: devices to use; None means all. If the mesh needs fewer, the first ones are used.
 
   Raises:
     ShardingError: shapes and names differ in length, a size or name is invalid, or there are too few devices.
@@ -55,21 +55,21 @@ def create_device_mesh(
     array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
   elif slices > 1 and len({getattr(d, 'slice_index', None) for d in devices} - {None}) == slices:
     array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
-  else:  # As if each prod(ici) consecutive devices were a slice; along each axis, slices are outermost.
+  else:  # Treats each prod(ici) consecutive devices as a slice; along each axis, slices are outermost.
     blocks, rank = np.array(devices).reshape((*dcn, *ici)), len(ici)
     array = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)]).reshape([*shape.values()])
   return auto_mesh(array, names)
 
 
 def auto_mesh(devices: np.ndarray, mesh_axis_names: Sequence[str]) -> Mesh:
-  """Returns the mesh of an array of devices, with Auto axes."""
+  """Returns the mesh for an array of devices, with Auto axes."""
   return Mesh(devices, tuple(mesh_axis_names), axis_types=(AxisType.Auto,) * len(mesh_axis_names))
 
 
 def mesh_sizes(
   ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int] | None, mesh_axis_names: Sequence[str]
 ) -> dict[str, int]:
-  """Returns the size of each axis of the mesh that `create_device_mesh` would make, without a device.
+  """Returns the size of each axis of the mesh that `create_device_mesh` would make; needs no devices.
 
   Raises:
     ShardingError: shapes and names differ in length, or a size or name is invalid.
@@ -83,13 +83,13 @@ def mesh_sizes(
 
 
 def abstract_mesh(sizes: Mapping[str, int], platform: str | None = None) -> AbstractMesh:
-  """Returns a mesh of these axis sizes without devices, with Auto axes; of 'gpu' or 'tpu', if that is given."""
+  """Returns a mesh with these axis sizes but no devices, with Auto axes, and for 'gpu' or 'tpu' if that is given."""
   device = None if platform is None else abstract_device(platform, platform)
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
-  """'cpu', 'gpu' or 'tpu': that of a mesh, by default the ambient one, which may be of another machine."""
+  """Returns 'cpu', 'gpu' or 'tpu' for a mesh, by default the ambient one, which may be of another machine."""
   return mesh_platform(jax.sharding.get_abstract_mesh() if mesh is None else mesh) or jax.default_backend()
 
 

@@ -1,7 +1,7 @@
-"""Padding: how a dimension that does not divide by its number of parts is split.
+"""Padding: how a dimension is split if it does not divide evenly.
 
-JAX refuses arrays whose split dimensions do not divide by their mesh axes where they enter or leave a jitted function,
-so such arrays are zero-padded at the end of each uneven dimension outside a step.
+When arrays enter or leave a jitted function, JAX rejects those whose split dimensions do not divide evenly by their
+mesh axes. So outside of a step, such arrays are padded with zeros at the end of each uneven dimension.
 
     d = 10 over 4 devices: 2 zeros;  6 over ('data', 'mdl') = 8 devices: 2 zeros;  10 over 8: 6 zeros
 """
@@ -26,12 +26,12 @@ MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 
 def axis_sizes(mesh: MeshLike) -> Mapping[str, int]:
-  """Size of each axis by name, of a mesh or of a mapping that already says so."""
+  """Returns the size of each axis by name, for a mesh or for a mapping that already has the sizes."""
   return mesh if isinstance(mesh, Mapping) else mesh.shape
 
 
 def num_parts(entry: object, mesh: MeshLike) -> int:
-  """Into how many parts one entry of a spec splits its dimension.
+  """Returns the number of parts into which one entry of a spec splits its dimension.
 
   Raises:
     ShardingError: the entry names an axis that the mesh does not have.
@@ -50,12 +50,12 @@ def padded_shape(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLik
 
 
 def pad_amounts(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLike) -> tuple[int, ...]:
-  """Zeros to append to each dimension."""
+  """Returns the number of zeros to append to each dimension."""
   return tuple(p - d for d, p in zip(shape, padded_shape(shape, spec, mesh)))
 
 
 def local_shape(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLike) -> tuple[int, ...]:
-  """Shape of the padded array's slice on each device."""
+  """Returns the shape of the padded array's slice on each device."""
   parts = [num_parts(entry, mesh) for entry in complete_spec(spec, len(shape))]
   return tuple(-(-d // n) for d, n in zip(shape, parts))
 
@@ -65,16 +65,16 @@ def pad_to(x: T, shape: object) -> T:
 
   Args:
     x: an array or a tree of arrays.
-    shape: the shape, or a tree like `x` of shapes or of things with a shape.
+    shape: the shape, or a tree like `x` of shapes or of objects with a shape.
 
   Raises:
-    ShardingError: an array is larger than its shape, or of another rank.
+    ShardingError: an array is larger than its shape, or has another rank.
   """
   return jax.tree.map(_pad_one, x, shape)
 
 
 def slice_to(x: T, shape: object) -> T:
-  """The inverse of `pad_to`: drops the end of each dimension down to `shape`."""
+  """The inverse of `pad_to`: cuts each dimension at its end to `shape`."""
   return jax.tree.map(_slice_one, x, shape)
 
 
@@ -84,7 +84,7 @@ def _pad_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
     return x
   if len(x.shape) != len(target) or any(d > t for d, t in zip(x.shape, target)):
     raise ShardingError(f'an array of shape {tuple(x.shape)} cannot be padded to {target}')
-  if isinstance(x, np.ndarray):  # Stays on the host: one device may be too small for it.
+  if isinstance(x, np.ndarray):  # It stays on the host: one device may be too small for it.
     return np.pad(x, [(0, t - d) for d, t in zip(x.shape, target)])
   return lax.pad(x, jnp.zeros((), x.dtype), [(0, t - d, 0) for d, t in zip(x.shape, target)])
 

@@ -1,13 +1,13 @@
-"""Where each variable is stored when an experiment declares it in several ways, and which of them decided.
+"""Decides where each variable is stored if an experiment declares it in several ways, and records what decided.
 
     mapping on the weight     ('data', None)      wins
-    logical names and rules   ('embed', 'mlp')    where the mapping names them; its mesh axes are taken first
+    logical names and rules   ('embed', 'mlp')    for dimensions that the mapping names; its mesh axes are taken first
     strategy                  [('.*', ...)]       for weights that declare no mapping
     otherwise                                     replicated
 
-The dimensions that a repeating layer adds are split as that layer says, also for weights that leave the rest to a
-strategy. Where the ops of a pattern include `logical_partitioning`, they also decide over weights whose mapping names
-logical axes: they start from the mesh axes of the mapping, and others may act before and after it, as in
+The dimensions that a repeating layer adds are split by that layer, even if a strategy decides about the other
+dimensions. If the ops of a pattern include `logical_partitioning`, they also decide about weights whose mapping names
+logical axes: they start from the mesh axes of the mapping, and other ops may act before and after, as in
 'logical_partitioning | fsdp("data")'.
 """
 
@@ -40,7 +40,7 @@ def place_variables(
     strategy: for weights without a mapping.
 
   Raises:
-    ShardingError: something that decides does not fit the variable or the mesh; the variable is named.
+    ShardingError: a mapping, rule or strategy does not fit the variable, which the message names, or the mesh.
   """
   sizes = axis_sizes(mesh)
   with prefix_errors('task.strategy'):
@@ -56,7 +56,7 @@ def place_variables(
     matched = first_match(path, parsed)
     if any(named) and not any(op.for_named for op in (matched[1] if matched else ())):
       return declared
-    # The strategy decides all but the mesh axes that are declared.
+    # The strategy decides everything except the declared mesh axes.
     given = (None if by_name else entry for by_name, entry in zip(named, declared.spec))
     start = dataclasses.replace(declared, spec=PartitionSpec(*given))
     with prefix_errors('task.strategy'):
@@ -72,5 +72,5 @@ def place_variables(
 
 
 def placed_specs(placements: object) -> Any:
-  """The specs of a tree of placements."""
+  """Returns the specs of a tree of placements."""
   return jax.tree.map(lambda placement: placement.spec, placements)

@@ -1,8 +1,9 @@
-"""How each array of a lowered program will be split, before XLA partitions the program.
+"""Finds how each array of a lowered program will be split, before XLA partitions the program.
 
-JAX lowers a step to StableHLO in which some arrays have shardings. Shardy, which JAX ships, propagates these to all
-others, and can say for an operation how its arrays would have to be split for it to need no communication of its own
-(but for sums). `Propagation` reads both in a copy; `Site.state` states shardings in the program itself.
+JAX lowers a step to StableHLO in which some arrays have shardings. Shardy, which comes with JAX, propagates these to
+all other arrays. For an operation it can also tell how its arrays would have to be split so that it needs no
+communication of its own, except for sums. `Propagation` reads both in a copy of the program; `Site.state` writes
+shardings to the program itself.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from praxis_lite.common.jax_internals.mlir import ir, run_passes, sdy, stablehlo
 _PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
 _MAKE_COMPATIBLE = 'builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))'
 _COMMUNICATE = 'builtin.module(func.func(sdy-reshard-to-collectives))'
-_HIDDEN = 'stablehlo.custom_call'  # What a reshape is while it is hidden.
-_NUMBER = 'praxis_lite.site'  # The attribute that finds an operation again in a copy.
+_HIDDEN = 'stablehlo.custom_call'  # Replaces a reshape while it is hidden.
+_NUMBER = 'praxis_lite.site'  # The attribute that identifies an operation in a copy.
 
 
 class Axis(NamedTuple):
@@ -27,23 +28,23 @@ class Axis(NamedTuple):
 
   name: str
   size: int
-  before: int = 1  # The size of what comes before this part of the axis.
+  before: int = 1  # The size of the more major parts of the axis.
 
 
 Shape = tuple[int, ...]
-# The axes that split each dimension of an array, major first; those of size 1 are left out.
+# The axes that split each dimension of an array, major first, without those of size 1.
 Split = tuple[tuple[Axis, ...], ...]
 
 
 class Site:
-  """An operation of a program, and what was stated about its arrays.
+  """An operation of a program, and the constraints that were put on its arrays.
 
   Attributes:
     op: the operation. Its arrays are the operands, then the results.
-    where: the operation as it is named in profiles.
+    where: the name of the operation in profiles.
     shapes: the global shape of each array.
-    mesh: the axes that may split them, in the order of the mesh; those that `shard_map` maps are left out.
-    mended: what was done to its operands besides stating how they are split.
+    mesh: the axes that may split them, in the order of the mesh, without those that `shard_map` maps.
+    mended: the changes to its operands other than constraints.
   """
 
   def __init__(self, op: ir.Operation, where: str, mesh: ir.Attribute, axes: tuple[Axis, ...]):
@@ -56,16 +57,17 @@ class Site:
     self.mesh = tuple(axis for axis in axes if axis.name not in manual)
 
   def mend(self, what: str) -> bool:
-    """Notes that something is done to the operands; False if it has been done before."""
+    """Records a change to the operands; returns False if it was made before."""
     if what in self.mended:
       return False
     self.mended.append(what)
     return True
 
   def state(self, old: Sequence[Split], new: Sequence[Split]) -> None:
-    """Constrains the arrays to be split as `new` in the operation; results are split as in `old` after it.
+    """Constrains the arrays to be split as in `new` during the operation; its results are split as in `old` after it.
 
-    All arrays are stated, those too that are split so anyway: XLA, which propagates for itself, might find another way.
+    All arrays are constrained, even if they are split that way already: XLA does its own propagation, which might find
+    another way.
     """
     for i, (before, after) in enumerate(zip(old, new)):
       if i in self._stated:
@@ -74,22 +76,22 @@ class Site:
         self._constrain(i, after, before)
 
   def keep(self, number: int, split: Split) -> None:
-    """States how an array is split already, so that XLA, which propagates for itself, cannot find another way."""
+    """Constrains an array to its present split, so that XLA's own propagation cannot find another one."""
     if number not in self._stated:
       self._constrain(number, split, split)
 
   def restrict(self, number: int, before: Split, after: Split) -> None:
-    """Constrains an operand to be split otherwise in the operation alone; all before it is split as it was."""
+    """Constrains an operand to another split in this operation only; before it, the operand keeps its split."""
     with ir.InsertionPoint(self.op), self.op.location:
       constraint = self.insert_constraint(self.insert_constraint(self.op.operands[number], before).result, after)
     self.op.operands[number] = constraint.result
 
   def insert_constraint(self, value: ir.Value, split: Split) -> sdy.ShardingConstraintOp:
-    """A constraint on how an array is split, inserted at the current insertion point."""
+    """Inserts a constraint on the split of an array at the current insertion point, and returns it."""
     return sdy.ShardingConstraintOp(value, self._sharding(split))
 
   def _constrain(self, number: int, split: Split, afterwards: Split) -> None:
-    """Constrains an array; a result also to how it is split after the operation."""
+    """Constrains an array; for a result, also its split after the operation."""
     if number < len(self.op.operands):
       with ir.InsertionPoint(self.op), self.op.location:
         constraint = self.insert_constraint(self.op.operands[number], split)
@@ -113,12 +115,12 @@ class Site:
 
 
 class Instance(NamedTuple):
-  """An operation as it is split in one place; a function that is called twice holds two instances of each of its own.
+  """An operation with the splits of one place; the operations of a function that is called twice have two instances.
 
   Attributes:
     site: the operation. Its arrays are the operands, then the results.
     splits: how each array is split.
-    compatible: how the arrays would be split if the operation were local to each device, but for sums.
+    compatible: how the arrays would be split if the operation were local to each device, except for sums.
   """
 
   site: Site
@@ -137,7 +139,7 @@ class Propagation:
   def __init__(self, module: ir.Module, names: Collection[str]):
     self._module, self._names = module, names
     self.sites: list[Site] = []
-    # An argument that is on no mesh, such as a number, has an empty one.
+    # An argument that is on no mesh, such as a number, has an empty mesh.
     mesh = next(((symbol, axes) for symbol, axes in _meshes(module) if axes), None)
     if mesh is None:
       return
@@ -149,7 +151,7 @@ class Propagation:
       self.sites = [Site(op, _name(op, callers), symbol, mesh[1]) for op in found]
 
   def instances(self) -> list[Instance]:
-    """Propagates the shardings that the module has now, and reads them."""
+    """Propagates the shardings that the module has now, and returns all instances."""
     for i, site in enumerate(self.sites):
       site.op.attributes[_NUMBER] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), i)
     copy = self._module.operation.clone()
@@ -166,7 +168,7 @@ class Propagation:
 
   def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
     for op in operations(copy, {*self._names, _HIDDEN}):
-      if _NUMBER not in op.attributes:  # A guard has inserted it.
+      if _NUMBER not in op.attributes:  # A guard has inserted this operation.
         continue
       site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
       values = zip((*op.operands, *op.results), site.shapes)
@@ -191,12 +193,12 @@ def make_collectives_explicit(module: ir.Module) -> ir.Operation:
 
 
 def mesh_axes(module: ir.Module) -> dict[str, int]:
-  """The sizes of the mesh axes of a module that are larger than 1; none, if it is on one device."""
+  """Returns the sizes of a module's mesh axes that are larger than 1; {} if it runs on one device."""
   return next(({axis.name: axis.size for axis in axes} for _, axes in _meshes(module) if axes), {})
 
 
 def split_of(value: ir.Value, sizes: Mapping[str, int]) -> Split:
-  """How a value of a propagated program is split over a mesh of these sizes."""
+  """Returns how a value of a propagated program is split over a mesh of these sizes."""
   owner, rank = value.owner, len(value.type.shape)
   if not isinstance(owner, ir.Block) and owner.operation.name == 'sdy.manual_computation':
     results = sdy.TensorShardingPerValueAttr(owner.operation.attributes['out_shardings']).shardings
@@ -205,17 +207,17 @@ def split_of(value: ir.Value, sizes: Mapping[str, int]) -> Split:
 
 
 def callee(call: ir.Operation) -> str:
-  """The name of the function that a call calls."""
+  """Returns the name of the function that a call calls."""
   return ir.FlatSymbolRefAttr(call.attributes['callee']).value
 
 
 def name_of(op: ir.Operation) -> str:
-  """The name of an operation; in a function of its own, without that of its call."""
+  """Returns the name of an operation; if the operation is in a function, without the name of its call."""
   return str(op.location).partition('"')[2].partition('"')[0]
 
 
 def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
-  """The name of an operation, after that of a call of its function."""
+  """Returns the name of an operation, preceded by the name of a call of its function."""
   name, parent = name_of(op), op.parent
   while parent is not None and parent.operation.name != 'func.func':
     parent = parent.operation.parent
@@ -224,12 +226,12 @@ def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
 
 
 def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:
-  """The functions of a module, by the name that a call has in `callee`."""
+  """Returns the functions of a module by name, as calls have it in `callee`."""
   return {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
 
 
 def inline_calls(module: ir.Operation) -> None:
-  """Puts the body of each function in place of its calls, as XLA does before it propagates."""
+  """Replaces all calls by the bodies of their functions, as XLA does before it propagates."""
   functions = functions_of(module)
   while calls := operations(module, {'func.call'}):
     for call in calls:
@@ -248,7 +250,7 @@ def inline_calls(module: ir.Operation) -> None:
 
 
 def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
-  """Makes broadcasts that only add dimensions of size 1 reshapes, as XLA does: those are propagated through earlier."""
+  """Turns broadcasts that only add dimensions of size 1 into reshapes, like XLA: Shardy propagates those earlier."""
   for op in operations(module, {'stablehlo.broadcast_in_dim'}):
     (before,), (after,) = op.operands, op.results
     if math.prod(before.type.shape) == math.prod(after.type.shape):
@@ -258,9 +260,9 @@ def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
 
 
 def _hide(reshapes: Iterable[ir.Operation]) -> None:
-  """Makes reshapes operations that Shardy knows nothing of.
+  """Replaces reshapes by operations that are opaque to Shardy.
 
-  It ends the process where it looks for splits of some reshapes that need no communication.
+  For some reshapes, Shardy ends the process when it looks for splits that need no communication.
   """
   for op in reshapes:
     (before,), (after,) = op.operands, op.results
@@ -274,14 +276,14 @@ def _hide(reshapes: Iterable[ir.Operation]) -> None:
 
 
 def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool:
-  """Whether axes split a dimension that is made of several, and not each of these evenly.
+  """Whether axes split a dimension that combines several others, but not each of these evenly.
 
-  Such as of a reshape of float32[4, 3, 36] to [432] over ('b', 'c', 'd'), on a mesh b 3 x c 2 x d 2.
+  An example is a reshape of float32[4, 3, 36] to [432] over ('b', 'c', 'd'), on a mesh b 3 x c 2 x d 2.
   """
   values = (*reshape.operands, *reshape.results)
   ends = {end for x in values for end in itertools.accumulate(x.type.shape[::-1], operator.mul)}
   for value in values:
-    below = 1  # The size of all that is minor to a dimension.
+    below = 1  # The size of everything minor to a dimension.
     for size, axes in zip(value.type.shape[::-1], split_of(value, sizes)[::-1]):
       bounds = [size * below, *sorted((n for n in ends if below < n < size * below), reverse=True), below]
       if axes and not _divide_evenly([*itertools.pairwise(bounds)], axes):
@@ -291,7 +293,7 @@ def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool
 
 
 def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> bool:
-  """Whether axes split factors of a dimension, all major first and each between two bounds, without a rest."""
+  """Whether axes split a dimension's factors, the major ones first, each given by two bounds, without remainder."""
   factors, left = iter(bounds), 1
   for axis in axes:
     size = axis.size
@@ -319,7 +321,7 @@ def _replace_operands(root: ir.Operation, known: Mapping[ir.Value, ir.Value]) ->
 
 
 def _manual_axes(op: ir.Operation) -> set[str]:
-  """The mesh axes that an enclosing `shard_map` maps."""
+  """Returns the mesh axes that an enclosing `shard_map` maps."""
   axes: set[str] = set()
   parent = op.parent
   while parent is not None:
@@ -331,7 +333,7 @@ def _manual_axes(op: ir.Operation) -> set[str]:
 
 
 def _meshes(module: ir.Module) -> Iterator[tuple[str, tuple[Axis, ...]]]:
-  """The meshes of a module by symbol: their axes that are larger than 1."""
+  """Yields the meshes of a module, by symbol, with their axes that are larger than 1."""
   for op in module.body.operations:
     if op.operation.name == 'sdy.mesh':
       axes = (sdy.MeshAxisAttr(axis) for axis in sdy.MeshAttr(op.operation.attributes['mesh']).axes)
@@ -340,7 +342,7 @@ def _meshes(module: ir.Module) -> Iterator[tuple[str, tuple[Axis, ...]]]:
 
 
 def operations(root: ir.Operation, names: Collection[str]) -> list[ir.Operation]:
-  """The operations in `root` with some names, those inside others first."""
+  """Returns the operations in `root` with one of `names`; nested operations precede those around them."""
   found = []
 
   def visit(op: ir.Operation) -> ir.WalkResult:
@@ -353,7 +355,7 @@ def operations(root: ir.Operation, names: Collection[str]) -> list[ir.Operation]
 
 
 def _sharding_of(value: ir.Value) -> ir.Attribute | None:
-  """The sharding of a value of a propagated program; None: it is replicated."""
+  """Returns the sharding of a value of a propagated program; None if it is replicated."""
   owner = value.owner
   if isinstance(owner, ir.Block):
     number, parent = ir.BlockArgument(value).arg_number, owner.owner.operation
@@ -367,7 +369,7 @@ def _sharding_of(value: ir.Value) -> ir.Attribute | None:
 
 
 def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:
-  for name in ('sharding', 'out_sharding'):  # Of a constraint, and of a collective.
+  for name in ('sharding', 'out_sharding'):  # The first is a constraint's, the second a collective's.
     if name in op.attributes:
       return op.attributes[name]
   if 'sdy.sharding' not in op.attributes:
@@ -392,5 +394,5 @@ def _split(sharding: ir.Attribute | None, rank: int, sizes: Mapping[str, int]) -
 
 
 def num_parts(axes: Sequence[Axis]) -> int:
-  """In how many parts some axes split a dimension."""
+  """Returns the number of parts into which axes split a dimension."""
   return math.prod(axis.size for axis in axes)

@@ -1,4 +1,4 @@
-"""Logical axis rules: tensors name what their dimensions mean, and rules say which mesh axes that is.
+"""Logical axis rules: tensors name the meaning of their dimensions, and rules say which mesh axes split these.
 
 A rule is a pair (logical name, mesh axes), where mesh axes are an axis, a tuple of axes, None for 'not split', or
 PartitionSpec.UNCONSTRAINED for 'left to the compiler'. Rules are tried in order. A rule decides a dimension if the
@@ -10,7 +10,7 @@ With the rules
     ('embed', 'mlp')  'mlp' takes 'model'; the second rule finds it taken; the third gives 'data'   ('data', 'model')
     ('mlp', None)     a dimension without a name is not split                                      ('model', None)
 
-A name may have several rules, the later ones for when the earlier ones find no free axis. A name without a rule is an
+A name may have several rules; later ones apply if the earlier ones find no free axis. A name without a rule is an
 error. The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
 """
 
@@ -48,11 +48,11 @@ def standard_logical_axis_rules(
   """Returns the rules for transformers on a mesh ('data', 'model').
 
   Args:
-    activation_partitioning_dims: 1 splits activations over 'model' between the layers' matrices only; 2 also splits
+    activation_partitioning_dims: 1 splits activations over 'model' only between the layers' matrices; 2 also splits
       their 'embed' dimension.
-    parameter_partitioning_dims: 1 splits parameters over 'model'; 2 also over 'data', as fully sharded training does.
-    additional_rules: added after the standard ones: they give names a rule that have none, and never win over one.
-    override_rules: put before the standard ones: they win.
+    parameter_partitioning_dims: 1 splits parameters over 'model'; 2 also over 'data', like fully sharded training.
+    additional_rules: appended to the standard rules: they apply to names without a standard rule, and never override.
+    override_rules: put before the standard rules, so they win.
 
   Raises:
     ShardingError: a number of dimensions is not 1 or 2.
@@ -64,7 +64,7 @@ def standard_logical_axis_rules(
     )
   embed = {(1, 1): (None,), (2, 1): ('model',), (1, 2): ('data',), (2, 2): ('model', 'data')}[dims]
   of_embed = tuple(('embed', axis) for axis in embed)
-  return (  # In the order of T5X, where 'embed' comes last only if it is split.
+  return (  # In the order of T5X, where 'embed' is last only if it is split.
     *(override_rules or ()),
     *(('batch', 'data'), ('vocab', 'model')),
     *(of_embed if embed == (None,) else ()),
@@ -109,9 +109,9 @@ def match_rules(
 
 
 def logical_to_mesh_axes(names: Sequence[object], rules: LogicalAxisRules, *, path: str = '') -> PartitionSpec:
-  """Returns the spec that `rules` give to a tensor with these logical names; UNCONSTRAINED stays.
+  """Returns the spec that `rules` give to a tensor with these logical names; UNCONSTRAINED entries remain.
 
-  Arguments and errors are those of `match_rules`.
+  Arguments and errors are the same as for `match_rules`.
   """
   deciding = match_rules(names, rules, path=path)
   unnamed = [name if name is UNCONSTRAINED else None for name in names]
@@ -126,17 +126,17 @@ def resolve(
   rank: int | None = None,
   path: str = '',
 ) -> Placement:
-  """As `to_partition_spec`, with its reasons, and for mappings that may name logical axes as well as mesh axes.
+  """Like `to_partition_spec`, but with reasons, and for mappings that may name logical axes as well as mesh axes.
 
-  Mesh axes that the mapping names itself are taken before any rule is tried. A name that is both is a logical one.
+  Mesh axes that the mapping names itself are taken before any rule is tried. A name that is both is a logical name.
 
-  Args: as of `to_partition_spec`, and
+  Args: those of `to_partition_spec`, and
     rules: the logical axis rules.
-    path: config path of the mapping; a `DeclaredSplit` has its own for each dimension.
+    path: config path of the mapping; a `DeclaredSplit` has its own path for each dimension.
 
   Raises:
-    ShardingError: as `to_partition_spec`, or a rule that applies names an axis that the mesh does not have, or a name
-      is neither.
+    ShardingError: as in `to_partition_spec`; or a rule that applies names an axis that the mesh does not have; or a
+      name is neither a logical name nor a mesh axis.
   """
   entries = mapping_entries(split_dims_mapping, rank, path)
   rules = tuple(rules or ())
@@ -166,14 +166,14 @@ def resolve(
 
 
 def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[str | None, ...]:
-  """Returns those entries of a mapping that name a logical axis which a rule has; None for the others."""
+  """Returns the entries of a mapping that are logical names with a rule; None for the other entries."""
   logical = {name for name, _ in rules}
   return tuple(entry if isinstance(entry, str) and entry in logical else None for entry in entries)
 
 
 def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
   """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does."""
-  # It has the same name, and needs no mesh axis that the later one does not need.
+  # The earlier one has the same name, and needs only mesh axes that the later one needs too.
   found = []
   for later, (name, axes) in enumerate(rules):
     for earlier, (other, other_axes) in enumerate(rules[:later]):

@@ -1,19 +1,20 @@
-"""Specs of an optimizer's state, derived from those of the parameters, for any optax transformation.
+"""Specs of an optimizer's state, derived from the parameters' specs, for any optax transformation.
 
-Each array of the state belongs to the parameter whose path its own path ends with, and its dimensions are traced back
-to that parameter's:
+Each array of the state belongs to the parameter whose path is the end of the array's own path. Its dimensions are
+traced back to the parameter's:
 
     parameter  decoder.w    (512, 2048)  ('data', 'mdl')
     slot       0.mu.decoder.w     (512, 2048)  ('data', 'mdl')     the parameter's shape: the parameter's spec
-    slot       0.v_row.decoder.w  (512,)       ('data',)           a dimension was reduced away: its entry goes too
+    slot       0.v_row.decoder.w  (512,)       ('data',)           a dimension was reduced, so its entry is dropped
     slot       0.v_col.decoder.w  (2048,)      ('mdl',)
     slot       0.v.decoder.w      (1,)         (None,)             a placeholder: replicated
-    slot       0.count            ()           ()                  of no parameter: replicated
+    slot       0.count            ()           ()                  belongs to no parameter: replicated
 
-Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. A learner reads it from
-the program of its optimizer's update. Given only `init`, that is run on shapes whose dimensions all differ, where the
-later of two equal ones counts as the larger. Given neither, the names `v_row` and `v_col` of optax's factored RMS are
-known, and otherwise the leftmost match is taken. A wrong guess would cost communication, never correctness.
+The shape of a factored slot of a (512, 512) parameter does not show which dimension it has lost. A learner reads that
+from the program of its optimizer's update. If only `init` is given, it is run on shapes whose dimensions all differ,
+where the later of two equal dimensions counts as the larger. If neither is given, the names `v_row` and `v_col` of
+optax's factored RMS are recognized, and otherwise the leftmost match is taken. A wrong guess would cost communication,
+but never correctness.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from praxis_lite.common.trees import Path, leaves_by_path, map_with_path
 from praxis_lite.sharding.specs import complete_spec
 
 State = TypeVar('State')
-Axes = tuple[int | None, ...]  # Of each dimension of a slot: the dimension of its parameter it runs along, or None.
+Axes = tuple[int | None, ...]  # For each dimension of a slot, the dimension of its parameter it runs along, or None.
 
 
 def opt_state_specs(
@@ -39,15 +40,15 @@ def opt_state_specs(
   init_fn: Callable[..., object] | None = None,
   axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
 ) -> State:
-  """Returns the tree of `opt_state_struct` with a spec of full rank for each array.
+  """Returns the tree of `opt_state_struct`, with a spec of full rank for each array.
 
   Args:
-    params_struct: tree of things with a shape and dtype, as the transformation was initialized with.
-    params_specs: the same tree with a PartitionSpec or None for each.
+    params_struct: tree of objects with a shape and dtype, like the tree that initialized the transformation.
+    params_specs: the same tree, with a PartitionSpec or None for each.
     opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
-    init_fn: `tx.init`; traces dimensions of equal size in factored slots.
-    axes_fn: returns, for slots by path, which dimension of its parameter each of its dimensions runs along, as
-      `learner.bind(weights).slot_axes`; called if some slot is of another shape than its parameter.
+    init_fn: `tx.init`; tells apart dimensions of equal size in factored slots.
+    axes_fn: returns, for slots by path, the dimension of its parameter that each of its dimensions runs along, like
+      `learner.bind(weights).slot_axes`; called if some slot has another shape than its parameter.
   """
   specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
   origins = slot_origins(params_struct, opt_state_struct, init_fn, axes_fn)
@@ -68,7 +69,7 @@ class SlotOrigin(NamedTuple):
   Attributes:
     owner: path of its parameter.
     rank: number of dimensions of its parameter.
-    dims: for each dimension of the slot, the dimension of the parameter that it comes from; None where there is none.
+    dims: for each dimension of the slot, the dimension of the parameter that it comes from, or None.
   """
 
   owner: Path
@@ -87,7 +88,7 @@ def slot_origins(
   init_fn: Callable[..., object] | None = None,
   axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
 ) -> dict[Path, SlotOrigin]:
-  """Returns the origin of each slot that belongs to a parameter and is no scalar; see `opt_state_specs`."""
+  """Returns the origin of each slot that belongs to a parameter and is not a scalar; see `opt_state_specs`."""
   params = {path: tuple(x.shape) for path, x in leaves_by_path(params_struct).items()}
   slots = {path: tuple(x.shape) for path, x in leaves_by_path(opt_state_struct).items()}
   owners = {path: owner for path, shape in slots.items() if shape and (owner := owner_of(path, params)) is not None}
@@ -106,7 +107,7 @@ def slot_origins(
 
 
 def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
-  """The longest parameter path that `path` ends with, or else ends with but for some indices, as in `mu.w.0`."""
+  """Returns the longest parameter path that ends `path`, possibly followed by indices, as in `mu.w.0`."""
   for end in range(len(path), -1, -1):
     for start in range(end + 1):
       if path[start:end] in params:
@@ -117,7 +118,7 @@ def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
 
 
 def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> Axes:
-  """For each dimension of a slot, the dimension of its parameter it comes from, by sizes; None for none and size 1."""
+  """Returns the parameter's dimension for each dimension of a slot, judging by sizes; None for no match or size 1."""
   slot_shape, shape = tuple(slot_shape), tuple(shape)
   if len(slot_shape) == len(shape):
     return tuple(i if s == d and s > 1 else None for i, (s, d) in enumerate(zip(slot_shape, shape)))
@@ -129,7 +130,7 @@ def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) ->
 
 
 def _factored_dims(path: Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-  """The dimensions that optax's factored RMS keeps: its row statistics lose the largest, its columns the next."""
+  """Returns the dimensions that optax's factored RMS keeps: row statistics lose the largest, column ones the next."""
   if len(shape) < 2 or not {'v_row', 'v_col'} & set(path):
     return None
   order = np.argsort(shape)
@@ -138,7 +139,7 @@ def _factored_dims(path: Path, shape: tuple[int, ...]) -> tuple[int, ...] | None
 
 
 def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Indices into `shape` at which the sizes of `slot_shape` occur in order; empty if they do not."""
+  """Returns indices into `shape` at which the sizes in `slot_shape` occur in order; () if they do not."""
   found: list[int] = []
   for size in slot_shape:
     if size not in shape[(start := found[-1] + 1 if found else 0) :]:
@@ -148,9 +149,10 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, Axes]:
-  """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct."""
-  # Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
-  # stays as it is, ties go to the later dimension, and dimension 0, over which `init_fn` may be mapped, stays equal.
+  """Returns for each slot the parameter dimensions that it comes from, found by `init_fn` on all-distinct sizes."""
+  # Dimension i of size d becomes d * k + i, with k above any rank. So the order of sizes, on which factoring may
+  # depend, stays the same, ties go to the later dimension, and equal sizes of dimension 0, over which `init_fn` may be
+  # mapped, stay equal.
   k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
 
   def distinct(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -159,7 +161,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
   probes = jax.tree.map(distinct, params_struct)
   try:
     state = jax.eval_shape(init_fn, probes)
-  except Exception:  # It may depend on true sizes, and raise anything at others: judge by the true shapes alone.
+  except Exception:  # It may depend on the true sizes, and raise anything for others: then only true shapes are used.
     return {}
   shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
   axes: dict[Path, Axes] = {}
@@ -172,7 +174,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 
 
 def _valid(dims: Axes | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> Axes | None:
-  """`dims`, if they explain the true shape of the slot: with distinct sizes an optimizer may do something else."""
+  """Returns `dims` if they explain the true shape of the slot: with distinct sizes an optimizer may act differently."""
   if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
     return None
   used = [d for d in dims if d is not None]

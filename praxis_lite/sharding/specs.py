@@ -1,12 +1,12 @@
-"""Split mappings to PartitionSpecs, and `Placement`: a spec with what decided it.
+"""Converts split mappings to PartitionSpecs; and `Placement`: a spec with what decided it.
 
-What a split mapping may say is in `weights.py`. With mesh axes ('replica', 'data', 'mdl'):
+`weights.py` defines the entries of split mappings. With mesh axes ('replica', 'data', 'mdl'):
 
     (0, 2)                         PartitionSpec('replica', 'mdl')
     ('data', -1)                   PartitionSpec('data', None)
     (('replica', 'data'), 'mdl')   PartitionSpec(('replica', 'data'), 'mdl')
 
-The specs made here are of full rank, one entry per dimension, because padding is computed from them.
+These functions make specs of full rank, one entry per dimension, because padding is computed from them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Placement:
   Attributes:
     spec: of full rank.
     why: for each dimension, the config field, rule or strategy that decided it.
-    remarks: what else is worth knowing, such as that a dimension is padded, or why nothing was split.
-    pattern: the pattern of the strategy that matched, if one did.
+    remarks: further information, such as that a dimension is padded, or why nothing was split.
+    pattern: the pattern of the strategy that matched, if any.
   """
 
   spec: PartitionSpec
@@ -62,15 +62,15 @@ class Placement:
 def to_partition_spec(
   split_dims_mapping: SplitDimsMapping, mesh_axis_names: Sequence[str], *, rank: int | None = None, path: str = ''
 ) -> PartitionSpec:
-  """Returns the spec of full rank that a split mapping stands for.
+  """Returns the spec of full rank for a split mapping.
 
   Args:
     split_dims_mapping: one entry per dimension; None splits no dimension.
     mesh_axis_names: names of the mesh axes, in the order that indices refer to.
-    rank, path: number of dimensions of the tensor, where it is known; config path of the mapping, for messages.
+    rank, path: number of dimensions of the tensor, if known; config path of the mapping, for messages.
 
   Raises:
-    ShardingError: an unknown axis, an axis that occurs twice, or a mapping whose length is not `rank`.
+    ShardingError: an axis is unknown or occurs twice, or the length of the mapping is not `rank`.
   """
   entries = mapping_entries(split_dims_mapping, rank, path)
   spec = PartitionSpec(*(_resolve_entry(entry, tuple(mesh_axis_names), path) for entry in entries))
@@ -82,7 +82,7 @@ def mapping_entries(split_dims_mapping: SplitDimsMapping, rank: int | None = Non
   """Returns the entries of a mapping; for None, one None per dimension.
 
   Raises:
-    ShardingError: it is no mapping, or its length is not `rank`.
+    ShardingError: it is not a mapping, or its length is not `rank`.
   """
   if split_dims_mapping is None:
     return (None,) * (rank or 0)
@@ -103,19 +103,19 @@ def mapping_entries(split_dims_mapping: SplitDimsMapping, rank: int | None = Non
 
 
 def spec_axes(entry: object) -> tuple[str, ...]:
-  """The mesh axes of one entry of a spec: () for None and UNCONSTRAINED, ('data',) for 'data'."""
+  """Returns the mesh axes of one entry of a spec: () for None and UNCONSTRAINED, ('data',) for 'data'."""
   if isinstance(entry, str):
     return (entry,)
   return tuple(entry) if isinstance(entry, Sequence) else ()
 
 
 def all_axes(spec: Iterable[object]) -> list[str]:
-  """The mesh axes of all entries of a spec, in order."""
+  """Returns the mesh axes of all entries of a spec, in order."""
   return [axis for entry in spec for axis in spec_axes(entry)]
 
 
 def axes_to_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
-  """The inverse of `spec_axes`: None for no axes, the name itself for one."""
+  """The inverse of `spec_axes`: returns None for no axes, and the name itself for one."""
   axes = tuple(axes)
   return None if not axes else axes[0] if len(axes) == 1 else axes
 
@@ -133,7 +133,7 @@ def complete_spec(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
 
 
 def stored_spec(spec: PartitionSpec) -> PartitionSpec:
-  """Returns `spec` with None, replicated, for each UNCONSTRAINED: a stored array is not placed by the compiler."""
+  """Returns `spec` with None (replicated) for each UNCONSTRAINED, because the compiler does not place stored arrays."""
   return PartitionSpec(*(None if entry is UNCONSTRAINED else entry for entry in spec))
 
 
@@ -148,19 +148,19 @@ def check_axes_once(spec: PartitionSpec, path: str = '') -> None:
 
 
 def shard_on_batch_dim_partition_spec(mesh_names: Sequence[str], x: HasShape) -> PartitionSpec:
-  """Dimension 0 of `x` over all mesh axes; the other dimensions are not split."""
+  """Returns a spec that splits dimension 0 of `x` over all mesh axes, and no other dimension."""
   return complete_spec(PartitionSpec(axes_to_entry(mesh_names)) if x.shape else None, len(x.shape))
 
 
 def get_input_partition_specs(mesh_names: Sequence[str], inputs_shape: Any) -> Any:
-  """`shard_on_batch_dim_partition_spec` of every leaf of a tree of things with a shape."""
+  """Applies `shard_on_batch_dim_partition_spec` to every leaf of a tree of objects with a shape."""
   return jax.tree.map(lambda x: shard_on_batch_dim_partition_spec(mesh_names, x), inputs_shape)
 
 
 def infer_partition_spec_based_on_rank_fn(
   mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: HasShape
 ) -> PartitionSpec | None:
-  """Returns the spec that `place_by_rank` gives to `x`; None leaves it as it is."""
+  """Returns the spec that `place_by_rank` gives to `x`; None does not constrain it."""
   placement = place_by_rank(mapping_dict, mesh_names, x)
   return None if placement is None else placement.spec
 
@@ -174,14 +174,14 @@ def place_by_rank(
   """Returns how `mapping_dict` splits tensors of the rank of `x`.
 
   Args:
-    mapping_dict: split mappings by rank: `{'map_1d': ..., 'map_2d': ...}`. For a mapping that is None, and for None
-      instead of a dict, None is returned, which leaves tensors as they are.
+    mapping_dict: split mappings by rank: `{'map_1d': ..., 'map_2d': ...}`. If the mapping or the dict is None, the
+      result is None, which does not constrain tensors.
     mesh_names: names of the mesh axes.
     x: the tensor. A scalar needs no mapping.
     path: config path of `mapping_dict`.
 
   Raises:
-    ShardingError: there is no mapping for this rank, or it is not valid; or a key is no `map_Nd`.
+    ShardingError: there is no mapping for this rank, it is not valid, or a key does not have the form `map_Nd`.
   """
   if mapping_dict is None or not x.shape:
     return None

@@ -1,19 +1,19 @@
 """Strategies: shardings of whole trees by patterns on the paths of their variables.
 
-A strategy is a list of pairs (pattern, ops). Each variable takes the first pattern that matches its whole path, and
-the ops of that pattern, joined by `|` and applied from left to right, give its spec; a variable that no pattern
+A strategy is a list of pairs (pattern, ops). For each variable, the first pattern that matches its whole path counts.
+The ops of that pattern, joined by `|` and applied from left to right, give its spec. A variable that no pattern
 matches is replicated. A pattern that contains a slash is matched against 'lm/softmax/w', any other against
 'lm.softmax.w'. Optimizer slots are variables like parameters: one pass over the train state covers both.
 
     mesh: data = 8, model = 4
     strategy = [('.*/embedding/.*', 'shard_dim("model", 0) | fsdp(axis="data")'), ('.*', 'fsdp(axis="data")')]
 
-    lm/embedding/w (32000, 4096)   shard_dim gives ('model', None), fsdp adds the largest one left: ('model', 'data')
+    lm/embedding/w (32000, 4096)   shard_dim gives ('model', None), fsdp splits the largest free one: ('model', 'data')
     lm/ff/w        (4096, 16384)   (None, 'data')
-    lm/norm/scale  (4096,)         not above the size that fsdp splits from: (None,)
+    lm/norm/scale  (4096,)         too small for fsdp: (None,)
 
-The ops `replicate`, `fsdp`, `shard_dim` and `logical_partitioning` are always there, after those of big_vision (Beyer
-et al., 2022). Others are registered functions that make an op from literal arguments:
+The ops `replicate`, `fsdp`, `shard_dim` and `logical_partitioning` are built in; they follow big_vision (Beyer et al.,
+2022). Further ops are registered functions that make an op from literal arguments:
 
     @register_rule('shard_first')
     def shard_first(axis):
@@ -56,12 +56,12 @@ Strategy = Sequence[tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-  """What an op knows of a variable.
+  """What an op knows about a variable.
 
   Attributes:
     name: its path, such as 'lm.softmax.w'.
     shape, dtype: its true shape, and its dtype.
-    logical_axes, logical_axis_rules: the logical name of each axis, where it is declared with them; the task's rules.
+    logical_axes, logical_axis_rules: the logical name of each axis, if it is declared with names; the task's rules.
   """
 
   name: str
@@ -80,8 +80,8 @@ class Change(NamedTuple):
 
   Attributes:
     spec: the spec.
-    remark, why: for `explain`: why nothing is split, or what that takes, such as padding; and what decided each
-      dimension, beside the op itself.
+    remark, why: for `explain`: why nothing is split, or what the split needs, such as padding; and what decided each
+      dimension, besides the op itself.
   """
 
   spec: Spec
@@ -96,21 +96,21 @@ T = TypeVar('T')
 
 
 class OpNameError(ShardingError, KeyError):
-  """An op is registered twice, or not at all."""
+  """An op is registered twice, or unknown."""
 
   def __str__(self) -> str:
     return str(self.args[0])
 
 
 class ParsedOp(NamedTuple):
-  """An op of a strategy: its text, what it does, and whether it acts on logical names, as in `register_rule`."""
+  """An op of a strategy: its text, its function, and whether it acts on logical names; see `register_rule`."""
 
   text: str
   op: Op
   for_named: bool
 
 
-# By name: the function that makes it, and whether it acts on logical names.
+# By name: the function that makes the op, and whether the op acts on logical names.
 _OPS: dict[str, tuple[Callable[..., Op], bool]] = {}
 
 
@@ -118,12 +118,12 @@ def register_rule(name: str, *, for_named: bool = False) -> Callable[[MakerT], M
   """Decorates a function that makes an op from literal arguments.
 
   Args:
-    name: what strategies call it.
-    for_named: whether the op acts on logical names. A task's strategy decides over a weight whose mapping names
-      logical axes only where its ops include such a one; otherwise the mapping does.
+    name: its name in strategies.
+    for_named: whether the op acts on logical names. If the mapping of a weight names logical axes, the mapping decides,
+      unless the strategy's ops for it include such an op; then the strategy does.
 
   Raises:
-    OpNameError: there is an op of that name.
+    OpNameError: an op with this name exists.
   """
 
   def register(make_op: MakerT) -> MakerT:
@@ -136,11 +136,11 @@ def register_rule(name: str, *, for_named: bool = False) -> Callable[[MakerT], M
 
 
 def parse_ops(text: str) -> list[ParsedOp]:
-  """Returns the ops that a text joins by `|`: 'shard_dim("model", 0) | fsdp(axis="data")'.
+  """Returns the ops in a text, which joins them by `|`: 'shard_dim("model", 0) | fsdp(axis="data")'.
 
   Raises:
     OpNameError: an op is not registered.
-    ShardingError: it is not a chain of calls with literal arguments, or an op does not take these.
+    ShardingError: the text is not a chain of calls with literal arguments, or an op does not accept its arguments.
   """
   try:
     expression = ast.parse(text.strip(), mode='eval').body
@@ -156,7 +156,7 @@ def _flatten_sum(node: ast.expr) -> list[ast.expr]:
   return [node]
 
 
-# What a literal for an argument with such an annotation may be; others are not looked at.
+# The types of literals allowed for an argument with such an annotation; other annotations are not checked.
 _KINDS: dict[object, tuple[type, ...]] = {'bool': (bool,), 'int': (int,), 'float': (int, float)}
 
 
@@ -198,7 +198,7 @@ def _literal(node: ast.expr, text: str) -> object:
 
 @register_rule('replicate')
 def replicate() -> Op:
-  """Asserts that the variable is replicated: raises ShardingError where an earlier op has split it."""
+  """Asserts that the variable is replicated: raises ShardingError if an earlier op has split it."""
 
   def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec:
     if any(entry is not None for entry in spec):
@@ -210,12 +210,12 @@ def replicate() -> Op:
 
 @register_rule('fsdp')
 def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_padding: bool = True) -> Op:
-  """Splits the largest free dimension that divides; of equal ones, the last.
+  """Splits the largest free dimension that divides evenly; of equal ones, the last.
 
   Args:
     axis: mesh axis, or several, over which to split.
-    min_size_to_shard_mb: variables of up to this many MiB are left as they are.
-    allow_padding: where no free dimension divides, split the largest and pad it; otherwise split none.
+    min_size_to_shard_mb: variables of up to this many MiB are not split.
+    allow_padding: if no free dimension divides evenly, split and pad the largest; otherwise split none.
   """
 
   def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
@@ -241,9 +241,9 @@ def shard_dim(axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = F
   """Splits one dimension.
 
   Args:
-    axis, dim: mesh axis, or several; and the dimension, negative ones counted from the last.
-    ignore_ndim_error: leave variables as they are that have no such dimension.
-    allow_padding: pad the dimension where it does not divide; otherwise that is an error.
+    axis, dim: mesh axis, or several; and the dimension. Negative dimensions count from the end.
+    ignore_ndim_error: do not split variables that have no such dimension, instead of raising an error.
+    allow_padding: pad the dimension if it does not divide evenly; False makes that an error.
   """
 
   def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
@@ -272,10 +272,10 @@ def shard_dim(axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = F
 
 @register_rule('logical_partitioning', for_named=True)
 def logical_partitioning(rules: tuple[tuple[str, Any], ...] | None = None) -> Op:
-  """Splits the variable as logical axis rules say for the names it is declared with; without names, leaves it.
+  """Splits a variable by applying logical axis rules to its declared names; without names, leaves it unchanged.
 
   Args:
-    rules: the rules; by default those of the task, or else those in force (`axis_rules`), or else the standard ones.
+    rules: the rules; by default the task's, otherwise the current ones (`axis_rules`), otherwise the standard ones.
   """
 
   def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
@@ -299,13 +299,13 @@ def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules:
   """Returns the tree of full-rank PartitionSpecs that a strategy gives to a tree.
 
   Args:
-    params: tree of arrays, shapes with dtypes, or weight declarations: parameters, or a whole train state. Names in
-      boxes of Flax, such as `LogicallyPartitioned`, are the arrays' logical axes; specs then come in the same boxes.
+    params: tree of arrays, shapes with dtypes, or weight declarations: parameters, or a whole train state. The names in
+      Flax boxes, such as `LogicallyPartitioned`, are the arrays' logical axes; the specs are then in the same boxes.
     strategy, mesh: pairs (pattern, ops); and the mesh, or the sizes of its axes.
     rules: logical axis rules for `logical_partitioning`.
 
   Raises:
-    ShardingError: a pattern or op is malformed, or ops contradict each other on a variable, which is named.
+    ShardingError: a pattern or op is malformed, or ops contradict each other on a variable, which the message names.
   """
   return jax.tree.map(lambda placement: placement.spec, explain_sharding(params, strategy, mesh, rules=rules))
 
@@ -313,7 +313,7 @@ def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules:
 def explain_sharding(
   params: object, strategy: Strategy, mesh: MeshLike, *, rules: LogicalAxisRules | None = None
 ) -> Any:
-  """As `infer_sharding`, with a `Placement` for each variable."""
+  """Like `infer_sharding`, with a `Placement` for each variable."""
   parsed, sizes = parse_strategy(strategy), axis_sizes(mesh)
 
   def place(path: Path, leaf: Any) -> Placement:
@@ -323,7 +323,7 @@ def explain_sharding(
 
 
 def unused_patterns(params: object, strategy: Strategy) -> list[int]:
-  """Returns which patterns decide no variable, because they match none or earlier ones match first."""
+  """Returns the patterns that decide no variable, because they match none, or earlier ones match first."""
   numbered = [(pattern, i) for i, (pattern, _) in enumerate(strategy)]
   used = [first_match(path, numbered) for path in leaves_by_path(params, is_leaf=is_named_box)]
   return [i for pattern, i in numbered if (pattern, i) not in used]
@@ -343,10 +343,10 @@ def first_match(path: Path, parsed: Sequence[tuple[str, T]]) -> tuple[str, T] | 
 
 
 def to_variable(path: Path, leaf: Any, rules: LogicalAxisRules | None = None) -> Variable:
-  """Describes an array, a shape with a dtype, a weight declaration, or an array in a box of Flax."""
+  """Describes an array, a shape with a dtype, a weight declaration, or an array in a Flax box."""
   if is_named_box(leaf):
     names, x = leaf.names, leaf.value
-    # A factored slot has the box of its parameter, and fewer axes.
+    # A factored slot is in the box of its parameter, but has fewer axes.
     axes = tuple(names) if names is not None and len(names) == len(x.shape) else None
     return Variable(
       path_name(path), tuple(x.shape), np.dtype(x.dtype), axes, rules or getattr(leaf, 'rules', None) or ()
@@ -366,7 +366,7 @@ def decide(
   sizes: Mapping[str, int],
   start: Placement | None = None,
 ) -> Placement:
-  """Returns the placement of one variable, which `start` may have split in part already."""
+  """Returns the placement of one variable, which `start` may already have split partly."""
   spec: Spec = (None,) * len(variable.shape) if start is None else tuple(start.spec)
   pattern, ops = first_match(path, parsed) or (None, [])
   left = 'no pattern of the strategy matches' if pattern is None else f'strategy {pattern!r} does not split it'
@@ -378,7 +378,7 @@ def decide(
     if len(change.spec) != len(spec):
       raise ShardingError(f'{variable.name}: {text} gives {len(change.spec)} entries to {len(spec)} dimensions')
     for entry in change.spec:
-      num_parts(entry, sizes)  # Raises where the mesh does not have one of its axes.
+      num_parts(entry, sizes)  # Raises an error if the mesh lacks one of its axes.
     check_axes_once(PartitionSpec(*change.spec), f'{variable.name}: {text}')
     for dim, (old, new) in enumerate(zip(spec, change.spec)):
       if new != old or (new is None and change.why):

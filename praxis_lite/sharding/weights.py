@@ -22,19 +22,19 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
 
-# One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, None / -1 for a
-# dimension that is not split, or PartitionSpec.UNCONSTRAINED for one that is left to the compiler.
+# One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, None or -1 for
+# a dimension that is not split, or PartitionSpec.UNCONSTRAINED for one that is left to the compiler.
 SplitDimsMapping = Sequence[Any] | None
 
 
 class DeclaredSplit(tuple[Any, ...]):
-  """A split mapping that knows which config field each of its entries comes from. It equals the plain tuple.
+  """A split mapping that knows which config field each of its entries comes from. It is equal to the plain tuple.
 
-  The mapping fields of a layer hold such tuples. A slice keeps the fields, and so does `pick`; a layer that derives the
-  mapping of a bias, or of a projection back, from a field of its own has `explain` and error messages name that field.
+  The mapping fields of a layer hold such tuples, and slices and `pick` keep the sources. So if a layer derives the
+  mapping of a bias, or of a projection back, from one of its fields, `explain` and error messages name that field.
 
   Attributes:
-    sources: for each entry, the config field, or why there is nothing but None.
+    sources: for each entry, the config field, or the reason why the entry is None.
   """
 
   sources: tuple[str, ...]
@@ -46,24 +46,24 @@ class DeclaredSplit(tuple[Any, ...]):
 
   @classmethod
   def of(cls, mapping: Sequence[Any] | PartitionSpec, source: str) -> DeclaredSplit:
-    """Returns a mapping whose entries come from `source`; one that knows its sources already stays as it is."""
+    """Returns a mapping whose entries come from `source`; a `DeclaredSplit` is returned unchanged."""
     return mapping if isinstance(mapping, cls) else cls(mapping, [source] * len(mapping))
 
   def __getitem__(self, index: Any) -> Any:
     return self.pick(*range(len(self))[index]) if isinstance(index, slice) else super().__getitem__(index)
 
   def pick(self, *dims: int | None) -> DeclaredSplit:
-    """Returns the mapping of these dimensions, in this order; a None in it is a dimension that is not split."""
+    """Returns the mapping of these dimensions, in this order; None stands for a dimension that is not split."""
     entries = [None if dim is None else self[dim] for dim in dims]
     return DeclaredSplit(entries, [self.sources[dim or 0] for dim in dims])
 
   def followed_by(self, other: DeclaredSplit) -> DeclaredSplit:
-    """Returns the mapping of the dimensions of this one and then of the other."""
+    """Returns the mapping of this one's dimensions followed by the other's."""
     return DeclaredSplit((*self, *other), (*self.sources, *other.sources))
 
 
 def declared(mapping: SplitDimsMapping, field: str) -> SplitDimsMapping:
-  """Returns a mapping that knows it comes from `field`; None, and what is not a mapping, are returned as they are."""
+  """Returns a mapping that knows it comes from `field`; returns None and other values unchanged."""
   return DeclaredSplit.of(mapping, field) if isinstance(mapping, tuple | list | PartitionSpec) else mapping
 
 
@@ -71,10 +71,10 @@ class WeightHParamsCollection(enum.StrEnum):
   """Marks on a weight that the learner and the layers act on.
 
   Attributes:
-    NON_TRAINABLE: no gradient is taken; the layer itself updates it. `create_variable(..., trainable=False)` sets it.
-    SKIP_REGULARIZATION: no weight decay, neither of the learner nor of its optimizer.
+    NON_TRAINABLE: no gradient is taken; the layer updates it itself. `create_variable(..., trainable=False)` sets it.
+    SKIP_REGULARIZATION: no weight decay, neither by the learner nor by its optimizer.
     KEEP_FLOAT32: `theta` does not cast it to `fprop_dtype`.
-    KEEP_SPLIT: under `partitioning='shard_map'` the layer takes this device's part of the weight, not the whole.
+    KEEP_SPLIT: under `partitioning='shard_map'` the layer gets this device's part of the weight, not the whole.
   """
 
   NON_TRAINABLE = 'non_trainable'
@@ -116,7 +116,7 @@ class WeightInit:
     xavier                                         uniform in +-scale * sqrt(6 / (fan_in + fan_out))
     constant                                       every entry is `scale`
 
-  Xavier is that of Glorot and Bengio, 2010. The truncated Gaussian is cut at two standard deviations and not rescaled.
+  Xavier follows Glorot and Bengio, 2010. The truncated Gaussian is cut at two standard deviations and not rescaled.
   """
 
   method: str
@@ -146,16 +146,16 @@ class WeightHParams:
 
   Attributes:
     shape: shape of the weight in one layer, without the repeat prefix.
-    init: initializer; None: the layer's `params_init`.
-    dtype: dtype it is stored in; None: the layer's `dtype`.
+    init: initializer; None uses the layer's `params_init`.
+    dtype: storage dtype; None uses the layer's `dtype`.
     tensor_split_dims_mapping: one entry per dimension of `shape`; None leaves the weight to the task's strategy, or
       replicates it.
-    mapping_field: the config field to set the mapping by, where the mapping does not know it itself.
+    mapping_field: the config field to set the mapping with, if the mapping does not know it itself.
     repeat_prefix: leading dimensions added by layers that repeat the declaring one, outermost first.
     repeat_prefix_split_dims_mapping: one entry per dimension of `repeat_prefix`.
-    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: as `get_fan_in_fan_out` says.
+    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: see `get_fan_in_fan_out`.
     collections: marks from `WeightHParamsCollection`.
-    active_share: the share of the weight that one token uses: less than 1 where it uses a few of several experts.
+    active_share: the share of the weight that one token uses: less than 1 if it uses only some of several experts.
   """
 
   shape: tuple[int, ...]
@@ -209,7 +209,7 @@ class WeightHParams:
   ) -> WeightHParams:
     """Returns the declaration of `times` such weights, stacked along a new first dimension.
 
-    It is split as `split`, an entry of a split mapping, says, which comes from the config field `field`.
+    That dimension is split by `split`, an entry of a split mapping, which comes from the config field `field`.
     """
     stack = DeclaredSplit.of((split,), field if split is not None else f'{field} is not set')
     return dataclasses.replace(
@@ -252,8 +252,8 @@ def get_fan_in_fan_out(
 ) -> tuple[int | None, int | None]:
   """Returns (fan in, fan out) of a weight of `shape`; (None, None) for a scalar.
 
-  With axes given, each fan is the product of its axes. Without, as in convolutions, axis -2 is the input, axis -1 the
-  output, and the others, the receptive field, multiply both; a vector is its own fan in and fan out.
+  If the axes are given, each fan is the product of their sizes. Otherwise, as in convolutions, axis -2 is the input,
+  axis -1 the output, and the other axes, the receptive field, multiply both. A vector is its own fan in and fan out.
   """
   if not shape:
     return None, None
@@ -266,7 +266,7 @@ def get_fan_in_fan_out(
 
 
 def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
-  """Returns a first value of `weight`, of shape `full_shape`; repeated layers draw independently of each other."""
+  """Returns the initial value of `weight`, of shape `full_shape`; repeated layers are drawn independently."""
   if weight.repeat_prefix:
     one = dataclasses.replace(weight, repeat_prefix=(), repeat_prefix_split_dims_mapping=DeclaredSplit())
     keys = jax.random.split(key, math.prod(weight.repeat_prefix))

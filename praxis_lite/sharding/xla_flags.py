@@ -1,15 +1,15 @@
-"""XLA flags that the steps of a task are compiled with.
+"""XLA flags for compiling the steps of a task.
 
-They are options of each program, not of the process: a plan for other chips compiles with the flags of these chips, and
-a flag that an XLA does not know is an error that can be handled, where one in XLA_FLAGS ends the process. Of several
-that say the value of a flag, the first counts:
+They are options of each program, not of the process: a plan for other chips compiles with the flags of these chips. An
+unknown flag is then an error that can be handled, whereas in XLA_FLAGS it would end the process. If several of these
+set a flag, the first one counts:
 
     XLA_FLAGS                          the environment variable
     task.xla_flags                     the field; None leaves a flag to XLA
-    DEFAULTS[platform]                 unless task.default_xla_flags is False; left out where XLA does not know it
+    DEFAULTS[platform]                 unless task.default_xla_flags is False; flags that XLA does not know are ignored
 
-What XLA does by itself already has no flag here: of jaxlib 0.10.2, hiding latencies (its schedule is the same with
-xla_gpu_enable_latency_hiding_scheduler), products by the faster of Triton and cuBLAS, and command buffers.
+Optimizations that XLA does by default need no flag here. In jaxlib 0.10.2 these are latency hiding (the schedule is the
+same with xla_gpu_enable_latency_hiding_scheduler), the choice between Triton and cuBLAS, and command buffers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Flag = bool | int | str
 # For steps on several devices.
 DEFAULTS: Mapping[str, Mapping[str, Flag]] = {
   'gpu': {
-    # Older versions need it for the others to have an effect.
+    # In older versions, the other flags have no effect without this one.
     'xla_gpu_enable_latency_hiding_scheduler': True,
-    # What a layer of a loop exchanges begins in the iteration before, or ends in the next one.
+    # The collectives of a layer in a loop begin in the iteration before, or end in the next one.
     'xla_gpu_enable_pipelined_all_gather': True,
     'xla_gpu_enable_pipelined_all_reduce': True,
     'xla_gpu_enable_pipelined_reduce_scatter': True,
-    # Two iterations of a loop are one, which spares the copies between them.
+    # Merges two iterations of a loop into one, which saves the copies between them.
     'xla_gpu_enable_while_loop_double_buffering': True,
   }
 }
@@ -45,8 +45,8 @@ class XlaFlags(NamedTuple):
   """Flags of a program.
 
   Attributes:
-    defaults: those of the platform.
-    given: those of the config; they count before the defaults.
+    defaults: flags of the platform.
+    given: flags of the config; they override the defaults.
   """
 
   defaults: Mapping[str, Flag] = {}
@@ -60,7 +60,7 @@ class XlaFlags(NamedTuple):
     """Compiles with these flags and `more`.
 
     Raises:
-      ConfigError: XLA refuses a flag of the config; of the defaults, those that it does not know are left out.
+      ConfigError: XLA rejects a flag of the config. Unknown flags of the defaults are left out.
     """
     options = {name: x if isinstance(x, bool) else str(x) for name, x in {**self.all, **more}.items()}
     while True:
@@ -77,7 +77,7 @@ class XlaFlags(NamedTuple):
 
 
 NO_FLAGS = XlaFlags()
-# How XLA says that it does not know a flag, or that its value is not one.
+# XLA's message if it does not know a flag, or rejects its value.
 _REFUSED = re.compile(r"INVALID_ARGUMENT: (?:No such compile option: '|While setting option )(\w+)")
 
 
@@ -92,9 +92,9 @@ def xla_flags(
 
   Args:
     platform: 'cpu', 'gpu' or 'tpu'.
-    num_devices: of the mesh.
-    given: flags of a config; None as a value leaves one to XLA.
-    use_defaults: whether those of `DEFAULTS` are among them.
+    num_devices: size of the mesh.
+    given: flags of a config; the value None leaves a flag to XLA.
+    use_defaults: whether to include `DEFAULTS`.
   """
   given = given or {}
   own = flag_names(' '.join(split_flags(os.environ.get('XLA_FLAGS', ''))))
@@ -106,7 +106,7 @@ def xla_flags(
 
 
 def describe_flags(num_devices: int, given: Mapping[str, Flag | None] | None, *, use_defaults: bool) -> list[str]:
-  """Returns a line with the flags of each platform that has any; arguments as of `xla_flags`."""
+  """Returns a line for each platform that has flags; arguments as in `xla_flags`."""
   platforms = ('gpu', 'tpu', 'cpu')
   found = {name: xla_flags(name, num_devices, given, use_defaults=use_defaults).all for name in platforms}
   return [f'{name}: {", ".join(f"{k}={_text(v)}" for k, v in flags.items())}' for name, flags in found.items() if flags]
@@ -117,7 +117,7 @@ def _text(value: Flag) -> str:
 
 
 def check_xla_flags(path: str, given: object) -> None:
-  """Raises ConfigError, naming the field at `path`, unless it is a dict of values by the names of flags, or None."""
+  """Raises ConfigError, which names the field at `path`, unless `given` is None or a dict of values by flag name."""
   if given is None:
     return
   if not isinstance(given, Mapping):

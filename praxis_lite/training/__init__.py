@@ -1,4 +1,4 @@
-"""Training a task on a mesh: its state, its steps, and the two ways a step runs."""
+"""Training a task on a mesh: its state, its steps, and the ways to execute a step."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""How a step runs: what differs between one device, a mesh whose communication XLA places, and `shard_map`.
+"""How a step is executed: the differences between one device, XLA-placed communication, and `shard_map`.
 
     Execution        one device: all rows, whole weights; every method is the identity
     CompilerPlaced   the step sees global arrays in their true shapes; XLA places the communication
     ShardMapped      each device runs the step on its own rows and its own parts; every collective is written here
 
-Under `shard_map` the state has the same layout, so that checkpoints, evaluation and decoding know no difference:
+Under `shard_map` the state has the same layout, so checkpoints, evaluation and decoding are not affected:
 
-    batch axes      all mesh axes but those of tensor-parallel layers; each device takes its own rows
+    batch axes      all mesh axes except those of tensor-parallel layers; each device takes its own rows
     split weights   gathered by the layer that uses them, in the dtype it computes in, and gathered again in the
                     backward pass; inside a scan over layers, layer by layer; their gradients are mean-reduce-scattered
     whole weights   their gradients are averaged, once a step, after all microbatches
-    KEEP_SPLIT      weights that a layer takes as its part of; they are neither gathered nor averaged over that axis
+    KEEP_SPLIT      the layer uses this device's part; the weight is neither gathered nor averaged over that axis
     optimizer       updates each device's part; norms are sums over all parts
 """
 
@@ -52,46 +52,46 @@ TrainStep = Callable[[TrainState, jax.Array, NestedDict], tuple[Any, ...]]
 
 
 class Execution:
-  """A step on one device, without a mesh; `surroundings` are those of the model's calls."""
+  """A step on one device, without a mesh; `surroundings` are passed to the model's calls."""
 
   surroundings = Surroundings()
 
   def device_key(self, key: jax.Array) -> jax.Array:
-    """The key that this device draws with."""
+    """Returns the key for this device's random numbers."""
     return key
 
   def readable(self, variables: NestedDict) -> NestedDict:
-    """Variables as the model's layers may slice and read them."""
+    """Returns variables in a form that the model's layers can slice and read."""
     return variables
 
   def updatable(self, others: NestedDict) -> NestedDict:
-    """Variables that are not trained, as the model may update them, microbatch after microbatch."""
+    """Returns non-trained variables in a form that the model can update, microbatch after microbatch."""
     return others
 
   def share_of_loss(self, loss: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (loss to differentiate, weight of the whole batch) of a mean loss over the rows at hand."""
+    """Returns (loss to differentiate, weight of the whole batch), given the mean loss over the local rows."""
     return loss, weight
 
   def combined(
     self, loss: jax.Array, out: LossOutput, gradients: NestedDict
   ) -> tuple[jax.Array, LossOutput, NestedDict]:
-    """Returns the loss, outputs and gradients of the whole batch; updates and gradients of this device's parts."""
+    """Returns the whole batch's loss, outputs and gradients; updates and gradients only for this device's parts."""
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    """Completes sums over parts of variables, by variable: scalars, or arrays with a sum for each repeated layer."""
+    """Completes sums over parts of variables, by variable: scalars, or arrays with one sum per repeated layer."""
     return sums
 
 
 class CompilerPlaced(Execution):
-  """A step on a mesh as a program of global arrays, for which XLA places the communication."""
+  """A step on a mesh as a program on global arrays; XLA places the communication."""
 
   def __init__(self, jax_task: SingleTask, layout: StateLayout):
     self._task, self._layout = jax_task, layout
     self._names = layout.mesh.axis_names
 
   def wrapped(self, step: TrainStep) -> TrainStep:
-    """Returns a step of padded state and padded global inputs from one of what `step` sees of them."""
+    """Converts a step on unpadded arrays to a step on the padded state and padded global inputs."""
 
     def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> tuple[Any, ...]:
       state, *others = step(self._layout.unpad(state), prng_key, self.split_inputs(inputs))
@@ -100,7 +100,7 @@ class CompilerPlaced(Execution):
     return train_step
 
   def place_input(self, x: HasShape) -> Placement:
-    """How an array of a global batch is split in a step, and why."""
+    """Returns how an array of a global batch is split in a step, and why."""
     with prefix_errors('task.train'):
       spec = infer_partition_spec_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, x)
     why = f'train.inputs_split_mapping.map_{len(x.shape)}d'
@@ -116,10 +116,10 @@ class CompilerPlaced(Execution):
 
 
 class ShardMapped(Execution):
-  """A step on a mesh as a program of one device, through `shard_map`.
+  """A step on a mesh as a per-device program, through `shard_map`.
 
   Raises:
-    ConfigError: the optimizer needs whole tensors and the layout splits them, or a KEEP_SPLIT weight does not divide.
+    ConfigError: the optimizer needs whole tensors that the layout splits, or a KEEP_SPLIT weight does not divide.
   """
 
   def __init__(self, jax_task: SingleTask, layout: StateLayout):
@@ -157,14 +157,14 @@ class ShardMapped(Execution):
       mesh=self._mesh,
       in_specs=(self._layout.specs, whole, rows),
       out_specs=(self._layout.specs, whole, whole, rows, whole),
-      # What is replicated is so by construction: layers need not say what varies over which axis.
+      # Replicated values are replicated by construction, so layers need not declare what varies over which axis.
       check_vma=False,
     )
 
     def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> tuple[Any, ...]:
       with prefix_errors('task.train'):
         for x in jax.tree.leaves(inputs):
-          # Rows are split over the batch axes whatever the mapping says, but it must be a valid one.
+          # Rows are split over the batch axes whatever the mapping says, but the mapping must be valid.
           infer_partition_spec_based_on_rank_fn(mapping, self._mesh.axis_names, x)
       state, *others = mapped(self._layout.fetch(state), prng_key, inputs)
       return (self._layout.send_to_host(state), *others)
@@ -179,7 +179,7 @@ class ShardMapped(Execution):
     return fold_rng_over_axis(key, self.batch_axes)
 
   def readable(self, variables: NestedDict) -> NestedDict:
-    """Gathers the leading dimensions that repeating layers cut away, where these are split."""
+    """Gathers the leading dimensions that repeating layers index, if they are split."""
 
     def readable(path: Path, x: jax.Array) -> jax.Array:
       weight = self._weights[path]
@@ -214,7 +214,7 @@ class ShardMapped(Execution):
       axes = tuple(a for a, size in self._sizes.items() if size > 1 and a in all_axes(summed))
       groups.setdefault(axes, {})[path] = x
     complete: dict[Path, jax.Array] = groups.pop((), {})
-    for axes, parts in groups.items():  # One all-reduce for all of a group.
+    for axes, parts in groups.items():  # One all-reduce for all parts of a group.
       flat, unflatten = ravel_pytree(parts)
       complete |= unflatten(jax.lax.psum(flat, axes))
     return map_with_path(lambda path, _: complete[path], sums)
@@ -229,14 +229,14 @@ class ShardMapped(Execution):
     return self._gather(own, stored, range(len(weight.repeat_prefix), len(weight.full_shape)), dtype)
 
   def _gather(self, path: Path, part: jax.Array, dims: range, dtype: DTypeLike | None = None) -> jax.Array:
-    """Gathers some dimensions of a variable, of whose stored part a scan may have cut the first ones away."""
+    """Gathers some dimensions of a variable. A scan may already have removed the first ones from `part`."""
     shape = self._weights[path].full_shape
     axes = tuple(a if dim in dims else () for dim, a in enumerate(self._split[path]))
     cut = len(shape) - part.ndim
     return ShardedParam(part, axes[cut:], shape[cut:]).gather(dtype)
 
   def _take_own_update(self, path: Path, value: jax.Array) -> jax.Array:
-    """This device's part of the new value of a variable that is not trained: the mean over devices."""
+    """Returns this device's part of a non-trained variable's new value, averaged over devices."""
     value = jax.lax.pmean(value, self.batch_axes) if jnp.issubdtype(value.dtype, jnp.floating) else value
     return value if _keeps_split(self._weights[path]) else take_own_part(value, self._specs[path])
 

@@ -28,7 +28,7 @@ class BaseExperiment:
   """A task and its data.
 
   Attributes:
-    ici_mesh_shape: mesh shape within a slice; None uses that of the task, by default one device.
+    ici_mesh_shape: mesh shape within a slice; None uses the task's, which is one device by default.
     dcn_mesh_shape: number of slices along each axis; None means one slice.
     mesh_axis_names: names of the mesh axes.
   """
@@ -50,14 +50,14 @@ class BaseExperiment:
     return []
 
   def validate(self) -> None:
-    """Raises a `ConfigError` if the experiment is inconsistent. Called before anything is built."""
+    """Raises a `ConfigError` if the experiment is inconsistent. It is called before anything is built."""
 
 
 @dataclasses.dataclass
 class ExperimentConfig:
-  """The configs of one run, which may be set anew. Override paths begin with their names.
+  """The configs of one run, which may be replaced. Override paths begin with their names.
 
-  Setting one raises ConfigError if it is not the config of a task, or a list of configs of inputs.
+  Setting a field raises ConfigError if the value is not the config of a task, or a list of configs of inputs.
   """
 
   task: Config
@@ -79,12 +79,12 @@ class ExperimentConfig:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   def _replace(self, **changes: Any) -> ExperimentConfig:
-    """Returns a copy with some of the configs changed, as named tuples do."""
+    """Returns a copy with some of the configs changed, like the method of named tuples."""
     return dataclasses.replace(self, **changes)
 
 
 def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
-  """Returns an experiment's configs, with its mesh attributes in the task's config where that has none.
+  """Returns an experiment's configs. Its mesh attributes fill in those that the task's config does not set.
 
   Raises:
     ConfigError: `task()` or `datasets()` does not return configs.
@@ -109,10 +109,10 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
 
 
 def _call(fn: Callable[[], T], name: str) -> T:
-  """Returns what a function without arguments returns; raises ConfigError if it cannot be called without."""
+  """Returns the result of a function without arguments; raises ConfigError if it needs arguments."""
   try:
     inspect.signature(fn).bind()
-  except (TypeError, ValueError):  # The latter of a method without self.
+  except (TypeError, ValueError):  # ValueError: a method without `self`.
     raise ConfigError(f'{name} takes arguments, or lacks self; it is called as {name}(), without any') from None
   return fn()
 

@@ -1,7 +1,7 @@
-"""Where a value that is not finite first appears in a step: its program is run operation by operation, on one device.
+"""Finds where a non-finite value first appears in a step, by running its program operation by operation on one device.
 
-A layer's operations carry its path, also those of the backward pass, so nothing of the layers is needed but that.
-Scans are unrolled, so that a repeated layer is named with its number.
+Each operation carries its layer's path, also in the backward pass, so the layers themselves are not needed. Scans are
+unrolled, so that a repeated layer is named with its number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Origin:
     where: the path of the layer, with the number of a repeated one, as in 'lm.transformer[3].layers.mlp'.
     is_backward: whether it is an operation of the gradient.
     operation: its name in JAX, such as 'exp'.
-    found: what it returns: 'nan' or 'inf'.
+    found: what its result has: 'nan' or 'inf'.
     inputs: the range of each of its inputs.
   """
 
@@ -46,7 +46,7 @@ class Origin:
 
 @dataclasses.dataclass
 class Statistics:
-  """Of the last result in a layer: its root mean square and largest magnitude, and how many values are not finite."""
+  """Statistics of a layer's last result: root mean square, largest magnitude, and number of non-finite values."""
 
   rms: float
   largest: float
@@ -55,15 +55,15 @@ class Statistics:
 
 
 class Trace:
-  """What a program computes, operation by operation.
+  """The values that a program computes, operation by operation.
 
   Args:
     root: the scope of the model itself, which paths leave out.
-    most: how many origins are kept.
+    most: the largest number of origins to keep.
 
   Attributes:
-    origins: where values that are not finite come from, in order. A mask may make them on purpose.
-    layers: statistics by the path of a layer, in the order of the computation; those of the backward pass end in ~.
+    origins: where non-finite values first appear, in order. A mask may make them on purpose.
+    layers: statistics by the path of a layer, in the order of the computation; paths end in ~ for the backward pass.
   """
 
   def __init__(self, root: str = '', most: int = 5):
@@ -123,7 +123,7 @@ class Trace:
 
   def _look(self, name: str, args: list[Any], results: list[Any], stack: str, at: dict[str, str]) -> None:
     where, is_backward = _path(stack), 'transpose' in stack
-    # The longest path that a scan has numbered tells which of its layers this is.
+    # The longest path that a scan has numbered shows which of its layers this is.
     for prefix in sorted(at, key=len, reverse=True):
       if where.startswith(prefix):
         where = f'{prefix}{at[prefix]}{where[len(prefix) :]}'

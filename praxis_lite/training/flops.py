@@ -1,13 +1,12 @@
-"""Model operations, counted in the jaxpr: XLA's count for a compiled program includes the body of a loop once and skips
-library kernels.
+"""Counts a model's operations in the jaxpr. XLA's own count includes a loop's body once, and skips library kernels.
 
     dot_general             2 * batch * M * N * K
-    ragged_dot_general      2 * M * N * K: each row by the weights of its group
+    ragged_dot_general      2 * M * N * K: each row is multiplied by the weights of its group
     conv_general_dilated    2 * output elements * kernel elements per output channel
-    fused attention         4 * B * N * T * S * H, the two products that it computes
+    fused attention         4 * B * N * T * S * H, for its two products
 
-Of attention in blocks, those blocks count that its mask does not empty: of a causal mask half of them, and those on the
-diagonal. Dense attention computes all of them, and all count.
+In blockwise attention, only the blocks that its mask does not empty count: for a causal mask half of the blocks, and
+those on the diagonal. Dense attention computes all blocks, so all count.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from praxis_lite.training.trips import Bound, Bounds
 
 
 def model_flops(partitioned: PartitionedTask) -> float:
-  """Returns the operations of a training step over all devices: the forward pass, and twice that backward."""
-  # Traced without the mesh: on it, what is exchanged between devices has places for more than there is.
+  """Returns the operations of a training step over all devices: the forward pass, and twice as many backward."""
+  # Traced without the mesh: on a mesh, buffers for exchanges between devices have more room than there is data.
   evaluate = functools.partial(eval_step_single_learner, partitioned.jax_task)
   key, step = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros((), jnp.int32)))
   variables = partitioned.unpadded_state_shapes.mdl_vars
@@ -38,9 +37,9 @@ def model_flops(partitioned: PartitionedTask) -> float:
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
   """Returns the operations of one call.
 
-  Of a `cond` the most expensive branch counts, and a `while` as often as it may run at most: attention in blocks, for
-  which segment ids say how many blocks meet, as if each row were one segment, and a ring of devices as if there were no
-  mask. A `while` for which the program shows no such number counts once.
+  For a `cond`, the most expensive branch counts. A `while` counts as often as it can run at most. So blockwise
+  attention counts as if each row were one segment, because segment ids decide how many blocks meet, and attention over
+  a ring of devices counts as if there were no mask. If the program does not show such a limit, a `while` counts once.
   """
   return _flops(jaxpr, [])
 
@@ -48,7 +47,7 @@ def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
 def flops_by_scope(
   jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '', inputs: Sequence[Bound] = ()
 ) -> Iterator[tuple[str, float]]:
-  """Yields for each product its scopes, as in 'jvp(lm)/ff', and its operations in a call, as `count_flops` counts."""
+  """Yields for each product its scopes, such as 'jvp(lm)/ff', and its operations in a call, like `count_flops`."""
   bounds = Bounds(jaxpr, inputs)
   for equation in jaxpr.eqns:
     name = '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
@@ -81,7 +80,7 @@ def _equation_flops(equation: core.JaxprEqn, bounds: Bounds) -> float:
   if name == 'ragged_dot_general':
     numbers = params['ragged_dot_dimension_numbers']
     (contracting, _), _ = numbers.dot_dimension_numbers
-    # Where groups are of the dimension summed over, there is a result for each, summed over its part.
+    # If the groups divide the dimension that is summed over, each group has its own result, summed over its part.
     summed_in_groups = set(numbers.lhs_ragged_dimensions) <= set(contracting)
     groups = shapes[2][-1] if summed_in_groups else 1
     return 2.0 * elements * math.prod(shapes[0][d] for d in contracting) / groups
@@ -98,7 +97,7 @@ def _equation_flops(equation: core.JaxprEqn, bounds: Bounds) -> float:
     return below * params['length']
   if name == 'while':
     return below * (1 if below == 0 or (trips := bounds.most_trips(equation)) is None else trips)
-  if name == 'shard_map':  # Inside, shapes are those of one device.
+  if name == 'shard_map':  # Inside, shapes are per device.
     return below * math.prod(mapped_axes(equation).values())
   return below
 

@@ -1,14 +1,14 @@
-"""Gradients accumulated over microbatches, exactly: as if the batch had gone through at once.
+"""Accumulates gradients over microbatches, with exactly the result of one pass over the whole batch.
 
-A batch of B rows is cut into k microbatches of every k-th row, so that where the batch is split over devices each
-device cuts its own rows and nothing moves. The loss of the batch is the mean of the microbatches' losses by their
-weights w_i:
+A batch of B rows is cut into k microbatches, each of every k-th row. So if the batch is split over devices, each device
+cuts its own rows, and no data moves. The loss of the batch is the mean of the microbatches' losses by their weights
+w_i:
 
     loss = sum_i w_i loss_i / sum_i w_i          gradient = sum_i w_i gradient_i / sum_i w_i
 
-Inside `shard_map`, each of the n devices along the batch axes has rows of its own, of weight w_d. With the loss of
-device d scaled by n w_d / W, W the sum of all w_d, the mean over devices of losses and gradients is exactly that of the
-whole batch, also where devices have rows of unequal weight or, at the end of a batch, of none.
+Inside `shard_map`, each of the n devices along the batch axes has its own rows, of weight w_d. The loss of device d is
+scaled by n w_d / W, where W is the sum of all w_d. Then the mean of losses and gradients over devices is exactly that
+of the whole batch, even if devices have rows of unequal weight or, at the end of a batch, of zero weight.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BatchT = TypeVar('BatchT')
 
 
 class LossOutput(NamedTuple):
-  """What a loss function returns beside the loss.
+  """The outputs of a loss function besides the loss.
 
   Attributes:
     weight: weight of the loss in the mean over microbatches, such as the number of tokens.
     metrics: (mean, weight) of each metric.
     per_example: tree of arrays with the batch as dimension 0.
-    summaries: by name; those of the last microbatch that weighs anything are kept.
+    summaries: by name; the last microbatch with a nonzero weight decides.
     updates: new values of non-trainable variables, a part of the variable tree.
   """
 
@@ -65,13 +65,13 @@ def value_and_grad(
 
   Args:
     loss_fn: see `LossFn`; its updates have the paths of `others`.
-    trained, others: the variables to differentiate by, and the others; a microbatch sees those that the one before it
-      has updated.
-    key: PRNG key; each microbatch takes it folded with its number.
-    batch, num_microbatches: tree of arrays [B, ...], and k; B must divide by it.
+    trained, others: the variables to differentiate by, and the others; each microbatch sees the updates of the one
+      before it.
+    key: PRNG key; each microbatch folds in its number.
+    batch, num_microbatches: tree of arrays [B, ...], and k, which must divide B.
 
   Raises:
-    ConfigError: B does not divide by k.
+    ConfigError: k does not divide B.
   """
   grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
   if num_microbatches == 1:
@@ -87,7 +87,7 @@ def value_and_grad(
     gradients, loss, weight, others = carry
     index, microbatch = xs
     (loss_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
-    # A microbatch of padding alone weighs nothing, whatever its loss is.
+    # A microbatch that consists of padding has weight zero, whatever its loss is.
     counts = output.weight != 0
     gradients = jax.tree.map(
       lambda total, g: total + jnp.where(counts, output.weight * g.astype(jnp.float32), 0), gradients, gradients_i
@@ -114,7 +114,7 @@ def value_and_grad(
 
 
 def split_rows(x: jax.Array, parts: int) -> jax.Array:
-  """[B, ...] -> [k, B / k, ...], part i holding the rows i, i + k, i + 2 k, ..."""
+  """Returns [k, B / k, ...] for [B, ...]; part i holds the rows i, i + k, i + 2 k, ..."""
   if x.shape[0] % parts:
     raise ConfigError(f'learner.num_microbatches: a batch of {x.shape[0]} does not divide into {parts} microbatches')
   return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
@@ -122,14 +122,14 @@ def split_rows(x: jax.Array, parts: int) -> jax.Array:
 
 @also_named(grads='gradients', axis_name='axes', axis_names='axes')
 def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = None) -> TreeT:
-  """Inside `shard_map`: averages each gradient over those of `axes` that its parameter is replicated on.
+  """Inside `shard_map`: averages each gradient over those of `axes` over which its parameter is replicated.
 
-  Over the axes that split a parameter, its gradient is averaged already: by `gather_array_with_mean_grads`.
+  Over the axes that split a parameter, `gather_array_with_mean_grads` has already averaged its gradient.
 
   Args:
     gradients, axes: tree of arrays or `ShardedParam`s; and the mesh axis, or axes, that the batch is split over.
-    specs: tree with the PartitionSpec of each parameter; None takes it from the `ShardedParam`s, and all else for
-      replicated.
+    specs: tree with the PartitionSpec of each parameter; None uses those of the `ShardedParam`s, and assumes that all
+      other parameters are replicated.
   """
   batch_axes = to_axes(axes)
 
@@ -147,7 +147,7 @@ def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = 
 def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
   """Inside `shard_map`: returns (loss * n w / W, W), so that the mean over devices is the mean by weight.
 
-  No gradient flows through the weight w. Where it is zero, so is the scaled loss.
+  No gradient flows through the weight w. If it is zero, the scaled loss is zero too.
   """
   weight = jax.lax.stop_gradient(weight.astype(jnp.float32))
   if not axes:
@@ -166,19 +166,19 @@ def accumulate_gradients(
   num_microbatches: int,
   axes: str | Sequence[str] = (),
 ) -> tuple[jax.Array, WeightedScalars, TreeT]:
-  """Returns (loss, metrics, gradients) of a batch that goes through in parts, exactly as if at once.
+  """Returns (loss, metrics, gradients) of a batch that is computed in parts, exactly as if it were computed at once.
 
   Args:
-    loss_fn: (params, key, batch) -> (mean loss, metrics), with the loss and its weight among the metrics, as 'loss'.
+    loss_fn: (params, key, batch) -> (mean loss, metrics); the metrics include the loss and its weight as 'loss'.
     params: tree of arrays, or of `ShardedParam`s which `loss_fn` gathers.
-    key: PRNG key; each microbatch takes it folded with its number.
+    key: PRNG key; each microbatch folds in its number.
     batch: this device's rows, a tree of arrays [B, ...].
-    num_microbatches: into how many parts the rows are cut; B must divide by it.
-    axes: inside `shard_map`, the axes that the batch is split over: all that is returned is of the whole batch, but for
-      the gradients of replicated parameters, which `sync_gradients` has to average.
+    num_microbatches: the number of parts; it must divide B.
+    axes: inside `shard_map`, the axes that the batch is split over. The results are then those of the whole batch,
+      except the gradients of replicated parameters, which must still be averaged by `sync_gradients`.
 
   Raises:
-    ConfigError: B does not divide.
+    ConfigError: the number of parts does not divide B.
   """
   names = to_axes(axes)
 

@@ -1,8 +1,8 @@
-"""Are the gradients of a step right, on the devices it runs on? What `train --verify_numerics` asks before it trains.
+"""Checks that the gradients of a step are right on the devices it runs on, for `train --verify_numerics`.
 
-The norm of the gradient of each variable, and of each repeated layer of it, is computed a second time: on one device,
-or, where that has not the memory or there are several hosts, by the other partitioning (XLA's communication, or that
-of `shard_map`). Norms are compared, not gradients, so that the two need not be in one place.
+The norm of each variable's gradient, and of each repeated layer in it, is computed a second time: on one device or, if
+that has too little memory or there are several hosts, by the other partitioning (XLA's communication, or that under
+`shard_map`). Norms are compared instead of gradients, so that the two computations need not share devices.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from praxis_lite.training.execution import EXECUTIONS
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 
-# How far two right norms may be apart, as a part of the norm: float32 on a CPU; and with products that are rounded, as
-# those of float32 are on accelerators.
+# How far two correct norms may differ, relative to the norm: for float32 on a CPU; and for products that are rounded,
+# such as float32 products on accelerators.
 _EXACT, _ROUNDED = 1e-3, 5e-2
-# A norm of less than this part of the largest one may be rounding alone, such as that of the bias of attention's keys.
+# A norm below this part of the largest one may be only rounding, such as the norm of the bias of attention's keys.
 _NEGLIGIBLE = 1e-4
 
 Norms = dict[str, np.ndarray]  # By the path of the variable; of a stack of layers, [layers, 1, ...].
@@ -37,7 +37,7 @@ class Compared(NamedTuple):
   Attributes:
     reference: what the gradients were compared with, in words.
     num_norms: how many norms were compared.
-    worst: the largest difference of two norms, as a part of the norm.
+    worst: the largest relative difference of two norms.
   """
 
   reference: str
@@ -48,7 +48,7 @@ class Compared(NamedTuple):
 def compare_gradients(
   partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> Compared:
-  """Compares the norms of the gradients of a step with those of another computation of the same step.
+  """Compares the norms of a step's gradients with those of another computation of the same step.
 
   Args:
     partitioned: the task on its mesh.
@@ -56,8 +56,8 @@ def compare_gradients(
 
   Raises:
     NumericsError: a norm differs. The message names the variables, each with its spec.
-    ConfigError: there is nothing to compare with: one device has not the memory, or there are several hosts, and the
-      other partitioning does not take this task; or it draws other random numbers.
+    ConfigError: there is nothing to compare with: one device has too little memory, or there are several hosts, and the
+      other partitioning does not support this task; or it draws different random numbers.
   """
   found = _Norms(partitioned, partitioned.jax_task.partitioning)(state, prng_key, batch)
   reference, expected = _reference(partitioned, state, prng_key, batch)
@@ -69,7 +69,7 @@ def compare_gradients(
   for name, norm in expected.items():
     differences = np.abs(found[name] - norm) / np.maximum(norm, floor)
     worst = max(worst, float(np.max(differences)))
-    if not np.all(differences <= tolerance):  # NaN too.
+    if not np.all(differences <= tolerance):  # Also true for NaN.
       at = np.unravel_index(np.argmax(np.nan_to_num(differences, nan=np.inf)), norm.shape)
       layer = ', '.join(str(i) for i, size in zip(at, norm.shape) if size > 1)
       where = f', layer {layer}' if layer else ''
@@ -85,7 +85,7 @@ def compare_gradients(
 
 
 class _Norms:
-  """The norms of the gradients of a task's step, of any state and batch of its shapes; compiled once."""
+  """The norms of the gradients of a task's step, for any state and batch of its shapes; compiled once."""
 
   def __init__(self, partitioned: PartitionedTask, partitioning: str):
     layout = StateLayout(*(_drop_slots(tree) for tree in partitioned.layout))
@@ -100,7 +100,7 @@ class _Norms:
 def _reference(
   partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> tuple[str, Norms]:
-  """The norms by another way, and its name."""
+  """Returns a description of another computation of the norms, and its norms."""
   task, own = partitioned.jax_task, partitioned.jax_task.partitioning
   problem = 'there are several hosts'
   if jax.process_count() == 1:
@@ -134,6 +134,6 @@ def _drop_slots(tree: TrainState) -> TrainState:
 
 
 def _refuse_random_numbers(one_key: Norms, another: Norms) -> None:
-  """Raises a ConfigError if gradients depend on the key: under `shard_map` each device draws numbers of its own."""
+  """Raises a ConfigError if gradients depend on the key: under `shard_map`, each device draws its own numbers."""
   if not all(np.allclose(one_key[name], another[name], rtol=_EXACT) for name in one_key):
     raise ConfigError('the model draws random numbers, such as dropout, and under shard_map each device draws its own')

@@ -1,4 +1,4 @@
-"""A step jitted for a mesh. Its arguments are known shapes, so it can be compiled and measured before it runs."""
+"""A step jitted for a mesh. The shapes of its arguments are known, so it can be compiled and measured in advance."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class PartitionedStep(Generic[OutT]):
   """A function of (state..., replicated..., inputs) on a mesh.
 
   Args:
-    fn, mesh: the function, and the mesh, which is the ambient one while it is traced.
-    arguments: its arguments as `jax.ShapeDtypeStruct`s with shardings; the last is the batch of inputs.
+    fn, mesh: the function, and the mesh, which is the ambient one while the function is traced.
+    arguments: its arguments as `jax.ShapeDtypeStruct`s with shardings; the last one is the batch of inputs.
     out_shardings: shardings of its result, or a prefix of them.
     donate_argnums: arguments whose memory the result may reuse.
-    flags: what it is compiled with.
+    flags: compiler flags.
 
   Attributes:
     guarded: once it is lowered, the operations that XLA would have computed wrongly; see `sharding/guards/`.
@@ -72,7 +72,7 @@ class PartitionedStep(Generic[OutT]):
     """Pads a host batch with zero-weight rows to the compiled shape and places it on the mesh, asynchronously.
 
     Args:
-      batch: arrays of the host: the global batch, or with several processes this process's share of it.
+      batch: host arrays: the global batch, or with several processes this process's share of it.
 
     Raises:
       DataError: the batch has other arrays than the step was built for.
@@ -83,7 +83,7 @@ class PartitionedStep(Generic[OutT]):
     return put_on_mesh(padded, self.mesh, self._input_specs)
 
   def trace(self) -> jax.stages.Traced:
-    """Traces from shapes alone: what does not fit raises now, before anything is compiled."""
+    """Traces from shapes only: arguments that do not fit raise now, before anything is compiled."""
     if self._traced is None:
       start = time.perf_counter()
       self._traced = _check_no_strangers(self.jitted.trace(*self.arguments))
@@ -91,27 +91,27 @@ class PartitionedStep(Generic[OutT]):
     return self._traced
 
   def lower(self) -> jax.stages.Lowered:
-    """Traces and lowers from shapes alone, with the guards; what it returns is what `compiled` would compile."""
+    """Traces and lowers from shapes only, with the guards; the result is what `compiled` would compile."""
     traced, start = self.trace(), time.perf_counter()
     lowered, self._traced = traced.lower(), None
     at_lowered = time.perf_counter()
     self.guarded = guard(lowered)
-    # The guards belong to compiling: without them there would be nothing to guard.
+    # The guards count as compilation, because only the compiler needs them.
     self._times = self._times._replace(lower=at_lowered - start, compile=time.perf_counter() - at_lowered)
     return lowered
 
   def compile(self) -> CompileTimes:
-    """Traces, lowers and compiles from shapes alone; later calls run what was compiled."""
+    """Traces, lowers and compiles from shapes only; later calls run the compiled program."""
     _ = self.compiled
     return self._times
 
   def begin_to_compile(self) -> None:
-    """Traces and lowers, and compiles in another thread; what needs the compiled program waits for it."""
+    """Traces and lowers, and compiles in another thread; code that needs the compiled program waits for it."""
     if self._compiling is None:
       lowered = self.lower()
       thread = ThreadPoolExecutor(1, 'compile')
       self._compiling = thread.submit(self._compile, lowered)
-      thread.shutdown(wait=False)  # It ends once it has compiled.
+      thread.shutdown(wait=False)  # The thread ends when it has compiled.
 
   @functools.cached_property
   def compiled(self) -> jax.stages.Compiled:
@@ -129,14 +129,14 @@ class PartitionedStep(Generic[OutT]):
     if not is_on_device(inputs, self.arguments[-1]):
       inputs = self.put_inputs(inputs)
     others = [
-      jax.random.wrap_key_data(x) if _is_key(expected) and not _is_key(x) else x  # A key of `jax.random.PRNGKey`.
+      jax.random.wrap_key_data(x) if _is_key(expected) and not _is_key(x) else x  # x is from `jax.random.PRNGKey`.
       for x, expected in zip(others, self.arguments, strict=False)
     ]
     return self.compiled(*others, inputs)
 
 
 def _check_no_strangers(traced: jax.stages.Traced) -> jax.stages.Traced:
-  """Returns what was traced; raises ConfigError if it uses an array of another trace, which JAX makes an argument."""
+  """Returns `traced`; raises ConfigError if it uses an array of another trace, which JAX turns into an argument."""
   if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(traced.in_avals)):
     raise ConfigError(
       f'task.model: {traced.fun_name} uses an array that another step has left in a global or in an object, where it '

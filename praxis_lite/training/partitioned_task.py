@@ -1,4 +1,4 @@
-"""Partitioned train, eval and decode functions of a task, on any mesh, with dimensions that need not divide."""
+"""Partitioned train, eval and decode functions of a task, on any mesh; dimensions need not divide by the mesh."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OutT = TypeVar('OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.Deco
 
 
 class Partitioner(Protocol):
-  """Decides mesh and specs instead of a task; T5X's partitioners are such."""
+  """Decides mesh and specs instead of a task, for example a T5X partitioner."""
 
   @property
   def mesh(self) -> Mesh: ...
@@ -66,7 +66,7 @@ class _PartitionedModel(NamedTuple):
 
 
 class PartitionedModel(_PartitionedModel):
-  """What `partition_spmd_model` returns: a tuple, and the `PartitionedTask` that it is a view of."""
+  """The result of `partition_spmd_model`: a tuple, and the `PartitionedTask` behind it."""
 
   partitioned_task: PartitionedTask
 
@@ -77,20 +77,20 @@ class PartitionedTask:
   Args:
     jax_task: an instantiated `SingleTask`.
     inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, dim 0 the batch.
-    mesh: the mesh; by default the one the task asks for.
+    mesh: the mesh; by default the one that the task asks for.
     partitioner: decides mesh and specs instead of the task, by its logical axis rules.
-    layout: that of an existing train state, mesh included, instead of all these.
+    layout: the layout of an existing train state, including its mesh, instead of all these.
 
   Attributes:
     mesh: the mesh.
     state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
-    inputs_partition_spec: specs of the inputs where a batch enters a step.
+    inputs_partition_spec: specs of the inputs when a batch enters a step.
     batch_shape: shapes and dtypes of a global batch, with its weights.
-    inputs_shape: the same with the rows that fill up the mesh.
-    train_step, eval_step, predict_step, decode_step: the partitioned steps, compiled at their first use.
+    inputs_shape: the same including the rows that fill up the mesh.
+    train_step, eval_step, predict_step, decode_step: the partitioned steps, compiled when first used.
     batch_size: rows of a global batch, without those that fill up the mesh.
-    row_parts: the rows that a step computes are a multiple of this number of parts.
-    total_num_params: number of model parameters, without padding, moving statistics included.
+    row_parts: the number of rows that a step computes is a multiple of this.
+    total_num_params: number of model parameters, without padding, but with moving statistics.
     active_num_params: how many of these one token uses: less than all with experts.
   """
 
@@ -127,13 +127,13 @@ class PartitionedTask:
     self.batch_size = batch_size(inputs_shape)
 
   def _specs_inside(self, inputs_shape: NestedDict) -> list[PartitionSpec | None]:
-    """How the arrays of a batch are split inside a step; [] where each device takes whole rows."""
+    """Returns how the arrays of a batch are split inside a step; [] if each device takes whole rows."""
     mapping, names = self.jax_task.train.inputs_split_mapping, self.mesh.axis_names
     if self.jax_task.partitioning != 'auto':
       return []
     try:
       return [infer_partition_spec_based_on_rank_fn(mapping, names, x) for x in jax.tree.leaves(inputs_shape)]
-    except ShardingError:  # Raised again, with its path, where the step is traced.
+    except ShardingError:  # Raised again, with its path, when the step is traced.
       return []
 
   @functools.cached_property
@@ -152,7 +152,7 @@ class PartitionedTask:
 
   @property
   def rows_of_microbatch(self) -> int:
-    """Rows that the model sees at once in training, with those that fill up the mesh."""
+    """Rows that the model processes at once in training, including those that fill up the mesh."""
     return self.train_rows.computed // self.jax_task.learner.num_microbatches
 
   @property
@@ -163,7 +163,7 @@ class PartitionedTask:
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:
     """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
     fn, arguments = self._train_fn(self.execution)
-    # Shardings stand where the step's arrays will.
+    # Shardings in place of the step's arrays.
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
     return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,), flags=self._flags)
 
@@ -183,29 +183,29 @@ class PartitionedTask:
     return self._inference_step(steps.decode_step, 'decoded')
 
   def gradient_norms(self, execution: MeshExecution | None = None) -> PartitionedStep[steps.TrainStepOutput]:
-    """Arguments as of `train_step`; see `steps.gradient_norms`. By default it runs as the train step does."""
+    """Arguments as in `train_step`; see `steps.gradient_norms`. By default it is executed like the train step."""
     fn, arguments = self._train_fn(execution or self.execution, steps.gradient_norms)
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
     return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, flags=self._flags)
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
-    """Returns a new train state, padded, each device holding its own part from the start."""
+    """Returns a new train state, padded; each device creates only its own part."""
     return self._init_state(init_key)
 
   def init_state_from(self, init_key: jax.Array, given: GivenVariables) -> TrainState[jax.Array]:
-    """As `init_state`, but some variables start from given values, padded and on the mesh."""
+    """Like `init_state`, but some variables start from given values, padded and on the mesh."""
     return state_initializer(self.jax_task, self.layout, given.known)(init_key, given.values)
 
   @functools.cached_property
   def _init_state(self) -> Callable[[jax.Array], TrainState[jax.Array]]:
-    return state_initializer(self.jax_task, self.layout)  # Kept, so that it is compiled once.
+    return state_initializer(self.jax_task, self.layout)  # Cached, so that it is compiled once.
 
   def unpadded(self, state: StateT) -> StateT:
     """Returns a train state, or its `mdl_vars`, or a part of either, as NumPy arrays in their true shapes.
 
-    It is the way out of the steps: `np.asarray` of an array of the state includes the padding that its mesh needs. The
-    arrays are copies on the host, so they stay when the state is donated, and a layer's `apply` computes with them on
-    one device.
+    Use this for results: `np.asarray` of an array of the state includes the padding that its mesh needs. The returned
+    arrays are copies on the host, so they remain valid when the state is donated, and a layer's `apply` computes with
+    them on one device.
 
     Raises:
       ShardingError: an array has another shape than the state of this task.
@@ -213,17 +213,17 @@ class PartitionedTask:
     return self._layout_of(state).unpadded(state)
 
   def padded(self, state: StateT) -> StateT:
-    """The inverse of `unpadded`, and the way in: puts arrays of true shapes, on any device or host, on the mesh."""
+    """The inverse of `unpadded`: puts arrays of true shapes, from any device or host, on the mesh."""
     return self._layout_of(state).padded(state)
 
   def _layout_of(self, state: object) -> StateLayout:
     return self.layout if isinstance(state, TrainState) else self.layout.mdl_vars
 
   def trace_train_step(self, listener: Callable[[Constraint], object]) -> jax.extend.core.ClosedJaxpr:
-    """Traces the train step without compiling it, on an abstract mesh too.
+    """Traces the train step without compiling it; works on an abstract mesh too.
 
-    The program's arguments are the leaves of the padded state, the key, and those of the padded inputs. `listener` is
-    called with each sharding constraint of the model's layers.
+    The program's arguments are the leaves of the padded state, the key, and the leaves of the padded inputs. `listener`
+    is called with each sharding constraint of the model's layers.
     """
     execution = EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
     execution.surroundings = dataclasses.replace(execution.surroundings, listener=listener)
@@ -232,12 +232,12 @@ class PartitionedTask:
 
   @functools.cached_property
   def execution(self) -> MeshExecution:
-    """How the train step runs."""
+    """How the train step is executed."""
     return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
 
   @functools.cached_property
   def _placed(self) -> CompilerPlaced:
-    """How evaluation and decoding run, whatever the partitioning of the train step."""
+    """How evaluation and decoding are executed, whatever the partitioning of the train step."""
     return CompilerPlaced(self.jax_task, self.layout)
 
   def _train_fn(
@@ -256,7 +256,7 @@ class PartitionedTask:
     return train_step, (self.state_shapes, *self._placed_shapes(rows))
 
   def _inference_step(self, step: Callable[..., OutT], by_row: str) -> PartitionedStep[OutT]:
-    """A step without a state; `by_row` names the output whose arrays have the batch as dimension 0."""
+    """Returns a step without a state; `by_row` names the output whose arrays have the batch as dimension 0."""
     rows = self.inference_rows
     shapes: tuple[object, ...] = self._placed_shapes(rows, jax.ShapeDtypeStruct((), jnp.int32))
     placed = self._placed
@@ -267,7 +267,7 @@ class PartitionedTask:
         out = step(self.jax_task, mdl_vars, key, global_step, inputs, placed.surroundings)
       return out._replace(**{by_row: jax.tree.map(rows.return_rows, getattr(out, by_row))})
 
-    inference_step.__name__ = step.__name__  # What profiles call the program.
+    inference_step.__name__ = step.__name__  # The name of the program in profiles.
     arguments = (self.state_shapes.mdl_vars, *shapes)
     return PartitionedStep(inference_step, arguments, self._replicated, mesh=self.mesh, flags=self._flags)
 
@@ -281,7 +281,7 @@ class PartitionedTask:
     return NamedSharding(self.mesh, PartitionSpec())
 
   def _placed_shapes(self, rows: BatchRows, *replicated: object) -> tuple[object, ...]:
-    """The key, further replicated arguments and inputs of a step, as they are stored on the mesh."""
+    """Returns the key, further replicated arguments and inputs of a step, as they are stored on the mesh."""
     inputs = padded_batch_shape(self.batch_shape, rows.entering)
     shapes = (jax.eval_shape(lambda: jax.random.key(0)), *replicated, inputs)
     specs = (*[None] * (1 + len(replicated)), self.inputs_partition_spec)
@@ -300,17 +300,17 @@ def partition_spmd_model(
 
   Args:
     task_p: config of the task, or the instantiated task.
-    init_key: PRNG key of the first values of the variables.
-    inputs_shape: tree of shapes and dtypes of one global batch; its batch size need not divide by the devices.
-    mesh: the mesh; by default the one the task asks for.
+    init_key: PRNG key of the initial values of the variables.
+    inputs_shape: tree of shapes and dtypes of one global batch; the devices need not divide its batch size.
+    mesh: the mesh; by default the one that the task asks for.
     partitioner: decides mesh and specs instead of the task; a config of a task takes its mesh axes and rules.
 
   Returns:
     The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of
     parameters. The steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or
-    batches already placed by `step.put_inputs`. With a partitioner of params_on_devices=False, the variables are in
-    host memory; its `move_params_to_devices` makes the state ready for the steps. The `partitioned_task` of what is
-    returned converts states: `unpadded(state)` and `padded(state)`.
+    batches already placed by `step.put_inputs`. If the partitioner has params_on_devices=False, the variables are in
+    host memory, and its `move_params_to_devices` makes the state ready for the steps. The result's `partitioned_task`
+    converts states: `unpadded(state)` and `padded(state)`.
 
   Raises:
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
@@ -354,8 +354,8 @@ def get_partitioned_spmd_model_decode_fn(
 
   Args:
     jax_task: an instantiated task.
-    init_key: not used: decoding draws from the key passed to each call. It stands here as in Pax.
-    partitioned_train_state: the state whose mesh the function runs on.
+    init_key: not used, because decoding takes its key in each call. Pax has this argument too.
+    partitioned_train_state: the function runs on the mesh of this state.
     train_state_partition_specs: specs of that state, whatever decided them.
     inputs_shape: tree of shapes and dtypes of one global batch of prompts.
   """

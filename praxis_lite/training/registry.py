@@ -1,4 +1,4 @@
-"""The registry of experiments: classes by their full names, or by any ending of those that is unique.
+"""The registry of experiments: classes by their full names, or by any unique ending of these.
 
 @registry.register
 class StdlibLm(BaseExperiment): ...                in experiments/lm.py
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 ExperimentT = TypeVar('ExperimentT', bound=type)
 
-# The packages whose modules `load_all` imports: the built-in one, and one of that name in the working directory.
+# The packages whose modules `load_all` imports: the built-in one, and the one named so in the working directory.
 _BUILT_IN, _OWN = 'praxis_lite.experiments', 'experiments'
 PACKAGES = (_BUILT_IN, _OWN)
 
 
 class _Entry(NamedTuple):
-  """A registered class, and the code object of the module body that registered it: each execution has its own."""
+  """A registered class, and the code object of the module body that registered it. Each execution has a new one."""
 
   experiment: type[BaseExperiment]
   code: CodeType
@@ -48,17 +48,17 @@ _entries: dict[str, _Entry] = {}
 
 
 def register(experiment: ExperimentT) -> ExperimentT:
-  """Class decorator: registers an experiment by its full name. Importing its module again replaces it.
+  """Class decorator: registers an experiment by its full name. Importing its module again replaces the class.
 
   Raises:
-    UserError: the class is not an experiment, or another class of the same full name is registered.
+    UserError: the class is not an experiment, or another class is registered by the same full name.
   """
   checked = _checked_experiment(experiment, getattr(experiment, '__qualname__', repr(experiment)))
   name, code = full_name(experiment), sys._getframe(1).f_code
   known = _entries.get(name)
   if known is not None and known.experiment is not checked:
     files = [os.path.realpath(c.co_filename) for c in (known.code, code)]
-    # A module that is executed again has the same file, but was compiled again. Each cell of a notebook has another.
+    # A module that is executed again has the same file, but a new code object. Each notebook cell has its own file.
     if known.code is code or (files[0] != files[1] and experiment.__module__ != '__main__'):
       where = ' and '.join(sorted({*map(short_path, files)}))
       raise UserError(f'two experiments are registered as {name}, in {where}; rename one')
@@ -67,15 +67,15 @@ def register(experiment: ExperimentT) -> ExperimentT:
 
 
 def get(name: str) -> type[BaseExperiment]:
-  """Returns the experiment class of that name.
+  """Returns the experiment class with this name.
 
   Args:
     name: a full name, a unique ending of one, `module.Class` or `module:Class` of an importable module, or
-      `path/to/file.py:Class`. The class may be left out after a colon where the module has only one experiment.
+      `path/to/file.py:Class`. After a colon, the class may be left out if the module has only one experiment.
 
   Raises:
-    UserError: no experiment has this name, or several have; the message lists similar names. Or the module raises while
-      it is imported; the message says what and where.
+    UserError: no experiment has this name, or several have it; the message lists similar names. Or importing the module
+      fails; the message says what was raised, and where.
   """
   if name in _entries:
     return _entries[name].experiment
@@ -104,10 +104,10 @@ def get(name: str) -> type[BaseExperiment]:
 
 
 def load_module(name: str) -> str:
-  """Imports a module, or the module in `path/to/file.py`, and returns the name it is imported by.
+  """Imports a module, or the module in `path/to/file.py`, and returns the name under which it is imported.
 
   Raises:
-    UserError: there is none, or it raises while it is imported.
+    UserError: it does not exist, or importing it fails.
   """
   return (_load_file(name) if name.endswith('.py') else import_module(_canonical(name))).__name__
 
@@ -118,9 +118,9 @@ def names() -> list[str]:
 
 
 def names_in_sources() -> list[str]:
-  """Returns the short names of the experiments in the sources of `PACKAGES`, sorted; nothing is imported.
+  """Returns the short names of the experiments in the sources of `PACKAGES`, sorted, without importing anything.
 
-  Finds classes with the decorator `register`, at the top level of a module: enough for a shell that completes names.
+  Finds classes with the decorator `register` at the top level of modules, which is enough for shell completion.
   """
   found: set[str] = set()
   for folder in (os.path.join(os.path.dirname(os.path.dirname(__file__)), 'experiments'), os.path.abspath(_OWN)):
@@ -140,7 +140,7 @@ def full_name(experiment: type) -> str:
 
 
 def short_name(name: str) -> str:
-  """Returns the shortest ending of a full name, with a module and a class at least, that no other experiment has."""
+  """Returns the shortest ending of a full name that no other experiment has; at least a module and a class."""
   parts = name.split('.')
   endings = ('.'.join(parts[start:]) for start in range(len(parts) - 2, 0, -1))
   return next((ending for ending in endings if len(_matches(ending)) == 1), name)
@@ -149,14 +149,14 @@ def short_name(name: str) -> str:
 def load_all() -> list[str]:
   """Imports all modules of `PACKAGES`, which register their experiments.
 
-  Returns one line for each module that cannot be imported, that says what was raised and where.
+  Returns one line for each module that cannot be imported, which says what was raised, and where.
   """
   problems = []
   for package in dict.fromkeys(map(_canonical, PACKAGES)):
     try:
       problems += _load_package(import_module(package))
     except UserError as error:
-      # The user need not have a package of experiments.
+      # The user may have no package of experiments.
       if package == _BUILT_IN or not isinstance(error, MissingModuleError):
         problems.append(str(error))
   return problems
@@ -182,20 +182,20 @@ def _matches(ending: str) -> list[str]:
 
 
 def _canonical(module: str) -> str:
-  """Returns the name to import a module by, so that no file is imported under two names."""
+  """Returns the name under which to import a module, so that no file is imported under two names."""
   # In a checkout, praxis_lite/experiments is a link to the top-level `experiments`, which may be on sys.path too.
   is_link = module.split('.')[0] == _OWN and _origin(_OWN) == _origin(_BUILT_IN)
   return f'{_BUILT_IN}{module.removeprefix(_OWN)}' if is_link else module
 
 
 def _origin(module: str) -> str | None:
-  """Returns the file that importing `module` executes, with symbolic links resolved; None if there is none."""
+  """Returns the file that importing `module` executes, with symbolic links resolved; None if there is no such file."""
   if module in sys.modules:
     file = getattr(sys.modules[module], '__file__', None)
   else:
     try:
       file = getattr(importlib.util.find_spec(module), 'origin', None)
-    except Exception as error:  # A package above it raises.
+    except Exception as error:  # Importing a parent package raised it.
       raise import_failure(module, error) from error
   return os.path.realpath(file) if file else None
 
@@ -209,10 +209,10 @@ def _load_file(path: str) -> ModuleType:
   while os.path.isfile(os.path.join(folder, '__init__.py')):
     folder, name = os.path.dirname(folder), f'{os.path.basename(folder)}.{name}'
   if folder not in map(os.path.realpath, sys.path):
-    sys.path.append(folder)  # So that it can import the files beside it.
+    sys.path.append(folder)  # So that the file can import the files beside it.
   if _origin(_canonical(name)) == file:
     return import_module(_canonical(name))
-  return _load_as(f'{name}_{zlib.crc32(file.encode()):08x}', file)  # Another module has this name.
+  return _load_as(f'{name}_{zlib.crc32(file.encode()):08x}', file)  # Another module already has the plain name.
 
 
 def _load_as(name: str, file: str) -> ModuleType:
@@ -232,11 +232,11 @@ def _load_as(name: str, file: str) -> ModuleType:
 
 
 class _MissingExperimentError(UserError):
-  """A module has no experiment of that name."""
+  """A module has no experiment with this name."""
 
 
 def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
-  """Returns the experiment of a qualified name in a module, or its only one if the name is empty."""
+  """Returns the experiment with a qualified name in a module, or its only one if the name is empty."""
   known = {key: v for key, v in vars(module).items() if _is_experiment(v) and v.__module__ == module.__name__}
   if not name and len(known) == 1:
     return next(iter(known.values()))
@@ -264,7 +264,7 @@ def _checked_experiment(value: object, name: str) -> type[BaseExperiment]:
 
 
 def _find_in_own_files(name: str) -> list[str]:
-  """Returns `file.py:Class` for the classes of this name in the files of the working directory; imports none."""
+  """Returns `file.py:Class` for the classes with this name in files of the working directory, without imports."""
   wanted, found = re.split(r'[.:]', name)[-1].lower(), []
   for file in sorted(glob.glob('*.py')):
     found += [f'{file}:{node.name}' for node in _classes_in(file) if node.name.lower() == wanted]
@@ -272,7 +272,7 @@ def _find_in_own_files(name: str) -> list[str]:
 
 
 def _classes_in(file: str) -> list[ast.ClassDef]:
-  """Returns the classes at the top level of a Python file; none if it cannot be read."""
+  """Returns the classes at the top level of a Python file; [] if it cannot be read."""
   try:
     with open(file, encoding='utf-8') as source:
       tree = ast.parse(source.read())

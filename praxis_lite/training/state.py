@@ -1,4 +1,4 @@
-"""The state of a training run: its arrays, how they are stored on a mesh, and making them there."""
+"""The state of a training run: its arrays, how they are stored on a mesh, and how they are created there."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ StateT = TypeVar('StateT', bound='TrainState | NestedDict')
 
 @dataclasses.dataclass(frozen=True)
 class TrainState(Generic[T]):
-  """What a train step reads and returns: of arrays, or of their shapes, specs or shardings.
+  """What a train step reads and returns, as arrays, or as their shapes, specs or shardings.
 
   Attributes:
-    step: int32 scalar, the number of steps taken, skipped ones included.
+    step: int32 scalar, the number of steps taken, including skipped ones.
     mdl_vars: the model's variables, a nested dict with the paths of the layer tree.
-    opt_states: the state of the learner's optimizer; it has entries for trained variables only.
-    ema_vars: exponential moving averages of the trained variables, or None where the learner keeps none.
+    opt_states: the state of the learner's optimizer, with entries only for trained variables.
+    ema_vars: exponential moving averages of the trained variables, or None if the learner keeps none.
   """
 
   step: T
   mdl_vars: NestedDict
-  opt_states: Any  # Whatever optax makes of the variables.
+  opt_states: Any  # Whatever structure optax makes.
   ema_vars: NestedDict | None = None
 
   def replace(self, **changes: Any) -> TrainState:
@@ -61,11 +61,11 @@ class PartitionedModelStates(NamedTuple):
 
 
 class GivenVariables(NamedTuple):
-  """First values of some variables that are not drawn from the seed, such as those of another run.
+  """Initial values of some variables that are not drawn from the seed, for example from another run.
 
   Attributes:
     values: a part of the variable tree; arrays have the shapes of the variables.
-    known: (path, shape) of each: the entries before these indices are given, those after them are drawn.
+    known: by path, a shape: the entries before these indices are given, and the others are drawn.
   """
 
   values: NestedDict
@@ -94,7 +94,7 @@ def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
 
   Raises:
     ShardingError: a mapping, rule or strategy does not fit.
-    ConfigError: a mapping names mesh axes, and the task has no names of them.
+    ConfigError: a mapping names mesh axes, but the task has no names for them.
   """
   if jax_task.mesh_axis_names is None:
     _check_names_no_axes(jax_task, mesh)
@@ -128,7 +128,7 @@ def state_layout(
 
   Args:
     jax_task, mesh: the task and the mesh.
-    specs_of_vars: the spec of each variable; None: those that the task asks for.
+    specs_of_vars: the spec of each variable; None uses those that the task asks for.
     optimizer: False leaves out `opt_states`, which only training needs, and which take long to trace.
   """
   unpadded = train_state_shapes(jax_task, optimizer=optimizer)
@@ -145,10 +145,10 @@ def state_layout(
 
 
 def offload_slots(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
-  """Returns the layout of a train state with the optimizer's state in the memory of the host, if the task asks for it.
+  """Returns the layout with the optimizer's state in host memory, if the task asks for that.
 
   Raises:
-    ConfigError: the devices have no such memory.
+    ConfigError: the devices do not support host memory.
   """
   if not jax_task.train.offload_optimizer_state or layout.specs.opt_states is None:
     return layout
@@ -160,11 +160,11 @@ def offload_slots(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
 def unpadded(jax_task: Config | SingleTask, state: StateT) -> StateT:
   """Returns a train state, or its `mdl_vars`, as NumPy arrays in their true shapes.
 
-  It does what `PartitionedTask.unpadded` does, for a state that comes without one, such as that of a `TrainResult`.
+  This is `PartitionedTask.unpadded` for a state without a `PartitionedTask`, such as the state of a `TrainResult`.
 
   Args:
     jax_task: the task of the state, or its config.
-    state: on any mesh. The arrays that are returned are copies: they stay when the state is donated.
+    state: on any mesh. The returned arrays are copies: they remain valid when the state is donated.
 
   Raises:
     ShardingError: an array does not fit the task.
@@ -175,7 +175,7 @@ def unpadded(jax_task: Config | SingleTask, state: StateT) -> StateT:
 
 
 def declared_state(jax_task: SingleTask) -> TrainState:
-  """Returns a task's train state with `WeightHParams` as variables and shapes elsewhere, as partitioners take it."""
+  """Returns a task's train state for partitioners: variables are `WeightHParams`, and the rest are shapes."""
   return train_state_shapes(jax_task).replace(mdl_vars=jax_task.model.abstract_init())
 
 
@@ -193,9 +193,9 @@ def _use_given(drawn: NestedDict, given: GivenVariables) -> Callable[[Path, jax.
 def state_initializer(
   jax_task: SingleTask, layout: StateLayout, known: Mapping[Path, tuple[int, ...]] | None = None
 ) -> Callable[..., TrainState[jax.Array]]:
-  """Returns a jitted function of the init key that makes a new train state, padded, each device its own part.
+  """Returns a jitted function of the init key that creates a padded train state; each device makes its own part.
 
-  If some variables are given, `known` says which of their entries, and the function takes their padded values as well.
+  If some variables are given, `known` says which of their entries, and the function also takes their padded values.
   """
 
   def init(key: jax.Array, values: NestedDict | None = None) -> TrainState[jax.Array]:
@@ -214,8 +214,8 @@ def initialize_partitioned_model_states(
   """Creates the train state of a task, sharded and padded on its mesh, never whole on one device.
 
   Args:
-    jax_task, init_key: an instantiated task, and the PRNG key of the first values.
-    mesh: the mesh; by default the one the task asks for.
+    jax_task, init_key: an instantiated task, and the PRNG key of the initial values.
+    mesh: the mesh; by default the one that the task asks for.
   """
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
   state = state_initializer(jax_task, layout)(init_key)

@@ -1,7 +1,7 @@
 """The single-learner steps: pure functions of a task, its state and one batch.
 
-They are written once. What differs between one device, a mesh whose communication XLA places, and a mesh under
-`shard_map` is in the `Execution` that a step is given; by default a step can be jitted as it is, without a mesh.
+Each is written once. The differences between one device, a mesh whose communication XLA places, and a mesh under
+`shard_map` are in the `Execution` passed to the step; by default a step can be jitted as it is, without a mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrainStepOutput(NamedTuple):
 
   Attributes:
     state: the new train state.
-    weighted_loss: float32 scalar, what was differentiated: the model's loss and its auxiliary losses.
+    weighted_loss: float32 scalar, the differentiated loss: the model's loss plus its auxiliary losses.
     mean_metrics: (mean, weight) of each metric of the model and the learner.
     per_example_out: tree of arrays with the batch as dimension 0.
     summaries: what layers added with `add_summary`, by name.
@@ -42,7 +42,7 @@ class TrainStepOutput(NamedTuple):
 
 
 class EvalStepOutput(NamedTuple):
-  """Result of an eval step: as of a train step, without the state."""
+  """Result of an eval step: that of a train step, without the state."""
 
   weighted_loss: jax.Array
   mean_metrics: WeightedScalars
@@ -73,10 +73,10 @@ def train_step_single_learner(
   """Takes one step.
 
   Args:
-    jax_task, states: the task, and its state, every array in its true shape; under `shard_map`, this device's parts.
-    prng_key: key of the run; the step's own is folded in from `states.step`.
+    jax_task, states: the task, and its state with arrays in their true shapes; under `shard_map`, this device's parts.
+    prng_key: key of the run; `states.step` is folded in.
     inputs: a batch, dim 0 the batch; under `shard_map`, this device's rows.
-    execution: what the step needs to know of the mesh; by default there is none.
+    execution: what the step needs to know about the mesh; None means no mesh.
   """
   execution = execution or Execution()
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
@@ -85,7 +85,7 @@ def train_step_single_learner(
     gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
   )
   updates, finite = out.updates, update.finite
-  if finite is not None:  # After a step that does not count, variables that are not trained keep their values.
+  if finite is not None:  # After a step that is not applied, variables that are not trained keep their values.
     updates = map_with_path(lambda path, new: jnp.where(finite, new, lookup(states.mdl_vars, path)), updates)
   mdl_vars = merge(update.mdl_vars, updates)
   one = jnp.ones((), jnp.float32)
@@ -97,7 +97,7 @@ def train_step_single_learner(
 def loss_and_gradients(
   jax_task: SingleTask, mdl_vars: NestedDict, step: jax.Array, prng_key: jax.Array, inputs: NestedDict
 ) -> tuple[jax.Array, NestedDict]:
-  """Returns the loss of a step and its gradients, without a mesh; arguments as of `train_step_single_learner`."""
+  """Returns the loss of a step and its gradients, without a mesh; arguments as in `train_step_single_learner`."""
   states = TrainState(step, mdl_vars, {}, None)
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
   loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, Execution())
@@ -107,10 +107,10 @@ def loss_and_gradients(
 def gradient_norms(
   jax_task: SingleTask, states: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict, execution: Execution
 ) -> TrainStepOutput:
-  """A train step that is not taken: its metrics are the norms of the gradients, and the state stays as it was.
+  """Computes gradient norms as the metrics of a train step that leaves the state unchanged.
 
-  Arguments are those of `train_step_single_learner`. There is a norm for each trained variable, float32: a scalar, or
-  [layers, 1, ...] with a norm for each repeated layer.
+  The arguments are those of `train_step_single_learner`. Each trained variable has a norm, float32: a scalar, or
+  [layers, 1, ...] with one norm per repeated layer.
   """
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
   loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
@@ -125,7 +125,7 @@ def _loss_and_gradients(
   inputs: NestedDict,
   execution: Execution,
 ) -> tuple[jax.Array, LossOutput, NestedDict]:
-  """The loss, outputs and gradients of the whole batch; under `shard_map`, gradients of this device's parts."""
+  """Returns the whole batch's loss, outputs and gradients; under `shard_map`, gradients of this device's parts."""
   model = jax_task.model
   key = execution.device_key(jax.random.fold_in(prng_key, states.step))
 
@@ -158,9 +158,9 @@ def eval_step_single_learner(
 
   Args:
     jax_task, mdl_vars: the task, and the model's variables, or their moving averages.
-    prng_key: folded with `global_step`, an int32 scalar, for models that draw while they evaluate.
+    prng_key: `global_step`, an int32 scalar, is folded in, for models that draw random numbers in evaluation.
     inputs: a batch, dim 0 the batch.
-    surroundings: what layers need to know of the mesh; by default there is none.
+    surroundings: what layers need to know about the mesh; None means no mesh.
   """
   key = jax.random.fold_in(prng_key, global_step)
   out, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings)
@@ -177,7 +177,7 @@ def predict_step(
   inputs: NestedDict,
   surroundings: Surroundings | None = None,
 ) -> PredictStepOutput:
-  """Returns the model's predictions for one batch; arguments as of `eval_step_single_learner`.
+  """Returns the model's predictions for one batch; arguments as in `eval_step_single_learner`.
 
   Raises:
     ConfigError: the model returns nothing, or an array that does not have the batch as dimension 0.
@@ -196,14 +196,14 @@ def decode_step(
   inputs: NestedDict,
   surroundings: Surroundings | None = None,
 ) -> DecodeStepOutput:
-  """Decodes one batch of prompts; arguments as of `eval_step_single_learner`."""
+  """Decodes one batch of prompts; arguments as in `eval_step_single_learner`."""
   key = jax.random.fold_in(prng_key, global_step)
   out, _ = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='decode', surroundings=surroundings)
   return DecodeStepOutput(*checked_outputs(jax_task.model, out, batch_size(inputs), method='decode'))
 
 
 def add_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:
-  """Returns the total loss, and the metrics with the auxiliary losses among them as `aux/<name>`."""
+  """Returns the total loss, and the metrics, to which the auxiliary losses are added as `aux/<name>`."""
   loss, weight = metrics['loss']
   total = loss.astype(jnp.float32)
   for name, (value, scale) in side.aux_losses.items():

@@ -1,4 +1,4 @@
-"""SingleTask: one model, how it is trained, evaluated and decoded, and the mesh it is split over."""
+"""SingleTask: one model, how to train, evaluate and decode it, and the mesh that it is split over."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from praxis_lite.training.learning import Learner
 
 
 class EarlyStoppingParams(Configurable):
-  """When a run ends before its last step: once a metric of its evaluations no longer improves.
+  """When a run ends early: once a metric of its evaluations no longer improves.
 
   Attributes:
-    patience: number of evaluations in a row without an improvement after which the run stops; None: never.
-    metric: name of the metric, or `eval/<input>/<metric>` where there are several inputs to evaluate on.
-    mode: 'min' if lower is better, 'max' if higher is.
+    patience: number of evaluations in a row without an improvement after which the run stops; None disables it.
+    metric: name of the metric, or `eval/<input>/<metric>` if several inputs are evaluated.
+    mode: 'min' if lower is better, 'max' if higher is better.
     min_delta: a value is an improvement if it is better than the best one by more than this.
   """
 
@@ -42,14 +42,14 @@ class EarlyStoppingParams(Configurable):
 
 
 class LossSpikeParams(Configurable):
-  """What counts as a jump of the training loss, and what happens then.
+  """What counts as a spike of the training loss, and what to do about it.
 
   Attributes:
-    factor: a loss is too high if it is more than this times the median of those before; None: never.
-    steps: so many losses in a row must be too high.
-    window: number of losses that the median is taken of; those that are too high are not among them.
-    action: 'rollback': the run goes back to the last checkpoint before, and leaves out the batches of these steps.
-      'raise': it ends with an error.
+    factor: a loss is too high if it exceeds this times the median of the previous losses; None disables it.
+    steps: how many losses in a row must be too high.
+    window: how many losses the median is taken over, not counting those that are too high.
+    action: 'rollback': the run goes back to the last checkpoint before the spike, and leaves out the batches of its
+      steps. 'raise': the run ends with an error.
   """
 
   factor: float | None = None
@@ -68,14 +68,14 @@ class LossSpikeParams(Configurable):
 
 
 class EmergencyCopiesParams(Configurable):
-  """Copies of the train state that each host keeps in a folder of its own, beside the checkpoints.
+  """Copies of the train state that each host keeps in a local folder, in addition to checkpoints.
 
-  A run that is started again uses the newest that is whole on all hosts, if it is newer than the newest checkpoint.
+  A restarted run uses the newest copy that is complete on all hosts, if it is newer than the newest checkpoint.
 
   Attributes:
-    every_n_steps: steps between copies; None: there are none. A killed process loses less than twice as many steps.
-    directories: of each host, where its copies are: the memory of a RAM disk, or a disk. Each gets all copies, and the
-      first that has one whole is read; so one of them may be on another host.
+    every_n_steps: steps between copies; None disables them. A killed process loses less than twice this many steps.
+    directories: where each host keeps its copies: a RAM disk, or a disk. Each directory gets all copies. The first one
+      with a complete copy is read, so one of them may be on another host.
   """
 
   every_n_steps: int | None = None
@@ -90,19 +90,19 @@ class EmergencyCopiesParams(Configurable):
 
 
 class InitFromParams(Configurable):
-  """A checkpoint of another run that the variables of a new run start from. A run that resumes does not look at it.
+  """A checkpoint of another run from which a new run takes its first values. A run that resumes ignores it.
 
-  The optimizer starts anew. A variable comes from the one of the same path in the checkpoint, unless a rule says
-  otherwise. Regular expressions match whole paths, `lm.softmax.w`, of the variables of the model that is trained.
+  The optimizer state is not taken. A variable comes from the variable with the same path in the checkpoint, unless a
+  rule says otherwise. Regular expressions match whole paths, `lm.softmax.w`, of variables of the model to train.
 
   Attributes:
-    path: the directory of the other run; None: variables start from the seed.
-    step: step of the checkpoint, or 'best'; None: the newest.
-    rules: pairs (regex, path in the checkpoint), of which the first that matches counts. The path may contain the
-      groups of the regex as \\1, \\2, ...; None starts the variable from the seed.
-    partial: regexes of variables whose shape may differ: the entries that both have are copied, the others start from
-      the seed.
-    use_ema: whether to take the moving averages, where the checkpoint has them.
+    path: the directory of the other run; None disables this, and variables are drawn from the seed.
+    step: step of the checkpoint, or 'best'; None means the newest.
+    rules: pairs (regex, path in the checkpoint). The first match counts. The path may contain groups of the regex as
+      \\1, \\2, ...; None draws the variable from the seed.
+    partial: regexes of variables whose shape may differ: the entries that both have are copied, and the others are
+      drawn from the seed.
+    use_ema: whether to take the moving averages, if the checkpoint has them.
   """
 
   path: str | None = None
@@ -127,26 +127,27 @@ class TrainParams(Configurable):
   Attributes:
     learner: optimizer, schedule, clipping, moving averages, accumulation.
     num_train_steps: number of steps of the whole run.
-    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves their
-      batch dimension split over all mesh axes.
-    offload_optimizer_state: keeps the optimizer's state in the memory of the host between updates; an error where the
-      devices cannot use it.
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank. None splits their
+      batch dimension over all mesh axes.
+    offload_optimizer_state: keeps the optimizer's state in host memory between updates; an error if the devices do not
+      support that.
     log_interval_steps: steps between lines on the console, and between scalars in the event files.
-    eval_interval_steps: steps between evaluations; None: only at the end.
-    decode_interval_steps: steps between decoding runs; None: only by the command `decode`.
+    eval_interval_steps: steps between evaluations; None evaluates only at the end.
+    decode_interval_steps: steps between decoding runs; None decodes only in the command `decode`.
     save_interval_steps: steps between checkpoints; there is always one at the end.
-    max_to_keep: number of the newest checkpoints that are kept.
+    max_to_keep: how many of the newest checkpoints are kept.
     keep_interval_steps: checkpoints at multiples of this are never deleted; None disables it.
     best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
-      kept as well. None: the metric of `early_stopping`, if that is on.
-    best_metric_mode: 'min' if lower is better, 'max' if higher is.
-    mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that has a copy of the run: each complete
-      checkpoint that is kept, and the other files of its directory. Where it is newer than the directory, the run goes
-      on from there. None: there is none.
-    max_skipped_steps: number of steps in a row without a finite loss and gradient that end the run, with an error; 0
-      or None: any number is skipped.
-    slow_step_factor: a step that takes more than this times the median of those before is reported; None: none is.
-    max_rollbacks: number of times that a run may go back, for a step that is not finite or a jump of the loss.
+      kept as well. None uses the metric of `early_stopping`, if that is enabled.
+    best_metric_mode: 'min' if lower is better, 'max' if higher is better.
+    mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that gets a copy of the run: each complete
+      checkpoint that is kept, and the other files of its directory. If it is newer than the directory, the run resumes
+      from it. None disables it.
+    max_skipped_steps: number of steps in a row without a finite loss and gradient after which the run ends with an
+      error; with 0 or None, any number is skipped.
+    slow_step_factor: a step that takes more than this times the median of the previous steps is reported; None disables
+      the reports.
+    max_rollbacks: how many times a run may go back because of a step that is not finite, or a spike of the loss.
     loss_spike, early_stopping, emergency_copies, init_from: see the classes.
   """
 
@@ -194,8 +195,8 @@ class EvalParams(Configurable):
   """How the task is evaluated.
 
   Attributes:
-    use_ema: whether the moving averages are used, if the learner keeps them.
-    max_batches: number of batches; None: the whole set.
+    use_ema: whether to use the moving averages, if the learner keeps them.
+    max_batches: number of batches; None means the whole set.
   """
 
   use_ema: bool = True
@@ -203,28 +204,28 @@ class EvalParams(Configurable):
 
 
 class DecodeParams(EvalParams):
-  """How the task decodes its `decode_datasets()`; the attributes are those of `EvalParams`."""
+  """How the task decodes its `decode_datasets()`; has the attributes of `EvalParams`."""
 
 
 class SingleTask(Configurable):
   """A model and everything that its training run needs, except data.
 
-  `model`, `train`, `evaluate` and `decode` are configs in the config of a task; the task has what is built from them.
+  In the config of a task, `model`, `train`, `evaluate` and `decode` are configs; in the task they are built objects.
 
   Attributes:
     name: name of the task, for logs.
     model: the model.
     mesh_axis_names: names of the mesh axes, in the order of the mesh shapes.
-    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None: one device.
-    dcn_mesh_shape: number of slices along each axis; None: one slice.
+    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None means one device.
+    dcn_mesh_shape: number of slices along each axis; None means one slice.
     logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
     strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`, for the weights that declare
       no mapping.
-    partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit; each
+    partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit. Each
       device computes its own rows, gathers weights before it uses them, and averages gradients.
-    xla_flags: values, by name, of XLA flags that the steps are compiled with, such as
-      {'xla_gpu_enable_triton_gemm': False}; None as a value leaves a flag to XLA. XLA_FLAGS wins.
-    default_xla_flags: whether those that `xla_flags.py` has for the platform count as well.
+    xla_flags: values, by name, of the XLA flags for compiling the steps, such as {'xla_gpu_enable_triton_gemm': False}.
+      The value None leaves a flag to XLA. The environment variable XLA_FLAGS wins.
+    default_xla_flags: whether to use the default flags of the platform in `xla_flags.py` too.
     train, evaluate, decode: see the classes.
   """
 
@@ -284,7 +285,7 @@ class SingleTask(Configurable):
     self.model = model
 
   def mesh_sizes(self) -> dict[str, int]:
-    """Returns the size of each mesh axis by name, without a device."""
+    """Returns the size of each mesh axis by name; needs no devices."""
     with prefix_errors('task'):
       return mesh_sizes(*self._mesh_shape())
 

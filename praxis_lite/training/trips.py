@@ -1,13 +1,13 @@
-"""How often a `while` of a jaxpr runs at most, where the program shows it.
+"""Finds the largest number of iterations of a `while` in a jaxpr, if the program shows it.
 
-A loop as `jax.lax.fori_loop` makes it runs while its counter is below a limit. Where the limit is data, such as the
-number of blocks that a mask does not empty, there is often a bound: a sum of so many booleans is at most their number.
-So bounds are carried from equation to equation, for arrays of integers and booleans:
+A loop made by `jax.lax.fori_loop` runs while its counter is below a limit. If the limit is data, such as the number of
+blocks that a mask does not empty, it often has a bound: a sum of n booleans is at most n. So bounds are carried from
+equation to equation, for arrays of integers and booleans:
 
     constants           themselves
     booleans            1: True
-    x & y, min(x, y)    the lesser bound
-    x | y, max(x, y)    the greater bound
+    x & y, min(x, y)    the smaller bound
+    x | y, max(x, y)    the larger bound
     x + y, sums         sums of bounds
 """
 
@@ -22,13 +22,13 @@ from jax.extend import core
 
 from praxis_lite.common.jax_internals.programs import scan_sizes, while_sizes
 
-# Greatest values of the entries of an array, of its shape; None: not known.
+# The largest possible value of each entry of an array; None if unknown.
 Bound = np.ndarray | None
 _MOST_ENTRIES = 2**20
 
 
 class Bounds:
-  """Bounds of the values in a jaxpr, of which `add` takes in one equation after the other.
+  """Bounds of the values in a jaxpr; `add` processes one equation after the other.
 
   Args:
     jaxpr: the program.
@@ -52,7 +52,7 @@ class Bounds:
     return self._known.get(var)
 
   def add(self, equation: core.JaxprEqn) -> None:
-    """Takes in the result of an equation, if there is a rule for it."""
+    """Derives the bound of an equation's result, if there is a rule for it."""
     rule = _RULES.get(equation.primitive.name)
     bounds = [self.of(var) for var in equation.invars] if rule else []
     if rule and all(bound is not None for bound in bounds):
@@ -75,7 +75,7 @@ class Bounds:
     return [*inputs, *[None] * (len(inner.invars) - len(inputs))]
 
   def most_trips(self, equation: core.JaxprEqn) -> int | None:
-    """Returns how often a `while` runs at most; None: not known."""
+    """Returns how often a `while` runs at most; None if unknown."""
     cond, body = equation.params['cond_jaxpr'].jaxpr, equation.params['body_jaxpr'].jaxpr
     of_cond, of_body, _ = while_sizes(equation)
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != 'lt' or cond.outvars[0] is not cond.eqns[0].outvars[0]:

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: language models in and out, with their tokenizers."""
+"""Hugging Face checkpoints: imports and exports language models with their tokenizers."""
 
 from praxis_lite.bridges.hf.models import ImportedModel, read_model, write_model
 from praxis_lite.bridges.hf.runs import export_run, import_run

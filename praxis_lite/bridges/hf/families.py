@@ -1,4 +1,4 @@
-"""Families of models by `model_type`, and which of them a model belongs to."""
+"""The families of models by `model_type`, and the search for the family of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_L
 
 
 def family_of(hf: HfConfig) -> Family:
-  """Returns the family of a checkpoint; raises ConfigError, which names those there are, if it is of another."""
+  """Returns the family of a checkpoint; raises ConfigError, which lists the families, if there is none."""
   model_type = hf['model_type']
   if not isinstance(model_type, str) or model_type not in FAMILIES:
     raise ConfigError(
@@ -33,16 +33,16 @@ def family_of(hf: HfConfig) -> Family:
 
 
 def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[Family, Values]:
-  """Returns the family that a model belongs to, and config.json of it.
+  """Returns the family that a model belongs to, and its config.json.
 
-  A family is right if the model that its config.json describes is the given one.
+  A family is right if its config.json describes exactly the given model.
 
   Args:
-    model: the model, built.
-    preferred: the `model_type` to try first, such as that of the checkpoint it was imported from.
+    model: the built model.
+    preferred: the `model_type` to try first, such as that of the checkpoint that the model was imported from.
 
   Raises:
-    ConfigError: there is none; the message names the nearest and what differs.
+    ConfigError: no family is right; the message names the nearest one and the differences.
   """
   lm = model.lm
   if not isinstance(lm, TransformerLm):
@@ -56,7 +56,7 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
     try:
       values: Values = {'model_type': name, 'architectures': [family.architecture], **family.values(lm)}
       there = family.model(HfConfig(values)).instantiate(name='model').lm
-    except AttributeError:  # It has not even the parts to describe.
+    except AttributeError:  # It lacks the parts to describe.
       continue
     except ConfigError as error:
       reasons[str(error)] = None
@@ -77,12 +77,12 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
 
 
 def _layers_in_common(ours: Layer, theirs: Layer) -> int:
-  """How many layers of two trees have the same place and class."""
+  """Returns how many layers of two trees have the same place and class."""
   return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs)) if type(ours) is type(theirs) else 0
 
 
 def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
-  """Yields the layers below both, each pair once: blocks by their number, however they are repeated, others by name."""
+  """Yields the layers below both, each pair once: blocks by number, however they are repeated, others by name."""
   children, of_theirs = dict(ours.children()), dict(theirs.children())
   if isinstance(ours, TransformerLm) and isinstance(theirs, TransformerLm):
     del children['transformer']
@@ -93,7 +93,7 @@ def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
 
 
 _SHOWN = 3
-# Fields that do not change what a trained model computes, or that layers below have, completed.
+# Fields that do not change what a trained model computes, or that lower layers have in completed form.
 _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
@@ -109,7 +109,7 @@ def _class_name(value: object) -> str:
 
 
 def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
-  """Yields how a layer, and those below it, differ from another in what they compute."""
+  """Yields how a layer, and those below it, differ from another one in what they compute."""
   if isinstance(ours, Dropout):
     return
   if type(ours) is not type(theirs):
@@ -128,5 +128,5 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
       )
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
       yield f'{ours.path_name}.{field.name}, which is {_class_name(here)} here and {_class_name(there)} there'
-  for pair in _pairs(ours, theirs):  # Where one has no such layer, the fields differ that say so.
+  for pair in _pairs(ours, theirs):  # If one model lacks a layer, a field that says so differs.
     yield from _differences(*pair)

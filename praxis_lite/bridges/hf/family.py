@@ -1,4 +1,4 @@
-"""What a family of models is: a `model_type` of transformers, which a config of ours is read from and written as."""
+"""A family of models: a `model_type` of transformers. Configs of ours are read from it and written to it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Family:
   """A `model_type` of transformers.
 
   Attributes:
-    model_type, architecture: as config.json has them.
-    defaults: what transformers assumes where config.json has no such value.
-    prefix: of the names of tensors below the head, left out where a checkpoint is of the model without its head.
+    model_type, architecture: as in config.json.
+    defaults: values that transformers assumes if config.json does not have them.
+    prefix: of the names of tensors below the head; left out in checkpoints of the model without its head.
   """
 
   model_type: str
@@ -31,15 +31,15 @@ class Family:
   prefix: str = 'model.'
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    """Returns the config of the model that config.json describes; raises ConfigError if the layers cannot be it."""
+    """Returns the config of the model in config.json; raises ConfigError if our layers cannot compute it."""
     raise NotImplementedError
 
   def values(self, lm: TransformerLm) -> Values:
-    """Returns what config.json says of a model, as far as this family can say it."""
+    """Returns the content of config.json for a model, as far as this family can express it."""
     raise NotImplementedError
 
   def table(self, tied: bool) -> list[Pair]:
-    """Returns the tensors; `tied` is whether softmax and embedding share a table."""
+    """Returns the tensors; `tied` says whether softmax and embedding share a table."""
     raise NotImplementedError
 
 
@@ -49,7 +49,7 @@ def is_tied(lm: TransformerLm) -> bool:
 
 
 def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:
-  """Returns the block of each layer; that of a repeated layer as often as it is repeated."""
+  """Returns the block of each layer; a repeated block occurs as often as it is repeated."""
   transformer = lm.transformer
   if isinstance(transformer, Repeat):
     return cast(list[TransformerBlock], transformer.layers_by_turn())

@@ -1,10 +1,10 @@
-"""safetensors files: named arrays one after another, behind a header that says where each of them is.
+"""safetensors files: named arrays one after another, after a header that says where each of them is.
 
     8 bytes     n, the length of the header, little endian
     n bytes     JSON: {"wte.weight": {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]}, ...}
     the rest    the arrays in C order; offsets count from here
 
-A checkpoint is a folder with one such file, or with several and an index, {"weight_map": {tensor: file}}.
+A checkpoint is a folder with one such file, or with several files and an index, {"weight_map": {tensor: file}}.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _METADATA = '__metadata__'
 
 
 class StoredTensor(NamedTuple):
-  """Where a tensor is.
+  """The location of a tensor.
 
   Attributes:
     name: its name in the checkpoint.
@@ -51,7 +51,7 @@ class StoredTensor(NamedTuple):
 
   @property
   def dtype(self) -> np.dtype:
-    """Its dtype; raises CheckpointError if it is not one of floating point numbers of 16 bits or more."""
+    """Its dtype; raises CheckpointError if it is not a floating-point dtype of 16 bits or more."""
     if self.kind not in _DTYPES:
       raise CheckpointError(
         f'{self.file}: {self.name} has dtype {self.kind}; a checkpoint to import has {", ".join(_DTYPES)}, '
@@ -60,7 +60,7 @@ class StoredTensor(NamedTuple):
     return _DTYPES[self.kind]
 
   def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a copy of a part. Only its pages of the file are read, and they are unmapped again at once."""
+    """Returns a copy of a part. Only its pages of the file are read, and they are unmapped at once."""
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, 'r', self.offset, self.shape)[index])
@@ -129,7 +129,7 @@ def read_header(file: str) -> dict[str, StoredTensor]:
 
 
 def _check_entry(name: str, entry: dict[str, Any]) -> None:
-  """Raises ValueError unless what a header says of a tensor is of the right types."""
+  """Raises ValueError if a tensor's entry in a header has wrong types."""
   numbers = [*entry['shape'], *entry['data_offsets']]
   if not isinstance(entry['dtype'], str) or len(entry['data_offsets']) != 2:
     raise ValueError(f'what it says of {name}')
@@ -156,7 +156,7 @@ def write_folder(
 ) -> list[str]:
   """Writes tensors as one file, or as several of about `max_file_bytes` and an index; returns the names of the files.
 
-  `data` is called for one tensor after another, in their order, so no more than one of them need be in memory.
+  `data` is called for one tensor after another, in order, so only one of them needs to be in memory at a time.
   """
   groups: list[list[str]] = [[]]
   room = max_file_bytes
@@ -191,7 +191,7 @@ def _write_file(
     header[name] = {'dtype': _NAMES[dtype], 'shape': shape, 'data_offsets': [end, end + tensors[name].nbytes]}
     end += tensors[name].nbytes
   encoded = json.dumps(header).encode()
-  encoded += b' ' * (-len(encoded) % 8)  # So that the data are aligned.
+  encoded += b' ' * (-len(encoded) % 8)  # Aligns the data.
   with open(path, 'wb') as f:
     f.write(len(encoded).to_bytes(8, 'little') + encoded)
     for name in names:

@@ -14,7 +14,7 @@ from praxis_lite.models import LanguageModel, transformer_lm
 
 @dataclasses.dataclass(frozen=True)
 class Gpt2(Family):
-  """GPT-2, whose linear layers are stored as [in, out], and whose queries, keys and values are one tensor."""
+  """GPT-2. Its linear layers are stored as [in, out]; queries, keys and values share a tensor."""
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf = hf.replace_defaults(self.defaults)

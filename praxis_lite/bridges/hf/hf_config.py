@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face checkpoint: values by name, with defaults of transformers where it leaves them out."""
+"""config.json of a Hugging Face checkpoint: values by name, with transformers' defaults for values it leaves out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScalin
 
 CONFIG_FILE = 'config.json'
 _YARN_FIELDS = ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')
-# Names of activation functions there, the first one of each to be written.
+# Activation functions by their names in config.json; of several names, the first is used for writing.
 _ACTIVATIONS = {
   'silu': 'silu',
   'swish': 'silu',
@@ -56,7 +56,7 @@ class HfConfig:
     raise ConfigError(f'{self.where}: {name} is missing')
 
   def size(self, name: str, most: int = 2**31 - 1) -> int:
-    """Returns a positive integer; raises ConfigError if it is none, or larger than a model may have."""
+    """Returns a positive integer; raises ConfigError if it is not one, or exceeds `most`."""
     value = self[name]
     if type(value) is not int or value < 1:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected an integer of at least 1')
@@ -65,28 +65,28 @@ class HfConfig:
     return value
 
   def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
-    """Returns a finite number, of `of` where that is given; raises ConfigError if it is none."""
+    """Returns a finite number, from `of` if that is given; raises ConfigError if it is not one."""
     value = self[name] if of is None else of[name]
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected a number')
     return float(value)
 
   def must_be(self, name: str, *accepted: object) -> None:
-    """Raises ConfigError if a value is given and is not one of those that the layers here compute."""
+    """Raises ConfigError if a value is given that our layers do not support."""
     value = self.values.get(name, accepted[0])
     if value not in accepted:
       shown = ' or '.join(json.dumps(a) for a in accepted)
       raise ConfigError(f'{self.where}: {name} = {json.dumps(value)} is not supported; only {shown} is')
 
   def activation(self, name: str) -> str:
-    """Returns the name in `layers/activations.py` of an activation function."""
+    """Returns the name of an activation function in `layers/activations.py`."""
     value = self[name]
     if not isinstance(value, str) or value not in _ACTIVATIONS:
       raise ConfigError(f'{self.where}: {name} = {value!r} is not supported; known: {", ".join(_ACTIVATIONS)}')
     return _ACTIVATIONS[value]
 
   def rotary(self) -> Config[RotaryPositions]:
-    """Returns the rotary positions, of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    """Returns the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     given = self.values.get('rope_parameters')
     field = 'rope_parameters' if given else 'rope_scaling'
     rope: dict[str, Any] = given or self.values.get('rope_scaling') or {}
@@ -122,7 +122,7 @@ class HfConfig:
     return rotary
 
   def _yarn_fields(self, rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `YarnRotaryScaling` that have defaults in config.json too."""
+    """Returns those fields of `YarnRotaryScaling` that are optional in config.json."""
     given = [name for name in _YARN_FIELDS if rope.get(name) is not None]
     fields = {name: bool(rope[name]) if name == 'truncate' else self.number(name, rope) for name in given}
     if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
@@ -137,7 +137,7 @@ class HfConfig:
 
 
 def read_config(folder: str | os.PathLike[str]) -> HfConfig:
-  """Returns config.json of a folder; raises ConfigError if there is none, or it is no JSON object."""
+  """Returns config.json of a folder; raises ConfigError if it does not exist, or is not a JSON object."""
   path = os.path.join(folder, CONFIG_FILE)
   if not os.path.isdir(folder):
     raise ConfigError(
@@ -149,7 +149,7 @@ def read_config(folder: str | os.PathLike[str]) -> HfConfig:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns the JSON object in a file; raises ConfigError if there is something else."""
+  """Returns the JSON object in a file; raises ConfigError if the file contains something else."""
   try:
     values = parse_json(read_plain(path))
   except (OSError, ValueError) as error:
@@ -160,7 +160,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def rope_values(rotary: RotaryPositions) -> dict[str, object]:
-  """Returns what config.json says of rotary positions, in the words of transformers 4, which 5 reads as well."""
+  """Returns the fields of config.json for rotary positions, in the form of transformers 4, which 5 reads too."""
   scaling = rotary.scaling
   values: dict[str, object] = {'rope_theta': rotary.max_timescale}
   if isinstance(scaling, Llama3RotaryScaling):
@@ -184,7 +184,7 @@ def rope_values(rotary: RotaryPositions) -> dict[str, object]:
 
 
 def activation_name(ours: str, field: str) -> str:
-  """Returns the name in config.json of an activation function; raises ConfigError, naming `field`, if it has none."""
+  """Returns an activation function's name in config.json; raises ConfigError, which names `field`, if it has none."""
   for theirs, name in _ACTIVATIONS.items():
     if name == ours and ours in ACTIVATIONS:
       return theirs

@@ -1,11 +1,11 @@
-"""LLaMA and what has been derived from it:
+"""LLaMA and models derived from it:
 
-llama      RMSNorm, rotary positions, gated feed-forward; biases of attention or feed-forward by config.json
+llama      RMSNorm, rotary positions, gated feed-forward; config.json says if attention or feed-forward has biases
 mistral    the same with sliding windows
 qwen2      biases of queries, keys and values; sliding windows in some layers
 qwen3      norms of queries and keys
 gemma      zero-centred norms, embeddings times sqrt(D), GELU
-gemma2     that, norms after each sublayer too, soft caps, sliding windows in every other layer
+gemma2     gemma with norms after each sublayer too, soft caps, and sliding windows in every other layer
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import MoeFeedForward, RMSNorm, SharedEmbeddingSoftmax, TransformerLm
 from praxis_lite.models import LanguageModel, transformer_lm
 
-_MOST_LAYERS = 100_000  # A config.json may be of anyone.
+_MOST_LAYERS = 100_000  # A limit, because anyone may have written config.json.
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaLike(Family):
-  """LLaMA and what has been derived from it.
+  """LLaMA and models derived from it.
 
   Attributes:
-    qkv_bias: whether queries, keys and values always have biases, and the output has none.
-    optional_biases: names in config.json of what may have biases.
+    qkv_bias: whether queries, keys and values always have biases, and the output never.
+    optional_biases: names in config.json of flags for biases.
     qk_norm: whether queries and keys are normalized.
     is_gemma: zero-centred norms and scaled embeddings.
     hybrid_norms: norms before and after each sublayer, and soft caps.
-    windows: which layers have sliding windows: none, all, or by `layer_types`.
-    hidden_dims_field: name in config.json of the hidden dims of the feed-forward layers.
+    windows: which layers have sliding windows: 'none', 'all', or given by `layer_types`.
+    hidden_dims_field: name in config.json of the feed-forward layers' hidden dims.
   """
 
   qkv_bias: bool = False
@@ -47,11 +47,11 @@ class LlamaLike(Family):
   hidden_dims_field: str = 'intermediate_size'
 
   def experts(self, hf: HfConfig) -> Config[MoeFeedForward] | None:
-    """Returns the mixture of experts that each feed-forward layer is; None: it is dense."""
+    """Returns the mixture of experts for each feed-forward layer; None if they are dense."""
     return None
 
   def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
-    """Returns the tensors of a feed-forward layer, which begin with `layer` and are those of `ours`."""
+    """Returns the pairs of a feed-forward layer: names of tensors begin with `layer`, of variables with `ours`."""
     pairs = []
     for name in ('gate', 'up', 'down'):
       pairs += [
@@ -158,7 +158,7 @@ class LlamaLike(Family):
       *self.feed_forward_table(layer, ours),
     ]
     norms = {'attention_norm': 'input_layernorm', 'ff_norm': 'post_attention_layernorm'}
-    if self.hybrid_norms:  # The same name for another norm.
+    if self.hybrid_norms:  # The name means another norm in this case.
       norms |= {
         'attention_out_norm': 'post_attention_layernorm',
         'ff_norm': 'pre_feedforward_layernorm',
@@ -171,14 +171,14 @@ class LlamaLike(Family):
     return 'hidden_activation' if self.hybrid_norms else 'hidden_act'
 
   def _activation(self, hf: HfConfig) -> str:
-    # Gemma's first files said 'gelu' and meant its approximation; later ones have a second field.
+    # Gemma's first files said 'gelu' but meant its approximation; later ones have a second field.
     if self.is_gemma and not self.hybrid_norms:
       field = 'hidden_activation' if hf.values.get('hidden_activation') else 'hidden_act'
       return 'gelu_tanh' if hf[field] == 'gelu' else hf.activation(field)
     return hf.activation(self._activation_field)
 
   def _windows(self, hf: HfConfig) -> list[int | None]:
-    """The sliding window of each layer."""
+    """Returns the sliding window of each layer."""
     count = hf.size('num_hidden_layers', most=_MOST_LAYERS)
     if self.windows == 'none' or hf['sliding_window'] is None or not hf['use_sliding_window']:
       return [None] * count
@@ -198,7 +198,7 @@ class LlamaLike(Family):
 
 
 def _shortest_cycle(windows: list[int | None]) -> tuple[int | None, ...]:
-  """Returns the shortest beginning whose repetition gives all of `windows`."""
+  """Returns the shortest prefix whose repetition gives all of `windows`."""
   for length in range(1, len(windows) + 1):
     if all(w == windows[i % length] for i, w in enumerate(windows)):
       return tuple(windows[:length])

@@ -1,4 +1,4 @@
-"""Models whose feed-forward layers are mixtures of experts, each of which is a tensor of its own:
+"""Models whose feed-forward layers are mixtures of experts, with separate tensors for each expert:
 
 mixtral      Mistral with experts
 qwen3_moe    Qwen 3 with experts
@@ -21,10 +21,10 @@ class Mixture(LlamaLike):
   """A model of the LLaMA family with experts.
 
   Attributes:
-    num_experts_fields: names in config.json of the number of experts, of which the first one is written.
-    renormalize_field: name in config.json of whether the weights of a token's experts sum to 1; None: they do.
-    layer_name: of the mixture in the names of tensors.
-    names: of the three products of an expert there: gate, up, down.
+    num_experts_fields: names in config.json of the number of experts; the first one is used for writing.
+    renormalize_field: name in config.json of the flag that the weights of a token's experts sum to 1; None: they do.
+    layer_name: name of the mixture in the names of tensors.
+    names: names of an expert's three products in the names of tensors: gate, up, down.
   """
 
   num_experts_fields: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Models and variables of Hugging Face checkpoints in Python, for a program of one's own: no run, no task."""
+"""Models and variables of Hugging Face checkpoints in Python, for your own program: without a run or a task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from praxis_lite.sharding.layout import layout_of
 
 
 class ImportedModel(NamedTuple):
-  """A model, built, and its variables, as `model.apply(variables, batch)` takes them."""
+  """A built model, and its variables in the form that `model.apply(variables, batch)` accepts."""
 
   model: LanguageModel
   variables: NestedDict
@@ -32,7 +32,7 @@ def read_model(folder: str | os.PathLike[str], device: jax.Device | None = None)
 
   Args:
     folder: with config.json and *.safetensors.
-    device: None: the first one. A run, by `import_run`, splits a model over a mesh.
+    device: None uses the first one. To split a model over a mesh, use `import_run`.
 
   Raises:
     UserError: it cannot be imported; the message says why.
@@ -51,13 +51,13 @@ def write_model(
   """Writes a model as a checkpoint that transformers loads; returns the names of the files.
 
   Args:
-    folder: is created if it does not exist; files in it of the same names are replaced.
-    model: any that a family of transformers computes.
-    variables: as `model.apply` takes them; they may be split over devices.
-    max_file_bytes: more than this is written as several files and an index.
+    folder: is created if it does not exist; files in it with the same names are replaced.
+    model: must belong to a family of transformers.
+    variables: as `model.apply` accepts them; they may be split over devices.
+    max_file_bytes: larger checkpoints are written as several files and an index.
 
   Raises:
-    ConfigError: it is of no family; the message names the nearest and what differs.
+    ConfigError: it belongs to no family; the message names the nearest one and the differences.
   """
   if not isinstance(model, LanguageModel):
     raise ConfigError(f'a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have')

@@ -1,9 +1,9 @@
-"""Reading a checkpoint: a part of a variable at a time, straight from the files, into one of ours or onto a mesh.
+"""Reads a checkpoint one part of a variable at a time, directly from its files, into one of ours or onto a mesh.
 
-The host never holds more than some parts of a variable; on a mesh, each device gets its own, and what is larger is
-assembled there.
+The host only holds a few parts of a variable at a time. On a mesh, each device gets its own part; larger parts are
+assembled on the device.
 
-    files, mapped -> a part, in the dimensions of the variable -> its place in the file, or in the array on the device
+    mapped files -> a part, in the dimensions of the variable -> its place in the file, or in the array on the device
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, box
 from praxis_lite.common.trees import NestedDict, Path, insert, lookup
 from praxis_lite.sharding.layout import StateLayout
 
-# Bytes of a variable that are on their way to a device at once.
+# Bytes of a variable that are in transit to a device at the same time.
 BLOCK_BYTES = 4 << 20
-# Buffers that old checkpoints have beside the weights: they follow from config.json.
+# Buffers in old checkpoints that are not weights: they follow from config.json.
 _BUFFERS = re.compile(r'.*\.rotary_emb\.inv_freq|.*\.h\.\d+\.attn\.(bias|masked_bias)')
 
 
@@ -38,9 +38,9 @@ class HfCheckpoint(NamedTuple):
   """A checkpoint on disk.
 
   Attributes:
-    folder: where it is.
+    folder: its path.
     config: its config.json.
-    family: what kind of model it is.
+    family: the family of its model.
     tensors: its tensors by name.
   """
 
@@ -51,17 +51,17 @@ class HfCheckpoint(NamedTuple):
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
-  """Reads config.json and the headers of the files in a folder, no weights.
+  """Reads config.json and the headers of the files in a folder, but no weights.
 
   Raises:
-    ConfigError: there is no config.json, or its model is not supported.
+    ConfigError: config.json does not exist, or its model is not supported.
     CheckpointError: the files are missing, truncated or not safetensors.
   """
   folder = os.fspath(folder)
   config = read_config(folder)
   family = family_of(config)
   tensors = read_folder(folder)
-  if not any(name.startswith(family.prefix) for name in tensors):  # Of the model without its head.
+  if not any(name.startswith(family.prefix) for name in tensors):  # The checkpoint is of the model without its head.
     tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
   return HfCheckpoint(folder, config, family, tensors)
 
@@ -84,7 +84,7 @@ def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, 
 
 
 def stored_dtypes(checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]]) -> NestedDict:
-  """Returns the dtype of each variable in the files; the widest, if that of its layers differs."""
+  """Returns the dtype of each variable in the files; float32 if its tensors have different dtypes."""
   dtypes: NestedDict = {}
   for path, of_variable in found.items():
     each = {checkpoint.tensors[piece.name].dtype for piece in of_variable}
@@ -95,11 +95,11 @@ def stored_dtypes(checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]
 def streamed_variables(
   checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]], shapes: NestedDict
 ) -> NestedDict:
-  """Returns the variables as arrays that are read in parts when they are needed.
+  """Returns the variables as arrays whose parts are read when they are needed.
 
   Args:
-    checkpoint, found: the checkpoint, and what `checked_pieces` returns of it.
-    shapes: true shapes, and the dtypes to read them in.
+    checkpoint, found: the checkpoint, and the result of `checked_pieces` for it.
+    shapes: true shapes, and the dtypes to convert to.
   """
   variables: NestedDict = {}
   for path, of_variable in found.items():
@@ -115,9 +115,9 @@ def read_variables(
   """Returns the variables on the mesh of `layout`, padded, in its dtypes.
 
   Args:
-    checkpoint, found: the checkpoint, and what `checked_pieces` returns of it.
-    layout: of the variables of the `TransformerLm`.
-    block_bytes: about how many bytes are in host memory at once.
+    checkpoint, found: the checkpoint, and the result of `checked_pieces` for it.
+    layout: the layout of the variables of the `TransformerLm`.
+    block_bytes: approximate number of bytes in host memory at the same time.
   """
   variables = streamed_variables(checkpoint, found, layout.unpadded_shapes)
   return jax.tree.map(lambda v, padded: _put_on_mesh(v, padded, block_bytes), variables, layout.padded_shapes)
@@ -128,8 +128,8 @@ class _Variable(StreamedArray):
   """A variable in the files of a checkpoint.
 
   Attributes:
-    tensors: those of the checkpoint by name.
-    pieces: the tensors of the variable, by their indices along its first dimensions.
+    tensors: the tensors of the checkpoint by name.
+    pieces: the pieces of the variable, by their indices along its first dimensions.
   """
 
   tensors: Mapping[str, StoredTensor]
@@ -145,7 +145,7 @@ class _Variable(StreamedArray):
     return part
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns a shape that is contiguous in the files: cut along the outermost dimension of a tensor."""
+    """Returns a shape whose parts are contiguous in the files: cut along the outermost dimension of a tensor."""
     stacked = len(self._first.at)
     axis = stacked + self._first.view.outermost
     order = [*range(stacked), axis, *(i for i in range(stacked, len(sizes)) if i != axis)]
@@ -158,11 +158,11 @@ class _Variable(StreamedArray):
 
 
 def _put_on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_bytes: int) -> jax.Array:
-  """Returns a variable in a padded shape: each device gets its part, and zeros beyond the end of the variable."""
+  """Returns a variable in a padded shape; each device gets its part, with zeros beyond the end of the variable."""
   sharding = padded.sharding
   assert sharding is not None
   local_shape = sharding.shard_shape(padded.shape)
-  parts: dict[tuple[int, ...], jax.Array] = {}  # By where they begin, as several devices may hold the same part.
+  parts: dict[tuple[int, ...], jax.Array] = {}  # By start index, because several devices may hold the same part.
   arrays = []
   for device, index in sharding.addressable_devices_indices_map(padded.shape).items():
     starts = tuple(i.indices(size)[0] for i, size in zip(index or (), padded.shape))
@@ -187,7 +187,7 @@ def _put_on_device(
     array = jnp.zeros(shape, variable.dtype)
     for at in blocks:
       corner = [np.int32(b.start - s) for b, s in zip(at, starts)]
-      # Waiting for it, so that blocks do not queue up in host memory.
+      # Wait for each block, so that blocks do not queue up in host memory.
       array = jax.block_until_ready(_with_block(array, jax.device_put(variable.read(at), device), corner))
   return array
 

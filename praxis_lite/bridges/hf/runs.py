@@ -1,8 +1,8 @@
-"""Run directories from checkpoints of Hugging Face, and such checkpoints from run directories.
+"""Makes run directories from Hugging Face checkpoints, and such checkpoints from run directories.
 
-job_log_dir/checkpoints/0     the variables, in the dtypes of the files; the optimizer starts when training does
-            run.json          the config: that model, a learner to fine-tune it, text with its tokenizer
-            hugging_face/     config.json, and the files of the tokenizer, to be exported again
+job_log_dir/checkpoints/0     the variables, in the dtypes of the files; the optimizer's state begins with training
+            run.json          the config: the model, a learner to fine-tune it, and text input with its tokenizer
+            hugging_face/     config.json and the files of the tokenizer, for a later export
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TOKENIZER_FILES = (
   *(TOKENIZER_FILE, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja'),
   *('vocab.json', 'merges.txt', _SENTENCEPIECE_FILE, _GENERATION_FILE),
 )
-# Of a recorded config.json, what is written anew from the model, or of the version that wrote it.
+# Fields of a recorded config.json that are written anew from the model, or that depend on the version that wrote it.
 _OUTDATED = {
   *('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'rope_parameters', 'rope_scaling', 'rope_theta'),
   *('sliding_window', 'use_sliding_window', 'max_window_layers', 'layer_types'),
@@ -68,12 +68,12 @@ def import_run(
   *,
   overrides: Sequence[str] = (),
 ) -> list[str]:
-  """Makes a run directory of a checkpoint; returns lines about it.
+  """Makes a run directory from a checkpoint; returns lines about it.
 
   Args:
-    folder: of the checkpoint, with config.json and *.safetensors.
-    job_log_dir: of the run; it has no checkpoint yet.
-    overrides: edits of the config, `path=value`, such as of the mesh, which may have more devices than there are here.
+    folder: the checkpoint's folder, with config.json and *.safetensors.
+    job_log_dir: the run directory, which has no checkpoint yet.
+    overrides: edits of the config, `path=value`, for example of the mesh, which may have more devices than are here.
 
   Raises:
     UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable.
@@ -88,7 +88,7 @@ def import_run(
   dtypes = {'lm': stored_dtypes(checkpoint, found)}
   shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, lookup(dtypes, path)), weights)
   mesh = abstract_mesh(task.mesh_sizes())
-  place_task_variables(task, mesh)  # Raises an error if the config cannot split them so.
+  place_task_variables(task, mesh)  # Raises an error if the config cannot split the variables this way.
   with contextlib.ExitStack() as to_close:
     directory = to_close.enter_context(job_directory(job_log_dir))
     checkpointer = Checkpointer(directory)
@@ -121,7 +121,7 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
 
   Args:
     checkpoint: the checkpoint.
-    assets: the folder in the run directory where the files of the tokenizer will be.
+    assets: the folder in the run directory for the files of the tokenizer.
   """
   hf = checkpoint.config
   model = set_sharding(checkpoint.family.model(hf))
@@ -157,7 +157,7 @@ _SEQ_LEN = 1024
 
 
 def _set_decoder(decoder: Config, checkpoint: HfCheckpoint) -> None:
-  """Sets how a sampler decodes by default as generation_config.json says."""
+  """Sets a sampler's defaults from generation_config.json."""
   file = os.path.join(checkpoint.folder, _GENERATION_FILE)
   says: dict[str, Any] = read_json(file) if os.path.isfile(file) else {}
   end = says.get('eos_token_id', checkpoint.config.values.get('eos_token_id'))
@@ -182,21 +182,21 @@ def export_run(
   dtype: str | None = None,
   max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[str]:
-  """Writes a checkpoint of a run as one that transformers loads, with the tokenizer it was imported with.
+  """Writes a checkpoint of a run as one that transformers loads, with the tokenizer that was imported with it.
 
   Args:
-    config: configs of the run, which need not have been imported: any model that a family of transformers computes.
-    job_log_dir: of the run.
-    out: a folder that does not exist, or is empty; it appears complete or not at all.
+    config: configs of the run. The run need not have been imported: its model only has to belong to a family.
+    job_log_dir: the run directory.
+    out: a folder that does not exist or is empty; it appears complete or not at all.
     step: step of the checkpoint; None uses the newest.
-    dtype: dtype to write, such as 'bfloat16'; None: as in the checkpoint.
-    max_file_bytes: size of a file from which on there are several.
+    dtype: dtype to write, such as 'bfloat16'; None keeps that of the checkpoint.
+    max_file_bytes: above this size, several files are written.
 
   Returns:
     The names of the files.
 
   Raises:
-    UserError: the model is of no such family, there is no such checkpoint, or `out` is not usable.
+    UserError: the model belongs to no family, the checkpoint does not exist, or `out` is not usable.
   """
   directory, target = user_path(job_log_dir), user_path(out)
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -222,7 +222,7 @@ def export_run(
 
 
 def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[str]) -> list[str]:
-  """Copies those of the files that are there; returns their names."""
+  """Copies the files that exist; returns their names."""
   present = [name for name in names if os.path.isfile(os.path.join(source, name))]
   for name in present:
     shutil.copyfile(os.path.join(source, name), target / name)
@@ -231,7 +231,7 @@ def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[st
 
 @contextlib.contextmanager
 def _appears_complete(target: Path) -> Iterator[Path]:
-  """Yields a folder beside `target` that takes its place at the end."""
+  """Yields a folder beside `target`, which replaces `target` at the end."""
   try:
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f'.{target.name}-', dir=target.parent))

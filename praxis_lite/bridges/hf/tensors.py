@@ -1,15 +1,15 @@
-"""Which tensor of a checkpoint is which variable, and how its dimensions are arranged: one table for both directions.
+"""Maps the tensors of a checkpoint to variables, and their dimensions, with one table for both directions.
 
     Pair('model.layers.{layer}.self_attn.q_proj.weight', 'transformer.layers.attention.query.w', 'D N H -> (N H) D')
 
-says that the query weight [D, N, H] of a layer is there transposed, with heads and dims per head in one dimension. The
-letters name dimensions, and mean nothing else. A fraction is a part of a tensor that several variables share:
+says that the query weight [D, N, H] of a layer is stored transposed, with heads and dims per head in one dimension. The
+letters only name dimensions. A fraction is a part of a tensor that several variables share:
 
     'D N H -> D (1/3 N H)'      the second of three parts, along the second dimension
 
-Variables of a repeated layer, stacked, are a tensor for each `{layer}`; so are those of `layers_0`, `layers_1`, ...
-Where these are a pattern that is repeated, they are stacked, and `rest_0`, ... come after them.
-A dimension before a colon has a tensor for each entry, `{expert}`:
+The stacked variables of a repeated layer have a tensor for each `{layer}`, and so do those of `layers_0`, `layers_1`,
+... If these form a pattern that is repeated, they are stacked, and `rest_0`, ... come after them. A dimension before a
+colon has a tensor for each entry, `{expert}`:
 
     Pair('model.layers.{layer}.experts.{expert}.up.weight', 'transformer.layers.ff.up', 'E: D F -> F D')
 """
@@ -32,7 +32,7 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Part(NamedTuple):
-  """The part number `at` of `of` equal ones."""
+  """Part number `at` of `of` equal parts."""
 
   at: int
   of: int
@@ -42,9 +42,9 @@ class Pair(NamedTuple):
   """One row of the table.
 
   Attributes:
-    theirs: name of the tensor, with {layer} for its number, and {expert} for that of an expert.
+    theirs: name of the tensor, with {layer} for the number of its layer, and {expert} for the number of an expert.
     ours: path of the variable below the `TransformerLm`, without the number of the layer.
-    axes: our dimensions, and how theirs are made of them; '' where they are the same.
+    axes: our dimensions, and how theirs are made from them; '' if they are the same.
   """
 
   theirs: str
@@ -57,8 +57,8 @@ class View:
   """A tensor, or part of one, seen with the dimensions of a variable.
 
   Attributes:
-    shape: of the variable, in one layer and of one expert.
-    groups: for each dimension of the tensor, which dimensions of the variable it is made of, outermost first.
+    shape: shape of the variable, in one layer and for one expert.
+    groups: for each dimension of the tensor, the dimensions of the variable that form it, outermost first.
   """
 
   shape: tuple[int, ...]
@@ -71,15 +71,15 @@ class View:
 
   @property
   def outermost(self) -> int:
-    """The dimension of the variable by which the tensor is cut into contiguous pieces."""
+    """The dimension of the variable that cuts the tensor into contiguous pieces."""
     return next(axis for group in self.groups for axis in group if not isinstance(axis, Part))
 
   def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns the part `index` of the variable; reads little more of the tensor than that."""
+    """Returns the part `index` of the variable; reads little more of the tensor than this part."""
     their_index, split_shape, split_index = [], [], []
     for group in self.groups:
       sizes, bounds = self._sizes(group), [self._bounds(axis, index) for axis in group]
-      # Where the outer dimensions have one entry each, the next one gives a contiguous range.
+      # If the outer dimensions have one entry each, the next one gives a contiguous range.
       outer = next((i for i, (low, high) in enumerate(bounds) if high - low != 1), len(group) - 1)
       inner = math.prod(sizes[outer + 1 :])
       start = sum(low * math.prod(sizes[i + 1 :]) for i, (low, _) in enumerate(bounds[: outer + 1]))
@@ -90,12 +90,12 @@ class View:
     return self._ours(tensor.read(tuple(their_index)).reshape(split_shape)[tuple(split_index)])
 
   def within(self, theirs: np.ndarray) -> np.ndarray:
-    """Returns the part of the whole tensor that is the variable, to be written to; `theirs` is contiguous."""
+    """Returns the part of the whole tensor that is the variable, as a view to write to; `theirs` is contiguous."""
     split = theirs.reshape([size for group in self.groups for size in self._sizes(group)])
     return self._ours(split[tuple(slice(a.at, a.at + 1) if isinstance(a, Part) else slice(None) for a in self._axes)])
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
-    """The dimensions of `split`, one for each entry of the groups, in the order of the variable; a view."""
+    """Returns the dimensions of `split`, one per entry of the groups, in the variable's order; a view."""
     axes = self._axes
     whole = split[tuple(0 if isinstance(a, Part) else slice(None) for a in axes)]
     kept = [a for a in axes if not isinstance(a, Part)]
@@ -128,10 +128,10 @@ class Piece(NamedTuple):
   """A variable, or one entry along its first dimensions, and the tensor that holds it.
 
   Attributes:
-    name: of the tensor.
-    path: of the variable.
-    at: index along the first dimensions of the variable, those of layers and experts; empty if it has neither.
-    view: the tensor as the variable.
+    name: name of the tensor.
+    path: path of the variable.
+    at: index along the first dimensions of the variable, for layers and experts; empty if it has neither.
+    view: the tensor seen as the variable.
   """
 
   name: str
@@ -140,7 +140,7 @@ class Piece(NamedTuple):
   view: View
 
   def box(self, inside: Sequence[slice]) -> tuple[slice, ...]:
-    """Returns where in the variable a part of this piece is."""
+    """Returns the place of a part of this piece in the variable."""
     return (*(slice(i, i + 1) for i in self.at), *inside)
 
 
@@ -148,7 +148,7 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
   """Returns the pieces of each variable, in the order of their indices.
 
   Args:
-    table: a row for each variable, at least.
+    table: must have a row for each variable.
     weights: declarations of the variables below the `TransformerLm`.
   """
   rows, declared = {pair.ours: pair for pair in table}, leaves(weights)
@@ -157,11 +157,11 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
 
 
 class _LayerOrder(NamedTuple):
-  """Which layers of a model are those of `layers_0`, `layers_1`, ..., stacked or not, and of `rest_0`, ... after them.
+  """Which layers of a model are in `layers_0`, `layers_1`, ..., stacked or not, and in `rest_0`, ... after them.
 
   Attributes:
-    first: the number of the first layer of each.
-    period: how many layers there are from one entry of a stack to the next.
+    first: the number of each one's first layer.
+    period: how many layers lie between successive entries of a stack.
   """
 
   first: dict[str, int]
@@ -195,7 +195,7 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, orde
   view = View(shape, parse_axes(axes) if axes else tuple((i,) for i in range(len(shape))))
   counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
   for index in np.ndindex(*counts):
-    stack = index[: len(weight.repeat_prefix)]  # Two indices in stages of a pipeline of several rounds.
+    stack = index[: len(weight.repeat_prefix)]  # A pipeline of several rounds has two indices.
     layer = first + step * (int(np.ravel_multi_index(stack, weight.repeat_prefix)) if stack else 0)
     yield Piece(pair.theirs.format(layer=layer, expert=index[-1] if experts else None), path, index, view)
 
@@ -206,7 +206,7 @@ _SHOWN = 3
 def check_tensors(
   found: Mapping[str, StoredTensor], wanted: Iterable[Piece], ignored: Callable[[str], bool], where: str
 ) -> None:
-  """Checks that a checkpoint has the tensors that a model has, of their shapes, and no others.
+  """Checks that a checkpoint has exactly the tensors of a model, in their shapes.
 
   Raises:
     CheckpointError: it does not; the message names the first ones.

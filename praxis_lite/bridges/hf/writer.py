@@ -1,4 +1,4 @@
-"""Writing variables as a checkpoint that `transformers` loads, one tensor after another."""
+"""Writes variables as a checkpoint that `transformers` loads, one tensor after another."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def write_checkpoint(
 
   Args:
     folder: an existing folder.
-    config: what config.json says.
-    variables: those of the `TransformerLm`, which may be padded, or arrays that are read in parts.
-    found: the tensors of each variable, as `tensors.pieces` returns them.
-    max_file_bytes: more than this is written as several files and an index.
-    dtype: of all tensors; None: that of the variable.
+    config: content of config.json.
+    variables: the variables of the `TransformerLm`, possibly padded, or arrays that are read in parts.
+    found: the tensors of each variable, as returned by `tensors.pieces`.
+    max_file_bytes: larger checkpoints are written as several files and an index.
+    dtype: for all tensors; None keeps the dtype of each variable.
   """
   if jax.process_count() > 1:
     raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')
@@ -77,7 +77,7 @@ def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:
 
 
 def _is_in_host_memory(data: jax.Array) -> bool:
-  """Whether NumPy can see an array without a copy of it."""
+  """Whether NumPy can access an array without a copy."""
   return all(device.platform == 'cpu' for device in data.devices())
 
 
@@ -85,14 +85,14 @@ def _part(data: jax.Array, at: tuple[int, ...]) -> jax.Array:
   """Returns data[at], on its device."""
   if not at:
     return data
-  # The indices are arguments of the program, so one is compiled for all layers and experts.
+  # The indices are arguments of the program, so one compiled program serves all layers and experts.
   rest = data.shape[len(at) :]
   corner = [*map(np.int32, at), *(np.int32(0) for _ in rest)]
   return jax.lax.dynamic_slice(data, corner, [*(1 for _ in at), *rest]).reshape(rest)
 
 
 def _fetch(variable: jax.Array, piece: Piece) -> np.ndarray:
-  """Returns a piece of a variable, in its true shape, from the devices that hold its parts."""
+  """Returns a piece of a variable, in its true shape, collected from the devices that hold its parts."""
   shape = piece.view.shape
   whole = np.empty(shape, variable.dtype)
   for shard in variable.addressable_shards:

@@ -1,4 +1,4 @@
-"""T5X's surface: partitioners, meshes for a number of model partitions, host chunks and data layout."""
+"""T5X's API: partitioners, meshes for a number of model partitions, host chunks and data layout."""
 
 from praxis_lite.bridges.t5x.axis_names import AxisNames
 from praxis_lite.bridges.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo

@@ -1,4 +1,4 @@
-"""Logical axis names of train states: what declarations say, what overrides change, what optimizer slots inherit."""
+"""Logical axis names of train states: from declarations, changed by overrides, and inherited by optimizer slots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
 
 AxisNamesOverrides = Sequence[tuple[str, Sequence[str | None]]]
-# The names that a slot without the shape of its parameter keeps, given a path that begins with the parameter and ends
-# with the slot, such as 'mlp/expert/kernel/v_row'.
+# The names kept by a slot that does not have the shape of its parameter. The argument is a path that begins with the
+# parameter and ends with the slot, such as 'mlp/expert/kernel/v_row'.
 KeptNames = Callable[[str], Collection[str]]
 Tree = TypeVar('Tree')
 
 
 class AxisNames(tuple[Any, ...]):
-  """The names of an array's axes: `AxisNames('embed', 'mlp')`. A leaf of trees, unlike the tuple it is otherwise."""
+  """The names of an array's axes: `AxisNames('embed', 'mlp')`. It is a tuple, but a leaf of trees."""
 
   def __new__(cls, *names: object) -> Self:
     return super().__new__(cls, names)
@@ -34,7 +34,7 @@ class AxisNames(tuple[Any, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class _Boxed:
-  """An array in a box of Flax, as a declaration."""
+  """An array in a Flax box, as a declaration."""
 
   logical_axes: tuple[Any, ...] | None
   struct: Any
@@ -44,7 +44,7 @@ class _Boxed:
 
 
 def remove_boxes(train_state: Any) -> Any:
-  """Returns a train state whose variables are declarations where they are arrays in boxes that name their axes."""
+  """Returns a train state in which variables that are arrays in boxes with axis names become declarations."""
 
   def declaration(x: Any) -> Any:
     return _Boxed(x.names, x.value) if is_named_box(x) else x
@@ -57,9 +57,9 @@ def remove_boxes(train_state: Any) -> Any:
 
 
 def declared_axis_names(weights: Tree) -> Tree:
-  """Returns the AxisNames of a tree of weight declarations, or of objects that carry their names as `logical_axes`.
+  """Returns the AxisNames of a tree of weight declarations, or of objects with their names as `logical_axes`.
 
-  Raises ShardingError if a leaf is neither, so that nothing is known about its axes.
+  Raises ShardingError if a leaf is neither, because its axes are then unknown.
   """
 
   def read_declared(path: Path, weight: object) -> AxisNames:
@@ -76,14 +76,14 @@ def declared_axis_names(weights: Tree) -> Tree:
 
 
 def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
-  """Returns a tree of AxisNames with those of the arrays replaced whose path a pattern matches.
+  """Returns a tree of AxisNames in which the names of arrays whose path matches a pattern are replaced.
 
   Args:
     axes: tree of AxisNames.
-    overrides: pairs (pattern on a whole path, names); each array takes the first that matches it.
+    overrides: pairs (pattern on a whole path, names); for each array the first match counts.
 
   Raises:
-    ShardingError: an override replaces nothing, or has not as many names as an array it matches has axes.
+    ShardingError: an override replaces nothing, or its number of names differs from the axes of a matching array.
   """
   by_path = leaves_by_path(axes)
   deciding = {
@@ -115,8 +115,8 @@ def state_axis_names(
 
   Args:
     train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
-    params, state: overrides for `mdl_vars`, which slots and averages inherit; and for paths as 'opt_states/0/v_row/.*'.
-    kept: the names that slots of another shape than their variable's keep.
+    params, state: overrides for `mdl_vars`, which slots and averages inherit; and for others, 'opt_states/0/v_row/.*'.
+    kept: the names kept by slots that do not have the shape of their variable.
   """
   structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
   axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)
@@ -135,13 +135,13 @@ def slot_axis_names(
 ) -> Tree:
   """Returns the AxisNames of the arrays of an optimizer's state.
 
-  A slot with the shape of its parameter inherits its names. Any other, a factored slot or a counter, has none but those
-  that are kept, so that it is replicated unless an override names its axes.
+  A slot with the shape of its parameter inherits its names. Any other slot, factored or a counter, has only the kept
+  names, so it is replicated unless an override names its axes.
 
   Args:
     params_struct, params_axes: tree of shapes, and the same tree of AxisNames.
     state_struct: the state, as arrays or shapes.
-    kept: the names that slots of another shape keep.
+    kept: the names kept by slots of another shape.
   """
   names_of, origins = leaves_by_path(params_axes), slot_origins(params_struct, state_struct)
 

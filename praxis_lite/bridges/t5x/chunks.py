@@ -1,8 +1,8 @@
 """Which part of a split array the devices of one host hold, and which part of each batch the host reads.
 
-The devices of a host form a contiguous block of the mesh, its chunk. From the number of chunks along each mesh axis,
-and the host's number among these, follow the slice of any array that the host holds, how many hosts hold the same
-slice, and which of them it is. On the mesh {'data': 8, 'model': 4} of four hosts with 2 x 4 devices each:
+The devices of a host form a contiguous block of the mesh, its chunk. The number of chunks along each mesh axis, and the
+host's number among these, determine the slice of any array that the host holds, how many hosts hold the same slice, and
+the host's number among those. On the mesh {'data': 8, 'model': 4} of four hosts with 2 x 4 devices each:
 
     host 1, chunk ids {'data': 2, 'model': 0}
     array (128, 16) split ('data', 'model'):   rows 64:96, all 16 columns, replica 0
@@ -30,7 +30,7 @@ MeshAxes = PartitionSpec | Sequence[Entry]
 
 
 class LocalChunkInfo(NamedTuple):
-  """What a host holds of an array.
+  """The part of an array that a host holds.
 
   Attributes:
     slice: the host's part, one slice per dimension.
@@ -79,7 +79,7 @@ class LocalChunker:
       mesh_axes: a spec: for each dimension a mesh axis, a tuple of them or None.
 
     Raises:
-      ShardingError: a dimension does not divide by its chunks, or what the host holds of it is not contiguous.
+      ShardingError: a dimension does not divide by its chunks, or the host's part of it is not contiguous.
     """
     return LocalChunkInfo(
       tuple(self._slice(size, entry, i) for i, (size, entry) in enumerate(zip(global_shape, mesh_axes, strict=True))),
@@ -91,19 +91,19 @@ class LocalChunker:
     return self._number(self._flatten(mesh_axes))
 
   def get_replica_id(self, mesh_axes: str | MeshAxes) -> int:
-    """Returns the host's number among the hosts with the same part: its number over the axes that are not used."""
+    """Returns the host's number among the hosts with the same part: its number over the unused axes."""
     used = self._flatten(mesh_axes)
     return self._number([axis for axis in self.num_chunks if axis not in used])
 
   def get_num_shards(self, mesh_axes: str | MeshAxes) -> int:
-    """Returns how many different parts hosts hold of an array split over these axes."""
+    """Returns how many different parts the hosts hold of an array split over these axes."""
     return math.prod(self.num_chunks[axis] for axis in self._flatten(mesh_axes))
 
   def _slice(self, size: int, entry: Entry, dim: int) -> slice:
     axes = self._flatten([entry])
     if not axes:
       return slice(None)
-    # Parts are numbered row-major: a host that holds several along one axis must hold all along those after it.
+    # Parts are numbered row-major: a host that holds several along one axis must hold all along the following axes.
     several = [i for i, axis in enumerate(axes) if self._sides[axis] > 1]
     if several and any(self.num_chunks[axis] > 1 for axis in axes[several[0] + 1 :]):
       raise ShardingError(
@@ -127,13 +127,13 @@ class LocalChunker:
   def _flatten(self, mesh_axes: str | MeshAxes) -> list[str]:
     entries = [mesh_axes] if isinstance(mesh_axes, str) else mesh_axes
     axes = all_axes(entries)
-    num_parts(tuple(axes), self.global_mesh)  # Raises where the mesh does not have one.
+    num_parts(tuple(axes), self.global_mesh)  # Raises an error if the mesh lacks one of them.
     return axes
 
 
 @functools.lru_cache(maxsize=8)
 def _owners(mesh: Mesh) -> np.ndarray:
-  """The process of each device."""
+  """Returns the process of each device."""
   return np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
 
 
@@ -142,8 +142,8 @@ class DataLayout(NamedTuple):
 
   Attributes:
     batch_size: size of the global batch.
-    shard_id, num_shards: the share this host reads, and into how many hosts split the batch.
-    is_first_host_in_replica_set: whether no host of a smaller index reads the same share.
+    shard_id, num_shards: the share that this host reads, and the number of shares.
+    is_first_host_in_replica_set: whether no host with a smaller index reads the same share.
   """
 
   batch_size: int

@@ -1,7 +1,7 @@
-"""A mesh with an axis of its own for experts, and the rules for it, as the later versions of T5X have them.
+"""A mesh with a separate axis for experts, and its rules, as in later versions of T5X.
 
-The axis 'data' of the usual mesh is cut in two, as (data, expert): the largest divisor that is at most the number of
-expert partitions is 'expert'. The mesh, ('data', 'expert', 'model'), then serves experts and all else at the same time:
+The axis 'data' of the usual mesh is split into (data, expert); the size of 'expert' is the largest divisor that does
+not exceed the number of expert partitions. The mesh, ('data', 'expert', 'model'), serves experts and all other layers:
 
     'batch'                 ('expert', 'data')
     'expert'                'expert'
@@ -9,7 +9,7 @@ expert partitions is 'expert'. The mesh, ('data', 'expert', 'model'), then serve
     'expert_replicas'       'data'
     'unmodeled'             None
     data is split over      (('expert', 'data'),)
-    a spec in itself passed to `partition`, not one in a tree of parameters, which the rules have decided:
+    a single spec passed to `partition`, but not a spec in a tree of parameters, which the rules have decided:
       ('data',)             (('expert', 'data'),)
 """
 
@@ -43,15 +43,15 @@ def default_moe_mesh(
   *,
   devices: Sequence[Device] | None = None,
 ) -> Mesh:
-  """Returns the mesh ('data', 'expert', 'model') for experts in at most so many partitions.
+  """Returns the mesh ('data', 'expert', 'model') for experts in at most `num_expert_partitions` partitions.
 
   Args:
     num_expert_partitions: at most the number of experts. The size of 'expert' is the largest number up to it that
-      divides the size of 'data' of the usual mesh.
-    num_partitions, model_parallel_submesh, backend, devices: as for `default_mesh`, the usual mesh.
+      divides the size of 'data' in the usual mesh.
+    num_partitions, model_parallel_submesh, backend, devices: as for `default_mesh`, which makes the usual mesh.
 
   Raises:
-    ShardingError: num_expert_partitions is less than 1; or as `default_mesh`.
+    ShardingError: num_expert_partitions is less than 1; or as in `default_mesh`.
   """
   if num_expert_partitions < 1:
     raise ShardingError(f'num_expert_partitions: expected at least 1, got {num_expert_partitions}')
@@ -62,13 +62,13 @@ def default_moe_mesh(
 
 
 def get_cpu_mesh(devices: Sequence[Device] | None = None) -> Mesh:
-  """Returns the mesh of 'data' over processes and 'expert' over the devices of each; 'model' has one."""
+  """Returns the mesh with 'data' over processes and 'expert' over the devices of each process; 'model' has size 1."""
   usual = meshes.get_cpu_mesh(devices)
   return auto_mesh(usual.devices[..., None], _NAMES)
 
 
 def get_gpu_mesh(devices: Sequence[Device] | None = None) -> Mesh:
-  """As `get_cpu_mesh`."""
+  """Like `get_cpu_mesh`."""
   return get_cpu_mesh(devices)
 
 
@@ -94,9 +94,9 @@ def standard_logical_axis_rules(
 
 
 def override_partition_specs(resources: object) -> object:
-  """Returns the specs of arguments or results as they are on a mesh with experts; see the table above.
+  """Returns the specs of arguments or results for a mesh with experts; see the table above.
 
-  Only a spec that stands for a whole argument changes: trees of specs are those of parameters and optimizer state.
+  Only a single spec for a whole argument changes: trees of specs belong to parameters and optimizer state.
   """
 
   def override(spec: object) -> object:

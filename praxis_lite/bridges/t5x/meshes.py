@@ -1,20 +1,20 @@
 """Meshes for a number of model partitions, placed along the links of the hardware.
 
-A mesh from here has the axes ('data', 'model'), or ('replica', 'data', 'model') where slices are joined. Devices are a
-parameter everywhere, and may be described ones.
+These meshes have the axes ('data', 'model'), or ('replica', 'data', 'model') if slices are joined. Devices are always a
+parameter, and may be only described.
 
-Devices that share a row of 'model' exchange activations in every layer. On hardware whose devices form a torus, each
-row is therefore a compact box of chips, the model-parallel submesh, which tiles the box of all devices. The order of
-the tiles, 'data', and of the devices in a tile, 'model', is row-major, except that the devices of one host have to form
-a contiguous block of the mesh, for each host feeds and stores one block of the data. Tiles are therefore ordered host
-by host: along each side, with g devices in the slice, m in the submesh and l on a host,
+Devices that share a row of 'model' exchange activations in every layer. So on hardware whose devices form a torus, each
+row is a compact box of chips, the model-parallel submesh, and the submeshes tile the box of all devices. The order of
+the tiles, 'data', and of the devices in a tile, 'model', is row-major, except that the devices of one host must form a
+contiguous block of the mesh, because each host feeds and stores one block of the data. So tiles are ordered host by
+host: along each side, with g devices in the slice, m in the submesh and l on a host,
 
     m >= l, whole hosts in a tile:  g = (g / m tiles)              * (m / l hosts) * (l devices)
     m <  l, several tiles on one:   g = (g / l hosts) * (l / m tiles)              * (m devices)
 
-and the mesh is all of the first factors, then all of the second, and so on, over the sides. Where the submesh spans a
-whole side of the torus, or a whole plane, and hosts are flat, making z the slower side is enough to keep hosts
-contiguous, and leaves in one piece their rings, on which collectives are faster.
+and the mesh consists of all first factors, then all second ones, and so on, over the sides. If the submesh spans a
+whole side of the torus, or a whole plane, and hosts are flat, it is enough to make z the slower side: then hosts are
+contiguous, and their rings, on which collectives are faster, remain whole.
 
 The vocabulary and the default submeshes are those of T5X (Roberts et al., 2022).
 """
@@ -37,7 +37,7 @@ from praxis_lite.sharding.mesh import auto_mesh, create_device_mesh
 
 _SIDE_NAMES = {4: ('x', 'y', 'z', 'core'), 2: ('hosts', 'devices per host')}
 # By number of partitions. Chips of the second and third generation have two cores, closer to each other than to any
-# other; on later ones, a ring that is closed is preferred to a box: the first one that the slice has room for.
+# other core. On later chips, a closed ring is preferred to a box: the first one that fits into the slice.
 _TWO_CORES = {1: [(1, 1, 1, 1)], 2: [(1, 1, 1, 2)], 4: [(2, 1, 1, 2)], 8: [(2, 2, 1, 2)], 16: [(4, 2, 1, 2)]}
 _ONE_CORE = {
   1: [(1, 1, 1, 1)],
@@ -50,11 +50,11 @@ _ONE_CORE = {
 
 @dataclasses.dataclass(frozen=True)
 class DescribedDevice:
-  """A device that need not exist: what a mesh needs to know about one.
+  """A device that need not exist: the facts that a mesh needs.
 
   Attributes:
     id, process_index: unique number, and the host it is attached to.
-    coords, core_on_chip: (x, y, z) of its chip in the torus, and which core of it; None where devices have no places.
+    coords, core_on_chip: (x, y, z) of its chip in the torus, and its core on the chip; None if devices have no places.
     platform, device_kind: 'tpu', 'gpu' or 'cpu', and the hardware, such as 'TPU v4'.
   """
 
@@ -68,14 +68,14 @@ class DescribedDevice:
 
 Device: TypeAlias = 'jax.Device | DescribedDevice'
 Sides = tuple[int, ...]
-# Sides of the box of devices of one row of 'model'; None where it is not given.
+# Sides of the box of devices in one row of 'model'; None if not given.
 Submesh: TypeAlias = Sequence[int] | None
 
 
 def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:
   """Returns the sides of the box from the origin to `last_device`, which has coordinates and a core.
 
-  Without coordinates, the box is (number of hosts, devices per host) of `devices`; of all devices by default.
+  Without coordinates, the box is (number of hosts, devices per host) of `devices`, by default of all devices.
   """
   coords = _torus_coords(last_device)
   if coords is not None:
@@ -84,7 +84,7 @@ def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | Non
 
 
 def get_coords(device: Device, local_device_count: int | None = None) -> Sides:
-  """Returns where a device is: (x, y, z, core) on a TPU, otherwise (host, index on the host).
+  """Returns the place of a device: (x, y, z, core) on a TPU, otherwise (host, index on the host).
 
   All hosts have `local_device_count` devices, by default as many as this process.
   """
@@ -102,19 +102,19 @@ def default_mesh(
   dcn_mesh_shape: Sequence[int] | None = None,
   devices: Sequence[Device] | None = None,
 ) -> Mesh:
-  """Returns the mesh for a degree of model parallelism on whatever devices there are.
+  """Returns the mesh for a degree of model parallelism on any devices.
 
   Args:
     num_partitions: size of the 'model' axis; the submesh is chosen for the hardware.
     model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere. Both may
-      be given where they agree.
+      be given if they agree.
     ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the first two are not needed, and
       num_partitions may only repeat the size of 'model'.
-    dcn_mesh_shape: number of slices along each of them.
-    devices, backend: the devices; all of the JAX backend by default.
+    dcn_mesh_shape: number of slices along each of these axes.
+    devices, backend: the devices; by default all of the JAX backend.
 
   Raises:
-    ShardingError: neither of num_partitions and model_parallel_submesh, or two that do not agree, or something that
+    ShardingError: neither num_partitions nor model_parallel_submesh is given, or both but they do not agree, or a size
       does not divide.
   """
   devices = _devices_or_default(devices, backend)
@@ -155,14 +155,14 @@ def get_mesh(
 
   Args:
     model_parallel_submesh: (x, y, z, core) on a TPU, (hosts, devices per host) elsewhere.
-    input_devices, backend: the devices, which must fill a box; or the JAX backend to take them of.
-    input_local_devices: those of one host, which have to be among the devices: every device says whose it is.
+    input_devices, backend: the devices, which must fill a box; or the JAX backend to take them from.
+    input_local_devices: the devices of one host; they must be among the devices, which know their hosts.
     devices: another name of `input_devices`.
-    tile_by_host_if_needed: arrange the boxes host by host where a host's devices would otherwise not be contiguous.
+    tile_by_host_if_needed: arrange the boxes host by host if a host's devices would otherwise not be contiguous.
 
   Raises:
     ShardingError: the devices do not fill a box, a side of the submesh does not divide that of the box, the hosts
-      cannot be tiled, or without tiling they are not contiguous; or the local devices are not those of a host.
+      cannot be tiled, or without tiling they are not contiguous; or the local devices are not those of one host.
   """
   if len(input_devices):
     if devices is not None:
@@ -193,14 +193,14 @@ def get_mesh(
   placed = split.transpose([4 * side + factor for factor in range(4) for side in range(box.ndim)])
   mesh = auto_mesh(placed.reshape(-1, math.prod(submesh)), ('data', 'model'))
   for process in () if tiled else {d.process_index for d in devices}:
-    LocalChunker(mesh, process)  # Raises where the devices of a host are not a contiguous block.
+    LocalChunker(mesh, process)  # Raises an error if the devices of a host are not a contiguous block.
   return mesh
 
 
 def get_gpu_mesh(num_partitions: int, devices: Sequence[Device] | None = None) -> Mesh:
   """Returns a mesh ('data', 'model') of devices without coordinates; 'model' fills one host's devices first.
 
-  Raises ShardingError if num_partitions neither divides nor is a multiple of the number of devices of a host.
+  Raises ShardingError if num_partitions neither divides the number of devices of a host nor is a multiple of it.
   """
   devices = _devices_or_default(devices)
   num_hosts, per_host = _hosts(devices)
@@ -215,7 +215,7 @@ def get_gpu_mesh(num_partitions: int, devices: Sequence[Device] | None = None) -
 
 
 def get_cpu_mesh(devices: Sequence[Device] | None = None) -> Mesh:
-  """Returns the mesh of 'data' over processes and 'model' over the devices of each."""
+  """Returns the mesh with 'data' over processes and 'model' over the devices of each process."""
   devices = _devices_or_default(devices)
   return get_gpu_mesh(_hosts(devices)[1], devices)
 
@@ -223,7 +223,7 @@ def get_cpu_mesh(devices: Sequence[Device] | None = None) -> Mesh:
 def default_submesh(num_partitions: int, device_kind: str, bounds: Sequence[int]) -> Sides:
   """Returns the sides (x, y, z, core) of a submesh of `num_partitions` cores in a TPU slice with the sides `bounds`.
 
-  Raises ShardingError if there is no default for these.
+  Raises ShardingError if there is no default for these arguments.
   """
   x, _, z, cores = bounds
   known = _TWO_CORES if device_kind in ('TPU v2', 'TPU v3') else _ONE_CORE if cores == 1 else {}
@@ -260,7 +260,7 @@ def _device_box(devices: Sequence[Device]) -> tuple[np.ndarray, Sides]:
 
 
 def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> None:
-  """Raises ShardingError unless these are the devices of one host."""
+  """Raises ShardingError unless `local_devices` are the devices of one host."""
   ids, hosts = {d.id for d in local_devices}, {d.process_index for d in local_devices}
   if len(hosts) != 1 or ids != {d.id for d in devices if d.process_index in hosts}:
     raise ShardingError(
@@ -270,7 +270,7 @@ def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> 
 
 
 def _z_major(whole: Sides, part: Sides) -> Sides | None:
-  """The order of sides that makes z slower than y or x, where the submesh spans a full side or plane; else None."""
+  """Returns the order of sides with z slower than y or x, if the submesh spans a full side or plane; else None."""
   (gx, gy, gz, gc), (mx, my, mz, mc) = whole, part
   if mc != gc:
     return None
@@ -282,7 +282,7 @@ def _z_major(whole: Sides, part: Sides) -> Sides | None:
 
 
 def _host_factors(name: str, whole: int, part: int, host: int) -> Sides:
-  """(hosts of data, devices of data, hosts of model, devices of model) along one side."""
+  """Returns (hosts of data, devices of data, hosts of model, devices of model) along one side."""
   if part >= host and part % host == 0:
     return whole // part, 1, part // host, host
   if part < host and host % part == 0 and whole % host == 0:
@@ -298,13 +298,13 @@ def _devices_or_default(devices: Sequence[Device] | None, backend: str | None = 
 
 
 def _torus_coords(device: Device) -> Sides | None:
-  """(x, y, z, core), or None where devices have no places."""
+  """Returns (x, y, z, core), or None if devices have no places."""
   coords = getattr(device, 'coords', None)
   return None if coords is None else (*coords, device.core_on_chip or 0)
 
 
 def _hosts(devices: Sequence[Device]) -> tuple[int, int]:
-  """Number of hosts, and of devices of each."""
+  """Returns the number of hosts, and of devices per host."""
   sizes = collections.Counter(d.process_index for d in devices)
   if len(set(sizes.values())) != 1:
     raise ShardingError(f'hosts must have equally many devices; they have {list(sizes.values())}')

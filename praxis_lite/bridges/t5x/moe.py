@@ -1,8 +1,8 @@
 """Partitioning mixtures of experts: a second data axis, rules for experts, and the axes of their optimizer state.
 
 Experts are split over 'data', and tokens travel to their experts. With fewer experts than devices and no model
-parallelism, devices would be left without an expert. The mesh then gets a 'model' axis of devices // experts all the
-same, and that axis serves as a second data axis:
+parallelism, some devices would have no expert. Then the mesh gets a 'model' axis of size devices // experts anyway,
+which serves as a second data axis:
 
                                 usual          two data axes
     'batch'                     'data'         ('data', 'model')
@@ -10,12 +10,12 @@ same, and that axis serves as a second data axis:
     rules to 'model'            'model'        None
     'expert_replicas'           None           'model'
     data is split over          ('data',)      (('data', 'model'),)
-    a spec in itself passed to `partition`, not one in a tree of parameters, which the rules have decided:
+    a single spec passed to `partition`, but not a spec in a tree of parameters, which the rules have decided:
       ('data',)                 ('data',)      (('data', 'model'),)
       ('model',)                ('model',)     None
 
-After the mixture-of-experts partitioner of T5X (Roberts et al., 2022). Its later versions have a mesh axis for experts
-instead; see `expert_mesh.py`.
+This follows the mixture-of-experts partitioner of T5X (Roberts et al., 2022). Its later versions have a mesh axis for
+experts instead; see `expert_mesh.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
 
 T = TypeVar('T')
-# What tells whether an optimizer slot keeps the expert axis: a pattern on its path, or a function of it.
+# Decides whether an optimizer slot keeps the expert axis: a pattern on its path, or a function of the path.
 StateFilter = str | Callable[[str], bool]
 
 TWO_DATA_AXES = ('data', 'model')
@@ -74,14 +74,14 @@ def standard_logical_axis_rules(
   *,
   num_devices: int | None = None,
 ) -> tuple[LogicalAxisRule, ...]:
-  """Returns the standard rules and those for experts, with two data axes where `uses_two_data_axes` says so.
+  """Returns the standard rules and those for experts, with two data axes if `uses_two_data_axes` returns True.
 
   Args:
     num_experts, num_partitions, model_parallel_submesh: as for `uses_two_data_axes`.
-    num_devices: all of JAX by default. All other arguments are as for the standard rules.
+    num_devices: by default all devices of JAX. All other arguments are as for the standard rules.
 
   Raises:
-    ShardingError: parameter_partitioning_dims is not 1: experts take 'data'; or as `uses_two_data_axes`.
+    ShardingError: parameter_partitioning_dims is not 1, because experts use 'data'; or as in `uses_two_data_axes`.
   """
   if parameter_partitioning_dims != 1:
     raise ShardingError(
@@ -104,9 +104,9 @@ def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
 
 
 def override_partition_specs(resources: object) -> object:
-  """Returns the specs of arguments or results as they are with two data axes; see the table above.
+  """Returns the specs of arguments or results for two data axes; see the table above.
 
-  Only a spec that stands for a whole argument changes: trees of specs are those of parameters and optimizer state.
+  Only a single spec for a whole argument changes: trees of specs belong to parameters and optimizer state.
   """
 
   def override(spec: object) -> object:
@@ -119,11 +119,11 @@ def override_partition_specs(resources: object) -> object:
 
 
 def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisNames) -> T:
-  """Returns a tree of names, or None, with 'expert' put before those of the arrays that the filter accepts.
+  """Returns a tree of names, or None, in which 'expert' precedes the names of the arrays that the filter accepts.
 
-  Names are AxisNames or PartitionSpecs, and stay what they are; None becomes one of `kind`.
+  Names are AxisNames or PartitionSpecs, and keep their type; None becomes an object of type `kind`.
 
-  Optimizer state that is factored per expert has one more axis than its rules name. None accepts nothing.
+  Optimizer state that is factored per expert has one more axis than its rules name. A filter of None accepts nothing.
   """
   accepts = _to_predicate(state_filter)
 
@@ -135,15 +135,16 @@ def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisN
 
 
 def infer_state_filter(opt_states: object) -> str | None:
-  """Returns the pattern of the slots that keep an expert axis of their own, by the optimizer whose state is given.
+  """Returns the pattern of the slots that keep their own expert axis, judging by the given optimizer state.
 
-  For Adafactor with factored statistics, these are those of experts, such as 'mlp/expert/w/v_row'. None for any other
-  transformation of optax: its state inherits the axes of the parameters. Raises ShardingError if it is not of optax.
+  For Adafactor with factored statistics, these are the slots of experts, such as 'mlp/expert/w/v_row'. For any other
+  optax transformation the result is None: its state inherits the axes of the parameters. Raises ShardingError if the
+  state is not from optax.
   """
   rows = [slot for path, slot in leaves_by_path(opt_states).items() if 'v_row' in path]
   if rows:
     return FACTORED_EXPERT_STATE if any(slot.shape[-1:] != (1,) for slot in rows) else None
-  # Every transformation of optax keeps a tuple, which a learner may have several of in a dict.
+  # Every optax transformation keeps a tuple; a learner may have several in a dict.
   if any(not isinstance(state, tuple) for state in jax.tree.leaves(opt_states, is_leaf=lambda x: isinstance(x, tuple))):
     raise ShardingError(
       'the optimizer state with an expert axis can be inferred for Adafactor only, and for what inherits all axes, as '
@@ -153,13 +154,13 @@ def infer_state_filter(opt_states: object) -> str | None:
 
 
 def infer_state_filter_of(optimizer_def: Any) -> str | None:
-  """As `infer_state_filter`, for an optimizer of T5X, by its definition.
+  """Like `infer_state_filter`, for an optimizer of T5X, given its definition.
 
-  Adafactor is one whose hyperparameters say whether it is `factored`; a wrapped transformation of optax has an
-  `optax_optimizer`; and one of several `sub_optimizers` counts as the first, if all are of a kind.
+  If the hyperparameters have `factored`, it is Adafactor; a wrapped optax transformation has an `optax_optimizer`; and
+  several `sub_optimizers` of the same type count as the first one.
 
   Raises:
-    ShardingError: the optimizer is none of these, or several are not of a kind.
+    ShardingError: the optimizer is none of these, or its sub-optimizers have different types.
   """
   several = getattr(optimizer_def, 'sub_optimizers', None)
   if several is not None:
@@ -187,26 +188,26 @@ def infer_state_filter_of(optimizer_def: Any) -> str | None:
 
 
 class MoePjitPartitioner(PjitPartitioner):
-  """Splits experts over 'data', and uses 'model' as a second data axis where there are fewer experts than devices.
+  """Splits experts over 'data', and uses 'model' as a second data axis if there are fewer experts than devices.
 
-  With `num_expert_partitions`, experts have a mesh axis of their own; see `expert_mesh.py`.
+  With `num_expert_partitions`, experts have a separate mesh axis; see `expert_mesh.py`.
 
-  The optimizer state of a train state that knows its logical axes, of this package or T5X's `FlaxOptimTrainState`, gets
-  the expert axis where the filter says so.
+  If a train state knows its logical axes, as in this package and in T5X's `FlaxOptimTrainState`, the optimizer state
+  that the filter accepts gets the expert axis.
 
   Args:
     num_experts: number of experts; 0 for none. None with `num_expert_partitions`.
     params_on_devices: as for `PjitPartitioner`.
     logical_axis_rules: the rules; by default `standard_logical_axis_rules` of this module, or of `expert_mesh.py`.
-    state_filter: which optimizer slots keep the expert axis of their parameter, though they do not have its shape: a
+    state_filter: which optimizer slots keep the expert axis of their parameter, even if they do not have its shape: a
       pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
-      None for none.
-    state_filter_fn: T5X's name of it, for which None is 'infer'.
-    num_expert_partitions: into how many parts the experts are split at most; in place of `num_experts`.
+      None means none.
+    state_filter_fn: T5X's name for the filter; in this argument None means 'infer'.
+    num_expert_partitions: the largest number of parts that the experts are split into; replaces `num_experts`.
     num_partitions, model_parallel_submesh, **kwargs: as for `PjitPartitioner`.
 
   Raises:
-    ShardingError: neither or both of num_experts and num_expert_partitions, or of the two filters; or as
+    ShardingError: neither or both of num_experts and num_expert_partitions are given, or both filters; or as in
       `PjitPartitioner`.
   """
 
@@ -283,7 +284,7 @@ class MoePjitPartitioner(PjitPartitioner):
     return override_partition_specs(resources) if self.two_data_axes else resources
 
   def _kept_names(self, opt_states: object) -> KeptNames:
-    # Inferred only if there is a slot that does not inherit all names.
+    # Inferred only if some slot does not inherit all names.
     accepts = functools.cache(lambda: _to_predicate(self._filter_of(opt_states)))
     return lambda path: ('expert',) if accepts()(path) else ()
 
@@ -292,7 +293,7 @@ class MoePjitPartitioner(PjitPartitioner):
 
 
 def _optimizer_of(train_state: Any) -> Any:
-  """The definition of the optimizer of a train state of T5X."""
+  """Returns the definition of the optimizer of a T5X train state."""
   return train_state._optimizer.optimizer_def
 
 

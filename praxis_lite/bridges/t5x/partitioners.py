@@ -6,13 +6,13 @@
     step = partitioner.partition(train_step, (axes, partitioner.data_partition_spec), (axes, None),
                                  arg_shapes=(partitioner.get_layout(state).unpadded_shapes, None))
 
-The classes have the surface of T5X's (Roberts et al., 2022), and dimensions need not divide:
+The classes have the API of T5X's (Roberts et al., 2022), but dimensions need not divide:
 
     train_step(true arrays) -> true arrays      what the user writes
     step(padded arrays) -> padded arrays        slice to true shapes, train_step, pad
 
-Whether an array of 8 rows holds 8 or 5 padded to 8 cannot be seen from it, so the true shapes of arguments that may be
-uneven are given as `arg_shapes`.
+An array of 8 rows does not show whether it has 8 true rows, or 5 padded to 8. So the true shapes of arguments that may
+be uneven are given as `arg_shapes`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar('T')
 
 
 def put_padded(tree: T, layout: StateLayout) -> T:
-  """Pads what has its true shape and puts all on the mesh; raises ShardingError for arrays of any other shape."""
+  """Pads arrays of true shape, and puts all on the mesh; raises ShardingError for arrays of any other shape."""
 
   def put(path: Path, x: Any, true: jax.ShapeDtypeStruct, padded: jax.ShapeDtypeStruct) -> object:
     if tuple(x.shape) not in (true.shape, padded.shape):
@@ -67,28 +67,29 @@ def put_padded(tree: T, layout: StateLayout) -> T:
 
 
 class _NotGiven:
-  """The default of arguments for which None means something."""
+  """The default of arguments for which None has a meaning."""
 
 
 _NOT_GIVEN = _NotGiven()
 
 
 class PjittedFnWithContext(Generic[T]):
-  """A partitioned function. It is traced with the mesh as the ambient one and the logical axis rules in force.
+  """A partitioned function. While it is traced, the mesh is the ambient one, and the logical axis rules are current.
 
-  `PjittedFnWithContext(fn, mesh)` or `PjittedFnWithContext(fn, mesh, logical_axis_rules)`, as T5X makes them, take a
-  function that is jitted already, or need not be told how its arguments are split: these are left as they are.
+  `PjittedFnWithContext(fn, mesh)` and `PjittedFnWithContext(fn, mesh, logical_axis_rules)`, as in T5X, accept a
+  function that is already jitted, or that needs no specs: its arguments are passed on unchanged.
 
   Args:
     fn, mesh: function of true arrays, and the mesh.
-    in_axis_resources: for each argument that is not static, a PartitionSpec, None for replicated, or a tree of those
-      that is a prefix of the argument; or one PartitionSpec or None for all of them.
+    in_axis_resources: for each non-static argument, a PartitionSpec, None for replicated, or a tree of those that is a
+      prefix of the argument; or one PartitionSpec or None for all arguments.
     out_axis_resources: the same for the result.
     static_argnums, donate_argnums: as for `jax.jit`.
-    logical_axis_rules: the rules in force while `fn` is traced.
-    arg_shapes: for each argument that is not static, the tree of its true shapes, or None if it does not need padding.
+    logical_axis_rules: the current rules while `fn` is traced.
+    arg_shapes: for each non-static argument, the tree of its true shapes, or None if it needs no padding.
 
   Raises:
+    ShardingError: the numbers of specs and arguments differ, or an argument without true shapes is uneven.
     ShardingError: there are not as many specs as arguments, or an argument without true shapes is uneven.
   """
 
@@ -106,7 +107,7 @@ class PjittedFnWithContext(Generic[T]):
     self.mesh = mesh
     self.is_placed = out_axis_resources is not _NOT_GIVEN
     if not self.is_placed:
-      if in_axis_resources is not _NOT_GIVEN:  # T5X's third argument.
+      if in_axis_resources is not _NOT_GIVEN:  # In T5X, the third argument has the rules.
         logical_axis_rules = _to_rules(in_axis_resources)
       if arg_shapes is not None:
         raise ShardingError('PjittedFnWithContext: arg_shapes need in_axis_resources and out_axis_resources')
@@ -160,7 +161,7 @@ class PjittedFnWithContext(Generic[T]):
     return jax.tree.map(lambda s: NamedSharding(self.mesh, stored_spec(s or PartitionSpec())), specs, is_leaf=is_spec)
 
   def _map_arguments(self, fn: Callable[[int, object], object], args: Sequence[object]) -> list[object]:
-    """Applies `fn` to each argument that is not static, with its number among these."""
+    """Applies `fn` to each non-static argument, with its number among these."""
     static = static_positions(self._static, len(args))
     dynamic = len(args) - len(static)
     if isinstance(self._in_specs, tuple) and dynamic != len(self._in_specs):
@@ -190,7 +191,7 @@ class PjittedFnWithContext(Generic[T]):
 
 
 def _trace_with_rules(fn: Callable[..., T], rules: LogicalAxisRules) -> Callable[..., T]:
-  """Returns `fn`, traced with these rules in force."""
+  """Returns `fn`, traced with `rules` as the current rules."""
 
   @functools.wraps(fn)
   def call_with_rules(*args: object) -> T:
@@ -214,7 +215,7 @@ class BasePartitioner(abc.ABC):
 
   Args:
     num_partitions, model_parallel_submesh, backend, ici_mesh_shape, dcn_mesh_shape, devices: as for `default_mesh`.
-    params_on_devices: whether new states have their parameters on the devices, rather than in the host's memory.
+    params_on_devices: whether new states have their parameters on the devices, and not in host memory.
 
   Raises:
     ShardingError: without ici_mesh_shape, neither or both of num_partitions and model_parallel_submesh are given.
@@ -242,7 +243,7 @@ class BasePartitioner(abc.ABC):
 
   @property
   def logical_axis_rules(self) -> LogicalAxisRules:
-    """The rules in force while a function is traced."""
+    """The current rules while a function is traced."""
     return ()
 
   # ---------------------------------------------------------------- data
@@ -259,12 +260,12 @@ class BasePartitioner(abc.ABC):
 
   @property
   def data_mesh_size(self) -> int:
-    """Into how many parts the devices split a batch."""
+    """The number of parts into which the devices split a batch."""
     return num_parts(self.data_axes, self.mesh)
 
   @property
   def data_shards(self) -> int:
-    """Into how many shares the hosts split a batch."""
+    """The number of shares into which the hosts split a batch."""
     return self._local_chunker.get_num_shards(self.data_axes)
 
   @property
@@ -278,7 +279,7 @@ class BasePartitioner(abc.ABC):
     return get_data_layout(chunker, self.data_axes, batch_size)
 
   def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: MeshAxes) -> LocalChunkInfo:
-    """Returns which part of an array this host holds."""
+    """Returns the part of an array that this host holds."""
     return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
 
   @functools.cached_property
@@ -288,11 +289,11 @@ class BasePartitioner(abc.ABC):
   # ---------------------------------------------------------------- state
 
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
-    """Returns the train state with the `AxisNames` of each array, or None where its axes have no names."""
+    """Returns the train state with the `AxisNames` of each array, or None if its axes have no names."""
     return jax.tree.map(lambda _: None, train_state)
 
   def get_mesh_axes(self, train_state: TrainState) -> TrainState[PartitionSpec]:
-    """Returns the train state with the full-rank PartitionSpec of each array, or None where its axes have no names."""
+    """Returns the train state with the full-rank PartitionSpec of each array, or None if its axes have no names."""
 
     def resolve_names(path: Path, names: AxisNames) -> PartitionSpec:
       return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).stored().spec
@@ -300,22 +301,22 @@ class BasePartitioner(abc.ABC):
     return map_with_path(resolve_names, self.get_logical_axes(train_state))
 
   def get_layout(self, train_state: TrainState) -> StateLayout:
-    """Returns specs, shardings, padded and true shapes of a train state of declarations and shapes."""
+    """Returns specs, shardings, padded and true shapes for a train state of declarations and shapes."""
     shapes = jax.tree.map(lambda x: x.as_struct() if hasattr(x, 'as_struct') else x, train_state)
     return layout_of(shapes, self.get_mesh_axes(train_state), self.mesh)
 
   def initialize(
     self, init_fn: Callable[..., TrainState[jax.Array]], train_state: TrainState, *args: object
   ) -> TrainState[jax.Array]:
-    """Returns the state of true arrays that `init_fn(*args)` makes, split and padded; see `place_params`.
+    """Returns the state that `init_fn(*args)` makes of true arrays, split and padded; see `place_params`.
 
-    `train_state` is the same state of declarations and shapes; `args`, such as a PRNG key, are replicated.
+    `train_state` is the same state as declarations and shapes; `args`, such as a PRNG key, are replicated.
     """
     layout = self.get_layout(train_state)
     return self.place_params(self.partition(init_fn, None, layout.specs)(*args), layout)
 
   def place_params(self, train_state: TrainState[jax.Array], layout: StateLayout) -> TrainState[jax.Array]:
-    """Returns a state on the mesh; with params_on_devices=False, with its `mdl_vars` as NumPy arrays of true shapes."""
+    """Returns a state on the mesh; with params_on_devices=False, its `mdl_vars` are NumPy arrays of true shapes."""
     if self.params_on_devices:
       return train_state
     host = jax.tree.map(
@@ -327,7 +328,7 @@ class BasePartitioner(abc.ABC):
   def move_params_to_devices(
     self, train_state: TrainState[jax.Array], train_state_axes: TrainState[PartitionSpec]
   ) -> TrainState[jax.Array]:
-    """Returns the train state on the mesh, padded: of arrays that are there already, or on the host in true shapes."""
+    """Returns the train state on the mesh, padded; its arrays may be there already, or on the host in true shapes."""
     return put_padded(train_state, layout_of(train_state, train_state_axes, self.mesh))
 
   # ---------------------------------------------------------------- functions
@@ -338,11 +339,11 @@ class BasePartitioner(abc.ABC):
 
   @abc.abstractmethod
   def compile(self, partitioned_fn: PjittedFnWithContext[T], *args: object) -> jax.stages.Compiled:
-    """Compiles a partitioned function for arguments like `args`; the result takes arrays padded and on the mesh."""
+    """Compiles a partitioned function for arguments like `args`; the result takes padded arrays on the mesh."""
 
 
 class BasePjitPartitioner(BasePartitioner):
-  """Jits with `jax.jit` and named shardings."""
+  """Compiles with `jax.jit` and named shardings."""
 
   def partition(
     self,
@@ -361,24 +362,24 @@ class BasePjitPartitioner(BasePartitioner):
     return partitioned_fn.lower(*args).compile()
 
   def _override_specs(self, resources: object) -> object:
-    """The specs of arguments or results, as they are passed to `partition`, with those changed that the mesh needs."""
+    """Returns the specs of arguments or results passed to `partition`, changed as this kind of mesh needs."""
     return resources
 
 
 class PjitPartitioner(BasePjitPartitioner):
   """Splits states by logical axis rules.
 
-  A train state here is a `TrainState` whose `mdl_vars` are weight declarations that name logical axes (or mesh axes),
-  or arrays in boxes of Flax that do (`LogicallyPartitioned`); and whose other arrays are given as shapes, a state for
-  inference without them; or anything with a method `as_logical_axes()` that returns it with AxisNames. Slots of the
-  optimizer inherit the names of their variable if they have its shape, and are replicated otherwise.
+  A train state here is one of two. It is a `TrainState` whose `mdl_vars` are weight declarations that name logical axes
+  (or mesh axes), or arrays in Flax boxes that do (`LogicallyPartitioned`), and whose other arrays are given as shapes;
+  a state for inference lacks the others. Or it has a method `as_logical_axes()` that returns it with AxisNames.
+  Optimizer slots inherit the names of their variable if they have its shape, and are replicated otherwise.
 
   Args:
     *args, **mesh: as for `BasePartitioner`.
     logical_axis_rules: the rules; by default the standard ones, with 'batch' over ('replica', 'data') on a mesh of
       slices.
     params_axis_names_overrides: pairs (pattern on the path of a variable, names) that replace declared names.
-    state_axis_names_overrides: the same on paths in `opt_states`, such as 'opt_states/0/v_row/.*'.
+    state_axis_names_overrides: the same for paths in `opt_states`, such as 'opt_states/0/v_row/.*'.
   """
 
   def __init__(
@@ -403,7 +404,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
   @property
   def data_axes(self) -> tuple[str, ...]:
-    """The mesh axes that the rules give to 'batch', or without such a rule those of the mesh that data goes over."""
+    """The mesh axes that the rules give to 'batch'; without such a rule, the mesh axes for data."""
     if all(name != 'batch' for name, _ in self.logical_axis_rules):
       return super().data_axes
     return spec_axes(resolve(('batch',), self.mesh.axis_names, self.logical_axis_rules).spec[0])
@@ -416,5 +417,5 @@ class PjitPartitioner(BasePjitPartitioner):
     return put_into_boxes(train_state, state_axis_names(bare, self._params_overrides, self._state_overrides, kept))
 
   def _kept_names(self, opt_states: object) -> KeptNames:
-    """The names that slots of an optimizer state keep which do not have the shape of their parameter."""
+    """Returns the function for the names kept by optimizer slots that do not have the shape of their parameter."""
     return lambda path: ()

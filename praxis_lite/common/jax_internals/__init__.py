@@ -1,14 +1,15 @@
-"""What is read of JAX and jaxlib that they change from release to release, and the only place where it is read.
+"""Access to the parts of JAX and jaxlib that change between releases; no other package accesses them.
 
     programs      equations of a traced program: parameters of loops, binding an operation again
     devices       the platform of a mesh without devices; whether backends have started
-    flags         which of XLA's flags this jaxlib knows: an unknown one ends the process
+    flags         which XLA flags this jaxlib knows: an unknown one ends the process
     mlir          jaxlib's bindings of MLIR: operations, attributes, passes
-    lowering      a program lowered for devices that are not there
-    processes     the service that connects the processes of a run, and what JAX knows of clusters
+    lowering      lowers programs for devices that do not exist
+    processes     the service that connects the processes of a run, and the clusters that JAX knows
 
-Each reader takes every shape that a supported release has, and raises `UnknownJax` for another one. Whoever only
-advises or explains goes on without, by `unless_unknown`; so a new release may cost an explanation, not a training run.
+Each function supports the forms in all supported releases, and raises `UnknownJax` for other forms. Code that only
+advises or explains goes on without it, by `unless_unknown`; so a new release may cost an explanation, but not a
+training run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar('T')
 
 
 class UnknownJax(UserError):
-  """JAX has another shape here than any release that is supported; `what` says where."""
+  """A part of JAX has a form that differs from all supported releases; `what` says which part."""
 
   def __init__(self, what: str):
     super().__init__(f'JAX {metadata.version("jax")} is not as praxis_lite knows it: {what}')
@@ -32,7 +33,7 @@ class UnknownJax(UserError):
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-  """Raises `UnknownJax` where the code inside finds that `what` is not as in the releases that are supported."""
+  """Raises `UnknownJax` if the code inside fails because `what` is not as in the supported releases."""
   try:
     yield
   except UserError:
@@ -42,10 +43,10 @@ def reading(what: str) -> Iterator[None]:
 
 
 def unless_unknown(consequence: str, read: Callable[[], T], otherwise: T) -> T:
-  """Returns `read()`; where that meets an unknown shape of JAX, tells the user once, and returns `otherwise`.
+  """Returns `read()`; if that raises `UnknownJax`, tells the user once, and returns `otherwise`.
 
   Args:
-    consequence: what the user is told, such as 'no advice on products of matrices'; each is told once.
+    consequence: the message for the user, such as 'no advice on products of matrices'; each is printed once.
     read, otherwise: see above.
   """
   try:
@@ -56,11 +57,11 @@ def unless_unknown(consequence: str, read: Callable[[], T], otherwise: T) -> T:
 
 
 def tell_once(message: str, detail: str = '') -> None:
-  """Prints a message and its detail, unless the user of this process has been told the message before."""
+  """Prints a message and its detail, unless this process has already printed the message."""
   if message not in told:
     told.append(message)
     print(f'{message}{detail}', flush=True)
 
 
-# What users of this process have been told of.
+# Messages that this process has printed.
 told: list[str] = []

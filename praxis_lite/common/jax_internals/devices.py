@@ -1,4 +1,4 @@
-"""What JAX says of devices: whether they have been chosen, and of which kind those of a mesh are."""
+"""What JAX knows about devices: whether they have been chosen, and the platform of a mesh's devices."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 _PLATFORMS = ('cpu', 'gpu', 'tpu')
-# How the kind of a device begins, of the platforms that name it by the chip.
+# How device kinds begin, for platforms whose kinds are names of chips.
 _KINDS = {'nvidia': 'gpu', 'tesla': 'gpu', 'geforce': 'gpu', 'quadro': 'gpu', 'amd': 'gpu', 'instinct': 'gpu'}
 
 
 def abstract_device(kind: str, platform: str) -> AbstractDevice:
-  """Returns a device that is not there, of a kind such as 'NVIDIA H100', or the platform itself where it is unknown."""
+  """Returns a device that does not exist, of a kind such as 'NVIDIA H100', or the platform if the kind is unknown."""
   make: Any = AbstractDevice
   if 'platform' in inspect.signature(AbstractDevice).parameters:
     return make(kind, None, platform)
@@ -22,20 +22,20 @@ def abstract_device(kind: str, platform: str) -> AbstractDevice:
 
 
 def mesh_platform(mesh: Mesh | AbstractMesh) -> str | None:
-  """Returns 'cpu', 'gpu' or 'tpu', the platform of the devices of a mesh; None if it does not say."""
+  """Returns 'cpu', 'gpu' or 'tpu', the platform of a mesh's devices; None if it is unknown."""
   if isinstance(mesh, Mesh):
     return mesh.devices.flat[0].platform
   return device_platform(getattr(mesh, 'abstract_device', None))
 
 
 def device_platform(device: Any) -> str | None:
-  """Returns the platform of a device, abstract or not, which up to JAX 0.10.0 says only its kind; None: not known."""
+  """Returns the platform of a device, abstract or not; None if unknown. Up to JAX 0.10.0 the kind decides."""
   platform = getattr(device, 'platform', None)
   if platform is not None:
     return str(platform)
   kind = str(getattr(device, 'device_kind', '')).lower()
   known = (name for start, name in ({name: name for name in _PLATFORMS} | _KINDS).items() if kind.startswith(start))
-  # The ambient mesh of a program for the devices of this process has their kind.
+  # The ambient mesh of a program for this process's devices has their kind.
   return next(known, None) or _platform_here(kind)
 
 
@@ -46,9 +46,9 @@ def _platform_here(kind: str) -> str | None:
 
 
 def backends_have_started() -> bool:
-  """Whether JAX runs on some devices already, so that others cannot be chosen; True where JAX does not say."""
+  """Whether JAX already uses some devices, so that others cannot be chosen; True if JAX does not say."""
   try:
-    from jax._src import xla_bridge  # JAX has no public way to ask.
+    from jax._src import xla_bridge  # JAX has no public function for this.
 
     return bool(xla_bridge.backends_are_initialized())
   except (ImportError, AttributeError):

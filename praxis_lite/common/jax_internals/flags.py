@@ -1,7 +1,7 @@
-"""Which flags XLA knows. One in XLA_FLAGS that it does not know ends the process, and flags come and go with releases.
+"""Finds out which flags XLA knows. An unknown one in XLA_FLAGS ends the process, and releases add and remove flags.
 
-For the releases that are supported the answer is a table, which tests compare with jaxlib; for others, a process of its
-own reads the flags (0.1 to 0.4 s, once for each set of names).
+For supported releases there is a table, which tests compare with jaxlib. For other releases, a separate process reads
+the flags (0.1 to 0.4 s, once for each set of names).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-# First and last releases of the table.
+# First and last releases in the table.
 _FIRST, _LAST = (0, 10), (0, 12)
-# The flags that are set here and there, each with the release that knows it no more.
+# The flags that this package sets, each with the first release that no longer knows it.
 _UNTIL: Mapping[str, tuple[int, int] | None] = {
   'xla_backend_optimization_level': None,
   'xla_cpu_collective_call_terminate_timeout_seconds': None,
@@ -29,22 +29,22 @@ _UNTIL: Mapping[str, tuple[int, int] | None] = {
   'xla_enable_hlo_sharding_v3': None,
   'xla_force_host_platform_device_count': None,
 }
-# Flags without which some releases, the first to the last, end the process on programs that others compile: section 20
+# Flags without which some releases, first to last, end the process on programs that others compile: see section 20
 # of docs/xla-partitioner-faults.md.
 _NEEDED: Mapping[str, tuple[str, tuple[int, int], tuple[int, int]]] = {
   'xla_enable_hlo_sharding_v3': ('false', (0, 11), (0, 12)),
 }
-# What makes XLA read its flags, without a device.
+# Makes XLA read its flags, without a device.
 _READ_FLAGS = 'from jaxlib import _jax; _jax.CompileOptions()'
 _PATIENCE_S = 60.0
 
 
 def add_flags(given: str, wanted: Mapping[str, object]) -> str:
-  """Returns a value of XLA_FLAGS: the flags that are given, and those that are wanted, not given, and known to XLA.
+  """Returns a value for XLA_FLAGS: the given flags, and the wanted ones that are not given and that XLA knows.
 
   Args:
-    given: XLA_FLAGS as it is: flags, or the name of a file that has them.
-    wanted: values by names, without the dashes in front.
+    given: the present XLA_FLAGS: flags, or the name of a file with flags.
+    wanted: values by name, without the leading dashes.
   """
   flags = split_flags(given)
   names = flag_names(' '.join(flags))
@@ -53,9 +53,9 @@ def add_flags(given: str, wanted: Mapping[str, object]) -> str:
 
 
 def add_needed_flags() -> None:
-  """Puts into XLA_FLAGS what this release needs so as not to end the process; what a user says of a flag counts.
+  """Adds to XLA_FLAGS the flags that this release needs to avoid ending the process. The user's own values win.
 
-  It has an effect until JAX starts its backends. As options of one program XLA refuses these flags.
+  This has an effect until JAX starts its backends. XLA rejects these flags as options of a single program.
   """
   release = _release()
   needed = {name: value for name, (value, first, last) in _NEEDED.items() if first <= release <= last}
@@ -64,17 +64,17 @@ def add_needed_flags() -> None:
 
 
 def split_flags(given: str) -> list[str]:
-  """Returns the flags in a value of XLA_FLAGS, which may be the name of a file that has them."""
+  """Returns the flags in a value of XLA_FLAGS, which may be the name of a file with flags."""
   return _read_flags(given.strip()) if given.strip() and not given.strip().startswith('-') else given.split()
 
 
 def flag_names(flags: str) -> set[str]:
-  """Returns the names in a value of XLA_FLAGS, without the dashes in front."""
+  """Returns the names in a value of XLA_FLAGS, without the leading dashes."""
   return set(re.findall(r'(?<!\S)--(\w+)', flags))
 
 
 def known_flags(wanted: Mapping[str, str]) -> dict[str, str]:
-  """Returns those of some flags, with their values, that this XLA knows."""
+  """Returns the flags, with their values, that this XLA knows."""
   release = _release()
   in_table = {name for name in wanted if name in _UNTIL and _FIRST <= release <= _LAST}
   unknown = {name for name in in_table if (until := _UNTIL[name]) is not None and release >= until}
@@ -84,7 +84,7 @@ def known_flags(wanted: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache
 def _refused_flags(flags: tuple[tuple[str, str], ...]) -> frozenset[str]:
-  """The names of those flags that end a process; all of them, if they cannot be tried."""
+  """Returns the names of those flags that end a process; all of them if they cannot be tried."""
   if not flags:
     return frozenset()
   environment = os.environ | {'XLA_FLAGS': ' '.join(f'--{name}={value}' for name, value in flags)}
@@ -101,7 +101,7 @@ def _refused_flags(flags: tuple[tuple[str, str], ...]) -> frozenset[str]:
 
 @functools.cache
 def jaxlib_release() -> tuple[int, ...]:
-  """The release of jaxlib, such as (0, 10, 2)."""
+  """Returns the release of jaxlib, such as (0, 10, 2)."""
   return tuple(int(digits) for digits in re.findall(r'\d+', metadata.version('jaxlib'))[:3])
 
 
@@ -114,4 +114,4 @@ def _read_flags(name: str) -> list[str]:
   try:
     return Path(name).read_text().split()
   except OSError:
-    return [name]  # XLA says what is wrong with it.
+    return [name]  # XLA will say what is wrong with it.

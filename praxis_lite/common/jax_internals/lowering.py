@@ -1,11 +1,11 @@
-"""How JAX lowers a program: other rules for some operations, for devices that are not there.
+"""Lowers programs with other rules for some operations, and for devices that do not exist.
 
-lower_with                  a traced program lowered with other rules
-lower_scan_as_loop          JAX's own rule of `scan`, as if it were not unrolled
-sharding_rule_attribute     a rule of `custom_partitioning`, as an attribute
-without_cudnn               lets fused attention of GPUs be traced where there is no cuDNN
-used_inputs                 of which inputs the outputs of a program depend
-export_changed              exports what was made of a lowered program
+lower_with                  lowers a traced program with other rules
+lower_scan_as_loop          JAX's own rule for `scan`, ignoring `unroll`
+sharding_rule_attribute     a rule of `custom_partitioning` as an attribute
+without_cudnn               lets GPU fused attention be traced without cuDNN
+used_inputs                 the inputs on which the outputs of a program depend
+export_changed              exports a lowered program after a change
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _FUSED_ATTENTION = 'jax._src.cudnn.fused_attention_stablehlo'
 
 
 def lower_with(traced: jax.stages.Traced, platform: str, rules: Mapping[str, Rule]) -> jax.stages.Lowered:
-  """Returns a traced program lowered for a platform, with or without devices.
+  """Lowers a traced program for a platform, with or without devices.
 
   Args:
     traced, platform: the program, and 'cpu', 'cuda' or 'tpu'.
-    rules: how operations are lowered; of 'scan' and 'custom_partitioning'.
+    rules: lowering rules by operation: 'scan' and 'custom_partitioning'.
 
   Raises:
-    UnknownJax: JAX has not what this needs where it had it.
+    UnknownJax: JAX lacks something that this needs.
   """
   with reading('lowering with other rules'):
     known = {
@@ -54,20 +54,20 @@ def lower_with(traced: jax.stages.Traced, platform: str, rules: Mapping[str, Rul
 
 
 def lower_scan_as_loop(context: Any, *values: ir.Value, **params: Any) -> Sequence[ir.Value]:
-  """A rule: lowers `scan` as a loop, whatever its parameter `unroll`."""
+  """A rule: lowers `scan` to a loop, whatever its parameter `unroll`."""
   run = functools.partial(_private('lax.control_flow.loops')._scan_impl, **{**params, 'unroll': 1})
   return mlir.lower_fun(run, multiple_results=True)(context, *values)
 
 
 def lower_call(context: Any, call: Any, *values: ir.Value) -> Sequence[ir.Value]:
-  """Lowers a call of a program, as a call of a function of the module."""
+  """Lowers a call of a program to a call of a function in the module."""
   return mlir.lower_fun(jax.jit(jaxpr_as_fun(call)), multiple_results=True)(context, *values)
 
 
 def sharding_rule_attribute(
   context: Any, rule: Any, static_args: Sequence[Any], taken: Sequence[ir.Type], given: Sequence[ir.Type]
 ) -> ir.Attribute | None:
-  """Returns the rule by which Shardy propagates through an operation of `custom_partitioning`; None: there is none.
+  """Returns the rule by which Shardy propagates through a `custom_partitioning` operation; None if there is none.
 
   Args:
     context: of the lowering.
@@ -87,7 +87,7 @@ def sharding_rule_attribute(
 
 @contextlib.contextmanager
 def pretend_cudnn(version: int) -> Iterator[None]:
-  """Lets fused attention be traced without cuDNN: JAX asks for its version, and is given this one."""
+  """Lets fused attention be traced without cuDNN, by giving JAX this version when it asks for cuDNN's."""
   module: Any = importlib.import_module(_FUSED_ATTENTION) if importlib.util.find_spec(_FUSED_ATTENTION) else None
   with _replace_attribute(module, 'check_cudnn_version', lambda: version):
     yield
@@ -97,7 +97,7 @@ def used_inputs(program: Any) -> list[bool]:
   """Returns, for each input of a jaxpr without constants, whether an output depends on it.
 
   Raises:
-    UnknownJax: JAX has not what this needs where it had it.
+    UnknownJax: JAX lacks something that this needs.
   """
   with reading('what of a program is used'):
     from jax.interpreters import partial_eval
@@ -112,10 +112,10 @@ def export_changed(
   platforms: Sequence[str],
   args: Sequence[object],
 ) -> jax.export.Exported:
-  """Exports a jitted function for arguments of these shapes, after its lowered program was changed in place.
+  """Exports a jitted function for arguments of these shapes, after changing its lowered program in place.
 
   Raises:
-    UnknownJax: JAX exports in another way than by tracing what it is given, and lowering that.
+    UnknownJax: JAX's export does not work by tracing and lowering the function it is given.
   """
   changing = _ChangingJit(jitted, change)
   try:
@@ -123,7 +123,7 @@ def export_changed(
   except Exception as error:
     if changing.has_changed:
       raise
-    jax.export.export(jitted, platforms=platforms)(*args)  # Raises what the function itself raises.
+    jax.export.export(jitted, platforms=platforms)(*args)  # Raises the function's own error, if it has one.
     raise UnknownJax(f'export of a program: {type(error).__name__}: {first_line(error)}') from error
   if not changing.has_changed:
     raise UnknownJax('export of a program: it is lowered in another way')
@@ -131,7 +131,7 @@ def export_changed(
 
 
 class _ChangingJit:
-  """A jitted function whose lowered program is changed; what JAX asks of one that it exports."""
+  """A jitted function whose lowered program is changed; has the attributes that JAX's export uses."""
 
   def __init__(self, jitted: Any, change: Callable[[jax.stages.Lowered], object]):
     self._jitted = jitted
@@ -153,18 +153,18 @@ class _ChangingJit:
     return lowered
 
   def __getattr__(self, name: str) -> Any:
-    """What is asked of the traced function."""
+    """Returns an attribute of the traced function."""
     return getattr(self.__dict__.get('_traced') or self._jitted, name)
 
 
 def _allow_no_devices() -> contextlib.AbstractContextManager[None]:
-  """Lets JAX lower what it lowers for devices alone."""
+  """Lets JAX lower operations that it otherwise lowers only for existing devices."""
   return _replace_attribute(_private('dispatch'), 'jaxpr_has_prim_requiring_devices', lambda jaxpr: False)
 
 
 @contextlib.contextmanager
 def _replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
-  """Replaces an attribute of a module, if there is one of that name."""
+  """Replaces an attribute of a module, if it exists."""
   before = getattr(module, name, None)
   if before is None:
     yield

@@ -1,7 +1,7 @@
 """jaxlib's bindings of MLIR: StableHLO and Shardy as Python objects, and Shardy's passes.
 
-ir, sdy, stablehlo     operations, attributes and types, as jaxlib has them
-run_passes             a pipeline of passes, by name
+ir, sdy, stablehlo     operations, attributes and types, as in jaxlib
+run_passes             runs a pipeline of passes by name
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from praxis_lite.common.jax_internals import UnknownJax, reading
 
 
 def run_passes(pipeline: str, root: ir.Operation) -> None:
-  """Runs passes on a program, within its context.
+  """Runs passes on a program, in its context.
 
   Raises:
-    UnknownJax: this jaxlib has not these passes, or they refuse the program.
+    UnknownJax: this jaxlib lacks the passes, or they reject the program.
   """
   with reading(f'the passes {pipeline}'):
     passes = PassManager.parse(pipeline)

@@ -1,4 +1,4 @@
-"""The service of JAX that connects the processes of a run, clusters that JAX knows, and the files it compiles in."""
+"""JAX's service that connects the processes of a run, the clusters that JAX knows, and files of its compiler."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any, Protocol
 
 from praxis_lite.common.jax_internals import UnknownJax, reading
 
-# JAX's files in which the main thread is while it traces, lowers and compiles.
+# JAX's files that the main thread executes while it traces, lowers and compiles.
 BUILDING_FILES = ('jax/_src/compiler.py', 'jax/_src/interpreters/partial_eval.py', 'jax/_src/interpreters/mlir.py')
 _OF_THE_SERVICE = ('key_value_set', 'key_value_dir_get', 'key_value_try_get', 'wait_at_barrier')
 
 
 class Client(Protocol):
-  """What the service of JAX offers that is used: a store of texts by key, and barriers, of all processes of a run."""
+  """The used part of JAX's service: a key-value store of texts, and barriers, shared by all processes of a run."""
 
   def key_value_set(self, key: str, value: str, allow_overwrite: bool = ...) -> None: ...
   def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
@@ -21,10 +21,10 @@ class Client(Protocol):
 
 
 def service_client() -> Client | None:
-  """Returns the client of JAX's service, which has a store and barriers; None if this process is alone.
+  """Returns the client of JAX's service, which has a store and barriers; None if there is only this process.
 
   Raises:
-    UnknownJax: JAX has none where it had one, or one that offers less.
+    UnknownJax: JAX does not have the service, or it lacks methods.
   """
   with reading("JAX's service"):
     from jax._src import distributed
@@ -37,10 +37,10 @@ def service_client() -> Client | None:
 
 
 def cluster_kinds() -> dict[str, Any]:
-  """Returns the kinds of clusters of which JAX finds out what processes there are, by name.
+  """Returns by name the kinds of clusters whose processes JAX can find out.
 
   Raises:
-    UnknownJax: JAX has none where it had some.
+    UnknownJax: JAX does not have them.
   """
   with reading('the clusters that JAX knows'):
     from jax._src.clusters import ClusterEnv
@@ -49,7 +49,7 @@ def cluster_kinds() -> dict[str, Any]:
 
 
 def is_cloud_tpu_machine() -> bool:
-  """Whether this is a machine with TPUs of Google's cloud; False where JAX does not say."""
+  """Whether this is a Google Cloud TPU machine; False if JAX does not say."""
   try:
     from jax._src import cloud_tpu_init
 

@@ -1,10 +1,10 @@
-"""Equations of a traced program, whose parameters differ between releases of JAX.
+"""Equations of traced programs, whose parameters differ between releases of JAX.
 
 scan        num_consts, num_carry     up to 0.10
-            ft_in, ft_out             from 0.11 on: trees of (constants, carry, slices) and of (carry, stacked)
+            ft_in, ft_out             since 0.11: trees of (constants, carry, slices) and of (carry, stacked)
 shard_map   manual_axes               up to 0.10.0
-            newly_manual_axes         from 0.10.1 on
-Jaxpr       apart from ClosedJaxpr    up to 0.10; from 0.11 on both are one class
+            newly_manual_axes         since 0.10.1
+Jaxpr       apart from ClosedJaxpr    up to 0.10; since 0.11 both are one class
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from praxis_lite.common.jax_internals import UnknownJax, reading
 
 
 class ScanSizes(NamedTuple):
-  """Of the operands of a scan, in this order: how many are constants, carried, and sliced."""
+  """How many operands of a scan are constants, carried, and sliced, in this order."""
 
   consts: int
   carry: int
@@ -26,14 +26,14 @@ class ScanSizes(NamedTuple):
 
 
 class WhileSizes(NamedTuple):
-  """Of the operands of a while, in this order: how many are constants of the condition, of the body, and carried."""
+  """How many operands of a while are constants of the condition, of the body, and carried, in this order."""
 
   cond_consts: int
   body_consts: int
   carry: int
 
 
-# The parameter in which an operation has the program that it calls.
+# The parameters in which operations have the program that they call.
 _CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
 SizesT = TypeVar('SizesT', ScanSizes, WhileSizes)
 
@@ -42,7 +42,7 @@ def scan_sizes(equation: JaxprEqn) -> ScanSizes:
   """Returns how the operands of a `scan` are divided.
 
   Raises:
-    UnknownJax: its parameters do not say so in a known way.
+    UnknownJax: its parameters do not have a known form.
   """
   params = equation.params
   with reading("scan's parameters"):
@@ -58,7 +58,7 @@ def while_sizes(equation: JaxprEqn) -> WhileSizes:
   """Returns how the operands of a `while` are divided.
 
   Raises:
-    UnknownJax: its parameters do not say so in a known way.
+    UnknownJax: its parameters do not have a known form.
   """
   params = equation.params
   with reading("while's parameters"):
@@ -75,10 +75,10 @@ def _checked(equation: JaxprEqn, sizes: SizesT, fit: bool) -> SizesT:
 
 
 def mapped_axes(equation: JaxprEqn) -> dict[str, int]:
-  """Returns the mesh axes that a `shard_map` maps, and no other one around it, with their sizes.
+  """Returns the mesh axes that a `shard_map` itself maps, without those of outer ones, with their sizes.
 
   Raises:
-    UnknownJax: its parameters do not say so in a known way.
+    UnknownJax: its parameters do not have a known form.
   """
   params = equation.params
   with reading("shard_map's parameters"):
@@ -87,31 +87,31 @@ def mapped_axes(equation: JaxprEqn) -> dict[str, int]:
 
 
 def called_program(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
-  """Returns the program that an equation such as `jit` or `custom_vjp_call` calls; None if it calls none."""
+  """Returns the program that an equation, such as `jit` or `custom_vjp_call`, calls; None if it calls none."""
   return program_in(equation.params)
 
 
 def program_in(params: Mapping[str, Any]) -> Jaxpr | ClosedJaxpr | None:
-  """As `called_program`, of the parameters of an equation."""
+  """Like `called_program`, for the parameters of an equation."""
   found = next((params[name] for name in _CALLED if name in params), None)
   return found if isinstance(found, Jaxpr | ClosedJaxpr) else None
 
 
 def strip_constants(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
-  """Returns a program without the values of its constants, of which a `ClosedJaxpr` is one with them."""
+  """Returns a program without the values of its constants, which a `ClosedJaxpr` has."""
   inner: Jaxpr = getattr(program, 'jaxpr', program)  # type: ignore[arg-type]
   return inner
 
 
 def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-  """Returns the results of an equation's operation for other operands, as it is called where it was traced.
+  """Applies an equation's operation to other operands, in the context in which it was traced; returns the results.
 
   Raises:
-    UnknownJax: an equation says in no known way how its operation is called.
+    UnknownJax: the equation does not show in a known form how to call its operation.
   """
   with reading('binding an equation'):
     bound = equation.primitive.get_bind_params(equation.params)
-    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # Up to 0.10 there are both.
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # Up to 0.10 it is a tuple.
     manager = equation.ctx.manager
   with manager:
     out = equation.primitive.bind(*functions, *operands, **bound)

@@ -2,7 +2,7 @@
 
 A layer's annotated attributes are its hyperparameters. `setup` declares variables and children; `__call__` computes
 with them. A layer holds no arrays: `abstract_init` returns the declarations of its variables, `init(key)` makes their
-first values, and `apply(variables, ...)` is the pure call. The variable tree has the same paths as the layer tree.
+initial values, and `apply(variables, ...)` is the pure call. The variable tree has the same paths as the layer tree.
 
     class Scale(Layer):
       dims: int = REQUIRED
@@ -74,7 +74,7 @@ class ActivationSplit(SplitMapping):
   out: SplitDimsMapping = None
 
 
-# Hyperparameters that a child takes from its parent where it leaves them None.
+# Hyperparameters that a child takes from its parent if it leaves them None.
 _INHERITED = ('dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules')
 
 _parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
@@ -85,21 +85,21 @@ class Layer(InCall, Configurable):
 
   Attributes:
     name: the last part of the layer's path; set by the parent.
-    dtype: dtype that weights are stored in; inherited, float32 at the root.
-    fprop_dtype: dtype that the layer computes in; inherited, `dtype` at the root.
+    dtype: storage dtype of the weights; inherited, float32 at the root.
+    fprop_dtype: dtype of the computation; inherited, `dtype` at the root.
     params_init: initializer of weights that do not set their own; inherited, Xavier at the root.
     mesh_axis_names: names of the mesh axes that split mappings refer to; inherited. None: names are not checked.
-    logical_axis_rules: pairs (logical name, mesh axes) by which mappings may name logical axes; inherited.
-    weight_split_dims_mapping: how each weight is split over the mesh; a layer with weights of its own declares a field
-      for each, as in `template(WeightSplit)`.
+    logical_axis_rules: pairs (logical name, mesh axes) that allow mappings to name logical axes; inherited.
+    weight_split_dims_mapping: how each weight is split over the mesh; a layer with its own weights declares a field for
+      each, as in `template(WeightSplit)`.
     activation_split_dims_mapping: how each activation is split.
     inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is
-      split on entry, by rank; None leaves it as it comes.
+      split on entry, by rank; None does not constrain it.
   """
 
-  # Whether `__call__` takes the keyword `paddings`, [B, T], not zero where a token is padding.
+  # Whether `__call__` takes the keyword `paddings`, [B, T], which is nonzero for padding tokens.
   takes_paddings: ClassVar[bool] = False
-  # What arguments of a call, by name, have for a token or a row that is padding.
+  # For arguments of a call, by name: the value that marks a padding token or row.
   marks_of_padding: ClassVar[Mapping[str, int]] = {'paddings': 1, 'segment_ids': 0, 'weights': 0}
 
   name: str = ''
@@ -130,7 +130,7 @@ class Layer(InCall, Configurable):
 
   def __post_init__(self) -> None:
     self._path: Path = (*_parent_path.get(), self.name) if self.name else _parent_path.get()
-    self._names: set[str] = set()  # Those of variables, children and lists of children.
+    self._names: set[str] = set()  # Names of variables, children and lists of children.
     self._weights: dict[str, WeightHParams] = {}
     self._children: dict[str, Layer] = {}
     if self.dtype is None:
@@ -159,7 +159,7 @@ class Layer(InCall, Configurable):
     super().__setattr__(name, value)
 
   def _check_built_here(self, name: str, value: object) -> None:
-    """Raises ConfigError if `value` has layers without a name, which only a parent gives, or is an array of JAX."""
+    """Raises ConfigError if `value` is a JAX array, or has layers without a name, which only a parent gives."""
     if isinstance(value, jax.Array):
       raise ConfigError(
         f'{self.path_name}.{name}: a layer holds no arrays; a weight is declared by self.create_variable({name!r}, '
@@ -177,7 +177,7 @@ class Layer(InCall, Configurable):
     """Declares the layer's variables and children. Override it; do not call it."""
 
   def create_variable(self, name: str, weight: WeightHParams, trainable: bool = True) -> None:
-    """Declares a variable of this layer, read in a call as `self.theta.<name>`.
+    """Declares a variable of this layer, which a call reads as `self.theta.<name>`.
 
     Raises:
       ConfigError: the name is taken, or a dimension is not positive.
@@ -186,7 +186,7 @@ class Layer(InCall, Configurable):
     self._claim(name, 'create_variable')
     check_weight(weight, f'{self.path_name}.{name}')
     mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
-    if mapping is None:  # What there is to set is the layer's first field, which maps its main weight.
+    if mapping is None:  # The user would set the layer's first field, which maps its main weight.
       field = next(iter(self.split_mappings('weight_split_dims_mapping')), field)
     self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))
     self._weights[name] = dataclasses.replace(
@@ -198,7 +198,7 @@ class Layer(InCall, Configurable):
     )
 
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
-    """Builds a child from a copy of `config`, with what it inherits; it is `self.<name>`, of path `<path>.<name>`."""
+    """Builds a child from a copy of `config`, with inherited values; it is `self.<name>`, with path `<path>.<name>`."""
     self._claim(name, 'create_child')
     built = target(config) if isinstance(config, Config) else None
     if not (isinstance(built, type) and issubclass(built, Layer)):
@@ -219,7 +219,7 @@ class Layer(InCall, Configurable):
   def create_children(
     self, *names: str, template: Config[LayerT] | None = None, templates: Sequence[Config[LayerT]] | None = None
   ) -> list[LayerT]:
-    """Builds several children: `names` all from one `template`, or a list `self.<name>` from `templates`.
+    """Builds several children: all `names` from one `template`, or a list `self.<name>` from `templates`.
 
     The children of a list have the paths `<name>_0`, `<name>_1`, ...
     """
@@ -233,7 +233,7 @@ class Layer(InCall, Configurable):
     return children
 
   def _claim(self, name: str, by: str) -> None:
-    """Takes a name for a variable or child that the method `by` declares; raises ConfigError if it cannot be had."""
+    """Reserves a name for a variable or child that the method `by` declares; raises ConfigError if it is not valid."""
     if not (isinstance(name, str) and name.isidentifier()):
       raise ConfigError(f'{self.path_name}.{by}: a name is a Python identifier, such as head or layer_0, not {name!r}')
     if '_ready' in self.__dict__:
@@ -248,7 +248,7 @@ class Layer(InCall, Configurable):
       )
 
   def _declare_split_mappings(self) -> None:
-    """Checks the split mappings, and has each remember its field, unless it came from a field of a parent."""
+    """Checks the split mappings, and makes each remember its field, unless it came from a field of a parent."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
       mappings = {}
       for field, mapping in self.split_mappings(group).items():
@@ -260,7 +260,7 @@ class Layer(InCall, Configurable):
   # ---------------------------------------------------------------- structure
 
   def children(self) -> Iterator[tuple[str, Layer]]:
-    """Yields (name, child), those of lists too, in the order of creation."""
+    """Yields (name, child) in the order of creation, including the children in lists."""
     yield from self._children.items()
 
   def descendants(self) -> Iterator[Layer]:
@@ -273,7 +273,7 @@ class Layer(InCall, Configurable):
     if name.startswith('_'):
       raise AttributeError(name)
     if isinstance(inspect.getattr_static(type(self), name, None), property | functools.cached_property):
-      object.__getattribute__(self, name)  # Raises what the property does: it misses another attribute.
+      object.__getattribute__(self, name)  # A property that lacks another attribute raises its own error here.
     where = f'{self.path_name} ({type(self).__name__})'
     if name in self._weights:
       raise UnknownFieldError(f'{where}: {name!r} is a variable; read it in a call as self.theta.{name}')
@@ -288,7 +288,7 @@ class Layer(InCall, Configurable):
     return f'<{type(self).__name__} {self.path_name}>'
 
   def __str__(self) -> str:
-    """The tree of this layer: each layer with its number of parameters, each variable with its shape and dtype."""
+    """Returns the tree of this layer: each layer with its number of parameters, each variable with shape and dtype."""
     return '\n'.join(tree_lines(self, self.path_name, self.abstract_init()))
 
   # ---------------------------------------------------------------- variables
@@ -302,7 +302,7 @@ class Layer(InCall, Configurable):
     return tree
 
   def init(self, key: jax.Array) -> NestedDict:
-    """Returns first values of all variables, each drawn with `key` folded with the variable's path."""
+    """Returns initial values of all variables, each drawn with `key` folded with the variable's path."""
     if isinstance(key, int):
       raise ConfigError(f'{self.path_name}.init({key}): expected a key, such as jax.random.key({key})')
     declared = self.abstract_init()
@@ -325,21 +325,21 @@ class Layer(InCall, Configurable):
     """Calls a method of this layer as a pure function.
 
     Args:
-      variables: this layer's variables, of the structure and shapes of `abstract_init()`. The variables of a padded
-        train state are refused: nothing tells padding from the weights of a larger model, and outside of a step XLA's
-        faults on meshes are not guarded against. `praxis_lite.unpadded(task, state)` has them in their true shapes.
+      variables: this layer's variables, with the structure and shapes of `abstract_init()`. The variables of a padded
+        train state are rejected: padding cannot be told from the weights of a larger model, and outside of a step
+        nothing guards against XLA's faults on meshes. `praxis_lite.unpadded(task, state)` returns their true shapes.
       *args, **kwargs: arguments of the method.
-      key: PRNG key; may be None where nothing is drawn.
+      key: PRNG key; may be None if nothing is drawn.
       do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
       decode_state: caches returned by an earlier call.
       method: which method to call.
-      surroundings: what the call needs to know of the world around it; by default as in the enclosing call.
+      surroundings: what the call needs to know about its environment; by default as in the enclosing call.
 
     Returns:
       The method's result and the call's `SideOutputs`.
 
     Raises:
-      ConfigError: a variable has another shape than the layer declares; checked where a user calls, not within a call.
+      ConfigError: a variable has another shape than the layer declares. This is checked only in the user's own calls.
     """
     if not isinstance(variables, dict):
       raise ConfigError(
@@ -374,7 +374,7 @@ class Layer(InCall, Configurable):
         raise ConfigError(f'{name} has shape {given} in the variables, and the layer declares {shape}{padded}')
 
   def _check_keeps_nothing(self) -> None:
-    """Raises ConfigError if an attribute of a layer holds an array of a trace, which means nothing after it."""
+    """Raises ConfigError if an attribute of a layer holds an array of a trace, which is invalid after it."""
     for layer in self.descendants():
       for name, value in vars(layer).items():
         if isinstance(value, jax.core.Tracer | list | dict) and any(
@@ -392,15 +392,15 @@ class Layer(InCall, Configurable):
   # ---------------------------------------------------------------- sharding
 
   def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out', remark: str = '') -> jax.Array:
-    """Constrains `x` to be split by a mapping; without a mapping or a mesh, returns it as it is.
+    """Constrains `x` to be split by a mapping; without a mapping or a mesh, returns `x` unchanged.
 
     Args:
       x: any array.
       mapping: the field of `activation_split_dims_mapping` that maps `x`; or a mapping, one entry per dimension.
-      remark: what `explain` says about `x` beside its split.
+      remark: what `explain` says about `x` besides its split.
 
     Raises:
-      ConfigError: there is no such field.
+      ConfigError: no such field exists.
       ShardingError: the mapping does not fit the rank of `x` or the mesh.
     """
     field = mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else f'{self.path_name}.shard()'
@@ -423,18 +423,18 @@ class Layer(InCall, Configurable):
     return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in fields.items()}
 
   def placements(self, group: str) -> dict[str, Placement]:
-    """Returns what those of `split_mappings` that are set stand for; none without names of mesh axes."""
+    """Returns the placements of those `split_mappings` that are set; {} if the mesh axes have no names."""
     resolved = {field: self._resolve(mapping, field) for field, mapping in self.split_mappings(group).items()}
     return {field: placement for field, placement in resolved.items() if placement is not None}
 
   def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
-    """Sets fields of one of the two groups of a built layer, to try what they do. Weights stay as they are declared."""
+    """Changes fields of one of the two groups of a built layer, to try them. Weights remain as they are declared."""
     getattr(self, group).set(**mappings)
     self.__dict__.pop('_activation_mappings', None)
 
   @functools.cached_property
   def _activation_mappings(self) -> dict[str, SplitDimsMapping]:
-    """Once, as `shard` needs them at every activation that is traced."""
+    """The activation mappings, cached because `shard` needs them at every activation that is traced."""
     return self.split_mappings('activation_split_dims_mapping')
 
   def _shard_input(self, x: InputT) -> InputT:
@@ -452,7 +452,7 @@ class Layer(InCall, Configurable):
     return jax.tree.map(shard, x)
 
   def _constrain(self, x: jax.Array, field: str, placement: Placement | None, remark: str = '') -> jax.Array:
-    """Constrains `x`, and lets the listener of the call know."""
+    """Constrains `x`, and notifies the listener of the call."""
     frame = call.frame_holding(self._path)
     if frame is not None and frame.surroundings.listener is not None:
       manual = frame.surroundings.manual_axes
@@ -460,12 +460,12 @@ class Layer(InCall, Configurable):
     return x if placement is None else with_sharding_constraint(x, placement.spec)
 
   def _resolve(self, mapping: SplitDimsMapping, field: str, rank: int | None = None) -> Placement | None:
-    """Returns what a mapping stands for, and why; None without a mapping, or without names of mesh axes."""
+    """Returns the placement of a mapping; None without a mapping, or without names of mesh axes."""
     if mapping is None or self.mesh_axis_names is None:
       return None
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
 
 
 def _overrides_a_setup(cls: type[Layer]) -> bool:
-  """Whether the `setup` of a class takes the place of one that declares something."""
+  """Whether the `setup` of a class overrides one that declares something."""
   return 'setup' in vars(cls) and any('setup' in vars(base) for base in cls.__mro__[1:] if base is not Layer)

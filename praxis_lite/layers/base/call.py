@@ -1,18 +1,18 @@
-"""The pure call: one `Frame` per `Layer.apply`, holding what goes in and collecting what comes out beside the result.
+"""The pure call: one `Frame` per `Layer.apply`, which holds the inputs and collects the outputs besides the result.
 
     inputs of a frame                    side outputs of a frame
       variables    weights by path         summaries     named scalars, histograms, images
       key          PRNG key or None        aux_losses    (value, weight) pairs the task adds to the loss
       do_eval      train or evaluate       updates       new values of non-trainable variables
       decode_state caches by path          decode_state  caches after the call
-      surroundings how weights are read, how sums over rows are completed, who listens; see `Surroundings`
+      surroundings how weights are read, how sums over rows are completed, the listener; see `Surroundings`
 
 Frames nest: a layer that transforms another one (scan, remat, pipeline) calls `sub.apply(...)` inside the transform,
 and `absorb`s the side outputs that the transform returns. No tracer outlives its frame, so ordinary JAX transforms
-apply.
+work.
 
-Randomness is derived from paths. A layer's key is the frame's key folded with the layer's path and a count of its own
-draws, so adding a layer does not change what the others draw.
+Randomness is derived from paths. A layer's key is the frame's key folded with the layer's path and with the number of
+its draws so far, so adding a layer does not change what the others draw.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ jax.tree_util.register_dataclass(Summary, data_fields=['value'], meta_fields=['k
 
 
 def summary_over_devices(summary: Summary, axes: tuple[str, ...]) -> Summary:
-  """Inside `shard_map`: scalars are averaged over devices along some axes; of all else, the first device's is kept."""
+  """Inside `shard_map`: averages scalars over the devices along some axes; of other kinds, keeps the first device's."""
   x = summary.value
   if not axes:
     return summary
@@ -58,7 +58,7 @@ def summary_over_devices(summary: Summary, axes: tuple[str, ...]) -> Summary:
 
 
 class SideOutputs(NamedTuple):
-  """What a call yields beside its result: all trees of arrays, keyed by variable path or by name."""
+  """The outputs of a call besides its result: trees of arrays, keyed by variable path or by name."""
 
   summaries: dict[str, Summary]
   aux_losses: WeightedScalars
@@ -71,10 +71,10 @@ class Constraint(NamedTuple):
 
   Attributes:
     field: the field of the layer that names the array, as in 'lm.softmax.activation_split_dims_mapping.out'.
-    placement: how the array is split, and why; None leaves it to the compiler.
+    placement: how the array is split, and why; None leaves that to the compiler.
     shape, dtype: of the array.
-    manual_axes: mesh axes along which the array is one device's part, and which the constraint leaves alone.
-    remark: what else the layer says about it.
+    manual_axes: mesh axes along which the array is one device's part; the constraint does not affect them.
+    remark: further remarks of the layer.
   """
 
   field: str
@@ -92,21 +92,22 @@ def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-  """What a call needs to know of the world around it. By default: one device, with all rows and whole weights.
+  """What a call needs to know about its environment. The defaults mean one device with all rows and whole weights.
 
   A layer that runs another one inside a transform, such as `shard_map`, passes `dataclasses.replace(...)` of its own
-  surroundings to `apply`, and nothing else needs to know.
+  surroundings to `apply`; no other code needs to know about the transform.
 
   Attributes:
     read_weight: (path, stored array, dtype or None) -> the weight as layers use it: cast, gathered or sliced. Inside a
-      scan over layers, the stored array has lost the leading dimensions that the scan has taken.
-    reading_gathers: whether `read_weight` communicates, so that the backward pass should gather again, not keep.
-    sum_over_rows: completes a sum over the rows of a batch at hand to the sum over all its rows.
-    real_rows: returns [B] bool for the B rows at hand: False for those that only fill up a microbatch, are copies of
-      others, and count in no statistic. None: all rows are of the batch. Layers ask `Layer.real_rows`.
-    read_outside: of a weight that a layer reads from outside of the tree of this call, what the layer reads.
+      scan over layers, the stored array lacks the leading dimensions that the scan has taken.
+    reading_gathers: whether `read_weight` communicates. Then the backward pass should gather again, instead of keeping
+      the gathered weights.
+    sum_over_rows: completes a sum over the local rows of a batch to the sum over all its rows.
+    real_rows: returns [B] bool for the B local rows: False for rows that only fill up a microbatch; they are copies of
+      other rows, and statistics must not count them. None: all rows are real. Layers call `Layer.real_rows`.
+    read_outside: converts a weight from outside of this call's variable tree to what a layer reads.
     manual_axes: mesh axes along which arrays are one device's part.
-    listener: is called with each sharding constraint of a layer while the call is traced; None does nothing.
+    listener: called with each sharding constraint of a layer while the call is traced; None disables it.
   """
 
   read_weight: Callable[[Path, jax.Array, DTypeLike | None], jax.Array] = _cast
@@ -119,13 +120,13 @@ class Surroundings:
 
 
 def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
-  """Returns `key` folded with a stable hash of `path`: the same on every machine and in every run."""
+  """Returns `key` folded with a stable hash of `path`, which is the same on every machine and in every run."""
   return jax.random.fold_in(key, _path_hash(path))
 
 
 def fold_in_paths(key: jax.Array, paths: Sequence[Path]) -> dict[Path, jax.Array]:
-  """Returns `fold_in_path(key, path)` for each path; in a program by one operation, as each takes long to compile."""
-  # Other generators may draw differently for several at a time.
+  """Returns `fold_in_path(key, path)` for each path. Under a trace it is one operation: many compile slowly."""
+  # Other PRNG implementations may draw differently for several keys at a time.
   together = isinstance(key, jax.core.Tracer) and jax.random.key_impl(key) == 'threefry2x32'
   if not (paths and together):
     return {path: fold_in_path(key, path) for path in paths}
@@ -155,7 +156,7 @@ class Frame:
   draws: dict[Path, int] = dataclasses.field(default_factory=dict)
 
   def variable(self, path: Path) -> Any:
-    """The subtree or array at `path`, as stored; a value updated earlier in this call is returned as updated."""
+    """Returns the subtree or array at `path`, as stored; variables updated in this call have their new values."""
     updated = lookup(self.updates, self._below(path))
     value = lookup(self.variables, self._below(path))
     if updated is None:
@@ -182,7 +183,7 @@ class Frame:
     return jax.random.fold_in(fold_in_path(self.key, self._below(path)), count)
 
   def add_summary(self, name: str, summary: Summary) -> None:
-    """Adds a summary; of a layer that is used several times, the later ones are called `name_1`, `name_2`, ..."""
+    """Adds a summary; if the layer is used several times, the later ones are called `name_1`, `name_2`, ..."""
     unique, count = name, 0
     while unique in self.summaries:
       count += 1
@@ -190,7 +191,7 @@ class Frame:
     self.summaries[unique] = summary
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array) -> None:
-    """Adds weight * value to the auxiliary losses; of a layer that is used several times, the weighted mean is kept."""
+    """Adds weight * value to the auxiliary losses; if the layer is used several times, keeps the weighted mean."""
     if name in self.aux_losses:
       values, weights = zip(self.aux_losses[name], (value, weight))
       value, weight = mean_of_means(jnp.stack(values), jnp.stack(weights))
@@ -219,7 +220,7 @@ _frames: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar('pra
 
 @contextlib.contextmanager
 def enter(frame: Frame) -> Iterator[Frame]:
-  """Makes `frame` the innermost one."""
+  """Makes `frame` the innermost frame."""
   token = _frames.set((*_frames.get(), frame))
   try:
     yield frame
@@ -228,18 +229,18 @@ def enter(frame: Frame) -> Iterator[Frame]:
 
 
 def current_frame() -> Frame | None:
-  """The innermost frame, or None outside any call."""
+  """Returns the innermost frame, or None outside of any call."""
   frames = _frames.get()
   return frames[-1] if frames else None
 
 
 def frame_holding(path: Path) -> Frame | None:
-  """The innermost frame whose tree contains `path`: a layer inside a scan may read a weight shared from outside it."""
+  """Returns the innermost frame whose tree contains `path`: inside a scan, a layer may read a weight from outside."""
   return next((f for f in reversed(_frames.get()) if path[: len(f.root)] == f.root), None)
 
 
 def read_through(frame: Frame, value: jax.Array) -> jax.Array:
-  """A weight of `frame`, as the calls that are nested in it read what is outside of their own trees."""
+  """Returns a weight of `frame` in the form in which calls nested in it read weights outside of their own trees."""
   frames = _frames.get()
   for inner in frames[frames.index(frame) + 1 :]:
     if inner.surroundings.read_outside is not None:

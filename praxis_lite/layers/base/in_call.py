@@ -14,13 +14,13 @@ from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
-# Kinds of summaries, as event files have them.
+# Kinds of summaries that event files support.
 _SUMMARIES = ('scalar', 'histogram', 'image', 'text')
-_CHANNELS = (1, 3, 4)  # Of an image.
+_CHANNELS = (1, 3, 4)  # Allowed numbers of an image's channels.
 
 
 class InCall:
-  """The part of a `Layer` that reads and writes the frame of the call in progress; ConfigError outside of one."""
+  """The part of a `Layer` that reads and writes the frame of the current call; raises ConfigError outside of a call."""
 
   _path: Path
   _weights: dict[str, WeightHParams]
@@ -47,7 +47,7 @@ class InCall:
     return Theta(self)
 
   def absorb(self, side: SideOutputs) -> None:
-    """In a call: takes over the side outputs of `self.apply(...)`, which an enclosing layer has run in a transform."""
+    """In a call: takes over the side outputs of a `self.apply(...)` that an enclosing layer has run in a transform."""
     self._frame().absorb(self._path, side)
 
   @property
@@ -61,15 +61,16 @@ class InCall:
     return self._frame().surroundings
 
   def real_rows(self, num_rows: int) -> jax.Array | None:
-    """In a call: [B] bool, False for rows that only fill up a microbatch of a pipeline; None where there are none.
+    """In a call: [B] bool, False for rows that only fill up a microbatch of a pipeline; None if there are no such rows.
 
-    A mean, an average or a count over rows leaves those rows out: they are copies of others. Rows that weigh nothing,
-    such as those that fill up a batch, are another thing: their weights say so.
+    Means, averages and counts over rows must leave them out, because they are copies of other rows. Rows that fill up a
+    batch are different: their weights are zero.
 
     Args:
       num_rows: B, dimension 0 of the arrays that the layer is about to reduce.
 
     Raises:
+      DataError: dimension 0 of the microbatch is not B, so it is unknown which of these rows are real.
       DataError: dimension 0 of the microbatch is not B, so it is not known which of these rows are real.
     """
     ask = self.surroundings.real_rows
@@ -85,14 +86,14 @@ class InCall:
     return real
 
   def mark_filler_rows(self, paddings: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """In a call: paddings of this shape, [B, T], with all tokens of the rows that `real_rows` leaves out among them.
+    """In a call: returns paddings, [B, T], that also mark all tokens of the rows that `real_rows` leaves out.
 
     Args:
-      paddings: [B, T], not zero where a token is padding; None: no token is.
+      paddings: [B, T], nonzero for padding tokens; None: no token is padding.
       shape: (B, T).
 
     Returns:
-      [B, T], not zero where a token is padding; None where none is.
+      [B, T], nonzero for padding tokens; None if no token is padding.
     """
     real = self.real_rows(shape[0])
     if real is None:
@@ -101,18 +102,18 @@ class InCall:
     return filler if paddings is None else filler | (paddings != 0)
 
   def next_prng_key(self) -> jax.Array:
-    """In a call: a fresh PRNG key, a function of the call's key, this layer's path and how many it drew before."""
+    """In a call: returns a new PRNG key, a function of the call's key, this layer's path and its number of draws."""
     return self._frame().next_key(self._path)
 
   def has_prng_key(self) -> bool:
-    """In a call: whether a key was passed to it."""
+    """In a call: whether the call has a key."""
     return self._frame().key is not None
 
   def add_summary(self, name: str, value: jax.Array, kind: str = 'scalar') -> None:
-    """In a call: logs `value` as `<path>/<name>`; where the layer is used again, as `<path>/<name>_1`, and so on.
+    """In a call: logs `value` as `<path>/<name>`; if the layer is used again, as `<path>/<name>_1`, and so on.
 
     Raises:
-      ConfigError: there is no such kind, the value has no entries, or that of a 'scalar' or an 'image' is none.
+      ConfigError: the kind is unknown, the value has no entries, or it is not a valid 'scalar' or 'image'.
     """
     check_choice(f'{self.path_name}: kind of the summary {name!r}', kind, _SUMMARIES)
     if kind == 'scalar' and jnp.ndim(value):
@@ -131,7 +132,7 @@ class InCall:
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
     """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`.
 
-    A layer that is used several times adds as often; what is reported is then the mean by weight.
+    A layer that is used several times adds its loss each time; the weighted mean is reported.
     """
     if jnp.ndim(value) or jnp.ndim(weight):
       raise ConfigError(
@@ -145,7 +146,7 @@ class InCall:
     """In a call: sets a non-trainable variable; later reads in the same call see the new value.
 
     Raises:
-      ConfigError: no such variable, or a trainable one, which only the optimizer may change.
+      ConfigError: no such variable exists, or it is trainable, so that only the optimizer may change it.
     """
     if name not in self._weights:
       raise ConfigError(f'{self.path_name} has no variable {name!r}.{did_you_mean(name, self._weights)}')
@@ -158,7 +159,7 @@ class InCall:
     frame.update(path, new)
 
   def get_decode_state(self, name: str) -> Any:
-    """In a call: this layer's cache entry `name`, or None where there is none yet."""
+    """In a call: this layer's cache entry `name`, or None if it does not exist yet."""
     return self._frame().cached((*self._path, name))
 
   def update_decode_state(self, name: str, value: Any) -> None:

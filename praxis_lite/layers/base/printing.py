@@ -11,7 +11,7 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Printed(Protocol):
-  """What is printed of a layer."""
+  """The part of a layer that printing needs."""
 
   _weights: dict[str, WeightHParams]
 
@@ -19,9 +19,9 @@ class Printed(Protocol):
 
 
 def tree_lines(layer: Printed, name: str, tree: NestedDict) -> Iterator[str]:
-  """Yields the lines of `str(layer)`, which is called `name`.
+  """Yields the lines of `str(layer)`, under the name `name`.
 
-  `tree` declares the layer's variables, stacked as in the layer that is printed.
+  `tree` declares the layer's variables, stacked like in the printed root layer.
   """
   count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(layer).__name__
   yield f'{kind if name == kind else f"{name}: {kind}"}, {count:,} parameter{"s" * (count != 1)}'

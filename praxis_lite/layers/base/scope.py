@@ -1,4 +1,4 @@
-"""How the methods of a layer run in a call: in a scope of their own, and with their errors explained."""
+"""How a layer's methods run in a call: in a named scope of their own, with explanations of their errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Scoped(Protocol):
-  """What a method's scope needs of the layer."""
+  """The part of a layer that the scope of a method needs."""
 
   name: str
   _weights: dict[str, WeightHParams]
@@ -32,8 +32,8 @@ class Scoped(Protocol):
 
 
 def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a layer's method, unless called by another one of it, in a named scope and with its input sharded on entry."""
-  first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
+  """Runs a layer's method in a named scope, with its input sharded on entry; not if the layer's own method calls it."""
+  first = (*inspect.signature(method).parameters, '')[1]  # The parameter after self; '' if there is none.
 
   @functools.wraps(method)
   def run(self: Scoped, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
         result = method(self, *args, **kwargs)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
       if isinstance(error, UserError) and type(error) is not DataError:
-        raise  # It says where already.
+        raise  # The message already says where.
       weights = {name: weight.shape for name, weight in self._weights.items()}
       explanation = explain_error(error, self, self.path_name, weights)
       if explanation is None:

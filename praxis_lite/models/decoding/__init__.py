@@ -1,4 +1,4 @@
-"""Decoding: from a model that predicts the next token to whole sequences."""
+"""Decoding: generates whole sequences with a model that predicts the next token."""
 
 from praxis_lite.models.decoding.buckets import Bucket, chunk_of
 from praxis_lite.models.decoding.sampler import Decoded, ExtendStep, Sampler, prompt_step, sample_tokens

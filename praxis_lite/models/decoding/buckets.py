@@ -1,7 +1,7 @@
-"""Buckets: the few sizes that decoding is compiled for, whatever the lengths of prompts and of their continuations.
+"""Buckets: the few sizes for which decoding is compiled, whatever the lengths of prompts and continuations.
 
-S slots     of the caches: a power of two, at least 256, but no more than the model sees at once
-W width     of the arrays of prompts and of continuations: 512, 2048, 8192, ...; int32, so they may be generous
+S slots     of the caches: a power of two, at least 256, but at most the context of the model
+W width     of the arrays of prompts and of continuations: 512, 2048, 8192, ...; int32, so a large width is cheap
 C chunk     tokens of a prompt that are read at once, a divisor of S
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _LEAST_SLOTS, _LEAST_WIDTH = 256, 512
-_CHUNKS = 16  # Into so many parts the slots are read, unless the parts are too small or too large for that:
+_CHUNKS = 16  # How many parts the slots are read in, unless the parts would be too small or too large:
 _LEAST_CHUNK, _MOST_CHUNK = 32, 256
 
 
@@ -22,12 +22,12 @@ class Bucket(NamedTuple):
 
   @classmethod
   def of(cls, prompt_length: int, max_tokens: int, context: int | None) -> Bucket:
-    """Returns the bucket of prompts of at most so many tokens.
+    """Returns the bucket for prompts of at most `prompt_length` tokens.
 
     Args:
       prompt_length: the longest prompt.
-      max_tokens: most tokens after a prompt.
-      context: how many tokens the model sees at once; None: all.
+      max_tokens: the largest number of tokens after a prompt.
+      context: how many tokens the model sees at once; None means all.
     """
     slots = _LEAST_SLOTS
     while slots < prompt_length + max_tokens - 1:  # The last token needs no slot.
@@ -39,6 +39,6 @@ class Bucket(NamedTuple):
 
 
 def chunk_of(slots: int) -> int:
-  """Returns how many tokens of a prompt are read at once into caches of so many slots, a divisor of it."""
+  """Returns how many tokens of a prompt are read at once into caches of `slots` slots; it divides `slots`."""
   most = min(max(slots // _CHUNKS, _LEAST_CHUNK), _MOST_CHUNK, slots)
   return next((size for size in range(most, most // 2, -1) if slots % size == 0), slots)

@@ -7,13 +7,14 @@ B batch, P length of the prompts, M maximum number of tokens to decode, T tokens
     token 0 = sample(logits)
     for i = 1 ... M - 1, while a row continues:   token i = sample(step(token i - 1))
 
-What differs from call to call is no part of the program: lengths of prompts, and numbers of tokens, are arrays. Prompts
-may be read in chunks, as many as the longest one has, so that arrays much wider than the prompts cost nothing.
+Values that differ between calls are arrays, not constants of the program: lengths of prompts, and numbers of tokens.
+Prompts may be read in chunks, as many as the longest one has, so arrays much wider than the prompts cost nothing.
 
-A model may see only so many tokens, its context. Where prompts and continuations are longer, each token that the caches
-have no room for is sampled after one pass over the last tokens of its row, at positions from 0 on, with empty caches.
+A model may see only a limited number of tokens, its context. If prompts and continuations are longer, each token for
+which the caches have no room is sampled after a pass over the last tokens of its row, at positions from 0 on, with
+empty caches.
 
-It is a pure function that runs inside jit; the model is in the program twice, once for prompts and once for the loop.
+Decoding is a pure function that runs inside jit. The program contains the model twice: for prompts and for the loop.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def sample_tokens(
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> jax.Array:
-  """Returns a token for each row, [B] int32, drawn from softmax(logits / temperature) cut down to its candidates.
+  """Returns a token for each row, [B] int32, drawn from softmax(logits / temperature) restricted to its candidates.
 
   Args:
     logits_BV: logits of the next token.
     keys_B: a PRNG key for each row; may be None if the temperature is 0.
-    temperature: 0, or less than the smallest normal float32, takes the most probable token, the lowest id among equals.
-    top_k: candidates are the k most probable tokens (Fan et al., 2018), the lower ids among equals; None takes all.
+    temperature: 0, or less than the smallest normal float32, takes the most probable token; of equals, the lowest id.
+    top_k: candidates are the k most probable tokens (Fan et al., 2018); of equals, the lower ids. None takes all.
     top_p: of those, the fewest whose probabilities sum to at least top_p (nucleus sampling, Holtzman et al., 2020);
       None takes all.
 
@@ -70,9 +71,9 @@ def sample_tokens(
 
 
 def _scale(logits_BV: jax.Array, temperature: float) -> jax.Array:
-  """Returns logits / temperature, float32, or what has the same softmax where that would overflow."""
+  """Returns logits / temperature, float32, or if that would overflow, logits with the same softmax."""
   if temperature * float(jnp.finfo(jnp.float32).tiny) > 1:  # A factor of 1 / temperature would be zero.
-    return jnp.where(logits_BV == -jnp.inf, -jnp.inf, 0.0)  # All that is possible is equally probable.
+    return jnp.where(logits_BV == -jnp.inf, -jnp.inf, 0.0)  # All possible tokens become equally probable.
   if temperature >= 1:
     return logits_BV / temperature
   most_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
@@ -85,13 +86,13 @@ def prompt_step(
   """Returns the first three arguments of the `ExtendStep` over prompts, or a chunk of them.
 
   Args:
-    ids_BT: tokens; those after the end of a prompt may be any.
+    ids_BT: tokens; those after the end of a prompt are arbitrary.
     lengths_B: int32 lengths of the prompts.
     start: position of the first of these tokens.
   """
   column_T = start + jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
   pos_BT = jnp.where(column_T < lengths_B[:, None], column_T, -1)
-  known_BT = jnp.where(pos_BT < 0, 0, ids_BT)  # Padding may be no token: vectors of such ids are NaN.
+  known_BT = jnp.where(pos_BT < 0, 0, ids_BT)  # Padding may be an invalid id, whose vector is NaN.
   return known_BT, pos_BT, jnp.clip(lengths_B - 1 - start, 0, ids_BT.shape[1] - 1)
 
 
@@ -127,13 +128,13 @@ class Decoded(NamedTuple):
 
 
 class _Seen(NamedTuple):
-  """What is known of the rows, beside their caches.
+  """The state of the rows, besides their caches.
 
   Attributes:
-    number: int32, of the next token.
-    last_ids_B: int32, the tokens before it.
+    number: int32, the number of the next token.
+    last_ids_B: int32, the previous tokens.
     decoded: the continuations so far.
-    done_B: bool, which of them have ended.
+    done_B: bool, which rows have ended.
   """
 
   number: jax.Array
@@ -149,7 +150,7 @@ class Sampler(Configurable):
     max_decode_steps: M, the maximum number of tokens after a prompt.
     temperature: 0 is greedy; 1 is the model's distribution.
     top_k, top_p: see `sample_tokens`.
-    max_context: how many tokens, the last ones, the model sees; None: all, or as many as it has positions.
+    max_context: how many of the last tokens the model sees; None: all, or as many as it has positions.
     stop_ids: tokens that end a row.
   """
 
@@ -172,7 +173,7 @@ class Sampler(Configurable):
         raise ConfigError(f'Sampler.{field}: expected {expected}, got {getattr(self, field)}')
 
   def context(self, num_positions: int | None = None) -> int | None:
-    """Returns how many tokens a model with so many positions sees at once; None for all."""
+    """Returns how many tokens a model with `num_positions` positions sees at once; None means all."""
     limits = [limit for limit in (self.max_context, num_positions) if limit is not None]
     return min(limits, default=None)
 
@@ -192,7 +193,7 @@ class Sampler(Configurable):
     max_tokens_B: jax.Array | None = None,
     chunk: int | None = None,
   ) -> Decoded:
-    """Continues prompts. Each row has keys of its own, so its tokens do not depend on the number of rows.
+    """Continues prompts. Each row has its own keys, so its tokens do not depend on the number of rows.
 
     Args:
       step: the model.
@@ -200,20 +201,20 @@ class Sampler(Configurable):
       prompt_ids_BP: prompts, padded on the right with any ids.
       prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and gets no tokens.
       key: PRNG key; may be None if the temperature is 0.
-      context: how many tokens the model sees at once; None: all.
-      max_tokens_B: int32, the most tokens after each prompt; None: `max_decode_steps`, which limits them all.
-      chunk: tokens of a prompt that are read at once, a divisor of the slots: reading costs what the longest prompt
-        holds, rounded up, whatever P; None: all P.
+      context: how many tokens the model sees at once; None means all.
+      max_tokens_B: int32, the largest number of tokens after each prompt, at most `max_decode_steps`; None uses that.
+      chunk: tokens of a prompt that are read at once, a divisor of the slots. The cost of reading then depends on the
+        longest prompt, rounded up, and not on P. None reads all P at once.
     """
     num_rows, prompt_length = prompt_ids_BP.shape
     slots = self.cache_length(prompt_length, context)
-    # Texts of this length end within the caches: no row is read again.
+    # Texts of this length fit into the caches, so no row is read again.
     fits = slots == self.cache_length(prompt_length)
     chunk = chunk or (prompt_length if fits else slots)
     limits_B = jnp.minimum(self.max_decode_steps if max_tokens_B is None else max_tokens_B, self.max_decode_steps)
 
     def keys(number: jax.Array) -> jax.Array | None:
-      """Keys of token `number` of each row."""
+      """Returns the keys of token `number` of each row."""
       if key is None:
         return None
       of_token = jax.random.fold_in(key, number)
@@ -234,7 +235,7 @@ class Sampler(Configurable):
       return _Seen(number + 1, ids_B, decoded, done_B)
 
     def read(seen: _Seen) -> tuple[jax.Array, Caches, jax.Array]:
-      """Reads the last tokens of each row, as many as there are slots; returns logits, caches, and the slots taken."""
+      """Reads as many last tokens of each row as there are slots; returns logits, caches, and the slots taken."""
       length_B = jnp.where(seen.done_B, 0, prompt_lengths_B + seen.number)
       kept_B = jnp.minimum(length_B, slots)
 

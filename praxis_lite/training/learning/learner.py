@@ -1,9 +1,9 @@
-"""Learner: what a gradient does to the variables.
+"""Learner: how a gradient changes the variables.
 
     gradient -> clipping: by value, by each variable's norm, by the global norm
              -> L2 -> optimizer -> decoupled weight decay -> new variables -> moving averages
 
-A step whose loss or gradient is not finite changes neither variables nor slots nor averages.
+If its loss or gradient is not finite, a step changes neither variables nor slots nor averages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SumParts = Callable[[NestedDict], NestedDict]
 
 
 class LearnerUpdate(NamedTuple):
-  """What a learner makes of a gradient.
+  """The result of `Learner.update`.
 
   Attributes:
     mdl_vars: all variables, the trained ones updated.
@@ -50,14 +50,14 @@ class LearnerUpdate(NamedTuple):
 
 
 class Learner(Configurable):
-  """An optimizer, a learning rate schedule, and what else is done to gradients and variables in a step.
+  """An optimizer, a learning rate schedule, and the other operations on gradients and variables in a step.
 
   Attributes:
     optimizer: config of an optax optimizer, as in `Config(optax.adamw, weight_decay=0.1)`, or of a function that
-      returns an optax transformation. Where it, or a config nested in it, has a learning rate or a weight decay mask
-      that is not set, the learner's is filled in.
+      returns an optax transformation. If it, or a config nested in it, has a learning rate or a weight decay mask that
+      is not set, the learner fills it in.
     learning_rate: factor of the schedule.
-    schedule: config of a schedule; or a function of the step, an int32 scalar, that returns a scalar, or its config.
+    schedule: config of a schedule; or a function of the step, an int32 scalar, that returns a scalar; or its config.
     clip_gradient_norm_to_value: upper limit of the global gradient norm; 0 disables it.
     clip_gradient_single_norm_to_value: upper limit of the norm of each variable's gradient; 0 disables it.
     clip_gradient_value: upper limit of the absolute value of each gradient entry; 0 disables it.
@@ -67,17 +67,16 @@ class Learner(Configurable):
     bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
     ema_decay: decay of the moving averages of trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0
       disables them.
-    num_microbatches: number of parts of a batch that gradients are accumulated over.
-    on_nonfinite: what is done in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing;
-      'raise' changes nothing and ends the run; 'rollback' has the run go back to its last checkpoint and leave out the
-      batch; 'ignore' updates as in any other step.
-    moments: what the optimizer remembers of each variable is stored in 'float32', 'bfloat16' or 'int8'; see
-      `moments.py`.
-    per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. None: only where
-      that may make a difference.
+    num_microbatches: gradients are accumulated over this many parts of a batch.
+    on_nonfinite: what to do in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing.
+      'raise' changes nothing and ends the run. 'rollback' makes the run go back to its last checkpoint and leave out
+      the batch. 'ignore' updates as in any other step.
+    moments: the dtype in which the optimizer's moments are stored: 'float32', 'bfloat16' or 'int8'; see `moments.py`.
+    per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. None: only if that
+      may make a difference.
     report_param_norm: adds the norm of the trained variables to the stats.
 
-  Neither kind of decay, nor the optimizer's own, applies to variables marked to skip regularization.
+  Neither kind of decay, nor the optimizer's own, applies to variables that are marked to skip regularization.
 
   Raises:
     ConfigError: a value is out of range, or both kinds of decay are set.
@@ -122,12 +121,12 @@ class Learner(Configurable):
   def bind(self, weights: NestedDict) -> BoundLearner:
     """Returns this learner for the variables of a model, declared by `weights`, its `abstract_init()`.
 
-    Raises ConfigError if a regex is not valid, or matches no variable, or no variable is left to train, or if the
+    Raises ConfigError if a regex is not valid or matches no variable, if no variable is left to train, or if the
     schedule does not return a scalar.
     """
     if self._bound is None:
       check_schedule(self._schedule, 'learner.schedule')
-    if self._bound is None or self._bound[0] != weights:  # It keeps what it finds out about the optimizer.
+    if self._bound is None or self._bound[0] != weights:  # It caches what it finds out about the optimizer.
       self._bound = weights, BoundLearner(self, weights)
     return self._bound[1]
 
@@ -166,7 +165,7 @@ class BoundLearner:
   # ---------------------------------------------------------------- which variables
 
   def split(self, tree: NestedDict) -> tuple[NestedDict, NestedDict]:
-    """Returns the part of `tree`, a nested dict like the model's variables, that is trained, and the rest."""
+    """Splits `tree`, a nested dict like the model's variables, into the trained part and the rest."""
     return self.trained(tree), select(tree, lambda path: path not in self._trained)
 
   def trained(self, tree: NestedDict) -> NestedDict:
@@ -194,15 +193,15 @@ class BoundLearner:
   # ---------------------------------------------------------------- state
 
   def init(self, mdl_vars: NestedDict) -> States:
-    """Returns the first optimizer state: slots for the trained variables only."""
+    """Returns the initial optimizer state: slots only for the trained variables."""
     return self._optimizer.init(self.trained(mdl_vars), self._learner.learning_rate_at(0))
 
   def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
-    """Returns the first moving averages, copies of the trained variables; None if they are disabled."""
+    """Returns the initial moving averages, copies of the trained variables; None if they are disabled."""
     return jax.tree.map(jnp.copy, self.trained(mdl_vars)) if self._learner.ema_decay else None
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, by path of a slot, which axis of its variable each of its dimensions runs along; None for none."""
+    """Returns, by the path of a slot, the axis of its variable that each of its dimensions runs along, or None."""
     return self._optimizer.slot_axes()
 
   def not_elementwise(self) -> list[str]:
@@ -225,14 +224,14 @@ class BoundLearner:
 
     Args:
       gradients: of the trained variables, a part of the variable tree.
-      loss: the loss, which must be finite for the step to count; the same on all devices.
+      loss: the loss; if it is not finite, the step is not applied. It is the same on all devices.
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
-      sum_parts: adds sums over parts of variables over devices, where each device has a part of some variables.
+      sum_parts: sums over devices, if each device has only a part of some variables.
 
     Raises:
-      ConfigError: the optimizer cannot be built from its config, or needs an argument that a training step has not.
+      ConfigError: the optimizer cannot be built from its config, or needs an argument that training steps do not have.
     """
     learner, variables = self._learner, self.trained(mdl_vars)
     grad_norm = _global_norm(gradients, sum_parts)
@@ -261,7 +260,7 @@ class BoundLearner:
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
   def norms(self, gradients: NestedDict, sum_parts: SumParts) -> NestedDict:
-    """The norm of each gradient, in float32: a scalar, or [layers, 1, ...] for a stack of layers."""
+    """Returns the norm of each gradient, in float32: a scalar, or [layers, 1, ...] for a stack of layers."""
     squares = sum_parts(jax.tree.map(_square_of_each_layer, gradients, self._declared))
     return jax.tree.map(jnp.sqrt, squares)
 
@@ -280,7 +279,7 @@ class BoundLearner:
     return gradients
 
   def _plus(self, tree: NestedDict, factor: float | jax.Array, variables: NestedDict) -> NestedDict:
-    """`tree` + factor * variables, for those that may be regularized."""
+    """Returns `tree` + factor * variables, for the variables that may be regularized; others are unchanged."""
     return jax.tree.map(lambda x, v, w: x + factor * v if is_regularized(w) else x, tree, variables, self._declared)
 
   def _update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
@@ -291,11 +290,11 @@ class BoundLearner:
 
 
 def _if_finite(finite: jax.Array, changed: Callable[[], T], kept: T) -> T:
-  """Returns `changed()` if `finite`, else `kept`, its structure of donated arrays.
+  """Returns `changed()` if `finite`, else `kept`, which has the same structure and consists of donated arrays.
 
-  On a GPU each array is chosen by element, in the one pass that updates it: of a branch there, XLA copies every result,
-  twice the bytes of all variables and slots. Elsewhere it is a branch, which XLA updates in place; chosen by element,
-  each array would take a pass of its own and a copy of the old ones.
+  On a GPU, `where` chooses each element in the same pass that updates the array; with a branch, XLA would copy every
+  result: twice the bytes of all variables and slots. Elsewhere a branch is used, which XLA updates in place; `where`
+  would need a separate pass over each array, and a copy of the old one.
   """
   if platform() == 'gpu':
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed(), kept)
@@ -307,12 +306,12 @@ def _clip(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
 
 
 def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Array:
-  """The squared norm of a gradient; for a stack of layers, that of each layer: [layers, 1, ...]."""
+  """Returns the squared norm of a gradient; for a stack of layers, the one of each layer: [layers, 1, ...]."""
   axes = tuple(range(len(weight.repeat_prefix), gradient.ndim))
   return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=axes, keepdims=True)
 
 
 def _global_norm(tree: NestedDict, sum_parts: SumParts) -> jax.Array:
-  """The norm of all arrays of a tree as one vector, in float32 whatever their dtype."""
+  """Returns the norm of all arrays of a tree as one vector, in float32 whatever their dtype."""
   squares = sum_parts(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
   return jnp.sqrt(sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32)))

@@ -1,25 +1,26 @@
-"""Moments of an optimizer in 16 or 8 bits: what it remembers of each variable takes less memory than the variable.
+"""Stores the moments of an optimizer in 16 or 8 bits, so that they take less memory than the variables.
 
     float32     as the optimizer makes them
     bfloat16    rounded; half of the memory
-    int8        a quarter of it: codes of 8 bits, and the maxima of rows and columns that scale them
+    int8        a quarter of the memory: codes of 8 bits, and the maxima of rows and columns, which scale them
 
-An array x of the optimizer's state that has the shape of its variable is stored as codes c of that shape, relative to
+A state array x with the shape of its variable is stored as codes c of that shape, relative to
 
     scale[i, j] = min(max_j |x[i, j]|, max_i |x[i, j]|)
 
-and likewise for more dimensions (rank-1 normalization; Li et al., 2023): an entry that is much larger than the others
-makes only its own code coarse. Maxima over a dimension that is split over devices are small reductions, so the codes
-are split as their variable is, whatever its sizes, and a state does not depend on the mesh. Blocks of a fixed number of
-entries would not: they lie across the borders between devices. Codes are denser near zero:
+For more dimensions the scale is the minimum over all of them (rank-1 normalization; Li et al., 2023). An entry that is
+much larger than the others makes only its own code coarse. Maxima over a dimension that is split over devices are small
+reductions, so the codes are split like their variable, whatever its sizes, and a state does not depend on the mesh.
+Blocks of a fixed number of entries would depend on it, because they cross the borders between devices. Codes are denser
+near zero:
 
     x = sign(c) scale (c / 127)^2      of any sign
-    x = scale (c / 255)^4              of second moments (named nu), which are not negative, and stay above zero
+    x = scale (c / 255)^4              second moments (named nu), which are not negative, and stay above zero
 
-Rounding is stochastic: up or down with the probabilities that make the mean exact. Rounding to the nearest would stop a
-moving average with a decay of 0.999, of which one step changes less than half of the distance between two codes. The
-random bits are a hash of the value itself and the number of the step, so that no key is needed, and no array of random
-numbers. Under int8, arrays of less than two dimensions, such as those of biases, stay in float32.
+Rounding is stochastic: up or down with the probabilities that make the mean exact. Rounding to the nearest code would
+stop a moving average with a decay of 0.999, because one step changes it by less than half of the distance between two
+codes. The random bits are a hash of the value itself and the number of the step, so they need neither a key nor an
+array of random numbers. Under int8, arrays of fewer than two dimensions, such as those of biases, stay in float32.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class CompressedState(NamedTuple):
 
   Attributes:
     num_updates: int32.
-    inner: the state of the optimizer, with a bfloat16 array, or a tuple (codes, maxima along each dimension), in place
-      of each moment.
+    inner: the state of the optimizer, in which each moment is replaced by a bfloat16 array, or by a tuple (codes,
+      maxima along each dimension).
   """
 
   num_updates: jax.Array
@@ -56,12 +57,12 @@ class CompressedState(NamedTuple):
 def compress_moments(
   optimizer: optax.GradientTransformationExtraArgs, moments: str
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that stores its moments in fewer bits, one of `MOMENTS`, and computes with them in its own."""
+  """Returns an optimizer that stores its moments in one of the formats `MOMENTS`, but computes in its own dtypes."""
   if moments == 'float32':
     return optimizer
 
   def codecs(params: Any) -> tuple[list[_Codec | None], Any]:
-    """For each array of the state how it is stored, None for as it is; and the structure of the state."""
+    """Returns how each array of the state is stored, None if unchanged; and the structure of the state."""
     variables = leaves_by_path(params)
     state = jax.eval_shape(optimizer.init, params)
     found = []
@@ -123,7 +124,7 @@ def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any)
   low, high = (below / most) ** power, ((below + 1) / most) ** power
   uniform = (_random_bits(x, count) >> 8).astype(jnp.float32) * 2.0**-24
   code = below + (uniform < (relative - low) / (high - low))
-  if power == 4:  # Rounded down to zero, the root of a second moment would no longer bound the step.
+  if power == 4:  # If it were rounded down to zero, the root of a second moment would no longer bound the step.
     code = jnp.maximum(code, jnp.where(size > 0, 1.0, 0.0))
   code = jnp.minimum(code, float(most))
   return ((code if power == 4 else jnp.sign(x) * code).astype(dtype), *maxima)
@@ -137,16 +138,16 @@ def _decode(stored: tuple[jax.Array, ...], power: int, most: int) -> jax.Array:
 
 
 def _scale(maxima: Any) -> jax.Array:
-  """The least of the maxima of each entry's row, column, ..."""
+  """Returns for each entry the smallest of the maxima of its row, its column, ..."""
   rank = len(maxima)
   along = [jnp.expand_dims(m, [d for d in range(rank) if d != dim]) for dim, m in enumerate(maxima)]
   return functools.reduce(jnp.minimum, along)
 
 
 def _random_bits(x: jax.Array, count: jax.Array) -> jax.Array:
-  """32 bits for each float32 entry: a hash of it and of the step (multiply and xor-shift, twice).
+  """Returns 32 bits for each float32 entry: a hash of it and of the step (multiply and xor-shift, twice).
 
-  The last 8 bits of the entry do not count, so that the order of a sum on a mesh changes few of the results.
+  The last 8 bits of the entry are ignored, so that the summation order on a mesh changes few of the results.
   """
   bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 8) ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
   bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)

@@ -1,25 +1,25 @@
-"""An optax transformation from its config, over a tree in which some variables are stacks of layers.
+"""Builds an optax transformation from its config, for a tree in which some variables are stacks of layers.
 
-What the learner knows is filled in, in nested configs too:
+The learner fills in what it knows, in nested configs too:
 
     Config(optax.adamw, weight_decay=0.1)     learning_rate = the learner's rate at this step
                                               mask = the variables not marked to skip regularization
     Config(optax.chain, Config(optax.scale_by_adam), Config(optax.scale_by_learning_rate))
 
-The rate is a number, the value of the schedule at the train state's step, so an optimizer's own count of updates, which
-stands still when a step is skipped, does not enter it.
+The rate is a number: the value of the schedule at the train state's step. So it does not depend on the optimizer's own
+count of updates, which does not advance when a step is skipped.
 
-A repeated layer keeps the weights of all its repetitions in one array [layers, ...]. Optimizers that look at a whole
-variable (LAMB's trust ratio, Adafactor's RMS, Muon's matrix) must look at each layer's, so the optimizer is mapped over
-the stack: variables are grouped by their repeat prefix, and each group has an optimizer of its own. A layer in a stack
-is then trained as if it stood alone. Optimizers that do to a stack what they do to its layers, the elementwise ones
-among them, run as one group without the map; `probe.py` finds out which.
+A repeated layer keeps the weights of all its repetitions in one array [layers, ...]. Some optimizers use statistics of
+a whole variable (LAMB's trust ratio, Adafactor's RMS, Muon's matrix), which must be those of each layer. So the
+optimizer is mapped over the stack: variables are grouped by their repeat prefix, and each group has its own optimizer.
+Then a layer in a stack is trained as if it were not in one. Optimizers that treat a stack like its separate layers,
+such as elementwise ones, run as one group without the map; `probe.py` finds out which do.
 
     opt_states = {'all': state}
     opt_states = {'single': state, 'repeated_12': state of [12, ...]}
 
-A mapped state keeps once, not per layer, what belongs to no variable and cannot differ between layers, such as a count:
-what an optimizer does every so many steps is then still decided once.
+In a mapped state, values that belong to no variable and cannot differ between layers, such as a count, are kept once
+for all layers. So decisions that an optimizer takes every few steps are still taken once.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ States = dict[str, object]
 
 _RATE = 'learning_rate'
 
-# The masks that keep each argument which decays weights from some of them.
+# For each argument that decays weights, the masks that exempt some of them.
 _MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
 
 
 class GroupedOptimizer:
-  """Applies an optimizer to each group of variables that are stacked alike.
+  """Applies an optimizer to each group of variables with the same kind of stacking.
 
   Args:
-    config: of an optax factory, or of a function that returns a transformation; it is not changed. The learning rate is
-      filled in wherever a factory takes a `learning_rate` and none is set, and the variables that may be regularized
-      wherever it takes a mask for its weight decay and none is set.
+    config: of an optax factory, or of a function that returns a transformation; it is not changed. If a factory in it
+      takes a `learning_rate` that is not set, the learner's is filled in. If it takes a mask for its weight decay that
+      is not set, the mask of the variables that may be regularized is filled in.
     weights: declarations of the variables it updates, a nested dict.
-    per_layer: whether each layer of a stack is updated separately; None: only where that may make a difference.
+    per_layer: whether each layer of a stack is updated separately; None: only if that may make a difference.
     moments: how its moments are stored; see `moments.py`.
 
   `init` and `update` raise ConfigError if no factory takes the learning rate, if weight decay would apply to variables
-  marked to skip it, if the config builds no optax transformation, or if `per_layer` is None and one part of the
-  optimizer must see all layers together and another each separately.
+  that are marked to skip it, if the config builds no optax transformation, or if `per_layer` is None and one part of
+  the optimizer must see all layers together while another must see each layer separately.
   """
 
   def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None, moments: str = 'float32'):
@@ -72,16 +72,16 @@ class GroupedOptimizer:
     self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
 
   def is_of(self, config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> bool:
-    """Whether it was made of these arguments, or of equal ones."""
+    """Whether this was made from these arguments, or from equal ones."""
     if (self._per_layer, self._moments, self._weights) != (per_layer, moments, weights):
       return False
     try:
       return bool(self._config == config)
-    except ValueError:  # Arrays in configs have no one truth value.
+    except ValueError:  # The comparison of arrays in configs has no single truth value.
       return False
 
   def init(self, variables: NestedDict, learning_rate: Rate) -> States:
-    """Returns the first state; `learning_rate`, a scalar, is that of the first step."""
+    """Returns the initial state; `learning_rate` is the first step's, a scalar."""
     optimizer = self._build(learning_rate)
     return {name: _init(optimizer, _part(variables, paths), depth) for name, (paths, depth) in self._groups.items()}
 
@@ -112,7 +112,7 @@ class GroupedOptimizer:
           raise
         raise ConfigError(f'learner.optimizer: it needs what a training step does not have: {error}') from None
       updates.append(changes)
-      # Some optimizers promote the dtype of a slot; a state keeps its own, so that it can be donated and saved.
+      # Some optimizers promote the dtype of a slot. The state keeps its dtype, so that it can be donated and saved.
       new_states[name] = jax.tree.map(lambda old, new: new.astype(old.dtype), states[name], state)
     return merge(*updates), new_states
 
@@ -126,7 +126,7 @@ class GroupedOptimizer:
     return at_fault or [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, by the path of a slot in the state, which axis of its variable each dimension of it runs along."""
+    """Returns, by the path of a slot in the state, the axis of its variable that each of its dimensions runs along."""
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
       layers = jax.tree.map(
@@ -139,7 +139,7 @@ class GroupedOptimizer:
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:
-    """For each group its variables, and over how many leading dimensions its optimizer is mapped."""
+    """For each group, its variables, and how many leading dimensions its optimizer is mapped over."""
     weights = leaves(self._weights)
     prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
     apart = self._per_layer
@@ -186,7 +186,7 @@ class GroupedOptimizer:
     return compress_moments(optax.with_extra_args_support(transformation), self._moments)
 
   def _fill_in(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
-    """Returns a copy with rates and masks filled in, and adds to `took_rate` where that took the rate."""
+    """Returns a copy with rates and masks filled in; appends to `took_rate` the configs that took the rate."""
     filled, parameters = config.clone(), config.__signature_info__.parameters
     arguments = filled.__arguments__
     for key, value in list(arguments.items()):
@@ -201,7 +201,7 @@ class GroupedOptimizer:
     return filled
 
   def _regularization_mask(self, params: NestedDict) -> object:
-    """A mask by path: it fits any part of the tree, such as optimizers that treat some variables apart pass on."""
+    """Returns a mask by path. It fits any part of the tree, such as what optimizers with several labels pass on."""
 
     def may_be_regularized(path: jax.tree_util.KeyPath, _: object) -> bool:
       names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
@@ -210,13 +210,15 @@ class GroupedOptimizer:
     return jax.tree_util.tree_map_with_path(may_be_regularized, params)
 
   def _factories(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
-    """The name of each factory of transformations in the config, and what builds its transformation alone: those that
-    are nested in it are replaced by the identity."""
+    """Returns for each factory in the config its name, and a function that builds only its own transformation.
+
+    Transformations nested in it are replaced by the identity.
+    """
 
     def build(config: Config, rate: Rate) -> object:
       return self._fill_in(config, rate, []).instantiate()
 
-    def makes_one(config: Config) -> bool:  # And not a schedule, such as of a decay.
+    def makes_one(config: Config) -> bool:  # Other configs make schedules, for example of a decay.
       return isinstance(build(config, 1.0), optax.GradientTransformation)
 
     def alone(config: Config, rate: Rate) -> Transformation:
@@ -247,10 +249,10 @@ _RECENT: collections.deque[GroupedOptimizer] = collections.deque(maxlen=8)
 
 
 def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> GroupedOptimizer:
-  """Returns the `GroupedOptimizer` of these arguments, which may be one that was made of equal arguments before.
+  """Returns a `GroupedOptimizer` for these arguments, possibly one that was made from equal arguments before.
 
-  It keeps what it reads from the programs of its optimizer, however a mesh splits the variables: a search over meshes,
-  or a comparison of a mesh with one device, then traces them once.
+  It caches what it reads from the programs of its optimizer, which do not depend on how a mesh splits the variables. So
+  a search over meshes, or a comparison of a mesh with one device, traces them only once.
   """
   declared = jax.tree.map(_strip_split, weights)
   for known in _RECENT:
@@ -261,7 +263,7 @@ def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | Non
 
 
 def _strip_split(weight: WeightHParams) -> WeightHParams:
-  """What an optimizer can know of a variable."""
+  """Returns the part of a declaration that an optimizer can know."""
   return WeightHParams(
     weight.shape, dtype=weight.dtype, repeat_prefix=weight.repeat_prefix, collections=weight.collections
   )
@@ -325,7 +327,7 @@ def _update(
 
 
 def _state_axes(optimizer: Transformation, variables: NestedDict, state: object) -> list[int | None]:
-  """0 for each array of a layer's state (shapes) that every layer has its own of, None for what all layers share."""
+  """Returns for each array of a layer's state (given as shapes): 0 if each layer has its own, None if all share one."""
   known = leaves_by_path(variables)
   slots, structure = leaves_by_path(state), jax.tree.structure(state)
   axes = [None if owner_of(path, known) is None else 0 for path in slots]
@@ -336,7 +338,7 @@ def _state_axes(optimizer: Transformation, variables: NestedDict, state: object)
 
   try:
     jax.eval_shape(jax.vmap(update, (axes, 0), axes), two_layers, jax.tree.map(_stack, variables))
-  except ValueError:  # Something without an owner depends on the gradients after all: each layer needs its own.
+  except ValueError:  # A value without an owner depends on the gradients after all, so each layer needs its own.
     return [0] * len(axes)
   return axes
 

@@ -1,21 +1,21 @@
-"""What an optax transformation does to stacks and to parts of variables, read from its program without running it.
+"""Finds out how an optax transformation treats stacks and parts of variables, from its program, without running it.
 
-    is_stackable      does it do to a stack of layers what it does to each layer of it?
-    is_elementwise    does it do to a part of a variable what it does to that part of the whole?
-    looks_at_all      does what it does to one variable depend on sums over several?
+    is_stackable      does it treat a stack of layers like each layer separately?
+    is_elementwise    does it treat a part of a variable like that part of the whole?
+    looks_at_all      does its update of one variable depend on sums over several variables?
 
-The programs (jaxprs) of `init` and `update` are traced on shapes, with stacks and with lists of their layers, or with
-variables of two sizes, and compared. Each array in a program is described by
+The programs (jaxprs) of `init` and `update` are traced on shapes, and compared: with stacks and with lists of their
+layers, or with variables of two sizes. Each array in a program is described by
 
     form      the formula of one entry, in terms of the same entry of the gradient, the parameter and the slots, of
               scalars, and of sums over variables, where a sum over a stack is written as sums over its layers
     labels    for each dimension, the axes of the variable that it runs along
     marks     the variables whose other entries it depends on, and whether it draws random numbers
 
-Programs with the same forms do the same at every step, by induction: slots that are equal before an update are equal
-after it. An operation that is not understood gets a form that contains all shapes and so differs between the two:
-`is_stackable` and `is_elementwise` are true only where that is proved. L-BFGS, which writes to rows of its slots in a
-loop, is not understood.
+Programs with the same forms compute the same at every step, by induction: slots that are equal before an update are
+equal after it. The form of an unknown operation contains all shapes, so it differs between the two programs. So
+`is_stackable` and `is_elementwise` are true only if that is proved. L-BFGS is not understood, because it writes to rows
+of its slots in a loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from praxis_lite.sharding.weights import WeightHParams
 Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
 Shape = tuple[int, ...]
 
-# Primitives of JAX that treat each entry by itself.
+# JAX primitives that treat each entry separately.
 _ELEMENTWISE_NAMES = """
   abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
   clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
@@ -52,34 +52,34 @@ _ELEMENTWISE_NAMES = """
   shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-# Reductions that may be taken in parts, and the primitives that combine the results.
+# Reductions that may be computed in parts, and the primitives that combine the results.
 _EXTREMES = {'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
 _CALLS = ('jit', 'pjit', 'closed_call', 'custom_jvp_call', 'custom_vjp_call', 'remat', 'checkpoint')
 _MAX_SCAN = 64
 
 
 def is_stackable(build: Build, weights: NestedDict) -> bool:
-  """Whether the transformation that `build` makes does to a stack of layers what it does to its layers one by one."""
+  """Whether the transformation that `build` makes treats a stack of layers like its layers one by one."""
   reader = _Reader()
   stack, layers = (reader.program(build, map_with_path(f, weights)) for f in (_stack, _list_of_two))
   return _alike(stack, layers)
 
 
 def is_elementwise(build: Build, weights: NestedDict) -> bool:
-  """Whether a transformation does to parts of variables what it does to the whole; false if it draws random numbers."""
+  """Whether a transformation treats parts of variables like the whole; false if it draws random numbers."""
   reader = _Reader()
   whole, part = (reader.program(build, map_with_path(f, weights)) for f in (_variable, _resize))
   return _alike(whole, part) and all(isinstance(m, _Slot) for values in whole.values() for v in values for m in v.marks)
 
 
 def looks_at_all(build: Build, weights: NestedDict) -> bool:
-  """Whether what a transformation does to a variable, or to a layer, depends on sums over several of them."""
+  """Whether the update of a variable, or of a layer, depends on sums over several of them."""
   program = _Reader().program(build, map_with_path(_list_of_two, weights))
   return any(sum(isinstance(m, _Entries) for m in v.marks) > 1 for values in program.values() for v in values)
 
 
 def slot_axes(build: Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
-  """For each slot that runs along its variable, by path: which axis of it each dimension runs along; None for none."""
+  """Returns, by path, for each slot that runs along its variable, the variable's axis of each dimension, or None."""
   steps = _Reader().steps(build, map_with_path(_variable, weights))
   axes: dict[Path, tuple[int | None, ...]] = {}
   for path, (_, slot, _) in steps.slots.items():
@@ -93,8 +93,10 @@ def slot_axes(build: Build, weights: NestedDict) -> dict[Path, tuple[int | None,
 
 @dataclasses.dataclass(frozen=True)
 class _Variable:
-  """An array that a transformation updates: a declared variable, or some layers of it, `depth` dimensions of which
-  index layers."""
+  """An array that a transformation updates: a declared variable, or some of its layers.
+
+  The first `depth` dimensions index layers.
+  """
 
   path: Path
   layers: tuple[int, ...]
@@ -104,7 +106,7 @@ class _Variable:
 
   @property
   def labels(self) -> tuple[tuple[int, ...], ...]:
-    """Labels of an array that runs along it: axes of a layer are numbered from 0, those of the stack below 0."""
+    """Labels of an array that runs along it. Axes of a layer are numbered from 0; axes of the stack are negative."""
     return tuple((i - self.depth,) if size > 1 else () for i, size in enumerate(self.shape))
 
 
@@ -113,48 +115,48 @@ def _variable(path: Path, weight: WeightHParams) -> _Variable:
 
 
 def _resize(path: Path, weight: WeightHParams) -> _Variable:
-  """The variable with other sizes, smaller where they are large. A dimension of size 1 is never split."""
+  """Returns the variable with other sizes: large ones become smaller. A dimension of size 1 is never split."""
   sizes = tuple(size // 2 if size > 3 else size * 2 if size > 1 else 1 for size in weight.full_shape)
   return dataclasses.replace(_variable(path, weight), shape=sizes)
 
 
 def _stack(path: Path, weight: WeightHParams) -> _Variable:
-  """The variable as a stack of layers, with the same layer indices as in `_list_of_two`, however many there are."""
+  """Returns the variable as a stack of layers with the layer indices of `_list_of_two`, whatever their number."""
   depth = len(weight.repeat_prefix)
   return dataclasses.replace(_variable(path, weight), layers=tuple(range(2**depth)), depth=depth)
 
 
 def _list_of_two(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
-  """A list of layers, two along each dimension of the stack."""
+  """Returns a list of layers, two along each dimension of the stack."""
   dtype = weight.as_struct().dtype
   layers = [_Variable(path, (i,), weight.shape, dtype) for i in range(2 ** len(weight.repeat_prefix))]
   return layers if weight.repeat_prefix else layers[0]
 
 
-# ---------------------------------------------------------------- what is known of an array
+# ---------------------------------------------------------------- descriptions of arrays
 
-Atom = int  # Stands for a formula, the same one for the same formula.
+Atom = int  # The number of a formula; equal formulas have the same number.
 Terms = tuple[tuple[Atom, float], ...]  # A sum of atoms, each with its coefficient.
-Label = tuple[int, ...] | None  # The axes of its variable that a dimension runs along; None: others, or unknown ones.
+Label = tuple[int, ...] | None  # The axes of its variable that a dimension runs along; None: unknown or mixed axes.
 
 _ONE: Atom = 0
 _NOISE, _UNKNOWN = 'noise', 'unknown'
 
 
-class _Entries(NamedTuple):  # It depends on other entries of a layer of a variable.
+class _Entries(NamedTuple):  # The value depends on other entries of a layer of a variable.
   path: Path
   layer: int
 
 
-class _Slot(NamedTuple):  # It depends on a slot.
+class _Slot(NamedTuple):  # The value depends on a slot.
   name: Path
 
 
-Mark = _Entries | _Slot | str  # Or _NOISE, or _UNKNOWN.
+Mark = _Entries | _Slot | str  # A string is _NOISE or _UNKNOWN.
 
 
 class _Value(NamedTuple):
-  """What is known of an array; see above. `owner` is the variable that its labels speak of."""
+  """The description of an array; see above. `owner` is the variable that its labels refer to."""
 
   form: Terms
   shape: Shape
@@ -178,11 +180,11 @@ class _Value(NamedTuple):
     return [new for old, new in zip(self.labels, labels) if new or old == new]
 
 
-Program = dict[Path, list[_Value]]  # The values of each output, one, or one for each layer.
+Program = dict[Path, list[_Value]]  # The values of each output: one, or one for each layer.
 
 
 def _alike(a: Program, b: Program) -> bool:
-  """Whether there are outputs, and those with the same name have the same formula and axes."""
+  """Whether there are outputs, and outputs with the same name have the same formula and axes."""
   if not a or a.keys() != b.keys():
     return False
   pairs = [(x, y) for name in a for x in a[name] for y in b[name]]
@@ -192,7 +194,7 @@ def _alike(a: Program, b: Program) -> bool:
 
 
 def _join(values: Sequence[_Value], rank: int) -> tuple[tuple[Label, ...], _Variable | None] | None:
-  """Labels and owner of what is made of arrays entry by entry; None if these run along different axes."""
+  """Returns labels and owner of an entrywise result; None if the operands run along different axes."""
   owners = {value.owner for value in values if value.owner is not None}
   labels = [{value.labels[i] for value in values if value.shape} - {()} for i in range(rank)]
   if len(owners) > 1 or any(len(different) > 1 for different in labels):
@@ -205,7 +207,7 @@ def _marks(values: Sequence[_Value]) -> frozenset[Mark]:
 
 
 class _Steps(NamedTuple):
-  """What `init` and `update` return: the updates, and each slot by path: at first, before any step, and after it."""
+  """The results of `init` and `update`: the updates, and each slot by path: initially, before a step, and after it."""
 
   arrays: dict[Path, _Variable]
   updates: list[_Value]
@@ -216,18 +218,18 @@ class _Steps(NamedTuple):
 
 
 class _Reader:
-  """Reads programs; the forms that one reader makes may be compared.
+  """Reads programs. Forms made by the same reader may be compared.
 
-  The method `_on_<primitive>` describes what a primitive of JAX returns; it returns None where it cannot.
+  The method `_on_<primitive>` describes the result of a JAX primitive, or returns None if it cannot.
   """
 
   def __init__(self) -> None:
     self._atoms: dict[Hashable, Atom] = {_ONE: _ONE}
-    self._members: dict[tuple[str, Terms], frozenset[Terms]] = {}  # What a maximum, minimum, ... is taken over.
+    self._members: dict[tuple[str, Terms], frozenset[Terms]] = {}  # The operands of a maximum, minimum, ...
     self._entries: dict[Terms, list[_Value]] = {}  # The entries of a vector made of scalars.
 
   def program(self, build: Build, variables: NestedDict) -> Program:
-    """Returns the updates and the slots they may depend on, before and after a step."""
+    """Returns the updates, and the slots that they may depend on, before and after a step."""
     steps, program = self.steps(build, variables), Program()
     for variable, value in zip(steps.arrays.values(), steps.updates):
       program.setdefault(('update', *variable.path), []).append(self._value_of(variable, value, is_update=True))
@@ -241,7 +243,7 @@ class _Reader:
     return program
 
   def steps(self, build: Build, variables: NestedDict) -> _Steps:
-    """Reads `init` and `update`; what they return is empty if the transformation cannot be traced on its own."""
+    """Reads `init` and `update`; the result is empty if the transformation cannot be traced separately."""
     arrays = leaves_by_path(variables)
     shapes, structure = jax.tree.flatten(jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), variables))
     traced = _trace(build, tuple(shapes), structure)
@@ -262,7 +264,7 @@ class _Reader:
         return _Steps(arrays, updates, dict(zip(paths, zip(first, slots, after))))
 
   def _value_of(self, owner: _Variable | None, value: _Value, is_update: bool = False) -> _Value:
-    """An output of `owner`; a value that runs along another variable gets a form that no other value has."""
+    """Returns an output of `owner`; a value that runs along another variable gets a unique form."""
     if value.owner not in (None, owner):
       return value._replace(form=self._atom('of', value.owner, value.form), marks=value.marks | {_UNKNOWN})
     if is_update and owner is not None and not value.is_uniform and value.labels != owner.labels:
@@ -270,7 +272,7 @@ class _Reader:
     return value
 
   def _either(self, slot: _Value, new: _Value) -> _Value:
-    """A slot that may also hold `new`."""
+    """Returns a slot that may also hold `new`."""
     joined = _join([slot, new], len(slot.shape))
     labels, owner = joined or ((None,) * len(slot.shape), None)
     unknown: set[Mark] = set() if joined else {_UNKNOWN}
@@ -309,7 +311,7 @@ class _Reader:
     return result if isinstance(result, list) else [result]
 
   def _unknown_values(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
-    """Random numbers, or results of an operation not understood: equal only to those of the same on the same arrays."""
+    """Describes random numbers, or an unknown operation: its results equal only its own results on equal arrays."""
     noise, name, marks = self._atom(_NOISE), eqn.primitive.name, _marks(values)
     if name.startswith(('random_', 'threefry')) or (values and all(value.form == noise for value in values)):
       return [_Value(noise, shape, _uniform(shape), None, marks | {_NOISE}) for shape in _shapes(eqn)]
@@ -346,7 +348,7 @@ class _Reader:
     return _Value(form, shape, *joined, _marks(values))
 
   def _combine(self, name: str, forms: Sequence[Terms], is_inexact: bool) -> Terms | None:
-    """A form that does not depend on the order in which sums, maxima, ... over variables are combined."""
+    """Returns a form that does not depend on the order in which sums, maxima, ... over variables are combined."""
     if name in _EXTREMES.values():
       members = frozenset().union(*(self._members.get((name, form), frozenset([form])) for form in forms))
       form = self._atom(name, members)
@@ -372,7 +374,7 @@ class _Reader:
     return None if None in made else [value for value in made if value is not None]
 
   def _on_scan(self, eqn: JaxprEqn, *values: _Value) -> list[_Value] | None:
-    """A loop without inputs or outputs for each round, as of `fori_loop`."""
+    """Describes a loop without per-iteration inputs or outputs, such as `fori_loop` makes."""
     params = eqn.params
     try:
       consts, num_carry, num_slices = scan_sizes(eqn)
@@ -411,7 +413,7 @@ class _Reader:
     return result._replace(form=_sum([(atom, c * times) for atom, c in value.form]))
 
   def _reduce_over_owner(self, name: str, value: _Value, times: int = 1) -> _Value:
-    """The reduction of `value` over all entries of its owner, each counted `times` times, by layers."""
+    """Returns the reduction of `value` over all entries of its owner, each counted `times` times, layer by layer."""
     owner = value.owner
     assert owner is not None
     over = [self._atom(name, 'over', owner.path, layer, value.form) for layer in owner.layers]
@@ -474,18 +476,18 @@ class _Reader:
     return value._replace(shape=shape, labels=tuple(labels))
 
 
-@functools.lru_cache(maxsize=8)  # The questions above ask for the same programs.
+@functools.lru_cache(maxsize=8)  # Several of the functions above ask for the same programs.
 def _trace(
   build: Build, shapes: tuple[jax.ShapeDtypeStruct, ...], structure: jax.tree_util.PyTreeDef
 ) -> tuple[ClosedJaxpr, ClosedJaxpr, object] | None:
-  """The programs of `init` and `update` on a tree of shapes, and the shapes of the state; None if they have none."""
+  """Returns the programs of `init` and `update` on a tree of shapes, and the state's shapes; None if that fails."""
   tree, scalar = jax.tree.unflatten(structure, shapes), jax.ShapeDtypeStruct((), jnp.float32)
   try:
     init, state = jax.make_jaxpr(lambda rate, p: build(rate).init(p), return_shape=True)(scalar, tree)
     update = jax.make_jaxpr(lambda rate, loss, g, s, p: build(rate).update(g, s, p, value=loss))(
       scalar, scalar, tree, state, tree
     )
-  except Exception:  # A user's code may raise anything if it needs other variables or further arguments.
+  except Exception:  # User code may raise anything if it needs other variables or further arguments.
     return None
   return init, update, state
 
@@ -514,7 +516,7 @@ def _uniform(shape: Shape) -> tuple[Label, ...]:
 
 
 def _slot_name(path: Path, arrays: Mapping[Path, _Variable]) -> Path:
-  """The path of a slot, with the path of the declaration in place of that of a layer."""
+  """Returns the path of a slot, with the path of the declaration instead of that of the layer."""
   owner = owner_of(path, arrays)
   if owner is None:
     return path

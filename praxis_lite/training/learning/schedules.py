@@ -1,12 +1,12 @@
 """Learning rate schedules: functions of the step, as configurable objects.
 
-A schedule returns a factor that the learner multiplies by its `learning_rate`. Any optax schedule can be used instead:
-`Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`. So can a function of one's own:
+A schedule returns a factor that the learner multiplies by its `learning_rate`. Any optax schedule works too:
+`Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`. So does a function of your own:
 
     def halved_every(step, period=1000): ...
 
     learner.schedule = halved_every
-    learner.schedule = Config(halved_every, period=500)      # its first argument is not set: that is the step
+    learner.schedule = Config(halved_every, period=500)      # its first argument is not set: it is the step
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Schedule = Callable[[jax.Array | int], ArrayLike]
 
 
 def to_schedule(schedule: object, where: str) -> Schedule:
-  """Returns the function of the step that a config stands for, or that is given itself.
+  """Returns the function of the step that a config describes, or a function unchanged.
 
-  A config of a function whose first argument is not set is that function, with its other arguments set. Any other
+  A config of a function whose first argument is not set means that function, with its other arguments set. Any other
   config is instantiated.
 
   Raises:
-    ConfigError: it is neither. `where` is the path of the field, for the message.
+    ConfigError: the value is neither. `where` is the path of the field, for the message.
   """
   function: object = schedule
   if isinstance(schedule, Config):
@@ -69,7 +69,7 @@ def _name(function: Callable[..., object]) -> str:
 
 
 class BaseSchedule(Configurable):
-  """A function of the step. Raises ConfigError unless the fields that a subclass names in `_positive` are above 0."""
+  """A function of the step. Raises ConfigError if a field that the subclass lists in `_positive` is not positive."""
 
   _positive: ClassVar[tuple[str, ...]] = ()
 
@@ -189,14 +189,14 @@ class _Warmup(BaseSchedule):
     return jnp.where(jnp.asarray(step) < self.warmup_steps, warm, self.decay(_float(step)))
 
   def decay(self, step: jax.Array) -> jax.Array:
-    """The factor from step `warmup_steps` on."""
+    """Returns the factor from step `warmup_steps` on."""
     raise NotImplementedError
 
 
 class LinearWarmupCosine(_Warmup):
   """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`.
 
-  If `total_steps` is not set, a task fills in its number of train steps. A run of fewer steps than the warm-up has no
+  If `total_steps` is not set, a task fills in its number of train steps. A run that is shorter than the warm-up has no
   decay.
   """
 
@@ -218,7 +218,7 @@ class LinearWarmupSqrtDecay(_Warmup):
 class LinearWarmupExponentialDecay(_Warmup):
   """Linear warm-up to 1, then exponential decay to `final_value` at step `total_steps`.
 
-  A run of fewer steps than the warm-up has no decay.
+  A run that is shorter than the warm-up has no decay.
   """
 
   total_steps: int = REQUIRED
