@@ -382,7 +382,7 @@ class Pipelined(Repeat):
       body = self._remat(layer, in_scan=True) if method == '__call__' else layer
       xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
       x, (new_others, new_caches, reported) = jax.lax.scan(
-        lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self._unrolled(training=False)
+        lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self._unroll_count(training=False)
       )
       others, caches = replace_entry(others, new_others, at.round), replace_entry(caches, new_caches, at.round)
       return (x, weight_gradients, side_gradients, others, caches), reported
@@ -465,7 +465,7 @@ class Pipelined(Repeat):
     if self._stages is None:
       return x
     spec = PartitionSpec(self._stages.spec[0], *(UNCONSTRAINED,) * (x.ndim - 1))
-    return self._constrained(x, self._stack_field, Placement(spec, (self._stages.why[0],) * x.ndim))
+    return self._constrain(x, self._stack_field, Placement(spec, (self._stages.why[0],) * x.ndim))
 
   def _variables_in_stages(self) -> NestedDict:
     """The variables of the layers, [S, R, c, ...], split over the stages, and else as layers say."""
@@ -477,7 +477,7 @@ class Pipelined(Repeat):
       if weights[path].tensor_split_dims_mapping is None:
         own = DeclaredSplit((UNCONSTRAINED,) * len(own), own.sources)
       placement = None if self._stages is None else self._resolve(prefix.followed_by(own), name)
-      return self._constrained(self._to_stages(x), f'{name} (in stages)', placement)
+      return self._constrain(self._to_stages(x), f'{name} (in stages)', placement)
 
     return map_with_path(in_stages, self.layers.variables)
 
