@@ -76,6 +76,6 @@ def check_choice(where: str, value: object, choices: Sequence[str]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """Returns " Did you mean 'x'?" for the closest of `known`, or the empty string if none is close."""
+  """Returns " Did you mean 'x'?" for the closest of `known`, or the empty string if no name is close."""
   close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
   return f" Did you mean '{close[0]}'?" if close else ''

@@ -2,7 +2,7 @@
 
     (m1, w1) and (m2, w2)  ->  ((m1 w1 + m2 w2) / (w1 + w2), w1 + w2)
 
-A mean of weight zero does not count, whatever its value, even NaN. Means of total weight zero are 0.
+A mean of weight zero does not count, even if its value is NaN. Means of total weight zero are 0.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def find_files(path: object, where: str) -> list[str]:
     where: name of the path in error messages.
 
   Raises:
-    ConfigError: `path` is none of these.
+    ConfigError: `path` has another type.
     DataError: a path does not exist, no file is found, or a path is not a regular file, such as a named pipe.
   """
   path = resolve_source(path)

@@ -159,7 +159,7 @@ class ArrayRecordInput(GrainInput):
 
   Each host reads only its own records. For fast reading in random order, files should be written with `group_size:1`.
 
-  Attributes: those of `GrainInput`; `features` are those of a `tf.train.Example`, stored as `TFRecordInput` says, and
+  Attributes: the same as for `GrainInput`. `features` describe a `tf.train.Example`, stored as in `TFRecordInput`, and
   `parse_fn` takes the bytes of a record.
 
   Raises (when the data is first needed):

@@ -199,7 +199,7 @@ _LAST_CODE_OF_LENGTH = np.array([0x7F, 0x7FF, 0xFFFF], np.uint32)
 class SentencePieceTokenizer(BaseTokenizer):
   """A trained SentencePiece model (Kudo and Richardson, 2018). Needs `pip install praxis_lite[text]`.
 
-  The special ids are those of the model. If it has only one of bos and eos, that one is used for both; if it has no
+  The special ids come from the model. If it has only one of bos and eos, that one is used for both; if it has no
   pad, id 0 is used.
 
   Attributes:

@@ -154,7 +154,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     """Returns logits [B, V] of the token after each prompt; the caches, of `cache_length` slots, are its decode state.
 
-    For decoding loops outside of this program. Arguments are those of `Sampler.decode`.
+    For decoding loops outside of this program. `Sampler.decode` describes the arguments.
     """
     self.lm.init_decode_state(ids_BP.shape[0], cache_length)
     return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), *self._prompt_is_prefix(lengths_B))
@@ -183,7 +183,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     Args:
       batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, where 0 marks a row of padding.
         If calls of different lengths share a program, also `max_tokens` [B] int32, at most `max_decode_steps`. Then
-        prompts are read in chunks, as many as the longest one has, and the caller must have called `check_fits`.
+        prompts are read in chunks, up to the end of the longest one, and the caller must have called `check_fits`.
 
     Returns:
       Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]

@@ -12,8 +12,8 @@ map together need one all-reduce forward and one backward.
     column parallel   w [I, O / n]   whole x -> part of y; backward, an all-reduce of the gradient of x
     row parallel      w [I / n, O]   part of x -> whole y; forward, an all-reduce of y
 
-A dimension that does not divide evenly is padded with zeros at its end. The parts are those of the padded dimension,
-and a gathered array is cut to the true size. I input dims, O output dims.
+A dimension that does not divide evenly is padded with zeros at its end. The padded dimension is cut into the parts, and
+a gathered array is cut to the true size. I input dims, O output dims.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ With the rules
     ('mlp', None)     a dimension without a name is not split                                      ('model', None)
 
 A name may have several rules; later ones apply if the earlier ones find no free axis. A name without a rule is an
-error. The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
+error. The standard rules come from T5X (Roberts et al., 2022), which follows Xu et al., GSPMD, 2021.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def value_and_grad(
     gradients, loss, weight, others = carry
     index, microbatch = xs
     (loss_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
-    # A microbatch that consists of padding has weight zero, whatever its loss is.
+    # A microbatch that consists of padding has weight zero, so its loss, possibly NaN, must not count.
     counts = output.weight != 0
     gradients = jax.tree.map(
       lambda total, g: total + jnp.where(counts, output.weight * g.astype(jnp.float32), 0), gradients, gradients_i

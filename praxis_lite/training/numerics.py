@@ -52,7 +52,7 @@ def compare_gradients(
 
   Args:
     partitioned: the task on its mesh.
-    state, prng_key, batch: the arguments of its next train step, the batch placed on the mesh; none is donated.
+    state, prng_key, batch: the arguments of its next train step, with the batch on the mesh; they are not donated.
 
   Raises:
     NumericsError: a norm differs. The message names the variables, each with its spec.

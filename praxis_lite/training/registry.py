@@ -135,7 +135,7 @@ def _registers(decorator: ast.expr) -> bool:
 
 
 def full_name(experiment: type) -> str:
-  """Returns the name by which an experiment is registered: its module and class."""
+  """Returns the name of an experiment in the registry: its module and class."""
   return f'{_canonical(experiment.__module__)}.{experiment.__qualname__}'
 
 

@@ -109,7 +109,7 @@ def gradient_norms(
 ) -> TrainStepOutput:
   """Computes gradient norms as the metrics of a train step that leaves the state unchanged.
 
-  The arguments are those of `train_step_single_learner`. Each trained variable has a norm, float32: a scalar, or
+  `train_step_single_learner` describes the arguments. Each trained variable has a norm, float32: a scalar, or
   [layers, 1, ...] with one norm per repeated layer.
   """
   learner = jax_task.learner.bind(jax_task.model.abstract_init())

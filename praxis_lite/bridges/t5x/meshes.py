@@ -16,7 +16,7 @@ and the mesh consists of all first factors, then all second ones, and so on, ove
 whole side of the torus, or a whole plane, and hosts are flat, it is enough to make z the slower side: then hosts are
 contiguous, and their rings, on which collectives are faster, remain whole.
 
-The vocabulary and the default submeshes are those of T5X (Roberts et al., 2022).
+The vocabulary and the default submeshes come from T5X (Roberts et al., 2022).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | Non
 def get_coords(device: Device, local_device_count: int | None = None) -> Sides:
   """Returns the place of a device: (x, y, z, core) on a TPU, otherwise (host, index on the host).
 
-  All hosts have `local_device_count` devices, by default as many as this process.
+  All hosts have `local_device_count` devices; the default is the number of this process's devices.
   """
   coords = _torus_coords(device)
   if coords is not None:

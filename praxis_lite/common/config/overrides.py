@@ -61,7 +61,7 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
     except UnknownFieldError as error:
       raise UnknownFieldError(f'{error}{_elsewhere(root, segments, str(error))}') from None
   for configs in root.values() if isinstance(root, dict) else ():
-    if isinstance(configs, list):  # At the end, so that the indices in the overrides are those of the original list.
+    if isinstance(configs, list):  # At the end, so that indices in overrides refer to the original list.
       configs[:] = [config for config in configs if config is not None]
   return root
 

@@ -1,4 +1,4 @@
-"""References: the names by which dumps, JSON and overrides of configs refer to functions and classes.
+"""References: names of functions and classes in dumps, JSON and overrides of configs.
 
     reference(jax.nn.gelu)                    'jax.nn:gelu'        imports back to the same object, otherwise raises
     dotted_name(jax.nn.gelu)                  'jax.nn.gelu'        for people; never raises

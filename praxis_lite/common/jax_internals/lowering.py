@@ -54,7 +54,7 @@ def lower_with(traced: jax.stages.Traced, platform: str, rules: Mapping[str, Rul
 
 
 def lower_scan_as_loop(context: Any, *values: ir.Value, **params: Any) -> Sequence[ir.Value]:
-  """A rule: lowers `scan` to a loop, whatever its parameter `unroll`."""
+  """A rule: lowers `scan` to a loop and ignores its parameter `unroll`."""
   run = functools.partial(_private('lax.control_flow.loops')._scan_impl, **{**params, 'unroll': 1})
   return mlir.lower_fun(run, multiple_results=True)(context, *values)
 
@@ -67,7 +67,7 @@ def lower_call(context: Any, call: Any, *values: ir.Value) -> Sequence[ir.Value]
 def sharding_rule_attribute(
   context: Any, rule: Any, static_args: Sequence[Any], taken: Sequence[ir.Type], given: Sequence[ir.Type]
 ) -> ir.Attribute | None:
-  """Returns the rule by which Shardy propagates through a `custom_partitioning` operation; None if there is none.
+  """Returns Shardy's propagation rule for a `custom_partitioning` operation; None if it has no rule.
 
   Args:
     context: of the lowering.

@@ -8,7 +8,7 @@ B batch, P length of the prompts, M maximum number of tokens to decode, T tokens
     for i = 1 ... M - 1, while a row continues:   token i = sample(step(token i - 1))
 
 Values that differ between calls are arrays, not constants of the program: lengths of prompts, and numbers of tokens.
-Prompts may be read in chunks, as many as the longest one has, so arrays much wider than the prompts cost nothing.
+Prompts may be read in chunks, up to the end of the longest one, so arrays much wider than the prompts cost nothing.
 
 A model may see only a limited number of tokens, its context. If prompts and continuations are longer, each token for
 which the caches have no room is sampled after a pass over the last tokens of its row, at positions from 0 on, with
@@ -150,7 +150,7 @@ class Sampler(Configurable):
     max_decode_steps: M, the maximum number of tokens after a prompt.
     temperature: 0 is greedy; 1 is the model's distribution.
     top_k, top_p: see `sample_tokens`.
-    max_context: how many of the last tokens the model sees; None: all, or as many as it has positions.
+    max_context: how many of the last tokens the model sees; None: all, or as far as its positions reach.
     stop_ids: tokens that end a row.
   """
 

@@ -1,6 +1,6 @@
 """Event files for TensorBoard, written synchronously, so a killed run loses no events, and there is no thread to die.
 
-The files and summaries are those of tensorboardX. Its own writer passes them to a thread through a queue that waits by
+The files and summaries are made by tensorboardX. Its own writer passes them to a thread through a queue that waits by
 the machine's clock, which may be set back. That thread ends at the first disk error.
 """
 

@@ -142,7 +142,7 @@ class SummaryWriter:
 
   @property
   def unwritten(self) -> Sequence[Record]:
-    """The lines for metrics.jsonl that have not been written completely yet."""
+    """The lines for metrics.jsonl that are not completely on the disk yet."""
     return tuple(self._unwritten)
 
   def was_written(self, split: str) -> bool:

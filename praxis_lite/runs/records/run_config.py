@@ -108,7 +108,7 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
-  """Builds inputs, each of which reads this process's share.
+  """Builds inputs that read this process's share of the data.
 
   Raises:
     ConfigError: two evaluation inputs have the same name, or one of them has the name of the training input.

@@ -118,7 +118,7 @@ def read_run(directory: Path) -> RunState:
 
 
 def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | None) -> tuple[str, str]:
-  """Returns the full name of the metric by which to compare runs, and 'min' or 'max'.
+  """Returns the full name of the metric for comparing runs, and 'min' or 'max'.
 
   If the metric belongs to a different input in each run, the name is a pattern, such as `eval/*/accuracy`.
 
