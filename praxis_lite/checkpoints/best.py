@@ -76,5 +76,5 @@ class BestRecord:
     self.value = self._written
 
   def kept_steps(self) -> set[int]:
-    """Returns the steps to keep: that of the best checkpoint, and that in the file as long as they differ."""
+    """Returns the steps to keep: the best one, and the one in the file until the file is updated."""
     return {best.step for best in (self.value, self._written) if best is not None}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and what it may be restored to: records of its arrays, and the same arrays by name."""
+"""The records of a checkpoint: shape and dtype of its arrays by name, and whether a model can be restored from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors of Orbax, TensorStore and the disk mean: a checkpoint is damaged, or cannot be reached now."""
+"""Tells from errors of Orbax, TensorStore and the disk whether a checkpoint is damaged, or only out of reach now."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ Orbax makes them meet after each part of a save:
     meeting     a save begins  all have written   the folder has its   the save is over, well or not
                                                   name
 
-A process in which a save fails goes directly to the last meetings, and Orbax alone would let the others wait at 3 or 4
-for many minutes. Here the failing process first publishes its error, and also attends the meeting that it would skip.
-So every process attends all meetings. A process that reads after a meeting that another one has failed fails too.
+A process in which a save fails goes directly to the last meetings. With Orbax's own barrier, the others would then wait
+at 3 or 4 for many minutes. Here the failing process first publishes its error, and also attends the meeting that it
+would skip. So every process attends all meetings. After each meeting, a process checks if another one has failed, and
+then fails too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The seal of a checkpoint: shows that its parts come from one save, and that its folder's name is the saved step.
 
 Each save draws a seal, such as '20:9f3c2a7be1d04c55': its step and a random number. The seal is in both records,
-`about` and `inputs`, and in an array beside those of the state, in the same database. So if the parts of two
-checkpoints were mixed, or a folder was renamed, the seals differ even if each part is intact. Checkpoints of earlier
-versions have none.
+`about` and `inputs`, and in an array in the database of the state. So if the parts of two checkpoints were mixed, or a
+folder was renamed, the seals differ even if each part is intact. Checkpoints of earlier versions have no seal.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What every wing stands on: errors, configs, trees of arrays, files, texts, and the parts of JAX that change."""
+"""The basis of all other packages: errors, configs, trees of arrays, files, texts, and the parts of JAX that change."""

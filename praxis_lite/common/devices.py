@@ -1,4 +1,4 @@
-"""The devices that JAX runs on: simulated ones, or the CPU alone. To be said before JAX starts its backends."""
+"""Selects simulated devices, or only the CPU, for JAX. Must be called before JAX starts its backends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.jax_internals.devices import backends_have_started
 from praxis_lite.common.jax_internals.flags import add_flags
 
-# Seconds that a simulated device waits for others in a collective. By default XLA ends the process after 40, which on a
-# busy machine is too soon: each device is a thread.
+# Seconds that a simulated device waits for others in a collective. By default XLA ends the process after 40 seconds,
+# which is too soon on a busy machine, because each device is a thread.
 _PATIENCE = {
   'xla_cpu_collective_call_warn_stuck_timeout_seconds': 120,
   'xla_cpu_collective_call_terminate_timeout_seconds': 1200,

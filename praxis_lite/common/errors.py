@@ -40,7 +40,7 @@ class HungInputError(DataError):
 
 
 class NumericsError(UserError):
-  """On its devices, a step does not compute what its config says."""
+  """A step computes something else on its devices than its config says."""
 
 
 class CheckpointError(UserError):

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other."""
+"""Communication between the processes of a run: short texts and decisions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gather_texts(text: str, most: int = _TEXT_BYTES) -> list[str]:
 
 
 def join_by_host(texts: list[str]) -> str:
-  """Returns one line of the texts from `gather_texts` that are not empty; of several hosts, with their numbers."""
+  """Joins the texts from `gather_texts` that are not empty into one line; with several hosts, adds their numbers."""
   if len(texts) == 1:
     return texts[0]
   hosts: dict[str, list[str]] = {}

@@ -98,7 +98,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     raise NotImplementedError
 
   def rows_in_memory(self) -> Rows | None:
-    """Returns all rows if they are arrays in memory, where checks of them cost little; otherwise None."""
+    """Returns all rows if they are arrays in memory, because then checks of them are cheap; otherwise None."""
     return None
 
   def check_beside(self, other: BaseInput) -> None:

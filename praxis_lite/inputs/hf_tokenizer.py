@@ -150,7 +150,7 @@ class HfTokenizer(BaseTokenizer):
       )
     return template
 
-  # ---------------------------------------------------------------- files beside it
+  # ---------------------------------------------------------------- the files beside tokenizer.json
 
   @property
   def _folder(self) -> str:

@@ -218,7 +218,7 @@ class _Chunks:
     return jax.tree.map(lambda x: x[order], rows), bad
 
   def _rows(self, i: int) -> tuple[Rows, list[BadRecord]]:
-    """The rows of a group."""
+    """Returns the rows of a group, and those that cannot be read."""
     group, size = self.groups[i], int(self.sizes[i])
     try:
       table = _read_group(group, self.columns, self.convert.where)

@@ -1,4 +1,4 @@
-"""The names that Praxis and T5X have in their `partitioning`, each from where it is defined.
+"""The names in the `partitioning` modules of Praxis and T5X, imported from where they are defined.
 
 They are loaded when they are first used.
 """

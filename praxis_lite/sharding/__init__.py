@@ -1,6 +1,6 @@
 """Where arrays are stored on a mesh, as a pure function of declarations and mesh sizes.
 
-This wing knows no step, learner or model.
+This package does not depend on steps, learners or models.
 """
 
 from praxis_lite.sharding.batch import batch_size, pad_batch, padded_batch_shape, put_on_mesh

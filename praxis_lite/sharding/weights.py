@@ -219,7 +219,7 @@ class WeightHParams:
     )
 
   def as_struct(self) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the stored array."""
+    """Returns shape and dtype of the stored array."""
     return jax.ShapeDtypeStruct(self.full_shape, jnp.dtype(self.dtype or jnp.float32))
 
 

@@ -52,7 +52,7 @@ jax.tree_util.register_dataclass(TrainState, data_fields=['step', 'mdl_vars', 'o
 
 
 class PartitionedModelStates(NamedTuple):
-  """What `initialize_partitioned_model_states` returns."""
+  """The result of `initialize_partitioned_model_states`."""
 
   train_state_partition_specs: TrainState[PartitionSpec]
   padded_shapes: TrainState[jax.ShapeDtypeStruct]

@@ -168,7 +168,7 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
 
 
 def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Config[T]:
-  """A dataclass field whose default is a fresh `Config(fn_or_cls, **fields)`.
+  """Returns a dataclass field whose default is a new `Config(fn_or_cls, **fields)`.
 
       class Block(Layer):
         norm_tpl: Config = template(RMSNorm)         # users of Block may edit it, or replace its class

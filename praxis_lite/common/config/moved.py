@@ -1,8 +1,8 @@
-"""Where names are today that were recorded, or typed, before the package had wings."""
+"""Maps the names of earlier versions, as in records or overrides, to the present names."""
 
 from __future__ import annotations
 
-# Modules and packages, relative to praxis_lite, until 0.1 and since.
+# Modules and packages relative to praxis_lite: the names up to version 0.1, and the present names.
 _MOVED = {
   'config': 'common.config',
   'decoding': 'models.decoding',
@@ -18,7 +18,7 @@ _MOVED = {
 
 
 def current_name(name: str) -> str:
-  """Returns the name of today for one such as 'praxis_lite.layer:WeightSplit'; others are returned as they are."""
+  """Returns the present name for an earlier one, such as 'praxis_lite.layer:WeightSplit'; returns others unchanged."""
   package, _, rest = name.partition('.')
   for old, new in _MOVED.items():
     if package == 'praxis_lite' and rest.startswith((f'{old}.', f'{old}:')):

@@ -79,7 +79,7 @@ def _elsewhere(root: object, segments: list[str | int], message: str) -> str:
   if close[0] not in by_name and 'Did you mean' not in message:
     close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
   found = [path for near in close for path in by_name.get(near, ())]
-  # Those that are required in a template are filled in by its parent; those of an input are the user's to set.
+  # Required fields of a template are filled in by its parent, so they are not suggested; the user sets those of inputs.
   found = [path for path in found if values[path] != repr(REQUIRED) or path.startswith('datasets[')] or found
   more = f' and {len(found) - _MOST_SHOWN} more' if len(found) > _MOST_SHOWN else ''
   return f' Did you mean {", ".join(found[:_MOST_SHOWN])}{more}?' if found else ''

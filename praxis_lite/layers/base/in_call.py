@@ -61,7 +61,7 @@ class InCall:
     return self._frame().surroundings
 
   def real_rows(self, num_rows: int) -> jax.Array | None:
-    """In a call: [B] bool, False for rows that only fill up a microbatch of a pipeline; None if there are no such rows.
+    """In a call: returns [B] bool, False for rows that only fill up a pipeline's microbatch; None without such rows.
 
     Means, averages and counts over rows must leave them out, because they are copies of other rows. Rows that fill up a
     batch are different: their weights are zero.
@@ -159,7 +159,7 @@ class InCall:
     frame.update(path, new)
 
   def get_decode_state(self, name: str) -> Any:
-    """In a call: this layer's cache entry `name`, or None if it does not exist yet."""
+    """In a call: returns this layer's cache entry `name`, or None if it does not exist yet."""
     return self._frame().cached((*self._path, name))
 
   def update_decode_state(self, name: str, value: Any) -> None:

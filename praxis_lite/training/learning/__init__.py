@@ -1,4 +1,4 @@
-"""Learning: what a gradient does to the variables, over any optax optimizer."""
+"""Learning: how a gradient changes the variables, with any optax optimizer."""
 
 from praxis_lite.training.learning.learner import Learner, LearnerUpdate
 from praxis_lite.training.learning.schedules import (

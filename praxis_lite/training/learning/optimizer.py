@@ -201,7 +201,7 @@ class GroupedOptimizer:
     return filled
 
   def _regularization_mask(self, params: NestedDict) -> object:
-    """Returns a mask by path. It fits any part of the tree, such as what optimizers with several labels pass on."""
+    """Returns a mask by path. It fits any part of the tree, such as the parts that some optimizers treat separately."""
 
     def may_be_regularized(path: jax.tree_util.KeyPath, _: object) -> bool:
       names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
