@@ -114,7 +114,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return manifest_of(files) if files else None
 
   def changes_since(self, saved: object, now: Manifest | None) -> str:
-    """Returns how the files have changed, given the saved manifest and the current one; '' if they have not changed."""
+    """Returns how the files have changed, given the saved manifest and the current one; '' if they are unchanged."""
     found = changes(saved, now) if now is not None else ''
     return f'{self.label}: {found}' if found else ''
 

@@ -101,7 +101,7 @@ class MixtureInput(BaseInput):
     parts: list[Rows] = []
     slots: list[np.ndarray] = []
     attempt = 0
-    # If the source of a slot turns out to be exhausted, the slot draws again from the sources it has not tried.
+    # If the source of a slot turns out to be exhausted, the slot draws again from its untried sources.
     while len(still_open := np.flatnonzero(~filled & ~tried.all(axis=1))):
       choice = self._choose(self._position + still_open, tried[still_open], attempt)
       for s, source in enumerate(self.sources):

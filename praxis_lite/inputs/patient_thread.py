@@ -104,7 +104,7 @@ def result_in_time(future: Future[T], thread: PatientThread, label: str, *, sinc
     timeout_s: seconds from `since`.
 
   Raises:
-    HungInputError: the read has not ended in time; the message names the line of code where it hangs.
+    HungInputError: the read did not end in time; the message names the line of code where it hangs.
   """
   if not wait([future], min(_LONG, max(0.0, since + timeout_s - time.monotonic()))).done:
     left = since + timeout_s - time.monotonic()

@@ -151,7 +151,7 @@ def _places_of_lengths(data: bytes) -> Iterator[int]:
 
 def _stream_ends(file: str, compression: str) -> bool:
   """Whether a compressed file ends exactly where its stream ends, and the stream exactly after a record."""
-  header, left, is_over = b'', 0, False  # The bytes so far of a record's 12-byte header; its bytes after the header.
+  header, left, is_over = b'', 0, False  # The bytes read of a record's 12-byte header; bytes left after it.
   for data in _decompress(file, compression):
     if data is None:
       is_over = True
