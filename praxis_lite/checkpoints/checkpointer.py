@@ -281,7 +281,7 @@ class Checkpointer:
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be read.
       DamagedError: it is damaged, and `step` names it, or it is the only one, or `on_damage` is 'fail'.
-      OtherModelError: it is of another model.
+      OtherModelError: it belongs to another model.
     """
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
@@ -327,7 +327,7 @@ class Checkpointer:
       step: as for `restore`. The checkpoint is not removed before this checkpointer is closed.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
+      CheckpointError: there is no such checkpoint, it belongs to another model, or it cannot be read.
     """
     step = self.existing_step(step)
     where = self.folder(step)
@@ -508,7 +508,7 @@ def restore_variables(
     weights: as in `Checkpointer.restore`.
 
   Raises:
-    CheckpointError: there is no checkpoint, or it is of another model.
+    CheckpointError: there is no checkpoint, or it belongs to another model.
   """
   shapes = layout.padded_shapes
   wanted = shapes.replace(opt_states=None, ema_vars=shapes.ema_vars if use_ema else None)

@@ -160,7 +160,7 @@ def infer_state_filter_of(optimizer_def: Any) -> str | None:
   several `sub_optimizers` of the same type count as the first one.
 
   Raises:
-    ShardingError: the optimizer is of another kind, or its sub-optimizers have different types.
+    ShardingError: the optimizer is not one of these, or its sub-optimizers have different types.
   """
   several = getattr(optimizer_def, 'sub_optimizers', None)
   if several is not None:
