@@ -77,7 +77,7 @@ except ConfigError as error:
 def test_compiled_programs_are_found_again_in_the_cache(run_python, tmp_path):
   code = """
 import sys, jax, jax.numpy as jnp
-from praxis_lite.runs.cluster import compilation_cache
+from praxis_lite.runs import compilation_cache
 compilation_cache._MIN_CACHED_COMPILE_SECONDS = 0
 print(compilation_cache.set_up_compilation_cache(enabled=sys.argv[1] == 'on'))
 hits = []

@@ -144,7 +144,7 @@ def snapshot_of(
 
 def _memory(plan: Plan) -> Iterator[tuple[str, int]]:
   yield 'peak', plan.memory.peak
-  for name, size in plan.memory.bytes_by_kind().items():
+  for name, size in plan.memory.by_kind().items():
     if size > 0:
       yield name, size
   for live in plan.memory.live:

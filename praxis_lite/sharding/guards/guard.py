@@ -234,10 +234,12 @@ def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[Split, 
 def _keep(instances: Iterable[Instance]) -> None:
   """States how arrays are split where that is right as it is, but might not be if XLA, which propagates for itself in
   a program that it has simplified, split them in another way."""
+  instances = [*instances]
+  has_empty = any(0 in shape for instance in instances for shape in instance.site.shapes)
   for instance in instances:
     if instance.site.op.name == GATHER and lookups.keeps_ids(instance):
       instance.site.keep(IDS, instance.splits[IDS])
-    is_cut = instance.site.op.name == 'stablehlo.slice' and lookups.is_cut_where_split(instance)
+    is_cut = has_empty and instance.site.op.name == 'stablehlo.slice' and lookups.is_cut_where_split(instance)
     if instance.site.op.name == images.CONVOLUTION or is_cut:
       for number, split in enumerate(instance.splits):
         instance.site.keep(number, split)
