@@ -50,6 +50,8 @@ __getattr__ = lazy_names(
     'praxis_lite.training.learning': 'Learner',
     'praxis_lite.models': 'BaseModel',
     'praxis_lite.runs': 'open_run simulate_cpu_devices',
+    'praxis_lite.training.registry': 'registry',
+    'praxis_lite.instruments.testing': 'testing',
     'praxis_lite.training.task': 'SingleTask',
     'praxis_lite.training': 'partition_spmd_model unpadded',
     'praxis_lite.sharding.weights': 'WeightHParams WeightInit',

@@ -41,14 +41,16 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
   Args:
     package: its name.
-    modules: by the full name of a module, the names that it defines, separated by spaces.
+    modules: by the full name of a module, the names that it defines, separated by spaces. The module's own last name
+      stands for the module itself.
   """
   homes = {name: module for module, names in modules.items() for name in names.split()}
 
   def get(name: str) -> Any:
     if name not in homes:
       raise AttributeError(f'module {package!r} has no attribute {name!r}')
-    return getattr(importlib.import_module(homes[name]), name)
+    module = importlib.import_module(homes[name])
+    return module if homes[name].endswith(f'.{name}') else getattr(module, name)
 
   return get
 
