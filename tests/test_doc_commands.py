@@ -7,6 +7,7 @@ machine, is changed by the table `CHANGED`; what cannot run here is in `NOT_RUN`
 
 import ast
 import contextlib
+import os
 import pathlib
 import pkgutil
 import re
@@ -132,7 +133,8 @@ def run(command):
     argv, sys.argv = sys.argv, arguments
     restored.callback(setattr, sys, 'argv', argv)
     try:
-      runpy.run_path(str(ROOT / arguments[0]), run_name='__main__')
+      script = arguments[0] if os.path.exists(arguments[0]) else str(ROOT / arguments[0])  # One that a command wrote.
+      runpy.run_path(script, run_name='__main__')
     except SystemExit as end:
       return end.code
   return 0
