@@ -210,6 +210,10 @@ def test_a_file_that_is_not_there(workspace):
   ('text', 'message'),
   [
     ('x = 1\nimport does_not_exist\n', r"ModuleNotFoundError: No module named 'does_not_exist' \(my_run.py:2\)"),
+    (
+      'from praxis_lite.config import Config\n',
+      r"ModuleNotFoundError: No module named 'praxis_lite.config'. It is praxis_lite.common.config now \(my_run.py:1\)",
+    ),
     ('import json\n\njson.loads("{")\n', r'JSONDecodeError: .* \(my_run.py:3\)'),
     ('def f(:\n', r'SyntaxError: .* \(my_run.py:1\)'),
     ('import my_broken\n', r'ZeroDivisionError: division by zero \(my_broken.py:2\)'),

@@ -11,7 +11,8 @@ PACKAGE = ROOT / 'praxis_lite'
 
 # From the bottom up, with the order inside each wing: a module imports from those before it, never from one after it.
 ORDER = (
-  *('common.errors', 'common.foreign_text', 'common.jax_internals', 'common.importing', 'common.native_log'),
+  *('common.errors', 'common.foreign_text', 'common.jax_internals', 'common.moved', 'common.importing'),
+  'common.native_log',
   *('common.files', 'common.figures', 'common.devices', 'common.processes', 'common.accelerators', 'common.trees'),
   *('common.config', 'common.weighted', 'common.mistakes', 'common'),
   *('sharding.weights', 'sharding'),

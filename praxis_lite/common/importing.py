@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from praxis_lite.common.errors import UserError, did_you_mean
+from praxis_lite.common.moved import current_name
 
 # Code in these folders, or installed by a package manager, is not the user's own.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -86,6 +87,8 @@ def _describe(error: Exception) -> str:
 def _perhaps_meant(error: Exception) -> str:
   """Returns a suggestion for the name that an exception is about, like Python's below a traceback; '' if none fits."""
   name = getattr(error, 'name', None)
+  if isinstance(error, ModuleNotFoundError) and name is not None and current_name(name) != name:
+    return f' It is {current_name(name)} now'
   if not isinstance(error, NameError | AttributeError) or name is None:
     return ''
   if isinstance(error, NameError):

@@ -28,10 +28,10 @@ from types import FunctionType, ModuleType
 import numpy as np
 
 from praxis_lite.common.config.configurable import Configurable
-from praxis_lite.common.config.moved import current_name
 from praxis_lite.common.config.references import is_named
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean
 from praxis_lite.common.importing import import_module
+from praxis_lite.common.moved import current_name
 
 
 class UntrustedError(ConfigError):

@@ -1,0 +1,41 @@
+"""Where modules are today that configs recorded, or users' files imported, before the package had wings."""
+
+from __future__ import annotations
+
+# Modules and packages, relative to praxis_lite, as they were called in the first releases.
+_MOVED = {
+  'call': 'layers.base.call',
+  'config': 'common.config',
+  'decoding': 'models.decoding',
+  'errors': 'common.errors',
+  'experiment': 'training.experiment',
+  'explain': 'instruments.explain',
+  'hf': 'bridges.hf',
+  'hosts': 'runs.cluster',
+  'layer': 'layers.base',
+  'learning': 'training.learning',
+  'partitioning': 'sharding',
+  'plan': 'instruments.plan',
+  'records': 'runs.records',
+  'registry': 'training.registry',
+  'runtime': 'runs',
+  't5x': 'bridges.t5x',
+  'task': 'training.task',
+  'testing': 'instruments.testing',
+  'trees': 'common.trees',
+  'verification': 'instruments.verification',
+  'weighted': 'common.weighted',
+  'weights': 'sharding.weights',
+}
+
+
+def current_name(name: str) -> str:
+  """Returns today's name of a module, or of something in it such as 'praxis_lite.layer:WeightSplit'.
+
+  Names that did not change are returned as they are.
+  """
+  package, _, rest = name.partition('.')
+  for old, new in _MOVED.items():
+    if package == 'praxis_lite' and (rest == old or rest.startswith((f'{old}.', f'{old}:'))):
+      return f'praxis_lite.{new}{rest.removeprefix(old)}'
+  return name
