@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from praxis_lite.common.importing import lazy_names
 
 if TYPE_CHECKING:
-  from praxis_lite.runs.compilation_cache import set_up_compilation_cache as set_up_compilation_cache
   from praxis_lite.common.devices import simulate_cpu_devices as simulate_cpu_devices
   from praxis_lite.runs.cluster.distributed import initialize_distributed as initialize_distributed
+  from praxis_lite.runs.compilation_cache import set_up_compilation_cache as set_up_compilation_cache
   from praxis_lite.runs.executor import (
     TrainResult as TrainResult,
     run_train as run_train,

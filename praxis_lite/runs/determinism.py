@@ -15,10 +15,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import TrainStepOutput
-from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 
 _SHOWN = 5
 

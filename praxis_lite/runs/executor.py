@@ -20,15 +20,11 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.common.files import user_path
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import broadcast_decision, is_primary_process
-from praxis_lite.runs.stop_signals import StopSignals
+from praxis_lite.runs.cluster.mirror import Mirror
 from praxis_lite.runs.cluster.watchdog import meet_others
-from praxis_lite.runs.records.metrics import HostMetrics, SummaryWriter
-from praxis_lite.runs.records.record import write_record
-from praxis_lite.runs.records.run_config import held_for_training, job_directory
 from praxis_lite.runs.console import make_console
 from praxis_lite.runs.hooks import Run
 from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError
@@ -39,10 +35,14 @@ from praxis_lite.runs.loop.options import Advice, TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver, Saving
 from praxis_lite.runs.loop.start import find_start
 from praxis_lite.runs.loop.training_loop import TrainingLoop
-from praxis_lite.runs.cluster.mirror import Mirror
+from praxis_lite.runs.records.metrics import HostMetrics, SummaryWriter
+from praxis_lite.runs.records.record import write_record
+from praxis_lite.runs.records.run_config import held_for_training, job_directory
+from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.trouble import GoBack, batches_to_skip, go_back, read_troubles
 from praxis_lite.runs.vocabulary import keep_vocabulary
+from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.state import TrainState
 
 

@@ -34,13 +34,13 @@ from jax import export
 
 from praxis_lite.common.errors import ConfigError, UserError, check_choice
 from praxis_lite.common.files import user_path
-from praxis_lite.inputs.tfdata import import_tensorflow
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.lowering import used_inputs
-from praxis_lite.models.base import BaseModel
-from praxis_lite.sharding.guards.guard import guarded_export
-from praxis_lite.runs import exported
 from praxis_lite.common.trees import NestedDict, insert, leaves, leaves_by_path, path_name
+from praxis_lite.inputs.tfdata import import_tensorflow
+from praxis_lite.models.base import BaseModel
+from praxis_lite.runs import exported
+from praxis_lite.sharding.guards.guard import guarded_export
 
 KINDS = ('forward', 'decode')
 FORMATS = ('stablehlo', 'saved_model')

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from praxis_lite.common.errors import UserError
-from praxis_lite.runs.records.metrics import DeviceMetrics, EvalResult, HostMetrics
 from praxis_lite.runs.nonfinite import Hints
 from praxis_lite.runs.programs import Program, ProgramResult
-from praxis_lite.training.task import SingleTask
+from praxis_lite.runs.records.metrics import DeviceMetrics, EvalResult, HostMetrics
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import TrainStepOutput
+from praxis_lite.training.task import SingleTask
 
 InputState = dict[str, Any]
 PauseReason = Literal['save', 'copy', 'evaluate', 'rescue']

@@ -13,8 +13,8 @@ import numpy as np
 
 from praxis_lite.checkpoints import BestCheckpoint, Checkpointer
 from praxis_lite.common.errors import ConfigError, did_you_mean
-from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
 from praxis_lite.runs.hooks import Hook, Run
+from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
 from praxis_lite.training.task import EarlyStoppingParams, TrainParams
 
 

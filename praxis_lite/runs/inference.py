@@ -13,15 +13,15 @@ import jax
 
 from praxis_lite.checkpoints import OnDamage, Step
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.runs.records.metrics import HostMetrics
-from praxis_lite.runs.records.run_config import build_datasets, job_directory
 from praxis_lite.runs.programs import DecodeProgram, EvalProgram, Program
 from praxis_lite.runs.prompts import prompt_batch
+from praxis_lite.runs.records.metrics import HostMetrics
+from praxis_lite.runs.records.run_config import build_datasets, job_directory
 from praxis_lite.runs.trained import TrainedModel, restore_model
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
+from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.task import SingleTask
 
 

@@ -22,11 +22,11 @@ from praxis_lite.checkpoints.contents import Record, castable, records_of
 from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, prefix_errors
 from praxis_lite.common.files import user_path
+from praxis_lite.common.trees import NestedDict, Path, insert, lookup
 from praxis_lite.runs.records.runs import runs_near
-from praxis_lite.training.task import InitFromParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState
-from praxis_lite.common.trees import NestedDict, Path, insert, lookup
+from praxis_lite.training.task import InitFromParams
 
 _FIELD = 'task.train.init_from'
 _SHOWN = 12  # rows of each kind in the report

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.trees import NestedDict, leaves, path_name
 from praxis_lite.inputs import BaseInput
 from praxis_lite.models import BaseModel
 from praxis_lite.models.labels import labels_in
 from praxis_lite.runs.records.metrics import DeviceMetrics
-from praxis_lite.common.trees import NestedDict, leaves, path_name
 
 # The learner's metric of updates skipped because the loss or a gradient was not finite: 0 or 1 for one step.
 SKIPPED = 'skipped'

@@ -22,8 +22,8 @@ import jax
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.files import KnownFolder
-from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.runs.hooks import Hook, Run
+from praxis_lite.runs.records.metrics import DeviceMetrics
 
 
 class ProfiledSteps(NamedTuple):

@@ -19,22 +19,22 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from praxis_lite.layers.base.call import Summary
 from praxis_lite.checkpoints.contents import records_of
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.runs.cluster.watchdog import doing, meet_others
+from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.sharding.layout import StateLayout
-from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
+from praxis_lite.layers.base.call import Summary
+from praxis_lite.runs.cluster.watchdog import doing, meet_others
 from praxis_lite.runs.console import metrics_line
-from praxis_lite.training.task import DecodeParams, EvalParams, SingleTask
+from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
+from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
 from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
-from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
+from praxis_lite.training.task import DecodeParams, EvalParams, SingleTask
 
 Out = TypeVar('Out')
 

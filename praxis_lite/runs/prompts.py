@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from praxis_lite.common.config import Config
-from praxis_lite.models.decoding import Bucket
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
+from praxis_lite.models.decoding import Bucket
+from praxis_lite.training.experiment import ExperimentConfig
 
 # Prompts are padded to a multiple of this, so that a `decode` that knows no buckets is compiled for few lengths.
 _LENGTH_MULTIPLE = 16

@@ -11,20 +11,20 @@ import numpy as np
 
 from praxis_lite.checkpoints import Checkpointer, saved_steps
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, UserError
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.common.files import user_path
-from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.common.jax_internals import UnknownJax, reading
-from praxis_lite.sharding.padding import slice_to
-from praxis_lite.runs.records.run_config import build_datasets, run_keys
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.runs.nonfinite import NonFiniteError
+from praxis_lite.runs.records.run_config import build_datasets, run_keys
 from praxis_lite.runs.trouble import batches_to_skip, read_troubles
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
+from praxis_lite.sharding.padding import slice_to
+from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.first_nonfinite import Trace
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import loss_and_gradients
-from praxis_lite.common.trees import NestedDict
 
 
 def trace_step(partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict) -> Trace:

@@ -19,17 +19,14 @@ from jax.sharding import Mesh
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage, Step, restore_variables
 from praxis_lite.common.config import Config, target
-from praxis_lite.models.decoding import Bucket
 from praxis_lite.common.errors import ConfigError, DataError, UserError, did_you_mean
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import is_primary_process
+from praxis_lite.common.trees import NestedDict, map_with_path, path_name
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel, LanguageModel
-from praxis_lite.runs.records.metrics import HostMetrics
-from praxis_lite.runs.records.record import changes_named
-from praxis_lite.runs.records.run_config import Datasets, run_keys
+from praxis_lite.models.decoding import Bucket
 from praxis_lite.runs.export import ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompts import (
@@ -41,11 +38,14 @@ from praxis_lite.runs.prompts import (
   task_with_sampler,
   tokenizer_of,
 )
-from praxis_lite.training.task import SingleTask
+from praxis_lite.runs.records.metrics import HostMetrics
+from praxis_lite.runs.records.record import changes_named
+from praxis_lite.runs.records.run_config import Datasets, run_keys
+from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
-from praxis_lite.common.trees import NestedDict, map_with_path, path_name
+from praxis_lite.training.task import SingleTask
 
 # A batch is filled up to a size that was compiled before if that is at most so many times larger.
 _MOST_PADDING = 8

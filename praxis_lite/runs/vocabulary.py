@@ -15,10 +15,10 @@ from pathlib import Path
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.common.config import Config, nested_configs, target
 from praxis_lite.common.errors import CheckpointError
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.common.files import parse_json, read_plain, replace_file, user_path
-from praxis_lite.inputs import CharTokenizer
 from praxis_lite.common.trees import NestedDict
+from praxis_lite.inputs import CharTokenizer
+from praxis_lite.training.experiment import ExperimentConfig
 
 _FILE = 'vocabulary.json'
 

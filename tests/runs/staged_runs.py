@@ -10,11 +10,11 @@ import optax
 from tiny_runs import GatedInput, examples
 
 from praxis_lite.common.config import REQUIRED, Config
-from praxis_lite.training.experiment import ExperimentConfig
-from praxis_lite.layers.base import Layer
 from praxis_lite.layers import FeedForward, Pipelined, Repeat, RMSNorm
-from praxis_lite.training.learning import Learner
+from praxis_lite.layers.base import Layer
 from praxis_lite.models.base import BaseModel
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.learning import Learner
 from praxis_lite.training.task import SingleTask
 
 DIMS = 10

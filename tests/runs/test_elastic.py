@@ -10,9 +10,9 @@ import pytest
 from tiny_runs import tiny_run
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.runs.records.run_config import check_all_take_part
 from praxis_lite.runs import run_train
 from praxis_lite.runs.elastic import fit_mesh
+from praxis_lite.runs.records.run_config import check_all_take_part
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 

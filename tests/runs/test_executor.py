@@ -15,9 +15,9 @@ from tiny_runs import ArrayInput, Config, examples, expected_loss, open_gate, ti
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.config import config_values
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, NumericsError, UserError
-from praxis_lite.runs.records.record import read_record
 from praxis_lite.runs import NonFiniteError, TrainOptions, run_decode, run_eval, run_train
 from praxis_lite.runs.loop import training_loop
+from praxis_lite.runs.records.record import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 

@@ -13,7 +13,6 @@ import pytest
 from tiny_runs import examples, tiny_run
 
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.training.experiment import configure
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import exported
@@ -21,8 +20,9 @@ from praxis_lite.runs.export import ExportSettings, _forward_program
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.run import _mesh_for
 from praxis_lite.runs.trained import TrainedModel
-from praxis_lite.training.state import initialize_train_state
 from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.experiment import configure
+from praxis_lite.training.state import initialize_train_state
 
 P, M = 8, 5  # Length of prompts; tokens to decode.
 

@@ -16,9 +16,9 @@ from tiny_runs import Config, examples, open_gate, tiny_run
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.inputs import ArrayInput
-from praxis_lite.runs.records.metrics import EvalResult
 from praxis_lite.runs import Hook, run_eval, run_train
 from praxis_lite.runs.improvement import WatchedMetric
+from praxis_lite.runs.records.metrics import EvalResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 

@@ -18,8 +18,8 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.init_from import WarmStart
-from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 

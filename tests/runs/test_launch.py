@@ -19,10 +19,10 @@ from tiny_runs import expected_loss, open_gate, tiny_run
 from warm_python import WarmPopen
 
 from praxis_lite.common.errors import UserError
+from praxis_lite.runs import run_train
 from praxis_lite.runs.cluster import launch
 from praxis_lite.runs.cluster.launch import Ended, Launcher, launched_command, the_verdict
 from praxis_lite.runs.records.run_config import held_for_training
-from praxis_lite.runs import run_train
 
 HERE = pathlib.Path(__file__).parent
 

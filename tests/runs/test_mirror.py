@@ -18,12 +18,12 @@ from tiny_runs import tiny_run
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.checkpoints.contents import add_checksum
 from praxis_lite.checkpoints.failures import DamagedError
-from praxis_lite.runs.cluster.object_store import ObjectStore, StoreError
-from praxis_lite.runs.cluster.remote import RemoteRun
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.cluster.mirror import Mirror
+from praxis_lite.runs.cluster.object_store import ObjectStore, StoreError
+from praxis_lite.runs.cluster.remote import RemoteRun
 from praxis_lite.runs.trouble import Trouble
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))

@@ -12,12 +12,12 @@ from tiny_runs import INPUTS, examples, expected_loss, tiny_run
 import praxis_lite
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, ShardingError, UserError
-from praxis_lite.training.experiment import configure
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.runs import run_eval, run_train
 from praxis_lite.runs.inference import decode_prompts
 from praxis_lite.runs.prompts import check_ids
+from praxis_lite.training.experiment import configure
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 

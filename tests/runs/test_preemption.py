@@ -11,9 +11,9 @@ import pytest
 from tiny_runs import tiny_run
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.cluster.clusters import LAUNCHER
 from praxis_lite.runs.cluster.preemption import _has_notice
-from praxis_lite.runs import Hook, run_train
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 

@@ -9,15 +9,15 @@ import optax
 import pytest
 from tiny_runs import TinyModel, tiny_run
 
-from praxis_lite.training import registry
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.config.trusted import UntrustedError
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
-from praxis_lite.training.experiment import configure
-from praxis_lite.runs.records.record import first_launch, read_record, recorded_seed, write_record
 from praxis_lite.runs import run_train
+from praxis_lite.runs.records.record import first_launch, read_record, recorded_seed, write_record
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 
 def experiment(name='lm.SyntheticLmTiny', *overrides):

@@ -17,13 +17,13 @@ from tiny_runs import examples, open_gate, tiny_run
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import KnownFolder
-from praxis_lite.runs.records import metrics
-from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter
 from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.improvement import Watched, WatchedMetric
 from praxis_lite.runs.loop.progress import NOTHING_KNOWN, Progress, merge_saved
 from praxis_lite.runs.nonfinite import NonFiniteError, SkippedSteps
 from praxis_lite.runs.programs import DecodeProgram
+from praxis_lite.runs.records import metrics
+from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 from tools.faults.comparison import differences, results_of

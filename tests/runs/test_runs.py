@@ -11,10 +11,8 @@ import time
 
 import pytest
 
-from praxis_lite.training import registry
 from praxis_lite.common.config.overrides import alternatives, apply_overrides
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.training.experiment import configure
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import held_for_training
 from praxis_lite.runs.records.runs import (
@@ -27,6 +25,8 @@ from praxis_lite.runs.records.runs import (
   short_names,
 )
 from praxis_lite.runs.sweep import FinishedPoints, Point, grid, last_line, run_points
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 
 
 def make_run(directory, *overrides, losses=(), valid=(), name='valid', exp='lm.SyntheticLmTiny'):

@@ -11,12 +11,12 @@ import pytest
 from small_states import assert_same, layout_on, random_state, true_values
 
 from praxis_lite.checkpoints import Checkpointer, checkpointer
-from praxis_lite.runs.cluster import emergency
 from praxis_lite.checkpoints.failures import DamagedError
-from praxis_lite.runs.cluster.object_store import ObjectStore
-from praxis_lite.runs.cluster.remote import RemoteRun
 from praxis_lite.checkpoints.stored import StoredCheckpoint
 from praxis_lite.cli.main import main
+from praxis_lite.runs.cluster import emergency
+from praxis_lite.runs.cluster.object_store import ObjectStore
+from praxis_lite.runs.cluster.remote import RemoteRun
 
 PARTS = ('state', 'inputs', 'about')
 LAYOUT_ROWS = 12

@@ -7,8 +7,8 @@ import os
 import jax
 import pytest
 
-from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.devices import simulate_cpu_devices
+from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.runs.cluster.distributed import initialize_distributed
 from praxis_lite.runs.records.run_config import job_directory
 from praxis_lite.runs.throughput import StartupTimes

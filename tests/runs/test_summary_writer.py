@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.layers.base.call import Summary
 from praxis_lite.common.errors import UserError
+from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.records.metrics import SummaryWriter, expand_scalars
 
 

@@ -23,10 +23,10 @@ from praxis_lite.runs.determinism import DeterminismError
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.runs.replay import replay
 from praxis_lite.runs.trouble import LossSpikeError, LossSpikes, read_troubles
-from praxis_lite.training.task import LossSpikeParams
+from praxis_lite.sharding.weights import WeightHParams, WeightInit
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.steps import TrainStepOutput
-from praxis_lite.sharding.weights import WeightHParams, WeightInit
+from praxis_lite.training.task import LossSpikeParams
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from praxis_lite.common import jax_internals
 from praxis_lite.cli.main import main
+from praxis_lite.common import jax_internals
 from praxis_lite.common.jax_internals import UnknownJax, programs
-from praxis_lite.sharding import propagation
 from praxis_lite.runs import replay
 from praxis_lite.runs.loop import train_log
 from praxis_lite.runs.nonfinite import NonFiniteError
+from praxis_lite.sharding import propagation
 
 FLAGS = ['--exp=lm.SyntheticLmTiny', '--nocompilation_cache', '--set=task.ici_mesh_shape=(1,4,2)']
 

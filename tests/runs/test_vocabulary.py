@@ -7,12 +7,12 @@ import pytest
 from praxis_lite.cli import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, DataError
-from praxis_lite.training.experiment import BaseExperiment, configure
 from praxis_lite.inputs import CharTokenizer, TextInput
 from praxis_lite.models import transformer_lm
 from praxis_lite.runs import run_eval, run_train
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.tasks.language_modelling import LanguageModelTask
+from praxis_lite.training.experiment import BaseExperiment, configure
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 

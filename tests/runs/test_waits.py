@@ -15,26 +15,26 @@ import pytest
 from small_states import layout_on, random_state
 from tiny_runs import tiny_run
 
-from praxis_lite.common import native_log
 from praxis_lite.checkpoints import Checkpointer, retention, saved_steps
 from praxis_lite.checkpoints.retention import Retention, being_read
 from praxis_lite.cli.main import main
+from praxis_lite.common import native_log
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, DataError, HungInputError, UserError
 from praxis_lite.common.files import open_plain_to_write, read_plain
-from praxis_lite.runs.cluster.watchdog import dump_stacks
 from praxis_lite.inputs import ArrayInput, PrefetchIterator, TextInput, patient_thread, prefetch
 from praxis_lite.inputs.files import find_files
 from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.instruments.plan import child as child_process
 from praxis_lite.instruments.plan.compilers import CompileError
+from praxis_lite.runs import open_run, run_train, sweep
+from praxis_lite.runs.cluster import mirror
+from praxis_lite.runs.cluster.watchdog import dump_stacks
+from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.records.heartbeat import read_heartbeats
 from praxis_lite.runs.records.metrics import SummaryWriter, read_results
 from praxis_lite.runs.records.record import read_record
 from praxis_lite.runs.records.run_config import job_directory
-from praxis_lite.runs.cluster import mirror
-from praxis_lite.runs import open_run, run_train, sweep
-from praxis_lite.runs.loop.directory import HeldDirectory
 
 
 def ends(call, seconds=20.0):

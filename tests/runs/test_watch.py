@@ -16,11 +16,11 @@ from tiny_runs import open_gate, tiny_run
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.cli.main import main
 from praxis_lite.common.figures import duration
+from praxis_lite.runs import Hook, run_train
+from praxis_lite.runs.profiling import STEPS_OF_A_SIGNAL
 from praxis_lite.runs.records.goodput import Goodput, SlowSteps, goodput_line, seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat, life, read_heartbeats
 from praxis_lite.runs.records.status import status_of
-from praxis_lite.runs import Hook, run_train
-from praxis_lite.runs.profiling import STEPS_OF_A_SIGNAL
 
 
 class Clock:

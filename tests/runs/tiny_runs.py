@@ -13,12 +13,12 @@ import numpy as np
 import optax
 
 from praxis_lite.common.config import Config
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput
-from praxis_lite.training.learning import Learner
 from praxis_lite.models.base import BaseModel
-from praxis_lite.training.task import SingleTask
 from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.learning import Learner
+from praxis_lite.training.task import SingleTask
 
 INPUTS, HIDDEN = 10, 7
 

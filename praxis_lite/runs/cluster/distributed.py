@@ -9,10 +9,10 @@ import socket
 import jax
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.jax_internals.devices import backends_have_started
 from praxis_lite.runs.cluster.clusters import Job, find_job, resolve_job
 from praxis_lite.runs.cluster.rendezvous import meet
 from praxis_lite.runs.cluster.watchdog import HANG_TIMEOUT_S, watch_hosts
-from praxis_lite.common.jax_internals.devices import backends_have_started
 
 
 def initialize_distributed(

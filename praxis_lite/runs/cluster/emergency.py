@@ -46,8 +46,8 @@ from praxis_lite.common.files import (
   user_path,
 )
 from praxis_lite.common.processes import gather_texts, join_by_host
-from praxis_lite.training.state import TrainState
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
+from praxis_lite.training.state import TrainState
 
 Index = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
 

@@ -20,18 +20,18 @@ from pathlib import Path
 from praxis_lite.checkpoints import OnDamage
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import saved_steps
-from praxis_lite.runs.cluster.emergency import forget_copies
 from praxis_lite.checkpoints.failures import DamagedError
-from praxis_lite.runs.cluster.object_store import ObjectStore, StoreError
-from praxis_lite.runs.cluster.remote import RemoteCheckpoint, RemoteRun
 from praxis_lite.checkpoints.retention import RemovedError, step_folder, steps_to_remove
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.files import read_plain
 from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host
-from praxis_lite.runs.cluster.watchdog import doing, meet_others
 from praxis_lite.inputs.patient_thread import PatientThread
-from praxis_lite.runs.records.record import first_launch
+from praxis_lite.runs.cluster.emergency import forget_copies
+from praxis_lite.runs.cluster.object_store import ObjectStore, StoreError
+from praxis_lite.runs.cluster.remote import RemoteCheckpoint, RemoteRun
+from praxis_lite.runs.cluster.watchdog import doing, meet_others
 from praxis_lite.runs.hooks import InputState, Observer, Run
+from praxis_lite.runs.records.record import first_launch
 from praxis_lite.runs.trouble import count_rollbacks
 from praxis_lite.training.steps import TrainStepOutput
 

@@ -22,8 +22,8 @@ import jax
 
 from praxis_lite.common.errors import ConfigError, LostHostError
 from praxis_lite.runs.cluster.clusters import LAUNCHER
-from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.runs.cluster.watchdog import dump_stacks, the_watchdog
+from praxis_lite.runs.stop_signals import StopSignals
 
 _INTERVAL = 0.5
 _URL_INTERVAL = 5.0

@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint
 from praxis_lite.checkpoints.contents import Record, add_checksum, parse_record, remove_checksum
 from praxis_lite.checkpoints.failures import DamagedError
-from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreError, sum_of_file
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
 from praxis_lite.checkpoints.seal import check_seal, check_seal_of
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import parse_json, read_plain, remove_all
+from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreError, sum_of_file
 
 _COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
 # Entries of a run directory that concern only one machine.

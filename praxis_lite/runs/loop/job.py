@@ -9,21 +9,21 @@ from typing import NamedTuple
 import jax
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
-from praxis_lite.runs.records.record import recorded_seed
-from praxis_lite.runs.records.run_config import RunKeys, build_datasets, check_all_take_part, check_intervals, run_keys
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.programs import DecodeProgram, EvalProgram, Program, TaskOnMesh
+from praxis_lite.runs.records.record import recorded_seed
+from praxis_lite.runs.records.run_config import RunKeys, build_datasets, check_all_take_part, check_intervals, run_keys
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
-from praxis_lite.training.task import SingleTask, TrainParams
+from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask, TrainParams
 
 
 class TrainJob(NamedTuple):

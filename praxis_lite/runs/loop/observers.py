@@ -8,9 +8,8 @@ from pathlib import Path
 
 import jax
 
+from praxis_lite.runs.cluster.mirror import Mirror
 from praxis_lite.runs.cluster.preemption import preemptible
-from praxis_lite.runs.stop_signals import StopSignals
-from praxis_lite.runs.records.metrics import SummaryWriter
 from praxis_lite.runs.console import Console
 from praxis_lite.runs.hooks import Hook, Hooks, Observers
 from praxis_lite.runs.improvement import EarlyStopping, KeepBest
@@ -21,8 +20,9 @@ from praxis_lite.runs.loop.saving import Saving
 from praxis_lite.runs.loop.start import Start
 from praxis_lite.runs.loop.train_log import TrainLog
 from praxis_lite.runs.loop.watch import Watch
-from praxis_lite.runs.cluster.mirror import Mirror
 from praxis_lite.runs.profiling import make_profiler
+from praxis_lite.runs.records.metrics import SummaryWriter
+from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.trouble import TroubleWatch
 

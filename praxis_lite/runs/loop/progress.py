@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from praxis_lite.inputs.manifest import Manifest
-from praxis_lite.runs.records.metrics import EvalResult
 from praxis_lite.runs.improvement import Watched
+from praxis_lite.runs.records.metrics import EvalResult
 
 ValuesByStep = dict[int, float]  # NaN where a value was not a number.
 

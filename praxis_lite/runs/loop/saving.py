@@ -12,21 +12,21 @@ from typing import Any
 import jax
 
 from praxis_lite.checkpoints import Checkpointer
-from praxis_lite.runs.cluster.emergency import EmergencyCopies
 from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.common.errors import CheckpointError, UserError
 from praxis_lite.common.files import remove_all
 from praxis_lite.common.processes import gather_texts, is_primary_process
-from praxis_lite.runs.cluster.watchdog import doing
 from praxis_lite.inputs.manifest import Manifest
-from praxis_lite.runs.records.metrics import SummaryWriter
-from praxis_lite.runs.records.record import has_record
+from praxis_lite.runs.cluster.emergency import EmergencyCopies
+from praxis_lite.runs.cluster.watchdog import doing
 from praxis_lite.runs.hooks import InputState, Observer, Observers, PauseReason, Run
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError, gather_paths, rescue_directory
 from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.progress import Progress, evaluations_in
 from praxis_lite.runs.nonfinite import NonFiniteError
+from praxis_lite.runs.records.metrics import SummaryWriter
+from praxis_lite.runs.records.record import has_record
 from praxis_lite.runs.trouble import GoBack, LossSpikeError
 from praxis_lite.training.state import TrainState
 

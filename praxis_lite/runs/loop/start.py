@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
-from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host
-from praxis_lite.runs.cluster.watchdog import meet_others, watched_by_others
 from praxis_lite.inputs.manifest import Manifest
-from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter, read_results
-from praxis_lite.runs.records.record import changes_named
+from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
+from praxis_lite.runs.cluster.watchdog import meet_others, watched_by_others
 from praxis_lite.runs.hooks import Observers
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.init_from import WarmStart
@@ -25,6 +23,8 @@ from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.progress import NOTHING_KNOWN, Progress, merge_saved
+from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter, read_results
+from praxis_lite.runs.records.record import changes_named
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.trouble import restore_rollbacks
 from praxis_lite.training.state import TrainState

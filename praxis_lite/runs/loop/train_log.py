@@ -13,14 +13,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from praxis_lite.layers.base.call import Summary
-from praxis_lite.inputs.rows import Struct
 from praxis_lite.common.jax_internals import reading, unless_unknown
-from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
+from praxis_lite.inputs.rows import Struct
+from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.console import Console
 from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.nonfinite import Hints, SkippedSteps
 from praxis_lite.runs.programs import Program, ProgramResult
+from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runs.throughput import StartupTimes, Throughput, peak_flops
 from praxis_lite.runs.trouble import TroubleWatch
 from praxis_lite.training.flops import model_flops

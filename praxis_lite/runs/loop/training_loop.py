@@ -14,10 +14,8 @@ import numpy as np
 
 from praxis_lite.checkpoints import eval_variables
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.runs.stop_signals import StopSignals
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.runs.cluster.watchdog import doing
-from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
-from praxis_lite.runs.records.run_config import is_due
 from praxis_lite.runs.determinism import step_twice
 from praxis_lite.runs.hooks import Observers, Run
 from praxis_lite.runs.loop.directory import HeldDirectory
@@ -27,12 +25,14 @@ from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver
 from praxis_lite.runs.nonfinite import SKIPPED
 from praxis_lite.runs.programs import Program
+from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
+from praxis_lite.runs.records.run_config import is_due
 from praxis_lite.runs.replay import check_finite
+from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import TrainStepOutput
-from praxis_lite.common.trees import NestedDict
 
 
 @dataclasses.dataclass

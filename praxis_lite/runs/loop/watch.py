@@ -12,10 +12,10 @@ import jax
 
 from praxis_lite.checkpoints.retention import CHECKPOINTS
 from praxis_lite.common.errors import first_line
+from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.goodput import Goodput, SlowSteps, goodput_line, shares
 from praxis_lite.runs.records.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
 from praxis_lite.runs.records.record import has_record
-from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
 from praxis_lite.training.steps import TrainStepOutput
 
 

@@ -21,9 +21,9 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from praxis_lite.layers.base.call import Summary
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import KnownFolder, PatientFile, parse_json, read_plain, replace_file
+from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.records.event_files import EventFile
 
 Record = dict[str, Any]  # A line of metrics.jsonl.
@@ -37,7 +37,7 @@ _RECORDS = 'metrics.jsonl'
 class MetricsAverage:
   """Weighted means of named metrics over batches of any sizes, equal to those of one batch of all examples.
 
-  This is the algebra of `praxis_lite.common.weighted`, with sums in float64: a mean of weight zero does not count, even if it
+  This is the algebra of `common/weighted.py`, with sums in float64: a mean of weight zero does not count, even if it
   is NaN. But here a metric of total weight zero is NaN, so that it is noticed.
   """
 

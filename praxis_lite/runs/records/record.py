@@ -3,7 +3,7 @@
     job_log_dir/run.json      the config as JSON, and for each launch: command, time, seed, mesh, versions, source trees
                 config.txt    the config as text, one field per line, for people and `diff`
 
-Anyone may have written a record, so reading it runs none of its code: `common/config/trusted.py` lists what it may name.
+Anyone may have written a record, so reading it runs none of its code: `common/config/trusted.py` lists what is allowed.
 Values that JSON cannot hold, such as a lambda or a data set in memory, are left out; the rest can be read back.
 """
 
@@ -26,17 +26,17 @@ from typing import Any
 
 import jax
 
-from praxis_lite.training import registry
 from praxis_lite.checkpoints.contents import OtherModelError
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.json import decode, encode_readable
 from praxis_lite.common.config.text import diff_texts, to_text
 from praxis_lite.common.config.trusted import UntrustedError, is_of_others
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.common.files import parse_json, read_plain, replace_file, user_path
 from praxis_lite.common.foreign_text import printable, remove_secrets_of_argument
 from praxis_lite.runs.records.work_tree import read_work_tree
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import ExperimentConfig
 
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'

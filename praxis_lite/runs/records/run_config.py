@@ -19,15 +19,15 @@ from praxis_lite.checkpoints.retention import CHECKPOINTS
 from praxis_lite.common.config import REQUIRED, Config, config_values, target
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
-from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.common.files import kind_of_other, local_path
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.guards import GuardedJit
 from praxis_lite.sharding.mesh import abstract_mesh
-from praxis_lite.training.task import SingleTask, TrainParams
+from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.state import state_layout
+from praxis_lite.training.task import SingleTask, TrainParams
 
 
 class RunKeys(NamedTuple):
