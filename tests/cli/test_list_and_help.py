@@ -66,7 +66,7 @@ def test_list_prints_each_registered_experiment_with_its_summary(capsys):
 @pytest.mark.parametrize('columns', [40, 80, 100])
 def test_list_fits_the_terminal(capsys, monkeypatch, columns):
   monkeypatch.setattr(list_experiments.sys.stdout, 'isatty', lambda: True, raising=False)
-  monkeypatch.setattr(list_experiments.shutil, 'get_terminal_size', lambda: os.terminal_size((columns, 24)))
+  monkeypatch.setattr(list_experiments.shutil, 'get_terminal_size', lambda *_, **__: os.terminal_size((columns, 24)))
   assert main(['list']) == 0
   lines = capsys.readouterr().out.splitlines()
   assert max(map(len, lines)) <= columns
