@@ -63,7 +63,7 @@ def test_images_have_examples_and_no_tokens_and_a_cpu_no_mfu():
   clock.now = 1.0
   rates = throughput.rates(1)
   assert rates.tokens_per_second is None and rates.mfu is None
-  assert set(rates.as_metrics()) == {'speed/steps_per_second', 'speed/examples_per_second'}
+  assert set(rates.to_metrics()) == {'speed/steps_per_second', 'speed/examples_per_second'}
 
 
 @pytest.mark.parametrize(

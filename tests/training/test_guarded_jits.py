@@ -19,16 +19,16 @@ from praxis_lite.training.state import state_initializer
 PACKAGE = pathlib.Path(praxis_lite.__file__).parent
 # Of each file that uses `jax.jit` itself: how often, and why.
 UNGUARDED = {
-  'hf/reader.py': (1, 'one device: what is read is placed on each by itself'),
-  'jax_internals/lowering.py': (1, 'a part of a program that is lowered by itself, to be read'),
-  'learning/moments.py': (2, 'within the step, whose program is guarded'),
-  'partitioning/constraints.py': (1, 'a reshard, which is right for all splits'),
-  'partitioning/guards/guard.py': (1, 'GuardedJit'),
-  'plan/calibration.py': (1, 'measures links of devices with arrays whose values are not used'),
-  'runtime/determinism.py': (1, 'one device: each compares its part with another one'),
-  'runtime/export.py': (1, 'one device'),
+  'bridges/hf/reader.py': (1, 'one device: what is read is placed on each by itself'),
+  'common/jax_internals/lowering.py': (1, 'a part of a program that is lowered by itself, to be read'),
+  'training/learning/moments.py': (2, 'within the step, whose program is guarded'),
+  'sharding/constraints.py': (1, 'a reshard, which is right for all splits'),
+  'sharding/guards/guard.py': (2, 'GuardedJit, and what is exported, whose program is guarded'),
+  'instruments/plan/calibration.py': (1, 'measures links of devices with arrays whose values are not used'),
+  'runs/determinism.py': (1, 'one device: each compares its part with another one'),
+  'runs/exported.py': (1, 'one device; the exported program is guarded'),
   'training/partitioned_step.py': (1, 'guards what it lowers'),
-  'verification/steps.py': (2, 'one device'),
+  'instruments/verification/steps.py': (2, 'one device'),
 }
 
 
