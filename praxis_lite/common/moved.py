@@ -35,7 +35,9 @@ def current_name(name: str) -> str:
   Names that did not change are returned as they are.
   """
   package, _, rest = name.partition('.')
+  if package != 'praxis_lite':
+    return name
   for old, new in _MOVED.items():
-    if package == 'praxis_lite' and (rest == old or rest.startswith((f'{old}.', f'{old}:'))):
+    if rest == old or rest.startswith((f'{old}.', f'{old}:')):
       return f'praxis_lite.{new}{rest.removeprefix(old)}'
   return name

@@ -88,8 +88,7 @@ def load_for_jax(folder: str | os.PathLike[str]) -> dict[str, Callable[[Arrays],
   import jax.export
   import numpy as np
 
-  check(folder, VARIABLES)
-  signature = read_signature(folder)
+  signature = check(folder, VARIABLES)
   for name in signature['programs']:
     check(folder, f'{name}{PROGRAM}')
   with np.load(Path(folder, VARIABLES)) as stored:

@@ -231,10 +231,9 @@ def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[Split, 
   return restricted
 
 
-def _keep(instances: Iterable[Instance]) -> None:
+def _keep(instances: Sequence[Instance]) -> None:
   """States how arrays are split where that is right as it is, but might not be if XLA, which propagates for itself in
   a program that it has simplified, split them in another way."""
-  instances = [*instances]
   has_empty = any(0 in shape for instance in instances for shape in instance.site.shapes)
   for instance in instances:
     if instance.site.op.name == GATHER and lookups.keeps_ids(instance):
