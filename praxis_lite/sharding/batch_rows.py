@@ -34,7 +34,7 @@ class BatchRows(NamedTuple):
 
   Attributes:
     axes: the mesh axes that split the rows when a batch enters.
-    inner_axes: those of them that split rows or another dimension inside the step.
+    inner_axes: those of `axes` that split rows or another dimension inside the step.
     entering: how many rows enter: examples, and each process's padding after its own examples.
     computed: how many rows the step computes.
     examples: int [B], the indices of the examples among the entering rows: the first process's, the second's, ...
@@ -61,7 +61,7 @@ class BatchRows(NamedTuple):
 
   def _take(self, x: jax.Array) -> jax.Array:
     x = self._split_longest(x, self.axes)[self.examples]  # Local, because the rows are not split at this point.
-    # Two steps lead from here to the split inside; for a single step, XLA would gather whole arrays.
+    # The change to the split inside the step is made in two parts; for a single one, XLA would gather whole arrays.
     return pad_to(self._split_longest(x, self.inner_axes), (self.computed, *x.shape[1:]))
 
   def _split_longest(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

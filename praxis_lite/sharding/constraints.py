@@ -112,7 +112,7 @@ _rules: contextvars.ContextVar[tuple[LogicalAxisRule, ...]] = contextvars.Contex
 
 @contextlib.contextmanager
 def axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
-  """Makes rules current, instead of the previous ones."""
+  """Makes `rules` the current rules inside a `with` block."""
   token = _rules.set(tuple(rules))
   try:
     yield

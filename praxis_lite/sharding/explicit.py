@@ -64,8 +64,8 @@ def also_named(**names: str) -> Callable[[Callable[P, ResultT]], Callable[P, Res
 def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
   """Inside `shard_map`: returns `key` folded with the device's index along `axis`.
 
-  Devices that differ along the axis then draw different numbers, as for different rows of a batch; others draw the
-  same.
+  Devices at different places along the axis then draw different numbers, as for different rows of a batch. Devices at
+  the same place draw the same numbers.
 
   Args:
     key: a PRNG key, the same on all devices.
@@ -211,9 +211,9 @@ def _is_sharded(x: object) -> bool:
 def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18) -> TreeT:
   """Inside `shard_map`: returns a tree in which each parameter above a size is only this device's part.
 
-  Each is split along its largest dimension that the number of devices divides (of equal ones, the last), or otherwise
-  along its largest dimension, which is padded. A parameter that is already split over another axis is split along a
-  free dimension.
+  Each is split along its largest dimension that the number of devices divides, the last one if several are equally
+  large. If there is none, it is split along its largest dimension, which is padded. A parameter that is already split
+  over another axis is split along a free dimension.
 
   Args:
     params: tree of whole arrays, the same on all devices along the axis, or of `ShardedParam`s.

@@ -5,7 +5,7 @@
     assert_collectives(step.compiled, {'all-reduce': 2, 'all-gather': 0})
 
     program = parse(step.compiled)
-    for instruction, times in program.executed(): ...
+    for instruction, times in program.executed_instructions(): ...
 
 A `Collective` has the size of the results on one device, summed over all executions in one run of the program.
 """
@@ -78,7 +78,7 @@ def arrays_of(shape: Shape) -> list[Array]:
 
 
 class Instruction:
-  """One instruction of a computation.
+  """An instruction of a computation.
 
   Attributes:
     name, opcode: as in the text.

@@ -83,13 +83,13 @@ def mesh_sizes(
 
 
 def abstract_mesh(sizes: Mapping[str, int], platform: str | None = None) -> AbstractMesh:
-  """Returns a mesh with these axis sizes but no devices, with Auto axes, and for 'gpu' or 'tpu' if that is given."""
+  """Returns a mesh with Auto axes of these sizes but without devices; `platform` may be 'gpu' or 'tpu'."""
   device = None if platform is None else abstract_device(platform, platform)
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
-  """Returns 'cpu', 'gpu' or 'tpu' for a mesh, by default the ambient one, which may be of another machine."""
+  """Returns 'cpu', 'gpu' or 'tpu' for a mesh, by default the ambient one; its devices may be of another machine."""
   return mesh_platform(jax.sharding.get_abstract_mesh() if mesh is None else mesh) or jax.default_backend()
 
 

@@ -1,4 +1,4 @@
-"""Finds how each array of a lowered program will be split, before XLA partitions the program.
+"""Finds out how each array of a lowered program will be split, before XLA partitions the program.
 
 JAX lowers a step to StableHLO in which some arrays have shardings. Shardy, which comes with JAX, propagates these to
 all other arrays. For an operation it can also tell how its arrays would have to be split so that it needs no

@@ -30,7 +30,7 @@ from praxis_lite.common.trees import Path, leaves_by_path, map_with_path
 from praxis_lite.sharding.specs import complete_spec
 
 State = TypeVar('State')
-Axes = tuple[int | None, ...]  # For each dimension of a slot, the dimension of its parameter it runs along, or None.
+Axes = tuple[int | None, ...]  # For each dimension of a slot, the parameter dimension that it comes from, or None.
 
 
 def opt_state_specs(
@@ -47,8 +47,8 @@ def opt_state_specs(
     params_specs: the same tree, with a PartitionSpec or None for each.
     opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
     init_fn: `tx.init`; tells apart dimensions of equal size in factored slots.
-    axes_fn: returns, for slots by path, the dimension of its parameter that each of its dimensions runs along, like
-      `learner.bind(weights).slot_axes`; called if some slot has another shape than its parameter.
+    axes_fn: returns, for each slot by path, the parameter's dimension that each dimension of the slot comes from, like
+      `learner.bind(weights).slot_axes`; called if the shape of a slot differs from its parameter's.
   """
   specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
   origins = slot_origins(params_struct, opt_state_struct, init_fn, axes_fn)

@@ -60,8 +60,9 @@ class Variable:
 
   Attributes:
     name: its path, such as 'lm.softmax.w'.
-    shape, dtype: its true shape, and its dtype.
-    logical_axes, logical_axis_rules: the logical name of each axis, if it is declared with names; the task's rules.
+    shape, dtype: its shape without padding, and its dtype.
+    logical_axes: the logical name of each axis, if it is declared with names.
+    logical_axis_rules: the rules of the task.
   """
 
   name: str
@@ -80,8 +81,8 @@ class Change(NamedTuple):
 
   Attributes:
     spec: the spec.
-    remark, why: for `explain`: why nothing is split, or what the split needs, such as padding; and what decided each
-      dimension, besides the op itself.
+    remark: for `explain`, why nothing is split, or what the split needs, such as padding.
+    why: for `explain`, what decided each dimension, besides the op itself.
   """
 
   spec: Spec
@@ -210,7 +211,7 @@ def replicate() -> Op:
 
 @register_rule('fsdp')
 def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_padding: bool = True) -> Op:
-  """Splits the largest free dimension that divides evenly; of equal ones, the last.
+  """Splits the largest free dimension that divides evenly, the last one if several are equally large.
 
   Args:
     axis: mesh axis, or several, over which to split.
@@ -366,7 +367,7 @@ def decide(
   sizes: Mapping[str, int],
   start: Placement | None = None,
 ) -> Placement:
-  """Returns the placement of one variable, which `start` may already have split partly."""
+  """Returns the placement of one variable; `start`, if given, already splits some of its dimensions."""
   spec: Spec = (None,) * len(variable.shape) if start is None else tuple(start.spec)
   pattern, ops = first_match(path, parsed) or (None, [])
   left = 'no pattern of the strategy matches' if pattern is None else f'strategy {pattern!r} does not split it'

@@ -153,9 +153,9 @@ class WeightHParams:
     mapping_field: the config field to set the mapping with, if the mapping does not know it itself.
     repeat_prefix: leading dimensions added by layers that repeat the declaring one, outermost first.
     repeat_prefix_split_dims_mapping: one entry per dimension of `repeat_prefix`.
-    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: see `get_fan_in_fan_out`.
+    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; see `get_fan_in_fan_out` for None.
     collections: marks from `WeightHParamsCollection`.
-    active_share: the share of the weight that one token uses: less than 1 if it uses only some of several experts.
+    active_share: the share of the weight that one token uses, less than 1 if it uses only some of the experts.
   """
 
   shape: tuple[int, ...]
@@ -189,7 +189,7 @@ class WeightHParams:
 
   @property
   def full_split_dims_mapping(self) -> DeclaredSplit:
-    """Mapping of the stored array, of the rank of `full_shape`."""
+    """Mapping of the stored array, one entry per dimension of `full_shape`."""
     mapping, source = self.tensor_split_dims_mapping, self.mapping_field
     if mapping is None:
       mapping, source = (None,) * len(self.shape), f'{source} is not set'
@@ -197,7 +197,7 @@ class WeightHParams:
 
   @property
   def num_active(self) -> int:
-    """How many entries one token uses."""
+    """Number of entries that one token uses."""
     return round(math.prod(self.full_shape) * self.active_share)
 
   @property
@@ -209,7 +209,10 @@ class WeightHParams:
   ) -> WeightHParams:
     """Returns the declaration of `times` such weights, stacked along a new first dimension.
 
-    That dimension is split by `split`, an entry of a split mapping, which comes from the config field `field`.
+    Args:
+      times: size of the new dimension.
+      split: entry of a split mapping for the new dimension.
+      field: the config field that `split` comes from.
     """
     stack = DeclaredSplit.of((split,), field if split is not None else f'{field} is not set')
     return dataclasses.replace(
@@ -239,7 +242,7 @@ def check_weight(weight: WeightHParams, where: str) -> None:
 
 
 def is_dtype(value: Any, kind: type[np.generic] | None = None) -> bool:
-  """Whether `value` is or names a dtype, of this kind if one is given."""
+  """Whether `value` is a dtype or the name of one, and a subtype of `kind` if that is given."""
   try:
     dtype = jnp.dtype(value)
   except TypeError:

@@ -1,19 +1,20 @@
-"""Guards: operations that XLA's partitioner computes wrongly without an error, and what is stated so that it does not.
+"""Guards against operations that XLA's partitioner computes wrongly without reporting an error.
 
-`guard` reads a lowered program, the backward pass and a user's own layers included, and how Shardy will split each of
-its arrays (`sharding/propagation.py`). Where an operation is one of those below, the program is told to split its
-arrays in another way around it; all else stays as it is. Each guard names the smallest program that shows the fault,
-and the test in `tests/sharding/test_guards.py` that runs this program without the guard: when it fails, XLA has
-become right and the guard can go. All faults were seen with jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for
-GPU, with Shardy and without.
+`guard` reads a lowered program, including its backward pass and any layers of the user, and finds out how Shardy will
+split each array (`sharding/propagation.py`). Around an operation that XLA may compute wrongly, the guard constrains the
+arrays to splits that are known to be right. It changes nothing else.
+
+Each guard names the smallest program that shows the fault, and a test in `tests/sharding/test_guards.py` that runs this
+program without the guard. When that test fails, XLA computes the program rightly and the guard can be removed. All
+faults were seen with jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for GPU, with Shardy and without.
 
     products    products of matrices
     images      convolutions, windows and pads
     lookups     gathers, slices and scatters
-    reshapes    reshapes, which end the process
+    reshapes    reshapes that abort the process
     transforms  Fourier transforms
-    starts      slices that begin past the end, wrong on one device too
-    crops       convolutions and pads that crop, wrong on one device of a CPU too
+    starts      slices that begin past the end; wrong on one device too
+    crops       convolutions and pads that crop; wrong on one CPU device too
     lapack      factorizations of matrices, which may wait forever on a CPU
 """
 

@@ -1,4 +1,4 @@
-"""What the guards share: attributes of operations, and splits with some dimensions changed."""
+"""Helpers of the guards: they read attributes of operations, make constants, and change splits."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from praxis_lite.sharding.propagation import Axis, Instance, Split
 
 PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
 GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
-# Arrays of a gather, and of a scatter of one array: ids, and the rows that are read, or written.
+# Positions of arrays in a gather or a scatter of one array: the ids, and the rows that are read or written.
 IDS, ROWS = 1, 2
 
 
 def integers(op: ir.Operation, name: str) -> list[int]:
-  """An attribute that is an array of integers."""
+  """Returns an attribute that is an array of integers."""
   return [*ir.DenseI64ArrayAttr(op.attributes[name])]
 
 
 def integer(op: ir.Operation, name: str) -> int:
-  """An attribute that is one integer."""
+  """Returns an attribute that is one integer."""
   return ir.IntegerAttr(op.attributes[name]).value
 
 
 def padding(pad: ir.Operation) -> tuple[list[int], list[int], list[int]]:
-  """What a pad adds to each dimension: before it, after it, and between its entries."""
+  """Returns what a pad adds to each dimension: before the entries, after them, and between them."""
   return integers(pad, 'edge_padding_low'), integers(pad, 'edge_padding_high'), integers(pad, 'interior_padding')
 
 
 def make_constant(of_type: ir.RankedTensorType, value: float) -> ir.Value:
-  """An array of one number, inserted as a constant."""
+  """Inserts an array filled with one number as a constant, and returns it."""
   dtype = of_type.element_type
   entry = ir.FloatAttr.get(dtype, value) if isinstance(dtype, ir.FloatType) else ir.IntegerAttr.get(dtype, int(value))
   return stablehlo.ConstantOp(ir.DenseElementsAttr.get_splat(of_type, entry)).result
 
 
 def zeros(of_type: ir.RankedTensorType) -> ir.Value:
-  """An array of zeros of any type, inserted as a constant."""
+  """Inserts an array of zeros of any type as a constant, and returns it."""
   dtype = of_type.element_type
   if not isinstance(dtype, ir.ComplexType):
     return make_constant(of_type, 0)
@@ -46,18 +46,18 @@ def zeros(of_type: ir.RankedTensorType) -> ir.Value:
 
 
 def axes_of(entries: Iterable[tuple[Axis, ...]]) -> frozenset[Axis]:
-  """The axes that split any of some dimensions."""
+  """Returns the axes that split any of these dimensions."""
   return frozenset(axis for axes in entries for axis in axes)
 
 
 def whole(split: Split, dims: Iterable[int]) -> Split:
-  """The split without those of some dimensions."""
+  """Returns a split in which the dimensions `dims` are not split."""
   dims = set(dims)
   return tuple(() if dim in dims else axes for dim, axes in enumerate(split))
 
 
 def unused_axes(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
-  """The axes of a mesh, and the parts of axes, that are not among some."""
+  """Returns the axes of a mesh, and the parts of axes, that are not among `axes`."""
   found = []
   for axis in mesh:
     end = 1
@@ -71,7 +71,7 @@ def unused_axes(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def join_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-  """Axes that split a dimension, of which parts of an axis that follow each other are one."""
+  """Returns the axes that split a dimension, with consecutive parts of an axis joined."""
   found: list[Axis] = []
   for axis in axes:
     last = found[-1] if found else None
@@ -83,5 +83,5 @@ def join_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def if_changed(instance: Instance, after: Sequence[Split]) -> tuple[Split, ...] | None:
-  """The splits, or None if the arrays are split so already."""
+  """Returns `after`, or None if the arrays already have these splits."""
   return None if (*after,) == instance.splits else (*after,)

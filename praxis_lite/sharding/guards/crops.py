@@ -1,4 +1,4 @@
-"""Convolutions and pads that crop, which XLA's CPU computes wrongly on one device too."""
+"""Guards of convolutions and pads that crop, which XLA computes wrongly on one CPU device too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from praxis_lite.sharding.propagation import operations
 
 
 def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
-  """Slices what a convolution crops off its operand, and returns the convolutions that did.
+  """Replaces negative paddings of convolutions by slices of their operands; returns the changed convolutions.
 
-  Where an edge has a padding below 0, as in the gradient of a convolution that pads by more than its filter reaches,
-  the CPU's convolution in float32 reads past its operand: what it returns differs from run to run. `conv(x, w)` of [3,
-  6, 3, 2] and [2, 2, 2, 3] with paddings (-1, 1). In float64, and where the operand is dilated, it is right. Test:
+  With a negative padding, as in the gradient of a convolution that pads by more than its filter reaches, the CPU's
+  convolution in float32 reads past its operand, so that results differ from run to run. Example: `conv(x, w)` of
+  [3, 6, 3, 2] and [2, 2, 2, 3] with paddings (-1, 1). It is right in float64, and if the operand is dilated. Test:
   `test_convolutions_that_crop`.
   """
   changed = []
@@ -42,9 +42,9 @@ def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
 
 
 def pad_only_between_entries(module: ir.Operation) -> None:
-  """Takes away the padding between the entries of a dimension that has one entry, and so nothing between.
+  """Removes the padding between entries from dimensions with at most one entry, where it has no effect.
 
-  XLA makes windows over a pad that crops another dimension a single operation, and is wrong with it:
+  XLA merges windows with such a pad, and the result is wrong if the pad also crops another dimension. Example:
   `lax.cumsum(lax.pad(x, 0.0, [(1, -1, 0), (0, 0, 2)]), reverse=True)` of x [2, 1]. Test:
   `test_sums_over_pads_that_crop`.
   """
@@ -58,7 +58,7 @@ def pad_only_between_entries(module: ir.Operation) -> None:
 
 
 def _crop(convolution: ir.Operation, padding: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
-  """Puts a slice before a convolution, for the padding of some spatial dimensions; returns what is left to pad."""
+  """Slices the operand for negative paddings of some spatial dimensions; returns the paddings that remain."""
   numbers = stablehlo.ConvDimensionNumbers(convolution.attributes['dimension_numbers'])
   image = convolution.operands[0]
   begin, end, left = [0] * image.type.rank, [*image.type.shape], []
@@ -68,13 +68,13 @@ def _crop(convolution: ir.Operation, padding: Mapping[int, tuple[int, int]]) -> 
     if first + last <= end[dim]:
       begin[dim], end[dim] = first, end[dim] - last
       left.append((low + first, high + last))
-    else:  # Nothing is left of the image, and something is cropped of the padding on the other side.
+    else:  # The crop removes the whole image and some of the padding on the other side.
       left.append((0, end[dim] + low + high))
       end[dim] = 0
   with ir.InsertionPoint(convolution), convolution.location:
     if image.type.has_static_shape:
       convolution.operands[0] = stablehlo.slice(image, begin, end, [1] * len(begin))
-    else:  # As in an exported program for any batch size: a slice says where dimensions end.
+    else:  # The batch size is symbolic, as in exported programs, and a slice would need to know it.
       cut = [0 if image.type.is_dynamic_dim(dim) else end[dim] - n for dim, n in enumerate(image.type.shape)]
       zero = zeros(ir.RankedTensorType.get([], image.type.element_type))
       convolution.operands[0] = stablehlo.pad(image, zero, [-n for n in begin], cut, [0] * len(begin))

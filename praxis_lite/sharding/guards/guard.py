@@ -1,4 +1,4 @@
-"""Reads a lowered program, and changes the operations in it that XLA would compute wrongly."""
+"""Changes the operations of a lowered program that XLA would compute wrongly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from praxis_lite.sharding.hlo import scopes
 from praxis_lite.sharding.propagation import Instance, Propagation, Site, Split
 
 T = TypeVar('T')
-# How often what a guard states may lead to splits that another one guards.
+# How often the program is read again because the constraints of one guard led to splits that another one guards.
 _MAX_ROUNDS = 6
 _NOT_GUARDED = (
   'guards are not applied, so a step on several devices may be computed wrongly; `praxis-lite verify` compares it with '
@@ -30,7 +30,7 @@ _NOT_GUARDED = (
 _NOT_GUARDED_EXPORT = 'guards are not applied to what is exported, so on CPUs it may be computed wrongly'
 
 
-# The releases of JAX for which tests and enumerations have shown what the guards do.
+# The releases of JAX on which tests and enumerations have shown that the guards work.
 SHOWN = ((0, 10), (0, 11), (0, 12))
 _NOT_SHOWN = (
   'guards against wrong programs were shown for JAX {first} to {last}, not for {this}: `praxis-lite verify` compares '
@@ -45,8 +45,8 @@ class Guarded(NamedTuple):
     op: its name, such as 'dot_general'.
     where: the operation as it is named in profiles.
     shapes: the global shape of each operand, then of each result.
-    before, after: how these were split, and how they are split now.
-    mended: what else was done, such as 'signed ids'.
+    before, after: the split of each of these arrays before and after the change.
+    mended: other changes, such as 'signed ids'.
   """
 
   op: str
@@ -58,7 +58,7 @@ class Guarded(NamedTuple):
 
   @property
   def layer(self) -> str:
-    """The layers that the operation is in, such as 'lm/softmax'; empty outside of all."""
+    """The path of the layer that the operation is in, such as 'lm/softmax'; '' if it is in none."""
     return scopes(self.where).rpartition('/')[0]
 
 
@@ -81,9 +81,9 @@ _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
 
 
 def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
-  """Changes a lowered program, before it is compiled, where XLA would compute it wrongly; returns what it changed.
+  """Changes a lowered program where XLA would compute it wrongly, and returns the changes.
 
-  If JAX lowers programs in a way that is not known, it is left as it is, and the user is told so once.
+  If this release of JAX lowers programs in an unknown way, the program stays unchanged and the user is warned once.
 
   Raises:
     ShardingError: Shardy, JAX's default, is turned off.
@@ -105,7 +105,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     pad_only_between_entries(module.operation)
     clamp_starts(module.operation)
     propagation = Propagation(module, {*_GUARDS, results.RETURN})
-    # Lowered without Shardy, a program says nothing of its mesh but its size.
+    # A program that was lowered without Shardy contains no mesh, only the number of devices.
     parts = 'mhlo.num_partitions'
     num_devices = integer(module.operation, parts) if parts in module.operation.attributes else 1
     if num_devices > 1 and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
         first.setdefault(site, splits)
       found = [*_to_change(instances)]
       for (site, before, _), after in found:
-        if round_ == _MAX_ROUNDS - 1:  # They do not agree; what is not split is computed rightly.
+        if round_ == _MAX_ROUNDS - 1:  # The guards do not agree. Arrays that are not split are right.
           after = tuple(((),) * len(shape) for shape in site.shapes)
         site.state(before, after)
         last[site] = after
@@ -146,10 +146,10 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
 
 
 def guarded_export(fn: Callable[..., object], platforms: Sequence[str]) -> Callable[..., jax.export.Exported]:
-  """`jax.export.export` of a function, with the guards that a program of one device needs, of any batch size too.
+  """Like `jax.export.export`, with the guards that programs on one device need; the batch size may be symbolic.
 
   Args:
-    fn: the function; not one that was jitted before.
+    fn: the function, not yet jitted.
     platforms: as for `jax.export.export`.
   """
   jitted = jax.jit(fn)
@@ -163,14 +163,15 @@ def guarded_export(fn: Callable[..., object], platforms: Sequence[str]) -> Calla
 
 
 class GuardedJit(Generic[T]):
-  """`jax.jit` with guards, for a training loop of your own; the steps of a `PartitionedTask` have them anyway.
+  """`jax.jit` with guards, for training loops of your own. The steps of a `PartitionedTask` are already guarded.
 
   Args:
-    fn, options: as for `jax.jit`; of static arguments, `static_argnums`.
+    fn, options: as for `jax.jit`.
+    static_argnums: positions of the static arguments; `static_argnames` is not supported.
   """
 
   def __init__(self, fn: Callable[..., T], *, static_argnums: int | Sequence[int] = (), **options: Any):
-    # A function of its own: what `jax.jit` has lowered for `fn` itself, and compiled, JAX would not compile again.
+    # A new function, because JAX would reuse an unguarded program that it has already compiled for `fn` itself.
     @functools.wraps(fn)
     def call_own(*args: Any, **kwargs: Any) -> T:
       return fn(*args, **kwargs)
@@ -180,7 +181,7 @@ class GuardedJit(Generic[T]):
     self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """The lowered program for some arguments, or their `jax.ShapeDtypeStruct`s, already guarded."""
+    """Returns the guarded lowered program for arguments, which may be `jax.ShapeDtypeStruct`s."""
     lowered = self.jitted.lower(*args, **kwargs)
     guard(lowered)
     return lowered
@@ -199,7 +200,7 @@ class GuardedJit(Generic[T]):
 
 
 def _tell_of_unknown_release() -> None:
-  """Tells the user, once, that the guards were not shown for this release of JAX."""
+  """Warns the user, once, if the guards were not tested on this release of JAX."""
   this = jaxlib_release()
   if this[:2] not in SHOWN:
     first, last, named = ('.'.join(map(str, release)) for release in (SHOWN[0], SHOWN[-1], this))
@@ -207,7 +208,7 @@ def _tell_of_unknown_release() -> None:
 
 
 def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[Split, ...]]]:
-  """The operations that are computed wrongly, each with splits that are computed rightly."""
+  """Yields the operations that XLA may compute wrongly, each with splits that it computes rightly."""
   for instance in instances:
     guarded_by = _GUARDS.get(instance.site.op.name)
     after = guarded_by and guarded_by(instance)
@@ -216,11 +217,12 @@ def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[
 
 
 def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[Split, ...]]:
-  """Restricts how results of the program are split; returns how those are split now.
+  """Restricts the splits of the program's results, and returns the new splits.
 
-  What is stated there reaches operations before it: on a mesh of four axes, `einsum('gbv,gcv->gbc', x, y)` was split in
-  another way than had been read, and wrong, where a second product was added to it and the sum, which did not divide,
-  was returned. So the program is read again afterwards. Test: `test_sum_of_products_that_is_returned`.
+  Such a constraint can change the splits of earlier operations, so the program is read again afterwards. On a mesh of
+  four axes, `einsum('gbv,gcv->gbc', x, y)` plus another product was returned, and the sum did not divide evenly. The
+  constraint on the sum changed the split of the first product, which was then wrong. Test:
+  `test_sum_of_products_that_is_returned`.
   """
   restricted = {}
   for site, before, _ in instances:
@@ -232,8 +234,10 @@ def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[Split, 
 
 
 def _keep(instances: Sequence[Instance]) -> None:
-  """States how arrays are split where that is right as it is, but might not be if XLA, which propagates for itself in
-  a program that it has simplified, split them in another way."""
+  """Pins splits that are right.
+
+  XLA simplifies the program and propagates the splits again; without the constraints it could choose wrong ones.
+  """
   has_empty = any(0 in shape for instance in instances for shape in instance.site.shapes)
   for instance in instances:
     if instance.site.op.name == GATHER and lookups.keeps_ids(instance):
@@ -245,5 +249,5 @@ def _keep(instances: Sequence[Instance]) -> None:
 
 
 def static_positions(static_argnums: Collection[int], num_args: int) -> set[int]:
-  """Returns which arguments of a call are static; as for `jax.jit`, numbers below 0 count from the last."""
+  """Returns the positions of the static arguments of a call; negative ones count from the end, as in `jax.jit`."""
   return {i + num_args if i < 0 else i for i in static_argnums}

@@ -1,4 +1,4 @@
-"""Convolutions, and windows that move along dimensions; pads, which XLA joins with windows."""
+"""Guards of convolutions, of windows that move along dimensions, and of pads, which XLA merges with windows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ CONVOLUTION = 'stablehlo.convolution'
 
 
 def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
-  """Gathers height and width of images and filters; else a convolution is as a product of rows and channels.
+  """Gathers height and width of images and filters, and treats rows and channels like those of a matrix product.
 
-  Where a window overlaps the part of another device, XLA exchanges the borders, and is wrong for some filters; the
-  gradient of the filter is summed over axes that are not used too. On a mesh a 2 x b 2: `conv(x, w)` with x over
-  (None, 'a', None, None). Test: `test_convolution_of_split_images`. Its arrays are then kept as they are, where XLA
-  would take another split from what it simplifies. Test: `test_convolution_beside_a_sort_of_its_filter`.
+  If a window overlaps the part of another device, XLA exchanges the borders, and computes some filters wrongly. It also
+  sums the gradient of a filter over unused axes. Example: on a mesh a 2 x b 2, `conv(x, w)` with x over
+  (None, 'a', None, None). Test: `test_convolution_of_split_images`.
+
+  The splits are pinned even if they are right, because XLA could choose others after it has simplified the program.
+  Test: `test_convolution_beside_a_sort_of_its_filter`.
   """
   op = convolution.site.op
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
@@ -34,7 +36,7 @@ def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
 
 
 def _names(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> Names:
-  """Of the dimensions that may be split: height and width have none."""
+  """Returns names for the dimensions that may be split; height and width have none."""
   no_names: list[str | None] = [None]
   images, filters, result = ([*no_names] * len(split) for split in convolution.splits)
   images[numbers.input_batch_dimension] = result[numbers.output_batch_dimension] = 'rows'
@@ -44,15 +46,16 @@ def _names(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> Na
 
 
 def _split_over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> tuple[Split, ...]:
-  """Splits a convolution with groups over rows alone.
+  """Splits a convolution with groups over its rows only.
 
-  XLA takes some for products, and multiplies channels of one group with the filter of another: x and w of 1 x 1 over
-  (None, None, None, 'a'). Test: `test_grouped_convolution_that_is_a_product`.
+  XLA turns some of these convolutions into products, and multiplies channels of one group with the filter of another.
+  Example: x and a 1 x 1 filter w, both over (None, None, None, 'a'). Test:
+  `test_grouped_convolution_that_is_a_product`.
 
-  The gradient of the filter sums over rows, and XLA sums over axes that are not used too, where the sums are the same:
-  x over ('a', None, None, None) on a mesh a 2 x b 2, or what uses the gradient over part of an axis. So no part of an
-  axis is left unused. Tests: `test_filter_gradient_of_a_grouped_convolution`,
-  `test_filter_gradient_that_is_split_by_part_of_an_axis`.
+  The gradient of a filter is a sum over rows. XLA also sums it over axes that do not split the rows, along which the
+  summands are equal. Examples: x over ('a', None, None, None) on a mesh a 2 x b 2; a gradient whose users are split
+  over part of an axis. So the rows are split over all axes and parts of axes. Tests:
+  `test_filter_gradient_of_a_grouped_convolution`, `test_filter_gradient_that_is_split_by_part_of_an_axis`.
   """
   rows: tuple[Axis, ...]
   images, filters, result = ([*whole(split, range(len(split)))] for split in convolution.splits)
@@ -67,10 +70,11 @@ def _split_over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumb
 
 
 def guard_max_pooling_gradient(pooling: Instance) -> tuple[Split, ...]:
-  """Gathers dimensions along which the windows of max pooling move, before its gradient is taken.
+  """Gathers the dimensions that windows move along in the gradient of max pooling.
 
-  Where a window lies in the parts of two devices, its gradient is added on both, or on none. On a mesh a 2: the
-  gradient of the maximum over windows of 2 with stride 1, x over 'a'. Test: `test_gradient_of_overlapping_max_pooling`.
+  If a window lies in the parts of two devices, XLA adds its gradient on both, or on neither. Example: on a mesh a 2,
+  the gradient of the maximum over windows of 2 with stride 1, x over 'a'. Test:
+  `test_gradient_of_overlapping_max_pooling`.
   """
   op, rank = pooling.site.op, len(pooling.site.shapes[0])
   numbers = [_numbers(op, f'window_{name}', rank) for name in ('dimensions', 'strides')]
@@ -79,29 +83,30 @@ def guard_max_pooling_gradient(pooling: Instance) -> tuple[Split, ...]:
 
 
 def guard_windows(pooling: Instance) -> tuple[Split, ...]:
-  """Gathers dimensions that windows move along.
+  """Gathers the dimensions that windows move along.
 
-  XLA exchanges the borders, and aborts the process for some paddings and sizes. On a mesh a 2: sums over windows of 1
-  of an array of one row with a row of padding, over 'a'. Test: `test_sums_over_windows_with_padding`.
+  XLA would exchange the borders of the parts, which aborts the process for some paddings and sizes. Example: on a mesh
+  a 2, sums over windows of 1 of an array of one row and one row of padding, over 'a'. Test:
+  `test_sums_over_windows_with_padding`.
   """
   op, rank = pooling.site.op, len(pooling.site.shapes[0])
   names = ('window_dimensions', 'window_strides', 'base_dilations', 'window_dilations')
   still = np.all([*(np.array(_numbers(op, name, rank)) == 1 for name in names), *(_edges(op, rank).T == 0)], axis=0)
   before = op.operands[0].owner
-  if not isinstance(before, ir.Block) and before.operation.name == 'stablehlo.pad':  # XLA makes both one operation.
+  if not isinstance(before, ir.Block) and before.operation.name == 'stablehlo.pad':  # XLA merges the two operations.
     still &= np.all(np.array(padding(before.operation)) == 0, axis=0)
   return _whole_along(pooling, still)
 
 
 def guard_pad(pad: Instance) -> tuple[Split, ...]:
-  """Splits an array before and after it is padded alike, and not at all where it is cropped or padded between entries.
+  """Splits operand and result of a pad alike, and does not split dimensions that are cropped or padded between entries.
 
-  There XLA gives each device too much or too little of the result, or aborts the process. On a mesh a 2:
-  `lax.pad(x, 0.0, [(-1, 0, 0)])` of 4 entries, of which only the result is over 'a'; `lax.pad(x, 0.0, [(-1, 0, 2)])` of
-  2 entries, both over 'a'. Tests: `test_pads_that_crop`, `test_pads_that_crop_and_pad_between_entries`.
+  In such dimensions, XLA gives each device too many or too few entries, or aborts the process. Examples on a mesh a 2:
+  `lax.pad(x, 0.0, [(-1, 0, 0)])` of 4 entries, only the result over 'a'; `lax.pad(x, 0.0, [(-1, 0, 2)])` of 2 entries,
+  operand and result over 'a'. Tests: `test_pads_that_crop`, `test_pads_that_crop_and_pad_between_entries`.
 
-  Where only last entries are cropped, and parts keep their size, nothing moves: what was padded for a mesh is cropped
-  at no cost. Test: `test_pads_that_crop_what_was_padded_for_a_mesh`.
+  An exception is a crop at the end that leaves the size of each device's part unchanged, like the crop of the padding
+  for a mesh. No entry moves, so the dimension stays split. Test: `test_pads_that_crop_what_was_padded_for_a_mesh`.
   """
   low, high, between = map(np.array, padding(pad.site.op))
   parts = np.array([num_parts(axes) for axes in pad.compatible[0]])
@@ -111,7 +116,7 @@ def guard_pad(pad: Instance) -> tuple[Split, ...]:
 
 
 def _whole_along(operation: Instance, still: np.ndarray) -> tuple[Split, ...]:
-  """Splits that agree, and split only the dimensions along which nothing moves."""
+  """Returns the compatible splits without the dimensions for which `still` is False."""
   moved = np.flatnonzero(~still)
   return tuple(whole(split, moved) if split else split for split in operation.compatible)
 
@@ -121,6 +126,6 @@ def _numbers(op: ir.Operation, name: str, rank: int) -> list[int]:
 
 
 def _edges(op: ir.Operation, rank: int) -> np.ndarray:
-  """What windows are padded with before and after each dimension."""
+  """Returns the padding of windows before and after each dimension, [rank, 2]."""
   given = 'padding' in op.attributes
   return np.array(ir.DenseIntElementsAttr(op.attributes['padding'])) if given else np.zeros((rank, 2))

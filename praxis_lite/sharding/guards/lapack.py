@@ -1,4 +1,4 @@
-"""Calls of LAPACK, which factorize matrices on the CPU."""
+"""The guard of calls of LAPACK, which factorize matrices on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALL, _FRONTEND = 'stablehlo.custom_call', 'mhlo.frontend_attributes'
 
 
 def guard_lapack(call: Instance) -> tuple[Split, ...] | None:
-  """Splits only batches of matrices, those of all arrays alike, and only where they divide."""
+  """Splits only the batch dimensions, alike in all arrays, and only evenly."""
   if not is_lapack(call.site.op):
     return None
   number = len(_batch_shape(call.site.op))
@@ -26,23 +26,24 @@ def guard_lapack(call: Instance) -> tuple[Split, ...] | None:
 
 
 def is_lapack(op: ir.Operation) -> bool:
-  """Whether an operation is a call of LAPACK."""
+  """Whether an operation calls LAPACK."""
   return op.name == CALL and ir.StringAttr(op.attributes['call_target_name']).value.startswith('lapack_')
 
 
 def call_one_matrix_at_a_time(
   module: ir.Operation, instances: Iterable[Instance], num_devices: int
 ) -> list[ir.Operation]:
-  """Puts loops over matrices in place of calls for batches of them; returns the calls that were replaced.
+  """Replaces calls for batches of matrices by loops over the matrices; returns the calls that were replaced.
 
-  A call for several matrices gives them to other threads and waits for those, in the threads of the CPU's runtime
-  itself: where as many calls run at once as it has threads, on several devices or beside each other, they wait for
-  ever. Calls for one matrix do not wait. JAX 0.10.0 to 0.11.1. Test: `test_calls_of_lapack_are_for_one_matrix`.
+  In JAX 0.10.0 to 0.11.1, a call for several matrices runs in a thread of the CPU's pool, hands the matrices to other
+  threads of that pool, and waits for them. If as many calls run at once as the pool has threads, on several devices or
+  in one program, all of them wait forever. Calls for one matrix do not wait. Test:
+  `test_calls_of_lapack_are_for_one_matrix`.
 
   Args:
     module: a lowered program.
-    instances: its operations on a mesh, as they are split; empty on one device.
-    num_devices: of the program.
+    instances: its operations on a mesh, with their splits; empty on one device.
+    num_devices: the number of devices that run the program.
   """
   if jaxlib_release() >= _MENDED:
     return []
@@ -63,12 +64,12 @@ def call_one_matrix_at_a_time(
   return replaced
 
 
-# From this release of JAX on, a call for several matrices takes one after the other.
+# The first release of JAX in which a call for several matrices takes one after the other.
 _MENDED = (0, 11, 2)
 
 
 def _batch_shape(call: ir.Operation) -> tuple[int, ...]:
-  """The dimensions of the first operand before those of its matrices."""
+  """Returns the batch dimensions of the first operand of a call."""
   number = 0
   if _FRONTEND in call.attributes and 'num_batch_dims' in (given := ir.DictAttr(call.attributes[_FRONTEND])):
     number = int(ir.StringAttr(given['num_batch_dims']).value)
@@ -76,12 +77,12 @@ def _batch_shape(call: ir.Operation) -> tuple[int, ...]:
 
 
 def _num_matrices(call: ir.Operation) -> int:
-  """How many a call has; 0 where that is not known, as in an exported program for any batch size."""
+  """Returns the number of matrices of a call; 0 if it is unknown, as in an exported program of any batch size."""
   return math.prod(max(n, 0) for n in _batch_shape(call))
 
 
 def _num_runs(root: ir.Operation, calls: set[ir.Operation]) -> int:
-  """How many of some operations the main function runs, those of functions as often as these are called."""
+  """Returns how many of `calls` one run of the main function executes, including those in called functions."""
   functions = functions_of(root)
 
   def runs(function: ir.Operation) -> int:
@@ -92,9 +93,9 @@ def _num_runs(root: ir.Operation, calls: set[ir.Operation]) -> int:
 
 
 def _loop(call: ir.Operation, batch: Split, site: Site | None) -> None:
-  """Replaces a call by a loop in which each device calls it for one of its matrices.
+  """Replaces a call by a loop in which each device passes it one of its matrices at a time.
 
-  Each dimension of the batch becomes two: the devices that split it, and the matrices of each.
+  Each batch dimension becomes two: the devices that split it, and the matrices of one device.
   """
   shape = _batch_shape(call)
   parts = [num_parts(axes) for axes in batch]
@@ -158,8 +159,8 @@ def _full_index(begin: Sequence[ir.Value], array: ir.Value, int32: ir.RankedTens
 
 
 def _call_for_batch(call: ir.Operation, operands: Sequence[ir.Value], batch: Sequence[int]) -> list[ir.Value]:
-  """The results of a call for other operands, with another batch of as many dimensions."""
+  """Inserts a copy of a call for other operands, whose batch dimensions are `batch`; returns its results."""
   types = [ir.RankedTensorType.get([*batch, *x.type.shape[len(batch) :]], x.type.element_type) for x in call.results]
-  names = [named if isinstance(named, str) else named.name for named in call.attributes]  # Of 0.10.2, and before.
+  names = [named if isinstance(named, str) else named.name for named in call.attributes]  # Strings up to jaxlib 0.10.2.
   attributes = {name: call.attributes[name] for name in names if name != 'sdy.sharding_rule'}
   return [*ir.Operation.create(CALL, results=types, operands=[*operands], attributes=attributes).results]

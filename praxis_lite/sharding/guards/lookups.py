@@ -1,4 +1,4 @@
-"""Gathers and slices, which read parts of an array, and scatters, which write them."""
+"""Guards of gathers and slices, which read parts of an array, and of scatters, which write parts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from praxis_lite.sharding.propagation import Axis, Instance, Split, num_parts
 
 
 def guard_lookup(lookup: Instance) -> tuple[Split, ...] | None:
-  """Each device looks up its rows in its part of the table: ids are split as rows, slices as the table.
+  """Makes a lookup local: ids are split like the rows that they read, and slices like the table.
 
-  XLA does not compile other lookups, or gathers wrongly. On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table
-  over (None, 'a'), ids over (None, 'a'). Tests: `test_lookup_with_table_and_ids_over_the_same_axis`,
-  `test_lookup_with_ids_that_are_split_twice`, `test_lookup_of_slices_that_are_split_unevenly`. What is looked up may be
-  split too, as the rows of an embedding, but over no axis of ids or rows: `jnp.diagonal(x)`. Test: `test_diagonal`.
-  What is read in its whole size is not looked up, though ids may say where it begins.
+  Then each device looks up its rows in its part of the table. XLA fails to compile other lookups, or computes them
+  wrongly. Example: on a mesh a 2 x b 2, `jnp.take(table, ids, axis=0)`, both table and ids over (None, 'a'). Tests:
+  `test_lookup_with_table_and_ids_over_the_same_axis`, `test_lookup_with_ids_that_are_split_twice`,
+  `test_lookup_of_slices_that_are_split_unevenly`.
+
+  The dimension that is looked up, such as the rows of an embedding, may be split over axes that split neither ids nor
+  rows. Otherwise it is gathered, as for `jnp.diagonal(x)`. Test: `test_diagonal`. A dimension that is read as a whole
+  does not count as looked up, even if ids say where the read begins.
   """
   op, (table, ids, rows) = lookup.site.op, lookup.compatible
   numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
@@ -30,7 +33,7 @@ def guard_lookup(lookup: Instance) -> tuple[Split, ...] | None:
 
 
 def keeps_ids(lookup: Instance) -> bool:
-  """Whether a lookup that is right might not be if XLA split its ids in another way.
+  """Whether a correct lookup could become wrong if XLA split its ids in another way.
 
   Test: `test_lookup_with_ids_that_are_split_twice`.
   """
@@ -38,10 +41,11 @@ def keeps_ids(lookup: Instance) -> bool:
 
 
 def guard_slice(dynamic: Instance) -> None:
-  """Clamps where a slice begins along split dimensions, as the operation would; behind a barrier, or XLA undoes it.
+  """Clamps the start of a slice along split dimensions, as the operation itself should.
 
-  XLA reads or writes past the end of a device's part instead. On a mesh a 2: a slice of 2 of 3 entries over 'a' that
-  begins at 3. Test: `test_dynamic_slices_that_begin_past_the_end`.
+  XLA reads or writes past the end of a device's part instead. Example: on a mesh a 2, a slice of 2 of 3 entries over
+  'a' that begins at 3. A barrier keeps XLA from removing the clamp. Test:
+  `test_dynamic_slices_that_begin_past_the_end`.
   """
   op, shapes = dynamic.site.op, dynamic.site.shapes
   reads = op.name == 'stablehlo.dynamic_slice'
@@ -58,18 +62,18 @@ def guard_slice(dynamic: Instance) -> None:
 
 
 def guard_static_slice(static: Instance) -> tuple[Split, ...]:
-  """Splits an array and its slice alike, and not at all along dimensions of which every second or third entry is read.
+  """Splits an array and its slice alike, and does not split dimensions that are sliced with a stride.
 
-  Where these are split, XLA makes slices of a wrong size, which do not compile, or are those of another device. On a
-  mesh a 2: `x[:, 1::3]` of two columns, the result over (None, 'a'); on a mesh a 3, `x[::3]` of 6 rows. Test:
-  `test_slices_with_strides`.
+  If such a dimension is split, XLA makes slices of a wrong size, which do not compile, or returns entries of another
+  device. Examples: on a mesh a 2, `x[:, 1::3]` of two columns, the result over (None, 'a'); on a mesh a 3, `x[::3]` of
+  6 rows. Test: `test_slices_with_strides`.
   """
   strided = [dim for dim, stride in enumerate(integers(static.site.op, 'strides')) if stride > 1]
   return tuple(whole(split, strided) for split in static.compatible)
 
 
 def is_cut_where_split(static: Instance) -> bool:
-  """Whether a slice that is right might not be if XLA split its result in another way.
+  """Whether a correct slice could become wrong if XLA split its result in another way.
 
   Test: `test_slices_beside_slices_of_no_entry`.
   """
@@ -78,26 +82,30 @@ def is_cut_where_split(static: Instance) -> bool:
 
 
 def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
-  """Each device writes its updates into its part of the table: ids are split as updates, slices as the table.
+  """Makes a scatter local: ids are split like their updates, and slices like the table.
 
-  XLA is right where all of these are so, and wrong in thousands of other ways, of which some tests are:
+  Then each device writes its updates into its part of the table, which XLA does rightly. It computes thousands of other
+  combinations of splits wrongly, for example:
 
-  * The table is split in another way than the result. `test_scatter_of_one_row_into_an_uneven_table`
-  * An axis splits a dimension of the slices and another one of the table, or ids in another way than their updates.
-    `test_scatters_that_enumeration_found`, `test_scatter_of_ids_that_are_split_otherwise_than_their_updates`
+  * The table and the result are split in different ways. Test: `test_scatter_of_one_row_into_an_uneven_table`.
+  * An axis splits a dimension of the slices and another dimension of the table, or ids and updates are split in
+    different ways. Tests: `test_scatters_that_enumeration_found`,
+    `test_scatter_of_ids_that_are_split_otherwise_than_their_updates`.
   * The entries of one id are on several devices.
 
-  Slices that are neither one entry nor a whole dimension, and rows into which one update is written, are whole:
-  `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a') on a mesh a 2;
-  `table.at[ids].add(x)` of 4 rows over an axis of 3; and past the end of rows that divide. Tests:
-  `test_slices_are_scattered`, `test_scatter_of_one_row_into_an_uneven_table`, `test_scatter_of_one_row_past_the_end`.
+  Two kinds of dimensions of the table are gathered. The first are those written in slices of several entries, but not
+  all: `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a') on a mesh a 2. The second are
+  the rows, if there is only one update: `table.at[ids].add(x)` of 4 rows over an axis of 3, or past the end of rows
+  that divide evenly. Tests: `test_slices_are_scattered`, `test_scatter_of_one_row_into_an_uneven_table`,
+  `test_scatter_of_one_row_past_the_end`.
 
-  Where a dimension of the ids is split unevenly, XLA pads it, and writes the padding's update, which may be anything,
-  to row 0. On a mesh a 2 x b 2: the gradient of `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are
-  added are masked, which costs nothing; others are gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
+  If a dimension of the ids is split unevenly, XLA pads it, and writes the arbitrary update of the padding to row 0.
+  Example: on a mesh a 2 x b 2, the gradient of `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. If updates are
+  added, the padding is masked, which costs nothing; otherwise, updates are gathered. Test:
+  `test_gradient_of_a_lookup_of_uneven_ids`.
 
-  Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process. Test:
-  `test_gradient_of_a_sort`.
+  Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process, so they are made signed.
+  Test: `test_gradient_of_a_sort`.
   """
   if len(scatter.site.op.operands) != 3:  # A scatter of several arrays, which JAX does not make.
     return tuple(whole(split, range(len(split))) for split in scatter.splits)
@@ -120,7 +128,7 @@ def _numbers(scatter: Instance) -> stablehlo.ScatterDimensionNumbers:
 
 
 def _local(scatter: Instance) -> tuple[Split, ...]:
-  """Splits of a scatter that is local to each device, but for sums; what is written in part is whole."""
+  """Returns splits with which a scatter is local except for sums; dimensions written in parts are not split."""
   numbers = _numbers(scatter)
   _, ids, updates, table = scatter.compatible
   skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
@@ -129,7 +137,7 @@ def _local(scatter: Instance) -> tuple[Split, ...]:
   parts = [dim for dim, of_updates in window.items() if shapes[ROWS][of_updates] != shapes[0][dim]]
   if math.prod(n for dim, n in enumerate(shapes[ROWS]) if dim not in {*numbers.update_window_dims}) == 1:
     parts += [dim for dim in numbers.scattered_dims_to_operand_dims if dim not in parts]
-  # XLA knows what the position in a dimension of one entry is, so a mask of its padding would not be one.
+  # In a dimension of one entry, XLA knows the position to be 0, and would remove a mask of the padding.
   pairs = _scatter_pairs(scatter)
   single = [dim for dim in pairs if shapes[ROWS][dim] == 1]
   batch = dict(zip(numbers.scatter_indices_batching_dims, numbers.input_batching_dims))
@@ -139,18 +147,18 @@ def _local(scatter: Instance) -> tuple[Split, ...]:
 
 
 def _uneven_updates(scatter: Instance, splits: Sequence[Split]) -> dict[int, int]:
-  """The dimensions of updates, and of ids, that do not divide by the axes that split either."""
+  """Returns pairs of dimensions of updates and ids that some axes split unevenly."""
   ids, updates, sizes = splits[IDS], splits[ROWS], scatter.site.shapes[ROWS]
   return {i: j for i, j in _scatter_pairs(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
 
 
 def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
-  """The dimensions of rows, read or written, but for those of a slice; and of each the dimension of the ids.
+  """Returns, for each dimension of the rows outside of slices, the corresponding dimension of the ids.
 
   Args:
-    lookup: a gather, or a scatter.
-    slices: the dimensions of a slice.
-    vector: the dimension of the ids that holds the entries of one.
+    lookup: a gather or a scatter.
+    slices: the dimensions of the rows, read or written, that belong to a slice.
+    vector: the dimension of the ids that holds the entries of one id.
   """
   slices = {*slices}
   of_rows = [dim for dim in range(len(lookup.splits[ROWS])) if dim not in slices]
@@ -163,18 +171,18 @@ def _scatter_pairs(scatter: Instance) -> dict[int, int]:
 
 
 def _split_like_rows(ids: Split, rows: Split, pairs: Mapping[int, int]) -> Split:
-  """Ids that are split as their rows."""
+  """Returns the split of ids that corresponds to the split of their rows."""
   of_ids = {j: rows[i] for i, j in pairs.items()}
   return tuple(of_ids.get(dim, ()) for dim in range(len(ids)))
 
 
 def _is_uneven(size: int, *entries: tuple[Axis, ...]) -> bool:
-  """Whether a dimension does not divide by some of the axes that split it in different arrays."""
+  """Whether the axes of any entry split a dimension of this size unevenly."""
   return any(size % num_parts(axes) for axes in entries)
 
 
 def _sign_ids(lookup: Instance) -> None:
-  """Makes unsigned ids signed where an array is split unevenly: XLA pads ids with -1, and aborts if it cannot."""
+  """Makes unsigned ids signed if an array is split unevenly: XLA pads ids with -1, and aborts if they are unsigned."""
   op = lookup.site.op
   ids = op.operands[IDS].type
   arrays = zip(lookup.site.shapes, lookup.splits)
@@ -191,9 +199,9 @@ def _adds(scatter: ir.Operation) -> bool:
 
 
 def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
-  """Zeroes the updates past the end of some dimensions.
+  """Sets updates past the end of some dimensions to zero.
 
-  The mask is true of all entries that exist; the barrier keeps XLA from finding that out before it partitions.
+  The mask is true for all entries that exist. The barrier hides that from XLA until the program is partitioned.
   """
   op = scatter.site.op
   updates = op.operands[ROWS]

@@ -1,4 +1,4 @@
-"""Products of matrices, and transposes, which XLA joins with them."""
+"""Guards of matrix products, and of transposes, which XLA merges with products."""
 
 from __future__ import annotations
 
@@ -7,56 +7,63 @@ from collections.abc import Sequence
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.propagation import Axis, Instance, Split
 
-# The name of each dimension of each array; dimensions with the same name are multiplied, summed or written together.
+# The name of each dimension of each array. Dimensions of the same name run together: they are batched, summed or kept.
 Names = tuple[Sequence[str | None], ...]
 
 
 def guard_product(product: Instance) -> tuple[Split, ...]:
-  """Each device multiplies its parts of the operands, and parts are summed.
+  """Makes a product local: each device multiplies its parts of the operands, and the partial results are summed.
 
-  XLA groups the devices of other products by some of the axes, and takes the others in an order that need not be that
-  of the result. Rows come back permuted on a mesh r 2 x d 2 x m 2:
+  For other products, XLA groups the devices by some of the axes, and orders them within a group by the other axes. That
+  order can differ from the order of the result. On a mesh r 2 x d 2 x m 2, rows come back permuted:
 
       y[b, c] = sum_v x[b, v] w[c, v]        x, y over (('r', 'd'), 'm')        w over ('d', 'm')
 
-  or are wrong beside an axis of 3 or 5, on a mesh a 2 x b 2 x c 3:
+  On a mesh a 2 x b 2 x c 3, the result is wrong because of the axis of 3; an axis of 5 has the same effect:
 
       y[b, t, d] = sum_f x[b, t, f] w[f, d]  x over ('b', None, 'a')  w over ('b', 'a')  y over (None, 'a', 'c')
 
   Tests: `test_product_with_a_weight_over_one_of_two_row_axes`, `test_product_beside_an_axis_of_3`.
 
-  On a mesh of four axes it does not suffice that only one operand has to be gathered: the gradient of w in
-  y = einsum('hge,egfj->jfh', x, w) on 2 x 2 x 2 x 2 was wrong, x over ('a', 'c', 'd'), w over ('d', None, 'c', 'b').
-  The same is true of three axes where part of one splits an array: of y[b, c] = sum_v x[b, v] w[v, c] on a 2 x b 4 x
-  c 2, x over (('a', minor half of 'b'), 'c'), w over ('c', ('a', major half of 'b')), y over (None, ('a', major half of
-  'b')). Tests: `test_gradient_of_a_product_of_which_one_operand_is_gathered`, `test_products_over_parts_of_an_axis`.
+  On a mesh of four axes, even a product in which only one operand has to be gathered can be wrong. One example is the
+  gradient of w in y = einsum('hge,egfj->jfh', x, w) on 2 x 2 x 2 x 2, x over ('a', 'c', 'd'), w over ('d', None, 'c',
+  'b'). Three axes behave like four if only a part of one splits an array. An example on a 2 x b 4 x c 2 is y[b, c] =
+  sum_v x[b, v] w[v, c], x over (('a', minor half of 'b'), 'c'), w over ('c', ('a', major half of 'b')), y over (None,
+  ('a', major half of 'b')). Tests: `test_gradient_of_a_product_of_which_one_operand_is_gathered`,
+  `test_products_over_parts_of_an_axis`.
   """
   names = _names(product.site.op)
   return product.splits if is_nearly_local(product.splits, names, product.site.mesh) else product.compatible
 
 
 def guard_transpose(transpose: Instance) -> tuple[Split, ...]:
-  """Dimensions are split alike before and after: XLA folds transposes into products before it partitions them, so one
-  that splits them otherwise would change how a product is split."""
+  """Splits each dimension in the same way before and after a transpose.
+
+  XLA folds transposes into products before it partitions them, so a transpose that changes the split of a dimension
+  would change the split of a product.
+  """
   return transpose.compatible
 
 
 def is_nearly_local(splits: Sequence[Split], names: Names, mesh: Sequence[Axis]) -> bool:
-  """Whether an operation needs no communication but sums, once one of its arrays is split less: an operand is gathered
-  first, or the result is split further, by one axis.
+  """Whether an operation is local except for sums and for one array.
 
-  In all dimensions with the same name the other arrays are split alike, and no axis splits two that have different
-  names. Those without a name are whole. Where a result is split further by several axes, XLA permutes some of it: on a
-  mesh a 2 x b 2 x c 3, x over (None, 'a'), w over ('a', None), y over ('a', ('c', 'b')). In a dimension that all arrays
-  have none is split further: there y[g, h, b] = sum_v x[g, h, b, v] w[g, h, v] is wrong on that mesh, x over (None,
-  None, 'a', 'b'), w over ('a', None, 'b'), y over (None, None, 'a').
-  Test: `test_products_of_matrices_in_two_dimensions`.
+  That array may be an operand that is gathered first, or the result, which may afterwards be split further by one axis.
+  The conditions are:
 
-  This class was enumerated for products of matrices, one by one and in batches: each case was run on meshes of three
-  axes. `tools/enumerate_splits.py --class` does so, and docs/xla-partitioner-faults.md has the meshes, sizes, releases
-  of JAX and counts. Products with two free dimensions of an operand, and convolutions, were sampled.
+  * Dimensions of the same name are split alike in the other arrays. Each axis splits dimensions of one name only.
+  * Dimensions without a name are not split.
+  * The result is split further by at most one axis. With several axes, XLA permutes parts of the result: on a mesh a 2
+    x b 2 x c 3, x over (None, 'a'), w over ('a', None), y over ('a', ('c', 'b')).
+  * A dimension that all arrays have is split alike in all of them. Otherwise y[g, h, b] = sum_v x[g, h, b, v]
+    w[g, h, v] is wrong on that mesh, x over (None, None, 'a', 'b'), w over ('a', None, 'b'), y over (None, None, 'a').
+    Test: `test_products_of_matrices_in_two_dimensions`.
+
+  `tools/enumerate_splits.py --class` runs every case of this class for products of matrices, single and in batches, on
+  meshes of three axes. docs/xla-partitioner-faults.md has the meshes, sizes, releases of JAX and counts. Products whose
+  operands have two free dimensions, and convolutions, were sampled.
   """
-  if _num_axes(mesh, splits) > 3:  # There an operand that is gathered was wrong: see `guard_product`.
+  if _num_axes(mesh, splits) > 3:  # With more axes, products with a gathered operand were wrong: see `guard_product`.
     return False
   if any(name is None and axes for array, split in zip(names, splits) for name, axes in zip(array, split)):
     return False
@@ -64,7 +71,7 @@ def is_nearly_local(splits: Sequence[Split], names: Names, mesh: Sequence[Axis])
 
 
 def _num_axes(mesh: Sequence[Axis], splits: Sequence[Split]) -> int:
-  """How many axes a mesh has if each part of an axis that splits an array is one, and so is what is left of it."""
+  """Returns the number of mesh axes, counting each part of an axis that the splits use, and each rest, as an axis."""
   ends = {axis.name: {1, axis.size} for axis in mesh}
   for axis in (axis for split in splits for axes in split for axis in axes):
     ends[axis.name] |= {axis.before, axis.before * axis.size}

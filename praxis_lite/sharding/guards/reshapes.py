@@ -1,4 +1,4 @@
-"""Reshapes, which join dimensions, or split one into several."""
+"""The guard of reshapes that merge dimensions, or divide one into several."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ RESHAPE = 'stablehlo.reshape'
 
 
 def guard_reshape(reshape: Instance) -> tuple[Split, ...] | None:
-  """Gathers dimensions that are joined, or split into several, and do not divide, if other ones are as well.
+  """Gathers uneven dimensions that a reshape merges or divides, if it changes several dimensions that are split.
 
-  XLA aborts the process. On a mesh a 3 x b 4: `x.reshape(8, 4, 6, 2)` of x [32, 12] over ('a', 'b'), the result over
-  (None, None, 'b'). Test: `test_reshapes_of_several_dimensions_that_do_not_divide`.
+  XLA would abort the process. Example: on a mesh a 3 x b 4, `x.reshape(8, 4, 6, 2)` of x [32, 12] over ('a', 'b'), the
+  result over (None, None, 'b'). Test: `test_reshapes_of_several_dimensions_that_do_not_divide`.
   """
   before, after = reshape.splits
   shapes = reshape.site.shapes
@@ -32,7 +32,7 @@ def guard_reshape(reshape: Instance) -> tuple[Split, ...] | None:
 
 
 def _long(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
-  """The sizes of dimensions that have more than one entry."""
+  """Returns the sizes of those dimensions that have more than one entry."""
   return [shape[dim] for dim in dims if shape[dim] > 1]
 
 
@@ -41,7 +41,7 @@ def _is_uneven(shape: Sequence[int], split: Split, dims: Sequence[int]) -> bool:
 
 
 def groups_of(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
-  """The dimensions before and after that a reshape makes of each other, as few in each group as can be."""
+  """Yields the smallest groups of dimensions, before and after a reshape, that hold the same entries."""
   i = j = 0
   while i < len(before) or j < len(after):
     first, second = i, j

@@ -1,4 +1,4 @@
-"""Results of a program: how each device's part is read afterwards."""
+"""The guard of a program's results, which lets JAX read the part of each device."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ RETURN = 'func.return'
 
 
 def guard_results(shapes: Sequence[Sequence[int]], splits: Sequence[Split]) -> tuple[Split, ...]:
-  """Splits the dimensions of results over no more axes than they divide by.
+  """Splits each dimension of a result only over axes that divide it evenly.
 
-  Where `out_shardings` leaves it open how a result is split, XLA splits what does not divide over part of an axis. A
-  `NamedSharding` cannot say so: from 0.11 on JAX refuses the program after it has compiled it, with an error of its
-  own parts; before, it took the result for replicated. On a mesh a 4: `with_sharding_constraint(x, P('a'))` of 2 rows,
-  as the last thing. Test: `test_results_that_do_not_divide`.
+  If `out_shardings` does not say how a result is split, XLA may split an uneven dimension over a part of an axis, which
+  a `NamedSharding` cannot express. Since release 0.11, JAX then compiles the program and raises an internal error;
+  before, it took the result for replicated. Example: on a mesh a 4, a program that ends with
+  `with_sharding_constraint(x, P('a'))` of 2 rows. Test: `test_results_that_do_not_divide`.
   """
   return tuple(tuple(map(_that_divide, shape, split)) for shape, split in zip(shapes, splits))
 
 
 def _that_divide(size: int, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-  """The first axes of a dimension, as many as it divides by."""
+  """Returns the longest prefix of `axes` that divides `size`."""
   return max((axes[:n] for n in range(len(axes) + 1) if size % num_parts(axes[:n]) == 0), key=len)

@@ -1,4 +1,4 @@
-"""Slices that begin past the end, of which a slice is taken: XLA is wrong on one device too."""
+"""The guard of slices of slices that begin past the end, which XLA computes wrongly on one device too."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from praxis_lite.sharding.guards.arrays import GATHER, IDS, integers, make_const
 from praxis_lite.sharding.propagation import operations
 
 SLICE = 'stablehlo.dynamic_slice'
-_ANY = 2**64  # More than an id can be.
+_ANY = 2**64  # Larger than any id.
 
 
 def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
-  """Clamps where slices of several entries begin, as the operation would; returns the slices.
+  """Clamps the starts of slices of several entries, as the operation itself does, and returns the changed slices.
 
-  XLA makes a slice of a slice one, which begins at the sum of both starts, and forgets that the inner one was clamped.
-  `lax.dynamic_slice(lax.dynamic_slice(x, (i,), (4,)), (j,), (2,))` of 5 entries and i = 3. On a mesh the outer slice is
-  a device's part of the result. A barrier follows, or XLA takes the clamp away first. Tests:
+  XLA merges a slice of a slice into one that begins at the sum of both starts, and forgets that the inner start was
+  clamped. Example: `lax.dynamic_slice(lax.dynamic_slice(x, (i,), (4,)), (j,), (2,))` of 5 entries with i = 3. On a
+  mesh, the outer slice may be a device's part of the result. A barrier keeps XLA from removing the clamp. Tests:
   `test_slices_of_slices`, `test_slices_of_a_batch_that_are_split`.
   """
   changed = []
@@ -31,7 +31,7 @@ def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
       numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
       looked_up = numbers.start_index_map
       if {*partial} & {*looked_up}:
-        dynamic = op.operands[0].type.is_dynamic_dim  # As in an exported program for any batch size.
+        dynamic = op.operands[0].type.is_dynamic_dim  # As in an exported program of any batch size.
         last = [_ANY if dynamic(dim) else table[dim] - sizes[dim] for dim in looked_up]
         clamped = [_clamp_start(op, IDS, last, numbers.index_vector_dim)]
     if any(clamped):
@@ -40,7 +40,10 @@ def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
 
 
 def _clamp_start(op: ir.Operation, number: int, last: Sequence[int], vector: int = 0) -> bool:
-  """Clamps an operand between 0 and the last starts, those along dimension `vector`; False if it is a constant."""
+  """Clamps an operand, which holds starts along dimension `vector`, between 0 and `last`.
+
+  Returns False, and changes nothing, if the operand is a constant.
+  """
   begin = op.operands[number]
   if not isinstance(begin.owner, ir.Block) and begin.owner.operation.name == 'stablehlo.constant':
     return False
@@ -65,7 +68,7 @@ def _clamp_start(op: ir.Operation, number: int, last: Sequence[int], vector: int
 
 
 def _broadcast(value: ir.Value, like: ir.Value, *dims: int) -> ir.Value:
-  """A value repeated to the shape of another one, whose dimensions `dims` it has."""
+  """Returns a value broadcast to the shape of `like`; its own dimensions become the dimensions `dims`."""
   if like.type.has_static_shape:
     return stablehlo.BroadcastInDimOp(like.type, value, [*dims]).result
   one = ir.RankedTensorType.get([1], ir.IntegerType.get_signless(32))

@@ -1,4 +1,4 @@
-"""Fourier transforms."""
+"""The guard of Fourier transforms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FFT = 'stablehlo.fft'
 def guard_fft(transform: Instance) -> tuple[Split, ...] | None:
   """Gathers the dimensions that are transformed, and splits the others of operand and result alike.
 
-  XLA's own transform of a split dimension has another length than the operation, or ends the process. On a mesh a 4:
-  the gradient of `jnp.fft.rfft(x)`, x of [5, 7] over (None, 'a'). Test: `test_fourier_transforms`.
+  XLA transforms a split dimension with a wrong length, or aborts the process. Example: on a mesh a 4, the gradient of
+  `jnp.fft.rfft(x)`, x of [5, 7] over (None, 'a'). Test: `test_fourier_transforms`.
   """
   rank = len(transform.site.shapes[0])
   dims = range(rank - len(integers(transform.site.op, 'fft_length')), rank)
@@ -24,9 +24,9 @@ def guard_fft(transform: Instance) -> tuple[Split, ...] | None:
 
 
 def order_entries(transform: ir.Operation) -> None:
-  """Has the entries of operand and result in the order of their dimensions in memory.
+  """Requires row-major layouts of operand and result.
 
-  The CPU's transform refuses any other order, such as that of an array that is gathered along its last dimension.
+  The CPU's transform rejects other layouts, such as the one of an array that was gathered along its last dimension.
   """
   with ir.InsertionPoint(transform), transform.location:
     transform.operands[0] = _keep_layout(transform.operands[0]).results[0]
