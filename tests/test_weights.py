@@ -123,7 +123,7 @@ def test_dtype_of_the_declaration_is_that_of_the_value():
 
 def test_repeated_weights_are_drawn_independently_at_the_scale_of_one():
   one = WeightHParams((50, 30), init=WeightInit.GaussianFanIn(), dtype=jnp.float32)
-  value = np.asarray(init_weight(one.repeated(6), jax.random.key(0)))
+  value = np.asarray(init_weight(one.repeat(6), jax.random.key(0)))
   assert value.shape == (6, 50, 30)
   correlations = np.corrcoef(value.reshape(6, -1))
   assert np.abs(correlations - np.eye(6)).max() < 0.1
@@ -131,10 +131,10 @@ def test_repeated_weights_are_drawn_independently_at_the_scale_of_one():
 
 
 def test_repeating_twice_puts_the_outer_dimension_first():
-  weight = WeightHParams((5, 7), tensor_split_dims_mapping=('data', None)).repeated(3).repeated(2, 'stage')
+  weight = WeightHParams((5, 7), tensor_split_dims_mapping=('data', None)).repeat(3).repeat(2, 'stage')
   assert weight.full_shape == (2, 3, 5, 7) == weight.as_struct().shape
   assert weight.full_split_dims_mapping == ('stage', None, 'data', None)
-  assert WeightHParams((5, 7)).repeated(3, 'stage').full_split_dims_mapping == ('stage', None, None)
+  assert WeightHParams((5, 7)).repeat(3, 'stage').full_split_dims_mapping == ('stage', None, None)
 
 
 def test_trainable_unless_marked():

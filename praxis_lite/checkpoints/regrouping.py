@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.checkpoints.contents import Record
 from praxis_lite.common.trees import NestedDict, Path, insert, leaves, leaves_by_path, path_name
 from praxis_lite.sharding.guards import GuardedJit
-from praxis_lite.sharding.host_memory import on_device
+from praxis_lite.sharding.host_memory import to_device_memory
 from praxis_lite.sharding.padding import pad_to, padded_shape, slice_to
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.specs import all_axes, axes_to_entry, complete_spec
@@ -132,7 +132,7 @@ def _reshape(x: jax.Array, there: tuple[int, ...], here: tuple[int, ...], padded
   def reshape(x: jax.Array) -> jax.Array:
     return pad_to(slice_to(x, there).reshape(here), padded.shape)
 
-  value = GuardedJit(reshape, out_shardings=on_device(padded.sharding))(x)
+  value = GuardedJit(reshape, out_shardings=to_device_memory(padded.sharding))(x)
   return jax.block_until_ready(jax.device_put(value, padded.sharding))
 
 

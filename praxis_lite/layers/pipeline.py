@@ -203,7 +203,7 @@ class Pipelined(Repeat):
     rounds = DeclaredSplit((None,), [f'{self.path_name}.circular_repeat: a stage has layers of each round'])
 
     def stacked(weight: WeightHParams) -> WeightHParams:
-      weight = weight.repeated(P, split, self._stack_field).repeated(self.circular_repeat)
+      weight = weight.repeat(P, split, self._stack_field).repeat(self.circular_repeat)
       prefix = rounds.followed_by(weight.repeat_prefix_split_dims_mapping[1:])
       return dataclasses.replace(weight, repeat_prefix_split_dims_mapping=prefix)
 
@@ -470,7 +470,7 @@ class Pipelined(Repeat):
   def _variables_in_stages(self) -> NestedDict:
     """The variables of the layers, [S, R, c, ...], split over the stages, and else as layers say."""
     weights = leaves(self.layers.abstract_init())
-    prefix = DeclaredSplit.of((*(self._stack_mapping or (None,)), None, None), self._stack_field)
+    prefix = DeclaredSplit.from_field((*(self._stack_mapping or (None,)), None, None), self._stack_field)
 
     def in_stages(path: Path, x: jax.Array) -> jax.Array:
       own, name = weights[path].full_split_dims_mapping, path_name((*self.layers.path, *path))

@@ -143,7 +143,7 @@ class Repeat(Layer):
     for name, child in self.children():
       below = child.abstract_init()
       if child in self._blocks:
-        below = jax.tree.map(lambda w: w.repeated(self._rounds, split, self._stack_field), below)
+        below = jax.tree.map(lambda w: w.repeat(self._rounds, split, self._stack_field), below)
       if below:
         tree[name] = below
     return tree

@@ -118,7 +118,7 @@ class TrainedModel:
   @functools.cached_property
   def variables(self) -> NestedDict:
     """The model's variables by path, as NumPy arrays in their true shapes, whatever the mesh."""
-    return self.tasks.layout.mdl_vars.unpadded(self.stored_variables)
+    return self.tasks.layout.mdl_vars.to_host(self.stored_variables)
 
   @functools.cached_property
   def tokenizer(self) -> BaseTokenizer | None:

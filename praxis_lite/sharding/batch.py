@@ -18,7 +18,7 @@ from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 
 WEIGHTS = 'weights'
 BatchT = TypeVar('BatchT')
-Array = np.ndarray | jax.Array | jax.ShapeDtypeStruct
+_Leaf = np.ndarray | jax.Array | jax.ShapeDtypeStruct
 
 
 def batch_size(batch: object) -> int:
@@ -104,5 +104,5 @@ def put_on_mesh(batch: BatchT, mesh: Mesh | None, specs: object) -> BatchT:
   return jax.make_array_from_process_local_data(shardings, batch)
 
 
-def _arrays_by_name(tree: object) -> dict[str, Array]:
+def _arrays_by_name(tree: object) -> dict[str, _Leaf]:
   return {path_name(path): x for path, x in leaves_by_path(tree).items()}

@@ -28,7 +28,7 @@ from praxis_lite.sharding.specs import (
 )
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-TreeT = TypeVar('TreeT')
+T = TypeVar('T')
 
 
 def global_mesh_defined() -> bool:
@@ -73,8 +73,8 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
 
 
 def reshard_input_based_on_rank_fn(
-  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: TreeT
-) -> TreeT:
+  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: T
+) -> T:
   """Constrains each array of a tree by the mapping for its rank; see `infer_partition_spec_based_on_rank_fn`."""
 
   def reshard(leaf: jax.Array) -> jax.Array:

@@ -75,8 +75,8 @@ def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
   return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
 
 
-TreeT = TypeVar('TreeT')
-Axes = tuple[str, ...]
+T = TypeVar('T')
+MeshAxes = tuple[str, ...]
 
 
 class Module(Protocol):
@@ -88,12 +88,12 @@ class Module(Protocol):
 
 def gather_array_with_mean_grads(
   x: jax.Array,
-  axis: str | Axes | int = 0,
-  dim: int | str | Axes = 0,
+  axis: str | MeshAxes | int = 0,
+  dim: int | str | MeshAxes = 0,
   size: int | None = None,
   dtype: DTypeLike | None = None,
   *,
-  axis_name: str | Axes | None = None,
+  axis_name: str | MeshAxes | None = None,
 ) -> jax.Array:
   """Inside `shard_map`: gathers the parts of an array; its gradient is averaged and scattered back.
 
@@ -120,7 +120,7 @@ def gather_array_with_mean_grads(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: jax.Array, axis: str | Axes, dim: int, size: int | None, dtype: DTypeLike | None) -> jax.Array:
+def _gather(x: jax.Array, axis: str | MeshAxes, dim: int, size: int | None, dtype: DTypeLike | None) -> jax.Array:
   x = x if dtype is None else x.astype(dtype)
   with jax.named_scope('gather_array_with_mean_grads'):
     whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
@@ -128,14 +128,14 @@ def _gather(x: jax.Array, axis: str | Axes, dim: int, size: int | None, dtype: D
 
 
 def _gather_fwd(
-  x: jax.Array, axis: str | Axes, dim: int, size: int | None, dtype: DTypeLike | None
+  x: jax.Array, axis: str | MeshAxes, dim: int, size: int | None, dtype: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array]:
   # Residuals must be arrays: an empty one carries the dtype.
   return _gather(x, axis, dim, size, dtype), jnp.zeros((0, x.shape[dim]), x.dtype)
 
 
 def _gather_bwd(
-  axis: str | Axes, dim: int, size: int | None, dtype: DTypeLike | None, like: jax.Array, gradient: jax.Array
+  axis: str | MeshAxes, dim: int, size: int | None, dtype: DTypeLike | None, like: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array]:
   devices = jax.lax.axis_size(axis)
   gradient = gradient.astype(like.dtype)
@@ -161,14 +161,14 @@ class ShardedParam:
   """
 
   value: jax.Array
-  axes: tuple[Axes, ...]
+  axes: tuple[MeshAxes, ...]
   shape: tuple[int, ...]
 
   def gather(self, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns the whole parameter, in `dtype` if it is given; gradients are averaged over the axes, and scattered."""
     return cast(jax.Array, self.gather_over(None, dtype))
 
-  def gather_over(self, over: Axes | None, dtype: DTypeLike | None = None) -> jax.Array | ShardedParam:
+  def gather_over(self, over: MeshAxes | None, dtype: DTypeLike | None = None) -> jax.Array | ShardedParam:
     """Gathers the parameter over some axes; gradients are averaged over these, and scattered.
 
     Args:
@@ -208,7 +208,7 @@ def _is_sharded(x: object) -> bool:
 
 
 @also_named(axis_name='axis', min_weight_size='min_size')
-def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18) -> TreeT:
+def shard_params(params: T, axis: str | Sequence[str], min_size: int = 2**18) -> T:
   """Inside `shard_map`: returns a tree in which each parameter above a size is only this device's part.
 
   Each is split along its largest dimension that the number of devices divides, the last one if several are equally
@@ -246,7 +246,7 @@ def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18
 
 
 @also_named(axis_name='axis')
-def gather_params(params: TreeT, axis: str | Sequence[str] | None = None, dtype: DTypeLike | None = None) -> TreeT:
+def gather_params(params: T, axis: str | Sequence[str] | None = None, dtype: DTypeLike | None = None) -> T:
   """Inside `shard_map`: returns a tree with each `ShardedParam` gathered, and other leaves unchanged.
 
   Args:
@@ -301,7 +301,7 @@ def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bo
   return inner is None or all(equation.primitive.name != 'all_gather' for equation in inner.eqns)
 
 
-def to_axes(axis: str | Sequence[str]) -> Axes:
+def to_axes(axis: str | Sequence[str]) -> MeshAxes:
   """Returns one mesh axis or several as a tuple."""
   return (axis,) if isinstance(axis, str) else tuple(axis)
 

@@ -50,7 +50,7 @@ _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Array:
+class HloArray:
   """An array in a program on one device; `space` is its memory: 0 is the main one, the target numbers the others."""
 
   dtype: str
@@ -69,12 +69,12 @@ class Array:
     return self.size * bits // 8
 
 
-Shape = Array | tuple['Shape', ...]
+ResultShape = HloArray | tuple['ResultShape', ...]
 
 
-def arrays_of(shape: Shape) -> list[Array]:
+def arrays_of(shape: ResultShape) -> list[HloArray]:
   """Returns the arrays of a shape, which may be a tuple of tuples."""
-  return [shape] if isinstance(shape, Array) else [array for part in shape for array in arrays_of(part)]
+  return [shape] if isinstance(shape, HloArray) else [array for part in shape for array in arrays_of(part)]
 
 
 class Instruction:
@@ -99,12 +99,12 @@ class Instruction:
     return tuple(_OPERAND.findall(self.literal))
 
   @functools.cached_property
-  def shape(self) -> Shape:
+  def shape(self) -> ResultShape:
     """The shape of its result."""
     return _shape(self._result)
 
   @functools.cached_property
-  def arrays(self) -> list[Array]:
+  def arrays(self) -> list[HloArray]:
     return arrays_of(self.shape)
 
   @property
@@ -120,9 +120,9 @@ class Instruction:
     return kind if kind in KINDS else ''
 
   @property
-  def collective_result(self) -> list[Array]:
+  def collective_result(self) -> list[HloArray]:
     """The results of a collective: an asynchronous start also returns its operands."""
-    if self.opcode.endswith('-start') and self.opcode != 'all-reduce-start' and not isinstance(self.shape, Array):
+    if self.opcode.endswith('-start') and self.opcode != 'all-reduce-start' and not isinstance(self.shape, HloArray):
       return arrays_of(self.shape[1])
     return self.arrays
 
@@ -188,7 +188,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledProgram:
   """A compiled program on one device.
 
   Attributes:
@@ -270,7 +270,7 @@ class Program:
         yield from self._executed_in(called, times * trips, started if fusion else set(), fusion)
 
 
-def parse(compiled: jax.stages.Compiled | str) -> Program:
+def parse(compiled: jax.stages.Compiled | str) -> CompiledProgram:
   """Parses a compiled program, or one given as HLO text.
 
   Raises:
@@ -290,7 +290,7 @@ def parse(compiled: jax.stages.Compiled | str) -> Program:
     raise ValueError('not HLO text: there is no ENTRY computation')
   head = text[: text.find('\n')]
   counts = [re.search(rf'{name}=(\d+)', head) for name in ('replica_count', 'num_partitions')]
-  return Program(computations, entry, math.prod(int(n[1]) for n in counts if n))
+  return CompiledProgram(computations, entry, math.prod(int(n[1]) for n in counts if n))
 
 
 def channel_of(instruction: Instruction) -> str:
@@ -299,7 +299,7 @@ def channel_of(instruction: Instruction) -> str:
   return found[1] if found else ''
 
 
-def groups_of(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
+def device_groups(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
   """Returns the groups of devices in which a collective communicates; pairs (from, to) for a collective-permute."""
   if iota := _IOTA_GROUPS.search(instruction.attributes):
     shape, dims = ([int(n) for n in iota[i].split(',')] for i in (1, 2))
@@ -334,8 +334,8 @@ def _mesh_groups(axes: str, order: str | None, over: str) -> tuple[tuple[int, ..
   return tuple(map(tuple, ids.reshape(-1, math.prod(shape[i] for i in taken)).tolist()))
 
 
-def _shape(text: str) -> Shape:
-  stack: list[list[Shape]] = [[]]
+def _shape(text: str) -> ResultShape:
+  stack: list[list[ResultShape]] = [[]]
   for token in _SHAPE_TOKEN.finditer(text):
     if token[0] == '(':
       stack.append([])
@@ -345,11 +345,11 @@ def _shape(text: str) -> Shape:
     else:
       space = _SPACE.search(token[3] or '')
       dims = tuple(int(d) for d in token[2].split(',') if d)
-      stack[-1].append(Array(token[1], dims, int(space[1]) if space else 0))
+      stack[-1].append(HloArray(token[1], dims, int(space[1]) if space else 0))
   return stack[0][0] if stack[0] else ()
 
 
-def _comparison(program: Program, condition: Computation) -> tuple[int, int] | None:
+def _comparison(program: CompiledProgram, condition: Computation) -> tuple[int, int] | None:
   """Returns (index, bound) of a condition `element index < bound`; None for other conditions."""
   root, compared = condition.root, condition
   given = condition.operands(root)
@@ -367,7 +367,7 @@ def _comparison(program: Program, condition: Computation) -> tuple[int, int] | N
   return int(sides[0].attribute('index')), bound + (root.attribute('direction') == 'LE')
 
 
-def _increment(program: Program, body: Computation, index: int) -> int | None:
+def _increment(program: CompiledProgram, body: Computation, index: int) -> int | None:
   """Returns the constant that a loop's body adds to an element of its state; None if it is not that simple."""
   results = body.operands(body.root)
   result, computation = results[index] if index < len(results) else body.root, body

@@ -37,12 +37,12 @@ def check_host_memory(mesh: Mesh | AbstractMesh, field: str) -> None:
     )
 
 
-def on_host(sharding: NamedSharding) -> NamedSharding:
+def to_host_memory(sharding: NamedSharding) -> NamedSharding:
   """Returns the same sharding in host memory."""
   return sharding.with_memory_kind(HOST_MEMORY)
 
 
-def on_device(sharding: NamedSharding) -> NamedSharding:
+def to_device_memory(sharding: NamedSharding) -> NamedSharding:
   """Returns the same sharding in device memory."""
   return sharding.with_memory_kind('device') if is_on_host(sharding) else sharding
 

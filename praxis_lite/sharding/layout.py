@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.common.errors import ShardingError, did_you_mean
 from praxis_lite.common.trees import Path, leaves_by_path, map_with_path, path_name
-from praxis_lite.sharding.host_memory import is_on_host, on_device, on_host
-from praxis_lite.sharding.padding import Array, pad_to, padded_shape, slice_to
+from praxis_lite.sharding.host_memory import is_on_host, to_device_memory, to_host_memory
+from praxis_lite.sharding.padding import AnyArray, pad_to, padded_shape, slice_to
 from praxis_lite.sharding.specs import complete_spec, stored_spec
 
 T = TypeVar('T')
@@ -49,7 +49,7 @@ class StateLayout(NamedTuple):
   @property
   def on_host(self) -> StateLayout:
     """The same layout in host memory."""
-    shardings = jax.tree.map(on_host, self.shardings)
+    shardings = jax.tree.map(to_host_memory, self.shardings)
     padded = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.padded_shapes, shardings
     )
@@ -65,13 +65,15 @@ class StateLayout(NamedTuple):
 
   def fetch(self, tree: T) -> T:
     """Inside a step: moves arrays that are stored in host memory to the devices."""
-    return jax.tree.map(lambda x, s: jax.device_put(x, on_device(s)) if is_on_host(s) else x, tree, self.shardings)
+    return jax.tree.map(
+      lambda x, s: jax.device_put(x, to_device_memory(s)) if is_on_host(s) else x, tree, self.shardings
+    )
 
   def send_to_host(self, tree: T) -> T:
     """Inside a step: the inverse of `fetch`."""
     return jax.tree.map(lambda x, s: jax.device_put(x, s) if is_on_host(s) else x, tree, self.shardings)
 
-  def unpadded(self, tree: T) -> T:
+  def to_host(self, tree: T) -> T:
     """Outside a step: returns some or all arrays of this layout as NumPy arrays in their true shapes.
 
     They are copies. PRNG keys are returned unchanged.
@@ -80,7 +82,7 @@ class StateLayout(NamedTuple):
       ShardingError: an array is not in this layout, or has neither its stored nor its true shape.
     """
 
-    def on_host(x: Array, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> Array:
+    def read(x: AnyArray, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> AnyArray:
       if _is_key(x):
         return x
       if isinstance(x, jax.Array) and not x.is_fully_addressable:  # Other hosts have parts of it.
@@ -88,12 +90,12 @@ class StateLayout(NamedTuple):
       # A copy: NumPy would share the memory of a CPU device, and a step may write its result there.
       return np.array(slice_to(np.asarray(x), true))
 
-    return self._map_stored(on_host, tree)
+    return self._map_stored(read, tree)
 
-  def padded(self, tree: T) -> T:
-    """The inverse of `unpadded`: puts some or all arrays of this layout on the mesh, from the host or any device."""
+  def to_mesh(self, tree: T) -> T:
+    """The inverse of `to_host`: puts some or all arrays of this layout on the mesh, from the host or any device."""
 
-    def on_mesh(x: Array, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> jax.Array:
+    def put(x: AnyArray, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> jax.Array:
       if _is_key(x):
         return jax.device_put(x, padded.sharding)
       if isinstance(x, jax.Array) and x.shape == padded.shape and x.sharding == padded.sharding:
@@ -101,13 +103,13 @@ class StateLayout(NamedTuple):
       stored = pad_to(np.asarray(x).astype(padded.dtype), padded)
       return jax.make_array_from_callback(padded.shape, padded.sharding, lambda index: np.array(stored[index]))
 
-    return self._map_stored(on_mesh, tree)
+    return self._map_stored(put, tree)
 
-  def _map_stored(self, fn: Callable[..., Array], tree: T) -> T:
+  def _map_stored(self, fn: Callable[..., AnyArray], tree: T) -> T:
     """Maps a function of an array, its stored and its true shape over some or all arrays of this layout."""
     padded, true = (leaves_by_path(shapes) for shapes in (self.padded_shapes, self.unpadded_shapes))
 
-    def checked(path: Path, x: Array) -> Array:
+    def check_and_map(path: Path, x: AnyArray) -> AnyArray:
       if path not in true:
         close = did_you_mean(path_name(path), map(path_name, true))
         raise ShardingError(f'{path_name(path)}: the layout has no such array.{close}')
@@ -116,18 +118,18 @@ class StateLayout(NamedTuple):
         raise ShardingError(f'{path_name(path)} has shape {x.shape}; in the layout it has {true[path].shape}{stored}')
       return fn(x, padded[path], true[path])
 
-    return map_with_path(checked, tree)
+    return map_with_path(check_and_map, tree)
 
   def _constrain_padded(self, tree: T) -> T:
     """Pins the sharding of the arrays that padding touches, so that slice and pad stay local to each device."""
 
     def constrain(x: jax.Array, padded: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-      return x if x.shape == padded.shape else jax.lax.with_sharding_constraint(x, on_device(sharding))
+      return x if x.shape == padded.shape else jax.lax.with_sharding_constraint(x, to_device_memory(sharding))
 
     return jax.tree.map(constrain, tree, self.padded_shapes, self.shardings)
 
 
-def _is_key(x: Array) -> bool:
+def _is_key(x: AnyArray) -> bool:
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -93,7 +93,7 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
   return mesh_platform(jax.sharding.get_abstract_mesh() if mesh is None else mesh) or jax.default_backend()
 
 
-def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
+def bind_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
   """Returns `fn`, traced with `mesh` as the ambient mesh, so that sharding constraints inside it apply."""
 
   @functools.wraps(fn)

@@ -21,7 +21,7 @@ from praxis_lite.common.errors import ShardingError, did_you_mean
 from praxis_lite.sharding.specs import HasShape, complete_spec, spec_axes
 
 T = TypeVar('T')
-Array = jax.Array | np.ndarray
+AnyArray = jax.Array | np.ndarray
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 
@@ -78,7 +78,7 @@ def slice_to(x: T, shape: object) -> T:
   return jax.tree.map(_slice_one, x, shape)
 
 
-def _pad_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
+def _pad_one(x: AnyArray, shape: HasShape | Sequence[int]) -> AnyArray:
   target = _to_shape(shape)
   if tuple(x.shape) == target:
     return x
@@ -89,7 +89,7 @@ def _pad_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
   return lax.pad(x, jnp.zeros((), x.dtype), [(0, t - d, 0) for d, t in zip(x.shape, target)])
 
 
-def _slice_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
+def _slice_one(x: AnyArray, shape: HasShape | Sequence[int]) -> AnyArray:
   target = _to_shape(shape)
   if tuple(x.shape) == target:
     return x

@@ -49,7 +49,7 @@ def place_variables(
   def place(path: Path, weight: WeightHParams) -> Placement:
     mapping = weight.full_split_dims_mapping
     where = f'{path_name(path)}.tensor_split_dims_mapping'
-    declared = resolve(mapping, tuple(sizes), rules, rank=len(weight.full_shape), path=where).stored()
+    declared = resolve(mapping, tuple(sizes), rules, rank=len(weight.full_shape), path=where).to_stored()
     named = [name is not None for name in logical_names(mapping, rules or ())]
     if strategy is None or (weight.tensor_split_dims_mapping is not None and not any(named)):
       return declared

@@ -31,9 +31,8 @@ class Axis(NamedTuple):
   before: int = 1  # The size of the more major parts of the axis.
 
 
-Shape = tuple[int, ...]
 # The axes that split each dimension of an array, major first, without those of size 1.
-Split = tuple[tuple[Axis, ...], ...]
+ArraySplit = tuple[tuple[Axis, ...], ...]
 
 
 class Site:
@@ -63,7 +62,7 @@ class Site:
     self.mended.append(what)
     return True
 
-  def state(self, old: Sequence[Split], new: Sequence[Split]) -> None:
+  def state(self, old: Sequence[ArraySplit], new: Sequence[ArraySplit]) -> None:
     """Constrains the arrays to be split as in `new` during the operation; its results are split as in `old` after it.
 
     All arrays are constrained, even if they are split that way already: XLA does its own propagation, which might find
@@ -75,22 +74,22 @@ class Site:
       elif self.shapes[i]:
         self._constrain(i, after, before)
 
-  def keep(self, number: int, split: Split) -> None:
+  def keep(self, number: int, split: ArraySplit) -> None:
     """Constrains an array to its present split, so that XLA's own propagation cannot find another one."""
     if number not in self._stated:
       self._constrain(number, split, split)
 
-  def restrict(self, number: int, before: Split, after: Split) -> None:
+  def restrict(self, number: int, before: ArraySplit, after: ArraySplit) -> None:
     """Constrains an operand to another split in this operation only; before it, the operand keeps its split."""
     with ir.InsertionPoint(self.op), self.op.location:
       constraint = self.insert_constraint(self.insert_constraint(self.op.operands[number], before).result, after)
     self.op.operands[number] = constraint.result
 
-  def insert_constraint(self, value: ir.Value, split: Split) -> sdy.ShardingConstraintOp:
+  def insert_constraint(self, value: ir.Value, split: ArraySplit) -> sdy.ShardingConstraintOp:
     """Inserts a constraint on the split of an array at the current insertion point, and returns it."""
     return sdy.ShardingConstraintOp(value, self._sharding(split))
 
-  def _constrain(self, number: int, split: Split, afterwards: Split) -> None:
+  def _constrain(self, number: int, split: ArraySplit, afterwards: ArraySplit) -> None:
     """Constrains an array; for a result, also its split after the operation."""
     if number < len(self.op.operands):
       with ir.InsertionPoint(self.op), self.op.location:
@@ -104,7 +103,7 @@ class Site:
       result.replace_all_uses_except(last.result, [constraint.operation])
     self._stated[number] = constraint.operation
 
-  def _sharding(self, split: Split) -> sdy.TensorShardingAttr:
+  def _sharding(self, split: ArraySplit) -> sdy.TensorShardingAttr:
     def reference(axis: Axis) -> sdy.AxisRefAttr:
       if axis.size == self._sizes[axis.name]:
         return sdy.AxisRefAttr.get(axis.name)
@@ -124,8 +123,8 @@ class Instance(NamedTuple):
   """
 
   site: Site
-  splits: tuple[Split, ...]
-  compatible: tuple[Split, ...]
+  splits: tuple[ArraySplit, ...]
+  compatible: tuple[ArraySplit, ...]
 
 
 class Propagation:
@@ -166,7 +165,7 @@ class Propagation:
     pairs = zip(propagated, self._read(copy), strict=True)
     return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in pairs]
 
-  def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
+  def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[ArraySplit, ...]]]:
     for op in operations(copy, {*self._names, _HIDDEN}):
       if _NUMBER not in op.attributes:  # A guard has inserted this operation.
         continue
@@ -197,7 +196,7 @@ def mesh_axes(module: ir.Module) -> dict[str, int]:
   return next(({axis.name: axis.size for axis in axes} for _, axes in _meshes(module) if axes), {})
 
 
-def split_of(value: ir.Value, sizes: Mapping[str, int]) -> Split:
+def split_of(value: ir.Value, sizes: Mapping[str, int]) -> ArraySplit:
   """Returns how a value of a propagated program is split over a mesh of these sizes."""
   owner, rank = value.owner, len(value.type.shape)
   if not isinstance(owner, ir.Block) and owner.operation.name == 'sdy.manual_computation':
@@ -211,14 +210,14 @@ def callee(call: ir.Operation) -> str:
   return ir.FlatSymbolRefAttr(call.attributes['callee']).value
 
 
-def name_of(op: ir.Operation) -> str:
+def operation_name(op: ir.Operation) -> str:
   """Returns the name of an operation; if the operation is in a function, without the name of its call."""
   return str(op.location).partition('"')[2].partition('"')[0]
 
 
 def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
   """Returns the name of an operation, preceded by the name of a call of its function."""
-  name, parent = name_of(op), op.parent
+  name, parent = operation_name(op), op.parent
   while parent is not None and parent.operation.name != 'func.func':
     parent = parent.operation.parent
   call = None if parent is None else callers.get(ir.StringAttr(parent.operation.attributes['sym_name']).value)
@@ -235,13 +234,13 @@ def inline_calls(module: ir.Operation) -> None:
   functions = functions_of(module)
   while calls := operations(module, {'func.call'}):
     for call in calls:
-      body, name = functions[callee(call)].regions[0].blocks[0], name_of(call)
+      body, name = functions[callee(call)].regions[0].blocks[0], operation_name(call)
       known: dict[ir.Value, ir.Value] = dict(zip(body.arguments, call.operands))
       *inside, returned = (op.operation for op in body.operations)
       with ir.InsertionPoint(call):
         for op in inside:
           copy = op.clone()
-          copy.location = ir.Location.name(f'{name}/{name_of(op)}')
+          copy.location = ir.Location.name(f'{name}/{operation_name(op)}')
           _replace_operands(copy, known)
           known.update(zip(op.results, copy.results))
       for old, new in zip(call.results, returned.operands):
@@ -377,7 +376,7 @@ def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:
   return sdy.TensorShardingPerValueAttr(op.attributes['sdy.sharding']).shardings[number]
 
 
-def _split(sharding: ir.Attribute | None, rank: int, sizes: Mapping[str, int]) -> Split:
+def _split(sharding: ir.Attribute | None, rank: int, sizes: Mapping[str, int]) -> ArraySplit:
   if sharding is None:
     return ((),) * rank
 
@@ -393,6 +392,6 @@ def _split(sharding: ir.Attribute | None, rank: int, sizes: Mapping[str, int]) -
   return tuple(tuple(a for a in map(axis, dim.axes) if a.size > 1) for dim in dims)
 
 
-def num_parts(axes: Sequence[Axis]) -> int:
+def count_parts(axes: Sequence[Axis]) -> int:
   """Returns the number of parts into which axes split a dimension."""
   return math.prod(axis.size for axis in axes)

@@ -30,7 +30,7 @@ from praxis_lite.common.trees import Path, leaves_by_path, map_with_path
 from praxis_lite.sharding.specs import complete_spec
 
 State = TypeVar('State')
-Axes = tuple[int | None, ...]  # For each dimension of a slot, the parameter dimension that it comes from, or None.
+SlotDims = tuple[int | None, ...]  # For each dimension of a slot, the parameter dimension that it comes from, or None.
 
 
 def opt_state_specs(
@@ -38,7 +38,7 @@ def opt_state_specs(
   params_specs: object,
   opt_state_struct: State,
   init_fn: Callable[..., object] | None = None,
-  axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
+  axes_fn: Callable[[], Mapping[Path, SlotDims]] | None = None,
 ) -> State:
   """Returns the tree of `opt_state_struct`, with a spec of full rank for each array.
 
@@ -74,7 +74,7 @@ class SlotOrigin(NamedTuple):
 
   owner: Path
   rank: int
-  dims: Axes
+  dims: SlotDims
 
   @property
   def whole(self) -> bool:
@@ -86,7 +86,7 @@ def slot_origins(
   params_struct: object,
   opt_state_struct: object,
   init_fn: Callable[..., object] | None = None,
-  axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
+  axes_fn: Callable[[], Mapping[Path, SlotDims]] | None = None,
 ) -> dict[Path, SlotOrigin]:
   """Returns the origin of each slot that belongs to a parameter and is not a scalar; see `opt_state_specs`."""
   params = {path: tuple(x.shape) for path, x in leaves_by_path(params_struct).items()}
@@ -98,7 +98,7 @@ def slot_origins(
   origins: dict[Path, SlotOrigin] = {}
   for path, owner in owners.items():
     shape = params[owner]
-    dims: Axes = tuple(range(len(shape)))
+    dims: SlotDims = tuple(range(len(shape)))
     if path in reduced:
       found = [axes for each in (known, traced) if (axes := _valid(each.get(path), slots[path], shape)) is not None]
       dims = found[0] if found else dims_by_size(path, slots[path], shape)
@@ -117,7 +117,7 @@ def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
   return None
 
 
-def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> Axes:
+def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> SlotDims:
   """Returns the parameter's dimension for each dimension of a slot, judging by sizes; None for no match or size 1."""
   slot_shape, shape = tuple(slot_shape), tuple(shape)
   if len(slot_shape) == len(shape):
@@ -148,7 +148,7 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
   return tuple(found)
 
 
-def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, Axes]:
+def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, SlotDims]:
   """Returns for each slot the parameter dimensions that it comes from, found by `init_fn` on all-distinct sizes."""
   # Dimension i of size d becomes d * k + i, with k above any rank. So the order of sizes, on which factoring may
   # depend, stays the same, ties go to the later dimension, and equal sizes of dimension 0, over which `init_fn` may be
@@ -164,7 +164,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
   except Exception:  # It may depend on the true sizes, and raise anything for others: then only true shapes are used.
     return {}
   shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
-  axes: dict[Path, Axes] = {}
+  axes: dict[Path, SlotDims] = {}
   for path, slot in leaves_by_path(state).items():
     owner = owner_of(path, shapes)
     if owner is not None:
@@ -173,7 +173,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
   return axes
 
 
-def _valid(dims: Axes | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> Axes | None:
+def _valid(dims: SlotDims | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> SlotDims | None:
   """Returns `dims` if they explain the true shape of the slot: with distinct sizes an optimizer may act differently."""
   if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
     return None

@@ -50,7 +50,7 @@ class Placement:
   remarks: tuple[str, ...] = ()
   pattern: str | None = None
 
-  def stored(self) -> Placement:
+  def to_stored(self) -> Placement:
     """Returns the placement of a stored array, which the compiler cannot place: UNCONSTRAINED becomes None."""
     why = tuple(
       f'{why} is UNCONSTRAINED, and what is stored is then replicated' if entry is UNCONSTRAINED else why

@@ -76,7 +76,7 @@ class Variable:
     return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Change(NamedTuple):
+class OpResult(NamedTuple):
   """What an op may return instead of a spec.
 
   Attributes:
@@ -91,7 +91,7 @@ class Change(NamedTuple):
 
 
 # (spec so far, variable, size of each mesh axis) -> spec
-Op = Callable[[Spec, Variable, Mapping[str, int]], 'Spec | Change']
+Op = Callable[[Spec, Variable, Mapping[str, int]], 'Spec | OpResult']
 MakerT = TypeVar('MakerT', bound=Callable[..., Op])
 T = TypeVar('T')
 
@@ -219,20 +219,20 @@ def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_pad
     allow_padding: if no free dimension divides evenly, split and pad the largest; otherwise split none.
   """
 
-  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | OpResult:
     parts = num_parts(axis, mesh)
     if variable.num_bytes <= min_size_to_shard_mb * 2**20:
-      return Change(spec, f'{variable.num_bytes / 2**20:.3g} MiB is not above the {min_size_to_shard_mb} MiB of fsdp')
+      return OpResult(spec, f'{variable.num_bytes / 2**20:.3g} MiB is not above the {min_size_to_shard_mb} MiB of fsdp')
     free = [i for i, entry in enumerate(spec) if entry is None]
     largest_first = sorted(free, key=lambda i: (variable.shape[i], i), reverse=True)
     divisible = [i for i in largest_first if variable.shape[i] % parts == 0]
     if divisible:
       return _split(spec, divisible[0], axis)
     if not largest_first or not allow_padding:
-      return Change(spec, f'fsdp splits nothing: none of the free dimensions of {variable.shape} divides by {parts}')
+      return OpResult(spec, f'fsdp splits nothing: none of the free dimensions of {variable.shape} divides by {parts}')
     size = variable.shape[largest_first[0]]
     remark = f'none of the free dimensions of {variable.shape} divides by {parts}; {size} is padded'
-    return Change(_split(spec, largest_first[0], axis), f'{remark} to {-(-size // parts) * parts}')
+    return OpResult(_split(spec, largest_first[0], axis), f'{remark} to {-(-size // parts) * parts}')
 
   return op
 
@@ -247,11 +247,11 @@ def shard_dim(axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = F
     allow_padding: pad the dimension if it does not divide evenly; False makes that an error.
   """
 
-  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | OpResult:
     rank = len(variable.shape)
     if not -rank <= dim < rank:
       if ignore_ndim_error:
-        return Change(spec, f'it has no dimension {dim} for shard_dim to split')
+        return OpResult(spec, f'it has no dimension {dim} for shard_dim to split')
       raise ShardingError(
         f'{variable.name} has {rank} dimensions, and shard_dim is to split dimension {dim}; '
         'pass ignore_ndim_error=True to leave such variables as they are'
@@ -279,15 +279,17 @@ def logical_partitioning(rules: tuple[tuple[str, Any], ...] | None = None) -> Op
     rules: the rules; by default the task's, otherwise the current ones (`axis_rules`), otherwise the standard ones.
   """
 
-  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | OpResult:
     if variable.logical_axes is None:
-      return Change(spec, 'it is declared without logical axes')
+      return OpResult(spec, 'it is declared without logical axes')
     chosen = rules or variable.logical_axis_rules or current_axis_rules() or standard_logical_axis_rules()
-    logical = resolve(variable.logical_axes, tuple(mesh), chosen, rank=len(variable.shape), path=variable.name).stored()
+    logical = resolve(
+      variable.logical_axes, tuple(mesh), chosen, rank=len(variable.shape), path=variable.name
+    ).to_stored()
     both = next((i for i, e in enumerate(logical.spec) if spec[i] is not None and e not in (None, spec[i])), None)
     if both is not None:
       raise ShardingError(f'{variable.name}: dimension {both} is split over {spec[both]!r} already')
-    return Change(tuple(new if old is None else old for old, new in zip(spec, logical.spec)), why=logical.why)
+    return OpResult(tuple(new if old is None else old for old, new in zip(spec, logical.spec)), why=logical.why)
 
   return op
 
@@ -375,7 +377,7 @@ def decide(
   remarks: list[str] = []
   for text, op, _ in ops:
     result = op(spec, variable, sizes)
-    change = result if isinstance(result, Change) else Change(tuple(result))
+    change = result if isinstance(result, OpResult) else OpResult(tuple(result))
     if len(change.spec) != len(spec):
       raise ShardingError(f'{variable.name}: {text} gives {len(change.spec)} entries to {len(spec)} dimensions')
     for entry in change.spec:
@@ -386,4 +388,4 @@ def decide(
         why[dim] = f'strategy {pattern!r}: {text}' + (f', {change.why[dim]}' if change.why else '')
     remarks += [change.remark] if change.remark else []
     spec = change.spec
-  return Placement(PartitionSpec(*spec), tuple(why), tuple(remarks), pattern).stored()
+  return Placement(PartitionSpec(*spec), tuple(why), tuple(remarks), pattern).to_stored()

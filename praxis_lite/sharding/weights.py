@@ -45,7 +45,7 @@ class DeclaredSplit(tuple[Any, ...]):
     return self
 
   @classmethod
-  def of(cls, mapping: Sequence[Any] | PartitionSpec, source: str) -> DeclaredSplit:
+  def from_field(cls, mapping: Sequence[Any] | PartitionSpec, source: str) -> DeclaredSplit:
     """Returns a mapping whose entries come from `source`; a `DeclaredSplit` is returned unchanged."""
     return mapping if isinstance(mapping, cls) else cls(mapping, [source] * len(mapping))
 
@@ -62,9 +62,9 @@ class DeclaredSplit(tuple[Any, ...]):
     return DeclaredSplit((*self, *other), (*self.sources, *other.sources))
 
 
-def declared(mapping: SplitDimsMapping, field: str) -> SplitDimsMapping:
+def to_declared_split(mapping: SplitDimsMapping, field: str) -> SplitDimsMapping:
   """Returns a mapping that knows it comes from `field`; returns None and other values unchanged."""
-  return DeclaredSplit.of(mapping, field) if isinstance(mapping, tuple | list | PartitionSpec) else mapping
+  return DeclaredSplit.from_field(mapping, field) if isinstance(mapping, tuple | list | PartitionSpec) else mapping
 
 
 class WeightHParamsCollection(enum.StrEnum):
@@ -179,7 +179,7 @@ class WeightHParams:
       )
     object.__setattr__(self, 'shape', tuple(self.shape))
     object.__setattr__(self, 'collections', frozenset(self.collections))
-    prefix = DeclaredSplit.of(self.repeat_prefix_split_dims_mapping, 'the split of the stack')
+    prefix = DeclaredSplit.from_field(self.repeat_prefix_split_dims_mapping, 'the split of the stack')
     object.__setattr__(self, 'repeat_prefix_split_dims_mapping', prefix)
 
   @property
@@ -193,7 +193,7 @@ class WeightHParams:
     mapping, source = self.tensor_split_dims_mapping, self.mapping_field
     if mapping is None:
       mapping, source = (None,) * len(self.shape), f'{source} is not set'
-    return self.repeat_prefix_split_dims_mapping.followed_by(DeclaredSplit.of(mapping, source))
+    return self.repeat_prefix_split_dims_mapping.followed_by(DeclaredSplit.from_field(mapping, source))
 
   @property
   def num_active(self) -> int:
@@ -204,7 +204,7 @@ class WeightHParams:
   def trainable(self) -> bool:
     return WeightHParamsCollection.NON_TRAINABLE not in self.collections
 
-  def repeated(
+  def repeat(
     self, times: int, split: str | int | Sequence[str | int] | None = None, field: str = 'the split of the stack'
   ) -> WeightHParams:
     """Returns the declaration of `times` such weights, stacked along a new first dimension.
@@ -214,7 +214,7 @@ class WeightHParams:
       split: entry of a split mapping for the new dimension.
       field: the config field that `split` comes from.
     """
-    stack = DeclaredSplit.of((split,), field if split is not None else f'{field} is not set')
+    stack = DeclaredSplit.from_field((split,), field if split is not None else f'{field} is not set')
     return dataclasses.replace(
       self,
       repeat_prefix=(times, *self.repeat_prefix),

@@ -16,7 +16,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.sharding.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
 from praxis_lite.sharding.guards import Guarded, guard
-from praxis_lite.sharding.mesh import on_mesh
+from praxis_lite.sharding.mesh import bind_mesh
 from praxis_lite.sharding.xla_flags import NO_FLAGS, XlaFlags
 
 
@@ -60,7 +60,7 @@ class PartitionedStep(Generic[OutT]):
     self.arguments = arguments
     self.flags = flags
     self.jitted = jax.jit(
-      on_mesh(fn, mesh), in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
+      bind_mesh(fn, mesh), in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
     )
     self._input_specs = jax.tree.map(lambda s: s.spec, in_shardings[-1])
     self._traced: jax.stages.Traced | None = None

@@ -22,7 +22,7 @@ from praxis_lite.sharding.batch_rows import BatchRows, batch_rows, row_axes
 from praxis_lite.sharding.constraints import axis_rules
 from praxis_lite.sharding.host_memory import check_host_memory
 from praxis_lite.sharding.layout import StateLayout, layout_of
-from praxis_lite.sharding.mesh import on_mesh, platform
+from praxis_lite.sharding.mesh import bind_mesh, platform
 from praxis_lite.sharding.rules import LogicalAxisRules
 from praxis_lite.sharding.specs import get_input_partition_specs, infer_partition_spec_based_on_rank_fn
 from praxis_lite.sharding.xla_flags import XlaFlags, xla_flags
@@ -210,11 +210,11 @@ class PartitionedTask:
     Raises:
       ShardingError: an array has another shape than the state of this task.
     """
-    return self._layout_of(state).unpadded(state)
+    return self._layout_of(state).to_host(state)
 
   def padded(self, state: StateT) -> StateT:
     """The inverse of `unpadded`: puts arrays of true shapes, from any device or host, on the mesh."""
-    return self._layout_of(state).padded(state)
+    return self._layout_of(state).to_mesh(state)
 
   def _layout_of(self, state: object) -> StateLayout:
     return self.layout if isinstance(state, TrainState) else self.layout.mdl_vars
@@ -228,7 +228,7 @@ class PartitionedTask:
     execution = EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
     execution.surroundings = dataclasses.replace(execution.surroundings, listener=listener)
     fn, arguments = self._train_fn(execution)
-    return jax.make_jaxpr(on_mesh(fn, self.mesh))(*arguments)
+    return jax.make_jaxpr(bind_mesh(fn, self.mesh))(*arguments)
 
   @functools.cached_property
   def execution(self) -> MeshExecution:

@@ -16,7 +16,7 @@ from praxis_lite.common.trees import NestedDict, Path, lookup, map_with_path, me
 from praxis_lite.sharding.guards import GuardedJit
 from praxis_lite.sharding.host_memory import check_host_memory
 from praxis_lite.sharding.layout import StateLayout, layout_of
-from praxis_lite.sharding.mesh import on_mesh
+from praxis_lite.sharding.mesh import bind_mesh
 from praxis_lite.sharding.padding import MeshLike, axis_sizes
 from praxis_lite.sharding.placement import place_variables, placed_specs
 from praxis_lite.sharding.slots import opt_state_specs
@@ -171,7 +171,7 @@ def unpadded(jax_task: Config | SingleTask, state: StateT) -> StateT:
   """
   shapes = train_state_shapes(jax_task.instantiate() if isinstance(jax_task, Config) else jax_task)
   true = shapes if isinstance(state, TrainState) else shapes.mdl_vars
-  return StateLayout(None, None, padded_shapes=state, unpadded_shapes=true).unpadded(state)
+  return StateLayout(None, None, padded_shapes=state, unpadded_shapes=true).to_host(state)
 
 
 def declared_state(jax_task: SingleTask) -> TrainState:
@@ -205,7 +205,7 @@ def state_initializer(
       given = GivenVariables(stored.unpad(values), known)
     return layout.pad(initialize_train_state(jax_task, key, given))
 
-  return GuardedJit(on_mesh(init, layout.mesh), out_shardings=layout.shardings)
+  return GuardedJit(bind_mesh(init, layout.mesh), out_shardings=layout.shardings)
 
 
 def initialize_partitioned_model_states(

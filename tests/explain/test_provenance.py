@@ -26,7 +26,7 @@ from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.models import ClassificationModel
 from praxis_lite.partitioning import partition_spmd_model
 from praxis_lite.sharding.mesh import abstract_mesh
-from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, declared
+from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, to_declared_split
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.state import state_layout
@@ -53,7 +53,7 @@ def classifier(network: Config | None = None, **fields: Any) -> Config:
 
 def test_a_declared_split_is_the_tuple_it_equals() -> None:
   plain = ('data', None, ('replica', 'mdl'))
-  split = DeclaredSplit.of(plain, 'lm.wt')
+  split = DeclaredSplit.from_field(plain, 'lm.wt')
   assert split == plain and hash(split) == hash(plain) and repr(split) == repr(plain)
   for same in (copy.deepcopy(split), copy.copy(split), pickle.loads(pickle.dumps(split))):
     assert same == plain and same.sources == ('lm.wt',) * 3
@@ -64,8 +64,8 @@ def test_a_declared_split_is_the_tuple_it_equals() -> None:
     (split.pick(2, None, 0), (('replica', 'mdl'), None, 'data')),
   ):
     assert part == expected and part.sources == ('lm.wt',) * len(expected)
-  assert declared(split, 'lm.ff.wt') is split
-  assert declared(None, 'lm.wt') is None and declared('data', 'lm.wt') == 'data'
+  assert to_declared_split(split, 'lm.ff.wt') is split
+  assert to_declared_split(None, 'lm.wt') is None and to_declared_split('data', 'lm.wt') == 'data'
 
 
 def test_building_a_task_leaves_its_config_as_it_is() -> None:

@@ -14,7 +14,7 @@ from praxis_lite.bridges.hf.writer import write_checkpoint
 from praxis_lite.models import LanguageModel, set_sharding
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.layout import StateLayout, layout_of
-from praxis_lite.sharding.mesh import on_mesh
+from praxis_lite.sharding.mesh import bind_mesh
 from praxis_lite.sharding.padding import slice_to
 from praxis_lite.sharding.placement import place_variables, placed_specs
 
@@ -41,7 +41,7 @@ class OnMesh(NamedTuple):
     def logits(variables):
       return self.model.lm.apply(self.layout.unpad(variables), ids, method='logits', do_eval=True)[0]
 
-    return np.asarray(GuardedJit(on_mesh(logits, self.layout.mesh))(self.variables))
+    return np.asarray(GuardedJit(bind_mesh(logits, self.layout.mesh))(self.variables))
 
   def greedy(self, ids, count):
     """The likeliest tokens after ids, through the cache of the sampler."""
@@ -51,7 +51,7 @@ class OnMesh(NamedTuple):
       variables = {'lm': self.layout.unpad(variables)}
       return self.model.apply(variables, batch, method='decode', do_eval=True)[0][1]['ids']
 
-    return np.asarray(GuardedJit(on_mesh(decode, self.layout.mesh))(self.variables))[:, :count]
+    return np.asarray(GuardedJit(bind_mesh(decode, self.layout.mesh))(self.variables))[:, :count]
 
   def write(self, folder, **options):
     folder.mkdir()

@@ -7,7 +7,7 @@ import pytest
 from praxis_lite.instruments.plan.cost import LayerNames, cost_of
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.topology import parse_topology
-from praxis_lite.sharding.hlo import collectives, groups_of, parse
+from praxis_lite.sharding.hlo import collectives, device_groups, parse
 
 
 def cost(program, topology='cpu:1', **more):
@@ -348,21 +348,21 @@ def test_a_collective_that_other_cores_of_a_tpu_run_is_overlapped():
 
 def test_groups_in_all_spellings():
   listed, iota = parse(_GPU).entry.instructions[2], parse(_FUSIONS).computations['start'].instructions[1]
-  assert groups_of(listed, 8) == ((0, 1), (2, 3), (4, 5), (6, 7))
+  assert device_groups(listed, 8) == ((0, 1), (2, 3), (4, 5), (6, 7))
 
   def named(axes):
     text = _GPU.replace('{{0,1},{2,3},{4,5},{6,7}}', f"mesh['a'=2,'b'=4] {axes}")
     return parse(text).entry.instructions[2]
 
-  assert groups_of(named("{'b'}"), 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
-  assert groups_of(named("{'a'}"), 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
-  assert groups_of(named("{'b':(1)2}"), 8) == ((0, 2), (1, 3), (4, 6), (5, 7))
-  assert groups_of(named("{'a','b':(2)2}"), 8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+  assert device_groups(named("{'b'}"), 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
+  assert device_groups(named("{'a'}"), 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
+  assert device_groups(named("{'b':(1)2}"), 8) == ((0, 2), (1, 3), (4, 6), (5, 7))
+  assert device_groups(named("{'a','b':(2)2}"), 8) == ((0, 1, 4, 5), (2, 3, 6, 7))
   # Devices that are not in order, as a transposed count, or one by one.
   for order in ('[4,2]T(1,0)', '0,2,4,6,1,3,5,7'):
     text = _GPU.replace('{{0,1},{2,3},{4,5},{6,7}}', f"mesh['a'=2,'b'=4], device_ids=({order}) {{'b'}}")
-    assert groups_of(parse(text).entry.instructions[2], 8) == ((0, 2, 4, 6), (1, 3, 5, 7))
-  assert groups_of(iota, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) or groups_of(iota, 8) == (
+    assert device_groups(parse(text).entry.instructions[2], 8) == ((0, 2, 4, 6), (1, 3, 5, 7))
+  assert device_groups(iota, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) or device_groups(iota, 8) == (
     (0, 2),
     (4, 6),
     (1, 3),

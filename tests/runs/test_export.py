@@ -91,7 +91,7 @@ def loaded(config, devices=1, seed=0):
   """A model with first values, as `load` returns it."""
   task = config.task.instantiate()
   tasks = TaskOnMesh(task, _mesh_for(task, (devices,)))
-  state = tasks.layout.padded(initialize_train_state(task, jax.random.key(seed)))
+  state = tasks.layout.to_mesh(initialize_train_state(task, jax.random.key(seed)))
   return TrainedModel(config, tasks, state.mdl_vars, state.step)
 
 

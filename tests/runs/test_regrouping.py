@@ -5,7 +5,7 @@ from __future__ import annotations
 from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.sharding.weights import WeightHParams
 
-WEIGHTS = {'layers': {'w': WeightHParams((5, 4)).repeated(6)}, 'head': WeightHParams((6, 5, 4))}
+WEIGHTS = {'layers': {'w': WeightHParams((5, 4)).repeat(6)}, 'head': WeightHParams((6, 5, 4))}
 
 
 def records(**shapes):

@@ -12,7 +12,7 @@ from praxis_lite.sharding.batch import put_on_mesh
 from praxis_lite.sharding.batch_rows import batch_rows, row_axes
 from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.sharding.hlo import collectives
-from praxis_lite.sharding.mesh import create_device_mesh, on_mesh
+from praxis_lite.sharding.mesh import bind_mesh, create_device_mesh
 from praxis_lite.sharding.specs import get_input_partition_specs
 
 SPLIT = {'ids': P('data', 'context'), 'weights': P('data')}
@@ -79,7 +79,7 @@ def test_examples_of_each_process_are_taken_out_of_what_enters(sizes: dict[str, 
     split = {name: with_sharding_constraint(x, SPLIT[name]) for name, x in taken.items()}
     return {name: x * 2 for name, x in split.items()}
 
-  compiled = jax.jit(on_mesh(step, mesh)).lower(placed).compile()
+  compiled = jax.jit(bind_mesh(step, mesh)).lower(placed).compile()
   for name, x in compiled(placed).items():
     np.testing.assert_array_equal(x[:size], 2 * whole[name])
     assert x.shape[0] == computed

@@ -21,7 +21,7 @@ def test_precedence_and_sources() -> None:
     'named': WeightHParams((6, 4), tensor_split_dims_mapping=('embed', 'mlp')),
     'mixed': WeightHParams((6, 4), tensor_split_dims_mapping=('data', 'embed')),
     'free': WeightHParams((6, 4)),
-    'stacked': WeightHParams((6, 4)).repeated(3, 'model'),
+    'stacked': WeightHParams((6, 4)).repeat(3, 'model'),
   }
   placed = place_variables(weights, MESH, rules=RULES, strategy=STRATEGY)
   assert placed_specs(placed) == {

@@ -131,7 +131,7 @@ def test_padding_and_refusals_are_said() -> None:
 def test_logical_names_are_resolved_by_the_rules() -> None:
   weights = {
     'w': WeightHParams((6, 4), tensor_split_dims_mapping=('embed', 'mlp'), dtype=jnp.float32),
-    'stacked': WeightHParams((6, 4), tensor_split_dims_mapping=('embed', 'mlp')).repeated(3),
+    'stacked': WeightHParams((6, 4), tensor_split_dims_mapping=('embed', 'mlp')).repeat(3),
     'plain': WeightHParams((6, 4)),
   }
   strategy = [('.*', 'logical_partitioning')]

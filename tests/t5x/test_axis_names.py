@@ -13,7 +13,7 @@ from praxis_lite.sharding.weights import WeightHParams
 
 WEIGHTS = {
   'emb': {'w': WeightHParams((6, 4), tensor_split_dims_mapping=('vocab', 'embed'))},
-  'layers': {'ff': {'w': WeightHParams((4, 8), tensor_split_dims_mapping=('embed', 'mlp')).repeated(3, 'layers')}},
+  'layers': {'ff': {'w': WeightHParams((4, 8), tensor_split_dims_mapping=('embed', 'mlp')).repeat(3, 'layers')}},
   'scale': WeightHParams((4,)),
 }
 AXES = {

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from praxis_lite.sharding.guards.arrays import join_axes
 from praxis_lite.sharding.guards.products import is_nearly_local
-from praxis_lite.sharding.propagation import Axis, Split
+from praxis_lite.sharding.propagation import ArraySplit, Axis
 
 # The name of each dimension of each array: the operands, then the results. Where the operation is local to each device,
 # dimensions with the same name are split alike; one without a name is whole.
 Dims = tuple[tuple[str | None, ...], ...]
 # How each array of an operation is split.
-Splits = tuple[Split, ...]
+Splits = tuple[ArraySplit, ...]
 
 
 def axes_of_mesh(shape: Sequence[int]) -> tuple[Axis, ...]:
@@ -32,11 +32,11 @@ def ways_to_part(shape: Sequence[int]) -> list[tuple[Axis, ...]]:
   return [tuple(itertools.chain(*way)) for way in itertools.product(*ways)]
 
 
-def arrangements(axes: Sequence[Axis], places: int) -> list[Split]:
+def arrangements(axes: Sequence[Axis], places: int) -> list[ArraySplit]:
   """Every way to put some of the axes, in every order, into a number of dimensions."""
   if not places:
     return [()]
-  found: dict[Split, None] = {}
+  found: dict[ArraySplit, None] = {}
   for number in range(len(axes) + 1):
     for chosen in itertools.permutations(axes, number):
       for cuts in itertools.combinations_with_replacement(range(number + 1), places - 1):

@@ -39,7 +39,7 @@ from praxis_lite.sharding.constraints import axis_rules
 from praxis_lite.sharding.guards import GuardedJit
 from praxis_lite.sharding.guards.guard import static_positions
 from praxis_lite.sharding.layout import StateLayout, is_spec, layout_of
-from praxis_lite.sharding.mesh import on_mesh
+from praxis_lite.sharding.mesh import bind_mesh
 from praxis_lite.sharding.padding import num_parts, pad_to, slice_to
 from praxis_lite.sharding.rules import LogicalAxisRules, resolve, standard_logical_axis_rules
 from praxis_lite.sharding.specs import axes_to_entry, spec_axes, stored_spec
@@ -133,7 +133,7 @@ class PjittedFnWithContext(Generic[T]):
       return layout_of(out, out_axis_resources, mesh).pad(out)
 
     self.jitted = GuardedJit(
-      on_mesh(padded, mesh),
+      bind_mesh(padded, mesh),
       in_shardings=self._shardings(self._in_specs),
       out_shardings=self._shardings(out_axis_resources),
       static_argnums=static_argnums,
@@ -296,7 +296,7 @@ class BasePartitioner(abc.ABC):
     """Returns the train state with the full-rank PartitionSpec of each array, or None if its axes have no names."""
 
     def resolve_names(path: Path, names: AxisNames) -> PartitionSpec:
-      return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).stored().spec
+      return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).to_stored().spec
 
     return map_with_path(resolve_names, self.get_logical_axes(train_state))
 

@@ -14,12 +14,14 @@ from collections.abc import Iterable, Sequence
 from praxis_lite.instruments.explain.explanation import Explanation, format_shape
 from praxis_lite.instruments.plan.cost import LayerNames
 from praxis_lite.instruments.plan.declared import is_below, parts_of
-from praxis_lite.sharding.hlo import Program
+from praxis_lite.sharding.hlo import CompiledProgram
 
 Shape = tuple[int, ...]
 
 
-def explain_compiled(activations: Iterable[Explanation], program: Program, names: LayerNames) -> list[Explanation]:
+def explain_compiled(
+  activations: Iterable[Explanation], program: CompiledProgram, names: LayerNames
+) -> list[Explanation]:
   """Returns explanations of activations, completed with the part that each device holds in a compiled program."""
   results: dict[str, collections.Counter[Shape]] = {}
   for computation in program.computations.values():

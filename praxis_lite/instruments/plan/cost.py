@@ -28,7 +28,7 @@ from praxis_lite.instruments.plan.cause import Cause
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.targets import Target
 from praxis_lite.instruments.plan.work import bytes_of, products_of
-from praxis_lite.sharding.hlo import Computation, Instruction, Program, channel_of, groups_of, scopes
+from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction, channel_of, device_groups, scopes
 
 LayerPaths = Iterable[tuple[str, ...]]
 
@@ -170,7 +170,7 @@ class Cost:
 
 
 def cost_of(
-  program: Program,
+  program: CompiledProgram,
   target: Target,
   links: Links,
   *,
@@ -276,7 +276,7 @@ class _Timeline:
 
 
 class _CostModel:
-  def __init__(self, program: Program, target: Target, links: Links, mesh: dict[str, int], names: LayerNames):
+  def __init__(self, program: CompiledProgram, target: Target, links: Links, mesh: dict[str, int], names: LayerNames):
     self._program, self._target, self._links, self._mesh, self._names = program, target, links, mesh, names
     self._done: dict[str, _Timeline] = {}
     self._within: dict[str, str] = {}
@@ -419,7 +419,7 @@ class _CostModel:
     return found
 
   def _communication(self, instruction: Instruction, computation: Computation) -> Communication:
-    groups = groups_of(instruction, self._program.num_devices)
+    groups = device_groups(instruction, self._program.num_devices)
     result = instruction.collective_result
     operands = sum(a.bytes for operand in computation.operands(instruction) for a in operand.arrays)
     size = sum(a.bytes for a in result)
@@ -445,7 +445,7 @@ class _CostModel:
     """Returns the directions of a torus in which a collective uses links; a shift uses only one."""
     if instruction.collective != 'collective-permute' or not self._target.torus:
       return _DIRECTIONS
-    up = [pair[0] < pair[1] for pair in groups_of(instruction, self._program.num_devices) if len(pair) > 1]
+    up = [pair[0] < pair[1] for pair in device_groups(instruction, self._program.num_devices) if len(pair) > 1]
     return _DIRECTIONS[:1] if sum(up) * 2 >= len(up) else _DIRECTIONS[1:]
 
   def _axes(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from praxis_lite.sharding.hlo import Computation, Instruction, Program
+from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction
 
 # Operations whose result has the elements of their first operand, or some of them.
 _KEEPS = {'bitcast', 'bitcast-convert', 'convert', 'copy', 'reshape', 'transpose', 'slice', 'dynamic-slice', 'pad'}
@@ -23,7 +23,7 @@ Index = tuple[int, ...]  # The index of an element of a nested tuple.
 class Dataflow:
   """The origins of the values of a program."""
 
-  def __init__(self, program: Program):
+  def __init__(self, program: CompiledProgram):
     self._program = program
     self._callers: dict[str, tuple[Instruction, Computation]] = {}
     for computation in program.computations.values():

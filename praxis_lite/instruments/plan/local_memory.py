@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from praxis_lite.common.jax_internals.mlir import ir
-from praxis_lite.sharding.propagation import num_parts, split_of
+from praxis_lite.sharding.propagation import count_parts, split_of
 
 PRODUCTS = {'stablehlo.dot_general', 'chlo.ragged_dot'}
 STARTED = {'sdy.all_gather', 'sdy.all_reduce', 'sdy.reduce_scatter', 'sdy.all_to_all', 'sdy.collective_permute'}
@@ -40,7 +40,7 @@ class Sizes:
     self.mesh = mesh
 
   def shape(self, value: ir.Value) -> tuple[int, ...]:
-    return tuple(-(-n // num_parts(axes)) for n, axes in zip(value.type.shape, split_of(value, self.mesh)))
+    return tuple(-(-n // count_parts(axes)) for n, axes in zip(value.type.shape, split_of(value, self.mesh)))
 
   def bytes(self, value: ir.Value) -> int:
     """Returns the bytes of the part on each device; 0 if the value is not an array."""

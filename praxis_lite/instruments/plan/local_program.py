@@ -24,7 +24,7 @@ from praxis_lite.sharding.propagation import (
   functions_of,
   make_collectives_explicit,
   mesh_axes,
-  name_of,
+  operation_name,
   operations,
   split_of,
 )
@@ -162,12 +162,12 @@ class _Reader:
       if op.name in COLLECTIVES:
         self.collectives += self._collective(op, count, within)
       if moved := memory.add(op, inside):
-        self.fusions.append(LocalFusion(f'{within}/{name_of(op)}', count, moved, self._loop))
+        self.fusions.append(LocalFusion(f'{within}/{operation_name(op)}', count, moved, self._loop))
     return memory.most_live()
 
   def _read_inside(self, op: ir.Operation, count: int, within: str) -> int:
     """Adds the work of an operation's regions; if they are branches, the work of all of them."""
-    name = f'{within}/{name_of(op)}'
+    name = f'{within}/{operation_name(op)}'
     if op.name == 'stablehlo.while':
       outside, body = self._loop, op.regions[1].blocks[0]
       self._loops += 1
@@ -191,7 +191,7 @@ class _Reader:
     dims = [int(d) for d in contracted[1].split(',') if d.strip()] if contracted else []
     flops = 2.0 * math.prod(self._sizes.shape(result)) * math.prod(shape[d] for d in dims)
     moved = sum(map(self._sizes.bytes, (*op.operands[:2], result)))
-    return LocalProduct(f'{within}/{name_of(op)}', count, flops, float(moved), _dtype(left), loop=self._loop)
+    return LocalProduct(f'{within}/{operation_name(op)}', count, flops, float(moved), _dtype(left), loop=self._loop)
 
   def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalProduct]:
     """Returns the fused attention in a custom call with a rule of its own, which may split its batch and heads."""
@@ -209,7 +209,7 @@ class _Reader:
         config = json.loads(ir.StringAttr(kernel.attributes['backend_config']).value)
         flops = share * fused_attention_flops(target, config, query.type.shape[-1])
         found.append(
-          LocalProduct(f'{within}/{name_of(op)}', count, flops, float(moved), _dtype(query), True, self._loop)
+          LocalProduct(f'{within}/{operation_name(op)}', count, flops, float(moved), _dtype(query), True, self._loop)
         )
     return found
 
@@ -231,7 +231,7 @@ class _Reader:
     if is_joined(op) or (not axes and not groups):
       return []
     # An operation in a function that JAX traced separately, such as a lookup, has only the name of that function.
-    name = f'{within}/{next((name for name in map(name_of, (op, *users)) if "/" in name), name_of(op))}'
+    name = f'{within}/{next((name for name in map(operation_name, (op, *users)) if "/" in name), operation_name(op))}'
     return [
       LocalCollective(name, count, kind, axes, groups, sent, received, _dtype(result), self._loop, op in self._beside)
     ]

@@ -21,7 +21,7 @@ import jax
 
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.plan.cost import LayerNames, name_of
-from praxis_lite.sharding.hlo import Array, Computation, Instruction, Program, Shape
+from praxis_lite.sharding.hlo import CompiledProgram, Computation, HloArray, Instruction, ResultShape
 from praxis_lite.sharding.host_memory import is_on_host
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -189,7 +189,7 @@ def _hlo_name(dtype: Any) -> str:
 class _Buffer:
   """Memory of the result of an instruction, described by that instruction or by the operation that fills it."""
 
-  array: Array
+  array: HloArray
   defined: int
   op_name: str
   kind: str = 'temporaries'
@@ -208,7 +208,7 @@ _FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
 
-def live_at_peak(program: Program, names: LayerNames) -> tuple[Live, ...]:
+def live_at_peak(program: CompiledProgram, names: LayerNames) -> tuple[Live, ...]:
   """Returns what is live when the temporaries of a scheduled program take most memory, the largest first."""
   groups: dict[tuple[str, str, str], list[_Buffer]] = collections.defaultdict(list)
   for buffer in _Liveness(program).peak(program.entry, is_entry=True)[1]:
@@ -235,7 +235,7 @@ def _operation(op_name: str) -> str:
   return op_name.rpartition('/')[2].rstrip(')')
 
 
-def live_over_time(program: Program) -> dict[str, int]:
+def live_over_time(program: CompiledProgram) -> dict[str, int]:
   """Returns the live bytes when each instruction of a scheduled program runs; see `Memory.over_time`."""
   liveness = _Liveness(program)
   liveness.peak(program.entry, is_entry=True)
@@ -248,7 +248,7 @@ def live_over_time(program: Program) -> dict[str, int]:
 
 
 class _Liveness:
-  def __init__(self, program: Program):
+  def __init__(self, program: CompiledProgram):
     self._program = program
     self._peaks: dict[str, tuple[int, list[_Buffer]]] = {}
     self.live: dict[str, list[int]] = {}  # For each computation, the live bytes when each of its instructions runs.
@@ -306,8 +306,8 @@ class _Liveness:
     if (position := _updated_in_place(instruction, self._program)) is not None and position < len(used):
       return used[position]
 
-    def new(shape: Shape) -> _Held:
-      if not isinstance(shape, Array):
+    def new(shape: ResultShape) -> _Held:
+      if not isinstance(shape, HloArray):
         return tuple(map(new, shape))
       buffer = _Buffer(shape, at, name_of(instruction, computation), given=opcode in ('parameter', 'constant', 'iota'))
       if opcode == 'fusion':
@@ -315,7 +315,7 @@ class _Liveness:
       buffers.append(buffer)
       return buffer
 
-    if opcode.endswith('-start') and not isinstance(instruction.shape, Array) and len(used) == 1:
+    if opcode.endswith('-start') and not isinstance(instruction.shape, HloArray) and len(used) == 1:
       return (used[0], *map(new, instruction.shape[1:]))  # The result contains the operand, too.
     return new(instruction.shape)
 
@@ -338,7 +338,7 @@ def _phase_of(loop: Instruction, body: Computation) -> str:
   return next((phase for phase in ('backward', 'recomputed', 'forward') if phase in phases), '')
 
 
-def _updated_in_place(instruction: Instruction, program: Program) -> int | None:
+def _updated_in_place(instruction: Instruction, program: CompiledProgram) -> int | None:
   """Returns the number of the operand whose memory holds the result; None if the result is in new memory."""
   if instruction.opcode == 'dynamic-update-slice':
     return 0

@@ -24,7 +24,7 @@ from praxis_lite.instruments.plan.declared import Declaration, Declarations, is_
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.pipeline import Pipelined
-from praxis_lite.sharding.hlo import Computation, Instruction, Program
+from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction
 from praxis_lite.training.flops import flops_by_scope
 
 # Collectives that layers write themselves, inside `shard_map`.
@@ -57,7 +57,7 @@ class Why:
 
   # ---------------------------------------------------------------- collectives
 
-  def add_causes(self, cost: Cost, program: Program) -> Cost:
+  def add_causes(self, cost: Cost, program: CompiledProgram) -> Cost:
     """Returns the cost with a cause for each collective."""
     flow = Dataflow(program)
     parts: dict[str, list[tuple[Instruction, Computation]]] = {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention, value_in
-from praxis_lite.sharding.hlo import Array, Computation, Instruction, Program, arrays_of
+from praxis_lite.sharding.hlo import CompiledProgram, Computation, HloArray, Instruction, arrays_of
 
 # ---------------------------------------------------------------- FLOPs
 
@@ -27,7 +27,7 @@ class Product:
   is_attention: bool = False  # Attention in a fused kernel.
 
 
-def products_of(instruction: Instruction, computation: Computation, program: Program) -> Iterable[Product]:
+def products_of(instruction: Instruction, computation: Computation, program: CompiledProgram) -> Iterable[Product]:
   """Yields the products that an instruction computes, including those inside a fusion."""
   if instruction.opcode == 'fusion':
     for called in program.called_computations(instruction):
@@ -42,19 +42,19 @@ def products_of(instruction: Instruction, computation: Computation, program: Pro
       yield Product(flops, dtype, instruction.op_name, is_fused_attention(_target(instruction)))
 
 
-def _dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+def _dot_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
   summed = math.prod(operands[0].dims[d] for d in instruction.integers('lhs_contracting_dims'))
   return 2.0 * instruction.arrays[0].size * summed
 
 
-def _ragged_dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+def _ragged_dot_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
   """Each row is multiplied by the weights of its group. If the summed dimension is ragged, each group sums its part."""
   summed = instruction.integers('lhs_contracting_dims')
   groups = operands[2].dims[-1] if set(instruction.integers('lhs_ragged_dims')) & set(summed) else 1
   return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in summed) / groups
 
 
-def _convolution_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+def _convolution_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
   """Counts pairs of elements that are multiplied, without kernel positions over padding or between dilated elements."""
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   if labels is None or len(operands) < 2:
@@ -97,7 +97,7 @@ def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, 
   return sum(int(((x >= 0) & (x <= last) & (x % spread == 0)).sum()) for x in ats)
 
 
-def _custom_call_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+def _custom_call_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
   """Returns the FLOPs of cuBLAS and cuDNN calls on GPUs, and of Pallas kernels that give a cost estimate."""
   target = _target(instruction)
   config = _backend_config(instruction)
@@ -142,14 +142,14 @@ _FREE |= {'call', 'while', 'conditional', 'async-update'}
 _SLICES = ('slice', 'dynamic-slice', 'gather')
 
 
-def bytes_of(instruction: Instruction, computation: Computation, program: Program) -> float:
+def bytes_of(instruction: Instruction, computation: Computation, program: CompiledProgram) -> float:
   """Returns the bytes of main memory that an instruction reads and writes."""
   if instruction.opcode in _FREE or instruction.opcode.endswith('-done'):
     return 0.0
   operands = computation.operands(instruction)
   if instruction.opcode == 'fusion' and (called := program.called_computations(instruction)):
     return _fusion_bytes(called[0], operands, program)
-  if instruction.opcode.endswith('-start') and not isinstance(instruction.shape, Array):  # (to, from, context)
+  if instruction.opcode.endswith('-start') and not isinstance(instruction.shape, HloArray):  # (to, from, context)
     return float(sum(array.bytes for part in instruction.shape[:2] for array in arrays_of(part) if array.space == 0))
   result = _memory_bytes(instruction)
   if instruction.opcode in _SLICES:
@@ -161,7 +161,7 @@ def bytes_of(instruction: Instruction, computation: Computation, program: Progra
   return float(result + sum(map(_memory_bytes, operands)))
 
 
-def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: Program) -> float:
+def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: CompiledProgram) -> float:
   total = 0.0
   for number, parameter in inside.parameters.items():
     whole = _memory_bytes(operands[number]) if number < len(operands) else _memory_bytes(parameter)
@@ -171,7 +171,7 @@ def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program:
   return total + sum(_bytes_written(result, inside, program) for result in results)
 
 
-def _read(parameter: Instruction, whole: float, inside: Computation, program: Program) -> float:
+def _read(parameter: Instruction, whole: float, inside: Computation, program: CompiledProgram) -> float:
   """Returns the bytes that a fusion, and the fusions in it, read from a parameter of `whole` bytes."""
   parts = 0.0
   for user in _uses(parameter.name, inside, program):
@@ -187,7 +187,7 @@ def _read(parameter: Instruction, whole: float, inside: Computation, program: Pr
   return min(parts, whole)
 
 
-def _uses(name: str, inside: Computation, program: Program) -> list[Instruction]:
+def _uses(name: str, inside: Computation, program: CompiledProgram) -> list[Instruction]:
   """Returns the instructions that use a value, directly or through views of it, without duplicates."""
   found: dict[str, Instruction] = {}
   for user in inside.users.get(name, ()):
@@ -195,7 +195,7 @@ def _uses(name: str, inside: Computation, program: Program) -> list[Instruction]
   return list(found.values())
 
 
-def _bytes_written(result: Instruction, inside: Computation, program: Program) -> float:
+def _bytes_written(result: Instruction, inside: Computation, program: CompiledProgram) -> float:
   """Returns the bytes that a fusion writes for a result; for an in-place update, only those of the updated part."""
   result = program.origin(result, inside)
   if result.opcode == 'fusion' and (called := program.called_computations(result)) and called[0].root.opcode != 'tuple':

@@ -49,9 +49,9 @@ from praxis_lite.sharding.weights import (
   WeightHParamsCollection,
   WeightInit,
   check_weight,
-  declared,
   init_weight,
   is_dtype,
+  to_declared_split,
 )
 
 LayerT = TypeVar('LayerT', bound='Layer')
@@ -253,7 +253,7 @@ class Layer(InCall, Configurable):
       mappings = {}
       for field, mapping in self.split_mappings(group).items():
         self._resolve(mapping, field)
-        mappings[field.rpartition('.')[2]] = declared(mapping, field)
+        mappings[field.rpartition('.')[2]] = to_declared_split(mapping, field)
       if any(mapping is not None for mapping in mappings.values()):
         setattr(self, group, getattr(self, group).clone(**mappings))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
-from praxis_lite.sharding.propagation import Axis, Instance, Split
+from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance
 
 PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
 GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
@@ -50,7 +50,7 @@ def axes_of(entries: Iterable[tuple[Axis, ...]]) -> frozenset[Axis]:
   return frozenset(axis for axes in entries for axis in axes)
 
 
-def whole(split: Split, dims: Iterable[int]) -> Split:
+def whole(split: ArraySplit, dims: Iterable[int]) -> ArraySplit:
   """Returns a split in which the dimensions `dims` are not split."""
   dims = set(dims)
   return tuple(() if dim in dims else axes for dim, axes in enumerate(split))
@@ -82,6 +82,6 @@ def join_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
   return tuple(found)
 
 
-def if_changed(instance: Instance, after: Sequence[Split]) -> tuple[Split, ...] | None:
+def if_changed(instance: Instance, after: Sequence[ArraySplit]) -> tuple[ArraySplit, ...] | None:
   """Returns `after`, or None if the arrays already have these splits."""
   return None if (*after,) == instance.splits else (*after,)

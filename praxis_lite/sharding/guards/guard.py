@@ -18,7 +18,7 @@ from praxis_lite.sharding.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TR
 from praxis_lite.sharding.guards.crops import crop_before_convolutions, pad_only_between_entries
 from praxis_lite.sharding.guards.starts import clamp_starts
 from praxis_lite.sharding.hlo import scopes
-from praxis_lite.sharding.propagation import Instance, Propagation, Site, Split
+from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, Site
 
 T = TypeVar('T')
 # How often the program is read again because the constraints of one guard led to splits that another one guards.
@@ -52,8 +52,8 @@ class Guarded(NamedTuple):
   op: str
   where: str
   shapes: tuple[tuple[int, ...], ...]
-  before: tuple[Split, ...]
-  after: tuple[Split, ...]
+  before: tuple[ArraySplit, ...]
+  after: tuple[ArraySplit, ...]
   mended: tuple[str, ...] = ()
 
   @property
@@ -62,7 +62,7 @@ class Guarded(NamedTuple):
     return scopes(self.where).rpartition('/')[0]
 
 
-_GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
+_GUARDS: dict[str, Callable[[Instance], tuple[ArraySplit, ...] | None]] = {
   PRODUCT: products.guard_product,
   TRANSPOSE: products.guard_transpose,
   images.CONVOLUTION: images.guard_convolution,
@@ -112,8 +112,8 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
       raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
     if num_devices > 1:
       _tell_of_unknown_release()
-    first: dict[Site, tuple[Split, ...]] = {}
-    last: dict[Site, tuple[Split, ...]] = {}
+    first: dict[Site, tuple[ArraySplit, ...]] = {}
+    last: dict[Site, tuple[ArraySplit, ...]] = {}
     instances: list[Instance] = []
     for round_ in range(_MAX_ROUNDS if propagation.sites else 0):
       instances = propagation.instances()
@@ -155,11 +155,11 @@ def guarded_export(fn: Callable[..., object], platforms: Sequence[str]) -> Calla
   jitted = jax.jit(fn)
   plain = jax.export.export(jitted, platforms=platforms)
 
-  def exported(*args: Any) -> jax.export.Exported:
+  def export(*args: Any) -> jax.export.Exported:
     found = unless_unknown(_NOT_GUARDED_EXPORT, lambda: export_changed(jitted, guard, platforms, args), None)
     return plain(*args) if found is None else found
 
-  return exported
+  return export
 
 
 class GuardedJit(Generic[T]):
@@ -207,7 +207,7 @@ def _tell_of_unknown_release() -> None:
     tell_once(_NOT_SHOWN.format(first=first, last=last, this=named))
 
 
-def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[Split, ...]]]:
+def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[ArraySplit, ...]]]:
   """Yields the operations that XLA may compute wrongly, each with splits that it computes rightly."""
   for instance in instances:
     guarded_by = _GUARDS.get(instance.site.op.name)
@@ -216,7 +216,7 @@ def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[
       yield instance, after
 
 
-def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[Split, ...]]:
+def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[ArraySplit, ...]]:
   """Restricts the splits of the program's results, and returns the new splits.
 
   Such a constraint can change the splits of earlier operations, so the program is read again afterwards. On a mesh of

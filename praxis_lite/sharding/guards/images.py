@@ -7,12 +7,12 @@ import numpy as np
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.guards.arrays import integer, integers, join_axes, padding, unused_axes, whole
 from praxis_lite.sharding.guards.products import Names, is_nearly_local
-from praxis_lite.sharding.propagation import Axis, Instance, Split, num_parts
+from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance, count_parts
 
 CONVOLUTION = 'stablehlo.convolution'
 
 
-def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
+def guard_convolution(convolution: Instance) -> tuple[ArraySplit, ...]:
   """Gathers height and width of images and filters, and treats rows and channels like those of a matrix product.
 
   If a window overlaps the part of another device, XLA exchanges the borders, and computes some filters wrongly. It also
@@ -45,7 +45,7 @@ def _names(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> Na
   return images, filters, result
 
 
-def _split_over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> tuple[Split, ...]:
+def _split_over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> tuple[ArraySplit, ...]:
   """Splits a convolution with groups over its rows only.
 
   XLA turns some of these convolutions into products, and multiplies channels of one group with the filter of another.
@@ -69,7 +69,7 @@ def _split_over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumb
   return tuple(images), tuple(filters), tuple(result)
 
 
-def guard_max_pooling_gradient(pooling: Instance) -> tuple[Split, ...]:
+def guard_max_pooling_gradient(pooling: Instance) -> tuple[ArraySplit, ...]:
   """Gathers the dimensions that windows move along in the gradient of max pooling.
 
   If a window lies in the parts of two devices, XLA adds its gradient on both, or on neither. Example: on a mesh a 2,
@@ -82,7 +82,7 @@ def guard_max_pooling_gradient(pooling: Instance) -> tuple[Split, ...]:
   return _whole_along(pooling, still)
 
 
-def guard_windows(pooling: Instance) -> tuple[Split, ...]:
+def guard_windows(pooling: Instance) -> tuple[ArraySplit, ...]:
   """Gathers the dimensions that windows move along.
 
   XLA would exchange the borders of the parts, which aborts the process for some paddings and sizes. Example: on a mesh
@@ -98,7 +98,7 @@ def guard_windows(pooling: Instance) -> tuple[Split, ...]:
   return _whole_along(pooling, still)
 
 
-def guard_pad(pad: Instance) -> tuple[Split, ...]:
+def guard_pad(pad: Instance) -> tuple[ArraySplit, ...]:
   """Splits operand and result of a pad alike, and does not split dimensions that are cropped or padded between entries.
 
   In such dimensions, XLA gives each device too many or too few entries, or aborts the process. Examples on a mesh a 2:
@@ -109,13 +109,13 @@ def guard_pad(pad: Instance) -> tuple[Split, ...]:
   for a mesh. No entry moves, so the dimension stays split. Test: `test_pads_that_crop_what_was_padded_for_a_mesh`.
   """
   low, high, between = map(np.array, padding(pad.site.op))
-  parts = np.array([num_parts(axes) for axes in pad.compatible[0]])
+  parts = np.array([count_parts(axes) for axes in pad.compatible[0]])
   before, after = (-(-np.array(pad.site.shapes[i]) // parts) for i in (0, -1))
   is_end_cropped = (low == 0) & (high < 0) & (before == after)
   return _whole_along(pad, (((low >= 0) & (high >= 0)) | is_end_cropped) & (between == 0))
 
 
-def _whole_along(operation: Instance, still: np.ndarray) -> tuple[Split, ...]:
+def _whole_along(operation: Instance, still: np.ndarray) -> tuple[ArraySplit, ...]:
   """Returns the compatible splits without the dimensions for which `still` is False."""
   moved = np.flatnonzero(~still)
   return tuple(whole(split, moved) if split else split for split in operation.compatible)

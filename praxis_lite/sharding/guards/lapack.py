@@ -8,12 +8,21 @@ from collections.abc import Iterable, Sequence
 from praxis_lite.common.jax_internals.flags import jaxlib_release
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.guards.arrays import make_constant, zeros
-from praxis_lite.sharding.propagation import Axis, Instance, Site, Split, callee, functions_of, num_parts, operations
+from praxis_lite.sharding.propagation import (
+  ArraySplit,
+  Axis,
+  Instance,
+  Site,
+  callee,
+  count_parts,
+  functions_of,
+  operations,
+)
 
 CALL, _FRONTEND = 'stablehlo.custom_call', 'mhlo.frontend_attributes'
 
 
-def guard_lapack(call: Instance) -> tuple[Split, ...] | None:
+def guard_lapack(call: Instance) -> tuple[ArraySplit, ...] | None:
   """Splits only the batch dimensions, alike in all arrays, and only evenly."""
   if not is_lapack(call.site.op):
     return None
@@ -21,7 +30,7 @@ def guard_lapack(call: Instance) -> tuple[Split, ...] | None:
   sizes = call.site.shapes[0][:number]
   batches = (split[:number] for split in (*call.splits[len(call.site.op.operands) :], *call.splits))
   batch = next((split for split in batches if any(split)), ((),) * number)
-  batch = tuple(axes if n % num_parts(axes) == 0 else () for n, axes in zip(sizes, batch))
+  batch = tuple(axes if n % count_parts(axes) == 0 else () for n, axes in zip(sizes, batch))
   return tuple((*batch, *((),) * (len(shape) - number)) for shape in call.site.shapes)
 
 
@@ -47,7 +56,7 @@ def call_one_matrix_at_a_time(
   """
   if jaxlib_release() >= _MENDED:
     return []
-  splits: dict[ir.Operation, set[tuple[Split, ...]]] = {}
+  splits: dict[ir.Operation, set[tuple[ArraySplit, ...]]] = {}
   sites = {instance.site.op: instance.site for instance in instances}
   for instance in instances:
     splits.setdefault(instance.site.op, set()).add(instance.splits)
@@ -58,7 +67,7 @@ def call_one_matrix_at_a_time(
   for call in calls:
     shape, ways = _batch_shape(call), splits.get(call, set())
     batch = next(iter(ways))[0][: len(shape)] if len(ways) == 1 else ((),) * len(shape)
-    if any(n != num_parts(axes) for n, axes in zip(shape, batch)):
+    if any(n != count_parts(axes) for n, axes in zip(shape, batch)):
       _loop(call, batch, sites.get(call))
       replaced.append(call)
   return replaced
@@ -92,13 +101,13 @@ def _num_runs(root: ir.Operation, calls: set[ir.Operation]) -> int:
   return runs(functions['main'])
 
 
-def _loop(call: ir.Operation, batch: Split, site: Site | None) -> None:
+def _loop(call: ir.Operation, batch: ArraySplit, site: Site | None) -> None:
   """Replaces a call by a loop in which each device passes it one of its matrices at a time.
 
   Each batch dimension becomes two: the devices that split it, and the matrices of one device.
   """
   shape = _batch_shape(call)
-  parts = [num_parts(axes) for axes in batch]
+  parts = [count_parts(axes) for axes in batch]
   each = [n // k for n, k in zip(shape, parts)]
   loops = [n for pair in zip(parts, each) for n in pair]
 

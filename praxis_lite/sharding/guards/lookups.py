@@ -9,10 +9,10 @@ import numpy as np
 
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.guards.arrays import IDS, ROWS, axes_of, if_changed, integers, make_constant, whole
-from praxis_lite.sharding.propagation import Axis, Instance, Split, num_parts
+from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance, count_parts
 
 
-def guard_lookup(lookup: Instance) -> tuple[Split, ...] | None:
+def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
   """Makes a lookup local: ids are split like the rows that they read, and slices like the table.
 
   Then each device looks up its rows in its part of the table. XLA fails to compile other lookups, or computes them
@@ -61,7 +61,7 @@ def guard_slice(dynamic: Instance) -> None:
         op.operands[first + dim] = stablehlo.OptimizationBarrierOp([clamped]).results[0]
 
 
-def guard_static_slice(static: Instance) -> tuple[Split, ...]:
+def guard_static_slice(static: Instance) -> tuple[ArraySplit, ...]:
   """Splits an array and its slice alike, and does not split dimensions that are sliced with a stride.
 
   If such a dimension is split, XLA makes slices of a wrong size, which do not compile, or returns entries of another
@@ -81,7 +81,7 @@ def is_cut_where_split(static: Instance) -> bool:
   return any(axes and n != m for axes, n, m in zip(static.splits[0], before, after))
 
 
-def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
+def guard_scatter(scatter: Instance) -> tuple[ArraySplit, ...] | None:
   """Makes a scatter local: ids are split like their updates, and slices like the table.
 
   Then each device writes its updates into its part of the table, which XLA does rightly. It computes thousands of other
@@ -127,7 +127,7 @@ def _numbers(scatter: Instance) -> stablehlo.ScatterDimensionNumbers:
   return stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
 
 
-def _local(scatter: Instance) -> tuple[Split, ...]:
+def _local(scatter: Instance) -> tuple[ArraySplit, ...]:
   """Returns splits with which a scatter is local except for sums; dimensions written in parts are not split."""
   numbers = _numbers(scatter)
   _, ids, updates, table = scatter.compatible
@@ -146,7 +146,7 @@ def _local(scatter: Instance) -> tuple[Split, ...]:
   return table, _split_like_rows(ids, updates, pairs), updates, table
 
 
-def _uneven_updates(scatter: Instance, splits: Sequence[Split]) -> dict[int, int]:
+def _uneven_updates(scatter: Instance, splits: Sequence[ArraySplit]) -> dict[int, int]:
   """Returns pairs of dimensions of updates and ids that some axes split unevenly."""
   ids, updates, sizes = splits[IDS], splits[ROWS], scatter.site.shapes[ROWS]
   return {i: j for i, j in _scatter_pairs(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
@@ -170,7 +170,7 @@ def _scatter_pairs(scatter: Instance) -> dict[int, int]:
   return _pairs(scatter, numbers.update_window_dims, numbers.index_vector_dim)
 
 
-def _split_like_rows(ids: Split, rows: Split, pairs: Mapping[int, int]) -> Split:
+def _split_like_rows(ids: ArraySplit, rows: ArraySplit, pairs: Mapping[int, int]) -> ArraySplit:
   """Returns the split of ids that corresponds to the split of their rows."""
   of_ids = {j: rows[i] for i, j in pairs.items()}
   return tuple(of_ids.get(dim, ()) for dim in range(len(ids)))
@@ -178,7 +178,7 @@ def _split_like_rows(ids: Split, rows: Split, pairs: Mapping[int, int]) -> Split
 
 def _is_uneven(size: int, *entries: tuple[Axis, ...]) -> bool:
   """Whether the axes of any entry split a dimension of this size unevenly."""
-  return any(size % num_parts(axes) for axes in entries)
+  return any(size % count_parts(axes) for axes in entries)
 
 
 def _sign_ids(lookup: Instance) -> None:

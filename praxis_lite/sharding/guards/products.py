@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
-from praxis_lite.sharding.propagation import Axis, Instance, Split
+from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance
 
 # The name of each dimension of each array. Dimensions of the same name run together: they are batched, summed or kept.
 Names = tuple[Sequence[str | None], ...]
 
 
-def guard_product(product: Instance) -> tuple[Split, ...]:
+def guard_product(product: Instance) -> tuple[ArraySplit, ...]:
   """Makes a product local: each device multiplies its parts of the operands, and the partial results are summed.
 
   For other products, XLA groups the devices by some of the axes, and orders them within a group by the other axes. That
@@ -36,7 +36,7 @@ def guard_product(product: Instance) -> tuple[Split, ...]:
   return product.splits if is_nearly_local(product.splits, names, product.site.mesh) else product.compatible
 
 
-def guard_transpose(transpose: Instance) -> tuple[Split, ...]:
+def guard_transpose(transpose: Instance) -> tuple[ArraySplit, ...]:
   """Splits each dimension in the same way before and after a transpose.
 
   XLA folds transposes into products before it partitions them, so a transpose that changes the split of a dimension
@@ -45,7 +45,7 @@ def guard_transpose(transpose: Instance) -> tuple[Split, ...]:
   return transpose.compatible
 
 
-def is_nearly_local(splits: Sequence[Split], names: Names, mesh: Sequence[Axis]) -> bool:
+def is_nearly_local(splits: Sequence[ArraySplit], names: Names, mesh: Sequence[Axis]) -> bool:
   """Whether an operation is local except for sums and for one array.
 
   That array may be an operand that is gathered first, or the result, which may afterwards be split further by one axis.
@@ -70,7 +70,7 @@ def is_nearly_local(splits: Sequence[Split], names: Names, mesh: Sequence[Axis])
   return any(_is_local_but(i, names, splits) for i in range(len(splits)))
 
 
-def _num_axes(mesh: Sequence[Axis], splits: Sequence[Split]) -> int:
+def _num_axes(mesh: Sequence[Axis], splits: Sequence[ArraySplit]) -> int:
   """Returns the number of mesh axes, counting each part of an axis that the splits use, and each rest, as an axis."""
   ends = {axis.name: {1, axis.size} for axis in mesh}
   for axis in (axis for split in splits for axes in split for axis in axes):
@@ -78,7 +78,7 @@ def _num_axes(mesh: Sequence[Axis], splits: Sequence[Split]) -> int:
   return sum(len(of_axis) - 1 for of_axis in ends.values())
 
 
-def _is_local_but(moved: int, names: Names, splits: Sequence[Split]) -> bool:
+def _is_local_but(moved: int, names: Names, splits: Sequence[ArraySplit]) -> bool:
   entries: dict[str | None, tuple[Axis, ...]] = {}
   for i, (array, split) in enumerate(zip(names, splits)):
     if i != moved and any(entries.setdefault(name, axes) != axes for name, axes in zip(array, split)):

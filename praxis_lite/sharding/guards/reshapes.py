@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from praxis_lite.sharding.guards.arrays import whole
-from praxis_lite.sharding.propagation import Instance, Split, num_parts
+from praxis_lite.sharding.propagation import ArraySplit, Instance, count_parts
 
 RESHAPE = 'stablehlo.reshape'
 
 
-def guard_reshape(reshape: Instance) -> tuple[Split, ...] | None:
+def guard_reshape(reshape: Instance) -> tuple[ArraySplit, ...] | None:
   """Gathers uneven dimensions that a reshape merges or divides, if it changes several dimensions that are split.
 
   XLA would abort the process. Example: on a mesh a 3 x b 4, `x.reshape(8, 4, 6, 2)` of x [32, 12] over ('a', 'b'), the
@@ -21,7 +21,7 @@ def guard_reshape(reshape: Instance) -> tuple[Split, ...] | None:
   shapes = reshape.site.shapes
   if 0 in shapes[0]:
     return None
-  groups = [(i, j) for i, j in groups_of(*shapes) if _long(shapes[0], i) != _long(shapes[1], j)]
+  groups = [(i, j) for i, j in factor_groups(*shapes) if _long(shapes[0], i) != _long(shapes[1], j)]
   split = [(i, j) for i, j in groups if any(before[dim] for dim in i) or any(after[dim] for dim in j)]
   if len(split) < 2:
     return None
@@ -36,11 +36,11 @@ def _long(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
   return [shape[dim] for dim in dims if shape[dim] > 1]
 
 
-def _is_uneven(shape: Sequence[int], split: Split, dims: Sequence[int]) -> bool:
-  return any(shape[dim] % num_parts(split[dim]) for dim in dims)
+def _is_uneven(shape: Sequence[int], split: ArraySplit, dims: Sequence[int]) -> bool:
+  return any(shape[dim] % count_parts(split[dim]) for dim in dims)
 
 
-def groups_of(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
+def factor_groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
   """Yields the smallest groups of dimensions, before and after a reshape, that hold the same entries."""
   i = j = 0
   while i < len(before) or j < len(after):

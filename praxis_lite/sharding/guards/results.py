@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from praxis_lite.sharding.propagation import Axis, Split, num_parts
+from praxis_lite.sharding.propagation import ArraySplit, Axis, count_parts
 
 RETURN = 'func.return'
 
 
-def guard_results(shapes: Sequence[Sequence[int]], splits: Sequence[Split]) -> tuple[Split, ...]:
+def guard_results(shapes: Sequence[Sequence[int]], splits: Sequence[ArraySplit]) -> tuple[ArraySplit, ...]:
   """Splits each dimension of a result only over axes that divide it evenly.
 
   If `out_shardings` does not say how a result is split, XLA may split an uneven dimension over a part of an axis, which
@@ -22,4 +22,4 @@ def guard_results(shapes: Sequence[Sequence[int]], splits: Sequence[Split]) -> t
 
 def _that_divide(size: int, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
   """Returns the longest prefix of `axes` that divides `size`."""
-  return max((axes[:n] for n in range(len(axes) + 1) if size % num_parts(axes[:n]) == 0), key=len)
+  return max((axes[:n] for n in range(len(axes) + 1) if size % count_parts(axes[:n]) == 0), key=len)

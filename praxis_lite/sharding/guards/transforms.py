@@ -6,12 +6,12 @@ import numpy as np
 
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.guards.arrays import if_changed, integers, whole
-from praxis_lite.sharding.propagation import Instance, Split
+from praxis_lite.sharding.propagation import ArraySplit, Instance
 
 FFT = 'stablehlo.fft'
 
 
-def guard_fft(transform: Instance) -> tuple[Split, ...] | None:
+def guard_fft(transform: Instance) -> tuple[ArraySplit, ...] | None:
   """Gathers the dimensions that are transformed, and splits the others of operand and result alike.
 
   XLA transforms a split dimension with a wrong length, or aborts the process. Example: on a mesh a 4, the gradient of
