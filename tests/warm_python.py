@@ -35,7 +35,7 @@ from typing import Any
 
 MODULES = (
   *('jax', 'jax.experimental.multihost_utils', 'optax', 'orbax.checkpoint', 'tensorboardX', 'multiprocessing.queues'),
-  *('praxis_lite.cli.main', 'praxis_lite.runs.executor', 'praxis_lite.checkpoints.streamed_writes'),
+  *('praxis_lite.cli.main', 'praxis_lite.runs.executor', 'praxis_lite.checkpoints.orbax.handlers'),
   *('praxis_lite.cli.train', 'praxis_lite.instruments.explain', 'praxis_lite.experiments.lm'),
 )
 SERVE = 'import warm_python; warm_python.serve()'

@@ -29,7 +29,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from timing import measure_in_turn, median_ratio, seconds
 
-from praxis_lite.checkpoints import Checkpointer, orbax
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints.orbax import work_arounds
 from praxis_lite.training.state import TrainState
 
 _ROWS, _COLUMNS, _ARRAYS = 4096, 1024, 3  # 16 MiB: a variable, and two moments of it.
@@ -105,16 +106,16 @@ def main() -> None:
     state = random_state(shapes)
     time_save(random_state(shapes_of(0)), shapes_of(0), f'{directory}/small')  # Imports, and starts threads.
     stall, blocking = time_save(state, shapes, f'{directory}/checked')
-    with_checksums = orbax.add_chunk_checksums
+    with_checksums = work_arounds.add_chunk_checksums
 
     def remove_checksums(spec: dict[str, Any]) -> dict[str, Any]:
       spec = with_checksums(spec)
       spec['metadata']['codecs'][-1]['configuration']['checksum'] = False
       return spec
 
-    orbax.add_chunk_checksums = remove_checksums
+    work_arounds.add_chunk_checksums = remove_checksums
     time_save(state, shapes, f'{directory}/unchecked')
-    orbax.add_chunk_checksums = with_checksums
+    work_arounds.add_chunk_checksums = with_checksums
     del state
     print(f'state of {num_bytes / 1e9:.2f} GB in {len(jax.tree.leaves(shapes))} arrays')
     print(f'save: {blocking:.2f} s; training stalls {stall:.3f} s, {stall / blocking:.1%} of it', flush=True)

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -45,23 +45,19 @@ from praxis_lite.checkpoints.contents import (
   to_nested_dict,
 )
 from praxis_lite.checkpoints.failures import DamagedError, PartedError, first_line, unreadable
-from praxis_lite.checkpoints.orbax import check_folder_is_found, orbax_checkpoint
+from praxis_lite.checkpoints.orbax.on_disk import STATE
+from praxis_lite.checkpoints.orbax.save_barrier import make_save_barrier
+from praxis_lite.checkpoints.orbax.store import OrbaxStore
 from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import CHECKPOINTS, RemovedError, Retention, being_read, set_aside, steps_in
-from praxis_lite.checkpoints.save_barrier import SaveBarrier
 from praxis_lite.checkpoints.seal import SEAL, check_records, check_seal, new_seal, seal_array
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.files import check_plain_below, local_path
-from praxis_lite.common.jax_internals import unless_unknown
-from praxis_lite.common.jax_internals.processes import service_client
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.common.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.state import TrainState
-
-if TYPE_CHECKING:
-  import orbax.checkpoint as ocp
 
 # Bytes that must be free on the disk before a save begins.
 _LEAST_ROOM = 1 << 14
@@ -115,28 +111,16 @@ class Checkpointer:
     self._on_damage = on_damage
     self._damaged: set[int] = set()
     self._retention = Retention(self.directory, max_to_keep=max_to_keep, keep_interval_steps=keep_interval_steps)
-    self._barrier = _barrier()
+    self._barrier = make_save_barrier()
     self._to_close = contextlib.ExitStack()
-    self._manager = self._open_manager()
+    self._store = self._open_store()
     self._is_broken = False
     self._being_saved: list[int] = []
     self._best = BestRecord(Path(self.directory).parent / BEST, self.all_steps())
 
-  def _open_manager(self) -> ocp.CheckpointManager:
-    ocp = orbax_checkpoint()
-    from praxis_lite.checkpoints.streamed_writes import pytree_handlers
-
+  def _open_store(self) -> OrbaxStore:
     self._remove_incomplete()
-    options = ocp.CheckpointManagerOptions(
-      create=not self._read_only,
-      read_only=self._read_only,
-      save_root_metadata=False,
-      async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
-    )
-    manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=pytree_handlers())
-    if not self._read_only:
-      check_folder_is_found(self.directory)
-    return manager
+    return OrbaxStore(self.directory, read_only=self._read_only, barrier=self._barrier)
 
   def save(
     self,
@@ -162,7 +146,6 @@ class Checkpointer:
       CheckpointError: this save, or the one before, failed.
       PartedError: this save failed only in this process.
     """
-    ocp = orbax_checkpoint()
     self.wait_until_complete()
     with self._saving():
       if self._is_broken:
@@ -172,20 +155,17 @@ class Checkpointer:
         raise CheckpointError(failed)
       if self._is_broken:
         self._mend()
-    if step in self._manager.all_steps():
+    if self._store.has_step(step):
       return False
     seal = new_seal(step)
     arrays = {**to_nested_dict(jax.tree.map(to_data, state)), SEAL: seal_array(seal)}
-    items = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(arrays),
-      inputs=ocp.args.JsonSave(add_checksum({'input_state': input_state, SEAL: seal})),
-      about=ocp.args.JsonSave(add_checksum({**_about(state, true_shapes), 'progress': progress, SEAL: seal})),
-    )
+    records = {
+      'inputs': add_checksum({'input_state': input_state, SEAL: seal}),
+      'about': add_checksum({**_about(state, true_shapes), 'progress': progress, SEAL: seal}),
+    }
     with self._saving(PartedError if jax.process_count() > 1 else CheckpointError):
       self._being_saved.append(step)
-      if self._barrier is not None:
-        self._barrier.begin()
-      return bool(self._manager.save(step, args=items, force=True))  # force: the caller decides which steps to save.
+      return self._store.save(step, arrays, records)
 
   def wait(self) -> None:
     """Waits until all saves are on disk and old checkpoints are removed; raises CheckpointError if saving failed."""
@@ -198,7 +178,7 @@ class Checkpointer:
     Raises:
       CheckpointError: saving failed.
     """
-    if not self._being_saved or self._manager.is_saving_in_progress():
+    if not self._being_saved or self._store.is_saving():
       return []
     self.wait_until_complete()
     folders = [(step, Path(self.directory, str(step))) for step in self._being_saved]
@@ -209,7 +189,7 @@ class Checkpointer:
     """Waits until all saves are on disk, and starts to remove old ones; raises CheckpointError if saving failed."""
     if not self._is_broken:
       with self._saving():
-        self._manager.wait_until_finished()
+        self._store.wait()
     with contextlib.suppress(OSError):  # The checkpoint is kept all the same, and the next save writes the file again.
       self._best.write()
     if self._being_saved and not self._read_only and jax.process_index() == 0:
@@ -222,7 +202,7 @@ class Checkpointer:
   def keep_best(self, best: BestCheckpoint | None) -> None:
     """Protects a checkpoint, whose save has at least begun, as the best one. None stops protecting any checkpoint."""
     self._best.value = best
-    if best is None or not self._manager.is_saving_in_progress():
+    if best is None or not self._store.is_saving():
       self._best.write()
 
   def kept_steps(self) -> set[int]:
@@ -235,7 +215,7 @@ class Checkpointer:
       self.wait()
     finally:
       self._to_close.close()
-      self._manager.close()
+      self._store.close()
 
   def latest_step(self) -> int | None:
     """Returns the step of the newest complete checkpoint, or None if there is none."""
@@ -303,14 +283,9 @@ class Checkpointer:
     `shapes` are nested dicts of `jax.ShapeDtypeStruct`s of the same ranks as the arrays in the checkpoint. Otherwise
     this works like `restore`, but does not compare shapes.
     """
-    ocp, step = orbax_checkpoint(), self.existing_step(step)
+    step = self.existing_step(step)
     data_shapes = jax.tree.map(data_shape, shapes)
-    restore_args = jax.tree.map(
-      lambda x: ocp.ArrayRestoreArgs(global_shape=x.shape, dtype=x.dtype, sharding=x.sharding, strict=False),
-      data_shapes,
-    )
-    args = ocp.args.PyTreeRestore(item=data_shapes, restore_args=restore_args, partial_restore=True)
-    arrays = self._read_arrays(step, args)
+    arrays = self._read_arrays(step, data_shapes)
     for path, wanted in leaves_by_path(data_shapes).items():  # The names and types of arrays have no checksum.
       found = lookup(arrays, path)
       if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
@@ -337,7 +312,7 @@ class Checkpointer:
     names = {path: f'mdl_vars.{path_name(path)}' for path in leaves_by_path(shapes)}
     if use_ema:
       names = {path: ema if (ema := f'ema_vars.{path_name(path)}') in saved else name for path, name in names.items()}
-    arrays = stored_arrays(os.path.join(where, 'state'), {name: saved[name]['shape'] for name in names.values()})
+    arrays = stored_arrays(os.path.join(where, STATE), {name: saved[name]['shape'] for name in names.values()})
     check_seal(Path(where), step)
     return map_with_path(lambda path, _: arrays[names[path]], shapes)
 
@@ -400,7 +375,7 @@ class Checkpointer:
       if jax.process_index() == 0:
         aside = f', and is kept in {set_aside(Path(self.folder(step)))}'
       gather_texts('')  # Waits for the first process.
-      self._manager.reload()
+      self._store.reload()
     else:
       self._damaged.add(step)
     self.notes.append(f'{damage}{aside}; the checkpoint before is used, of step {self.latest_step()}')
@@ -408,13 +383,10 @@ class Checkpointer:
   def _read_json(self, step: Step, item: str) -> dict[str, Any]:
     return read_record(Path(self.folder(self.existing_step(step))), item)
 
-  def _read_arrays(self, step: int, args: ocp.args.PyTreeRestore) -> Any:
+  def _read_arrays(self, step: int, shapes: NestedDict) -> Any:
     try:
-      check_plain_below(os.path.join(self.folder(step), 'state'))
-      out = self._manager.restore(step, args=orbax_checkpoint().args.Composite(state=args))['state']
-      if isinstance(out, Exception):
-        raise out
-      return out
+      check_plain_below(os.path.join(self.folder(step), STATE))
+      return self._store.read_arrays(step, shapes)
     except Exception as error:
       raise unreadable(self.folder(step), error) from error
 
@@ -438,10 +410,10 @@ class Checkpointer:
       self._retention.start_with_incomplete()
 
   def _mend(self) -> None:
-    """Replaces Orbax's manager, which cannot be used after an error."""
+    """Opens another store, because Orbax cannot go on after an error."""
     with contextlib.suppress(Exception):
-      self._manager.close()
-    self._manager = self._open_manager()
+      self._store.close()
+    self._store = self._open_store()
     self._retention.wait()  # The next save may need the room.
     self._is_broken = False
 
@@ -463,14 +435,6 @@ class Checkpointer:
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
   """Returns the steps of the complete checkpoints of a run, in order. Reads only the names of their folders."""
   return steps_in(Path(job_log_dir, CHECKPOINTS))
-
-
-def _barrier() -> SaveBarrier | None:
-  """Returns how processes wait for each other; None if there is only this one."""
-  if jax.process_count() == 1:
-    return None
-  client = unless_unknown('a save that fails on one host is not noticed by others', service_client, None)
-  return None if client is None else SaveBarrier(client)
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.checkpoints.failures import unreadable
+from praxis_lite.checkpoints.orbax.on_disk import record_file
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import parse_json, plain_dtype, read_plain
 from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, path_name
@@ -56,7 +57,7 @@ def read_record(folder: Path, item: str) -> dict[str, Any]:
     CheckpointError: it cannot be read.
   """
   try:
-    return parse_record(read_plain(folder / item / 'metadata'), item)
+    return parse_record(read_plain(record_file(folder, item)), item)
   except (OSError, ValueError, AttributeError) as error:
     raise unreadable(folder, error) from error
 

@@ -19,10 +19,11 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from praxis_lite.checkpoints.failures import unreadable
+from praxis_lite.checkpoints.orbax.on_disk import INCOMPLETE
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import remove_all
 
-_INCOMPLETE = '.orbax-checkpoint-tmp'  # In the names of folders that Orbax is writing.
 _REMOVED = '.removed'
 _DAMAGED = '.damaged'
 # Seconds to wait for a lock before printing a line, and before giving up.
@@ -83,8 +84,6 @@ def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
       except FileNotFoundError:
         raise
       except OSError as error:  # Such as a symbolic link to itself.
-        from praxis_lite.checkpoints.failures import unreadable  # It imports JAX.
-
         raise unreadable(folder, error) from error
       yield
   except FileNotFoundError:
@@ -118,7 +117,7 @@ class Retention:
 
     A failed save may still be writing. Its folder is renamed first, so that further writes go nowhere.
     """
-    for folder in self._directory.glob(f'*{_INCOMPLETE}*'):
+    for folder in self._directory.glob(f'*{INCOMPLETE}*'):
       if not folder.name.endswith(_REMOVED):
         with contextlib.suppress(OSError):  # Another process has renamed it, or it cannot be removed now.
           take_away(folder)

@@ -16,13 +16,13 @@ import numpy as np
 
 from praxis_lite.checkpoints.contents import read_record
 from praxis_lite.checkpoints.failures import unreadable
+from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.streamed import stored_arrays, whole
 from praxis_lite.common.errors import CheckpointError
 
 # Its name in the records and among the arrays.
 SEAL = 'seal'
 _RECORDS = ('about', 'inputs')
-_STATE = 'state'
 
 
 def new_seal(step: int) -> str:
@@ -51,7 +51,7 @@ def check_seal(folder: Path, step: int, where: object = None) -> None:
   Call it if the arrays can be read: this does not look for damage in them. `where` is the name of the checkpoint in
   errors, by default the folder.
   """
-  _check(where or folder, step, {**_seals_of_records(folder), _STATE: _seal_of_state(folder)})
+  _check(where or folder, step, {**_seals_of_records(folder), STATE: _seal_of_state(folder)})
 
 
 def check_seal_of(where: object, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -66,7 +66,7 @@ def _seals_of_records(folder: Path) -> dict[str, str | None]:
 def _seal_of_state(folder: Path) -> str | None:
   """Returns the seal among the arrays; None if they have none."""
   try:
-    array = stored_arrays(str(folder / _STATE), {SEAL: None})[SEAL]
+    array = stored_arrays(str(folder / STATE), {SEAL: None})[SEAL]
     return array.read(whole(array.shape)).tobytes().decode(errors='replace')
   except CheckpointError as error:
     cause = error.__cause__

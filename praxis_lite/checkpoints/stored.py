@@ -20,6 +20,7 @@ from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
 from praxis_lite.checkpoints.contents import Record, read_record
 from praxis_lite.checkpoints.failures import DamagedError
+from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
 from praxis_lite.checkpoints.seal import check_records, check_seal
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
@@ -95,7 +96,7 @@ class StoredCheckpoint:
 
   def _array(self, name: str) -> StreamedArray:
     """Returns an array as it is stored, with padding; PRNG keys as the integers that represent them."""
-    return stored_arrays(str(self.folder / 'state'), {name: None})[name]
+    return stored_arrays(str(self.folder / STATE), {name: None})[name]
 
   def differences(self, other: StoredCheckpoint) -> Iterator[Difference]:
     """Yields how each array that both have with the same true shape differs; see `Difference`."""
@@ -144,7 +145,7 @@ class StoredCheckpoint:
   def _copy_variables(self, job_log_dir: Path) -> None:
     records = {name: r for name, r in self.variables().items() if not name.startswith('opt_states.')}
     with being_read(self.folder), contextlib.closing(Checkpointer(job_log_dir)) as checkpointer:
-      arrays = stored_arrays(str(self.folder / 'state'), {name: r['shape'] for name, r in records.items()})
+      arrays = stored_arrays(str(self.folder / STATE), {name: r['shape'] for name, r in records.items()})
       structs = {name: jax.ShapeDtypeStruct(r['shape'], jnp.dtype(r['dtype'])) for name, r in records.items()}
       checkpointer.save(self.step, _state(arrays), _state(structs), None)
 

@@ -1,6 +1,6 @@
 """Arrays that are read in parts, so that neither the host nor a device needs to hold a whole array.
 
-A checkpoint can be written from such arrays (`streamed_writes.py`), and read as such arrays:
+A checkpoint can be written from such arrays (`orbax/handlers.py`), and read as such arrays:
 
     files of another format -> a part -> checkpoint          each part is read, written and forgotten
     checkpoint -> a part -> files of another format
@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import abc
 import itertools
-import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from praxis_lite.checkpoints.failures import first_line
+from praxis_lite.checkpoints.orbax.on_disk import array_specs
 from praxis_lite.common.errors import CheckpointError
-from praxis_lite.common.files import check_plain_below, read_plain
+from praxis_lite.common.files import check_plain_below
 
 if TYPE_CHECKING:
   import tensorstore as ts
@@ -110,7 +108,7 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> di
   If a stored chunk is larger than the parts that are read, it is kept until another chunk is read.
 
   Args:
-    folder: where Orbax wrote the arrays, in its default format.
+    folder: the folder with the arrays of a step.
     shapes: the true shape of each array by its name in the checkpoint; None takes the stored shape, with padding.
 
   Raises:
@@ -119,15 +117,12 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> di
   import tensorstore as ts
 
   def wait_until_open(context: ts.Context) -> dict[str, ts.TensorStore]:
-    base = {'driver': 'file', 'path': f'{os.path.realpath(folder)}/'}  # TensorStore does not accept `..`.
-    specs = {name: {'driver': driver, 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
     futures = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
     return {name: future.result() for name, future in futures.items()}
 
   try:
     check_plain_below(folder)
-    about = json.loads(read_plain(Path(folder, '_METADATA')))
-    driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # zarr: earlier versions, without checksums.
+    specs = array_specs(folder, shapes)
     stores = wait_until_open(ts.Context())
     largest = max((_chunk_bytes(store) for store in stores.values()), default=0)
     stores = wait_until_open(ts.Context({'cache_pool': {'total_bytes_limit': largest + PART_BYTES}}))

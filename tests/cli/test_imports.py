@@ -11,12 +11,10 @@ pytestmark = pytest.mark.slow
 
 # Each takes a good part of a second, TensorFlow several.
 HEAVY = {'tensorflow', 'orbax', 'sklearn', 'sentencepiece', 'tensorboardX', 'scipy.stats', 'matplotlib', 'pandas'}
-# All but what extends a class of Orbax, and is imported where a checkpoint is written.
 ALL = """
 import importlib, pkgutil, praxis_lite.{0} as package
 for module in pkgutil.iter_modules(package.__path__, 'praxis_lite.{0}.'):
-  if module.name != 'praxis_lite.checkpoints.streamed_writes':
-    importlib.import_module(module.name)
+  importlib.import_module(module.name)
 """
 
 OPTAX_TOO = {*HEAVY, 'optax'}

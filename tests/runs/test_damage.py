@@ -203,8 +203,8 @@ def test_reads_that_a_failure_leaves_behind_are_not_reported(run_python):
   """As Orbax and TensorStore leave them when another one has failed; what others leave behind is reported."""
   code = """
 import asyncio
-from praxis_lite.checkpoints.orbax import orbax_checkpoint
-orbax_checkpoint()
+from praxis_lite.checkpoints.orbax.work_arounds import load_orbax
+load_orbax()
 loop = asyncio.new_event_loop()
 async def read(says):
   try:

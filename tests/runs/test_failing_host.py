@@ -41,7 +41,7 @@ checkpoints = Checkpointer(directory)
 saving = Saving(checkpoints, layout.true_shapes, say)
 def save(step):
   begun = saving.save(step, state_of(step), {'position': step})
-  while checkpoints._manager.is_saving_in_progress():
+  while checkpoints._store.is_saving():
     pass
   say(f'{step}: {begun}, complete: {[step for step, _ in saving.newly_complete()]}')
 def limit(size):

@@ -11,7 +11,7 @@ import pytest
 from tiny_runs import tiny_run
 
 from praxis_lite.checkpoints import Checkpointer, saved_steps
-from praxis_lite.checkpoints.orbax import orbax_checkpoint
+from praxis_lite.checkpoints.orbax.work_arounds import load_orbax
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.files import user_path
@@ -102,7 +102,7 @@ def test_what_cannot_be_restored_from_is_refused_before_anything_is_trained(here
 def test_a_version_of_orbax_that_takes_names_for_patterns_is_refused_at_the_start(here, monkeypatch):
   from etils import epath
 
-  orbax_checkpoint()
+  load_orbax()
   path_class = type(epath.Path('/'))
   monkeypatch.setattr(path_class, 'glob', lambda self, pattern: iter(()))
   with pytest.raises(UserError, match='could not be restored: this version of Orbax takes the name for a pattern'):

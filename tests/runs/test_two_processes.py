@@ -60,9 +60,9 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.runs import initialize_distributed, run_train
 initialize_distributed(sys.argv[1], 2, int(sys.argv[2]), hang_timeout_s=30)
 from tiny_runs import tiny_run
-from praxis_lite.checkpoints import orbax
-orbax._TO_BE_SEEN = 1.0
-orbax.orbax_checkpoint()
+from praxis_lite.checkpoints.orbax import work_arounds
+work_arounds._TO_BE_SEEN = 1.0
+work_arounds.load_orbax()
 from orbax.checkpoint._src.metadata.array_metadata_store import Store
 if sys.argv[2] == '1':
   write = Store.write

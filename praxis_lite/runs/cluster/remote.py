@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint
 from praxis_lite.checkpoints.contents import Record, add_checksum, parse_record, remove_checksum
 from praxis_lite.checkpoints.failures import DamagedError
+from praxis_lite.checkpoints.orbax.on_disk import record_file
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
 from praxis_lite.checkpoints.seal import check_seal, check_seal_of
 from praxis_lite.common.errors import CheckpointError
@@ -100,7 +101,7 @@ class RemoteCheckpoint:
 
   def is_that_in(self, folder: Path) -> bool:
     """Whether this is a copy of the local checkpoint in `folder`, and not of another one of the same step."""
-    about = folder / 'about' / 'metadata'
+    about = record_file(folder, 'about')
     try:
       return self.files.get('about/metadata') == sum_of_file(about)
     except OSError:

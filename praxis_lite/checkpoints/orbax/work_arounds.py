@@ -1,4 +1,4 @@
-"""Orbax: imported only when it is needed, with less logging, and with checksums."""
+"""Changes to Orbax, made once when it is imported. The package's docstring says when each can be removed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,26 @@ _TO_BE_SEEN = 10.0
 
 
 @functools.cache
-def orbax_checkpoint() -> ModuleType:
-  """Imports Orbax, which takes a second, and keeps its log off the console: it raises its failures as exceptions too.
+def load_orbax() -> ModuleType:
+  """Imports Orbax, which takes a second, and changes it; returns `orbax.checkpoint`."""
+  import orbax.checkpoint
+
+  _silence_repeated_errors()
+  _let_the_process_end()
+  _find_folders_of_any_name()
+  _make_folders_of_metadata()
+  _read_only_regular_files()
+  _write_checksums()
+  return orbax.checkpoint
+
+
+def _silence_repeated_errors() -> None:
+  """Keeps Orbax's log off the console: its failures are also raised as exceptions.
 
   On a full disk it logs the same error from each of its threads, a thousand lines of tracebacks. Its event loop also
   reports every read and write that finishes or is discarded after the first failure.
   """
-  import orbax.checkpoint
-  from orbax.checkpoint._src.futures import future
-  from orbax.checkpoint._src.serialization import tensorstore_utils
-
-  folder = f'{os.sep}orbax{os.sep}'
+  folder = os.path.join(os.sep, 'orbax', 'checkpoint', '')
   logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
   # asyncio names the coroutine whose exception was never retrieved, and its file, or what TensorStore tried to open.
   theirs = (folder, 'tensorstore')
@@ -49,19 +58,20 @@ def orbax_checkpoint() -> ModuleType:
       report(unraisable)
 
   sys.unraisablehook = report_others
-  # If a save fails before its folder exists, its threads wait ten minutes for that folder, and the process could not
-  # end before. As daemons they do not keep it alive. Saves that will complete are awaited in `Checkpointer.close`.
+
+
+def _let_the_process_end() -> None:
+  """Makes the threads of a save daemons: if it fails before its folder exists, they wait ten minutes for that folder.
+
+  Saves that can complete are awaited in `Checkpointer.close`.
+  """
+  from orbax.checkpoint._src.futures import future
+
   if waiting := getattr(future, '_SignalingThread', None):
     waiting.daemon = True
-  _take_folders_literally()
-  _make_folders_of_metadata()
-  _read_nothing_but_files()
-  plain = tensorstore_utils.ArrayWriteSpec.json.fget
-  tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: add_chunk_checksums(plain(spec)))
-  return orbax.checkpoint
 
 
-def _take_folders_literally() -> None:
+def _find_folders_of_any_name() -> None:
   """Makes the `glob` of Orbax's paths find the contents of a folder even if its name has special characters.
 
   Orbax joins the folder and the pattern into one pattern. If the folder's name has brackets, the folder is not found,
@@ -73,13 +83,13 @@ def _take_folders_literally() -> None:
   path_class = type(epath.Path(os.sep))
   theirs = path_class.glob
 
-  def found(folder: Any, pattern: str) -> Iterator[Any]:
+  def glob_literally(folder: Any, pattern: str) -> Iterator[Any]:
     name = os.fspath(folder)
     if not glob.has_magic(name):
       return iter(theirs(folder, pattern))
     return (path_class(path) for path in glob.glob(os.path.join(glob.escape(name), pattern)))
 
-  path_class.glob = found
+  path_class.glob = glob_literally
 
 
 def _make_folders_of_metadata() -> None:
@@ -98,7 +108,7 @@ def _make_folders_of_metadata() -> None:
     array_metadata_store.Store._maybe_create_base_dir = make
 
 
-def _read_nothing_but_files() -> None:
+def _read_only_regular_files() -> None:
   """Makes Orbax's paths refuse to read anything but a regular file: a read from a named pipe would never return.
 
   Orbax reads the timestamps of all checkpoints as soon as it gets the path of their folder.
@@ -147,6 +157,14 @@ def _text(record: logging.LogRecord) -> str:
 
 
 _CRC = {'name': 'crc32c'}
+
+
+def _write_checksums() -> None:
+  """Adds checksums to the chunks of all arrays that Orbax writes."""
+  from orbax.checkpoint._src.serialization import tensorstore_utils
+
+  plain = tensorstore_utils.ArrayWriteSpec.json.fget
+  tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: add_chunk_checksums(plain(spec)))
 
 
 def add_chunk_checksums(spec: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ import jax
 
 from praxis_lite.checkpoints.failures import first_line
 from praxis_lite.common.errors import CheckpointError
-from praxis_lite.common.jax_internals.processes import Client
+from praxis_lite.common.jax_internals import unless_unknown
+from praxis_lite.common.jax_internals.processes import Client, service_client
 
 _KEY = 'praxis_lite/saves'
 _numbers = itertools.count(1)  # Numbers of this process's saves; the same in all processes.
@@ -70,3 +71,11 @@ class SaveBarrier:
     self._client.wait_at_barrier(meeting, timeout_ms)
     failed = self._client.key_value_dir_get(f'{meeting}/failed')
     return '; '.join(f'host {name.rpartition("/")[2]}: {why}' for name, why in sorted(failed))
+
+
+def make_save_barrier() -> SaveBarrier | None:
+  """Returns the barrier of this run's processes; None if there is only this one."""
+  if jax.process_count() == 1:
+    return None
+  client = unless_unknown('a save that fails on one host is not noticed by others', service_client, None)
+  return None if client is None else SaveBarrier(client)

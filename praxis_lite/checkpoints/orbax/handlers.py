@@ -1,4 +1,4 @@
-"""Lets Orbax write a `StreamedArray` one part after another. Imports Orbax, so import this only where it is needed."""
+"""The classes that Orbax calls to write and read arrays. Import this inside functions: it imports Orbax."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
 
 # Parts that are being compressed and written while the next one is read.
@@ -21,7 +22,7 @@ _IN_FLIGHT = 2
 _RESTORED_AT_ONCE = 128 << 20
 
 
-class _StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
+class StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
   """Saves streamed arrays in the background, the way NumPy arrays are saved: by the first process, without a mesh."""
 
   async def serialize(
@@ -69,10 +70,10 @@ async def _write_parts(
       await pending.popleft()
 
 
-class _StateHandler(ocp.PyTreeCheckpointHandler):
+class StateHandler(ocp.PyTreeCheckpointHandler):
   """Restores with little memory, and returns an error instead of raising it.
 
-  Then all processes reach the barrier that follows, and the caller raises the error.
+  So all processes reach the barrier that follows. `OrbaxStore` raises the error then.
   """
 
   def restore(self, directory: epath.Path, item: Any = None, *, args: ocp.args.PyTreeRestore) -> Any:
@@ -88,13 +89,13 @@ class _StateHandler(ocp.PyTreeCheckpointHandler):
 
 def _types() -> ocp.type_handlers.TypeHandlerRegistry:
   types = ((t, ocp.type_handlers.get_type_handler(t)) for t in ocp.type_handlers.supported_types())
-  return ocp.type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()), *types)
+  return ocp.type_handlers.create_type_handler_registry((StreamedArray, StreamedArrayHandler()), *types)
 
 
-def pytree_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
-  """Returns Orbax's default handlers, but for 'state' one that writes checksums, and streamed arrays too."""
-  handler = _StateHandler(type_handler_registry=_types(), use_zarr3=True)
+def make_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
+  """Returns Orbax's default handlers, except for the item with the arrays, which may have streamed arrays."""
+  handler = StateHandler(type_handler_registry=_types(), use_zarr3=True)
   handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-  handlers.add('state', ocp.args.PyTreeSave, handler)
-  handlers.add('state', ocp.args.PyTreeRestore, handler)
+  handlers.add(STATE, ocp.args.PyTreeSave, handler)
+  handlers.add(STATE, ocp.args.PyTreeRestore, handler)
   return handlers

@@ -1,0 +1,90 @@
+"""What checkpoints need of Orbax, and nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from praxis_lite.checkpoints.orbax.on_disk import STATE
+from praxis_lite.checkpoints.orbax.save_barrier import SaveBarrier
+from praxis_lite.checkpoints.orbax.work_arounds import check_folder_is_found, load_orbax
+from praxis_lite.common.trees import NestedDict
+
+
+class OrbaxStore:
+  """The steps in a folder: saved in the background, each in a folder of its own, and read onto a mesh.
+
+  With several processes, each calls every method. Orbax cannot go on after a save that failed: close the store then,
+  and open another one.
+
+  Args:
+    directory: has a folder for each step.
+    read_only: neither creates `directory` nor saves.
+    barrier: how the processes wait for each other during a save; None for one process.
+
+  Raises:
+    CheckpointError: what is saved in `directory` could not be found again, because of its name.
+  """
+
+  def __init__(self, directory: str, *, read_only: bool, barrier: SaveBarrier | None):
+    self._ocp = ocp = load_orbax()
+    from praxis_lite.checkpoints.orbax.handlers import make_handlers
+
+    options = ocp.CheckpointManagerOptions(
+      create=not read_only,
+      read_only=read_only,
+      save_root_metadata=False,
+      async_options=ocp.options.AsyncOptions(barrier_sync_fn=barrier),
+    )
+    self._barrier = barrier
+    self._manager = ocp.CheckpointManager(directory, options=options, handler_registry=make_handlers())
+    if not read_only:
+      check_folder_is_found(directory)
+
+  def has_step(self, step: int) -> bool:
+    """Whether a step has been saved, or is being saved by this process."""
+    return step in self._manager.all_steps()
+
+  def save(self, step: int, arrays: NestedDict, records: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Copies arrays to the host, then writes them and JSON records in the background; returns whether it has begun."""
+    args = self._ocp.args
+    items = {name: args.JsonSave(dict(record)) for name, record in records.items()}
+    if self._barrier is not None:
+      self._barrier.begin()
+    # force: the caller decides which steps to save.
+    return bool(self._manager.save(step, args=args.Composite(**{STATE: args.PyTreeSave(arrays)}, **items), force=True))
+
+  def is_saving(self) -> bool:
+    """Whether a save is still being written."""
+    return bool(self._manager.is_saving_in_progress())
+
+  def wait(self) -> None:
+    """Waits until all saves are complete; raises what their threads raised."""
+    self._manager.wait_until_finished()
+
+  def read_arrays(self, step: int, shapes: NestedDict) -> Any:
+    """Returns arrays of a step by name; raises what reading raises.
+
+    Args:
+      shapes: `jax.ShapeDtypeStruct`s with shardings by name. Arrays are cut or extended by zeros to these shapes, and
+        cast to these dtypes. Others are not read.
+    """
+    ocp = self._ocp
+    restore_args = jax.tree.map(
+      lambda x: ocp.ArrayRestoreArgs(global_shape=x.shape, dtype=x.dtype, sharding=x.sharding, strict=False), shapes
+    )
+    args = ocp.args.PyTreeRestore(item=shapes, restore_args=restore_args, partial_restore=True)
+    out = self._manager.restore(step, args=ocp.args.Composite(**{STATE: args}))[STATE]
+    if isinstance(out, Exception):  # See `handlers.StateHandler`.
+      raise out
+    return out
+
+  def reload(self) -> None:
+    """Notices steps that others have saved, renamed or removed."""
+    self._manager.reload()
+
+  def close(self) -> None:
+    """Waits like `wait`, then ends all threads."""
+    self._manager.close()

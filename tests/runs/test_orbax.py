@@ -1,0 +1,66 @@
+"""Orbax stays behind one folder of the package."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[2] / 'praxis_lite'
+ADAPTER = PACKAGE / 'checkpoints' / 'orbax'
+THEIRS = {'orbax', 'etils'}  # etils: the paths that Orbax takes and returns.
+
+
+def imports_of_theirs(source):
+  """Lines that import Orbax, wherever in the source: at its top, inside functions, or by name."""
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      names = [] if node.level else [node.module]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(('import_module', '__import__')):
+      names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+    else:
+      continue
+    if any(str(name).partition('.')[0] in THEIRS for name in names):
+      yield node.lineno
+
+
+def test_nothing_else_imports_orbax():
+  files = [path for path in sorted(PACKAGE.rglob('*.py')) if ADAPTER not in path.parents]
+  assert len(files) > 200
+  found = [f'{path.relative_to(PACKAGE)}:{line}' for path in files for line in imports_of_theirs(path.read_text())]
+  assert not found, f'{found}: use praxis_lite.checkpoints.orbax.store.OrbaxStore, or add to it what is missing'
+
+
+def test_nothing_else_of_the_package_uses_the_work_arounds():
+  outside = [path for path in sorted(PACKAGE.rglob('*.py')) if ADAPTER not in path.parents]
+  used = {
+    node.module.removeprefix('praxis_lite.checkpoints.orbax')
+    for path in outside
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('praxis_lite.checkpoints.orbax')
+  }
+  assert used == {'.on_disk', '.save_barrier', '.store'}
+
+
+@pytest.mark.parametrize(
+  'line',
+  [
+    'import orbax.checkpoint as ocp',
+    'from orbax.checkpoint import args',
+    'def f():\n  from etils import epath',
+    "importlib.import_module('orbax.checkpoint')",
+  ],
+)
+def test_an_import_that_is_added_is_found(line):
+  assert list(imports_of_theirs(line))
+
+
+def test_the_adapter_says_how_to_drop_each_of_its_work_arounds():
+  about = ast.get_docstring(ast.parse((ADAPTER / '__init__.py').read_text()))
+  tree = ast.parse((ADAPTER / 'work_arounds.py').read_text())
+  (load,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == 'load_orbax')
+  called = {n.func.id for n in ast.walk(load) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+  assert called and not [name for name in called if name not in about]
