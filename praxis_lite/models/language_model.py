@@ -20,7 +20,7 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.repeat import in_line
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
@@ -190,32 +190,45 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       and `log_probs` [B, M] as in `Decoded`, and the given `prompt_ids` and `prompt_lengths`.
     """
     prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
-    batch_size, prompt_length = prompt_ids_BP.shape
-    variables = in_line(self.lm, self.lm.variables)
-
-    def step(
-      ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
-    ) -> tuple[jax.Array, NestedDict]:
-      prefix = self._prompt_is_prefix(prompt_lengths_B) if ids_BT.shape[1] > 1 else ()
-      step = ids_BT, pos_BT, last_B, *prefix
-      logits_BV, side = self.lm.apply(variables, *step, decode_state=state, method='extend_step')
-      return logits_BV, side.decode_state
-
-    context = self.context
-    cache_length = self.decoder.cache_length(prompt_length, context)
-    max_tokens_B = batch.get('max_tokens')
+    prompt_length = prompt_ids_BP.shape[1]
+    max_tokens_B, chunk = batch.get('max_tokens'), None
     if max_tokens_B is None:
       self.check_fits(prompt_length, self.decoder.max_decode_steps)
-    chunk = chunk_of(cache_length) if max_tokens_B is not None and self.model_type == 'causal' else None
-    _, side = self.lm.apply(variables, batch_size, cache_length, method='init_decode_state')
+    elif self.model_type == 'causal':
+      chunk = chunk_of(self.decoder.num_slots(prompt_length, self.context))
+    steps = _CachedSteps(self.lm, self._prompt_is_prefix(prompt_lengths_B))
     key = None if self.decoder.temperature == 0 else self.next_prng_key()
-    prompts = prompt_ids_BP, prompt_lengths_B
-    decoded = self.decoder.decode(step, side.decode_state, *prompts, key, context, max_tokens_B, chunk)
-    metrics = {
-      'decoded_length': weighted_mean(decoded.lengths, prompt_lengths_B > 0),
-      'log_prob': weighted_mean(decoded.log_probs, jnp.arange(decoded.ids.shape[1]) < decoded.lengths[:, None]),
-    }
-    return metrics, {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}
+    decoded = self.decoder.decode(steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk)
+    outputs = {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}
+    return decoded.metrics(prompt_lengths_B > 0), outputs
+
+
+class _CachedSteps:
+  """`DecodingSteps` of a network whose state is the caches of its layers.
+
+  Args:
+    lm: the network, in a call of its parent.
+    prompt_arguments: further arguments of its `extend_step` for prompts.
+  """
+
+  def __init__(self, lm: Layer, prompt_arguments: tuple[jax.Array, ...]):
+    self._lm = lm
+    self._variables = in_line(lm, lm.variables)
+    self._prompt_arguments = prompt_arguments
+
+  @property
+  def max_positions(self) -> int | None:
+    return getattr(self._lm, 'max_positions', None)
+
+  def start(self, num_rows: int, num_slots: int) -> NestedDict:
+    return self._lm.apply(self._variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
+
+  def extend(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
+  ) -> tuple[jax.Array, NestedDict]:
+    arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
+    logits_BV, side = self._lm.apply(self._variables, *arguments, decode_state=state, method='extend_step')
+    return logits_BV, side.decode_state
 
 
 def _weights_of_tokens(batch: NestedDict) -> jax.Array:

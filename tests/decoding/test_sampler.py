@@ -24,12 +24,22 @@ def logits_after(ids):
   return sum(np.cos(position + 1.0) * TABLE[token] for position, token in enumerate(ids))
 
 
-def step(ids_BT, pos_BT, last_B, state):
-  """The same with a running sum as cache, as a model would be called."""
-  contribution = jnp.where((pos_BT >= 0)[..., None], jnp.cos(pos_BT + 1.0)[..., None] * jnp.asarray(TABLE)[ids_BT], 0.0)
-  sums_BTV = state + jnp.cumsum(contribution, axis=1)
-  logits_BV = jnp.take_along_axis(sums_BTV, last_B[:, None, None], axis=1)[:, 0]
-  return logits_BV, sums_BTV[:, -1:]
+class RunningSum:
+  """The same as the steps of a model whose state is a running sum."""
+
+  def __init__(self, max_positions=None):
+    self.max_positions = max_positions
+
+  def start(self, num_rows, num_slots):
+    return jnp.zeros((num_rows, 1, V))
+
+  def extend(self, ids_BT, pos_BT, last_B, state):
+    contribution = jnp.where(
+      (pos_BT >= 0)[..., None], jnp.cos(pos_BT + 1.0)[..., None] * jnp.asarray(TABLE)[ids_BT], 0.0
+    )
+    sums_BTV = state + jnp.cumsum(contribution, axis=1)
+    logits_BV = jnp.take_along_axis(sums_BTV, last_B[:, None, None], axis=1)[:, 0]
+    return logits_BV, sums_BTV[:, -1:]
 
 
 def decode(prompts=PROMPTS, lengths=LENGTHS, seed=0, context=None, max_tokens=None, chunk=None, **fields):
@@ -42,8 +52,7 @@ def _decode(context, chunk, **fields):
   sampler = Config(Sampler, **{'max_decode_steps': 6, **fields}).instantiate()
 
   def run(prompts, lengths, key, max_tokens):
-    state = jnp.zeros((len(prompts), 1, V))
-    return sampler.decode(step, state, prompts, lengths, key, context, max_tokens, chunk)
+    return sampler.decode(RunningSum(context), prompts, lengths, key, max_tokens, chunk)
 
   return jax.jit(run)
 
@@ -77,12 +86,13 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on():
 def test_the_loop_ends_when_all_rows_have():
   steps = []
 
-  def counting_step(*args):
-    jax.debug.callback(lambda: steps.append(1))
-    return step(*args)
+  class Counting(RunningSum):
+    def extend(self, *args):
+      jax.debug.callback(lambda: steps.append(1))
+      return super().extend(*args)
 
   sampler = Config(Sampler, max_decode_steps=50, temperature=0.0, stop_ids=tuple(range(V))).instantiate()
-  jax.block_until_ready(sampler.decode(counting_step, jnp.zeros((3, 1, V)), PROMPTS, LENGTHS, jax.random.key(0)))
+  jax.block_until_ready(sampler.decode(Counting(), PROMPTS, LENGTHS, jax.random.key(0)))
   jax.effects_barrier()
   assert len(steps) == 1
 

@@ -1,14 +1,16 @@
 """Decoding: generates whole sequences with a model that predicts the next token."""
 
 from praxis_lite.models.decoding.buckets import Bucket, chunk_of
-from praxis_lite.models.decoding.sampler import Decoded, ExtendStep, Sampler, prompt_step, sample_tokens
+from praxis_lite.models.decoding.sampler import Decoded, Sampler, prompt_step, sample_tokens
+from praxis_lite.models.decoding.steps import DecodingSteps, extend_one_by_one
 
 __all__ = [
   'Bucket',
   'Decoded',
-  'ExtendStep',
+  'DecodingSteps',
   'Sampler',
   'chunk_of',
+  'extend_one_by_one',
   'prompt_step',
   'sample_tokens',
 ]

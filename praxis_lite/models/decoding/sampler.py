@@ -1,33 +1,33 @@
-"""Sampler: continues prompts token by token, on any model that can extend a cache.
+"""Sampler: continues prompts token by token, with any model that has `DecodingSteps`.
 
 B batch, P length of the prompts, M maximum number of tokens to decode, T tokens in one step, V vocabulary, C candidates
 (the most probable tokens, in descending order).
 
-    logits = step(prompts)                        one pass over all prompts, of different lengths
+    logits = extend(prompts)                      one pass over all prompts, of different lengths
     token 0 = sample(logits)
-    for i = 1 ... M - 1, while a row continues:   token i = sample(step(token i - 1))
+    for i = 1 ... M - 1, while a row continues:   token i = sample(extend(token i - 1))
 
 Values that differ between calls are arrays, not constants of the program: lengths of prompts, and numbers of tokens.
 Prompts may be read in chunks, up to the end of the longest one, so arrays much wider than the prompts cost nothing.
 
 A model may see only a limited number of tokens, its context. If prompts and continuations are longer, each token for
-which the caches have no room is sampled after a pass over the last tokens of its row, at positions from 0 on, with
-empty caches.
+which the state has no room is sampled after a pass over the last tokens of its row, at positions from 0 on, from the
+state at the start.
 
 Decoding is a pure function that runs inside jit. The program contains the model twice: for prompts and for the loop.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.config import Configurable
 from praxis_lite.common.errors import ConfigError
-
-Caches = TypeVar('Caches')  # a tree of arrays
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 
 
 def sample_tokens(
@@ -83,7 +83,7 @@ def _scale(logits_BV: jax.Array, temperature: float) -> jax.Array:
 def prompt_step(
   ids_BT: jax.Array, lengths_B: jax.Array, start: jax.Array | int = 0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the first three arguments of the `ExtendStep` over prompts, or a chunk of them.
+  """Returns the first three arguments of `DecodingSteps.extend` for prompts, or a chunk of them.
 
   Args:
     ids_BT: tokens; those after the end of a prompt are arbitrary.
@@ -94,23 +94,6 @@ def prompt_step(
   pos_BT = jnp.where(column_T < lengths_B[:, None], column_T, -1)
   known_BT = jnp.where(pos_BT < 0, 0, ids_BT)  # Padding may be an invalid id, whose vector is NaN.
   return known_BT, pos_BT, jnp.clip(lengths_B - 1 - start, 0, ids_BT.shape[1] - 1)
-
-
-class ExtendStep(Protocol[Caches]):
-  """Appends tokens to the model's caches and predicts the next token."""
-
-  def __call__(
-    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: Caches, /
-  ) -> tuple[jax.Array, Caches]:
-    """Returns (logits, new caches).
-
-    Args:
-      ids_BT: the next tokens of each row.
-      pos_BT: their positions in the row; -1 is padding.
-      last_B: index of the token in each row whose logits, [B, V], are returned.
-      state: the caches.
-    """
-    ...
 
 
 class Decoded(NamedTuple):
@@ -126,9 +109,17 @@ class Decoded(NamedTuple):
   lengths: jax.Array
   log_probs: jax.Array
 
+  def metrics(self, rows_B: jax.Array) -> WeightedScalars:
+    """Returns `decoded_length`, the mean number of tokens of the rows in `rows_B`, and `log_prob`, nats per token."""
+    is_token_BM = jnp.arange(self.ids.shape[1]) < self.lengths[:, None]
+    return {
+      'decoded_length': weighted_mean(self.lengths, rows_B),
+      'log_prob': weighted_mean(self.log_probs, is_token_BM),
+    }
+
 
 class _Seen(NamedTuple):
-  """The state of the rows, besides their caches.
+  """What the sampler knows of the rows, besides the state of the model.
 
   Attributes:
     number: int32, the number of the next token.
@@ -177,40 +168,37 @@ class Sampler(Configurable):
     limits = [limit for limit in (self.max_context, num_positions) if limit is not None]
     return min(limits, default=None)
 
-  def cache_length(self, prompt_length: int, context: int | None = None) -> int:
-    """Returns the slots that a cache needs for prompts padded to `prompt_length`; the last token needs none."""
+  def num_slots(self, prompt_length: int, context: int | None = None) -> int:
+    """Returns for how many tokens a state needs room, after prompts padded to `prompt_length`: all but the last one."""
     length = prompt_length + self.max_decode_steps - 1
     return length if context is None else min(length, context)
 
   def decode(
     self,
-    step: ExtendStep[Caches],
-    state: Caches,
+    steps: DecodingSteps[DecodingState],
     prompt_ids_BP: jax.Array,
     prompt_lengths_B: jax.Array,
     key: jax.Array | None,
-    context: int | None = None,
     max_tokens_B: jax.Array | None = None,
     chunk: int | None = None,
   ) -> Decoded:
     """Continues prompts. Each row has its own keys, so its tokens do not depend on the number of rows.
 
     Args:
-      step: the model.
-      state: its empty caches, of `cache_length(P, context)` slots.
+      steps: the model.
       prompt_ids_BP: prompts, padded on the right with any ids.
       prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and gets no tokens.
       key: PRNG key; may be None if the temperature is 0.
-      context: how many tokens the model sees at once; None means all.
       max_tokens_B: int32, the largest number of tokens after each prompt, at most `max_decode_steps`; None uses that.
       chunk: tokens of a prompt that are read at once, a divisor of the slots. The cost of reading then depends on the
         longest prompt, rounded up, and not on P. None reads all P at once.
     """
     num_rows, prompt_length = prompt_ids_BP.shape
-    slots = self.cache_length(prompt_length, context)
-    # Texts of this length fit into the caches, so no row is read again.
-    fits = slots == self.cache_length(prompt_length)
+    slots = self.num_slots(prompt_length, self.context(steps.max_positions))
+    # Texts of this length fit into the state, so no row is read again.
+    fits = slots == self.num_slots(prompt_length)
     chunk = chunk or (prompt_length if fits else slots)
+    start_state = steps.start(num_rows, slots)
     limits_B = jnp.minimum(self.max_decode_steps if max_tokens_B is None else max_tokens_B, self.max_decode_steps)
 
     def keys(number: jax.Array) -> jax.Array | None:
@@ -234,43 +222,43 @@ class Sampler(Configurable):
       done_B |= jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32)) | (decoded.lengths >= limits_B)
       return _Seen(number + 1, ids_B, decoded, done_B)
 
-    def read(seen: _Seen) -> tuple[jax.Array, Caches, jax.Array]:
-      """Reads as many last tokens of each row as there are slots; returns logits, caches, and the slots taken."""
+    def read(seen: _Seen) -> tuple[jax.Array, DecodingState, jax.Array]:
+      """Reads as many last tokens of each row as there are slots; returns logits, state, and the slots taken."""
       length_B = jnp.where(seen.done_B, 0, prompt_lengths_B + seen.number)
       kept_B = jnp.minimum(length_B, slots)
 
-      def read_chunk(start: jax.Array | int, caches: Caches) -> tuple[jax.Array, Caches]:
+      def read_chunk(start: jax.Array | int, state: DecodingState) -> tuple[jax.Array, DecodingState]:
         place_BT = (length_B - kept_B)[:, None] + start + jnp.arange(chunk, dtype=jnp.int32)
         ids_BT = jnp.take_along_axis(prompt_ids_BP, place_BT, axis=1, mode='clip')
         if not fits:
           after_BT = jnp.take_along_axis(seen.decoded.ids, place_BT - prompt_lengths_B[:, None], axis=1, mode='clip')
           ids_BT = jnp.where(place_BT < prompt_lengths_B[:, None], ids_BT, after_BT)
-        return step(*prompt_step(ids_BT, kept_B, start), caches)
+        return steps.extend(*prompt_step(ids_BT, kept_B, start), state)
 
-      def next_chunk(carry: tuple[jax.Array, jax.Array, Caches]) -> tuple[jax.Array, jax.Array, Caches]:
-        start, logits_BV, caches = carry
-        new_BV, caches = read_chunk(start, caches)
+      def next_chunk(carry: tuple[jax.Array, jax.Array, DecodingState]) -> tuple[jax.Array, jax.Array, DecodingState]:
+        start, logits_BV, state = carry
+        new_BV, state = read_chunk(start, state)
         is_last_B = (start < kept_B) & (kept_B <= start + chunk)
-        return start + chunk, jnp.where(is_last_B[:, None], new_BV, logits_BV), caches
+        return start + chunk, jnp.where(is_last_B[:, None], new_BV, logits_BV), state
 
       taken = jnp.max(kept_B)
       if chunk >= (prompt_length if fits else slots):
-        return *read_chunk(0, state), taken
-      shape = jax.eval_shape(read_chunk, 0, state)[0]
-      first = jnp.int32(0), jnp.zeros(shape.shape, shape.dtype), state
-      _, logits_BV, caches = jax.lax.while_loop(lambda carry: carry[0] < taken, next_chunk, first)
-      return logits_BV, caches, taken
+        return *read_chunk(0, start_state), taken
+      shape = jax.eval_shape(read_chunk, 0, start_state)[0]
+      first = jnp.int32(0), jnp.zeros(shape.shape, shape.dtype), start_state
+      _, logits_BV, state = jax.lax.while_loop(lambda carry: carry[0] < taken, next_chunk, first)
+      return logits_BV, state, taken
 
-    def extend(carry: tuple[jax.Array, Caches, _Seen]) -> tuple[jax.Array, Caches, _Seen]:
-      taken, caches, seen = carry
+    def extend(carry: tuple[jax.Array, DecodingState, _Seen]) -> tuple[jax.Array, DecodingState, _Seen]:
+      taken, state, seen = carry
       pos_B = prompt_lengths_B + seen.number - 1
-      logits_BV, caches = step(seen.last_ids_B[:, None], pos_B[:, None], jnp.zeros_like(seen.last_ids_B), caches)
-      return taken + 1, caches, choose(logits_BV, seen)
+      logits_BV, state = steps.extend(seen.last_ids_B[:, None], pos_B[:, None], jnp.zeros_like(seen.last_ids_B), state)
+      return taken + 1, state, choose(logits_BV, seen)
 
     def read_and_extend(seen: _Seen) -> _Seen:
-      """Continues the rows until they are done, or the caches are full."""
-      logits_BV, caches, taken = read(seen)
-      carry = taken, caches, choose(logits_BV, seen)
+      """Continues the rows until they are done, or the state is full."""
+      logits_BV, state, taken = read(seen)
+      carry = taken, state, choose(logits_BV, seen)
       return jax.lax.while_loop(lambda carry: (carry[0] < slots) & has_unfinished(carry[-1]), extend, carry)[-1]
 
     def has_unfinished(seen: _Seen) -> jax.Array:

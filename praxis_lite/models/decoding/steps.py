@@ -1,0 +1,81 @@
+"""DecodingSteps: what the sampler knows of a model.
+
+B batch, T tokens in one step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+DecodingState = TypeVar('DecodingState')  # a tree of arrays
+
+
+class DecodingSteps(Protocol[DecodingState]):
+  """A model that predicts the next token of each row, from a state that the tokens before it have made.
+
+  The state is any tree of arrays: caches of keys and values, the hidden state of a recurrence, the output of an
+  encoder. The sampler only passes it on. Loops carry it, so its structure, shapes and dtypes stay the same.
+  """
+
+  @property
+  def max_positions(self) -> int | None:
+    """How many tokens of a row the model can read; None if there is no limit."""
+    ...
+
+  def start(self, num_rows: int, num_slots: int) -> DecodingState:
+    """Returns the state of rows that have no tokens yet, with room for `num_slots` tokens in each.
+
+    The rows are those of the batch, in order. The state may contain what belongs to them, such as encoded inputs.
+    """
+    ...
+
+  def extend(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: DecodingState
+  ) -> tuple[jax.Array, DecodingState]:
+    """Reads tokens; returns logits, [B, V], and the new state.
+
+    Args:
+      ids_BT: int32, the next tokens of each row: one, or those of a prompt or a part of it.
+      pos_BT: int32, their positions in the row; -1 is padding, which must not change what the model predicts.
+      last_B: int32, the index in [0, T) of the token in each row whose logits are returned.
+      state: the state before these tokens.
+    """
+    ...
+
+
+def extend_one_by_one(
+  extend_one: Callable[[jax.Array, jax.Array, DecodingState], tuple[jax.Array, DecodingState]],
+  ids_BT: jax.Array,
+  pos_BT: jax.Array,
+  last_B: jax.Array,
+  state: DecodingState,
+) -> tuple[jax.Array, DecodingState]:
+  """Returns what `DecodingSteps.extend` does, for a model that reads one token of each row at a time.
+
+  Args:
+    extend_one: (ids [B], positions [B], state) -> (logits [B, V], new state). All arrays of the state have the batch as
+      dimension 0. It need not handle padding: rows whose token is padding keep their state.
+    ids_BT, pos_BT, last_B, state: see `DecodingSteps.extend`.
+  """
+
+  def read(
+    carry: tuple[jax.Array, DecodingState], column: tuple[jax.Array, ...]
+  ) -> tuple[tuple[jax.Array, DecodingState], None]:
+    logits_BV, state = carry
+    index, ids_B, pos_B = column
+    new_logits_BV, new_state = extend_one(ids_B, pos_B, state)
+    state = jax.tree.map(lambda new, old: _choose_rows(pos_B >= 0, new, old), new_state, state)
+    return (_choose_rows(index == last_B, new_logits_BV, logits_BV), state), None
+
+  shape = jax.eval_shape(extend_one, ids_BT[:, 0], pos_BT[:, 0], state)[0]
+  columns = jnp.arange(ids_BT.shape[1]), ids_BT.T, pos_BT.T
+  return jax.lax.scan(read, (jnp.zeros(shape.shape, shape.dtype), state), columns)[0]
+
+
+def _choose_rows(condition_B: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+  """Returns the rows of `x` where the condition holds, and those of `y` elsewhere."""
+  return jnp.where(condition_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
