@@ -36,15 +36,15 @@ import jax
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint, BestRecord
 from praxis_lite.checkpoints.contents import (
   add_checksum,
+  array_records,
   check_same_model,
-  data_shape,
-  from_data,
-  read_record,
-  records_of,
-  to_data,
+  read_checkpoint_record,
+  stored_shape,
+  to_leaf,
   to_nested_dict,
+  to_stored,
 )
-from praxis_lite.checkpoints.failures import DamagedError, PartedError, first_line, unreadable
+from praxis_lite.checkpoints.failures import DamagedError, PartedError, error_summary, unreadable
 from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.orbax.save_barrier import make_save_barrier
 from praxis_lite.checkpoints.orbax.store import OrbaxStore
@@ -116,7 +116,7 @@ class Checkpointer:
     self._store = self._open_store()
     self._is_broken = False
     self._being_saved: list[int] = []
-    self._best = BestRecord(Path(self.directory).parent / BEST, self.all_steps())
+    self._best = BestRecord(Path(self.directory).parent / BEST, self.steps())
 
   def _open_store(self) -> OrbaxStore:
     self._remove_incomplete()
@@ -158,7 +158,7 @@ class Checkpointer:
     if self._store.has_step(step):
       return False
     seal = new_seal(step)
-    arrays = {**to_nested_dict(jax.tree.map(to_data, state)), SEAL: seal_array(seal)}
+    arrays = {**to_nested_dict(jax.tree.map(to_stored, state)), SEAL: seal_array(seal)}
     records = {
       'inputs': add_checksum({'input_state': input_state, SEAL: seal}),
       'about': add_checksum({**_about(state, true_shapes), 'progress': progress, SEAL: seal}),
@@ -219,9 +219,9 @@ class Checkpointer:
 
   def latest_step(self) -> int | None:
     """Returns the step of the newest complete checkpoint, or None if there is none."""
-    return max(self.all_steps(), default=None)
+    return max(self.steps(), default=None)
 
-  def all_steps(self) -> list[int]:
+  def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, in order, without those that were found damaged."""
     return [step for step in steps_in(self.directory) if step not in self._damaged]
 
@@ -230,7 +230,7 @@ class Checkpointer:
 
     `remedy` is what the error advises if the run has no checkpoints.
     """
-    steps = self.all_steps()
+    steps = self.steps()
     if not steps:
       raise CheckpointError(f'there is no checkpoint in {self.directory}; {remedy}')
     if step == 'best':
@@ -265,7 +265,7 @@ class Checkpointer:
     """
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
-    wanted = records_of(true_shapes)
+    wanted = array_records(true_shapes)
 
     def restore_step(step: int) -> NestedDict:
       regrouping = Regrouping(self._read_json(step, 'about')['variables'], wanted, weights or {})
@@ -284,14 +284,14 @@ class Checkpointer:
     this works like `restore`, but does not compare shapes.
     """
     step = self.existing_step(step)
-    data_shapes = jax.tree.map(data_shape, shapes)
+    data_shapes = jax.tree.map(stored_shape, shapes)
     arrays = self._read_arrays(step, data_shapes)
     for path, wanted in leaves_by_path(data_shapes).items():  # The names and types of arrays have no checksum.
       found = lookup(arrays, path)
       if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise unreadable(self.folder(step), ValueError(f'what it says of {path_name(path)} is wrong'))
     check_seal(Path(self.folder(step)), step)
-    return map_with_path(lambda path, shape: from_data(shape, lookup(arrays, path)), shapes)
+    return map_with_path(lambda path, shape: to_leaf(shape, lookup(arrays, path)), shapes)
 
   def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
     """Returns the model's variables as arrays whose parts are read when they are needed, in the stored dtypes.
@@ -308,7 +308,7 @@ class Checkpointer:
     where = self.folder(step)
     self._to_close.enter_context(being_read(where))
     saved = self.about(step)['variables']
-    check_same_model(saved, records_of({'mdl_vars': shapes}), where)
+    check_same_model(saved, array_records({'mdl_vars': shapes}), where)
     names = {path: f'mdl_vars.{path_name(path)}' for path in leaves_by_path(shapes)}
     if use_ema:
       names = {path: ema if (ema := f'ema_vars.{path_name(path)}') in saved else name for path, name in names.items()}
@@ -364,12 +364,12 @@ class Checkpointer:
       if _GONE in of_all:
         continue
       error = error or DamagedError(damage)
-      if step is not None or self._on_damage == 'fail' or self.all_steps() == [number]:
+      if step is not None or self._on_damage == 'fail' or self.steps() == [number]:
         raise error
       self._leave_out(number, damage)
 
   def _leave_out(self, step: int, damage: str) -> None:
-    """Leaves a damaged step out of `all_steps`; unless this is read-only, the first process renames its folder."""
+    """Leaves a damaged step out of `steps`; unless this is read-only, the first process renames its folder."""
     aside = ''
     if not self._read_only:
       if jax.process_index() == 0:
@@ -381,7 +381,7 @@ class Checkpointer:
     self.notes.append(f'{damage}{aside}; the checkpoint before is used, of step {self.latest_step()}')
 
   def _read_json(self, step: Step, item: str) -> dict[str, Any]:
-    return read_record(Path(self.folder(self.existing_step(step))), item)
+    return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)
 
   def _read_arrays(self, step: int, shapes: NestedDict) -> Any:
     try:
@@ -402,7 +402,7 @@ class Checkpointer:
         file.write(bytes(_LEAST_ROOM))
       return ''
     except OSError as error:
-      return first_line(error)
+      return error_summary(error)
 
   def _remove_incomplete(self) -> None:
     """Starts to remove the remains of saves that failed or were killed."""
@@ -428,7 +428,7 @@ class Checkpointer:
         with contextlib.suppress(Exception):
           self._mend()  # For reading. Its background work on the folder may fail, so the next save mends again.
       self._is_broken = True
-      why = str(error) if isinstance(error, CheckpointError) else first_line(error)
+      why = str(error) if isinstance(error, CheckpointError) else error_summary(error)
       raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error
 
 
@@ -445,7 +445,7 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
     'jax': jax.__version__,
     'saved_at': round(time.time(), 3),
     'mesh': dict(mesh.shape) if mesh is not None else None,
-    'variables': records_of(true_shapes),
+    'variables': array_records(true_shapes),
     'variables_alone': state.opt_states is None,
   }
 

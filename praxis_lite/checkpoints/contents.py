@@ -16,7 +16,7 @@ from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import parse_json, plain_dtype, read_plain
 from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, path_name
 
-Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
+ArrayRecord = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3
 _FORMAT = 2  # Format 1 had no checksums.
 
@@ -49,7 +49,7 @@ def remove_checksum(record: dict[str, Any], what: str) -> dict[str, Any]:
   return content
 
 
-def read_record(folder: Path, item: str) -> dict[str, Any]:
+def read_checkpoint_record(folder: Path, item: str) -> dict[str, Any]:
   """Returns a record of the checkpoint in `folder`: 'about' or 'inputs'. Records of format 1 have no checksum.
 
   Raises:
@@ -111,7 +111,7 @@ def to_nested_dict(tree: object) -> NestedDict:
   return nested
 
 
-def records_of(shapes: object) -> dict[str, Record]:
+def array_records(shapes: object) -> dict[str, ArrayRecord]:
   """Returns the shape and dtype of each array of a tree by name, for JSON."""
   return {
     path_name(path): {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
@@ -119,7 +119,7 @@ def records_of(shapes: object) -> dict[str, Record]:
   }
 
 
-def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where: str) -> None:
+def check_same_model(saved: dict[str, ArrayRecord], wanted: dict[str, ArrayRecord], where: str) -> None:
   """Checks that a checkpoint has the arrays to restore, by comparing the records of the true shapes.
 
   Parts of the state (`mdl_vars`, `opt_states`, `ema_vars`) that are not restored are not compared. Float dtypes may
@@ -145,7 +145,7 @@ def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where:
   )
 
 
-def _difference(saved: Record | None, wanted: Record | None) -> str:
+def _difference(saved: ArrayRecord | None, wanted: ArrayRecord | None) -> str:
   if saved and wanted and saved['shape'] == wanted['shape'] and castable(saved['dtype'], wanted['dtype']):
     return ''
   in_it, here = (f'{record["dtype"]}{record["shape"]}' if record else 'not' for record in (saved, wanted))
@@ -166,16 +166,16 @@ def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def to_data(x: jax.Array) -> jax.Array:
+def to_stored(x: jax.Array) -> jax.Array:
   return jax.random.key_data(x) if _is_key(x) else x
 
 
-def data_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  data = jax.eval_shape(to_data, x)
+def stored_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  data = jax.eval_shape(to_stored, x)
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
 
 
-def from_data(shape: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+def to_leaf(shape: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
   if not _is_key(shape):
     return x
   impls: list[Any] = []

@@ -22,14 +22,14 @@ class PartedError(CheckpointError):
 
 def unreadable(folder: object, error: Exception) -> CheckpointError:
   """Returns the error that says that the checkpoint in `folder` cannot be read; a DamagedError if it is damaged."""
-  message = f'{folder} cannot be read ({first_line(error)})'
+  message = f'{folder} cannot be read ({error_summary(error)})'
   is_for_now = isinstance(error, PermissionError | MemoryError | jax.errors.JaxRuntimeError)
   if is_for_now or str(error).startswith(_NOT_REACHED):
     return CheckpointError(message)
   return DamagedError(f'{message}; remove this folder to go back to the checkpoint before')
 
 
-def first_line(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
   """Returns the class and the first line of an error of Orbax or TensorStore, without TensorStore's request."""
   lines = str(error).strip().splitlines()
   if not lines:

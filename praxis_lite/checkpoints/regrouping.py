@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.checkpoints.contents import Record
+from praxis_lite.checkpoints.contents import ArrayRecord
 from praxis_lite.common.trees import NestedDict, Path, insert, leaves, leaves_by_path, path_name
 from praxis_lite.sharding.guards import GuardedJit
 from praxis_lite.sharding.host_memory import to_device_memory
@@ -54,7 +54,7 @@ class Regrouping:
     records: shape and dtype of each array of the checkpoint, as if its stacks were grouped like the train state's.
   """
 
-  def __init__(self, saved: dict[str, Record], wanted: dict[str, Record], weights: NestedDict):
+  def __init__(self, saved: dict[str, ArrayRecord], wanted: dict[str, ArrayRecord], weights: NestedDict):
     declared = leaves(weights)
     by_tail = {_tail(name): name for name in saved}
     self._sources: dict[str, _Source] = {}
@@ -70,7 +70,7 @@ class Regrouping:
     tails = set(map(_tail, wanted))
     # Each group has its own copy of shared values, such as a count. One of them is read.
     read |= {n for n in saved if n not in wanted and _tail(n) in tails and (m := _GROUP.match(n)) and m[0] in groups}
-    self.records: dict[str, Record] = {name: record for name, record in saved.items() if name not in read}
+    self.records: dict[str, ArrayRecord] = {name: record for name, record in saved.items() if name not in read}
     for name, source in self._sources.items():
       self.records[name] = saved[source.name] | {'shape': wanted[name]['shape']}
 

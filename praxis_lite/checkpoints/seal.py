@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.checkpoints.contents import read_record
+from praxis_lite.checkpoints.contents import read_checkpoint_record
 from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.checkpoints.orbax.on_disk import STATE
-from praxis_lite.checkpoints.streamed import stored_arrays, whole
+from praxis_lite.checkpoints.streamed import stored_arrays, whole_box
 from praxis_lite.common.errors import CheckpointError
 
 # Its name in the records and among the arrays.
@@ -60,14 +60,14 @@ def check_seal_of(where: object, step: int, records: Mapping[str, Mapping[str, A
 
 
 def _seals_of_records(folder: Path) -> dict[str, str | None]:
-  return {name: _text(read_record(folder, name).get(SEAL)) for name in _RECORDS}
+  return {name: _text(read_checkpoint_record(folder, name).get(SEAL)) for name in _RECORDS}
 
 
 def _seal_of_state(folder: Path) -> str | None:
   """Returns the seal among the arrays; None if they have none."""
   try:
     array = stored_arrays(str(folder / STATE), {SEAL: None})[SEAL]
-    return array.read(whole(array.shape)).tobytes().decode(errors='replace')
+    return array.read(whole_box(array.shape)).tobytes().decode(errors='replace')
   except CheckpointError as error:
     cause = error.__cause__
     if 'NOT_FOUND' in str(cause):  # TensorStore's error for an array that the database does not have.

@@ -18,12 +18,12 @@ import numpy as np
 
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
-from praxis_lite.checkpoints.contents import Record, read_record
+from praxis_lite.checkpoints.contents import ArrayRecord, read_checkpoint_record
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
 from praxis_lite.checkpoints.seal import check_records, check_seal
-from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole_box
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import local_path, remove_all
 from praxis_lite.common.trees import insert
@@ -64,11 +64,11 @@ class StoredCheckpoint:
       DamagedError: it is damaged, or belongs to another checkpoint.
     """
     check_records(self.folder, self.step)
-    return read_record(self.folder, 'about')
+    return read_checkpoint_record(self.folder, 'about')
 
-  def variables(self) -> dict[str, Record]:
+  def variables(self) -> dict[str, ArrayRecord]:
     """Returns the true shape and the dtype of each array, by name."""
-    variables: dict[str, Record] = self.about()['variables']
+    variables: dict[str, ArrayRecord] = self.about()['variables']
     return variables
 
   def damage(self) -> dict[str, str]:
@@ -81,13 +81,13 @@ class StoredCheckpoint:
         return {'folder': str(error)}
       for item in ('about', 'inputs'):
         with _collect(damaged, item):
-          read_record(self.folder, item)
+          read_checkpoint_record(self.folder, item)
       if 'about' in damaged:
         return damaged
-      for name in read_record(self.folder, 'about')['variables']:
+      for name in read_checkpoint_record(self.folder, 'about')['variables']:
         with _collect(damaged, name):
           array = self._array(name)
-          for box in boxes(whole(array.shape), array.part_shape(array.shape)):
+          for box in boxes(whole_box(array.shape), array.part_shape(array.shape)):
             array.read(box)
       if not damaged:
         with _collect(damaged, 'seal'):
@@ -98,8 +98,8 @@ class StoredCheckpoint:
     """Returns an array as it is stored, with padding; PRNG keys as the integers that represent them."""
     return stored_arrays(str(self.folder / STATE), {name: None})[name]
 
-  def differences(self, other: StoredCheckpoint) -> Iterator[Difference]:
-    """Yields how each array that both have with the same true shape differs; see `Difference`."""
+  def differences(self, other: StoredCheckpoint) -> Iterator[ArrayDifference]:
+    """Yields how each array that both have with the same true shape differs; see `ArrayDifference`."""
     theirs = other.variables()
     with being_read(self.folder), being_read(other.folder):
       for name, record in self.variables().items():
@@ -150,7 +150,7 @@ class StoredCheckpoint:
       checkpointer.save(self.step, _state(arrays), _state(structs), None)
 
 
-class Difference(NamedTuple):
+class ArrayDifference(NamedTuple):
   """How an array of two checkpoints differs.
 
   Attributes:
@@ -193,9 +193,9 @@ def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> lis
   return [StoredCheckpoint(folder) for folder in folders]
 
 
-def _difference(name: str, shape: tuple[int, ...], ours: StreamedArray, theirs: StreamedArray) -> Difference:
+def _difference(name: str, shape: tuple[int, ...], ours: StreamedArray, theirs: StreamedArray) -> ArrayDifference:
   largest = scale = 0.0
-  for box in boxes(whole(shape), ours.part_shape(shape)):
+  for box in boxes(whole_box(shape), ours.part_shape(shape)):
     # NumPy has no arithmetic for bfloat16 and similar types; differences of unsigned integers would wrap.
     a, b = (np.asarray(array.read(box)).astype(np.float64) for array in (ours, theirs))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -203,7 +203,7 @@ def _difference(name: str, shape: tuple[int, ...], ours: StreamedArray, theirs: 
       apart = np.where(same, 0.0, np.abs(a - b))
     largest = max(largest, np.nan if not np.isfinite(apart).all() else float(apart.max(initial=0.0)), key=_nan_last)
     scale = max(scale, float(np.abs(a[np.isfinite(a)]).max(initial=0.0)))
-  return Difference(name, largest, largest / scale if scale else largest)
+  return ArrayDifference(name, largest, largest / scale if scale else largest)
 
 
 def _nan_last(value: float) -> tuple[bool, float]:

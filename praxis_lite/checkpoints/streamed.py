@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from praxis_lite.checkpoints.failures import first_line
+from praxis_lite.checkpoints.failures import error_summary
 from praxis_lite.checkpoints.orbax.on_disk import array_specs
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import check_plain_below
@@ -70,7 +70,7 @@ def boxes(box: Box, part_shape: Sequence[int]) -> Iterator[Box]:
     yield tuple(slice(at, min(at + step, b.stop)) for at, step, b in zip(corner, part_shape, box))
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
   """Returns the box of a whole array."""
   return tuple(slice(0, size) for size in shape)
 
@@ -99,7 +99,7 @@ class StoredArray(StreamedArray):
     try:
       return np.asarray(self._store[box].read().result())
     except ValueError as error:
-      raise CheckpointError(f'{self._where} cannot be read ({first_line(error)})') from error
+      raise CheckpointError(f'{self._where} cannot be read ({error_summary(error)})') from error
 
 
 def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> dict[str, StreamedArray]:
@@ -127,7 +127,7 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> di
     largest = max((_chunk_bytes(store) for store in stores.values()), default=0)
     stores = wait_until_open(ts.Context({'cache_pool': {'total_bytes_limit': largest + PART_BYTES}}))
   except (OSError, ValueError) as error:
-    raise CheckpointError(f'{folder} cannot be read ({first_line(error)})') from error
+    raise CheckpointError(f'{folder} cannot be read ({error_summary(error)})') from error
   true_shapes = {name: tuple(stores[name].shape if shape is None else shape) for name, shape in shapes.items()}
   return {name: StoredArray(stores[name], shape, f'{folder}: {name}') for name, shape in true_shapes.items()}
 

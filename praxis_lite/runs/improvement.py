@@ -134,7 +134,7 @@ class KeepBest(Hook):
     if best is not None and (best.metric, best.mode) != (self._watched.path, self._watched.mode):
       self._checkpointer.keep_best(None)
     # A run that was killed may not have recorded its last one.
-    saved = self._checkpointer.all_steps()
+    saved = self._checkpointer.steps()
     for step, value in self._watched.values(run.results):
       if step in saved:
         self._offer(step, value)

@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 import jax
 
 from praxis_lite.checkpoints import Checkpointer, Step
-from praxis_lite.checkpoints.contents import Record, castable, records_of
+from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castable
 from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, prefix_errors
 from praxis_lite.common.files import user_path
@@ -64,8 +64,8 @@ class WarmStart:
       with contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
         self._step = checkpointer.existing_step(cast(Step, settings.step), remedy=remedy)
         self._where = checkpointer.folder(self._step)
-        self._saved: dict[str, Record] = checkpointer.about(self._step)['variables']
-      self._wanted = records_of(partitioned.unpadded_state_shapes.mdl_vars)
+        self._saved: dict[str, ArrayRecord] = checkpointer.about(self._step)['variables']
+      self._wanted = array_records(partitioned.unpadded_state_shapes.mdl_vars)
       self._origins = self._plan(settings)
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from praxis_lite.checkpoints.contents import records_of
+from praxis_lite.checkpoints.contents import array_records
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
@@ -59,7 +59,7 @@ class TaskOnMesh:
 
   def taking_batches_of(self, struct: Struct) -> PartitionedTask:
     """Returns the task partitioned for global batches of these shapes and dtypes."""
-    shape = str(sorted(records_of(struct).items()))
+    shape = str(sorted(array_records(struct).items()))
     if shape not in self._by_shape:
       self._by_shape[shape] = PartitionedTask(self.jax_task, struct, layout=self.layout)
     return self._by_shape[shape]

@@ -85,7 +85,7 @@ class SavedRun:
     """The complete checkpoints."""
     checkpointer = Checkpointer(self.directory, read_only=True)
     try:
-      return Checkpoints(checkpointer.all_steps(), checkpointer.best())
+      return Checkpoints(checkpointer.steps(), checkpointer.best())
     finally:
       checkpointer.close()
 

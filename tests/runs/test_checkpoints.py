@@ -75,7 +75,7 @@ def test_the_newest_and_every_mth_checkpoint_are_kept(tmp_path):
   for step in range(1, 12):
     checkpointer.save(step, state, layout.true_shapes, None)
   checkpointer.wait()
-  assert checkpointer.all_steps() == [4, 8, 10, 11]
+  assert checkpointer.steps() == [4, 8, 10, 11]
   assert sorted(int(p.name) for p in (tmp_path / 'checkpoints').iterdir()) == [4, 8, 10, 11]
   checkpointer.close()
 
@@ -181,7 +181,7 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleaned_up(tmp_path):
   left = tmp_path / 'checkpoints' / '2.orbax-checkpoint-tmp'
   (left / 'state').mkdir(parents=True)
   reader = Checkpointer(tmp_path, read_only=True)
-  assert reader.all_steps() == [1] and left.exists()  # it may be another process that is saving
+  assert reader.steps() == [1] and left.exists()  # it may be another process that is saving
   reader.close()
   checkpointer = Checkpointer(tmp_path)
   assert checkpointer.latest_step() == 1

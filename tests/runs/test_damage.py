@@ -76,7 +76,7 @@ def test_the_step_before_a_damaged_one_is_used_and_the_damaged_one_kept_aside(sa
 
   reader = Checkpointer(directory, read_only=True, on_damage='previous')
   assert_same(true_values(reader.restore(*layout), layout), expected)
-  assert reader.all_steps() == [1] and (folder / '3').exists()  # Who trains there decides.
+  assert reader.steps() == [1] and (folder / '3').exists()  # Who trains there decides.
 
   writer = Checkpointer(directory, on_damage='previous')
   assert_same(true_values(writer.restore(*layout), layout), expected)
@@ -114,7 +114,7 @@ def test_what_is_read_is_not_removed(saved):
   reader.close()
   writer.save(5, random_state(layout), layout.true_shapes, None)
   writer.wait()
-  assert writer.all_steps() == [5]
+  assert writer.steps() == [5]
   writer.close()
 
 

@@ -78,7 +78,7 @@ def test_a_run_learns_saves_and_evaluates_the_whole_set(whole_run):
   assert found['eval/valid', 20, 'loss'] == result.metrics['eval/valid']['loss']
   assert any(name.endswith('w_rms') for _, _, name in found)
   reader = Checkpointer(directory, read_only=True)
-  assert reader.all_steps() == [15, 18, 20]
+  assert reader.steps() == [15, 18, 20]
 
 
 def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_python, whole_run):
@@ -270,7 +270,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
   config = with_bad_example(tiny_run(1, save_interval_steps=1, learner={'on_nonfinite': 'raise'}))
   with pytest.raises(NonFiniteError, match='step 3: the loss or a gradient is not finite'):
     run_train(config, tmp_path)
-  assert Checkpointer(tmp_path, read_only=True).all_steps() == [1, 2]
+  assert Checkpointer(tmp_path, read_only=True).steps() == [1, 2]
 
 
 def test_a_step_that_is_skipped_is_reported(tmp_path, capsys):

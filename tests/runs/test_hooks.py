@@ -57,7 +57,7 @@ def test_it_stops_when_nothing_has_improved_for_as_long_and_keeps_the_best(stopp
   assert json.loads((directory / 'best.json').read_text()) == {
     'step': best, 'metric': 'eval/valid/loss', 'mode': 'min', 'value': losses[best]
   }  # fmt: skip
-  assert Checkpointer(directory, read_only=True).all_steps() == [best, result.step]
+  assert Checkpointer(directory, read_only=True).steps() == [best, result.step]
   config = overfitting(patience=3)
   assert run_eval(config, directory, step='best')['eval/valid']['loss'] == pytest.approx(losses[best], rel=1e-6)
 

@@ -10,7 +10,7 @@ import pytest
 from small_states import layout_on, random_state
 
 from praxis_lite.checkpoints import Checkpointer
-from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole_box
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.sharding.padding import slice_to
 from praxis_lite.training.state import TrainState
@@ -77,7 +77,7 @@ def test_a_save_whose_source_fails_leaves_no_checkpoint(tmp_path, counted):
     checkpointer.save(0, state, true_shapes, None)
     checkpointer.wait()
   again = Checkpointer(tmp_path)
-  assert checkpointer.all_steps() == again.all_steps() == []
+  assert checkpointer.steps() == again.steps() == []
   again.save(0, *of_streamed(true_state()), None)
   again.close()
   assert [path.name for path in (tmp_path / 'checkpoints').iterdir()] == ['0']
@@ -86,7 +86,7 @@ def test_a_save_whose_source_fails_leaves_no_checkpoint(tmp_path, counted):
 def read_in_parts(array):
   """All of a streamed array, 3 numbers at a time."""
   there = np.zeros(array.shape, array.dtype)
-  for box in boxes(whole(array.shape), array.part_shape(array.shape, 12)):
+  for box in boxes(whole_box(array.shape), array.part_shape(array.shape, 12)):
     there[box] = array.read(box)
   return there
 
@@ -112,7 +112,7 @@ def test_arrays_of_a_checkpoint_are_read_in_parts_without_their_padding(devices,
 def test_boxes_cover_an_array_once(shape, part_bytes):
   array = InMemory(np.zeros(shape, np.float32))
   seen = np.zeros(shape, int)
-  for box in boxes(whole(shape), array.part_shape(shape, part_bytes)):
+  for box in boxes(whole_box(shape), array.part_shape(shape, part_bytes)):
     seen[box] += 1
     assert seen[box].size * 4 <= part_bytes
   assert (seen == 1).all()

@@ -153,7 +153,7 @@ def test_a_watched_run(tmp_path, capfd):
   assert main(['status', str(directory)]) == 1
   assert 'dead: process' in capfd.readouterr().out
   checkpointer = Checkpointer(directory, read_only=True)
-  (first, *later) = checkpointer.all_steps()
+  (first, *later) = checkpointer.steps()
   for step in later:
     os.rename(directory / f'checkpoints/{step}', directory / f'checkpoints/{step}.removed')
   seconds, marks = beat['goodput']['seconds'], beat['goodput']['marks']

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_device_meshes import torus
 
-from praxis_lite.bridges.t5x import MoePjitPartitioner, PjittedFnWithContext, default_mesh, expert_mesh
+from praxis_lite.bridges.t5x import MoePjitPartitioner, PjittedFnWithContext, default_mesh, moe, moe_rules
 from praxis_lite.bridges.t5x.chunks import DataLayout
 from praxis_lite.common.errors import ShardingError
 from praxis_lite.partitioning import default_moe_mesh
@@ -38,7 +38,7 @@ def test_experts_take_the_largest_divisor_of_the_data_axis(arguments: Any, shape
 
 
 def test_meshes_without_links() -> None:
-  for make in (expert_mesh.get_cpu_mesh, expert_mesh.get_gpu_mesh):
+  for make in (moe.get_cpu_mesh, moe.get_gpu_mesh):
     assert dict(make().shape) == {'data': 1, 'expert': 8, 'model': 1}
   with pytest.raises(ShardingError, match='num_expert_partitions: expected at least 1, got 0'):
     default_moe_mesh(0, 1)
@@ -46,21 +46,21 @@ def test_meshes_without_links() -> None:
 
 def test_rules() -> None:
   extra = [('additional', 'model'), ('expert_magic', 'data')]
-  rules = expert_mesh.standard_logical_axis_rules(additional_rules=extra)
+  rules = moe_rules.expert_axis_rules(additional_rules=extra)
   usual = standard_logical_axis_rules()
   assert rules[0] == ('batch', ('expert', 'data')) and rules[1 : len(usual)] == usual[1:]
   own = (('expert', 'expert'), ('expert_mlp', 'model'), ('expert_replicas', 'data'), ('unmodeled', None))
   assert rules[len(usual) :] == (*own, *extra)
   with pytest.raises(ShardingError, match='parameter_partitioning_dims=2 is not supported'):
-    expert_mesh.standard_logical_axis_rules(parameter_partitioning_dims=2)
+    moe_rules.expert_axis_rules(parameter_partitioning_dims=2)
 
 
 def test_only_data_specs_of_whole_arguments_change() -> None:
   both = P(('expert', 'data'))
   specs = (P('data'), P('model'), P('expert'), None, P('other'), P(), {'tree': P('data')})
-  assert expert_mesh.override_partition_specs(specs) == (both, *specs[1:])
-  assert expert_mesh.override_partition_specs(P('data')) == expert_mesh.override_partition_specs(both) == both
-  assert expert_mesh.override_partition_specs(None) is None
+  assert moe_rules.to_expert_axis(specs) == (both, *specs[1:])
+  assert moe_rules.to_expert_axis(P('data')) == moe_rules.to_expert_axis(both) == both
+  assert moe_rules.to_expert_axis(None) is None
 
 
 def test_each_host_reads_its_share() -> None:

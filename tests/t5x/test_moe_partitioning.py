@@ -17,10 +17,9 @@ from praxis_lite.bridges.t5x.meshes import DescribedDevice
 from praxis_lite.bridges.t5x.moe import (
   MoePjitPartitioner,
   infer_state_filter,
-  override_partition_specs,
   prepend_expert,
-  uses_two_data_axes,
 )
+from praxis_lite.bridges.t5x.moe_rules import to_two_data_axes, uses_two_data_axes
 from praxis_lite.bridges.t5x.partitioners import PjitPartitioner
 from praxis_lite.common.errors import ShardingError
 from praxis_lite.common.trees import path_matches
@@ -96,8 +95,8 @@ def test_two_parameter_dimensions_are_refused() -> None:
   ],
 )
 def test_raw_specs_with_two_data_axes(spec: Any, overridden: Any) -> None:
-  assert override_partition_specs(spec) == overridden
-  assert override_partition_specs((spec, {'tree': spec})) == (overridden, {'tree': spec})
+  assert to_two_data_axes(spec) == overridden
+  assert to_two_data_axes((spec, {'tree': spec})) == (overridden, {'tree': spec})
 
 
 def test_data_partition_spec() -> None:

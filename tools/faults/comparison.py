@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite.checkpoints.stored import checkpoints_at
-from praxis_lite.checkpoints.streamed import stored_arrays, whole
+from praxis_lite.checkpoints.streamed import stored_arrays, whole_box
 
 # Metrics of the time that things took, and of the machine.
 _OF_THE_MACHINE = ('speed/', 'goodput/', 'memory/', 'time/', 'input/')
@@ -40,7 +40,7 @@ def results_of(directory: Path) -> Results:
   """Reads a run directory. Raises if its newest checkpoint is damaged, or an event file that is not at its end."""
   newest = [c for c in checkpoints_at(directory) if not c.is_set_aside][-1]
   stored = stored_arrays(str(newest.folder / 'state'), dict.fromkeys(newest.variables()))
-  arrays = {name: np.asarray(a.read(whole(a.shape))).tobytes() for name, a in stored.items()}
+  arrays = {name: np.asarray(a.read(whole_box(a.shape))).tobytes() for name, a in stored.items()}
   return Results(newest.step, arrays, _lines(directory / 'metrics.jsonl'), curves_of(directory / 'summaries'))
 
 

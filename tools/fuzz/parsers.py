@@ -21,7 +21,7 @@ from praxis_lite.bridges.hf.families import family_of
 from praxis_lite.bridges.hf.files import read_folder, read_header
 from praxis_lite.bridges.hf.hf_config import read_config
 from praxis_lite.checkpoints.best import BestRecord
-from praxis_lite.checkpoints.contents import add_checksum, check_same_model, read_record
+from praxis_lite.checkpoints.contents import add_checksum, check_same_model, read_checkpoint_record
 from praxis_lite.checkpoints.stored import best_step
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.json import from_json, to_json
@@ -127,7 +127,7 @@ _ABOUT: dict[str, Any] = {
 def _about(data: bytes, folder: Path) -> None:
   (folder / 'about').mkdir(exist_ok=True)
   (folder / 'about' / 'metadata').write_bytes(data)
-  found = read_record(folder, 'about')
+  found = read_checkpoint_record(folder, 'about')
   check_same_model(found['variables'], _ABOUT['variables'], 'here')
 
 

@@ -152,7 +152,7 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
     weights: declarations of the variables below the `TransformerLm`.
   """
   rows, declared = {pair.ours: pair for pair in table}, leaves(weights)
-  order = _LayerOrder.of(declared)
+  order = _layer_order(declared)
   return {path: list(_pieces_of(rows, path, weight, order)) for path, weight in declared.items()}
 
 
@@ -167,17 +167,17 @@ class _LayerOrder(NamedTuple):
   first: dict[str, int]
   period: int
 
-  @classmethod
-  def of(cls, declared: Mapping[Path, WeightHParams]) -> _LayerOrder:
-    counts = {
-      match[1]: (weight.repeat_prefix or (1,))[0]
-      for path, weight in declared.items()
-      if (match := _NUMBERED.search(path_name(path)))
-    }
-    in_turn = [name for name in counts if name.startswith('layers')]
-    before = {'layers': 0, 'rest': sum(counts[name] for name in in_turn)}
-    kinds = {name: name.split('_') for name in counts}
-    return cls({name: before[kind] + int(number) for name, (kind, number) in kinds.items()}, len(in_turn))
+
+def _layer_order(declared: Mapping[Path, WeightHParams]) -> _LayerOrder:
+  counts = {
+    match[1]: (weight.repeat_prefix or (1,))[0]
+    for path, weight in declared.items()
+    if (match := _NUMBERED.search(path_name(path)))
+  }
+  cycle = [name for name in counts if name.startswith('layers')]
+  before = {'layers': 0, 'rest': sum(counts[name] for name in cycle)}
+  kinds = {name: name.split('_') for name in counts}
+  return _LayerOrder({name: before[kind] + int(number) for name, (kind, number) in kinds.items()}, len(cycle))
 
 
 _NUMBERED = re.compile(r'\.((?:layers|rest)_\d+)\.')

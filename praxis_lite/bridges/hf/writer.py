@@ -13,7 +13,7 @@ import numpy as np
 from praxis_lite.bridges.hf.files import Declared, write_folder
 from praxis_lite.bridges.hf.hf_config import CONFIG_FILE
 from praxis_lite.bridges.hf.tensors import Piece
-from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole_box
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, lookup
 
@@ -71,7 +71,7 @@ def write_checkpoint(
 def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:
   """Reads a piece of a variable."""
   stacked = len(piece.at)
-  for box in boxes(piece.box(whole(ours.shape)), variable.part_shape([*[1] * stacked, *ours.shape])):
+  for box in boxes(piece.box(whole_box(ours.shape)), variable.part_shape([*[1] * stacked, *ours.shape])):
     part = variable.read(box)
     ours[box[stacked:]] = part.reshape(part.shape[stacked:])
 

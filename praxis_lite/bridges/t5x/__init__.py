@@ -2,7 +2,6 @@
 
 from praxis_lite.bridges.t5x.axis_names import AxisNames
 from praxis_lite.bridges.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo
-from praxis_lite.bridges.t5x.expert_mesh import default_moe_mesh
 from praxis_lite.bridges.t5x.meshes import (
   bounds_from_last_device,
   default_mesh,
@@ -12,6 +11,7 @@ from praxis_lite.bridges.t5x.meshes import (
   get_mesh,
 )
 from praxis_lite.bridges.t5x.moe import MoePjitPartitioner, data_partition_spec
+from praxis_lite.bridges.t5x.moe_rules import default_moe_mesh
 from praxis_lite.bridges.t5x.partitioners import (
   BasePartitioner,
   BasePjitPartitioner,

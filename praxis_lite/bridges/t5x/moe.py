@@ -1,21 +1,6 @@
-"""Partitioning mixtures of experts: a second data axis, rules for experts, and the axes of their optimizer state.
+"""The partitioner of mixtures of experts, and the axes of their optimizer state. See `moe_rules.py` for the splits.
 
-Experts are split over 'data', and tokens travel to their experts. With fewer experts than devices and no model
-parallelism, some devices would have no expert. Then the mesh gets a 'model' axis of size devices // experts anyway,
-which serves as a second data axis:
-
-                                usual          two data axes
-    'batch'                     'data'         ('data', 'model')
-    'expert'                    'data'         'data'
-    rules to 'model'            'model'        None
-    'expert_replicas'           None           'model'
-    data is split over          ('data',)      (('data', 'model'),)
-    a single spec passed to `partition`, but not a spec in a tree of parameters, which the rules have decided:
-      ('data',)                 ('data',)      (('data', 'model'),)
-      ('model',)                ('model',)     None
-
-This follows the mixture-of-experts partitioner of T5X (Roberts et al., 2022). Its later versions have a mesh axis for
-experts instead; see `expert_mesh.py`.
+This module has the names of T5X's `t5x.contrib.moe.partitioning` (Roberts et al., 2022).
 """
 
 from __future__ import annotations
@@ -28,14 +13,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.bridges.t5x import expert_mesh
 from praxis_lite.bridges.t5x.axis_names import AxisNames, KeptNames
-from praxis_lite.bridges.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
+from praxis_lite.bridges.t5x.meshes import Device, Submesh, default_mesh
+from praxis_lite.bridges.t5x.moe_rules import (
+  EXPERT_DATA_AXES,
+  TWO_DATA_AXES,
+  default_moe_mesh as default_moe_mesh,
+  expert_axis_rules,
+  moe_host_mesh as get_cpu_mesh,  # noqa: F401 (T5X's names)
+  moe_host_mesh as get_gpu_mesh,  # noqa: F401
+  moe_logical_axis_rules as standard_logical_axis_rules,
+  to_expert_axis,
+  to_two_data_axes,
+  uses_two_data_axes,
+)
 from praxis_lite.bridges.t5x.partitioners import PjitPartitioner
 from praxis_lite.common.errors import ShardingError
 from praxis_lite.common.trees import Path, leaves_by_path, map_with_path, path_matches
-from praxis_lite.sharding import rules as base_rules
-from praxis_lite.sharding.rules import LogicalAxisRule, LogicalAxisRules
+from praxis_lite.sharding.rules import LogicalAxisRules
 
 if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
@@ -44,78 +39,12 @@ T = TypeVar('T')
 # Decides whether an optimizer slot keeps the expert axis: a pattern on its path, or a function of the path.
 StateFilter = str | Callable[[str], bool]
 
-TWO_DATA_AXES = ('data', 'model')
 FACTORED_EXPERT_STATE = r'.*expert.*/(kernel|w)/v_.*'
-
-_EXPERT_RULES = (
-  *(('expert', 'data'), ('expert_mlp', 'model')),
-  *(('expert_group', None), ('expert_replicas', None), ('unmodeled', None)),
-)
-
-
-def uses_two_data_axes(
-  num_experts: int, num_devices: int, num_partitions: int | None = None, model_parallel_submesh: Submesh = None
-) -> bool:
-  """Returns whether 'model' serves as a second data axis: fewer experts than devices, and no model parallelism.
-
-  Raises ShardingError if neither or both of num_partitions and model_parallel_submesh are given.
-  """
-  return num_model_partitions(num_partitions, model_parallel_submesh) <= 1 and 0 < num_experts < num_devices
-
-
-def standard_logical_axis_rules(
-  num_experts: int,
-  num_partitions: int | None = None,
-  model_parallel_submesh: Submesh = None,
-  activation_partitioning_dims: int = 1,
-  parameter_partitioning_dims: int = 1,
-  additional_rules: LogicalAxisRules | None = None,
-  override_rules: LogicalAxisRules | None = None,
-  *,
-  num_devices: int | None = None,
-) -> tuple[LogicalAxisRule, ...]:
-  """Returns the standard rules and those for experts, with two data axes if `uses_two_data_axes` returns True.
-
-  Args:
-    num_experts, num_partitions, model_parallel_submesh: as for `uses_two_data_axes`.
-    num_devices: by default all devices of JAX. All other arguments are as for the standard rules.
-
-  Raises:
-    ShardingError: parameter_partitioning_dims is not 1, because experts use 'data'; or as in `uses_two_data_axes`.
-  """
-  if parameter_partitioning_dims != 1:
-    raise ShardingError(
-      f'parameter_partitioning_dims={parameter_partitioning_dims} is not supported with experts: splitting parameters '
-      "over 'data' is not supported for MoE, whose experts are split over it themselves; it must be 1"
-    )
-  rules = base_rules.standard_logical_axis_rules(
-    activation_partitioning_dims, 1, (*_EXPERT_RULES, *(additional_rules or ())), override_rules
-  )
-  num_devices = jax.device_count() if num_devices is None else num_devices
-  if not uses_two_data_axes(num_experts, num_devices, num_partitions, model_parallel_submesh):
-    return rules
-  fixed = {'batch': TWO_DATA_AXES, 'expert_replicas': 'model'}
-  return tuple((name, fixed.get(name, None if axes == 'model' else axes)) for name, axes in rules)
 
 
 def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
   """Returns the spec of the batch dimension."""
   return PartitionSpec(TWO_DATA_AXES if two_data_axes else 'data')
-
-
-def override_partition_specs(resources: object) -> object:
-  """Returns the specs of arguments or results for two data axes; see the table above.
-
-  Only a single spec for a whole argument changes: trees of specs belong to parameters and optimizer state.
-  """
-
-  def override(spec: object) -> object:
-    if not isinstance(spec, PartitionSpec) or len(spec) != 1:
-      return spec
-    return {'data': PartitionSpec(TWO_DATA_AXES), 'model': None}.get(spec[0], spec)
-
-  several = isinstance(resources, tuple | list)
-  return jax.tree.map(override, resources, is_leaf=lambda x: not several or x is not resources)
 
 
 def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisNames) -> T:
@@ -127,11 +56,11 @@ def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisN
   """
   accepts = _to_predicate(state_filter)
 
-  def prepended(path: Path, names: Any) -> Any:
+  def prepend(path: Path, names: Any) -> Any:
     new = kind if names is None else PartitionSpec if isinstance(names, PartitionSpec) else AxisNames
     return new('expert', *(names or ())) if accepts('/'.join(path)) else names
 
-  return map_with_path(prepended, axes, is_leaf=lambda x: x is None)
+  return map_with_path(prepend, axes, is_leaf=lambda x: x is None)
 
 
 def infer_state_filter(opt_states: object) -> str | None:
@@ -190,7 +119,7 @@ def infer_state_filter_of(optimizer_def: Any) -> str | None:
 class MoePjitPartitioner(PjitPartitioner):
   """Splits experts over 'data', and uses 'model' as a second data axis if there are fewer experts than devices.
 
-  With `num_expert_partitions`, experts have a separate mesh axis; see `expert_mesh.py`.
+  With `num_expert_partitions`, experts have a separate mesh axis; see `moe_rules.py`.
 
   If a train state knows its logical axes, as in this package and in T5X's `FlaxOptimTrainState`, the optimizer state
   that the filter accepts gets the expert axis.
@@ -198,7 +127,8 @@ class MoePjitPartitioner(PjitPartitioner):
   Args:
     num_experts: number of experts; 0 for none. None with `num_expert_partitions`.
     params_on_devices: as for `PjitPartitioner`.
-    logical_axis_rules: the rules; by default `standard_logical_axis_rules` of this module, or of `expert_mesh.py`.
+    logical_axis_rules: the rules; by default `moe_logical_axis_rules`, or `expert_axis_rules` with
+      `num_expert_partitions`.
     state_filter: which optimizer slots keep the expert axis of their parameter, even if they do not have its shape: a
       pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
       None means none.
@@ -236,7 +166,7 @@ class MoePjitPartitioner(PjitPartitioner):
     self._num_expert_partitions = num_expert_partitions
     self.two_data_axes = False
     if num_experts is None:
-      rules = expert_mesh.standard_logical_axis_rules()
+      rules = expert_axis_rules()
     else:
       self.two_data_axes = uses_two_data_axes(num_experts, len(devices), *where)
       rules = standard_logical_axis_rules(num_experts, *where, num_devices=len(devices))
@@ -253,12 +183,12 @@ class MoePjitPartitioner(PjitPartitioner):
     if self._num_expert_partitions is None:
       return default_mesh(*self._mesh_args)
     num_partitions, submesh, *_, devices = self._mesh_args
-    return expert_mesh.default_moe_mesh(self._num_expert_partitions, num_partitions, submesh, devices=devices)
+    return default_moe_mesh(self._num_expert_partitions, num_partitions, submesh, devices=devices)
 
   @property
   def data_axes(self) -> tuple[str, ...]:
     if self._num_expert_partitions is not None:
-      return expert_mesh.DATA_AXES
+      return EXPERT_DATA_AXES
     return TWO_DATA_AXES if self.two_data_axes else super().data_axes
 
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
@@ -280,8 +210,8 @@ class MoePjitPartitioner(PjitPartitioner):
 
   def _override_specs(self, resources: object) -> object:
     if self._num_expert_partitions is not None:
-      return expert_mesh.override_partition_specs(resources)
-    return override_partition_specs(resources) if self.two_data_axes else resources
+      return to_expert_axis(resources)
+    return to_two_data_axes(resources) if self.two_data_axes else resources
 
   def _kept_names(self, opt_states: object) -> KeptNames:
     # Inferred only if some slot does not inherit all names.

@@ -90,7 +90,6 @@ class PjittedFnWithContext(Generic[T]):
 
   Raises:
     ShardingError: the numbers of specs and arguments differ, or an argument without true shapes is uneven.
-    ShardingError: there are not as many specs as arguments, or an argument without true shapes is uneven.
   """
 
   def __init__(
@@ -126,14 +125,14 @@ class PjittedFnWithContext(Generic[T]):
     self._even: set[tuple[object, ...]] = set()
 
     @functools.wraps(fn)
-    def padded(*args: object) -> T:
+    def call_padded(*args: object) -> T:
       with axis_rules(self.logical_axis_rules):
         true = self._map_arguments(lambda i, x: self._layouts[i].unpad(x) if i in self._layouts else x, args)
         out = jax.tree.map(jnp.asarray, fn(*true))
       return layout_of(out, out_axis_resources, mesh).pad(out)
 
     self.jitted = GuardedJit(
-      bind_mesh(padded, mesh),
+      bind_mesh(call_padded, mesh),
       in_shardings=self._shardings(self._in_specs),
       out_shardings=self._shardings(out_axis_resources),
       static_argnums=static_argnums,

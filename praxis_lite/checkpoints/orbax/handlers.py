@@ -14,7 +14,7 @@ import tensorstore as ts
 from etils import epath
 
 from praxis_lite.checkpoints.orbax.on_disk import STATE
-from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole_box
 
 # Parts that are being compressed and written while the next one is read.
 _IN_FLIGHT = 2
@@ -63,7 +63,7 @@ async def _write_parts(
     process_index=0,
   )
   store = await ts.open(ts.Spec(spec), dtype=value.dtype, create=True, open=True, context=info.ts_context)
-  for box in boxes(whole(value.shape), part_shape):
+  for box in boxes(whole_box(value.shape), part_shape):
     # TensorStore need not copy the part, because nothing changes it.
     pending.append(store[box].write(value.read(box), can_reference_source_data_indefinitely=True))
     while len(pending) > _IN_FLIGHT:

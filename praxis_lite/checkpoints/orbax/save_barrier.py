@@ -20,7 +20,7 @@ import threading
 
 import jax
 
-from praxis_lite.checkpoints.failures import first_line
+from praxis_lite.checkpoints.failures import error_summary
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import Client, service_client
@@ -54,7 +54,7 @@ class SaveBarrier:
     if in_background and isinstance(error, Exception) and not self._has_failed:
       self._has_failed = True
       # The meeting that this process would skip.
-      self._client.key_value_set(f'{self._next()}/failed/{jax.process_index()}', first_line(error))
+      self._client.key_value_set(f'{self._next()}/failed/{jax.process_index()}', error_summary(error))
       self._meet(timeout_ms)
     failed = self._meet(timeout_ms)
     if failed and not self._has_failed:

@@ -34,7 +34,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from praxis_lite.checkpoints.contents import add_checksum, data_shape, from_data, records_of, remove_checksum, to_data
+from praxis_lite.checkpoints.contents import (
+  add_checksum,
+  array_records,
+  remove_checksum,
+  stored_shape,
+  to_leaf,
+  to_stored,
+)
 from praxis_lite.common.errors import CheckpointError, UserError, first_line
 from praxis_lite.common.files import (
   KnownFolder,
@@ -49,7 +56,7 @@ from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
 from praxis_lite.training.state import TrainState
 
-Index = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
 
 _LINEAGE = 'emergency_copies.json'
 _INCOMPLETE = '.incomplete'
@@ -62,7 +69,7 @@ class _Shard(NamedTuple):
   """A part of an array in the file of a copy; `at` is its offset in the file."""
 
   name: str
-  bounds: Index
+  bounds: Bounds
   dtype: np.dtype
   at: int
   checksum: int
@@ -105,7 +112,7 @@ class EmergencyCopy:
 
   def __init__(self, file: Path):
     self._file = file
-    self._shards: dict[tuple[str, Index], _Shard] = {}
+    self._shards: dict[tuple[str, Bounds], _Shard] = {}
     with open_plain(file) as opened:
       self.record = remove_checksum(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
@@ -119,7 +126,7 @@ class EmergencyCopy:
         shard.read(opened)
         at += shard.nbytes
 
-  def has(self, name: str, index: Index) -> bool:
+  def has(self, name: str, index: Bounds) -> bool:
     """Whether this contains a part of an array."""
     return (name, index) in self._shards
 
@@ -131,9 +138,9 @@ class EmergencyCopy:
     """
 
     def restore_array(path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
-      data, name = data_shape(shape), path_name(path)
+      data, name = stored_shape(shape), path_name(path)
       part = lambda index: self._shards[name, _bounds(index, data.shape)].read(opened)  # noqa: E731
-      return from_data(shape, jax.make_array_from_callback(data.shape, data.sharding, part))
+      return to_leaf(shape, jax.make_array_from_callback(data.shape, data.sharding, part))
 
     try:
       with open_plain(self._file) as opened:
@@ -168,7 +175,7 @@ class EmergencyCopies:
     self._about = {
       'mesh': dict(shapes.step.sharding.mesh.shape),
       'processes': jax.process_count(),
-      'variables': records_of(true_shapes),
+      'variables': array_records(true_shapes),
     }
     run = hashlib.blake2b(str(job_log_dir).encode(), digest_size=6).hexdigest()
     self._homes = [user_path(directory) / _user_folder() / run for directory in directories]
@@ -311,7 +318,7 @@ class EmergencyCopies:
           with contextlib.suppress(OSError):
             file.unlink()
 
-  def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Index, np.ndarray]]) -> None:
+  def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Bounds, np.ndarray]]) -> None:
     """Writes a copy to all directories; it is enough if one succeeds."""
     described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
     header = json.dumps(add_checksum({**record, 'shards': described})).encode() + b'\n'
@@ -380,24 +387,24 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
       yield int(step), file
 
 
-def _local_parts(shapes: TrainState) -> Iterator[tuple[str, Index]]:
+def _local_parts(shapes: TrainState) -> Iterator[tuple[str, Bounds]]:
   """Yields (name, index) of each part of the state that this process holds; replicas are yielded once."""
   for path, shape in leaves_by_path(shapes).items():
-    data = data_shape(shape)
+    data = stored_shape(shape)
     indices = data.sharding.addressable_devices_indices_map(data.shape).values()
     yield from dict.fromkeys((path_name(path), _bounds(index, data.shape)) for index in indices)
 
 
 def _num_bytes(shapes: TrainState) -> int:
-  sizes = {path_name(path): data_shape(shape).dtype.itemsize for path, shape in leaves_by_path(shapes).items()}
+  sizes = {path_name(path): stored_shape(shape).dtype.itemsize for path, shape in leaves_by_path(shapes).items()}
   return sum(sizes[name] * math.prod(stop - start for start, stop in index) for name, index in _local_parts(shapes))
 
 
-def _shards_of(state: TrainState) -> list[tuple[str, Index, np.ndarray]]:
+def _shards_of(state: TrainState) -> list[tuple[str, Bounds, np.ndarray]]:
   """Returns copies of the parts of the arrays that this process holds, one for all replicas of a part."""
-  shards: dict[tuple[str, Index], jax.Array] = {}
+  shards: dict[tuple[str, Bounds], jax.Array] = {}
   for path, leaf in leaves_by_path(state).items():
-    array = to_data(leaf)
+    array = to_stored(leaf)
     for shard in array.addressable_shards:
       shards.setdefault((path_name(path), _bounds(shard.index, array.shape)), shard.data)
   for data in shards.values():
@@ -405,7 +412,7 @@ def _shards_of(state: TrainState) -> list[tuple[str, Index, np.ndarray]]:
   return [(name, index, np.array(np.asarray(data), copy=True)) for (name, index), data in shards.items()]
 
 
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Index:
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
   return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 

@@ -23,7 +23,7 @@ _CONTAINER = 'train'
 _MOST_NAME = 63 - len(f'-{_GROUP}-0-9999')
 _VOLUME = 'runs'
 
-Manifest = dict[str, object]
+JsonObject = dict[str, object]
 
 
 def jobset(
@@ -37,7 +37,7 @@ def jobset(
   resources: Mapping[str, str] | None = None,
   volume_claim: str | None = None,
   mount_path: str = '/runs',
-) -> Manifest:
+) -> JsonObject:
   """Returns the manifest, for `kubectl apply`, which reads it as JSON.
 
   Args:
@@ -57,7 +57,7 @@ def jobset(
     raise UserError(
       f'--name={name}: expected at most {_MOST_NAME} lower-case letters, digits and hyphens, beginning with a letter'
     )
-  container: Manifest = {
+  container: JsonObject = {
     'name': _CONTAINER,
     'image': image,
     'command': list(command),
@@ -68,7 +68,7 @@ def jobset(
     'ports': [{'containerPort': _PORT}],
     'resources': {'limits': dict(resources or {})},
   }
-  pod: Manifest = {
+  pod: JsonObject = {
     'restartPolicy': 'Never',
     'terminationGracePeriodSeconds': grace_s,
     'containers': [container],

@@ -153,7 +153,7 @@ class Launcher:
         before, last = last, self._attempt(count)
         if last.code == 0 or self._signals or not is_restartable(last.code):
           return last.code
-        gone = f'host {last.host} of {count} was lost ({describe(last.code)})'
+        gone = f'host {last.host} of {count} was lost ({exit_text(last.code)})'
         if self._directory.is_lost():
           self._say(
             f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: started again, the run would '
@@ -232,7 +232,7 @@ class Launcher:
         elif code != 0 and limit.at is None:
           limit = _Limit.of(self._grace)
         if code < 0 and not self._signals:
-          self._say(f'host {i} was ended by {describe(ended[i])}')
+          self._say(f'host {i} was ended by {exit_text(ended[i])}')
       over = next((each for each in (limit, stop_limit) if each.is_over()), None)
       if over is not None:
         late = [i for i in range(len(self._running)) if i not in ended]
@@ -301,7 +301,7 @@ def is_restartable(code: int) -> bool:
   return code == LostHostError.exit_code or (code > 128 and code not in _STOPPED)
 
 
-def describe(code: int) -> str:
+def exit_text(code: int) -> str:
   """Returns the name of the signal that an exit code stands for, or the code."""
   with contextlib.suppress(ValueError):
     return signal.Signals(code - 128).name

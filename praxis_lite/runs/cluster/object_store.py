@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from praxis_lite.checkpoints.failures import DamagedError, first_line
+from praxis_lite.checkpoints.failures import DamagedError, error_summary
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.foreign_text import has_lost_secret, remove_secrets
 
@@ -88,10 +88,10 @@ class ObjectStore:
     try:
       fs, root = fsspec.core.url_to_fs(url.rstrip('/'), **({'auto_mkdir': True} if self._is_local else {}))
     except ImportError as error:  # Names the package: 'Install s3fs to access S3'.
-      raise ConfigError(f'{named}: {first_line(error).partition(": ")[2]}, as with pip') from None
+      raise ConfigError(f'{named}: {error_summary(error).partition(": ")[2]}, as with pip') from None
     except Exception as error:
       known = ', '.join(f'{name}://' for name in ('s3', 'gs', 'az', 'file'))
-      raise ConfigError(f'{named}: {first_line(error).partition(": ")[2]}; there are {known} and others') from None
+      raise ConfigError(f'{named}: {error_summary(error).partition(": ")[2]}; there are {known} and others') from None
     self._fs, self._root = fs, root.rstrip('/')
 
   def check_writable(self) -> None:
@@ -166,4 +166,4 @@ class ObjectStore:
     except Exception as error:
       is_missing = isinstance(error, FileNotFoundError) and what.startswith(_READING)
       raised = DamagedError if is_missing else StoreError
-      raise raised(f'{self.url}: {what} failed: {remove_secrets(first_line(error))}') from error
+      raise raised(f'{self.url}: {what} failed: {remove_secrets(error_summary(error))}') from error

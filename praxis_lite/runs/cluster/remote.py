@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint
-from praxis_lite.checkpoints.contents import Record, add_checksum, parse_record, remove_checksum
+from praxis_lite.checkpoints.contents import ArrayRecord, add_checksum, parse_record, remove_checksum
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.orbax.on_disk import record_file
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
@@ -77,9 +77,9 @@ class RemoteCheckpoint:
     check_seal_of(self.url, self.step, records)
     return records['about']
 
-  def variables(self) -> dict[str, Record]:
+  def variables(self) -> dict[str, ArrayRecord]:
     """Returns the true shape and the dtype of each array, by name."""
-    variables: dict[str, Record] = self.about()['variables']
+    variables: dict[str, ArrayRecord] = self.about()['variables']
     return variables
 
   def damage(self) -> dict[str, str]:
