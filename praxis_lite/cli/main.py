@@ -137,6 +137,8 @@ def main(argv: Sequence[str]) -> int:
     # Compares the name of the type, because JAX is not imported here. JAX raises it for every failure of a program.
     if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
       failure = user_code_error(error)
+      if failure is None and isinstance(error, ModuleNotFoundError) and f'{error.name}'.startswith('praxis_lite.'):
+        return _report_failure(name, f'{name} needs {error.name}, which is not installed')
       if failure is None:
         raise
       if is_traced:

@@ -14,6 +14,7 @@ from praxis_lite.cli.command import Command, configured_run, damage_flag, experi
 from praxis_lite.cli.verify import is_worth_verifying, verify_first
 
 if TYPE_CHECKING:
+  from praxis_lite.runs.cluster.clusters import Job
   from praxis_lite.training.task import SingleTask
 
 
@@ -24,18 +25,19 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.checkpoints import saved_steps
-  from praxis_lite.runs.cluster.clusters import find_job
 
-  job = find_job(values.coordinator_address, values.num_processes, values.process_id)
+  hosts = values.coordinator_address, values.num_processes, values.process_id
+  job = _find_job(*hosts)
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task):
     verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
 
-  from praxis_lite.runs.cluster.distributed import initialize_distributed
   from praxis_lite.runs.executor import run_train
   from praxis_lite.runs.loop.options import TrainOptions
 
-  hosts = values.coordinator_address, values.num_processes, values.process_id
-  initialize_distributed(*hosts, hang_timeout_s=values.hang_timeout_s)
+  if job is not None:
+    from praxis_lite.runs.cluster.distributed import initialize_distributed
+
+    initialize_distributed(*hosts, hang_timeout_s=values.hang_timeout_s)
   options: dict[str, Any] = {name: values[name].value for name in TrainOptions.names() if name in values}
   del options['devices']  # The flag of this name counts simulated devices.
   if not values['seed'].present:
@@ -44,6 +46,17 @@ def _run(values: flags.FlagValues) -> int:
   result = run_train(config, job_log_dir, TrainOptions(**options))
   # The same code as a shell reports for a process that a signal ended, so that `train && eval` stops.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
+
+
+def _find_job(address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
+  """Returns the job that this process belongs to; None for a run of one process, or without `runs/cluster`."""
+  try:
+    from praxis_lite.runs.cluster.clusters import find_job
+  except ModuleNotFoundError:
+    if (address, num_processes, process_id) == (None, None, None):
+      return None
+    raise
+  return find_job(address, num_processes, process_id)
 
 
 def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[str]:

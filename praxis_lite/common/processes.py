@@ -1,13 +1,26 @@
-"""Communication between the processes of a run: short texts and decisions."""
+"""Communication between the processes of a run: short texts, decisions and meetings; and how far this one has got."""
 
 from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from praxis_lite.common.jax_internals import unless_unknown
+from praxis_lite.common.jax_internals.processes import service_client
+
 # How many bytes of a text each process sends to the others, by default.
 _TEXT_BYTES = 400
+# The longest wait that JAX's service allows: 24 days.
+_LONGEST_WAIT_MS = 2**31 - 1
+
+_meetings = itertools.count(1)
+# What the main thread does, and since when.
+_progress = deque([('start-up', time.monotonic())], maxlen=1)
 
 
 def is_primary_process() -> bool:
@@ -41,3 +54,24 @@ def join_by_host(texts: list[str]) -> str:
     if text:
       hosts.setdefault(text, []).append(str(i))
   return '; '.join(f'host {", ".join(indices)}: {text}' for text, indices in hosts.items())
+
+
+def meet_others() -> None:
+  """Waits until all processes of the run have called this equally often; with one process, returns immediately.
+
+  The first collective of a program connects the processes, and XLA waits for that only some seconds. So processes that
+  have compiled or read something, each in its own time, meet first. A watchdog notices a process that does not come.
+  """
+  client = unless_unknown('processes do not wait for each other before they communicate', service_client, None)
+  if client is not None:
+    client.wait_at_barrier(f'praxis_lite/meeting/{next(_meetings)}', timeout_in_ms=_LONGEST_WAIT_MS)
+
+
+def note_progress(doing: str) -> None:
+  """Notes that the main thread begins something, such as 'step 12', for whatever watches this process."""
+  _progress.append((doing, time.monotonic()))
+
+
+def last_progress() -> tuple[str, float]:
+  """Returns what the main thread noted last, and when, by `time.monotonic`."""
+  return _progress[-1]

@@ -22,9 +22,7 @@ import jax
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.files import user_path
 from praxis_lite.common.foreign_text import printable
-from praxis_lite.common.processes import broadcast_decision, is_primary_process
-from praxis_lite.runs.cluster.mirror import Mirror
-from praxis_lite.runs.cluster.watchdog import meet_others
+from praxis_lite.common.processes import broadcast_decision, is_primary_process, meet_others
 from praxis_lite.runs.console import make_console
 from praxis_lite.runs.hooks import Run
 from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError
@@ -116,10 +114,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     directory = opened(HeldDirectory(path))
     if is_primary_process():
       opened(held_for_training(path))
-    train = config.task.train
-    mirror = opened(contextlib.closing(Mirror(train.mirror, path, train.max_to_keep, train.keep_interval_steps)))
-    mirror.fetch(options.on_damage)
-    observers = opened(observe_start(path))
+    observers = opened(observe_start(config.task.train, path, options))
 
     # ---- what is trained, and where it starts
     job = build_job(config, path, options, startup)
@@ -144,7 +139,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     stop = StopSignals()
     put_batch, skip = job.partitioned.train_step.put_inputs, batches_to_skip(read_troubles(path))
     feed = opened(Feed(job.train_input, put_batch, skip, observers, line, options.input_timeout_s))
-    saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, line, start.copies)
+    saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, line)
     saver = RunSaver(saving, directory, feed, start.data, job.watched, writer, observers)
     # Only process 0 has read the files; all must evaluate the same inputs.
     splits = [program.split for program in (*job.evaluation, *job.decoding)]
@@ -152,7 +147,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     metrics = {r.split: r.metrics for r in results if r.step == first_step and r.split in done_at}
     loop = TrainingLoop(job, options, directory, feed, saver, observers, stop, done_at, metrics)
     run = Run(job.task, path, start.state, results, save=lambda: saver.save(run), line=line)
-    opened(attach_observers(observers, job, start, options, console, writer, startup, saving, mirror, stop))
+    opened(attach_observers(observers, job, start, options, console, writer, startup, saving, stop))
 
     # ---- train
     for observer in observers:
@@ -176,7 +171,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     # ---- the end
     run.ended_by = _ended_by(run, stop)
-    with observers.measure('saving'):  # The mirror copies the last checkpoint.
+    with observers.measure('saving'):  # A mirror copies the last checkpoint.
       for observer in observers:
         observer.on_end(run)
     if run.error is not None:

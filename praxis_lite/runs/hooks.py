@@ -24,12 +24,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
+from praxis_lite.checkpoints import OnDamage
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs.nonfinite import Hints
 from praxis_lite.runs.programs import Program, ProgramResult
 from praxis_lite.runs.records.metrics import DeviceMetrics, EvalResult, HostMetrics
+from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import TrainStepOutput
 from praxis_lite.training.task import SingleTask
@@ -108,11 +110,68 @@ class Hook:
     """Called once the checkpoint of `step` is complete in the folder `path`: some steps later than it was taken."""
 
 
+class StateToCopy(NamedTuple):
+  """What a copy of a run between checkpoints has to hold.
+
+  Attributes:
+    step, state: the padded state on the mesh, and its step; the next step overwrites its arrays.
+    input_state: the state of the training input after the batch of this step.
+    checkpoint: step of the newest checkpoint; 0 if there is none.
+    metrics: lines of metrics that could not be written to the disk.
+    progress: a record of `loop.progress.Progress`.
+  """
+
+  step: int
+  state: TrainState
+  input_state: InputState
+  checkpoint: int
+  metrics: Sequence[dict[str, Any]]
+  progress: dict[str, Any]
+
+
+class StateCopy(Protocol):
+  """A copy that an observer has kept of a `StateToCopy`, in another process that has ended."""
+
+  step: int
+  input_state: InputState | None
+  metrics: list[dict[str, Any]]
+  progress: dict[str, Any] | None
+
+  def restore(self, shapes: TrainState) -> TrainState:
+    """Returns the state on the mesh; `shapes` are padded, and have shardings."""
+
+
 class Observer:
   """Watches a run; a subclass defines the methods that it needs, and the others do nothing.
 
   All methods are called in the thread that trains. What one of them raises ends the run.
   """
+
+  def on_open(self, on_damage: OnDamage) -> None:
+    """Called once the run's directory is this process's own, before anything in it is read.
+
+    `on_damage` is what to do if the newest checkpoint is damaged; see `TrainOptions`.
+    """
+
+  def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[StateCopy | None, str]:
+    """Returns the newest copy of the state that this observer has kept, and a line about copies not used, or ''.
+
+    Args:
+      checkpoint: step of the newest checkpoint, 0 if there is none: only newer copies count.
+      shapes, true_shapes: shapes of the state with and without padding; the first have shardings.
+    """
+    return None, ''
+
+  def while_running(self, why_lost: Callable[[], UserError | None]) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager for the time from restoring to the end; it sees the error that ends the run.
+
+    `why_lost` returns the error that says that the run's directory is not where it was; None if it is.
+    """
+    return contextlib.nullcontext()
+
+  def while_training(self, stop: StopSignals) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager for the time in which `stop` catches signals."""
+    return contextlib.nullcontext()
 
   def on_start(self, run: Run) -> None:
     """Called once, before the training step is compiled; `run.step` is the number of steps taken before."""
@@ -138,8 +197,17 @@ class Observer:
   def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
     """Called once the checkpoint of `step` is complete in `folder`: some steps later than it was taken."""
 
+  def on_copy(self, run: Run, snapshot: StateToCopy) -> None:
+    """Called every `emergency_copies.every_n_steps` steps with what a copy of the run has to hold."""
+
+  def on_saved(self, run: Run) -> None:
+    """Called once the checkpoint of the last step is complete: copies of the state are no longer needed."""
+
   def on_end(self, run: Run) -> None:
     """Called once, after the last step is saved; not called if an error ends the run."""
+
+  def close(self) -> None:
+    """Called once at the very end, also if an error ends the run."""
 
   def measure(self, activity: str) -> contextlib.AbstractContextManager[Any]:
     """Returns a context manager whose time belongs to an activity, one of `records.goodput.ACTIVITIES`."""
@@ -163,16 +231,39 @@ class Observers:
   """The observers of a run.
 
   Attributes:
-    all: the observers, in the order in which they are called. At the start of a run, there is only a timer.
+    timer: measures time, from the start of the run.
+    others: the other observers that are there from the start.
+    all: all observers, in the order in which they are called. More are added before the first step.
     measure: measures time; see `Observer.measure`.
   """
 
-  def __init__(self, timer: Observer):
-    self.all: Sequence[Observer] = [timer]
+  def __init__(self, timer: Observer, others: Sequence[Observer] = ()):
+    self.timer = timer
+    self.others = others
+    self.all: Sequence[Observer] = [timer, *others]
     self.measure = timer.measure
 
   def __iter__(self) -> Iterator[Observer]:
     return iter(self.all)
+
+  def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[StateCopy | None, str]:
+    found = [observer.find_copy(checkpoint, shapes, true_shapes) for observer in self]
+    copies = [copy for copy, _ in found if copy is not None]
+    return max(copies, key=lambda copy: copy.step, default=None), '; '.join(line for _, line in found if line)
+
+  @contextlib.contextmanager
+  def while_running(self, why_lost: Callable[[], UserError | None]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+      for observer in self:
+        stack.enter_context(observer.while_running(why_lost))
+      yield
+
+  @contextlib.contextmanager
+  def while_training(self, stop: StopSignals) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+      for observer in self:
+        stack.enter_context(observer.while_training(stop))
+      yield
 
   def figures(self) -> Mapping[str, float]:
     return {name: value for observer in self for name, value in observer.figures().items()}

@@ -21,12 +21,11 @@ from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.contents import array_records
 from praxis_lite.common.files import KnownFolder
-from praxis_lite.common.processes import is_primary_process
+from praxis_lite.common.processes import is_primary_process, meet_others, note_progress
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.base.call import Summary
-from praxis_lite.runs.cluster.watchdog import doing, meet_others
 from praxis_lite.runs.console import metrics_line
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
 from praxis_lite.sharding.layout import StateLayout
@@ -116,7 +115,7 @@ class Program(Generic[Out]):
         if interrupts():
           return None
         num_batches += 1
-        doing(f'{self.split}, batch {num_batches}')
+        note_progress(f'{self.split}, batch {num_batches}')
         out = self._step(mdl_vars, self._key, global_step, batch)
         self._keep(out, batch)
         in_flight.append(self._metrics_of(out))

@@ -28,8 +28,8 @@ from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove_all, replace_file
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.runs.cluster.emergency import forget_copies
 from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.runs.records.lineage import forget_copies
 from praxis_lite.training.steps import TrainStepOutput
 from praxis_lite.training.task import LossSpikeParams
 

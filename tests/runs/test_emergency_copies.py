@@ -14,7 +14,8 @@ from small_states import layout_on, random_state
 
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs.cluster import emergency
-from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy, forget_copies
+from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
+from praxis_lite.runs.records.lineage import forget_copies
 
 POSITION = {'epoch': 1, 'position': 12}
 

@@ -254,22 +254,23 @@ import os, sys, time, pathlib
 import jax, numpy as np
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.devices import simulate_cpu_devices
+from praxis_lite.common.processes import note_progress
 from praxis_lite.runs.cluster.distributed import initialize_distributed
-from praxis_lite.runs.cluster.watchdog import doing, watched_by_others
+from praxis_lite.runs.cluster.watchdog import the_watchdog
 simulate_cpu_devices(1)
 job = initialize_distributed(hang_timeout_s=float(sys.argv[2]))
 from jax.experimental import multihost_utils
 def why_lost():
   return UserError('job_log_dir was moved') if 'lost' in sys.argv else None
-with watched_by_others(pathlib.Path(sys.argv[1]), why_lost):
+with the_watchdog().running(pathlib.Path(sys.argv[1]), why_lost):
   for step in range(10_000):
-    doing(f'step {step}')
+    note_progress(f'step {step}')
     time.sleep(0.05)
     multihost_utils.process_allgather(np.ones(1))
     if step == 25:  # After a beat that says so.
       print('going', flush=True)
     if step == 30 and sys.argv[3:4] == [str(job.process_id)]:
-      doing('a hang')
+      note_progress('a hang')
       while True:
         time.sleep(0.01)
 """

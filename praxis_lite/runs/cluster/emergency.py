@@ -54,11 +54,11 @@ from praxis_lite.common.files import (
 )
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
+from praxis_lite.runs.records.lineage import LINEAGE
 from praxis_lite.training.state import TrainState
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
 
-_LINEAGE = 'emergency_copies.json'
 _INCOMPLETE = '.incomplete'
 _FIELD = 'task.train.emergency_copies'
 # What may be raised by reading a file that anyone may have written.
@@ -102,6 +102,7 @@ class EmergencyCopy:
   Attributes:
     step: of the state.
     input_state: the state of the training input after the batch of this step.
+    progress: as in `Checkpointer.save`.
     metrics: lines of metrics up to this step that could not be written to the disk.
     record: the rest of its record: 'mesh', 'processes', 'variables', 'checkpoint'.
     save: what the parts of one copy have in common in all processes, as text.
@@ -117,6 +118,7 @@ class EmergencyCopy:
       self.record = remove_checksum(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
       self.input_state: dict[str, Any] | None = self.record['input_state']
+      self.progress: dict[str, Any] | None = self.record.get('progress')
       self.metrics: list[dict[str, Any]] = list(self.record['metrics'])
       self.save = _digest([self.step, self.input_state])
       at = opened.tell()
@@ -179,7 +181,7 @@ class EmergencyCopies:
     }
     run = hashlib.blake2b(str(job_log_dir).encode(), digest_size=6).hexdigest()
     self._homes = [user_path(directory) / _user_folder() / run for directory in directories]
-    self._lineage_file = job_log_dir / _LINEAGE
+    self._lineage_file = job_log_dir / LINEAGE
     self._lineage = _lineage_in(self._lineage_file) if directories else 0
     self._folders = [home / str(self._lineage) for home in self._homes]
     for folder in self._folders:
@@ -255,7 +257,7 @@ class EmergencyCopies:
     said = self.settle()
     if self._process == 0 and self._job_log_dir is not None and not self._lineage_file.exists():
       with contextlib.suppress(OSError):  # Without this file a restart does not find the copies; the next one retries.
-        self._job_log_dir.replace_file(_LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
+        self._job_log_dir.replace_file(LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
     of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
     of_run['progress'] = progress
     self._step, self._error = step, 'it was not written'
@@ -337,11 +339,6 @@ class EmergencyCopies:
         with contextlib.suppress(OSError):
           incomplete.unlink()
     self._error = '; '.join(errors) if len(errors) == len(self._folders) else ''
-
-
-def forget_copies(job_log_dir: str | os.PathLike[str]) -> None:
-  """Begins a new lineage, so that existing copies are ignored. Only one process of a run calls this."""
-  Path(job_log_dir, _LINEAGE).unlink(missing_ok=True)
 
 
 def _lineage_in(file: Path) -> int:

@@ -24,13 +24,12 @@ from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.retention import RemovedError, step_folder, steps_to_remove
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.files import read_plain
-from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host
+from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host, meet_others, note_progress
 from praxis_lite.inputs.patient_thread import PatientThread
-from praxis_lite.runs.cluster.emergency import forget_copies
 from praxis_lite.runs.cluster.object_store import ObjectStore, StoreError
 from praxis_lite.runs.cluster.remote import RemoteCheckpoint, RemoteRun
-from praxis_lite.runs.cluster.watchdog import doing, meet_others
 from praxis_lite.runs.hooks import InputState, Observer, Run
+from praxis_lite.runs.records.lineage import forget_copies
 from praxis_lite.runs.records.record import first_launch
 from praxis_lite.runs.trouble import count_rollbacks
 from praxis_lite.training.steps import TrainStepOutput
@@ -48,14 +47,12 @@ class Mirror(Observer):
   """Keeps a copy of a run in an object store; process 0 does, for all.
 
   Args:
-    url: of the copy; None disables it.
+    url: of the copy.
     directory: of the run.
     max_to_keep, keep_interval_steps: which checkpoints stay in the store; see `steps_to_remove`.
   """
 
-  def __init__(
-    self, url: str | None, directory: Path, max_to_keep: int | None = None, keep_interval_steps: int | None = None
-  ):
+  def __init__(self, url: str, directory: Path, max_to_keep: int | None = None, keep_interval_steps: int | None = None):
     self._url = url
     self._directory = directory
     self._max_to_keep, self._keep_interval_steps = max_to_keep, keep_interval_steps
@@ -67,6 +64,9 @@ class Mirror(Observer):
     self._progress = time.monotonic()
 
   # -------------------------------------------------------------------- before the run
+
+  def on_open(self, on_damage: OnDamage) -> None:
+    self.fetch(on_damage)
 
   def fetch(self, on_damage: OnDamage = 'previous') -> None:
     """Copies the newest checkpoint of the store to the run's directory, if it is newer; all processes call this.
@@ -80,8 +80,6 @@ class Mirror(Observer):
       ConfigError: the URL cannot be used, or has another run than the directory.
       CheckpointError: what is there cannot be read; or all is damaged, and there is no checkpoint in the directory.
     """
-    if self._url is None:
-      return
     error: UserError | None = None
     if is_primary_process():
       try:
@@ -180,8 +178,7 @@ class Mirror(Observer):
             f'{_failure_text(error)}; the run is saved in {self._directory}, and the same command copies it'
           ) from error
       run.line(f'step {run.step}: copied to {self._remote.url}')
-    if self._url is not None:
-      meet_others()
+    meet_others()
 
   def close(self) -> None:
     """Ends copying after the file that is being copied, or without waiting for it where that takes long."""
@@ -198,7 +195,7 @@ class Mirror(Observer):
     while not concurrent.futures.wait([done], timeout=0.5).done:
       if self._progress != seen:  # Other hosts wait for this one.
         seen = self._progress
-        doing('copying to the object store')
+        note_progress('copying to the object store')
       if time.monotonic() - seen > _STALLED:
         return StoreError(f'no file has been copied for {_STALLED:g} s; it is at {self._pool.where}')
     return done.exception()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 
-from praxis_lite.common.errors import ConfigError, LostHostError
+from praxis_lite.common.errors import LostHostError
 from praxis_lite.runs.cluster.clusters import LAUNCHER
 from praxis_lite.runs.cluster.watchdog import dump_stacks, the_watchdog
 from praxis_lite.runs.stop_signals import StopSignals
@@ -43,12 +43,7 @@ def preemptible(
       the limit.
     notice: a file whose existence is a notice; or an address (http://...) whose answer is, unless it is empty, FALSE or
       NONE, or an error.
-
-  Raises:
-    ConfigError: `grace_s` is not positive.
   """
-  if grace_s is not None and grace_s <= 0:
-    raise ConfigError(f'grace_s = {grace_s:g}: expected more than 0 seconds')
   is_over = threading.Event()
 
   def look() -> None:

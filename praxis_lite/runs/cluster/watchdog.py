@@ -38,6 +38,7 @@ import jax
 from praxis_lite.common.errors import LostHostError, UserError, first_line
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import BUILDING_FILES, Client, service_client
+from praxis_lite.common.processes import last_progress, note_progress
 
 # Seconds without a sign of life after which a host is taken for lost.
 HANG_TIMEOUT_S = 300.0
@@ -90,10 +91,9 @@ class Watchdog:
     self._hosts = [_Host(f'host {i} ({name})', now) for i, name in enumerate(names)]
     self._contact = now
     self._main = threading.main_thread().ident
-    self._doing, self._progress = 'start-up', now
+    self._building = now  # When the main thread was last seen to trace or compile.
     self._state = ''
     self._is_ending = False
-    self._meetings = 0
     self._suspects = False
     self._ending = threading.Lock()
     self.directory: Path | None = None
@@ -109,10 +109,6 @@ class Watchdog:
     self._end_well_when_jax_aborts()
     atexit.register(self._leave)
 
-  def doing(self, what: str) -> None:
-    """Says what the main thread does next, and that it has got as far as that."""
-    self._doing, self._progress = what, time.monotonic()
-
   @contextlib.contextmanager
   def running(self, directory: Path, why_lost: Callable[[], UserError | None] = lambda: None) -> Iterator[None]:
     """Also watches progress inside the block; an error in it is reported to the other hosts.
@@ -125,7 +121,7 @@ class Watchdog:
         not to be started again: it would begin anew.
     """
     self.directory, self._state, self._why_lost = directory, 'running', why_lost
-    self.doing('start-up')
+    note_progress('start-up')
     try:
       yield
     except BaseException as error:
@@ -137,12 +133,6 @@ class Watchdog:
       self._state = f'{type(error).__name__}: {first_line(error)[:_MOST_SHOWN]}'
       raise
     self._state = 'left'
-
-  def meet(self) -> None:
-    """Waits for all hosts. Collectives begin with a connection for which XLA waits for some seconds only."""
-    self._meetings += 1
-    # The longest wait that the service allows is 24 days. The watchdogs notice a host that does not come long before.
-    self._client.wait_at_barrier(f'praxis_lite/meeting/{self._meetings}', timeout_in_ms=2**31 - 1)
 
   def end(self, code: int) -> None:
     """Ends a process that has failed at once, unless all others have left: JAX would wait for them until a timeout."""
@@ -175,11 +165,12 @@ class Watchdog:
     while not is_last:
       is_last = self._is_over.is_set()
       number += 1
+      at, (doing, since) = self._look_at_main_thread(), last_progress()
       beat = {
         'beat': number,
-        'doing': self._doing,
-        'at': self._look_at_main_thread(),
-        'idle': round(time.monotonic() - self._progress, 1),
+        'doing': doing,
+        'at': at,
+        'idle': round(time.monotonic() - max(since, self._building), 1),
         'state': self._state,
         'ending': self._is_ending,
       }
@@ -209,7 +200,7 @@ class Watchdog:
       if not where and ('praxis_lite/' in file or not file.startswith(_LIBRARIES)):
         where = f'{file.rpartition("praxis_lite/")[2]}:{frame.f_lineno} {frame.f_code.co_name}'
       if file.endswith(BUILDING_FILES):
-        self._progress = time.monotonic()
+        self._building = time.monotonic()
       frame = frame.f_back
     return where
 
@@ -255,7 +246,7 @@ class Watchdog:
     code = LostHostError.exit_code
     self._state, self._is_ending = f'it gave up, because {reason}', True
     mine = self._hosts[self._index].name
-    _write(f'{mine}, in {self._doing}: {reason}\n')
+    _write(f'{mine}, in {last_progress()[0]}: {reason}\n')
     if lost := self._why_lost():
       code = lost.exit_code
       _write(f'error: {lost}; it continues there from its last checkpoint\n')
@@ -302,25 +293,6 @@ def watch_hosts(names: list[str], index: int, timeout_s: float) -> None:
 def the_watchdog() -> Watchdog | None:
   """Returns the watchdog of this process; None if there are no other processes."""
   return _watchdogs[0] if _watchdogs else None
-
-
-def doing(what: str) -> None:
-  """Says what the main thread does next, for messages about a host that is lost, and that it has got that far."""
-  for watchdog in _watchdogs:
-    watchdog.doing(what)
-
-
-def meet_others() -> None:
-  """Waits until all processes of the run have called this as often; does nothing if there is only one."""
-  for watchdog in _watchdogs:
-    watchdog.meet()
-
-
-def watched_by_others(
-  directory: Path, why_lost: Callable[[], UserError | None] = lambda: None
-) -> contextlib.AbstractContextManager[None]:
-  """Returns `Watchdog.running` of this process; with only one process, a context manager that does nothing."""
-  return _watchdogs[0].running(directory, why_lost) if _watchdogs else contextlib.nullcontext()
 
 
 def dump_stacks(directory: Path | None, index: int) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 
-from praxis_lite.runs.cluster.mirror import Mirror
-from praxis_lite.runs.cluster.preemption import preemptible
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.runs.console import Console
-from praxis_lite.runs.hooks import Hook, Hooks, Observers
+from praxis_lite.runs.hooks import Hook, Hooks, Observer, Observers
 from praxis_lite.runs.improvement import EarlyStopping, KeepBest
 from praxis_lite.runs.loop.feed import BadRecordLines
 from praxis_lite.runs.loop.job import TrainJob
@@ -25,13 +24,43 @@ from praxis_lite.runs.records.metrics import SummaryWriter
 from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.trouble import TroubleWatch
+from praxis_lite.training.task import TrainParams
 
 
 @contextlib.contextmanager
-def observe_start(directory: Path) -> Iterator[Observers]:
-  """Yields the observers of the start of a run: there is only what measures time and writes heartbeats."""
-  with Watch(directory) as watch:
-    yield Observers(watch)
+def observe_start(settings: TrainParams, directory: Path, options: TrainOptions) -> Iterator[Observers]:
+  """Yields the observers that are there from the start: what measures time, and the observers of `runs/cluster`."""
+  with contextlib.ExitStack() as stack:
+    others = _cluster_observers(settings, directory, options)
+    for observer in others:
+      stack.callback(observer.close)
+      observer.on_open(options.on_damage)
+    watch = stack.enter_context(Watch(directory))  # It reads files that have just been fetched from a mirror.
+    yield Observers(watch, others)
+
+
+def _cluster_observers(settings: TrainParams, directory: Path, options: TrainOptions) -> Sequence[Observer]:
+  """Returns the observers of `runs/cluster`; none if that folder is not installed.
+
+  Raises:
+    ConfigError: it is not installed, and the config or an option asks for what it does.
+  """
+  try:
+    from praxis_lite.runs.cluster.observers import cluster_observers
+  except ModuleNotFoundError as error:
+    if (error.name or '').startswith('praxis_lite.runs.cluster'):
+      wanted = {
+        'task.train.emergency_copies.every_n_steps': settings.emergency_copies.every_n_steps,
+        'task.train.mirror': settings.mirror,
+        'grace_s': options.grace_s,
+        'preemption_notice': options.preemption_notice,
+      }
+      for name, value in wanted.items():
+        if value is not None:
+          raise ConfigError(f'{name} = {value!r} needs praxis_lite.runs.cluster, which is not installed') from None
+      return []
+    raise
+  return cluster_observers(settings, directory, grace_s=options.grace_s, notice=options.preemption_notice)
 
 
 @contextlib.contextmanager
@@ -44,10 +73,9 @@ def attach_observers(
   writer: SummaryWriter,
   startup: StartupTimes,
   saving: Saving,
-  mirror: Mirror,
   stop: StopSignals,
 ) -> Iterator[None]:
-  """Adds all observers of a run, catches signals and looks for notices of preemption, until the block ends."""
+  """Adds the other observers of a run, and catches signals until the block ends."""
   settings, on_nonfinite, first_step = job.settings, job.task.learner.on_nonfinite, start.step
   describe, losses = job.train_input.examples_at, start.progress.losses
   trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
@@ -63,11 +91,11 @@ def attach_observers(
     observers.all = [
       trouble,  # Before the log, which asks it for the batch of a step that was not finite.
       log,  # Before the watch: it waits for an earlier step, and that time belongs to the step.
-      *observers.all,
+      observers.timer,
       saving,
       Hooks(own, stop_all, observers.measure),
-      mirror,  # After our hooks, which may mark another checkpoint as the best.
+      *observers.others,  # After our hooks, which may mark another checkpoint as the best: a mirror copies that.
       Hooks(options.hooks, stop_all, observers.measure),  # Last, so that they see what all others have done.
     ]
-    with stop, preemptible(stop, job.directory, grace_s=options.grace_s, notice=options.preemption_notice):
+    with stop, observers.while_training(stop):
       yield

@@ -69,6 +69,8 @@ class TrainOptions:
         raise ConfigError(f'hooks[{i}]: expected an object of a class derived from Hook, got {hook!r}')
     if self.check_determinism is not None and self.check_determinism < 1:
       raise ConfigError(f'check_determinism = {self.check_determinism}: expected a number of steps, at least 1')
+    if self.grace_s is not None and not self.grace_s > 0:
+      raise ConfigError(f'grace_s = {self.grace_s:g}: expected more than 0 seconds')
     if not self.input_timeout_s > 0:
       raise ConfigError(f'input_timeout_s = {self.input_timeout_s:g}: expected more than 0 seconds')
     if self.profile_steps is not None:

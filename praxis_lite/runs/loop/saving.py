@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.common.errors import CheckpointError, UserError
 from praxis_lite.common.files import remove_all
-from praxis_lite.common.processes import gather_texts, is_primary_process
+from praxis_lite.common.processes import gather_texts, is_primary_process, note_progress
 from praxis_lite.inputs.manifest import Manifest
-from praxis_lite.runs.cluster.emergency import EmergencyCopies
-from praxis_lite.runs.cluster.watchdog import doing
-from praxis_lite.runs.hooks import InputState, Observer, Observers, PauseReason, Run
+from praxis_lite.runs.hooks import InputState, Observer, Observers, PauseReason, Run, StateToCopy
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError, gather_paths, rescue_directory
 from praxis_lite.runs.loop.feed import Feed
@@ -42,18 +40,10 @@ class Saving(Observer):
     checkpointer: saves, in the background.
     true_shapes: the shapes of the state without padding.
     line: prints a line.
-    copies: the emergency copies between checkpoints; None if there are none.
   """
 
-  def __init__(
-    self,
-    checkpointer: Checkpointer,
-    true_shapes: TrainState,
-    line: Callable[[str], object],
-    copies: EmergencyCopies | None = None,
-  ):
+  def __init__(self, checkpointer: Checkpointer, true_shapes: TrainState, line: Callable[[str], object]):
     self._checkpointer = checkpointer
-    self._copies = copies
     self._true_shapes = true_shapes
     self._line = line
     self._step, self._is_good = 0, True  # The step of the last save, and whether it has not failed until now.
@@ -72,26 +62,17 @@ class Saving(Observer):
     self._stalled += time.perf_counter() - start
     return self._is_good
 
-  def copy(
-    self,
-    step: int,
-    state: TrainState,
-    input_state: JsonDict,
-    progress: JsonDict,
-    metrics: Sequence[dict[str, Any]],
-  ) -> None:
-    """Begins an emergency copy, with lines of metrics that are not on the disk; reports the first that fails."""
-    if self._copies is not None:
-      said = self._copies.write(step, state, input_state, self._checkpointer.latest_step() or 0, metrics, progress)
-      if said:
-        self._line(said)
+  @property
+  def newest_step(self) -> int:
+    """The step of the newest checkpoint; 0 if there is none."""
+    return self._checkpointer.latest_step() or 0
 
   def newly_complete(self) -> list[tuple[int, Path]]:
     """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
     return self._tolerate(self._checkpointer.newly_complete) or []
 
   def finish(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> None:
-    """Waits until this step is saved, and removes emergency copies.
+    """Waits until this step is saved.
 
     Raises:
       CheckpointError: saving it has failed, and again when it was tried again.
@@ -103,8 +84,6 @@ class Saving(Observer):
       self._checkpointer.wait()
     except CheckpointError as error:
       raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
-    if self._copies is not None:
-      self._copies.remove()
 
   def abandon(self, directory: Path) -> None:
     """Ends what is being saved in the directory of a run that was lost, and removes the files that this has made."""
@@ -127,8 +106,6 @@ class Saving(Observer):
     """Saves in another directory, where no checkpoint is removed; raises CheckpointError if that fails."""
     with contextlib.closing(Checkpointer(directory)) as checkpointer:
       checkpointer.save(step, state, self._true_shapes, input_state, progress)
-    if self._copies is not None:
-      self._copies.remove()
 
   def figures(self) -> dict[str, float]:
     """Returns the seconds for which saving has kept training waiting since the last call, for summaries."""
@@ -174,10 +151,14 @@ class RunSaver:
   observers: Observers
 
   def copy(self, run: Run) -> None:
-    """Begins an emergency copy."""
+    """Hands the observers what they need for a copy of the state."""
     self._pause(run, 'copy')
     with self.observers.measure('saving'):
-      self.saving.copy(*self._position(run), self.writer.unwritten)
+      step, state, position, progress = self._position(run)
+      unwritten = self.writer.unwritten
+      snapshot = StateToCopy(step, state, position, self.saving.newest_step, unwritten, progress)
+      for observer in self.observers:
+        observer.on_copy(run, snapshot)
 
   def save(self, run: Run) -> bool:
     """Begins to save a checkpoint, unless there is one of this step; returns False if that failed."""
@@ -190,6 +171,8 @@ class RunSaver:
     self.directory.check()
     with self.observers.measure('saving'):
       self.saving.finish(*self._position(run))
+      for observer in self.observers:
+        observer.on_saved(run)
     run.last_save = run.step, time.time()
 
   def announce_checkpoints(self, run: Run) -> None:
@@ -230,6 +213,8 @@ class RunSaver:
       if not name:
         raise UserError(error_of_first)
       self.saving.save_elsewhere(Path(name), *self._position(run))
+      for observer in self.observers:
+        observer.on_saved(run)
     except (UserError, OSError) as error:
       return f'{lost}; step {run.step} could not be saved: {error}'
     without = '' if lost.moved_to else ', with its config and without metrics'
@@ -240,7 +225,7 @@ class RunSaver:
 
   def _pause(self, run: Run, reason: PauseReason) -> None:
     self.directory.check()
-    doing(f'saving step {run.step}')
+    note_progress(f'saving step {run.step}')
     for observer in self.observers:  # Raises if one of the steps until now was not finite, and so must not be saved.
       observer.on_pause(run, reason)
 

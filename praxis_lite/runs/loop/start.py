@@ -12,11 +12,9 @@ import jax
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.common.errors import CheckpointError
-from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host
+from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host, meet_others
 from praxis_lite.inputs.manifest import Manifest
-from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
-from praxis_lite.runs.cluster.watchdog import meet_others, watched_by_others
-from praxis_lite.runs.hooks import Observers
+from praxis_lite.runs.hooks import Observers, StateCopy
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.init_from import WarmStart
 from praxis_lite.runs.loop.directory import HeldDirectory
@@ -37,7 +35,7 @@ class Start(NamedTuple):
     step: number of steps taken before.
     state: the train state after them, on the mesh; the first step donates it.
     is_restored: whether it comes from a checkpoint or an emergency copy of this run.
-    checkpointer, copies: the checkpoints and the emergency copies of the run, for saving.
+    checkpointer: the checkpoints of the run, for saving.
     lost_metrics: lines of metrics until that step that were not on the disk.
     progress: what else decides how the run goes on, as it was saved.
     data: the manifest of the files of the training input, as they are now.
@@ -49,7 +47,6 @@ class Start(NamedTuple):
   state: TrainState
   is_restored: bool
   checkpointer: Checkpointer
-  copies: EmergencyCopies
   lost_metrics: Sequence[dict[str, Any]]
   progress: Progress
   data: Manifest | None
@@ -85,9 +82,9 @@ class Start(NamedTuple):
 def find_start(
   job: TrainJob, directory: HeldDirectory, options: TrainOptions, startup: StartupTimes, observers: Observers
 ) -> Iterator[Start]:
-  """Yields where a run starts, the first of these that applies; checkpoints and copies are open meanwhile.
+  """Yields where a run starts, the first of these that applies; its checkpoints are open meanwhile.
 
-    1. emergency copies that are newer than its checkpoints: the state, and the input after the batch of that step
+    1. a copy that an observer has kept and that is newer than its checkpoints: the state, and the input after that step
     2. its newest complete checkpoint: the same
     3. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
     4. initial values from the seed, and the input from its beginning
@@ -99,38 +96,34 @@ def find_start(
   newest, is_imported = _newest_checkpoint(job, options.on_damage)
   startup.mark('trace')
   settings, partitioned = job.settings, job.partitioned
-  directories = () if settings.emergency_copies.every_n_steps is None else settings.emergency_copies.directories
-  shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
-  with contextlib.closing(EmergencyCopies(job.directory, directories, *shapes)) as copies:
-    with observers.measure('restoring'):
-      copy, about_copies = copies.newest(newest or 0)
-    startup.mark('restore')
-    is_restored = copy is not None or (newest is not None and not is_imported)
-    warm_start = None if is_restored else _plan_warm_start(job, is_imported)
-    startup.mark('trace')
-    most, interval, on_damage = settings.max_to_keep, settings.keep_interval_steps, options.on_damage
-    saved = Checkpointer(job.directory, max_to_keep=most, keep_interval_steps=interval, on_damage=on_damage)
-    watched = watched_by_others(job.directory, directory.why_lost)
-    with contextlib.closing(saved) as checkpointer, watched:
-      if is_restored:
-        with changes_named(job.directory, job.config), observers.measure('restoring'):
-          state, input_state, progress = _restore(job, copy, checkpointer)
-        if options.restore_input and input_state is not None:
-          unlike = _check_data(job, progress, data, options)
-          job.train_input.set_state(input_state)
-        startup.mark('restore')
-      else:
-        progress = NOTHING_KNOWN
-        state = jax.block_until_ready((warm_start or partitioned).init_state(job.keys.init))
-        startup.mark('init')
-      step, total = int(state.step), settings.num_train_steps
-      origins = [] if warm_start is None else list(warm_start.report())
-      notes = [*checkpointer.notes, *filter(None, [about_copies, unlike])]
-      if is_restored and step < total:
-        where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
-        notes.append(f'restored step {step} of {total} from {where}')
-      lost_metrics = [] if copy is None else copy.metrics
-      yield Start(step, state, is_restored, checkpointer, copies, lost_metrics, progress, data, origins, notes)
+  with observers.measure('restoring'):
+    copy, about_copies = observers.find_copy(newest or 0, partitioned.state_shapes, partitioned.unpadded_state_shapes)
+  startup.mark('restore')
+  is_restored = copy is not None or (newest is not None and not is_imported)
+  warm_start = None if is_restored else _plan_warm_start(job, is_imported)
+  startup.mark('trace')
+  most, interval, on_damage = settings.max_to_keep, settings.keep_interval_steps, options.on_damage
+  saved = Checkpointer(job.directory, max_to_keep=most, keep_interval_steps=interval, on_damage=on_damage)
+  with contextlib.closing(saved) as checkpointer, observers.while_running(directory.why_lost):
+    if is_restored:
+      with changes_named(job.directory, job.config), observers.measure('restoring'):
+        state, input_state, progress = _restore(job, copy, checkpointer)
+      if options.restore_input and input_state is not None:
+        unlike = _check_data(job, progress, data, options)
+        job.train_input.set_state(input_state)
+      startup.mark('restore')
+    else:
+      progress = NOTHING_KNOWN
+      state = jax.block_until_ready((warm_start or partitioned).init_state(job.keys.init))
+      startup.mark('init')
+    step, total = int(state.step), settings.num_train_steps
+    origins = [] if warm_start is None else list(warm_start.report())
+    notes = [*checkpointer.notes, *filter(None, [about_copies, unlike])]
+    if is_restored and step < total:
+      where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
+      notes.append(f'restored step {step} of {total} from {where}')
+    lost_metrics = [] if copy is None else copy.metrics
+    yield Start(step, state, is_restored, checkpointer, lost_metrics, progress, data, origins, notes)
 
 
 def _check_data(job: TrainJob, saved: Progress, data: Manifest | None, options: TrainOptions) -> str:
@@ -168,11 +161,11 @@ def _plan_warm_start(job: TrainJob, is_imported: bool) -> WarmStart | None:
 
 
 def _restore(
-  job: TrainJob, copy: EmergencyCopy | None, checkpointer: Checkpointer
+  job: TrainJob, copy: StateCopy | None, checkpointer: Checkpointer
 ) -> tuple[TrainState, dict[str, Any] | None, Progress]:
   """Returns the state, the state of the training input and the progress of a copy, or of the newest checkpoint."""
   shapes, true_shapes = job.partitioned.state_shapes, job.partitioned.unpadded_state_shapes
   if copy is not None:
-    return copy.restore(shapes), copy.input_state, Progress.parse(copy.record.get('progress'))
+    return copy.restore(shapes), copy.input_state, Progress.parse(copy.progress)
   state = checkpointer.restore(shapes, true_shapes, weights=job.task.model.abstract_init())
   return state, checkpointer.input_state(), Progress.parse(checkpointer.progress())

@@ -14,8 +14,8 @@ import numpy as np
 
 from praxis_lite.checkpoints import eval_variables
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.processes import note_progress
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.runs.cluster.watchdog import doing
 from praxis_lite.runs.determinism import step_twice
 from praxis_lite.runs.hooks import Observers, Run
 from praxis_lite.runs.loop.directory import HeldDirectory
@@ -114,7 +114,7 @@ class TrainingLoop:
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
     """Takes step `number` from `state`, the state after the step before, which is donated."""
     partitioned, key = self.job.partitioned, self.job.keys.train
-    doing(f'step {number}')
+    note_progress(f'step {number}')
     with jax.profiler.StepTraceAnnotation('train', step_num=number):
       if is_due(number, self.options.check_determinism):
         out = step_twice(partitioned.train_step, state, key, batch, number)
@@ -127,7 +127,7 @@ class TrainingLoop:
   def _batches(self, run: Run) -> Iterator[NestedDict]:
     """Yields a batch for each step to take."""
     while run.step < run.total_steps and not self._is_stopped(run):
-      doing(f'the input of step {run.step + 1}')
+      note_progress(f'the input of step {run.step + 1}')
       if not self.feed.wait(run.step, run.state.step, lambda: self.stop.requested):
         continue
       try:

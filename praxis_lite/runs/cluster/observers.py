@@ -1,0 +1,90 @@
+"""The observers of a run that others watch, that may be preempted, or that keeps copies elsewhere.
+
+`runs/loop/observers.py` attaches them; nothing else in the loop knows what is in this folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
+from praxis_lite.runs.cluster.mirror import Mirror
+from praxis_lite.runs.cluster.preemption import preemptible
+from praxis_lite.runs.cluster.watchdog import Watchdog, the_watchdog
+from praxis_lite.runs.hooks import Observer, Run, StateToCopy
+from praxis_lite.runs.stop_signals import StopSignals
+from praxis_lite.training.state import TrainState
+from praxis_lite.training.task import TrainParams
+
+
+def cluster_observers(
+  settings: TrainParams, directory: Path, *, grace_s: float | None, notice: str | None
+) -> list[Observer]:
+  """Returns the observers that a run needs.
+
+  Args:
+    settings: `task.train`, which says whether there are emergency copies and a mirror.
+    directory: of the run.
+    grace_s, notice: see `preemption.preemptible`.
+  """
+  observers: list[Observer] = [Preemptible(directory, grace_s, notice)]
+  watchdog = the_watchdog()
+  if watchdog is not None:
+    observers.append(WatchedByOthers(watchdog, directory))
+  if settings.emergency_copies.every_n_steps is not None:
+    observers.append(CopiesOnHosts(directory, settings.emergency_copies.directories))
+  if settings.mirror is not None:
+    observers.append(Mirror(settings.mirror, directory, settings.max_to_keep, settings.keep_interval_steps))
+  return observers
+
+
+class Preemptible(Observer):
+  """Looks for notices of preemption while signals are caught."""
+
+  def __init__(self, directory: Path, grace_s: float | None, notice: str | None):
+    self._directory = directory
+    self._grace_s = grace_s
+    self._notice = notice
+
+  def while_training(self, stop: StopSignals) -> contextlib.AbstractContextManager[None]:
+    return preemptible(stop, self._directory, grace_s=self._grace_s, notice=self._notice)
+
+
+class WatchedByOthers(Observer):
+  """Lets the other processes of the run watch this one, and tells them the error that ends it."""
+
+  def __init__(self, watchdog: Watchdog, directory: Path):
+    self._watchdog = watchdog
+    self._directory = directory
+
+  def while_running(self, why_lost: Callable[[], UserError | None]) -> contextlib.AbstractContextManager[None]:
+    return self._watchdog.running(self._directory, why_lost)
+
+
+class CopiesOnHosts(Observer):
+  """Keeps emergency copies in folders of each host, between checkpoints."""
+
+  def __init__(self, directory: Path, folders: Sequence[str]):
+    self._directory = directory
+    self._folders = folders
+    self._copies: EmergencyCopies | None = None
+
+  def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[EmergencyCopy | None, str]:
+    self._copies = EmergencyCopies(self._directory, self._folders, shapes, true_shapes)
+    return self._copies.newest(checkpoint)
+
+  def on_copy(self, run: Run, snapshot: StateToCopy) -> None:
+    said = '' if self._copies is None else self._copies.write(**snapshot._asdict())
+    if said:
+      run.line(said)
+
+  def on_saved(self, run: Run) -> None:
+    if self._copies is not None:
+      self._copies.remove()
+
+  def close(self) -> None:
+    if self._copies is not None:
+      self._copies.close()
