@@ -111,7 +111,7 @@ class SavedRun:
     create_mesh = functools.partial(_mesh_for, mesh=mesh)
     use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
     config = use_kept_vocabulary(self.config, self.directory)
-    return restore_model(config, self.directory, create_mesh, step=step, use_ema=use_ema, seed=seed)
+    return restore_model(config, self.directory, step=step, seed=seed, create_mesh=create_mesh, use_ema=use_ema)
 
   def __repr__(self) -> str:
     return f'<run {self.directory}, checkpoints of steps {self.checkpoints.steps}>'

@@ -51,6 +51,22 @@ from praxis_lite.training.task import SingleTask
 _MOST_PADDING = 8
 
 
+class RestoreOptions(TypedDict, total=False):
+  """Which checkpoint is restored, and where.
+
+  Attributes:
+    step: step of the checkpoint, or 'best'; None uses the newest.
+    devices: the devices to build the mesh of the task from; None means all devices.
+    seed: for models that draw random numbers while they predict or evaluate.
+    on_damage: 'previous' uses the checkpoint before if the newest is damaged, and says so on stderr; 'fail' raises.
+  """
+
+  step: Step
+  devices: Sequence[jax.Device] | None
+  seed: int
+  on_damage: OnDamage
+
+
 class SamplerSettings(TypedDict, total=False):
   """The settings of `TrainedModel.decode`; see `task_with_sampler`."""
 
@@ -361,12 +377,13 @@ class TrainedModel:
 def restore_model(
   config: ExperimentConfig,
   job_log_dir: str | os.PathLike[str],
-  create_mesh: Callable[[SingleTask], Mesh],
   *,
   step: Step = None,
-  use_ema: bool | Literal['evaluate', 'decode'] = 'evaluate',
+  devices: Sequence[jax.Device] | None = None,
   seed: int = 0,
   on_damage: OnDamage = 'previous',
+  create_mesh: Callable[[SingleTask], Mesh] | None = None,
+  use_ema: bool | Literal['evaluate', 'decode'] = 'evaluate',
   check: Callable[[BaseModel], None] = lambda model: None,
   meanwhile: Callable[[TrainedModel], None] = lambda model: None,
 ) -> TrainedModel:
@@ -375,11 +392,9 @@ def restore_model(
   Args:
     config: configs of the task and its datasets.
     job_log_dir: the directory of the run.
-    create_mesh: returns the mesh for the task.
-    step: step of the checkpoint, or 'best'; None: the newest.
+    step, devices, seed, on_damage: see `RestoreOptions`.
+    create_mesh: returns the mesh for the task; None uses the task's own, of `devices`.
     use_ema: whether the moving averages are used, if the learner keeps them; or the section of the task that says so.
-    seed: as in `TrainedModel`.
-    on_damage: whether the checkpoint before is taken, and a line printed on stderr, if the newest is damaged.
     check: called with the model before anything is restored.
     meanwhile: called with what will be returned, which has shapes for variables: it may begin to compile.
 
@@ -390,7 +405,7 @@ def restore_model(
   try:
     checkpointer.existing_step(step)  # Raises before anything slow.
     task: SingleTask = config.task.instantiate()
-    mesh = create_mesh(task)
+    mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
     tasks = TaskOnMesh(task, mesh, state_layout(task, mesh, optimizer=False))
     check(task.model)
     shapes = tasks.layout.padded_shapes
