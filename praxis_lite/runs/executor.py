@@ -5,7 +5,7 @@ checkpoint, and on the same mesh ends with bitwise the same parameters: the PRNG
 with the step, and a checkpoint holds the position in the input at its own step.
 
 A run may take several attempts: if its loss jumps or is not finite, it may go back to an earlier checkpoint. `_attempt`
-reads from top to bottom, and `loop` has its parts.
+reads from top to bottom; its parts are in `loop`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
   with contextlib.ExitStack() as stack:
     opened = stack.enter_context
 
-    # ---- where: a directory that is this run's own, with what its copy in an object store has more
+    # ---- where: a directory that belongs to this run alone, into which a mirror may fetch newer files
     path = opened(job_directory(job_log_dir))
     directory = opened(HeldDirectory(path))
     if is_primary_process():
@@ -128,7 +128,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     writer = SummaryWriter(path, resumed_step=first_step, lost=start.lost_metrics, enabled=is_primary, report=line)
     stack.callback(writer.close)
     results, lost = start.recover_results(path, job.watched, writer)
-    # A run that takes no step keeps its record: nothing in it was made with what this call asks for.
+    # A run that takes no step keeps its record, because nothing in it was made with the config of this call.
     is_finished = start.is_restored and first_step >= total
     changes = _record(job, path, first_step, keeps_record=is_finished) if is_primary else ()
     advice = _advise(job, options.advise, startup)
@@ -162,7 +162,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     try:
       loop.train(run)
     except (LostDirectoryError, OSError) as error:
-      # What only one process of several could not write, as what it decodes, ends them all, and nothing is saved.
+      # If one of several processes cannot write something, such as decoded outputs, all end and nothing is saved.
       is_alone = jax.process_count() == 1
       loss = error if isinstance(error, LostDirectoryError) else directory.why_lost() if is_alone else None
       if loss is None:

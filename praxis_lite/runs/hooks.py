@@ -10,12 +10,12 @@ Hooks are the code of a user:
 
 Early stopping and the best checkpoint are hooks too: see `improvement.py`.
 
-Hooks are called in their order, in the thread that trains. What a hook raises ends the run, after the state has been
-saved. With several processes each calls its own hooks, and all must save and stop at the same step; if a hook raises,
-all processes stop after a step that they agree on, and save.
+Hooks are called in the order of the list, in the thread that trains. What a hook raises ends the run, after the state
+has been saved. With several processes each calls its own hooks, and all must save and stop at the same step; if a hook
+raises, all processes stop after a step that they agree on, and save.
 
-Observers are parts of the run itself: its log, heartbeat and mirror, and what looks for trouble. They see more than
-hooks, and what they raise ends the run at once. `Hooks` is the observer that calls hooks. `loop/observers.py` has the
+Observers are parts of the run itself, such as its log, its heartbeat and its mirror. They see more than hooks, and an
+error that they raise ends the run immediately. `Hooks` is the observer that calls hooks. `loop/observers.py` has the
 list of all observers.
 """
 
@@ -49,12 +49,12 @@ class Run:
     total_steps: number of steps of the whole run.
     step: number of steps taken.
     state: the train state after `step` steps, on the mesh, padded; the next step overwrites its arrays.
-    results: the evaluations and decoding runs so far, in order, those before a restart included.
+    results: the evaluations and decoding runs so far, in order, including those before a restart.
     stop_reason: why the run stops after this step; None if it goes on.
-    last_save: step of the last checkpoint that this process knows to be complete, and when that was, in seconds since
-      1970; None before the first one.
+    last_save: step of the last checkpoint that this process knows to be complete, and when it was completed, in
+      seconds since 1970; None before the first one.
     ended_by: how the run ended, see `TrainResult`; '' until then.
-    error: with several processes, what a hook has raised. It ends the run once the state is saved: one process alone
+    error: with several processes, what a hook has raised. It ends the run once the state is saved: a single process
       could neither save nor end, because the others would wait for it.
     save: saves a checkpoint of `step`, unless there is one; returns False if that failed, which has been reported.
     line: prints a line.
@@ -99,15 +99,15 @@ class Hook:
   def on_step(self, run: Run, metrics: DeviceMetrics) -> None:
     """Called after each step.
 
-    `metrics` are pairs (mean, weight) by name, on the devices, which may still be computing them: reading a value waits
-    for that, so read them every hundredth step, say.
+    `metrics` are pairs (mean, weight) by name, on the devices, which may still be computing them. Reading a value waits
+    for that, so read them only every hundredth step or so.
     """
 
   def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
     """Called after each pass over an input: `split` is 'eval/<input>' or 'decode/<input>', `metrics` are numbers."""
 
   def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
-    """Called once the checkpoint of `step` is complete in the folder `path`: some steps later than it was taken."""
+    """Called once the checkpoint of `step` is complete in the folder `path`, some steps after that step."""
 
 
 class StateToCopy(NamedTuple):
@@ -142,7 +142,7 @@ class StateCopy(Protocol):
 
 
 class Observer:
-  """Watches a run; a subclass defines the methods that it needs, and the others do nothing.
+  """Takes part in a run; a subclass defines the methods that it needs, and the others do nothing.
 
   All methods are called in the thread that trains. What one of them raises ends the run.
   """
@@ -186,7 +186,7 @@ class Observer:
     """
 
   def on_pause(self, run: Run, reason: PauseReason) -> None:
-    """Called before the run does something else than steps; raises an error if the steps until now must not be kept."""
+    """Called before the run does anything but take steps; raises an error if the steps so far must not be kept."""
 
   def on_resume(self, run: Run) -> None:
     """Called before the steps that follow a pause."""
@@ -195,7 +195,7 @@ class Observer:
     """Called after an input was evaluated or decoded."""
 
   def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
-    """Called once the checkpoint of `step` is complete in `folder`: some steps later than it was taken."""
+    """Called once the checkpoint of `step` is complete in `folder`, some steps after that step."""
 
   def on_copy(self, run: Run, snapshot: StateToCopy) -> None:
     """Called every `emergency_copies.every_n_steps` steps with what a copy of the run has to hold."""
@@ -222,8 +222,10 @@ class Observer:
     return {}
 
   def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
-    """Returns what makes the error that ends the run once its state is saved, if the run failed or has failed when it
-    `is_over`; None otherwise."""
+    """Returns a function that makes the error with which the run ends once its state is saved; None if it goes well.
+
+    `is_over` says that the run has taken its last step: some runs count as failed only then.
+    """
     return None
 
 

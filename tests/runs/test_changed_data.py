@@ -74,7 +74,7 @@ def test_changed_files_are_refused_with_their_names_and_accepted_where_that_is_a
   assert '--accept_changed_data' in said and '--norestore_input' in said and '\n' not in said
   capsys.readouterr()
   assert run_train(run_on(data, 6), run, accept_changed_data=True).step == 6
-  assert 'the training data has changed since it was saved, and is read on at the saved' in capsys.readouterr().out
+  assert 'the training data has changed since the checkpoint; reading goes on at the saved' in capsys.readouterr().out
   assert run_train(run_on(data, 8), run).step == 8  # What was accepted is what is saved next.
   shutil.copy(data / 'a', data / 'z')
   assert run_train(run_on(data, 10), run, restore_input=False).step == 10

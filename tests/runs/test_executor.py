@@ -226,7 +226,7 @@ def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   config.datasets[0].num_epochs = 1
   result = run_train(config, tmp_path)
   assert (result.step, result.ended_by) == (9, 'data')
-  assert 'the training data is over after 9 of 20 steps' in capsys.readouterr().out
+  assert 'reached the end of the training data after 9 of 20 steps' in capsys.readouterr().out
   assert Checkpointer(tmp_path, read_only=True).latest_step() == 9
   assert type(result.metrics['eval/valid']['loss']) is float
   again = run_train(tiny_run(1, num_train_steps=5), tmp_path)  # A shorter run than it was.
@@ -365,7 +365,7 @@ def test_inputs_of_other_shapes_are_evaluated_too(tmp_path):
 @pytest.mark.slow
 def test_verified_gradients_change_nothing(whole_run, tmp_path, capsys):
   result = run_train(tiny_run(DEVICES, eval_interval_steps=5, **SELDOM), tmp_path, verify_numerics=True)
-  assert 'norms, of each variable and layer, are those computed on one device' in capsys.readouterr().out
+  assert 'norms, of each variable and layer, agree with those computed on one device' in capsys.readouterr().out
   for a, b in zip(opt_leaves(result), opt_leaves(whole_run[1]), strict=True):
     np.testing.assert_array_equal(a, b)
 

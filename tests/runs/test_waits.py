@@ -345,7 +345,7 @@ def test_a_run_whose_reader_hangs_is_saved_and_ends_and_goes_on_later(tmp_path, 
   with pytest.raises(HungInputError, match='HangingInput: no batch has come for 0.5 s'.replace('.', r'\.')):
     ends(lambda: run_train(config, tmp_path, input_timeout_s=0.5), 60)
   out = capsys.readouterr().out
-  assert 'HangingInput: its reader hangs, and is left behind' in out
+  assert 'HangingInput: its reader hangs and was abandoned' in out
   assert saved_steps(tmp_path)[-1] == 4
   released.set()
   assert run_train(config, tmp_path).step == 20

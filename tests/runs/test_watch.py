@@ -149,6 +149,7 @@ def test_a_watched_run(tmp_path, capfd):
   # As a kill after step 20 would leave it, had only step 6 been saved: the time from there on is lost.
   file = directory / 'heartbeats/0.json'
   beat = json.loads(file.read_text())
+  beat['goodput']['seconds']['productive'] += 10  # Enough for a share that is printed, also on a busy machine.
   file.write_text(json.dumps({**beat, 'ended': '', 'pid': 2**22 + 1}))
   assert main(['status', str(directory)]) == 1
   assert 'dead: process' in capfd.readouterr().out

@@ -1,7 +1,7 @@
-"""The directory of a run while it trains: this process holds it, and knows if it was moved or deleted.
+"""The directory of a run while it trains: this process holds it, and notices if it is moved or deleted.
 
-A directory is known by its device and inode, and stays open. So one that was moved is found again, and one that was
-deleted is told from a disk that went away: the latter may come back, and training goes on meanwhile.
+A directory is identified by its device and inode, and is kept open. So a directory that was moved can be found, and one
+that was deleted can be told apart from one on a disk that is not mounted at the moment: then training goes on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Self
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.processes import gather_texts
 
-_DELETED = ' (deleted)'  # How Linux ends the path of an open directory that was deleted.
+_DELETED = ' (deleted)'  # Linux appends this to the path of an open directory that was deleted.
 _RESCUED = '.rescued'
-# Bytes of what processes tell each other of a directory that was lost: three paths, and some words.
+# The most bytes that processes tell each other about a directory that was lost: three paths, and some words.
 _PATH_BYTES = 16_384
 
 
@@ -41,10 +41,10 @@ class LostDirectoryError(UserError):
 
 
 class HeldDirectory:
-  """Knows a directory, which exists, whatever happens to its name; a context manager.
+  """A directory that exists, identified whatever happens to its name; a context manager.
 
-  An error of the system that ends the block, where the directory was lost, becomes a LostDirectoryError; one about a
-  file in it, such as one that is a directory, a UserError.
+  If an OSError ends the block and the directory was lost, a LostDirectoryError is raised instead. If the OSError is
+  about a file in the directory, a UserError is raised.
 
   Attributes:
     path: of the directory, absolute.
@@ -60,18 +60,18 @@ class HeldDirectory:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-    of_system = any(isinstance(e, OSError) for e in (error, error and error.__cause__))
-    lost = self.why_lost() if of_system and not isinstance(error, LostDirectoryError) else None
+    is_os_error = any(isinstance(e, OSError) for e in (error, error and error.__cause__))
+    lost = self.why_lost() if is_os_error and not isinstance(error, LostDirectoryError) else None
     if self._handle is not None:
       os.close(self._handle)
-    if lost is not None:  # It is why something could not be read or written.
+    if lost is not None:  # This is why something could not be read or written.
       raise lost from error
     if isinstance(error, OSError) and (file := self._file_of(error)) is not None:
       raise UserError(f'{file}: {error.strerror or error}') from error
 
   def _file_of(self, error: OSError) -> Path | None:
-    """Returns the file in the directory that an error is about; None if it is about none there."""
-    for name in (error.filename2, error.filename):  # The second one is what another was to replace.
+    """Returns the file that an error is about, if it is in the directory; otherwise None."""
+    for name in (error.filename2, error.filename):  # `filename2` is the file that was to be replaced.
       if isinstance(name, str | bytes) and self.path in Path(os.fsdecode(name)).parents:
         return Path(os.fsdecode(name))
     return None
@@ -86,7 +86,7 @@ class HeldDirectory:
     raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
 
   def why_lost(self) -> LostDirectoryError | None:
-    """Returns the error that says that the directory is not where it was; None if it is, or that cannot be known."""
+    """Returns the error that the directory was moved or deleted; None if it is in its place, or if this is unknown."""
     if self._handle is None:
       return None
     try:
@@ -105,7 +105,7 @@ class HeldDirectory:
     return None  # Its disk is no longer mounted.
 
   def _find_again(self, handle: int) -> tuple[Path | None, bool]:
-    """Returns where an open directory is now, None if that is not known, and whether it was deleted."""
+    """Returns the path of an open directory now, None if unknown, and whether it was deleted."""
     for name_of in (_name_on_linux, _name_on_mac):
       try:
         name = name_of(handle)
@@ -116,7 +116,7 @@ class HeldDirectory:
     try:
       is_deleted = os.fstat(handle).st_nlink == 0 or _name_on_linux(handle).endswith(_DELETED)
     except OSError as error:
-      is_deleted = error.errno == errno.ESTALE  # As on a network file system.
+      is_deleted = error.errno == errno.ESTALE  # On a network file system.
     return None, is_deleted
 
 
@@ -131,7 +131,7 @@ def _name_on_mac(handle: int) -> str:
 
 
 def rescue_directory(lost: LostDirectoryError, path: Path, make: Callable[[Path], object]) -> Path:
-  """Returns where to save a run whose directory was lost: where it was moved to, or a new one, which `make` makes."""
+  """Returns where to save a run whose directory was lost: its new place, or a new directory that `make` makes."""
   if lost.moved_to is not None:
     return lost.moved_to
   rescued, count = path.with_name(path.name + _RESCUED), 1

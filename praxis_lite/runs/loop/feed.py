@@ -1,4 +1,4 @@
-"""The training input as the loop reads it: batches on the mesh, waiting for them, and records that are left out."""
+"""The training input as the loop reads it: batches on the mesh, waiting for them, and bad records that are skipped."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MOST_BAD_RECORDS = 10
 
 
 class Feed:
-  """The batches of the training input, read ahead; a context manager. It begins to read when it is made.
+  """The batches of the training input, read ahead; a context manager. Reading begins when it is constructed.
 
   Args:
-    data: the training input, at its position.
+    data: the training input, at the position to read from.
     put: puts a batch on the mesh.
-    skip: states of the input before the batches to leave out.
-    observers: measure the time for which devices wait for input.
+    skip: the states of the input before the batches to skip.
+    observers: measure how long the devices wait for input.
     line: prints a line.
     timeout_s: seconds to wait for a batch.
   """
@@ -49,11 +49,11 @@ class Feed:
     self._line = line
 
   def wait(self, step: int, last: jax.Array, stops: Callable[[], bool]) -> bool:
-    """Waits until there is a batch, or the end of the input; returns False if `stops()` became true before.
+    """Waits for a batch or the end of the input; returns False if `stops()` becomes true before that.
 
     Args:
       step: number of steps taken.
-      last: an array that the last step computes. Until it is computed, the devices do not wait for input.
+      last: an array that the last step computes. The devices wait for input only once it is computed.
     """
     while not self._batches.wait(0.0 if _is_computed(last) else _POLL_SECONDS):
       if _is_computed(last):
@@ -74,7 +74,7 @@ class Feed:
     return True
 
   def next(self) -> NestedDict | None:
-    """Returns the next batch, or None at the end of the input; raises what reading it has raised."""
+    """Returns the next batch, or None at the end of the input; raises the error that ended reading, if one did."""
     self._batch = next(self._batches, None)
     return self._batch
 
@@ -89,7 +89,7 @@ class Feed:
     return self._batches.state_before
 
   def hints(self, model: BaseModel) -> Hints:
-    """Returns what the last batch says about why its step was not finite; nothing if there are several processes."""
+    """Returns what the last batch says about why its step was not finite; with several processes, no hints."""
     if self._batch is None or jax.process_count() > 1:
       return Hints()
     return hints_in(jax.device_get(self._batch), self._data, model)
@@ -100,7 +100,7 @@ class Feed:
   def __exit__(self, *exc_info: object) -> None:
     self._batches.close()
     if self._batches.hangs:
-      self._line(f'{self._data.label}: its reader hangs, and is left behind')
+      self._line(f'{self._data.label}: its reader hangs and was abandoned')
 
 
 def _is_computed(x: jax.Array) -> bool:
@@ -108,7 +108,7 @@ def _is_computed(x: jax.Array) -> bool:
 
 
 class BadRecordLines(Hook):
-  """Prints which records of the training input were left out: the first ones, and then only how many."""
+  """Prints the bad records of the training input that were skipped: the first ones, and then only how many."""
 
   def __init__(self, data: BaseInput):
     self._data = data

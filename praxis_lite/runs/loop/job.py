@@ -1,4 +1,4 @@
-"""What a run trains, where, and on which data: built, and checked, before anything is compiled or saved."""
+"""What a run trains, where, and on which data: built and checked before anything is compiled or saved."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class TrainJob(NamedTuple):
   """What a run trains, where, and on which data.
 
   Attributes:
-    config: the configs of the run, with the vocabulary that it keeps.
+    config: the configs of the run, with the vocabulary that its directory keeps.
     directory: the run's directory.
-    seed, keys: of all its random numbers.
+    seed, keys: the source of all its random numbers.
     task, settings: the task that is trained, and its `task.train`.
     partitioned: the task on its mesh, for the batches of the training input.
     train_input, batch_struct: the training input, and the shapes and dtypes of a global batch of it.
     evaluation, decoding: programs for the other inputs.
     watched: the metrics that decide which checkpoint is the best, and when to stop.
-    lines: what to print: what is trained, on which devices, and how.
+    lines: lines to print about what is trained, on which devices, and how.
   """
 
   config: ExperimentConfig
@@ -99,7 +99,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
 def _describe(
   task: SingleTask, partitioned: PartitionedTask, batch_struct: Struct, fit: str, devices: Sequence[jax.Device] | None
 ) -> Iterator[str]:
-  """Yields lines: what is trained, on which of the `devices`, and how its attention and its pipelines compute."""
+  """Yields lines about what is trained, on which of the `devices`, and how its attention and its pipelines compute."""
   mesh, ids = partitioned.mesh, batch_struct.get('ids')
   shape = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
   total, active = partitioned.total_num_params, partitioned.active_num_params
@@ -116,7 +116,7 @@ def _describe(
 
 
 def _describe_unused_devices(task: SingleTask, used: int, available: int) -> str:
-  """Returns the line that says that the mesh leaves devices idle, with a mesh of all of them."""
+  """Returns the line that says that the mesh leaves devices idle, and how a mesh would use all of them."""
   names = task.mesh_axis_names or ('data',)
   axis = names.index('data') if 'data' in names else 0
   shape = ','.join(str(available if i == axis else 1) for i in range(len(names))) + ',' * (len(names) == 1)

@@ -19,7 +19,7 @@ from praxis_lite.runs.loop.saving import Saving
 from praxis_lite.runs.loop.start import Start
 from praxis_lite.runs.loop.train_log import TrainLog
 from praxis_lite.runs.loop.watch import Watch
-from praxis_lite.runs.profiling import make_profiler
+from praxis_lite.runs.profiling import Profiler
 from praxis_lite.runs.records.metrics import SummaryWriter
 from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.runs.throughput import StartupTimes
@@ -82,7 +82,7 @@ def attach_observers(
   task, batch, more = job.partitioned, job.batch_struct, observers.figures
   log = TrainLog(task, batch, console, writer, startup, first_step=first_step, more=more, trouble=trouble)
   stop_all = stop.request_of_all if jax.process_count() > 1 else None
-  with make_profiler(options.profile_steps) as profiler:
+  with Profiler(options.profile_steps) as profiler:
     own: list[Hook] = [profiler, BadRecordLines(job.train_input)]
     if job.watched.best is not None:
       own.append(KeepBest(job.watched.best, start.checkpointer))
@@ -90,7 +90,7 @@ def attach_observers(
       own.append(EarlyStopping(job.watched.stopping, settings.early_stopping))
     observers.all = [
       trouble,  # Before the log, which asks it for the batch of a step that was not finite.
-      log,  # Before the watch: it waits for an earlier step, and that time belongs to the step.
+      log,  # Before the timer: the log waits for an earlier step, and that time belongs to the step.
       observers.timer,
       saving,
       Hooks(own, stop_all, observers.measure),

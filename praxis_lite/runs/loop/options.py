@@ -29,15 +29,15 @@ class TrainOptions:
     seed: seed of the initial values and of all random numbers in training. None means the seed that the run records,
       or 0 for a new run.
     restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
-    verify_numerics: compare the gradients of the first step with another computation of them, before it is taken.
+    verify_numerics: before the first step, compare its gradients with those of another computation.
     advise: returns warnings about the task, which are printed before anything is compiled.
-    hooks: are called after steps, evaluations and checkpoints; see `praxis_lite.runs.hooks`.
+    hooks: called after steps, evaluations and checkpoints; see `praxis_lite.runs.hooks`.
     profile_steps: the first and the last step of a trace for TensorBoard.
-    on_damage: what to do if the newest checkpoint is damaged: 'previous' keeps it aside and continues from the one
-      before, 'fail' raises.
+    on_damage: what to do if the newest checkpoint is damaged: 'previous' renames it and continues from the one before,
+      'fail' raises.
     debug_nans: wait for each step, and end after the first one that is not finite with an error that names the layer.
     check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
-    grace_s, preemption_notice: see `praxis_lite.runs.cluster.preemption`.
+    grace_s, preemption_notice: see `grace_s` and `notice` in `praxis_lite.runs.cluster.preemption`.
     elastic: if there are fewer devices than the mesh needs, train on a smaller mesh; see `praxis_lite.runs.elastic`.
     input_timeout_s: seconds to wait for a batch. After that the run is saved and ends with HungInputError.
     accept_changed_data: continue at the saved position although files of the training data have changed since; by

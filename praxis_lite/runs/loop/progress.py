@@ -1,14 +1,13 @@
-"""What decides how a run goes on, beside its state: saved in each checkpoint, and in emergency copies.
+"""What else decides how a run goes on, besides its state: saved in each checkpoint, and in emergency copies.
 
-    evaluations    the metrics that early stopping and the best checkpoint look at, at each step
-    losses         the last losses, from which it is known what a jump is
-    troubles       the batches that are left out, and how often the run has gone back
+    evaluations    the metrics that decide about early stopping and the best checkpoint, at each step
+    losses         the last losses, against which a jump is measured
+    troubles       the batches to skip, and how often the run has gone back
     lines          how many lines metrics.jsonl had
-    data           which files the training input reads, to compare
+    data           which files the training input reads, to notice changes
 
-So a run whose `metrics.jsonl`, `losses.json` or `trouble.jsonl` was deleted or emptied goes on as it would have with
-them. Curves that were in these files are lost, which a line says. Checkpoints of earlier versions have none of this:
-then the files decide.
+So a run goes on in the same way if its `metrics.jsonl`, `losses.json` or `trouble.jsonl` was deleted or emptied. Curves
+in these files are lost, and a line says so. Checkpoints of earlier versions have none of this: then the files decide.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ ValuesByStep = dict[int, float]  # NaN where a value was not a number.
 
 
 class Progress(NamedTuple):
-  """What decides how a run goes on, as it was saved.
+  """What else decides how a run goes on, as it was saved.
 
   Attributes:
-    evaluations: values of each metric that was looked at, by its path.
+    evaluations: the values of each watched metric, by its path.
     losses: (step, loss) of the last steps; None if they are not known.
-    troubles: records of `Trouble`, of those for which the run went back.
+    troubles: records of each `Trouble` for which the run went back.
     lines: number of lines of metrics; None if it is not known.
     data: the manifest of the training input; None if it is not known, or the input reads no files.
   """
@@ -42,7 +41,7 @@ class Progress(NamedTuple):
   data: Manifest | None = None
 
   def record(self) -> dict[str, Any]:
-    """Returns it for JSON."""
+    """Returns this as values for JSON."""
     values = {path: [[step, _or_none(x)] for step, x in of.items()] for path, of in self.evaluations.items()}
     losses = None if self.losses is None else [[step, _or_none(loss)] for step, loss in self.losses]
     return {**self._asdict(), 'evaluations': values, 'losses': losses, 'troubles': list(self.troubles)}
@@ -75,7 +74,7 @@ def _pair(entry: Sequence[Any]) -> tuple[int, float]:
 
 
 def evaluations_in(results: Iterable[EvalResult], watched: Watched) -> dict[str, ValuesByStep]:
-  """Returns the values of the metrics that are looked at, by their paths."""
+  """Returns the values of the watched metrics, by their paths."""
   found = list(results)
   return {metric.path: dict(metric.values(found)) for metric in watched if metric is not None}
 
@@ -85,8 +84,8 @@ def merge_saved(
 ) -> tuple[list[EvalResult], int]:
   """Returns the evaluations of a run that goes on after `step`, and how many of them its files have lost or changed.
 
-  Up to the step before, those in the checkpoint count: all were made when it was saved. That of `step` itself may have
-  been made later.
+  For earlier steps the checkpoint decides, because it was saved after all of them. The evaluation of `step` itself may
+  have been made after the checkpoint was saved.
   """
   merged, changed = {(result.step, result.split): result for result in results}, 0
   for metric in {metric for metric in watched if metric is not None and metric.path in saved.evaluations}:

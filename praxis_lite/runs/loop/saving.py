@@ -32,12 +32,12 @@ JsonDict = dict[str, Any] | None
 
 
 class Saving(Observer):
-  """Saves a run, and reports each save that fails; the next one tries again.
+  """Saves a run, and reports each save that fails; the next save tries again.
 
   With several processes, a save that fails in one of them fails in all.
 
   Args:
-    checkpointer: saves, in the background.
+    checkpointer: saves in the background.
     true_shapes: the shapes of the state without padding.
     line: prints a line.
   """
@@ -46,17 +46,17 @@ class Saving(Observer):
     self._checkpointer = checkpointer
     self._true_shapes = true_shapes
     self._line = line
-    self._step, self._is_good = 0, True  # The step of the last save, and whether it has not failed until now.
+    self._step, self._is_good = 0, True  # The step of the last save; False once that save has failed.
     self._stalled = 0.0
 
   def save(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> bool:
-    """Begins a save; returns whether there is, or will be, a checkpoint of this step. Waits for the save before.
+    """Waits for the previous save and begins this one; returns whether there is or will be a checkpoint of this step.
 
     Args:
       step, state, input_state, progress: see `Checkpointer.save`.
     """
     start = time.perf_counter()
-    self._tolerate(self._checkpointer.wait_until_complete)  # Its failure is one of an earlier step.
+    self._tolerate(self._checkpointer.wait_until_complete)  # If this fails, an earlier step was not saved.
     self._step, self._is_good = step, True
     self._tolerate(lambda: self._checkpointer.save(step, state, self._true_shapes, input_state, progress))
     self._stalled += time.perf_counter() - start
@@ -75,7 +75,7 @@ class Saving(Observer):
     """Waits until this step is saved.
 
     Raises:
-      CheckpointError: saving it has failed, and again when it was tried again.
+      CheckpointError: saving it has failed twice.
     """
     self._tolerate(self._checkpointer.wait_until_complete)
     try:
@@ -86,10 +86,10 @@ class Saving(Observer):
       raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
 
   def abandon(self, directory: Path) -> None:
-    """Ends what is being saved in the directory of a run that was lost, and removes the files that this has made."""
+    """Waits for the current save in the directory of a run that was lost, and removes the files that it has made."""
     with contextlib.suppress(CheckpointError):
       self._checkpointer.wait_until_complete()
-    gather_texts('')  # None writes any more.
+    gather_texts('')  # From here on, no process writes there.
     folder = Path(self._checkpointer.directory)
     if jax.process_index() == 0 and not has_record(directory):  # Another run may be there by now.
       with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ class Saving(Observer):
             remove_all(made)
         folder.rmdir()
         directory.rmdir()
-    gather_texts('')  # All look at what is left.
+    gather_texts('')  # From here on, all processes see the same files.
 
   def save_elsewhere(
     self, directory: Path, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict
@@ -108,12 +108,12 @@ class Saving(Observer):
       checkpointer.save(step, state, self._true_shapes, input_state, progress)
 
   def figures(self) -> dict[str, float]:
-    """Returns the seconds for which saving has kept training waiting since the last call, for summaries."""
+    """Returns for how many seconds training has waited for saves since the last call, for summaries."""
     stalled, self._stalled = self._stalled, 0.0
     return {'speed/save_stall_seconds': stalled} if stalled else {}
 
   def _tolerate(self, call: Callable[[], Any]) -> Any:
-    """Returns what a call returns; reports a CheckpointError, and returns None then."""
+    """Returns what `call` returns; if it raises CheckpointError, reports that and returns None."""
     try:
       return call()
     except PartedError:
@@ -139,7 +139,7 @@ class RunSaver:
     data: the manifest of the training input.
     watched: the metrics whose values are part of the progress.
     writer: writes the metrics.
-    observers: are called before and after saves, and know the rest of the progress.
+    observers: are told before and after saves, and know the rest of the progress.
   """
 
   saving: Saving
@@ -161,7 +161,7 @@ class RunSaver:
         observer.on_copy(run, snapshot)
 
   def save(self, run: Run) -> bool:
-    """Begins to save a checkpoint, unless there is one of this step; returns False if that failed."""
+    """Begins to save a checkpoint, unless this step has one already; returns False if that fails."""
     self._pause(run, 'save')
     with self.observers.measure('saving'):
       return self.saving.save(*self._position(run))
@@ -183,7 +183,7 @@ class RunSaver:
         observer.on_checkpoint(run, step, folder)
 
   def rescue(self, run: Run, lost: LostDirectoryError, make: Callable[[Path], object]) -> str:
-    """Saves a run whose directory was lost in another one; returns a message that says where, and how it goes on.
+    """Saves a run in another directory, because its own was lost; returns a message: where, and how to continue.
 
     Args:
       run: its state is saved.
@@ -191,14 +191,14 @@ class RunSaver:
       make: makes a new directory, if the old one is gone.
     """
     self.saving.abandon(self.directory.path)
-    lost = self.directory.why_lost() or lost  # What is in its place may have been made by the save that was ended.
+    lost = self.directory.why_lost() or lost  # The save itself may have made what was in the directory's place.
     unwritten = ''
     try:
       if lost.moved_to is not None:
         self.writer.move(lost.moved_to)
       for observer in self.observers:  # The lines of the last steps.
         observer.on_pause(run, 'rescue')
-    except OSError as error:  # Only in the process that writes metrics: the others save the state with it.
+    except OSError as error:  # Only in the process that writes metrics; it must go on, because all save together.
       unwritten = f'; the metrics of its last steps could not be written: {error}'
     except (GoBack, LossSpikeError, NonFiniteError) as error:
       return f'{lost}; step {run.step} is not saved: {error.trouble.what if isinstance(error, GoBack) else error}'

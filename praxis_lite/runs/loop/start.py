@@ -36,10 +36,10 @@ class Start(NamedTuple):
     state: the train state after them, on the mesh; the first step donates it.
     is_restored: whether it comes from a checkpoint or an emergency copy of this run.
     checkpointer: the checkpoints of the run, for saving.
-    lost_metrics: lines of metrics until that step that were not on the disk.
-    progress: what else decides how the run goes on, as it was saved.
+    lost_metrics: lines of metrics until that step that could not be written to the disk.
+    progress: whatever else decides how the run goes on, as it was saved.
     data: the manifest of the files of the training input, as they are now.
-    origins: lines that say where the variables come from, if that is another run or an import.
+    origins: lines that say where the variables come from, if they come from another run or an import.
     notes: lines about checkpoints and copies.
   """
 
@@ -56,9 +56,9 @@ class Start(NamedTuple):
   def recover_results(
     self, directory: Path, watched: Watched, writer: SummaryWriter
   ) -> tuple[list[EvalResult], list[str]]:
-    """Returns the evaluations until now, and lines about records that the files of the run have lost.
+    """Returns the evaluations until now, and lines about records that the run's files have lost.
 
-    Writes again which batches are left out, if that was lost. All processes call this.
+    If the list of batches to skip was lost, this writes it again. All processes call this.
     """
     saved, lines = self.progress, []
     results, changed = merge_saved(read_results(directory, self.step), saved, watched, self.step)
@@ -69,10 +69,10 @@ class Start(NamedTuple):
         lost = f'{missing} lines' if missing > 0 else f'{changed} evaluations'
         kept = '; early stopping and the best checkpoint go by the evaluations in the checkpoint' if changed else ''
         where = directory / 'metrics.jsonl'
-        lines.append(f'{where} has lost {lost} that there were when the checkpoint was saved{kept}')
+        lines.append(f'{where} has lost {lost} that it had when the checkpoint was saved{kept}')
       if rollbacks:
         where = directory / 'trouble.jsonl'
-        lines.append(f'{where} had lost {rollbacks} lines: the checkpoint knows which batches are left out')
+        lines.append(f'{where} had lost {rollbacks} lines; the checkpoint knows which batches to skip')
     if saved.troubles:
       meet_others()  # They read the file.
     return results, lines
@@ -82,12 +82,12 @@ class Start(NamedTuple):
 def find_start(
   job: TrainJob, directory: HeldDirectory, options: TrainOptions, startup: StartupTimes, observers: Observers
 ) -> Iterator[Start]:
-  """Yields where a run starts, the first of these that applies; its checkpoints are open meanwhile.
+  """Yields where a run starts, with its checkpoints open. The first of these that exists is used:
 
-    1. a copy that an observer has kept and that is newer than its checkpoints: the state, and the input after that step
-    2. its newest complete checkpoint: the same
-    3. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
-    4. initial values from the seed, and the input from its beginning
+    1. a copy that an observer has kept, newer than all checkpoints: the state, and the position in the input
+    2. the run's newest complete checkpoint: the same
+    3. variables from another run's checkpoint, or imported ones in its directory; the input from its beginning
+    4. initial values from the seed; the input from its beginning
 
   Raises:
     UserError: the copies, checkpoints or data cannot be used; nothing was written, unless a checkpoint is damaged.
@@ -127,33 +127,33 @@ def find_start(
 
 
 def _check_data(job: TrainJob, saved: Progress, data: Manifest | None, options: TrainOptions) -> str:
-  """Returns a line about files that have changed since the position in them was saved; '' if none has.
+  """Returns a line about data files that have changed since the position in them was saved; '' if none has.
 
   Raises:
-    CheckpointError: they have changed, and the options do not accept that.
+    CheckpointError: some have changed, and the options do not accept that.
   """
   changed = join_by_host(gather_texts(job.train_input.changes_since(saved.data, data)))
   if not changed:
     return ''
   if options.accept_changed_data:
-    return f'the training data has changed since it was saved, and is read on at the saved position: {changed}'
+    return f'the training data has changed since the checkpoint; reading goes on at the saved position: {changed}'
   raise CheckpointError(
     f'{changed}: the training data has changed since the checkpoint was saved, so the saved position may mean other '
-    'examples. Use the data that it was saved with; or go on at that position all the same: train '
+    'examples. Use the same data as before; or go on at that position all the same: train '
     '--accept_changed_data, or run_train(..., accept_changed_data=True); or start the data from its beginning: '
     '--norestore_input, restore_input=False'
   )
 
 
 def _newest_checkpoint(job: TrainJob, on_damage: OnDamage) -> tuple[int | None, bool]:
-  """Returns the step of the newest checkpoint, None if there is none, and whether it only has imported variables."""
+  """Returns the step of the newest checkpoint, or None, and whether it has only imported variables."""
   with contextlib.closing(Checkpointer(job.directory, read_only=True, on_damage=on_damage)) as saved:
     newest = saved.latest_step()
     return newest, newest is not None and saved.has_variables_alone()
 
 
 def _plan_warm_start(job: TrainJob, is_imported: bool) -> WarmStart | None:
-  """Returns the plan of a start from variables of another run, or from imported ones; None if the run starts anew."""
+  """Returns the plan of a start from variables of another run or an import; None if the seed gives all of them."""
   settings = job.settings.init_from
   if is_imported and settings.path is None:
     settings = dataclasses.replace(settings, path=str(job.directory))

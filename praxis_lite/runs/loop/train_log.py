@@ -1,6 +1,6 @@
-"""The log of a training run: which steps are reported, on the console and as curves on disk, and when they are read.
+"""The log of a training run: which steps are reported on the console and as curves on disk, and when they are read.
 
-The log never waits for the step just dispatched: it reads the metrics of a step after a few more have been dispatched,
+The log never waits for the step just dispatched. It reads the metrics of a step after a few more have been dispatched,
 so that the devices always have work. Reading them also bounds how far the host runs ahead.
 """
 
@@ -37,7 +37,7 @@ class _Step(NamedTuple):
 class TrainLog(Observer):
   """Logs every `log_interval_steps`-th step, the first and the last one, and steps that were not finite.
 
-  The first step of a process that resumes a run is shown, and not written: curves have the same steps with restarts.
+  The first step after a restart is shown but not written, so that curves have the same steps with and without restarts.
 
   If several steps in a row are skipped, the console shows the first one, and then only how many there are.
 
@@ -47,10 +47,10 @@ class TrainLog(Observer):
     startup: reported with the first step of this process.
     first_step: steps taken before.
     more: returns further figures for the summaries of a step.
-    trouble: takes the steps that were not finite, and losses if it needs them.
+    trouble: is told of steps that were not finite, and of losses if it needs them.
 
   Attributes:
-    skipped: the steps skipped in a row until now, as far as their metrics were read.
+    skipped: how many steps in a row were skipped, as far as their metrics were read.
   """
 
   def __init__(
@@ -101,7 +101,7 @@ class TrainLog(Observer):
     return skipped.error if skipped.too_many or (is_over and skipped.all_steps) else None
 
   def add(self, step: int, out: TrainStepOutput) -> None:
-    """Takes the outputs of a step that has just been dispatched; `step` counts it.
+    """Adds the outputs of step number `step`, which has just been dispatched.
 
     Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
     """
@@ -139,8 +139,8 @@ class TrainLog(Observer):
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:
-  """Returns the operations of a training step; None if a device's peak is unknown."""
-  # Counting needs a trace, so it is done only if the count will be compared to a peak.
+  """Returns the number of operations of a training step; None if a device's peak is unknown."""
+  # Counting needs a trace, so it is done only if there is a peak to compare with.
   if not all(map(peak_flops, partitioned.mesh.devices.flat)):
     return None
 

@@ -42,12 +42,12 @@ class TrainingLoop:
   Attributes:
     job, options: what is trained, and how.
     directory: of the run; nothing is saved or evaluated if it is lost.
-    feed: has the batches.
+    feed: yields the batches.
     saver: saves the run.
-    observers: are called before or after all this.
+    observers: are told of all this.
     stop: says whether a signal ends the run.
-    done_at: the step at which each input was last evaluated or decoded, by split, restarts included.
-    metrics: the results of that, by split.
+    done_at: the step at which each input was last evaluated or decoded, by split, also before a restart.
+    metrics: the results of these evaluations, by split.
   """
 
   job: TrainJob
@@ -61,11 +61,11 @@ class TrainingLoop:
   metrics: dict[str, HostMetrics]
 
   def train(self, run: Run) -> None:
-    """Takes the steps that are left, and saves the state after them; evaluates it too, unless a signal ends the run.
+    """Takes the remaining steps and saves the state after them; also evaluates it, unless a signal ends the run.
 
     Raises:
       NumericsError, DeterminismError: see `TrainOptions.verify_numerics` and `check_determinism`.
-      NonFiniteError: too many steps in a row, or all, were not finite, and the state is saved; or see `debug_nans`.
+      NonFiniteError: too many steps in a row, or all, were not finite; the state is saved. Or see `debug_nans`.
     """
     for observer in self.observers:
       observer.on_ready(run)
@@ -80,7 +80,7 @@ class TrainingLoop:
         observer.on_step(run, out, self.feed.position_before)
       self.run_due(run)
 
-    self.stop.requested_now()  # After the last step too: a signal that only some processes got must not part them.
+    self.stop.requested_now()  # Also after the last step: all processes must agree, even if only some got a signal.
     self.saver.save(run)
     failure = self.observers.failure(is_over=True)
     if failure is not None and not self.stop.requested:
@@ -94,8 +94,8 @@ class TrainingLoop:
     self.saver.announce_checkpoints(run)
 
   def run_due(self, run: Run) -> None:
-    """Does what is due after the steps taken until now; raises LostDirectoryError if the directory was lost."""
-    if jax.process_count() == 1:  # Several processes look together, when there is something to do.
+    """Saves, evaluates and decodes if that is due now; raises LostDirectoryError if the directory is lost."""
+    if jax.process_count() == 1:  # Several processes check it together, when there is something to do.
       self.directory.check()
     settings, job = self.job.settings, self.job
     # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
@@ -112,7 +112,7 @@ class TrainingLoop:
     self.saver.announce_checkpoints(run)
 
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
-    """Takes step `number` from `state`, the state after the step before, which is donated."""
+    """Takes step `number`; donates `state`, the state after the step before."""
     partitioned, key = self.job.partitioned, self.job.keys.train
     note_progress(f'step {number}')
     with jax.profiler.StepTraceAnnotation('train', step_num=number):
@@ -125,7 +125,7 @@ class TrainingLoop:
     return out
 
   def _batches(self, run: Run) -> Iterator[NestedDict]:
-    """Yields a batch for each step to take."""
+    """Yields a batch for each remaining step."""
     while run.step < run.total_steps and not self._is_stopped(run):
       note_progress(f'the input of step {run.step + 1}')
       if not self.feed.wait(run.step, run.state.step, lambda: self.stop.requested):
@@ -133,11 +133,11 @@ class TrainingLoop:
       try:
         batch = self.feed.next()
       except Exception:
-        if jax.process_count() == 1:  # Saving takes all processes, and the others do not know of the error.
+        if jax.process_count() == 1:  # Only all processes together can save, and the others do not know of the error.
           self.saver.save(run)
         raise
       if batch is None:
-        run.line(f'the training data is over after {run.step} of {run.total_steps} steps')
+        run.line(f'reached the end of the training data after {run.step} of {run.total_steps} steps')
         return
       yield batch
 
@@ -146,7 +146,7 @@ class TrainingLoop:
     return is_stopped or self.observers.failure(is_over=False) is not None
 
   def _run(self, programs: Sequence[Program], run: Run) -> None:
-    """Evaluates or decodes, except for inputs for which this was done at this step already."""
+    """Evaluates or decodes all inputs for which this was not done at this step already."""
     self.directory.check()
     for observer in self.observers:
       observer.on_pause(run, 'evaluate')
@@ -165,12 +165,12 @@ class TrainingLoop:
 
 
 def _verify_gradients(partitioned: PartitionedTask, state: TrainState, key: jax.Array, batch: NestedDict) -> str:
-  """Compares the gradients of the next step with another computation of them; returns a line about it."""
+  """Compares the gradients of the next step with those of another computation; returns a line about the result."""
   try:
     compared = compare_gradients(partitioned, state, key, batch)
   except ConfigError as error:
     return f'gradients not verified: {error}'
   return (
-    f'gradients verified: {compared.num_norms} norms, of each variable and layer, are those computed '
-    f'{compared.reference}; largest difference {compared.worst:.1e} of the norm'
+    f'gradients verified: {compared.num_norms} norms, of each variable and layer, agree with those computed '
+    f'{compared.reference}; largest relative difference {compared.worst:.1e}'
   )

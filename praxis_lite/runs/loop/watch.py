@@ -1,4 +1,4 @@
-"""What a run knows of itself while it trains: activities, heartbeats, slow steps, memory."""
+"""What a run measures about itself while it trains: activities, heartbeats, slow steps, memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from praxis_lite.training.steps import TrainStepOutput
 
 
 class Watch(Observer):
-  """Measures where the time of one process goes, and says how it is: goodput, slow steps, memory, heartbeats.
+  """Measures how one process spends its time, and reports it: goodput, slow steps, memory, heartbeats.
 
   Args:
-    directory: the run's directory. Heartbeats are written there once it is known to be that of a run.
+    directory: the run's directory. Heartbeats are written there once it has the record of a run.
   """
 
   def __init__(self, directory: Path):
@@ -82,7 +82,7 @@ class Watch(Observer):
       self._goodput.mark(run.step, is_copy=reason == 'copy')
 
   def on_end(self, run: Run) -> None:
-    """Prints the goodput and the most memory that was used, and then how far the run has come and where it is saved."""
+    """Prints the goodput and the peak memory, and then the last step and where it is saved."""
     total, where = run.total_steps, self._directory / CHECKPOINTS
     if run.step > self._first_step:
       self._memory = memory_peaks()
@@ -135,9 +135,9 @@ class Watch(Observer):
 
 
 def memory_peaks() -> dict[str, float]:
-  """Returns the most memory that was used until now, in bytes: of the fullest local device, and of this process.
+  """Returns the peak memory until now, in bytes: of the fullest local device, and of this process.
 
-  What the platform does not report is absent: CPU devices have no memory of their own.
+  Numbers that the platform does not report are absent: CPU devices have no memory of their own.
   """
   stats = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != 'cpu']
   peaks = [stat['peak_bytes_in_use'] for stat in stats if 'peak_bytes_in_use' in stat]
