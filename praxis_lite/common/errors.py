@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import enum
 from collections.abc import Iterable, Iterator, Sequence
 
 
@@ -25,8 +26,26 @@ class UnknownFieldError(ConfigError, AttributeError):
   """A config has no field with this name."""
 
 
+class ShardingFault(enum.StrEnum):
+  """Kinds of `ShardingError`."""
+
+  UNKNOWN_AXIS = 'unknown axis'
+  AXIS_TWICE = 'axis used twice'
+  WRONG_RANK = 'wrong rank'
+  NO_INPUT_MAPPING = 'missing input mapping'
+  OTHER = 'invalid sharding'
+
+
 class ShardingError(UserError):
-  """A split mapping, spec or mesh is invalid."""
+  """A split mapping, spec or mesh is invalid.
+
+  Attributes:
+    fault: the kind of error.
+  """
+
+  def __init__(self, message: str, fault: ShardingFault = ShardingFault.OTHER):
+    super().__init__(message)
+    self.fault = fault
 
 
 class DataError(UserError):

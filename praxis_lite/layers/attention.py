@@ -19,6 +19,7 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention_mesh import AttentionMesh
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.base.facts import Exchange, TokenFlops
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
@@ -33,6 +34,7 @@ from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
 from praxis_lite.sharding.mesh import platform
+from praxis_lite.sharding.specs import all_axes
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N, H], [B, S, K, H] and [B, S, K, H].
@@ -420,6 +422,14 @@ class MultiHeadAttention(Layer):
       dropout=self.dropout_rate > 0,
     )
     return choose_attention(self.implementation, case, f'{self.path_name}.implementation')
+
+  def exchanges(self) -> list[Exchange]:
+    placement = None if self.context_axis is None else self._resolve((self.context_axis,), self.path_name, rank=1)
+    axes = () if placement is None else all_axes(placement.spec)
+    return [Exchange('exchange of a sequence', 'context_axis', tuple(axes))] if axes else []
+
+  def token_flops(self, length: int) -> TokenFlops:
+    return TokenFlops(attention=4.0 * self.num_heads * (self.dims_per_head or 0) * length)
 
   def describe(self, length: int, packed: bool) -> str:
     """Returns how sequences of this length are attended to, and why."""

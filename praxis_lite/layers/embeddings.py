@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import check_choice
 from praxis_lite.layers.base import Layer, WeightSplit
+from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
 LOOKUP_STYLES = ('gather', 'matmul')
@@ -41,6 +42,9 @@ class Embedding(Layer):
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] of integer ids [...]; NaN for an id that is not in [0, V)."""
     return embed(self, ids, 'out')
+
+  def token_flops(self, length: int) -> TokenFlops:
+    return TokenFlops()  # A lookup multiplies nothing.
 
 
 def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None) -> WeightHParams:

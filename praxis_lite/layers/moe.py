@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -37,6 +37,7 @@ from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import ActivationSplit, Layer
+from praxis_lite.layers.base.facts import Exchange, LayerProblem
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
 from praxis_lite.layers.experts import (
   Axes,
@@ -60,11 +61,13 @@ from praxis_lite.layers.routing import (
 )
 from praxis_lite.sharding.constraints import unmapped_axes
 from praxis_lite.sharding.padding import pad_to, padded_shape
-from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
+from praxis_lite.sharding.specs import all_axes, axes_to_entry, complete_spec, spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit
 
 # An exchange of so few rows with each device is not worth dropping one.
 _FEW_ROWS = 128
+# With at least this many devices, an exchange with room for all tokens wastes more than it is worth.
+_MANY_DEVICES = 4
 
 
 class ExpertOutputs(NamedTuple):
@@ -175,6 +178,39 @@ class MoeFeedForward(Layer):
     split = self._split({axis: size for axis, size in sizes.items() if size > 1})
     parts = math.prod(sizes[axis] for axis in spec_axes(split.weights['up'][0]))
     return parts, bool(split.expert)
+
+  # ---------------------------------------------------------------- for tools
+
+  def exchanges(self) -> list[Exchange]:
+    placement = None if self.expert_axis is None else self._resolve((self.expert_axis,), self.path_name, rank=1)
+    axes = () if placement is None else all_axes(placement.spec)
+    return [Exchange('exchange between experts', 'expert_axis', tuple(axes))] if axes else []
+
+  def problems(self, mesh_sizes: Mapping[str, int]) -> Iterator[LayerProblem]:
+    parts, exchanged = self.expert_parts(mesh_sizes)
+    router = self.router
+    if parts > 1 and not exchanged:
+      yield LayerProblem(
+        'gathered experts',
+        f'{self.path_name}.expert_axis',
+        f'experts are split over {parts} devices, and is None: each device gathers all experts at each use',
+        'name the axis that splits them, so that tokens are sent to their experts',
+      )
+    if exchanged and parts >= _MANY_DEVICES and self.dispatch == 'dropless' and self.exchange_factor is None:
+      yield LayerProblem(
+        'large exchange',
+        f'{self.path_name}.exchange_factor',
+        f'is None, so each device has room for {parts} times its tokens, as if all chose its experts',
+        "set it to about 2, or set dispatch='capacity'",
+      )
+    balanced = router.load_balance_loss_weight or router.bias_update_rate or router.choice == 'expert'
+    if self.num_experts > 1 and not balanced:
+      yield LayerProblem(
+        'unbalanced experts',
+        router.path_name,
+        'nothing keeps experts equally loaded, so some may end up without tokens',
+        'set load_balance_loss_weight to about 0.01, or bias_update_rate to about 0.001',
+      )
 
   # ---------------------------------------------------------------- config
 

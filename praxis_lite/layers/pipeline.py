@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -45,6 +45,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
+from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, double_or_halve
 from praxis_lite.layers.pipeline_arrays import (
   Stacks,
   batch,
@@ -112,6 +113,7 @@ class Pipelined(Repeat):
   """
 
   _stack: ClassVar[str] = 'stages'
+  has_microbatches: ClassVar[bool] = True
 
   num_stages: int = REQUIRED
   num_microbatches: int | None = None
@@ -181,6 +183,26 @@ class Pipelined(Repeat):
             f'{field}: {taken[0]!r} splits the stages of {self.path_name} (weight_split_dims_mapping.stages), so '
             'nothing inside of a stage can be split over it; use another mesh axis'
           )
+
+  def exchanges(self) -> list[Exchange]:
+    field = 'weight_split_dims_mapping.stages'
+    return [Exchange('pipeline stages', field, self.stage_axes, by_compiler=True)] if self.stage_axes else []
+
+  def knobs(self) -> list[Knob]:
+    M = self.num_microbatches
+    own = [] if M is None else [Knob('num_microbatches', M, double_or_halve, KnobKind.MICROBATCHES)]
+    return [*own, *super().knobs()]
+
+  def problems(self, mesh_sizes: Mapping[str, int]) -> Iterator[LayerProblem]:
+    parts = math.prod(mesh_sizes[axis] for axis in self.stage_axes)
+    if self.num_stages % parts:
+      yield LayerProblem(
+        'uneven stages',
+        f'{self.path_name}.num_stages',
+        f'{self.num_stages} stages over {parts} devices: some devices have fewer stages than others, and weights move '
+        'between them at each step',
+        f'make it a multiple of {parts}, or the mesh axis a divisor of {self.num_stages}',
+      )
 
   @property
   def layers_in_group(self) -> int:

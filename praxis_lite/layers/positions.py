@@ -8,7 +8,7 @@ B batch, T length, S length of the keys, D model dims, N heads, H dims per head,
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from praxis_lite.common.config import REQUIRED, Config, Configurable, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer, WeightSplit
+from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.embeddings import embedding_weight, lookup
 from praxis_lite.sharding.weights import WeightHParams
 
@@ -57,6 +58,8 @@ class LearnedPositions(Layer):
     weight_split_dims_mapping: `wt`, [max_len, D].
   """
 
+  length_fields: ClassVar[tuple[str, ...]] = ('max_len',)
+
   max_len: int = REQUIRED
   dims: int = REQUIRED
   weight_split_dims_mapping: Config = template(WeightSplit)
@@ -67,6 +70,9 @@ class LearnedPositions(Layer):
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] of int32 positions [B, T]; NaN from max_len on."""
     return self.shard(lookup(self.theta.w, jnp.maximum(pos_BT, 0)))
+
+  def token_flops(self, length: int) -> TokenFlops:
+    return TokenFlops()  # A lookup multiplies nothing.
 
 
 class LinearRotaryScaling(Configurable):

@@ -68,6 +68,13 @@ _POLICIES: dict[str, Callable[..., bool]] = {
   'save_names': jax.checkpoint_policies.nothing_saveable,
 }
 REMAT_POLICIES = ('auto', 'none', *_POLICIES)
+# The policies that a search tries, from the one that takes most memory to the one that takes most work.
+_SEARCHED = ('none', 'products', 'dots_with_no_batch_dims_saveable', 'full')
+
+
+def other_policies(policy: str) -> list[str]:
+  """Returns the policies that a search tries in place of this one."""
+  return [other for other in _SEARCHED if other != policy]
 
 
 class Remat(NamedTuple):

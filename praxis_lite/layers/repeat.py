@@ -33,8 +33,9 @@ from praxis_lite.common.trees import NestedDict, merge
 from praxis_lite.common.weighted import mean_of_means
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs
+from praxis_lite.layers.base.facts import Knob, KnobKind
 from praxis_lite.layers.kv_cache import StackedCaches
-from praxis_lite.layers.remat import Remat
+from praxis_lite.layers.remat import Remat, other_policies
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import SplitDimsMapping
 
@@ -124,6 +125,11 @@ class Repeat(Layer):
     else:
       self._blocks = self.create_children('layers', templates=configs if self._rounds else ())
       self._left = self.create_children('rest', templates=configs[:left])
+
+  def knobs(self) -> list[Knob]:
+    if not isinstance(self.remat, str) or self.remat_save_names:
+      return []
+    return [Knob('remat', self.remat, other_policies, KnobKind.REMATERIALISATION)]
 
   def _unroll_count(self, *, training: bool) -> int:
     """How many repetitions an iteration of the loop has."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +23,7 @@ from praxis_lite.common.config import REQUIRED, Config, field_names, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.base import Layer, SplitMapping
+from praxis_lite.layers.base.facts import LayerProblem
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
@@ -93,6 +94,17 @@ class TransformerBlock(Layer):
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *prefix_lengths: jax.Array) -> jax.Array:
     """Returns [B, T, D] for the next tokens; see `MultiHeadAttention.extend_step`."""
     return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *prefix_lengths), pos_BT < 0)
+
+  def problems(self, mesh_sizes: Mapping[str, int]) -> Iterator[LayerProblem]:
+    router: Any = getattr(self.ff, 'router', None)
+    if getattr(router, 'choice', '') == 'expert' and getattr(self.attention, 'causal', False):
+      yield LayerProblem(
+        'experts see later tokens',
+        f'{router.path_name}.choice',
+        'experts choose among all tokens of a row, and the attention of this block is causal: the loss is of a model '
+        'that knows what comes next, and decoding differs from training',
+        "set it to 'token'",
+      )
 
   def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array], paddings: jax.Array | None) -> jax.Array:
     feed_forward: Callable[[jax.Array], jax.Array] = self.ff

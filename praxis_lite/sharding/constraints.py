@@ -15,7 +15,7 @@ from typing import TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from praxis_lite.common.errors import ShardingError, did_you_mean
+from praxis_lite.common.errors import ShardingError, ShardingFault, did_you_mean
 from praxis_lite.sharding.rules import LogicalAxisRule, LogicalAxisRules, resolve
 from praxis_lite.sharding.specs import (
   UNCONSTRAINED,
@@ -64,7 +64,8 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
   for axis in all_axes(spec):
     if axis not in mesh.axis_names:
       raise ShardingError(
-        f'axis {axis!r} of {spec} is not an axis of the mesh {dict(mesh.shape)}.{did_you_mean(axis, mesh.axis_names)}'
+        f'axis {axis!r} of {spec} is not an axis of the mesh {dict(mesh.shape)}.{did_you_mean(axis, mesh.axis_names)}',
+        ShardingFault.UNKNOWN_AXIS,
       )
   if mesh.size == 1 or manual == set(mesh.axis_names):
     return x

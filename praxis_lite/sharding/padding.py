@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax, numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from praxis_lite.common.errors import ShardingError, did_you_mean
+from praxis_lite.common.errors import ShardingError, ShardingFault, did_you_mean
 from praxis_lite.sharding.specs import HasShape, complete_spec, spec_axes
 
 T = TypeVar('T')
@@ -39,7 +39,8 @@ def num_parts(entry: object, mesh: MeshLike) -> int:
   sizes = axis_sizes(mesh)
   for axis in spec_axes(entry):
     if axis not in sizes:
-      raise ShardingError(f'axis {axis!r} is not an axis of the mesh {dict(sizes)}.{did_you_mean(axis, sizes)}')
+      message = f'axis {axis!r} is not an axis of the mesh {dict(sizes)}.{did_you_mean(axis, sizes)}'
+      raise ShardingError(message, ShardingFault.UNKNOWN_AXIS)
   return math.prod(sizes[axis] for axis in spec_axes(entry))
 
 

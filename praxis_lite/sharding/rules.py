@@ -21,7 +21,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.errors import ShardingError, did_you_mean
+from praxis_lite.common.errors import ShardingError, ShardingFault, did_you_mean
 from praxis_lite.sharding.specs import (
   UNCONSTRAINED,
   Placement,
@@ -93,7 +93,7 @@ def match_rules(
   known = {name for name, _ in rules}
   for name in named:
     if named.count(name) > 1:
-      raise ShardingError(f'{prefix}logical axis {name!r} occurs twice in {tuple(names)!r}')
+      raise ShardingError(f'{prefix}logical axis {name!r} occurs twice in {tuple(names)!r}', ShardingFault.AXIS_TWICE)
     if name not in known:
       raise ShardingError(
         f'{prefix}no rule has the logical axis {name!r}; add ({name!r}, <mesh axis>), or ({name!r}, None) if it '
@@ -146,7 +146,8 @@ def resolve(
       logical = sorted({name for name, _ in rules})
       raise ShardingError(
         f'{path + ": " if path else ""}{entry!r} is neither a mesh axis, of {tuple(mesh_axis_names)!r}, nor a logical '
-        f'axis that a rule has.{did_you_mean(entry, [*mesh_axis_names, *logical])}'
+        f'axis that a rule has.{did_you_mean(entry, [*mesh_axis_names, *logical])}',
+        ShardingFault.UNKNOWN_AXIS,
       )
   direct = tuple(entry if name is None else None for name, entry in zip(names, entries))
   spec = list(to_partition_spec(direct, mesh_axis_names, path=path))

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.errors import ShardingError, did_you_mean
+from praxis_lite.common.errors import ShardingError, ShardingFault, did_you_mean
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
@@ -97,7 +97,8 @@ def mapping_entries(split_dims_mapping: SplitDimsMapping, rank: int | None = Non
     field = f' in {sources[0]}' if sources and sources[0] != path else ''
     raise ShardingError(
       f'{_prefix(path)}mapping {mapping!r} has {len(mapping)} entries, but the tensor has {rank} dimensions; '
-      f'give one entry per dimension{field}, None where it is not split'
+      f'give one entry per dimension{field}, None where it is not split',
+      ShardingFault.WRONG_RANK,
     )
   return mapping
 
@@ -128,7 +129,8 @@ def complete_spec(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
   """
   entries = tuple(spec) if spec is not None else ()
   if len(entries) > rank:
-    raise ShardingError(f'{spec} has {len(entries)} entries, but the tensor has {rank} dimensions')
+    message = f'{spec} has {len(entries)} entries, but the tensor has {rank} dimensions'
+    raise ShardingError(message, ShardingFault.WRONG_RANK)
   return PartitionSpec(*entries, *(None,) * (rank - len(entries)))
 
 
@@ -143,7 +145,8 @@ def check_axes_once(spec: PartitionSpec, path: str = '') -> None:
   twice = next((axis for axis in axes if axes.count(axis) > 1), None)
   if twice is not None:
     raise ShardingError(
-      f'{_prefix(path)}mesh axis {twice!r} occurs twice in {tuple(spec)!r}; an axis can split one dimension only'
+      f'{_prefix(path)}mesh axis {twice!r} occurs twice in {tuple(spec)!r}; an axis can split one dimension only',
+      ShardingFault.AXIS_TWICE,
     )
 
 
@@ -193,7 +196,8 @@ def place_by_rank(
   if key not in mapping_dict:
     raise ShardingError(
       f'{path} has no {key!r}, and an input of shape {tuple(x.shape)} needs it; it has {sorted(mapping_dict)}. '
-      f'Set {key}=None to leave such inputs as they are.{did_you_mean(key, mapping_dict)}'
+      f'Set {key}=None to leave such inputs as they are.{did_you_mean(key, mapping_dict)}',
+      ShardingFault.NO_INPUT_MAPPING,
     )
   if mapping_dict[key] is None:
     return None
@@ -214,19 +218,22 @@ def _resolve_axis(axis: object, names: tuple[str, ...], path: str) -> str | None
   if isinstance(axis, str):
     if axis not in names:
       raise ShardingError(
-        f'{_prefix(path)}axis {axis!r} is not a mesh axis; mesh_axis_names = {names!r}.{did_you_mean(axis, names)}'
+        f'{_prefix(path)}axis {axis!r} is not a mesh axis; mesh_axis_names = {names!r}.{did_you_mean(axis, names)}',
+        ShardingFault.UNKNOWN_AXIS,
       )
     return axis
   try:
     index = operator.index(axis)  # type: ignore[arg-type]
   except TypeError:
     raise ShardingError(
-      f'{_prefix(path)}{axis!r} is not a mesh axis name, an index into {names!r}, a tuple of those, or None'
+      f'{_prefix(path)}{axis!r} is not a mesh axis name, an index into {names!r}, a tuple of those, or None',
+      ShardingFault.UNKNOWN_AXIS,
     ) from None
   if index == -1:
     return None
   if not 0 <= index < len(names):
-    raise ShardingError(f'{_prefix(path)}axis {index} is out of range; mesh_axis_names = {names!r}')
+    message = f'{_prefix(path)}axis {index} is out of range; mesh_axis_names = {names!r}'
+    raise ShardingError(message, ShardingFault.UNKNOWN_AXIS)
   return names[index]
 
 

@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from praxis_lite.instruments.plan.cost import LayerNames, cost_of
+from praxis_lite.instruments.plan.cost import cost_of
+from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.memory import Memory, StateArray, StateBytes, live_at_peak, live_over_time
 from praxis_lite.instruments.plan.page import render_plan_page

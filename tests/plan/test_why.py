@@ -12,8 +12,9 @@ from praxis_lite.instruments import testing
 from praxis_lite.instruments.explain.explanation import ShardingReport, format_report
 from praxis_lite.instruments.explain.report import task_and_inputs, trace_step
 from praxis_lite.instruments.plan import Reason, format_why, plan
-from praxis_lite.instruments.plan.cost import LayerNames, Operation
+from praxis_lite.instruments.plan.cost import Operation
 from praxis_lite.instruments.plan.dataflow import Dataflow
+from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.snapshot import Limits, declared_snapshot, differences, keep, read, snapshot_of
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.models import set_sharding

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Mapping, Sequence
 
-from praxis_lite.common.errors import ShardingError, UserError
+from praxis_lite.common.errors import ShardingError, ShardingFault, UserError
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.jax_internals import reading, unless_unknown
 from praxis_lite.common.trees import insert, leaves_by_path, path_matches, path_name
 from praxis_lite.instruments.explain.contractions import Mismatch, Split, find_mismatches, splitting_axes
-from praxis_lite.instruments.explain.experts import expert_problems
-from praxis_lite.instruments.explain.explanation import Explanation, Kind, format_mesh
-from praxis_lite.instruments.explain.report import Explained, TracedStep, report_of, task_and_inputs, trace_step
-from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.instruments.explain.explanation import Explanation, Kind, ShardingReport, format_mesh
+from praxis_lite.instruments.explain.report import (
+  Explained,
+  TracedStep,
+  declared_exchanges,
+  report_of,
+  task_and_inputs,
+  trace_step,
+)
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.placement import place_variables
@@ -97,6 +101,7 @@ def check(
   except ShardingError as error:
     return [_error(error)]
   problems = [*_shadowed_rules(jax_task), *_placing_errors(jax_task, inputs_struct, sizes)]
+  problems += _unknown_exchanges(jax_task, sizes)
   if has_errors(problems):
     return problems
   layout = layout or state_layout(jax_task, abstract_mesh(sizes))
@@ -107,12 +112,11 @@ def check(
   report = report_of(jax_task, layout, step)
   problems += _unused_patterns(jax_task, sizes)
   if step is not None:
-    problems += _unused_axes(report.all(), sizes)
+    problems += _unused_axes(report, sizes)
     problems += _mismatches(step, report.variables, sizes)
   problems += _find_replicated(report.variables, report.slots, limits)
-  problems += _uneven_stages(jax_task, sizes)
   problems += _unlike_slots(report.slots, layout)
-  problems += [_warn(*problem) for problem in expert_problems(jax_task.model, sizes)]
+  problems += [_warn(*problem) for layer in jax_task.model.descendants() for problem in layer.problems(sizes)]
   problems += _padding([*report.variables, *report.activations], limits)
   return [*problems, *_batch_padding(report.inputs, limits)]
 
@@ -134,16 +138,6 @@ def format_problems(problems: Sequence[Problem]) -> str:
 
 # ---------------------------------------------------------------- errors
 
-_KINDS = {
-  'occurs twice': 'axis used twice',
-  'is not a mesh axis': 'unknown axis',
-  'is not an axis': 'unknown axis',
-  'out of range': 'unknown axis',
-  'neither a mesh axis': 'unknown axis',
-  'entries, but': 'wrong rank',
-  'inputs_split_mapping has no': 'missing input mapping',
-}
-
 
 def _error(error: UserError, path: str = 'task') -> Problem:
   """Returns an exception as a problem. Messages begin with the path that they are about."""
@@ -152,8 +146,8 @@ def _error(error: UserError, path: str = 'task') -> Problem:
     path = head
   else:
     text = str(error)
-  kind = next((kind for part, kind in _KINDS.items() if part in text), 'invalid sharding')
-  return Problem(Severity.ERROR, kind, path, text, '')
+  fault = error.fault if isinstance(error, ShardingError) else ShardingFault.OTHER
+  return Problem(Severity.ERROR, str(fault), path, text, '')
 
 
 def _placing_errors(
@@ -173,6 +167,17 @@ def _placing_errors(
       except ShardingError as error:
         found.setdefault(str(error), _error(error, path_name(path)))
   return list(found.values())
+
+
+def _unknown_exchanges(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
+  """Returns a problem for each layer that communicates over an axis that the mesh does not have."""
+  return [
+    Problem(Severity.ERROR, str(ShardingFault.UNKNOWN_AXIS), field, message, '')
+    for field, exchange in declared_exchanges(jax_task.model).items()
+    for axis in exchange.axes
+    if axis not in sizes
+    for message in [f'{exchange.purpose}: axis {axis!r} is not an axis of the mesh {dict(sizes)}']
+  ]
 
 
 # ---------------------------------------------------------------- warnings
@@ -214,9 +219,10 @@ def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Pro
   return problems
 
 
-def _unused_axes(explained: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a problem for each mesh axis that splits nothing."""
-  used = {axis for e in explained for axis in e.mesh_axes}
+def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Problem]:
+  """Returns a problem for each mesh axis that splits nothing and that no layer communicates over."""
+  used = {axis for e in report.all() for axis in e.mesh_axes}
+  used |= {axis for exchange in report.exchanges.values() for axis in exchange.axes}
   return [
     _warn(
       'unused axis',
@@ -245,21 +251,6 @@ def _find_replicated(variables: Sequence[Explanation], slots: Sequence[Explanati
     else:
       remedy = 'keep in the optimizer state trees like that of the parameters, so that slots follow them'
       problems.append(_warn('replicated slot', e.path, f'{message}, as it is of no variable', remedy))
-  return problems
-
-
-def _uneven_stages(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a problem for each pipeline whose stages are not spread evenly over their mesh axis."""
-  problems = []
-  for layer in jax_task.model.descendants():
-    parts = math.prod(sizes[axis] for axis in layer.stage_axes) if isinstance(layer, Pipelined) else 1
-    if parts > 1 and layer.num_stages % parts:
-      message = (
-        f'{layer.num_stages} stages over {parts} devices: some devices have fewer stages than others, and weights move '
-        'between them at each step'
-      )
-      remedy = f'make it a multiple of {parts}, or the mesh axis a divisor of {layer.num_stages}'
-      problems.append(_warn('uneven stages', f'{layer.path_name}.num_stages', message, remedy))
   return problems
 
 

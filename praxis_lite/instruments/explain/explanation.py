@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
 from praxis_lite.common.figures import format_bytes
+from praxis_lite.layers.base.facts import Exchange
 from praxis_lite.sharding.padding import num_parts
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
 
@@ -214,7 +215,8 @@ class Explanation:
 class ShardingReport:
   """An `Explanation` of every array of a task, in tree order; activations in the order of the train step.
 
-  Activations and inputs are empty if the shapes of a batch are not known.
+  Activations and inputs are empty if the shapes of a batch are not known. `exchanges` is the communication that layers
+  declare, by the path of the field that asks for it.
   """
 
   mesh_sizes: Mapping[str, int]
@@ -222,6 +224,7 @@ class ShardingReport:
   slots: list[Explanation]
   activations: list[Explanation]
   inputs: list[Explanation]
+  exchanges: Mapping[str, Exchange] = dataclasses.field(default_factory=dict)
 
   def all(self) -> list[Explanation]:
     return [*self.variables, *self.slots, *self.activations, *self.inputs]
@@ -259,6 +262,10 @@ def format_report(report: ShardingReport) -> str:
       total = f'{len(rows)}, of one layer each where layers repeat'
     if rows:
       sections.append(f'{title}: {total}\n{_format_rows(rows)}')
+  if report.exchanges:
+    head = ('over', 'communication that layers declare', 'field')
+    found = [('+'.join(e.axes) or '-', e.purpose, field) for field, e in report.exchanges.items()]
+    sections.append('\n'.join(align_columns([head, *found])))
   if not report.inputs:
     sections.append('Activations and inputs: not known, as the shapes of a batch take its data to know')
   return '\n\n'.join(sections)

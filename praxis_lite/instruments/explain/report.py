@@ -20,7 +20,9 @@ from praxis_lite.common.config import REQUIRED, Config, config_values
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.explanation import Explanation, Kind, ShardingReport, dimensions
+from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.call import Constraint
+from praxis_lite.layers.base.facts import Exchange
 from praxis_lite.sharding.batch import padded_batch_shape
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -197,7 +199,13 @@ def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None
   """Returns explanations of all arrays of a task whose state has this layout; without `step`, only of its state."""
   sizes = dict(layout.mesh.shape)
   traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
-  return ShardingReport(sizes, parameter_table(jax_task, sizes), _slots(layout, sizes), *traced)
+  state = parameter_table(jax_task, sizes), _slots(layout, sizes)
+  return ShardingReport(sizes, *state, *traced, declared_exchanges(jax_task.model))
+
+
+def declared_exchanges(model: Layer) -> dict[str, Exchange]:
+  """Returns the communication that the layers of a model declare, by the path of the field that asks for it."""
+  return {f'{layer.path_name}.{e.field}': e for layer in model.descendants() for e in layer.exchanges()}
 
 
 def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:

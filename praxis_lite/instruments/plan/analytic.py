@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
-from praxis_lite.instruments.plan.cost import Communication, Cost, LayerNames, Operation
+from praxis_lite.instruments.plan.cost import Communication, Cost, Operation
+from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Groups, Links
 from praxis_lite.instruments.plan.local_program import (
   LocalCollective,
@@ -42,12 +43,12 @@ UNCERTAIN = (
 )
 
 
-def program_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
+def program_for(task: PartitionedTask, topology: Topology, hidden: HiddenWork) -> LocalProgram:
   """Returns the program of each device of a topology for a task's train step. The task's mesh needs no devices."""
   step = task.train_step
   with pretend_cudnn_for_plans():
     lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
-  return local_program(lowered)
+  return local_program(lowered, hidden)
 
 
 def analytic_memory(temporaries: int, state: StateBytes, target: Target) -> Memory:

@@ -13,9 +13,7 @@ class Reason(enum.StrEnum):
   WEIGHT = 'gather of a fully sharded weight'
   TENSOR = 'tensor parallel'
   SEQUENCE = 'sequence parallel'
-  CONTEXT = 'exchange of a sequence'
-  EXPERTS = 'exchange between experts'
-  PIPELINE = 'pipeline stages'
+  EXCHANGE = 'exchange that a layer declares'
   INPUTS = 'inputs of the step'
   SUMS = 'losses and statistics'
   OTHER = 'exchange written in the layer'
@@ -40,7 +38,7 @@ class Cause:
     layers: paths of the layers concerned.
     fields: the config fields that declare it. For a surprise: the suspect field, then the fields that contradict it.
     remedy: what to change, for a surprise; '' if that is not known.
-    what: what happens, for a surprise.
+    what: for a surprise, what happens; for an exchange that a layer declares, its purpose.
   """
 
   reason: Reason
@@ -55,4 +53,4 @@ class Cause:
     return self.reason.expected
 
   def __str__(self) -> str:
-    return str(self.reason)
+    return self.what if self.reason is Reason.EXCHANGE else str(self.reason)

@@ -18,19 +18,17 @@ directions on a torus, which use separate links.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from praxis_lite.instruments.plan.cause import Cause
+from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.targets import Target
 from praxis_lite.instruments.plan.work import bytes_of, products_of
-from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction, channel_of, device_groups, scopes
-
-LayerPaths = Iterable[tuple[str, ...]]
+from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction, channel_of, device_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +174,7 @@ def cost_of(
   *,
   mesh: Mapping[str, int] | None = None,
   layers: LayerNames | None = None,
+  hidden: HiddenWork | None = None,
 ) -> Cost:
   """Returns the cost of a program.
 
@@ -184,61 +183,13 @@ def cost_of(
     target, links: the chips that run it, and their links.
     mesh: the size of each mesh axis; the devices of the program are in mesh order.
     layers: the names of the model's layers.
+    hidden: what layers say about work that the program does not show.
   """
-  model = _CostModel(program, target, links, dict(mesh or {}), layers or LayerNames(()))
+  model = _CostModel(program, target, links, dict(mesh or {}), layers or LayerNames(()), hidden or HiddenWork())
   step = model.timeline(program.entry)
   return Cost(
     tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops), tuple(step.spans)
   )
-
-
-# ---------------------------------------------------------------- layers
-
-
-class LayerNames:
-  """Finds the layer, and the phase, of an operation by the name that JAX gave it."""
-
-  def __init__(self, paths: LayerPaths):
-    self._tree: dict[str, dict] = {}
-    for path in paths:
-      below = self._tree
-      for part in path:
-        below = below.setdefault(part, {})
-
-  @functools.cache  # noqa: B019 - the object lives only as long as a plan.
-  def layer(self, op_name: str) -> str:
-    """Returns the path of the layer of an operation; '' if it belongs to no layer.
-
-    'jit(step)/jvp(LanguageModel)/lm/transformer/while/body/layers/ff/dot_general' gives 'lm.transformer.layers.ff'.
-    XLA joins the names of operations that it combines: 'layers/(ff/up/dot:ff/gate/dot)' gives 'layers.ff'.
-    """
-    paths = [layer.split('.') for layer in self.layers(op_name)]
-    same = [parts[0] for parts in zip(*paths) if len(set(parts)) == 1]
-    return '.'.join(same)
-
-  def layers(self, op_name: str) -> tuple[str, ...]:
-    """Returns the layers of all operations that XLA combined into the operation of this name."""
-    head, _, joined = scopes(op_name).partition('/(')
-    if not joined:
-      return ('.'.join(self._walk(head.split('/'))),)
-    names = joined.split(')')[0].split(':')
-    return tuple('.'.join(self._walk([*head.split('/'), *name.split('/')])) for name in names)
-
-  def _walk(self, parts: Sequence[str]) -> list[str]:
-    below, path = self._tree, []
-    for part in parts:
-      if part in below:
-        below = below[part]
-        path.append(part)
-    return path
-
-  @staticmethod
-  def phase(op_name: str) -> str:
-    if 'rematted_computation' in op_name:
-      return 'recomputed'
-    if 'transpose(' in op_name:
-      return 'backward'
-    return 'forward' if 'jvp(' in op_name else 'update'
 
 
 # ---------------------------------------------------------------- schedule
@@ -276,8 +227,17 @@ class _Timeline:
 
 
 class _CostModel:
-  def __init__(self, program: CompiledProgram, target: Target, links: Links, mesh: dict[str, int], names: LayerNames):
-    self._program, self._target, self._links, self._mesh, self._names = program, target, links, mesh, names
+  def __init__(
+    self,
+    program: CompiledProgram,
+    target: Target,
+    links: Links,
+    mesh: dict[str, int],
+    names: LayerNames,
+    hidden: HiddenWork,
+  ):
+    self._program, self._target, self._links, self._mesh = program, target, links, mesh
+    self._names, self._hidden = names, hidden
     self._done: dict[str, _Timeline] = {}
     self._within: dict[str, str] = {}
     self.unknown_loops: list[str] = []
@@ -344,9 +304,11 @@ class _CostModel:
             start(found.name, found, where, overlapped=False)
       elif instruction.opcode == 'while':
         trips = self._program.trip_count(instruction, computation)
-        if trips is None:
-          self.unknown_loops.append(self._layer_of_loop(instruction, computation))
         within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
+        if trips is None:
+          trips = self._hidden.loop_trips(within)
+        if trips is None:
+          self.unknown_loops.append(self._names.layer(within) or instruction.name)
         for called in self._program.called_computations(instruction):
           one_round.append(self.timeline(called, within))
         line.repeat(one_round, 1 if trips is None else trips, instruction.name)
@@ -365,14 +327,11 @@ class _CostModel:
       finish(key)
     return line
 
-  def _layer_of_loop(self, loop: Instruction, computation: Computation) -> str:
-    return self._names.layer(loop.op_name or self._within[computation.name]) or loop.name
-
   def _compute(
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
   ) -> float:
     """Adds an operation that begins at `begins`, by default now, and returns its seconds."""
-    products = list(products_of(instruction, computation, self._program))
+    products = list(products_of(instruction, computation, self._program, self._hidden))
     moved = bytes_of(instruction, computation, self._program)
     if not products and not moved:
       return 0.0

@@ -15,32 +15,29 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments.explain.report import Explained
-from praxis_lite.layers.pipeline import Pipelined
-from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.base.facts import KnobKind, double_or_halve
 from praxis_lite.training.experiment import ExperimentConfig, configure
 from praxis_lite.training.task import SingleTask
-
-# From the policy that takes most memory to the policy that takes most work.
-_REMAT = ('none', 'products', 'dots_with_no_batch_dims_saveable', 'full')
-_MOST_MICROBATCHES = 64
 
 # A value for each knob, in the order of the knobs.
 Setting = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob:
-  """Config fields that are set together, to the same value.
+class SharedKnob:
+  """Config fields that a search sets together, to the same value.
 
   Attributes:
     paths: paths of the fields.
     own: the experiment's own value.
-    near: a function that returns the neighbours of a value.
+    neighbours: returns the neighbours of a value.
+    kind: what the knob trades.
   """
 
   paths: tuple[str, ...]
   own: Any
-  near: Callable[[Any], Sequence[Any]]
+  neighbours: Callable[[Any], Sequence[Any]]
+  kind: KnobKind = KnobKind.OTHER
 
   def overrides(self, value: object) -> list[str]:
     return [f'{path}={value}' for path in self.paths]
@@ -81,7 +78,7 @@ class Configured:
     return ExperimentConfig(**self.roots) if 'datasets' in self.roots else self.task
 
 
-def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[Knob]:
+def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[SharedKnob]:
   """Returns the knobs of an experiment.
 
   Args:
@@ -90,23 +87,28 @@ def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[Knob]:
   """
   task = config.task
   names = task.mesh_axis_names or ('data',)
-  knobs = [Knob(('task.ici_mesh_shape',), tuple(task.ici_mesh_shape or (1,) * len(names)), _moved_factors)]
-  by_policy: dict[str, list[str]] = {}
-  model = task.instantiate().model
-  for layer in model.descendants():
-    path = f'task.model.{layer.path_name}'
-    if isinstance(layer, Repeat) and isinstance(layer.remat, str) and not layer.remat_save_names:
-      by_policy.setdefault(layer.remat, []).append(f'{path}.remat')
-    if isinstance(layer, Pipelined) and layer.num_microbatches is not None:
-      knobs.append(Knob((f'{path}.num_microbatches',), layer.num_microbatches, _doubled_or_halved))
-  knobs += [Knob(tuple(paths), policy, _other_policies) for policy, paths in by_policy.items()]
-  learner = task.train.learner
-  if not any(isinstance(layer, Pipelined) for layer in model.descendants()):
-    knobs.append(Knob(('task.train.learner.num_microbatches',), learner.num_microbatches, _doubled_or_halved))
+  knobs = [SharedKnob(('task.ici_mesh_shape',), tuple(task.ici_mesh_shape or (1,) * len(names)), _moved_factors)]
+  policies: dict[Any, SharedKnob] = {}
+  layers = list(task.instantiate().model.descendants())
+  for layer in layers:
+    for knob in layer.knobs():
+      path = f'task.model.{layer.path_name}.{knob.field}'
+      shared = SharedKnob((path,), knob.value, knob.neighbours, knob.kind)
+      if knob.kind is not KnobKind.REMATERIALISATION:
+        knobs.append(shared)
+      elif knob.value in policies:
+        paths = (*policies[knob.value].paths, path)
+        policies[knob.value] = dataclasses.replace(policies[knob.value], paths=paths)
+      else:
+        policies[knob.value] = shared
+  knobs += policies.values()
+  if not any(layer.has_microbatches for layer in layers):
+    path, own = 'task.train.learner.num_microbatches', task.train.learner.num_microbatches
+    knobs.append(SharedKnob((path,), own, double_or_halve, KnobKind.MICROBATCHES))
   if batch_sizes and (where := batch_path(config)):
     path, rows = where
     sizes = sorted({rows, *batch_sizes})
-    knobs.append(Knob((path,), rows, lambda value: [size for size in sizes if size != value]))
+    knobs.append(SharedKnob((path,), rows, lambda value: [size for size in sizes if size != value]))
   return knobs
 
 
@@ -121,14 +123,14 @@ def batch_path(config: Configured) -> tuple[str, int] | None:
   return None
 
 
-def neighbours(knobs: Sequence[Knob], setting: Setting) -> Iterator[Setting]:
+def neighbours(knobs: Sequence[SharedKnob], setting: Setting) -> Iterator[Setting]:
   """Yields the settings that differ from `setting` in one knob by one step."""
   for i, (knob, value) in enumerate(zip(knobs, setting)):
-    for near in knob.near(value):
+    for near in knob.neighbours(value):
       yield (*setting[:i], near, *setting[i + 1 :])
 
 
-def overrides_of(knobs: Sequence[Knob], setting: Setting) -> list[str]:
+def overrides_of(knobs: Sequence[SharedKnob], setting: Setting) -> list[str]:
   """Returns the overrides that apply a setting to an experiment, without knobs that keep the experiment's value."""
   return [line for knob, value in zip(knobs, setting) if value != knob.own for line in knob.overrides(value)]
 
@@ -155,11 +157,3 @@ def _primes(number: int) -> list[int]:
         number //= prime
     prime = prime + 1 if prime * prime <= number else max(number, prime + 1)
   return found
-
-
-def _doubled_or_halved(count: int) -> list[int]:
-  return [*([count // 2] if count % 2 == 0 else []), *([count * 2] if count < _MOST_MICROBATCHES else [])]
-
-
-def _other_policies(policy: str) -> list[str]:
-  return [other for other in _REMAT if other != policy]

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from praxis_lite.common.jax_internals.mlir import ir
+from praxis_lite.instruments.plan.layer_names import HiddenWork
 from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention
 from praxis_lite.instruments.plan.local_memory import COLLECTIVES, LOOPS, PRODUCTS, STARTED, BlockMemory, Sizes
 from praxis_lite.instruments.plan.local_overlap import is_joined, overlappable_collectives
@@ -115,13 +116,18 @@ class LocalProgram:
   unknown_loops: tuple[str, ...] = ()
 
 
-def local_program(lowered: jax.stages.Lowered) -> LocalProgram:
-  """Reads a program that was lowered for a mesh, with or without devices."""
+def local_program(lowered: jax.stages.Lowered, hidden: HiddenWork | None = None) -> LocalProgram:
+  """Reads a program that was lowered for a mesh, with or without devices.
+
+  Args:
+    lowered: the program.
+    hidden: what layers say about work that the program does not show.
+  """
   module = lowered.compiler_ir('stablehlo')
   assert module is not None
   root = make_collectives_explicit(module)  # Keep a reference: its parts do not outlive it.
   functions = functions_of(root)
-  reader = _Reader(Sizes(mesh_axes(module)), functions)
+  reader = _Reader(Sizes(mesh_axes(module)), functions, hidden or HiddenWork())
   temporaries = reader.read(functions['main'].regions[0].blocks[0], 1, '')
   return LocalProgram(
     tuple(reader.products), tuple(reader.fusions), tuple(reader.collectives), temporaries, tuple(reader.unknown_loops)
@@ -132,8 +138,8 @@ def local_program(lowered: jax.stages.Lowered) -> LocalProgram:
 
 
 class _Reader:
-  def __init__(self, sizes: Sizes, functions: Mapping[str, ir.Operation]):
-    self._sizes, self._functions = sizes, functions
+  def __init__(self, sizes: Sizes, functions: Mapping[str, ir.Operation], hidden: HiddenWork):
+    self._sizes, self._functions, self._hidden = sizes, functions, hidden
     self.products: list[LocalProduct] = []
     self.fusions: list[LocalFusion] = []
     self.collectives: list[LocalCollective] = []
@@ -152,7 +158,7 @@ class _Reader:
       elif op.name in PRODUCTS:
         self.products.append(self._product(op, count, within))
       elif op.name == 'stablehlo.custom_call':
-        self.products += self._attention(op, count, within)
+        self.products += self._custom_call(op, count, within)
       elif op.name in STARTED:  # XLA runs one collective for all uses of the same array with the same split.
         key = (op.name, op.operands[0], split_of(op.results[0], self._sizes.mesh))
         if key in communicated:
@@ -175,6 +181,8 @@ class _Reader:
       self._beside |= overlappable_collectives(body)
       trips = _trip_count(op)
       if trips is None:
+        trips = self._hidden.loop_trips(name)
+      if trips is None:
         self.unknown_loops.append(name.strip('/'))
       live = self.read(body, count * (1 if trips is None else trips), name, fills_in_place=UNROLLED in op.attributes)
       self._loop = outside
@@ -193,10 +201,17 @@ class _Reader:
     moved = sum(map(self._sizes.bytes, (*op.operands[:2], result)))
     return LocalProduct(f'{within}/{operation_name(op)}', count, flops, float(moved), _dtype(left), loop=self._loop)
 
+  def _custom_call(self, op: ir.Operation, count: int, within: str) -> list[LocalProduct]:
+    """Returns the work of a custom call: fused attention, or what its layer counts."""
+    target, name = ir.StringAttr(op.attributes['call_target_name']).value, f'{within}/{operation_name(op)}'
+    if target == SPLIT_BY_RULE:
+      return self._attention(op, count, within)
+    flops = self._hidden.call_flops(name, target, [self._sizes.shape(operand) for operand in op.operands])
+    moved = sum(map(self._sizes.bytes, (*op.operands, *op.results)))
+    return [LocalProduct(name, count, flops, float(moved), _dtype(op.operands[0]), loop=self._loop)] if flops else []
+
   def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalProduct]:
     """Returns the fused attention in a custom call with a rule of its own, which may split its batch and heads."""
-    if ir.StringAttr(op.attributes['call_target_name']).value != SPLIT_BY_RULE:
-      return []
     (called,) = ir.ArrayAttr(op.attributes['called_computations'])
     inside = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
     query = op.operands[0]

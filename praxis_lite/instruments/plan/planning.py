@@ -31,16 +31,15 @@ from praxis_lite.instruments.plan.compilers import (
   places_of,
   pretend_cudnn_for_plans,
 )
-from praxis_lite.instruments.plan.cost import Communication, Cost, LayerNames, cost_of
+from praxis_lite.instruments.plan.cost import Communication, Cost, cost_of
+from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
 from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.instruments.plan.why import Why
-from praxis_lite.layers.attention import MultiHeadAttention
-from praxis_lite.layers.embeddings import Embedding
-from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.sharding.hlo import parse
 from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
@@ -169,8 +168,8 @@ def plan(
   mesh = jax_task.mesh_sizes()
   check_mesh(mesh, topology)
   missing = missing_compiler(topology)
-  layers = [layer.path for layer in jax_task.model.descendants()]
-  names = LayerNames(layers)
+  layers = list(jax_task.model.descendants())
+  names, hidden = LayerNames(layer.path for layer in layers), HiddenWork(layers)
   notes: list[str] = []
   refused: CompileError | None = None
   if compile and not missing:
@@ -181,7 +180,7 @@ def plan(
       step = compile_step(
         partitioned.train_step,
         topology,
-        layers=[*map(path_name, layers)],
+        layers=[path_name(layer.path) for layer in layers],
         cache=cache,
         elsewhere=elsewhere,
         report=report,
@@ -191,7 +190,7 @@ def plan(
       notes.append(f'{error}; the numbers are analytic')
     else:
       program = parse(step.text)
-      cost = cost_of(program, topology.target, links, mesh=mesh, layers=names)
+      cost = cost_of(program, topology.target, links, mesh=mesh, layers=names, hidden=hidden)
       memory = Memory(
         int(topology.target.device_memory),
         state_bytes(partitioned),
@@ -203,14 +202,15 @@ def plan(
         traced = trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh, topology.target.kind)), struct)
       why = Why(traced, names)
       found = _make_plan(partitioned, topology, step, memory, why.add_causes(cost, program), doubts(cost))
-      findings = [*why.find_rematerialized(step.messages), *why.find_replicated(cost.operations, topology.num_devices)]
+      findings = why.find_rematerialized(step.messages)
+      findings += why.find_replicated(cost.operations, topology.num_devices, hidden.paths)
       activations = explain_compiled(why.report.activations, program, names)
       return dataclasses.replace(found, findings=tuple(findings), activations=tuple(activations))
   elif compile:
     notes.append(missing)
   report('tracing')
   partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh, topology.target.kind))
-  lowered = program_for(partitioned, topology)
+  lowered = program_for(partitioned, topology, hidden)
   state, needs = state_bytes(partitioned), refused.needs if refused else None
   memory = analytic_memory(max(needs - state.total, 0) if needs else lowered.temporaries, state, topology.target)
   cost = analytic_cost(lowered, mesh, topology, names)
@@ -276,20 +276,25 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
     return ModelWork(parameters, active, None, flops, flops)
   length = ids.shape[1]
   tokens = partitioned.batch_size * length
-  layers = {layer.path: layer for layer in jax_task.model.descendants()}
   weights = leaves_by_path(jax_task.model.abstract_init())
-  # Embedding tables, gains and biases are not in matrix products.
-  multiplied = sum(
-    weight.num_active
-    for path, weight in weights.items()
-    if len(weight.shape) > 1 and not isinstance(layers.get(path[:-1]), Embedding | LearnedPositions)
+  products = attention = 0.0
+  for layer in jax_task.model.descendants():
+    of_layer, repeats = layer.token_flops(length), _repeats(layer.path, weights)
+    products += repeats * of_layer.products
+    attention += repeats * of_layer.attention
+  # The backward pass takes twice the FLOPs of the forward pass.
+  return ModelWork(
+    parameters, active, tokens, tokens * 3 * (products + attention), tokens * 3 * (products + attention / 2)
   )
-  attention = 0
-  for path, layer in layers.items():
-    if isinstance(layer, MultiHeadAttention):
-      repeats = next((math.prod(w.repeat_prefix) for p, w in weights.items() if p[: len(path)] == path), 1)
-      attention += repeats * layer.num_heads * (layer.dims_per_head or 0) * length
-  return ModelWork(parameters, active, tokens, *(tokens * (6.0 * multiplied + share * attention) for share in (12, 6)))
+
+
+def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHParams]) -> int:
+  """Returns how often the layer at `path` is repeated: as often as the nearest weights, of its own or around it."""
+  for length in range(len(path), 0, -1):
+    near = next((w for p, w in weights.items() if p[:length] == path[:length]), None)
+    if near is not None:
+      return math.prod(near.repeat_prefix)
+  return 1
 
 
 def _bottleneck(cost: Cost, topology: Topology) -> str:

@@ -25,7 +25,7 @@ from praxis_lite.instruments.plan.memory import state_bytes
 from praxis_lite.instruments.plan.planning import Plan, plan
 from praxis_lite.instruments.plan.report import format_table
 from praxis_lite.instruments.plan.searching import Correction, Elsewhere
-from praxis_lite.layers.positions import LearnedPositions
+from praxis_lite.layers.base.facts import KnobKind
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.learning.moments import MOMENTS
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -163,8 +163,8 @@ class WhatIf:
     if not isinstance(length, int) or self._config.inputs is not None:
       return None
     model = self._config.task.instantiate().model
-    tables = [layer.path_name for layer in model.descendants() if isinstance(layer, LearnedPositions)]
-    paths = [f'datasets[{training}].seq_len', *(f'task.model.{name}.max_len' for name in tables)]
+    fields = [f'{layer.path_name}.{field}' for layer in model.descendants() for field in layer.length_fields]
+    paths = [f'datasets[{training}].seq_len', *(f'task.model.{field}' for field in fields)]
     return self._largest('seq_len', length, 128, lambda size: [f'{path}={size}' for path in paths])
 
   def _largest(self, what: str, size: int, step: int, overrides: Callable[[int], list[str]]) -> Change | None:
@@ -234,9 +234,9 @@ class WhatIf:
 
   def _single_changes(self) -> Iterator[tuple[str, ...]]:
     for knob in knobs_of(self._config):
-      if not knob.paths[0].endswith('microbatches'):
-        values = knob.near(knob.own)
-        yield from (tuple(knob.overrides(v)) for v in values if not knob.paths[0].endswith('remat') or v == 'full')
+      if knob.kind is not KnobKind.MICROBATCHES:
+        is_policy = knob.kind is KnobKind.REMATERIALISATION
+        yield from (tuple(knob.overrides(v)) for v in knob.neighbours(knob.own) if v == 'full' or not is_policy)
     learner = self._config.task.train.learner
     for dtype in MOMENTS[MOMENTS.index(learner.moments) + 1 :]:
       yield (f'task.train.learner.moments={dtype}',)
@@ -252,7 +252,7 @@ class WhatIf:
       return []
     temporaries = self._correction(before)[1] - before.memory.state.total
     parts = 2 ** max(math.ceil(math.log2(temporaries / room)), 1)
-    microbatches = [knob for knob in knobs_of(self._config) if knob.paths[0].endswith('microbatches')]
+    microbatches = [knob for knob in knobs_of(self._config) if knob.kind is KnobKind.MICROBATCHES]
     ways = [[knob.overrides(knob.own * n) for n in (parts, 2 * parts)] for knob in microbatches]
     if (where := batch_path(self._config)) and where[1] >= 2 * parts:
       ways.append([[f'{where[0]}={where[1] // n}'] for n in (parts, 2 * parts)])
@@ -280,7 +280,7 @@ class WhatIf:
     if planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
       return None
     mesh = knobs_of(self._config)[0]
-    found = [self._estimated(f'mesh {shape}', mesh.overrides(shape)) for shape in mesh.near(mesh.own)]
+    found = [self._estimated(f'mesh {shape}', mesh.overrides(shape)) for shape in mesh.neighbours(mesh.own)]
     fitting = [change for change in found if change is not None and change.peak <= planned.memory.capacity]
     best = min(fitting, key=lambda change: change.time or 1.0, default=None)
     return best if best is not None and (best.time or 1.0) < 0.98 else None

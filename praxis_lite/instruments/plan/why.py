@@ -13,17 +13,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.report import TracedStep, report_of
 from praxis_lite.instruments.plan.cause import Cause, Reason
-from praxis_lite.instruments.plan.cost import Communication, Cost, LayerNames, Operation
+from praxis_lite.instruments.plan.cost import Communication, Cost, Operation
 from praxis_lite.instruments.plan.dataflow import Dataflow
 from praxis_lite.instruments.plan.declared import Declaration, Declarations, is_below
-from praxis_lite.layers.attention import MultiHeadAttention
-from praxis_lite.layers.moe import MoeFeedForward
-from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction
 from praxis_lite.training.flops import flops_by_scope
 
@@ -87,8 +85,8 @@ class Why:
       return written
     if (c.result_bytes <= _SMALL and not layers) or all(_rank(dims) == 0 for dims in arrays):
       return Cause(Reason.SUMS, layers)
-    if pipeline := self._pipeline(axes, layers):
-      return pipeline
+    if exchange := self._exchange(axes, layers, by_compiler=True):
+      return exchange
     if instruction.collective in ('all-reduce', 'reduce-scatter'):
       return self._sum(c, axes, layers, arrays)
     return self._activation_cause(c, axes, layers, arrays, name)
@@ -98,6 +96,8 @@ class Why:
     own = tuple(dict.fromkeys(w.layer for w in weights)) or layers
     if axes <= self.declared.batch_axes:
       return Cause(Reason.WEIGHT, own, fields)
+    if exchange := self._exchange(axes, own):
+      return exchange
     odd, arrays = axes - self.declared.batch_axes, ', '.join(w.path for w in weights)
     if odd <= {axis for w in weights for axis in w.all_axes}:
       what = f'{arrays} is split over {_and(odd)}, and what it is multiplied with is not'
@@ -115,21 +115,17 @@ class Why:
       weights = self.declared.weights_near(layers)
       if backward:
         return Cause(Reason.GRADIENT, layers, ('task.train.inputs_split_mapping',))
-      fields = self.declared.fields_of(weights, axes - self.declared.batch_axes)
-      return Cause(Reason.TENSOR if fields else Reason.SUMS, layers, fields)
-    for path in (p for layer in layers for p in _upward(layer)):
-      layer = self._layers.get(path)
-      if isinstance(layer, MultiHeadAttention):
-        return Cause(Reason.CONTEXT, (path,), (f'{path}.context_axis',))
-      if isinstance(layer, MoeFeedForward):
-        return Cause(Reason.EXPERTS, (path,), (f'{path}.expert_axis',))
-    return self._pipeline(axes, layers) or Cause(Reason.OTHER, layers, layers)
+      if fields := self.declared.fields_of(weights, axes - self.declared.batch_axes):
+        return Cause(Reason.TENSOR, layers, fields)
+      return self._exchange(axes, layers) or Cause(Reason.SUMS, layers)
+    return self._exchange(axes, layers) or Cause(Reason.OTHER, layers, layers)
 
-  def _pipeline(self, axes: set[str], layers: tuple[str, ...]) -> Cause | None:
+  def _exchange(self, axes: set[str], layers: tuple[str, ...], by_compiler: bool = False) -> Cause | None:
+    """Returns the exchange over `axes` that the nearest layer declares; `by_compiler` asks for those that XLA adds."""
     for path in (p for layer in layers for p in _upward(layer)):
-      layer = self._layers.get(path)
-      if isinstance(layer, Pipelined) and axes and axes <= set(layer.stage_axes):
-        return Cause(Reason.PIPELINE, (path,), (f'{path}.weight_split_dims_mapping.stages',))
+      for exchange in self._layers[path].exchanges() if path in self._layers and axes else ():
+        if axes <= set(exchange.axes) and (exchange.by_compiler or not by_compiler):
+          return Cause(Reason.EXCHANGE, (path,), (f'{path}.{exchange.field}',), what=exchange.purpose)
     return None
 
   def _sum(self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]]) -> Cause:
@@ -213,8 +209,15 @@ class Why:
 
   # ---------------------------------------------------------------- what is computed more than once
 
-  def find_replicated(self, operations: Iterable[Operation], num_devices: int) -> list[Cause]:
-    """Returns work that several devices repeat: layers whose FLOPs exceed their share by the size of idle mesh axes."""
+  def find_replicated(
+    self, operations: Iterable[Operation], num_devices: int, uncounted: Collection[str] = ()
+  ) -> list[Cause]:
+    """Returns work that several devices repeat: layers whose FLOPs exceed their share by the size of idle mesh axes.
+
+    Args:
+      operations, num_devices: the operations of one device, and the number of devices.
+      uncounted: layers with work that the traced step does not show, and that cannot be compared with it.
+    """
     whole, done = dict[str, float](), dict[str, float]()
     for scope, flops in flops_by_scope(self._step.jaxpr):
       layer = self._names.layer(scope)
@@ -225,7 +228,7 @@ class Why:
     found: dict[tuple[str, ...], list[tuple[str, float]]] = {}
     for layer, flops in done.items():
       ratio = flops * num_devices / whole[layer] if whole.get(layer) else 1.0
-      axes = self._idle_axes(layer, ratio)
+      axes = () if layer in uncounted else self._idle_axes(layer, ratio)
       if axes and flops > total / 200:
         found.setdefault(axes, []).append((layer, flops))
     causes = []
@@ -293,12 +296,3 @@ def _parts(sharding: str) -> str:
     return sharding
   sizes = found[1].split(',')
   return f'{"x".join(sizes[:-1] if "last_tile" in sharding else sizes)} parts'
-
-
-def sent_by_reason(collectives: Iterable[Communication]) -> Mapping[Reason, list[Communication]]:
-  """Returns the collectives by their reasons, in the order of `Reason`."""
-  found: dict[Reason, list[Communication]] = {reason: [] for reason in Reason}
-  for c in collectives:
-    if c.cause is not None:
-      found[c.cause.reason].append(c)
-  return {reason: listed for reason, listed in found.items() if listed}

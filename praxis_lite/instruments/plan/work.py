@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from praxis_lite.instruments.plan.layer_names import HiddenWork
 from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention, value_in
 from praxis_lite.sharding.hlo import CompiledProgram, Computation, HloArray, Instruction, arrays_of
 
@@ -27,15 +28,22 @@ class Product:
   is_attention: bool = False  # Attention in a fused kernel.
 
 
-def products_of(instruction: Instruction, computation: Computation, program: CompiledProgram) -> Iterable[Product]:
-  """Yields the products that an instruction computes, including those inside a fusion."""
+def products_of(
+  instruction: Instruction, computation: Computation, program: CompiledProgram, hidden: HiddenWork
+) -> Iterable[Product]:
+  """Yields the products that an instruction computes, including those inside a fusion.
+
+  For a custom call whose FLOPs the program does not show, its layer counts them.
+  """
   if instruction.opcode == 'fusion':
     for called in program.called_computations(instruction):
       for inner in called.instructions:
-        yield from products_of(inner, called, program)
+        yield from products_of(inner, called, program, hidden)
   elif instruction.opcode in _FLOPS:
     operands = [operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays]
     flops = _FLOPS[instruction.opcode](instruction, operands)
+    if not flops and instruction.opcode == 'custom-call':
+      flops = hidden.call_flops(instruction.op_name, _target(instruction), [operand.dims for operand in operands])
     if flops:
       algorithm = re.search(r'algorithm=dot_(bf16|f16|f8\w*?)_', instruction.attributes)
       dtype = algorithm[1] if algorithm else operands[0].dtype if operands else 'f32'

@@ -36,6 +36,7 @@ from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_me
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, lookup, map_with_path, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import Constraint, SideOutputs, Surroundings
+from praxis_lite.layers.base.facts import Facts
 from praxis_lite.layers.base.in_call import InCall
 from praxis_lite.layers.base.printing import tree_lines
 from praxis_lite.layers.base.scope import run_in_scope
@@ -80,7 +81,7 @@ _INHERITED = ('dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical
 _parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
 
 
-class Layer(InCall, Configurable):
+class Layer(InCall, Facts, Configurable):
   """Base of all layers.
 
   Attributes:

@@ -1,0 +1,95 @@
+"""Finds the layer of an operation by the name that JAX gave it, and asks layers about work that the program hides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from praxis_lite.common.trees import path_name
+from praxis_lite.layers.base import Layer
+from praxis_lite.sharding.hlo import scopes
+
+
+class LayerNames:
+  """Finds the layer, and the phase, of an operation by the name that JAX gave it.
+
+  Args:
+    paths: the paths of the model's layers.
+  """
+
+  def __init__(self, paths: Iterable[tuple[str, ...]]):
+    self._tree: dict[str, dict] = {}
+    for path in paths:
+      below = self._tree
+      for part in path:
+        below = below.setdefault(part, {})
+
+  @functools.cache  # noqa: B019 - the object lives only as long as a plan.
+  def layer(self, op_name: str) -> str:
+    """Returns the path of the layer of an operation; '' if it belongs to no layer.
+
+    'jit(step)/jvp(LanguageModel)/lm/transformer/while/body/layers/ff/dot_general' gives 'lm.transformer.layers.ff'.
+    XLA joins the names of operations that it combines: 'layers/(ff/up/dot:ff/gate/dot)' gives 'layers.ff'.
+    """
+    paths = [layer.split('.') for layer in self.layers(op_name)]
+    same = [parts[0] for parts in zip(*paths) if len(set(parts)) == 1]
+    return '.'.join(same)
+
+  def layers(self, op_name: str) -> tuple[str, ...]:
+    """Returns the layers of all operations that XLA combined into the operation of this name."""
+    head, _, joined = scopes(op_name).partition('/(')
+    if not joined:
+      return (self.split_scopes(head)[0],)
+    names = joined.split(')')[0].split(':')
+    return tuple(self.split_scopes(f'{head}/{name}')[0] for name in names)
+
+  def split_scopes(self, text: str) -> tuple[str, str]:
+    """Returns the path of a layer, and the scopes inside it: 'M/lm/while/body/ff/search/while' gives 'lm.ff' and
+    'search/while'.
+    """
+    below, path, inside = self._tree, list[str](), list[str]()
+    for part in text.split('/'):
+      if part in below:
+        below, inside = below[part], []
+        path.append(part)
+      else:
+        inside.append(part)
+    return '.'.join(path), '/'.join(inside)
+
+  @staticmethod
+  def phase(op_name: str) -> str:
+    """Returns 'forward', 'backward', 'recomputed' or 'update'."""
+    if 'rematted_computation' in op_name:
+      return 'recomputed'
+    if 'transpose(' in op_name:
+      return 'backward'
+    return 'forward' if 'jvp(' in op_name else 'update'
+
+
+class HiddenWork:
+  """Asks layers about work that a program does not show.
+
+  Args:
+    layers: the layers of the model.
+  """
+
+  def __init__(self, layers: Iterable[Layer] = ()):
+    self._layers = {path_name(layer.path): layer for layer in layers}
+    self._names = LayerNames(layer.path for layer in self._layers.values())
+    self.paths: set[str] = set()  # Of the layers that had an answer.
+
+  def loop_trips(self, op_name: str) -> int | None:
+    """Returns how often a loop runs, as its layer says; None if the layer does not know."""
+    path, inside = self._names.split_scopes(scopes(op_name))
+    trips = self._layers[path].loop_trips(inside) if path in self._layers else None
+    if trips is not None:
+      self.paths.add(path)
+    return trips
+
+  def call_flops(self, op_name: str, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Returns the FLOPs of a custom call, as its layer says; `shapes` are those of its operands on one device."""
+    path = self._names.layer(op_name)
+    flops = self._layers[path].call_flops(target, shapes) if path in self._layers else 0.0
+    if flops:
+      self.paths.add(path)
+    return flops

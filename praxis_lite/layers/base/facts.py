@@ -1,0 +1,135 @@
+"""What a layer tells the tools that explain, check and plan a step, where these cannot see it in the program.
+
+exchanges     communication that the layer programs itself, and the field that asks for it
+token_flops   FLOPs that its formula has for one token
+loop_trips    iterations of a loop that ends when its data say so
+call_flops    FLOPs of a custom call
+knobs         hyperparameters that a search may change
+problems      settings that waste memory, time or communication
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from praxis_lite.sharding.weights import WeightHParams
+
+
+class Exchange(NamedTuple):
+  """Communication that a layer programs itself, such as a gather inside `shard_map`.
+
+  Attributes:
+    purpose: why it communicates, in a few words: 'exchange between experts'.
+    field: the field of the layer that asks for it: 'expert_axis'.
+    axes: the mesh axes that it communicates over.
+    by_compiler: whether XLA adds the collectives, for example where the layer rolls an array along a split dimension.
+      Otherwise only collectives inside `shard_map` belong to the exchange.
+  """
+
+  purpose: str
+  field: str
+  axes: tuple[str, ...]
+  by_compiler: bool = False
+
+
+class TokenFlops(NamedTuple):
+  """FLOPs of a forward pass for one token: in products with weights, and in attention that no mask shortens."""
+
+  products: float = 0.0
+  attention: float = 0.0
+
+
+class KnobKind(enum.StrEnum):
+  """What a knob trades: memory for work, memory for the length of a step, or something else."""
+
+  REMATERIALISATION = 'rematerialisation'
+  MICROBATCHES = 'microbatches'
+  OTHER = 'other'
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+  """A hyperparameter that a search may change, because it does not change what the layer computes.
+
+  Attributes:
+    field: the field of the layer.
+    value: its value, which is hashable.
+    neighbours: returns the values to try next to a value.
+    kind: what it trades. A search sets all layers with the same policy of rematerialisation together.
+  """
+
+  field: str
+  value: Any
+  neighbours: Callable[[Any], Sequence[Any]]
+  kind: KnobKind = KnobKind.OTHER
+
+
+class LayerProblem(NamedTuple):
+  """A warning: its kind, the path of the field that it is about, what was found, and what to change."""
+
+  kind: str
+  path: str
+  message: str
+  remedy: str
+
+
+class Facts:
+  """The part of a `Layer` that tools ask about it. A layer overrides what the defaults do not say.
+
+  Attributes:
+    has_microbatches: whether the layer cuts a batch into microbatches, so that the learner should not.
+    length_fields: hyperparameters that have to grow with the length of the sequences.
+  """
+
+  has_microbatches: ClassVar[bool] = False
+  length_fields: ClassVar[tuple[str, ...]] = ()
+  _weights: dict[str, WeightHParams]
+
+  def exchanges(self) -> Sequence[Exchange]:
+    """Returns the communication that this layer programs itself, without that of its children."""
+    return ()
+
+  def token_flops(self, length: int) -> TokenFlops:
+    """Returns the FLOPs of this layer for one token, without those of its children.
+
+    Args:
+      length: tokens of a sequence.
+    """
+    del length
+    return TokenFlops(2.0 * sum(weight.num_active for weight in self._weights.values() if len(weight.shape) > 1))
+
+  def loop_trips(self, loop: str) -> int | None:
+    """Returns how often a loop runs whose number of iterations the program does not show; None if it is not known.
+
+    Args:
+      loop: the scopes of the loop inside the layer: 'while', or 'search/while' below `jax.named_scope('search')`.
+    """
+    del loop
+    return None
+
+  def call_flops(self, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Returns the FLOPs of a custom call on one device; 0 leaves the call uncounted.
+
+    Args:
+      target: the target of the custom call, such as 'lapack_spotrf_ffi'.
+      shapes: the shapes of its operands on one device.
+    """
+    del target, shapes
+    return 0.0
+
+  def knobs(self) -> Sequence[Knob]:
+    """Returns the hyperparameters of this layer that a search may change, without those of its children."""
+    return ()
+
+  def problems(self, mesh_sizes: Mapping[str, int]) -> Iterable[LayerProblem]:
+    """Returns warnings about this layer on mesh axes of these sizes, without those about its children."""
+    del mesh_sizes
+    return ()
+
+
+def double_or_halve(count: int, most: int = 64) -> list[int]:
+  """Returns half of an even count, and twice a count below `most`: neighbours of a number of microbatches."""
+  return [*([count // 2] if count % 2 == 0 else []), *([count * 2] if count < most else [])]
