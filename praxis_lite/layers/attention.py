@@ -53,7 +53,7 @@ class Projection(Layer):
     in_shape: trailing dimensions of the input.
     out_shape: trailing dimensions of the output.
     use_bias: whether there is a bias.
-    matmul: as of `Linear`.
+    matmul: see `Linear`.
   """
 
   in_shape: tuple[int, ...] = REQUIRED
@@ -97,32 +97,32 @@ class MultiHeadAttention(Layer):
   Attributes:
     input_dims: D.
     num_heads: N.
-    num_kv_heads: K, a divisor of N; None: N.
-    dims_per_head: H; None: D / N.
-    kv_input_dims: dims of the sequence attended to, in cross attention; None: D.
-    causal: a position attends to positions up to its own.
+    num_kv_heads: K, a divisor of N; None means N.
+    dims_per_head: H; None means D / N.
+    kv_input_dims: in cross attention, dims of the sequence that is attended to; None means D.
+    causal: whether a position attends only to positions up to its own.
     sliding_window: a position attends to positions less than this far away; None disables the limit.
     use_bias: whether queries, keys and values have biases.
-    use_out_bias: whether the output has a bias; None: as `use_bias`.
+    use_out_bias: whether the output has a bias; None means the same as `use_bias`.
     combine_qkv: one weight [D, K, G + 2, H] computes the G queries, the key and the value of each kv head.
-    proj_tpl: of the children `query`, `key` and `value`, or `qkv`.
-    out_tpl: of the child `out`.
-    rotary_tpl: of the child `rotary`, rotary positions of queries and keys; None disables them.
-    qk_norm_tpl: of the children `query_norm` and `key_norm`, norms over H before rotary positions; None disables them.
-    relative_bias_tpl: of the child `relative_bias`, added to the logits by the offset of positions; None disables it.
+    proj_tpl: template of the children `query`, `key` and `value`, or `qkv`.
+    out_tpl: template of the child `out`.
+    rotary_tpl: template of the child `rotary`, rotary positions of queries and keys; None disables them.
+    qk_norm_tpl: template of the children `query_norm` and `key_norm`, norms over H before rotary positions; None
+      disables them.
+    relative_bias_tpl: template of the child `relative_bias`, a bias on logits that depends on the offset of positions;
+      None disables it.
     dropout_rate: share of the attention probabilities that is dropped in training.
     scale, logit_soft_cap, block_size: see `dot_product_attention`.
-    implementation: how attention is computed: 'dense', all logits at once; 'blockwise', with memory linear in the
-      length; 'cudnn', a fused kernel of NVIDIA GPUs; or 'auto', one of these, as `choose_attention` says. Decoding is
-      dense.
-    context_axis: mesh axis that the length is split over in training and evaluation (context parallelism); None does
-      not split it. The length need not divide. It completes the mappings `blnh` and `blkh`, which say what splits batch
-      and heads.
-    context_method: 'ring', keys and values go round; or 'all_to_all', each device attends by some of the heads. See
-      `context_parallel.py`.
-    cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
-    cache_page_size: slots of the cache that decoding reads at once: it costs what was written, rounded up to a page.
-    weight_split_dims_mapping: `wt`, [D, N, H], of the projections; the output's weight, [N, H, D], is split alike.
+    implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' is a
+      fused kernel for NVIDIA GPUs; 'auto' chooses one of these, see `choose_attention`. Decoding is always dense.
+    context_axis: mesh axis that splits the length in training and evaluation (context parallelism), evenly or not; None
+      does not split it. The mappings `blnh` and `blkh` say how batch and heads are split.
+    context_method: 'ring' sends keys and values around a ring of devices; 'all_to_all' gives each device some of the
+      heads. See `context_parallel.py`.
+    cache_dtype: dtype of keys and values in the cache; int8 stores a scale with each vector; None means `fprop_dtype`.
+    cache_page_size: number of cache slots that decoding reads at once. It reads only pages that contain tokens.
+    weight_split_dims_mapping: `wt`, [D, N, H], splits the projections, and the weight [N, H, D] of the output alike.
   """
 
   input_dims: int = REQUIRED
@@ -195,7 +195,7 @@ class MultiHeadAttention(Layer):
         raise ConfigError(f'{self.path_name}.{field}: expected at least 1, got {size}')
     if not 0 <= self.dropout_rate < 1:
       raise ConfigError(f'{self.path_name}.dropout_rate: expected at least 0 and less than 1, got {self.dropout_rate}')
-    if self.implementation is None:  # As configs recorded by older versions may say.
+    if self.implementation is None:  # In configs that older versions have recorded.
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
     self._mesh = self._attention_mesh()
@@ -229,14 +229,15 @@ class MultiHeadAttention(Layer):
 
     Args:
       x_BTD: the sequences that attend.
-      kv_BSD: the sequences attended to; None: `x_BTD` itself.
-      segment_ids: [B, T] int32, 0 is padding; positions attend within their segment. None: one segment, no padding.
-      kv_segment_ids: [B, S] int32, with `kv_BSD`; where this or `segment_ids` is None, segments do not mask.
-      segment_pos: [B, T] int32, positions in the segment; None: 0, 1, 2, ...
-      prefix_lengths: [B] int32, how many of the first positions of each row all positions attend to (prefix-LM), also
-        if `causal`. None disables it.
-      mask: bool, broadcasts to [B, N, T, S], True where a query may attend; combined with the masks above. Attention is
-        then dense.
+      kv_BSD: the sequences that are attended to; None means `x_BTD` itself.
+      segment_ids: [B, T] int32, 0 for padding; positions attend within their segment. None means one segment without
+        padding.
+      kv_segment_ids: [B, S] int32, with `kv_BSD`. If this or `segment_ids` is None, segments do not mask.
+      segment_pos: [B, T] int32, positions in the segment; None means 0, 1, 2, ...
+      prefix_lengths: [B] int32, the length of the prefix of each row to which all positions of the row attend
+        (prefix-LM), also if `causal`. None disables it.
+      mask: bool, broadcasts to [B, N, T, S], True where a query may attend; applies in addition to the masks above, and
+        makes attention dense.
     """
     if kv_BSD is not None:
       for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
@@ -263,9 +264,9 @@ class MultiHeadAttention(Layer):
   ) -> AttentionMask:
     """Returns which keys each query attends to. A subclass may add its own: `super().attention_mask(**rows) & ...`.
 
-    In one pass the mask is called with indices in the row, and the arguments are as for `__call__`. In decoding it is
-    called with positions in the sequence, and the only argument is `prefix_lengths`; `segment_ids` is then None, and
-    the mask must have no arrays of queries or keys.
+    In one pass, the arguments are those of `__call__`, and the mask is called with indices in the row. In decoding, the
+    only argument is `prefix_lengths`, the mask is called with positions in the sequence, and it must have no arrays of
+    queries or keys.
     """
     return make_mask(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
 
@@ -278,13 +279,13 @@ class MultiHeadAttention(Layer):
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, prefix_lengths: jax.Array | None = None) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
 
-    The caller ensures that there is room: see `KVCache`.
+    The caller ensures that the cache has room; see `KVCache`.
 
     Args:
       x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
       pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
-      prefix_lengths: [B] int32, how many of the first tokens of each row all of its tokens attend to, with a prompt
-        that has them all. None disables it.
+      prefix_lengths: [B] int32, the length of the prefix of each row to which all tokens of the row attend. The call
+        that reads the prompt must contain the whole prefix. None disables it.
     """
     if not self.causal:
       raise ConfigError(
@@ -373,7 +374,7 @@ class MultiHeadAttention(Layer):
     dropout: ProbabilityDropout | None,
     split: SequenceSplit | None,
   ) -> jax.Array:
-    """Returns the output, [B, T, D]; the relative bias, if there is one, is of keys at the positions of queries."""
+    """Returns the output, [B, T, D]. A relative bias takes the positions of queries for those of keys too."""
     (B, T, _, _), (_, S, K, _) = heads[0].shape, heads[1].shape
     name, reason = self._choose(T, S, mask, split is not None)
     bias: LogitBias | jax.Array | None = None
@@ -387,7 +388,7 @@ class MultiHeadAttention(Layer):
       over = self._mesh.row_split(B, K)
     spec = self._spec(name)
     context_BTNH = dot_product_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, split=over)
-    # Blockwise attention tags what it keeps itself; of the fused kernel, see `remat.py`.
+    # Blockwise attention tags the values that it keeps; see `remat.py` for the fused kernel.
     return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name != 'dense')
 
   def _output(
@@ -397,9 +398,9 @@ class MultiHeadAttention(Layer):
 
     Args:
       context_BTNH: results by head.
-      split: whether, and how, their length is split.
+      split: how their length is split; None if it is not.
       remark: how they were computed.
-      tagged: whether they have the tag 'context' already.
+      tagged: whether they already have the tag 'context'.
     """
     context_BTNH = self.shard(
       context_BTNH, 'blnh' if split is None else self._mesh.context_mapping('blnh'), remark=remark
@@ -432,7 +433,7 @@ class MultiHeadAttention(Layer):
     return TokenFlops(attention=4.0 * self.num_heads * (self.dims_per_head or 0) * length)
 
   def describe(self, length: int, packed: bool) -> str:
-    """Returns how sequences of this length are attended to, and why."""
+    """Returns how attention of sequences of this length is computed, and why."""
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if packed else None
     mask = jax.eval_shape(lambda ids: self.attention_mask(segment_ids=ids, kv_segment_ids=ids, segment_pos=ids), ids)
     name, reason = self._choose(length, length, mask, self.context_axis is not None)
@@ -453,7 +454,7 @@ def describe_attention(model: Layer, length: int, packed: bool) -> list[str]:
 def _split_projection(
   projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
 ) -> Config[Projection]:
-  """Splits a projection like the dimensions `dims` of D, N, H."""
+  """Splits a projection like the dimensions `dims` of the mapping `wt` of D, N, H."""
   if wt is not None:
     split = wt.pick(*dims)
     projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])

@@ -21,12 +21,12 @@ from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMesh:
-  """What an attention layer says about the mesh; see its fields of the same names.
+  """The fields of an attention layer that are about the mesh.
 
   Attributes:
     path: path of the layer, for messages.
-    resolve: (mapping of four dimensions, field) -> what it stands for on the mesh.
-    context_axis, context_method: the axis that splits the length, and how.
+    resolve: (mapping of four dimensions, its field) -> the placement on the mesh.
+    context_axis, context_method: see `MultiHeadAttention`.
     blnh, blkh: mappings of queries, and of keys and values.
   """
 
@@ -38,7 +38,7 @@ class AttentionMesh:
   blkh: SplitDimsMapping
 
   def check(self, implementation: str) -> None:
-    """Raises ConfigError, or ShardingError, unless the length can be split as `context_axis` says."""
+    """Raises ConfigError or ShardingError if `context_axis` cannot split the length."""
     check_choice(f'{self.path}.context_method', self.context_method, CONTEXT_METHODS)
     if self.context_axis is None:
       return
@@ -54,7 +54,7 @@ class AttentionMesh:
           f'{self.path}.activation_split_dims_mapping.{name}: it splits the length over {mapping[1]!r}, and '
           f'{field} is {self.context_axis!r}; leave the second entry None'
         )
-    # Whether the mesh has the axis, and nothing else of the queries is split over it.
+    # Raises an error if the mesh does not have the axis, or if it splits another dimension of the queries.
     self.resolve(self.context_mapping('blnh'), field)
     self.resolve(self.context_mapping('blkh'), field)
 
@@ -66,7 +66,7 @@ class AttentionMesh:
     return split[:1].followed_by(own).followed_by(split[2:])
 
   def sequence_split(self) -> SequenceSplit | None:
-    """Returns how the arrays are split where `context_axis` splits the length; None where it does not."""
+    """Returns how the arrays are split if `context_axis` splits the length; otherwise None."""
     field = f'{self.path}.context_axis'
     placement = None if self.context_axis is None else self.resolve(self.context_mapping('blnh'), field)
     if placement is None:
@@ -85,9 +85,9 @@ class AttentionMesh:
     return SequenceSplit(axes[0], self.context_method, batch, heads, others_split=self.blnh is None)
 
   def row_split(self, num_rows: int, num_kv_heads: int) -> RowSplit | None:
-    """Returns how the mesh splits rows and heads; None where it splits something else too, or unevenly.
+    """Returns how the mesh splits rows and heads; None if it also splits something else, or splits unevenly.
 
-    Then no device knows which blocks all of its rows leave empty, and none are skipped for their data.
+    Without it, no device knows which blocks are empty in all of its rows, and no block is skipped because of its data.
     """
     placement = self.resolve(self.blnh, f'{self.path}.activation_split_dims_mapping.blnh')
     sizes = unmapped_axes()

@@ -1,4 +1,4 @@
-"""What attention computes: the arguments that all of its implementations take.
+"""The arguments that all implementations of attention take.
 
 B batch, T length of the queries, S length of the keys, N heads, K kv heads, H dims per head.
 """
@@ -24,11 +24,11 @@ class AttentionSpec:
   """How attention is computed.
 
   Attributes:
-    scale: factor of the logits; None: 1 / sqrt(H).
+    scale: factor of the logits; None means 1 / sqrt(H).
     logit_soft_cap: bounds logits smoothly: cap * tanh(logits / cap) (Gemma 2). None disables it.
     implementation: see `choose_attention`.
-    block_size: the largest number of queries and of keys in a block; None: 512, and less for a small window or many
-      rows.
+    block_size: the largest number of queries and of keys in a block; None means 512, or less for a small window or
+      many rows.
   """
 
   scale: float | None = None
@@ -47,8 +47,8 @@ class LogitBias:
   Attributes:
     fn: the function.
     params: its first argument, a tree of arrays, which has gradients.
-    query_pos: int32 [B, T] or [1, T]; None: the index in the row.
-    key_pos: int32 [B, S] or [1, S]; both are None, or neither.
+    query_pos: int32 [B, T] or [1, T]; None means the index in the row.
+    key_pos: int32 [B, S] or [1, S]; None if and only if `query_pos` is None.
   """
 
   fn: OffsetBias
@@ -101,7 +101,10 @@ class Integers(NamedTuple):
 def argument_specs(
   heads: Heads, integers: Integers, rows: SplitAxes, length: SplitAxes, head: SplitAxes
 ) -> tuple[Heads, Integers]:
-  """Returns the specs of arguments whose rows, lengths and heads these axes split; [1, ...] is of all rows."""
+  """Returns the specs of arguments whose rows, lengths and heads these axes split.
+
+  An array [1, ...], which holds for all rows, is not split over the axes of rows.
+  """
 
   def spec(x: jax.Array, rank: int = 3) -> PartitionSpec:
     """Returns the spec of [B, T, N, ...], or of its first dimensions."""
@@ -120,7 +123,7 @@ def sort_arguments(
   dropout: ProbabilityDropout | None,
   spec: AttentionSpec,
 ) -> tuple[Formula, Heads, Integers]:
-  """Returns the arguments of attention, sorted into what is static, what has gradients and what has none."""
+  """Returns the arguments of attention in three groups: static ones, arrays with gradients, and arrays without."""
   formula = Formula(
     scale=heads[0].shape[-1] ** -0.5 if spec.scale is None else spec.scale,
     soft_cap=spec.logit_soft_cap,

@@ -10,10 +10,11 @@ and backward, from the output's gradient do, delta = sum(do * out) and the logar
 
     p = exp(s - lse)     dv_j += p do_i     ds = p (do_i v_j - delta)     dq_i += ds k_j     dk_j += ds q_i
 
-The mask says which pairs of blocks it empties; see `masks.py`. A pair that is empty because of its indices is not in
-the table of pairs, so it costs nothing. One that is empty because of data, such as segment ids, has no flag there, and
-a branch skips it. Where even the indices of the blocks depend on data, as on the number of a device, the table does
-too, and the loop is as long as it says. Without a pair that is partly masked, no mask is computed.
+The mask says which pairs of blocks are empty, that is, fully masked; see `masks.py`. A pair that is empty because of
+its indices is not in the table of pairs, so it costs nothing. A pair that is empty because of data, such as segment
+ids, has the flag False in the table, and a branch skips it. If even the indices of blocks depend on data, such as the
+index of the device, then so do the table and the number of iterations. If no pair is partly masked, no mask is
+computed.
 
 I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G query heads for each, H dims per head.
 """
@@ -62,16 +63,19 @@ class Formula:
 
 
 class Queries(NamedTuple):
-  """I blocks of queries. `at`: the index of each in its row, -1 is padding; what follows may be None if not needed."""
+  """I blocks of queries.
+
+  `at` is the index of each query in its row; -1 is padding. The fields after it may be None if they are not needed.
+  """
 
   x: jax.Array  # [I, B, K, G, Q, H]
   at: Array  # [I, Q]
-  pos: jax.Array | None = None  # [I, B or 1, Q]; None: the index.
+  pos: jax.Array | None = None  # [I, B or 1, Q]; None means the index.
   seeds: jax.Array | None = None  # [I, B, K, G, Q] uint32, of dropout.
 
 
 class Keys(NamedTuple):
-  """J blocks of keys and values, as `Queries`."""
+  """J blocks of keys and values; see `Queries`."""
 
   k: jax.Array  # [J, B, K, S, H]
   v: jax.Array  # [J, B, K, S, H]
@@ -80,7 +84,7 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-  """What online softmax carries, in the dtype of sums: `m` and `l` [I, B, K, G, Q], `o` [I, B, K, G, Q, H]."""
+  """The running sums of online softmax, in the dtype of sums: `m` and `l` [I, B, K, G, Q], `o` [I, B, K, G, Q, H]."""
 
   m: jax.Array
   l: jax.Array  # noqa: E741
@@ -88,7 +92,7 @@ class Sums(NamedTuple):
 
 
 class Results(NamedTuple):
-  """What the backward pass needs of the forward one: `lse` and `delta` [I, B, K, G, Q], `do` [I, B, K, G, Q, H]."""
+  """Results of the forward pass for the backward pass: `lse` and `delta` [I, B, K, G, Q], `do` [I, B, K, G, Q, H]."""
 
   lse: jax.Array
   delta: jax.Array
@@ -109,7 +113,7 @@ class BlockPairs(NamedTuple):
 
   Attributes:
     table: [P, 2], pairs (i, j); only the first `used` count.
-    flags: [P], False where data empties a pair of the table; None where no data is known to.
+    flags: [P], False for pairs that are empty because of data; None if the mask knows of no such data.
     masked: whether a pair may be partly masked.
   """
 
@@ -123,15 +127,14 @@ class BlockPairs(NamedTuple):
 
 
 def needed_pairs(mask: AttentionMask, queries: Queries, keys: Keys, *, all_rows: bool = True) -> BlockPairs:
-  """Returns the pairs of blocks that the mask does not empty.
+  """Returns the pairs of blocks that the mask does not empty completely.
 
-  Where the indices are NumPy arrays, so is what the mask knows from them, and the length of the loop is static.
-  Otherwise the table depends on data, and so does the length of the loop.
+  If the indices are NumPy arrays, the table and the number of iterations are static. Otherwise they depend on data.
 
   Args:
     mask: the mask, with its arrays in blocks.
     queries, keys: the blocks.
-    all_rows: whether all rows are at hand; see `BlockRanges`.
+    all_rows: whether the arrays have all rows; see `BlockRanges`.
   """
   (q_low, q_high), (k_low, k_high) = (_index_range(index) for index in (queries.at, keys.at))
   at = BlockRanges(q_low[:, None], q_high[:, None], k_low, k_high, all_rows)
@@ -155,7 +158,7 @@ def needed_pairs(mask: AttentionMask, queries: Queries, keys: Keys, *, all_rows:
 
 
 def _index_range(index: Array) -> tuple[Array, Array]:
-  """The least and greatest index of each block; a block of padding has a range that meets no other."""
+  """Returns the least and greatest index of each block. A block of padding gets a range that overlaps with no other."""
   xp: Any = np if isinstance(index, np.ndarray) else jnp
   return xp.where(index >= 0, index, _NO_KEY).min(axis=-1), xp.where(index >= 0, index, -1).max(axis=-1)
 
@@ -164,14 +167,14 @@ def _index_range(index: Array) -> tuple[Array, Array]:
 
 
 def zero_sums(shape: tuple[int, ...], dtype: jnp.dtype) -> Sums:
-  """Returns the sums of no keys, for queries of this shape, [..., B, K, G, Q, H], in the dtype of sums."""
+  """Returns the initial sums for queries of this shape, [..., B, K, G, Q, H], in the dtype of sums."""
   return Sums(jnp.full(shape[:-1], MASKED, dtype), jnp.zeros(shape[:-1], dtype), jnp.zeros(shape, dtype))
 
 
 def add_blocks(
   formula: Formula, mask: AttentionMask, bias: Any, queries: Queries, keys: Keys, pairs: BlockPairs, sums: Sums
 ) -> Sums:
-  """Returns the sums with those of some pairs of blocks; the arrays of the mask are in blocks."""
+  """Adds some pairs of blocks to the sums, and returns these; the arrays of the mask are in blocks."""
 
   def add(n: jax.Array, sums: Sums) -> Sums:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
@@ -187,13 +190,13 @@ def add_blocks(
 
 
 def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array | float = 1.0) -> Sums:
-  """Returns the sums of a block of queries with those of a block of keys.
+  """Adds a block of keys to the sums of a block of queries, and returns these.
 
   Args:
-    sums: of the keys so far, [B, K, G, Q, ...].
+    sums: the sums so far, [B, K, G, Q, ...].
     logits: [B, K, G, Q, S] float32, `MASKED` where a query does not attend.
     value: [B, K, S, H].
-    factors: of the probabilities, [B, K, G, Q, S].
+    factors: factors of the probabilities, [B, K, G, Q, S].
   """
   m = jnp.maximum(sums.m, jnp.max(logits, axis=-1))
   probs, kept = jnp.exp(logits - m[..., None]), jnp.exp(sums.m - m)
@@ -214,7 +217,7 @@ def finish_sums(sums: Sums) -> tuple[jax.Array, jax.Array]:
 
 
 def zero_gradients(queries: Queries, keys: Keys, bias: Any) -> Gradients:
-  """Returns the gradients before any pair of blocks has been added."""
+  """Returns the initial gradients."""
   x, k, v, bias = jax.tree.map(lambda a: jnp.zeros(a.shape, sum_dtype(a)), (queries.x, keys.k, keys.v, bias))
   return Gradients(x, k, v, bias)
 
@@ -229,7 +232,7 @@ def add_gradients(
   pairs: BlockPairs,
   gradients: Gradients,
 ) -> Gradients:
-  """Returns the gradients with those of some pairs of blocks."""
+  """Adds some pairs of blocks to the gradients, and returns these."""
 
   def add(n: jax.Array, sums: Gradients) -> Gradients:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
@@ -249,7 +252,7 @@ def add_gradients(
 def _compute_gradients(
   formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys, of: Results
 ) -> Gradients:
-  """Returns what a pair of blocks adds to the gradients of its blocks, and of the parameters of the bias."""
+  """Returns the gradients of one pair of blocks, and of the parameters of the bias."""
   logits, slope = _compute_logits(formula, mask, bias, query, key)
   probs = jnp.exp(logits - of.lse[..., None])
   kept = _dropout(formula, query, key)
@@ -265,16 +268,16 @@ def _compute_gradients(
 
 
 def _skip_empty(pairs: BlockPairs, n: jax.Array, attend: Callable[..., T], leave: Callable[..., T], *args: Any) -> T:
-  """Returns `attend(*args)`, or `leave(*args)` for a pair that data empties."""
+  """Returns `attend(*args)`, or `leave(*args)` for a pair that is empty because of data."""
   return attend(*args) if pairs.flags is None else jax.lax.cond(pairs.flags[n], attend, leave, *args)
 
 
 def _loop_over(pairs: BlockPairs, add: Callable[[jax.Array, T], T], sums: T) -> T:
-  """Returns the sums after `sums = add(n, sums)` for each pair n."""
+  """Runs `sums = add(n, sums)` for each pair n, and returns the sums."""
 
   def body(n: jax.Array, sums: T) -> T:
-    # JAX moves what a scan over layers computes of constants out of that scan: were n known without the sums, the masks
-    # of all pairs, which would then be kept.
+    # JAX moves computations on constants out of a scan over layers. If n did not depend on the sums, JAX would
+    # compute the masks of all pairs outside of that scan, and keep them.
     return add(*jax.lax.optimization_barrier((n, sums)))
 
   return jax.lax.fori_loop(0, pairs.used, body, sums)
@@ -284,14 +287,14 @@ def _loop_over(pairs: BlockPairs, add: Callable[[jax.Array, T], T], sums: T) -> 
 
 
 def _pick_mask(mask: AttentionMask, pairs: BlockPairs, i: jax.Array, j: jax.Array) -> AttentionMask | None:
-  """Returns the mask of a pair of blocks; None where no pair is partly masked."""
+  """Returns the mask of a pair of blocks; None if no pair is partly masked."""
   return mask.map_arrays(query=lambda x: _pick(x, i), key=lambda x: _pick(x, j)) if pairs.masked else None
 
 
 def _compute_logits(
   formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys
 ) -> tuple[jax.Array, jax.Array | float]:
-  """Returns float32 logits [B, K, G, Q, S] of a pair of blocks, and their derivative by the scaled products."""
+  """Returns the float32 logits [B, K, G, Q, S] of a pair of blocks, and their derivative by the scaled products."""
   logits = formula.scale * _product('BKGQH,BKSH->BKGQS', query.x, key.k)
   slope: jax.Array | float = 1.0
   if formula.soft_cap is not None:
@@ -331,9 +334,9 @@ def _dropout(formula: Formula, query: Queries, key: Keys) -> jax.Array | float:
 
 
 def dropout_factors(seeds: jax.Array, key_index_S: jax.Array, rate: float) -> jax.Array:
-  """Returns [..., S] of 0 or 1 / (1 - rate): what each probability of a query is multiplied by.
+  """Returns the factors [..., S] of the probabilities of a query: 0 or 1 / (1 - rate).
 
-  A factor is a hash of the query's seed and the key's index, so that it is the same however attention is computed, and
+  A factor is a hash of the query's seed and the key's index. So it does not depend on how attention is computed, and
   need not be kept for the backward pass.
 
   Args:
@@ -364,7 +367,7 @@ def _put(blocks: T, block: T, i: jax.Array) -> T:
 
 
 def to_blocks(x: jax.Array, size: int, *, edge: bool = False) -> jax.Array:
-  """Returns [I, B, size, ...] of [B, T, ...]: blocks of T, padded at its end with zeros or with its last element."""
+  """Returns [I, B, size, ...] for [B, T, ...]: blocks of T, padded at the end with zeros or with the last element."""
   count = -(-x.shape[1] // size)
   amounts = [(0, 0), (0, count * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
   if amounts[1][1]:
@@ -373,7 +376,7 @@ def to_blocks(x: jax.Array, size: int, *, edge: bool = False) -> jax.Array:
 
 
 def from_blocks(x: jax.Array, length: int) -> jax.Array:
-  """The inverse of `to_blocks`: returns [B, length, ...] of [I, B, size, ...]."""
+  """The inverse of `to_blocks`: returns [B, length, ...] for [I, B, size, ...]."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
 
@@ -418,13 +421,13 @@ def mask_blocks(mask: AttentionMask, query_size: int, key_size: int) -> Attentio
 
 
 def unblock_queries(x_IBKGQ: jax.Array, length: int) -> jax.Array:
-  """Returns [B, T, N, ...] of what belongs to queries, [I, B, K, G, Q, ...]."""
+  """Returns [B, T, N, ...] for blocks of queries, [I, B, K, G, Q, ...]."""
   x = jnp.moveaxis(x_IBKGQ, 4, 2)
   return from_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
 
 
 def unblock_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
-  """Returns [B, S, K, H] of what belongs to keys, [J, B, K, S, H]."""
+  """Returns [B, S, K, H] for blocks of keys, [J, B, K, S, H]."""
   return from_blocks(jnp.moveaxis(x_JBKSH, 3, 2), length)
 
 
@@ -435,7 +438,10 @@ def block_indices(length: int, size: int) -> np.ndarray:
 
 
 def even_block_size(length: int, largest: int) -> int:
-  """Returns the size of equal blocks of at most `largest` that pad `length` least; of several, a multiple of 8."""
+  """Returns the size of equal blocks, at most `largest`, that need the least padding of `length`.
+
+  If there are several blocks, the size is a multiple of 8.
+  """
   count = -(-length // largest)
   size = -(-length // count)
   return size if count == 1 else -(-size // 8) * 8

@@ -1,9 +1,9 @@
 """Blockwise attention: memory linear in the length, forward and backward, in plain JAX.
 
-No array has a query for one dimension and a key for another, but one block of each at a time: the backward pass keeps
-the queries, keys, values, the output, and one number a query (Dao et al., 2022), and computes the blocks again. The
-arithmetic is in `blocks.py`. Pairs of blocks that the mask empties are skipped: causal attention takes half of the
-time, and a sliding window takes a time linear in the length.
+Logits exist only for one block of queries and one block of keys at a time. For the backward pass, only queries, keys,
+values, the output, and one number for each query are kept, and the blocks are computed again (Dao et al., 2022). The
+arithmetic is in `blocks.py`. Pairs of blocks that are fully masked are skipped, so causal attention takes half of the
+time, and the time of a sliding window is linear in the length.
 
 B batch, T length of the queries, S length of the keys, N heads, K kv heads, H dims per head.
 """
@@ -37,15 +37,15 @@ from praxis_lite.layers.precision import sum_dtype, widen
 from praxis_lite.sharding.specs import axes_to_entry
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
-_MOST_LOGITS = 2**25  # Of all rows and heads, for one pair of blocks: 128 MiB.
+_MOST_LOGITS = 2**25  # For one pair of blocks, in all rows and heads: 128 MiB.
 
 
 @dataclasses.dataclass(frozen=True)
 class RowSplit:
-  """Mesh axes that split the rows of a batch, and the heads, evenly; no other axes split anything.
+  """The mesh axes that split rows and heads, evenly; no other axes split the arrays.
 
-  With it, each device skips the blocks that the segments of its own rows leave empty. Left to the compiler, a loop
-  skips the same blocks on all devices, so it would have to wait for all rows.
+  Each device then skips the blocks that are empty in its own rows. If the compiler splits the rows instead, all devices
+  skip the same blocks, so they would have to wait for each other.
   """
 
   batch_axes: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def blockwise_attention(
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
 
-  It computes what `dot_product_attention` does, whose arguments these are; but a query with every key masked gets 0.
+  Result and arguments are those of `dot_product_attention`, except that a query gets 0 if all its keys are masked.
 
   Args:
     split: how the ambient mesh splits rows and heads; None leaves it to the compiler.
@@ -88,11 +88,11 @@ def blockwise_attention(
 def largest_block(mask: AttentionMask, rows: int) -> int:
   """Returns the largest size of a block.
 
-  Of a small window, blocks as large as usual would be mostly empty; of many rows, they would take much memory.
+  With a small window, large blocks would be mostly empty; with many rows, they would take much memory.
 
   Args:
     mask: the mask.
-    rows: batch times heads on one device.
+    rows: the product of batch size and number of heads on one device.
   """
   size, behind = _LARGEST_BLOCK, split_offsets(mask)[0].behind
   if behind is not None:
@@ -127,7 +127,7 @@ def _forward(
   if split is not None:
     local = split.map_rows(local, heads, integers, backward=False)
   out_BTNH, lse = local(heads, integers)
-  # Both are kept together, or the backward pass would compute both again.
+  # If only one of them were kept, the backward pass would compute both again.
   out_BTNH, lse = checkpoint_name(out_BTNH, 'context'), checkpoint_name(lse, 'context')
   return out_BTNH, (heads, integers, out_BTNH, lse)
 
@@ -185,7 +185,7 @@ def _cut_blocks(block_size: int, heads: Heads, integers: Integers) -> tuple[bloc
 
 
 def has_all_rows() -> bool:
-  """Whether no mesh axis may split the rows of a batch, so that a loop may depend on all of them at no cost."""
+  """Whether no mesh axis can split the rows of a batch, so that a loop may depend on all rows without communication."""
   return _compiler_parts() == 1
 
 

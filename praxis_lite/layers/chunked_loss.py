@@ -1,4 +1,4 @@
-"""Softmax cross entropy over chunks of the classes: logits [..., V] are never in memory as a whole.
+"""Softmax cross entropy over chunks of the classes: the logits [..., V] are never in memory as a whole.
 
     for each chunk of C classes                         forward: a running log-sum-exp
       logits = x w[:, chunk] + b[chunk]
@@ -11,14 +11,14 @@
       dw[:, chunk]   = x^T g
       dx            += g w[:, chunk]^T
 
-That is one more product of x and w than with whole logits. The products take operands in the dtype of x and are summed
-in float32; so are the log-sum-exp and dx. Sums of dw over devices are in its dtype, as those of other layers: one
-reduce-scatter a chunk, since a loop cannot carry sums that devices have yet to add.
+This takes one more product of x and w than with whole logits. The operands of products have the dtype of x; the sums,
+the log-sum-exp and dx are in float32. Sums of dw over devices are in the dtype of dw, as in other layers: one
+reduce-scatter for each chunk, because a loop cannot carry sums that are still to be added over devices.
 
-Where a mesh splits the classes into S parts, each part is cut into chunks of its own, and step i of the loop takes
-chunk i of every part. So no step moves logits or weights between devices along that axis: what crosses them are the
-maxima and sums [...], once after the loop, and dx. The last chunk of a part that does not divide begins earlier, and
-the classes it repeats count once. Where a mesh splits D too (fully sharded), each pass gathers w once; see `_reader`.
+If a mesh splits the classes into S parts, each part is cut into its own chunks, and step i of the loop computes chunk i
+of every part. So no step moves logits or weights along that axis. Only the maxima and sums [...] do, once after the
+loop, and dx. If the chunks do not divide a part evenly, the last one begins earlier, and the repeated classes count
+once. If a mesh splits D too (fully sharded), each pass gathers w once; see `_reader`.
 
 V classes, D model dims, S parts of the classes, K classes of a part, C classes of a chunk.
 """
@@ -39,19 +39,20 @@ from praxis_lite.sharding.constraints import manual_axes, with_sharding_constrai
 from praxis_lite.sharding.padding import pad_to
 from praxis_lite.sharding.specs import UNCONSTRAINED, axes_to_entry, spec_axes
 
-# From this size on of a device's logits, in bytes, 'auto' cuts the classes into chunks: so many, of at least that size.
+# If the logits of a device have at least this size, in bytes, 'auto' cuts the classes into this number of chunks, each
+# of at least this many classes.
 _AUTO_BYTES = 2**28
 _AUTO_CHUNKS = 16
 _AUTO_LEAST = 1024
 
 
 class CrossEntropy(NamedTuple):
-  """The cross entropy of labels, and what else is known of their logits.
+  """The cross entropy of labels, and other values computed from their logits.
 
   Attributes:
-    xent: [...] float32, in nats; NaN where a label is not in [0, V).
+    xent: [...] float32, in nats; NaN if the label is not in [0, V).
     log_normalizer: [...] float32.
-    correct: [...] bool, whether the label is the class of the largest logit, the first one of equals.
+    correct: [...] bool, whether the label is the class with the largest logit; the first one if several are equal.
   """
 
   xent: jax.Array
@@ -61,13 +62,13 @@ class CrossEntropy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ClassChunks:
-  """How classes are cut, and what is computed of their logits.
+  """How classes are cut into chunks, and how logits are processed.
 
   Attributes:
     num_classes: V.
-    chunk_size: C; of more than K classes, it is K.
+    chunk_size: C, at most K.
     axes: mesh axes that split the classes.
-    dims_axes: others, that split dimension D of w.
+    dims_axes: mesh axes that split dimension D of w.
     rows: how the leading dimensions of the logits are split, one entry each; None leaves them to the compiler.
     classes_first: whether w is [V, D], not [D, V].
     label_smoothing, soft_cap: see `FullSoftmax`.
@@ -99,11 +100,11 @@ class ClassChunks:
 
   @property
   def starts(self) -> jax.Array:
-    """The first class of each chunk, counted from the first of its part."""
+    """The first class of each chunk, counted from the start of its part."""
     return jnp.minimum(jnp.arange(0, self.part_size, self.size), self.part_size - self.size)
 
   def cut_into_parts(self, weights: jax.Array, axis: int) -> jax.Array:
-    """Cuts an axis of classes [V] into [S, K], padded with zeros, and puts S first: each part is on one device."""
+    """Cuts an axis of classes [V] into [S, K], padded with zeros, and moves S, which devices split, to the front."""
     shape = [*weights.shape]
     shape[axis] = self.num_parts * self.part_size
     padded = pad_to(weights, tuple(shape))
@@ -113,7 +114,7 @@ class ClassChunks:
     return with_sharding_constraint(parts, PartitionSpec(*spec))
 
   def split(self, x: jax.Array, *dims: object) -> jax.Array:
-    """Constrains an array with the leading dimensions of the logits, where it is said how these are split.
+    """Constrains an array that begins with the leading dimensions of the logits, if `rows` says how these are split.
 
     Args:
       x: the array.
@@ -141,10 +142,10 @@ def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> i
 
 
 def usual_chunk_size(part_size: int) -> int:
-  """Returns the size of the chunks of 'auto': large enough for a matrix unit, small enough to save memory.
+  """Returns the size of chunks for 'auto': large enough for a matrix unit, small enough to save memory.
 
-  One that divides the classes is better than a rounder one: no last chunk then repeats some, which would have to be
-  told apart in each of them.
+  A size that divides the classes evenly is preferred to a round number: then no last chunk repeats classes, which every
+  chunk would have to check for.
   """
   size = -(-part_size // _AUTO_CHUNKS)
   if part_size % _AUTO_CHUNKS == 0 and size % 8 == 0 and size >= _AUTO_LEAST:
@@ -153,7 +154,7 @@ def usual_chunk_size(part_size: int) -> int:
 
 
 def unmapped_mesh_axes(entry: object) -> tuple[str, ...]:
-  """The axes of an entry of a spec over which the ambient mesh splits arrays; none without a mesh."""
+  """Returns the axes in an entry of a spec over which the ambient mesh splits arrays; () without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return tuple(axis for axis in spec_axes(entry) if axis in mesh.axis_names and axis not in manual_axes())
 
@@ -191,7 +192,7 @@ def _cross_entropy(
 
 
 class _Running(NamedTuple):
-  """Of the classes seen so far, in each part: [..., S] float32."""
+  """Running values over the classes seen so far, for each part: [..., S] float32."""
 
   largest: jax.Array
   exponentials: jax.Array  # Their sum, relative to the largest logit.
@@ -267,7 +268,7 @@ def _backward(
       of_b = jnp.sum(gradient, tuple(range(labels.ndim))).astype(db.dtype)
       db = jax.lax.dynamic_update_slice_in_dim(db, of_b, start, 1)
     gradient = gradient.astype(x.dtype)
-    # What a last chunk repeats of the one before it is written again, and equal; it must not be added again.
+    # A last chunk writes the classes that it repeats again, with equal values; they must not be added again.
     of_w = jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=dw.dtype)
     dw = jax.lax.dynamic_update_slice_in_dim(dw, of_w, start, axis)
     new = gradient if is_new is None else jnp.where(is_new, gradient, 0)
@@ -285,21 +286,24 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
-  """Of each chunk: its first class, and the first that no chunk before it has, counted from the first of its part."""
+  """Returns, for each chunk, its first class, and its first class that is in no earlier chunk.
+
+  Both are counted from the start of the part.
+  """
   return chunks.starts, jnp.arange(0, chunks.part_size, chunks.size)
 
 
 def _layout(chunks: ClassChunks) -> tuple[int, str]:
-  """The axis of the classes of a part of w, and the letters of its dimensions."""
+  """Returns the axis of the classes in a part of w, and the letters of its dimensions."""
   return (1, 'skd') if chunks.classes_first else (2, 'sdk')
 
 
 def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.Array], jax.Array]:
-  """Returns a function from the start of a chunk to that chunk of each part of w, [S, D, C] or [S, C, D], with D whole.
+  """Returns a function that reads the chunk of each part of w at a start, [S, D, C] or [S, C, D], with D gathered.
 
-  Where w is fully sharded, D is gathered, each entry once in a pass. A table that takes no more memory than the logits
-  of a chunk is gathered before the loop, in one collective, whose result the backward pass may share with the forward
-  one. A larger one would take what chunks are there to save; it is gathered chunk by chunk.
+  If w is fully sharded, D is gathered, once for each entry in a pass. If w takes no more memory than the logits of a
+  chunk, it is gathered before the loop, in one collective, whose result the forward and the backward pass may share. A
+  larger w is gathered chunk by chunk, because as a whole it would take the memory that chunks are meant to save.
 
   Args:
     w: in parts.
@@ -319,7 +323,7 @@ def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.A
   split = PartitionSpec(parts, None, dims) if chunks.classes_first else PartitionSpec(parts, dims, None)
 
   def gather(start: jax.Array) -> jax.Array:
-    # The slice is split as w is: otherwise the compiler gathers all of w, and takes a chunk of that.
+    # Without this constraint, the compiler would gather all of w and then take a chunk of it.
     chunk = with_sharding_constraint(jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis), split)
     return with_sharding_constraint(chunk, whole)
 
@@ -329,10 +333,10 @@ def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.A
 def _logits(
   x: jax.Array, w: jax.Array, b: jax.Array | None, chunks: ClassChunks, start: jax.Array, first_new: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """Returns logits of one chunk of each part [..., S, C] float32, their classes [S, C], and which of these count.
+  """Returns the float32 logits of one chunk of each part [..., S, C], their classes [S, C], and whether these count.
 
   Args:
-    x, b, chunks: as of `chunked_cross_entropy`, with b in parts.
+    x, b, chunks: see `chunked_cross_entropy`; b is in parts.
     w: the chunk of each part.
     start, first_new: see `_steps`.
 
@@ -357,15 +361,15 @@ def _logits(
 
 
 def _target(logits: jax.Array, classes: jax.Array, label: jax.Array, is_new: jax.Array | None) -> jax.Array:
-  """Returns the logit of the label in each part [..., S]; 0 where it is in no new class of the chunk.
+  """Returns the logit of the label in each part [..., S]; 0 if the label is none of the new classes of the chunk.
 
   Args:
-    logits, classes, is_new: as of `_logits`.
+    logits, classes, is_new: the results of `_logits`.
     label: [..., 1, 1].
   """
-  if is_new is not None or jax.sharding.get_abstract_mesh().size > 1:  # On a mesh, logits could be gathered for it.
+  if is_new is not None or jax.sharding.get_abstract_mesh().size > 1:  # On a mesh, a lookup might gather logits.
     return jnp.sum(jnp.where(_and(classes == label, is_new), logits, 0.0), -1)
-  # A lookup reads one logit of each row; the sum would be a pass over all of them.
+  # A lookup reads one logit of each row; a sum would read all of them.
   at, last = label - classes[:, :1], classes.shape[1] - 1
   found = jnp.take_along_axis(logits, jnp.clip(at, 0, last), axis=-1)
   return jnp.where((at >= 0) & (at <= last), found, 0.0)[..., 0]

@@ -2,13 +2,13 @@
 
 Two methods, both in `jax.shard_map`, both with the memory of blockwise attention:
 
-    ring         each device keeps its queries; keys and values go round, one collective-permute a block of them (Liu et
-                 al., 2023). The backward pass sends them round again, and their gradients with them.
-    all_to_all   an all-to-all gives each device the whole sequence for some of the heads, and another one takes the
-                 result back (Jacobs et al., 2023)
+    ring         each device keeps its queries, and blocks of keys and values are sent around a ring of devices, by one
+                 collective-permute each (Liu et al., 2023). The backward pass sends them again, with their gradients.
+    all_to_all   an all-to-all gives each device the whole sequence for some of the heads, and another one returns the
+                 results (Jacobs et al., 2023)
 
-Which part of a sequence a device has is in `sequence_parts.py`. A sliding window that reaches fewer devices than there
-are stops the ring early. Whatever does not divide, be it length, batch or heads, is padded inside.
+`sequence_parts.py` decides which part of a sequence a device has. If a sliding window reaches fewer devices than there
+are, the ring stops early. Lengths, batches and heads that do not divide evenly are padded inside.
 
 B batch, T length of the queries, S length of the keys, L length on one device, P devices of the axis, N heads, K kv
 heads, H dims per head; for blocks see `blocks.py`.
@@ -50,7 +50,7 @@ def context_parallel_attention(
   bias: LogitBias | None = None,
   dropout: ProbabilityDropout | None = None,
 ) -> jax.Array:
-  """Returns what `blockwise_attention` returns, whose other arguments these are, on the ambient mesh.
+  """Like `blockwise_attention`, for sequences that are split over the ambient mesh; the other arguments are the same.
 
   Args:
     split: how the arrays are split. The last dimension of each parameter of a bias is split like the heads.
@@ -73,7 +73,7 @@ def context_parallel_attention(
 
 
 def _pad_to_divide(split: SequenceSplit, heads: Heads, integers: Integers, head_parts: int) -> tuple[Heads, Integers]:
-  """Pads heads so that each part has whole groups of them, and batch and length so that they divide."""
+  """Pads heads so that each part has whole groups, and pads batch and length so that they divide evenly."""
   B, _, N, _ = heads.query.shape
   K = heads.key.shape[2]
   repeats, kv_heads = aligned_heads(N, K, head_parts)
@@ -109,10 +109,10 @@ def _pad_to_divide(split: SequenceSplit, heads: Heads, integers: Integers, head_
 
 
 def aligned_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[int, int]:
-  """Returns (repeats of each kv head, number of kv heads then, padding included) that divide by `parts`.
+  """Returns (repeats of each kv head, number of kv heads with repeats and padding), so that `parts` divides the latter.
 
-  Query heads stay with their kv head, so padding by one kv head pads by its whole group; a kv head that is repeated
-  has smaller groups. What makes the fewest query heads is taken.
+  Query heads stay with their kv head. So one padded kv head adds a whole group of query heads; if kv heads are
+  repeated, groups are smaller. The function chooses the result with the fewest query heads.
   """
   group = num_heads // num_kv_heads
   choices = [r for r in range(1, group + 1) if group % r == 0]
@@ -124,7 +124,7 @@ def aligned_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[int, i
 
 
 def _attend_all_to_all(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> jax.Array:
-  """Attention to whole sequences by a part of the heads."""
+  """Computes attention of whole sequences for some of the heads."""
   axis, (T, S) = plan.split.axis, (plan.query_len, plan.key_len)
   exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, tiled=True)
 

@@ -2,14 +2,14 @@
 
 A plan gives each choice (token, expert) a slot, so that the slots of an expert are neighbours:
 
-    slots = dispatch(x, plan)            slot -> the token of its choice, zeros where it is empty
+    slots = dispatch(x, plan)            slot -> the token of its choice; zeros if the slot is empty
     y     = combine(slots, plan, N)      token -> the sum over the slots of its choices
 
-Each is the transpose of the other, and both read rows rather than add them up in memory, which accelerators do faster;
-so does the backward pass.
+Each is the transpose of the other. Both, and their gradients, read rows instead of adding to rows in memory, because
+that is faster on accelerators.
 
-    capacity_plan    C slots for each expert: first choices of all tokens first, and those before later ones
-    sorted_plan      as many slots for each expert as it was chosen, for `jax.lax.ragged_dot`
+    capacity_plan    C slots for each expert; first choices of all tokens, in order, before second choices
+    sorted_plan      one slot for each choice, sorted by expert, for `jax.lax.ragged_dot`
 
 N tokens, K choices of a token, E experts, C capacity, M slots, D model dims.
 """
@@ -29,9 +29,9 @@ class Plan(NamedTuple):
   """The slots of choices. Choice k of token t has the number t K + k.
 
   Attributes:
-    choice_of_slot: [M] int32; N K where the slot is empty.
-    slot_of_choice: [N, K] int32; M where the choice has no slot. None: the choices of a token are not listed; each has
-      a number that is its token's, K being 1.
+    choice_of_slot: [M] int32; N K if the slot is empty.
+    slot_of_choice: [N, K] int32; M if the choice has no slot. None if experts choose tokens: then K is 1, and
+      the number of a choice is the number of its token.
   """
 
   choice_of_slot: jax.Array
@@ -39,17 +39,17 @@ class Plan(NamedTuple):
 
   @property
   def token_of_slot(self) -> jax.Array:
-    """[M] int32; N where the slot is empty."""
+    """[M] int32; N if the slot is empty."""
     return self.choice_of_slot if self.slot_of_choice is None else self.choice_of_slot // self.slot_of_choice.shape[1]
 
   def has_slot(self) -> jax.Array:
-    """[N, K] bool: whether the choice has a slot."""
+    """[N, K] bool, whether the choice has a slot."""
     if self.slot_of_choice is None:
       raise ValueError('the plan does not list the choices of tokens')
     return self.slot_of_choice < self.choice_of_slot.size
 
   def choices_to_slots(self, of_choices_NK: jax.Array, empty: int = 0) -> jax.Array:
-    """Returns [M]: what is given of the choice in each slot, and `empty` of an empty one."""
+    """Returns [M]: the value of the choice in each slot; `empty` for empty slots."""
     return of_choices_NK.reshape(-1).at[self.choice_of_slot].get(mode='fill', fill_value=empty)
 
 
@@ -75,11 +75,11 @@ def expert_choice_plan(tokens_EC: jax.Array) -> Plan:
 
 
 def plan_of_rows(plans: Plan, num_choices: int, capacity: int) -> Plan:
-  """Returns one plan, slots by expert, then by row, from plans of E C slots for each of B rows, stacked.
+  """Returns one plan, with slots ordered by expert and then by row, for the stacked plans of B rows of E C slots.
 
   Args:
     plans: [B, ...].
-    num_choices: T K of a row.
+    num_choices: T K, the number of choices in a row.
     capacity: C.
   """
   rows, slots = plans.choice_of_slot.shape
@@ -103,7 +103,7 @@ def dispatch(x_ND: jax.Array, plan: Plan) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def combine(slots_MD: jax.Array, plan: Plan, num_tokens: int) -> jax.Array:
-  """Returns [N, D]: for each token the sum over the slots of its choices, which is zero where it has none."""
+  """Returns [N, D]: for each token, the sum over the slots of its choices; zero if it has none."""
   if plan.slot_of_choice is None:
     zeros = jnp.zeros((num_tokens, *slots_MD.shape[1:]), sum_dtype(slots_MD))
     return zeros.at[plan.token_of_slot].add(widen(slots_MD), mode='drop').astype(slots_MD.dtype)
@@ -135,12 +135,12 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 class _ByExpert(NamedTuple):
-  """Choices in the order of their priority: first ones of all tokens, then second ones, ...
+  """Choices in order of priority: the first choices of all tokens, then the second ones, and so on.
 
   Attributes:
     experts: [K N] int32.
-    rank: [K N] int32, their place where they are sorted by expert.
-    starts: [E + 1] int32, the first rank of each expert, and the number of choices that have an expert.
+    rank: [K N] int32, the place of each choice in the order by expert.
+    starts: [E + 1] int32, the first rank of each expert, and at the end the number of choices that have an expert.
   """
 
   experts: jax.Array
@@ -162,7 +162,7 @@ def _start_of_group(starts: jax.Array, group: jax.Array) -> jax.Array:
 
 
 def _plan(slot: jax.Array, fits: jax.Array, num_slots: int, num_tokens: int, k: int) -> Plan:
-  """The plan of choices in the order of their priority, each with its slot if it fits."""
+  """Returns the plan of choices in order of priority, each with its slot if there is room."""
   slot_of_choice = jnp.where(fits, slot, num_slots).reshape(k, num_tokens).T
   numbers = jnp.arange(num_tokens * k, dtype=jnp.int32)
   empty = jnp.full(num_slots, num_tokens * k, jnp.int32)

@@ -1,6 +1,6 @@
-"""Dot-product attention: which of its implementations computes it, and the dense one.
+"""Dot-product attention: chooses an implementation, and computes dense attention.
 
-    dense       all logits at once, [B, N, T, S]: JAX's own, or a plain form for what that does not take
+    dense       all logits at once, [B, N, T, S]: JAX's function, or our own for soft caps and dropout
     blockwise   memory linear in the length; see `blockwise.py`
     cudnn       a fused kernel for NVIDIA GPUs, in bfloat16 or float16
     auto        one of these, by platform, length and masks; `choose_attention` says which and why
@@ -40,26 +40,27 @@ from praxis_lite.sharding.mesh import platform
 
 Chosen = Literal['dense', 'blockwise', 'cudnn']
 IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'xla')  # 'xla' is an older name of 'dense'.
-# From this many logits per head, 'auto' does not compute them all at once.
+# From this number of logits per head on, 'auto' does not compute them all at once.
 _MANY_LOGITS = 2048 * 2048
-# From this many queries and keys, it takes the fused kernel; with a mask as an array, up to this many logits.
+# From this number of queries and keys on, it uses the fused kernel; with a mask as an array, up to this number of
+# logits.
 _FUSED_FROM = 256
 _MOST_MASKED = 8192 * 8192
 
 
 class AttentionCase(NamedTuple):
-  """What decides how attention is computed.
+  """The properties of a call that decide how attention is computed.
 
   Attributes:
     platform: 'cpu', 'gpu' or 'tpu'.
     dtype: of the queries.
     query_len, key_len, dims_per_head: T, S and H.
     causal, window: whether the mask is causal, and whether it has a window.
-    by_rows: whether the mask has more to it, such as segments or prefixes, so that the fused kernel needs an array.
+    by_rows: whether the mask also depends on rows, by segments or prefixes, so that the fused kernel needs an array.
     arrays: whether a mask or a bias is given as an array of queries and keys.
-    split: whether the sequence is split over a mesh axis, as `context_axis` says.
-    partly_mapped: whether it is in a `shard_map` over some of the mesh's axes, and other axes split its arrays.
-    logit_bias, soft_cap, dropout: whether logits have a bias by position or a soft cap, and probabilities a dropout.
+    split: whether `context_axis` splits the sequence over a mesh axis.
+    partly_mapped: whether the call is in a `shard_map` over some mesh axes, while others may split its arrays.
+    logit_bias, soft_cap, dropout: whether there is a bias that depends on positions, a soft cap, or dropout.
   """
 
   platform: str
@@ -105,18 +106,18 @@ class AttentionCase(NamedTuple):
 
 
 class AttentionChoice(NamedTuple):
-  """An implementation, and why."""
+  """An implementation, and the reason for it."""
 
   name: Chosen
   reason: str
 
 
 def choose_attention(implementation: str, case: AttentionCase, path: str = 'implementation') -> AttentionChoice:
-  """Returns 'dense', 'blockwise' or 'cudnn', and why.
+  """Returns 'dense', 'blockwise' or 'cudnn', and the reason.
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
-    case: what is to be computed, and on what.
+    case: the properties of the call.
     path: config path of the implementation, for messages.
 
   Raises:
@@ -156,7 +157,7 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
 
 
 def _cudnn_obstacle(case: AttentionCase) -> str:
-  """Why the fused kernel cannot compute a case, as the end of a sentence; '' if it can."""
+  """Returns why the fused kernel cannot compute a case, as the end of a sentence; '' if it can."""
   if case.platform != 'gpu':
     return f'needs an NVIDIA GPU, and the platform is {case.platform!r}'
   if case.dtype not in (jnp.bfloat16, jnp.float16):
@@ -193,17 +194,17 @@ def dot_product_attention(
   Args:
     query_BTNH: queries.
     key_BSKH, value_BSKH: query head n uses kv head n // (N / K).
-    mask: which keys a query attends to: a mask, such as `Causal() & SlidingWindow(512)`; or bool that broadcasts to
-      [B, N, T, S]; None: all. What a query with every key masked gets is finite.
-    spec: how it is computed.
+    mask: which keys a query attends to: a mask, such as `Causal() & SlidingWindow(512)`, or bool that broadcasts to
+      [B, N, T, S]; None means all. If all keys of a query are masked, its result is finite but otherwise undefined.
+    spec: how attention is computed.
     bias: added to the logits: an array that broadcasts to [B, N, T, S], or a function of positions.
-    dropout: on the probabilities; None disables it. The same ones are dropped by all implementations.
+    dropout: dropout of probabilities; None disables it. All implementations drop the same probabilities.
     split: how the ambient mesh splits the arrays, for blockwise attention; None leaves it to the compiler.
-    **older: `causal`, `window`, `prefix_lengths`, `segment_ids`, `kv_segment_ids` and the fields of `spec`, as this
-      function took them before there were masks and specs.
+    **older: arguments of earlier versions: `causal`, `window`, `prefix_lengths`, `segment_ids`, `kv_segment_ids`, and
+      the fields of `spec`.
 
   Raises:
-    ConfigError: the implementation cannot compute this.
+    ConfigError: the implementation cannot compute this case.
   """
   mask = to_mask(mask)
   if older:
@@ -223,7 +224,7 @@ def dot_product_attention(
   )
   name, _ = choose_attention(spec.implementation, case)
   if name == 'blockwise':
-    assert isinstance(bias, LogitBias | None)  # Of an array it is not chosen.
+    assert isinstance(bias, LogitBias | None)  # Blockwise is not chosen for a bias that is an array.
     if isinstance(split, SequenceSplit):
       return context_parallel_attention(*heads, mask, split=split, spec=spec, bias=bias, dropout=dropout)
     return blockwise_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, split=split)
@@ -276,6 +277,6 @@ def _attend_densely(
 
 
 def group_heads(x_BNTS: Array, num_kv_heads: int) -> Array:
-  """Returns [B, K, G, T, S] of [B, N, T, S], or [B, 1, 1, T, S] of a single head, which broadcasts."""
+  """Returns [B, K, G, T, S] for [B, N, T, S], or [B, 1, 1, T, S], which broadcasts, for a single head."""
   B, N, T, S = x_BNTS.shape
   return x_BNTS.reshape(B, *((num_kv_heads, N // num_kv_heads) if N > 1 else (1, 1)), T, S)

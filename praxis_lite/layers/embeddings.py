@@ -48,18 +48,19 @@ class Embedding(Layer):
 
 
 def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None) -> WeightHParams:
-  """Returns the declaration of a table [V, D]; its fan in is D, so that vectors have norm 1 or so."""
+  """Returns the declaration of a table [V, D]; its fan in is D, so that vectors have a norm of about 1."""
   return WeightHParams((num_classes, dims), tensor_split_dims_mapping=split, fan_in_axes=(1,), fan_out_axes=(0,))
 
 
 def embed(layer: Layer, ids: jax.Array, field: str) -> jax.Array:
-  """Returns vectors [..., D] of ids [...] by the table `w` of a layer with the fields of `Embedding`.
+  """Returns vectors [..., D] of ids [...] from the table `w` of a layer that has the fields of `Embedding`.
 
   Args:
     layer: the layer, in a call.
     ids: integers.
-    field: the activation mapping of the vectors. Where it leaves D whole, D of the table is gathered before the lookup:
-      if a mesh axis splits both D of the table and the batch, the compiler would gather the vectors of the whole batch.
+    field: the activation mapping of the vectors. If it does not split D, the table is gathered along D before the
+      lookup. Otherwise the compiler would gather the vectors of the whole batch if a mesh axis splits both D of the
+      table and the batch.
   """
   table_VD = layer.theta.w
   wt, out = layer.weight_split_dims_mapping.wt, getattr(layer.activation_split_dims_mapping, field)
@@ -74,8 +75,8 @@ def lookup(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Ar
   if style == 'matmul':
     in_range = (ids >= 0) & (ids < table_VD.shape[0])
     one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=table_VD.dtype)
-    # The highest precision copies rows as they are; the default one may round them to bfloat16.
+    # The highest precision copies rows exactly; the default may round them to bfloat16.
     rows = jnp.matmul(one_hot, table_VD, precision=jax.lax.Precision.HIGHEST)
     return jnp.where(in_range[..., None], rows, jnp.nan)
-  ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Otherwise -1 would be the last row.
+  ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Without this, -1 would select the last row.
   return jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)

@@ -1,15 +1,16 @@
-"""What experts compute of their tokens, as pure functions of this device's tokens and experts.
+"""The computation of experts, as pure functions of the tokens and experts of one device.
 
-Without expert parallelism a device has all experts. With it, experts are split over mesh axes, and tokens travel to
-their experts and back by all-to-alls.
+Without expert parallelism, a device has all experts. With it, experts are split over mesh axes, and all-to-alls send
+tokens to their experts and results back.
 
     with_capacity   slots [E, n, D]; all-to-all: [E / P, P n, D]; one product for all experts
     dropless        rows [M, D] sorted by expert, with the size of each group; `jax.lax.ragged_dot`
 
-An all-to-all has a fixed size. With capacities that is the number of slots. Without, the rows for each device are given
-a bound, and what is above it is dropped: no row if the bound is the number of rows.
+An all-to-all has a fixed size. With capacities, this is the number of slots. Without, the number of rows for each
+device is bounded, and rows above the bound are dropped. If the bound is the number of rows, none is dropped.
 
-N tokens at hand, K experts per token, E experts, P parts of the expert axes, D model dims, F hidden dims, M slots.
+N tokens of the device, K experts per token, E experts, P parts of the expert axes, D model dims, F hidden dims, M
+slots.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class ExpertSplit:
   Attributes:
     tokens: spec of [B, T].
     weights: spec of each weight, as it is stored.
-    expert: axes that tokens are exchanged over; () without expert parallelism.
-    tensor: axes that split the hidden dims while experts compute; outputs are then summed.
+    expert: axes over which tokens are exchanged; () without expert parallelism.
+    tensor: axes that split the hidden dims while experts compute, so that outputs must be summed.
   """
 
   tokens: PartitionSpec
@@ -53,18 +54,18 @@ class ExpertSplit:
 
   @property
   def axes(self) -> frozenset[str]:
-    """All axes that are mapped."""
+    """All axes that the `shard_map` maps."""
     return frozenset({*all_axes(self.tokens), *(a for spec in self.weights.values() for a in all_axes(spec))})
 
   @property
   def parts(self) -> int:
-    """Inside `shard_map`: P."""
+    """Inside `shard_map`: returns P."""
     return jax.lax.axis_size(self.expert) if self.expert else 1
 
   def gather_weight(self, name: str, weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inside `shard_map`: a weight of true shape `shape`, split in its experts and hidden dims only.
+    """Inside `shard_map`: gathers a weight of true shape `shape`, except along its experts and hidden dims.
 
-    Gathers what is split otherwise; in the backward pass, its gradient is summed and scattered.
+    In the backward pass, its gradient is summed and scattered.
     """
     hidden = 1 if name == 'down' else 2
     for dim, entry in enumerate(self.weights[name] if self.axes else ()):
@@ -78,15 +79,15 @@ class ExpertSplit:
 def run_with_capacity(
   x_ND: jax.Array, plan: Plan, weights_M: jax.Array, mlp: Mlp, experts: int, axes: Axes
 ) -> jax.Array:
-  """Returns [N, D], the weighted sums of what experts make of tokens.
+  """Returns [N, D], the weighted sums of the outputs of experts for each token.
 
   Args:
     x_ND: tokens.
-    plan: as many slots for each expert.
-    weights_M: of the slots.
-    mlp: of rows [E / P, R, D] and weights [E / P, ...].
-    experts: E, with those that fill up the last device.
-    axes: that experts are split over.
+    plan: a plan with the same number of slots for each expert.
+    weights_M: weights of the slots.
+    mlp: function of rows [E / P, R, D] and weights [E / P, ...].
+    experts: E, including the padding of the last device.
+    axes: mesh axes that split the experts.
   """
   slots = dispatch(x_ND, plan).reshape(experts, -1, x_ND.shape[1])
   if axes:
@@ -100,13 +101,13 @@ def run_with_capacity(
 def dropless(
   x_ND: jax.Array, routed: TokenChoice, mlp: Mlp, experts: int, axes: Axes, bound: int
 ) -> tuple[jax.Array, Plan]:
-  """Returns [N, D], the weighted sums of what experts make of tokens, and the plan of this device's slots.
+  """Returns [N, D], the weighted sums of the outputs of experts for each token, and the plan of this device's slots.
 
   Args:
     x_ND, routed: tokens and their choices, [N, K].
-    mlp: of rows [M, D] and weights [E / P, ...].
-    experts, axes: as of `run_with_capacity`.
-    bound: how many rows are exchanged with each device along `axes`, at most.
+    mlp: function of rows [M, D] and weights [E / P, ...].
+    experts, axes: see `run_with_capacity`.
+    bound: the maximal number of rows that are exchanged with each device along `axes`.
   """
   if not axes:
     plan, sizes = sorted_plan(routed.experts, experts)
@@ -115,7 +116,7 @@ def dropless(
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     devices = jax.lax.axis_size(axes)
     own = experts // devices
-    plan = capacity_plan(routed.experts // own, devices, bound)  # Devices take the place of experts.
+    plan = capacity_plan(routed.experts // own, devices, bound)  # Here the plan is over devices, not experts.
     rows, expert_of_row = (
       exchange(dispatch(x_ND, plan)),
       exchange(plan.choices_to_slots(routed.experts % own, empty=own)),
@@ -129,7 +130,7 @@ def dropless(
 def pad_for_shard_map(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...]) -> jax.Array:
   """Returns floats `x`, of shape `true`, with zeros up to `shape`, for a `shard_map` that takes equal parts.
 
-  JAX's own gradient of a pad is one that crops, for which the guards have to gather.
+  The gradient is a slice. JAX's own gradient is a pad that crops, for which the guards would gather the array.
   """
   del true
   return with_sharding_constraint(pad_to(with_sharding_constraint(x, spec), shape), spec)
@@ -147,9 +148,9 @@ pad_for_shard_map.defvjp(lambda x, spec, shape, true: (pad_for_shard_map(x, spec
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_outputs(x: jax.Array, axes: Axes) -> jax.Array:
-  """Inside `shard_map` without `check_vma`: the sum over axes that the result, an output, is not split over.
+  """Inside `shard_map` without `check_vma`: sums an output over axes that do not split it.
 
-  The gradient of such an output comes as equal shares. JAX's own rule adds them up by communication.
+  The gradient of such an output arrives in equal shares, which JAX's own rule would add up by communication.
   """
   return jax.lax.psum(x, axes)
 

@@ -34,13 +34,13 @@ class FeedForward(Layer):
   """y = f(x W_up) W_down, with biases (Vaswani et al., 2017).
 
   Attributes:
-    input_dims: D, which is also that of the output.
+    input_dims: D, also of the output.
     hidden_dims: F.
     activation: name of f; see `activations.py`.
     use_bias: whether the linear layers have biases.
-    proj_tpl: of the children `up` and `down`.
-    dropout_tpl: of the child `dropout`, on the hidden layer.
-    out_init: initializer of the weight out of the hidden layer; None: as the other weights.
+    proj_tpl: template of the children `up` and `down`.
+    dropout_tpl: template of the child `dropout`, on the hidden layer.
+    out_init: initializer of the weight out of the hidden layer; None uses that of the other weights.
   """
 
   _inward: ClassVar[tuple[str, ...]] = ('up',)  # Names of the linear layers from D to F.
@@ -82,9 +82,9 @@ class FeedForward(Layer):
 
 
 class GatedFeedForward(FeedForward):
-  """y = (f(x W_gate) * (x W_up)) W_down, without biases: SwiGLU where f is SiLU (Shazeer, 2020).
+  """y = (f(x W_gate) * (x W_up)) W_down, without biases: SwiGLU if f is SiLU (Shazeer, 2020).
 
-  Attributes: those of `FeedForward`; `proj_tpl` is also that of the child `gate`.
+  Attributes: the same as for `FeedForward`; `proj_tpl` is also the template of the child `gate`.
   """
 
   _inward = ('gate', 'up')

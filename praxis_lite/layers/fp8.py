@@ -1,13 +1,14 @@
-"""Products of matrices with operands in 8 bits of floating point, scaled by what they hold at the moment.
+"""Products of matrices with operands in 8-bit floating point, scaled by their current values.
 
     q(x)  = round(x / s) in 8 bits,  s = max |x| / largest number of the format      one scale for an array
     y     = s_x s_w (q(x) . q(w))                                                     e4m3 by e4m3
     dx    = s_g s_w (q(g) . q(w)^T)                                                   e5m2 by e4m3
     dw    = s_x s_g (q(x)^T . q(g))                                                   e4m3 by e5m2
 
-Sums are in float32. e4m3 has 3 bits behind the leading one, e5m2 has 2, so an entry is rounded by up to 1/16 and 1/8 of
-itself. A product of normal entries is off by 4 % of its own size, and its gradients by 6 %. Scales of the moment
-need one more pass over an array than those of earlier steps (delayed scaling), and no state.
+Sums are in float32. After the leading bit, e4m3 has 3 bits and e5m2 has 2, so the relative rounding error is up to 1/16
+and 1/8. A product of normally distributed entries is off by 4 % of its own size, and its gradients by 6 %. Computing a
+scale from the current values takes one more pass over an array than using the values of earlier steps (delayed
+scaling), but needs no state.
 
 GPUs of compute capability 8.9 and above have such products; elsewhere XLA computes them in a wider format.
 """
@@ -28,7 +29,7 @@ MATMULS = ('fprop', 'fp8')
 
 
 def check_fp8(path: str) -> None:
-  """Raises ConfigError, naming the field at `path`, on a GPU without products in 8 bits of floating point."""
+  """Raises ConfigError, naming the field at `path`, on a GPU without products in 8-bit floating point."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   found = accelerator_of(device.device_kind) if device is not None and device.device_kind else None
   if found is not None and found.kind == 'gpu' and 'f8e4m3fn' not in found.peaks:
@@ -36,14 +37,14 @@ def check_fp8(path: str) -> None:
 
 
 def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.Array:
-  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x, computed as a field says.
+  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x.
 
   Args:
     x: [..., *I] in the dtype to compute in.
     w: [*I, *O].
     axes: number of dimensions I.
-    kind: one of `MATMULS`.
-    path: of the field.
+    kind: how it is computed, one of `MATMULS`.
+    path: path of the field that sets `kind`, for messages.
   """
   if kind == 'fprop':
     return x @ w if axes == 1 and w.ndim == 2 else jnp.tensordot(x, w, axes=axes)
@@ -53,12 +54,12 @@ def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def fp8_tensordot(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
-  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x; see above."""
+  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x; see the top of this file."""
   return _forward(x, w, axes)[0]
 
 
 Quantized = tuple[jax.Array, jax.Array]  # Values in 8 bits, and their scale, a float32 scalar.
-# Of x and w, and the two arrays' dtypes, as empty arrays.
+# x and w in 8 bits, and empty arrays that carry the dtypes of x and w.
 Residuals = tuple[Quantized, Quantized, jax.Array, jax.Array]
 
 
@@ -85,7 +86,7 @@ def _quantize(x: jax.Array, dtype: DTypeLike) -> Quantized:
   largest = float(jnp.finfo(dtype).max)
   wide = x.astype(jnp.float32)
   most = jnp.max(jnp.abs(wide))
-  least = float(jnp.finfo(jnp.float32).tiny)  # Below it, a scale would be zero where numbers so small are.
+  least = float(jnp.finfo(jnp.float32).tiny)  # Devices may round smaller scales to zero.
   scale = jnp.where(most > 0, jnp.maximum(most / largest, least), 1.0)
   return jnp.clip(wide / scale, -largest, largest).astype(dtype), scale
 

@@ -40,7 +40,7 @@ class Conv2D(Layer):
     use_bias: whether there is a bias.
     weight_split_dims_mapping: `wt`, [height, width, C / groups, O], of `w`; the bias is split as its last dimension.
     activation_split_dims_mapping: `out`, [B, H, W, O]. Height and width are gathered before the convolution and split
-      after it, because XLA's convolution of split images is not correct.
+      after it, because XLA computes convolutions of split images wrongly.
   """
 
   filter_shape: tuple[int, int, int, int] = REQUIRED
@@ -90,7 +90,7 @@ class Pooling(Layer):
   Attributes:
     kind: 'max' or 'mean'.
     window: height and width of a window.
-    strides: distance between windows; None: `window`.
+    strides: distance between windows; None means `window`.
     padding: 'SAME' or 'VALID', as in `Conv2D`.
     activation_split_dims_mapping: `out`, [B, H, W, C].
   """
@@ -156,8 +156,8 @@ class Mlp(Layer):
     input_dims: dims of the flattened input, such as H * W * C.
     hidden_dims: output dims of each linear layer.
     activation: name of the activation.
-    linear_tpl: of the children `linear_0`, `linear_1`, ...
-    dropout_tpl: of the child `dropout`.
+    linear_tpl: template of the children `linear_0`, `linear_1`, ...
+    dropout_tpl: template of the child `dropout`.
     activation_split_dims_mapping: `out`, the features, [B, F].
   """
 
@@ -195,11 +195,11 @@ class ConvNet(Layer):
     channels: output channels of each convolution.
     filter_size: height and width of the filters.
     activation: name of the activation.
-    conv_tpl: of the children `conv_0`, `conv_1`, ...; they have biases only if there is no norm, which has its own.
-    norm_tpl: of the children `norm_0`, `norm_1`, ...; None disables normalization.
-    pooling_tpl: of the child `pooling`, after each convolution; None disables pooling.
-    global_pooling_tpl: of the child `global_pooling`.
-    dropout_tpl: of the child `dropout`.
+    conv_tpl: template of the children `conv_0`, `conv_1`, ...; they have biases only if there are no norms.
+    norm_tpl: template of the children `norm_0`, `norm_1`, ...; None disables normalization.
+    pooling_tpl: template of the child `pooling`, after each convolution; None disables pooling.
+    global_pooling_tpl: template of the child `global_pooling`.
+    dropout_tpl: template of the child `dropout`.
     activation_split_dims_mapping: `out`, the features, [B, F].
   """
 
@@ -232,7 +232,7 @@ class ConvNet(Layer):
 
     Args:
       x_BHWC: images.
-      weights: [B] weights of the images, for norms over the batch; None: all weigh 1.
+      weights: [B] weights of the images, for norms over the batch; None means all are 1.
     """
     x_BHWC = x_BHWC.astype(self.fprop_dtype)
     for i, conv in enumerate(self.conv):

@@ -1,18 +1,18 @@
 """KV caches: keys and values of the tokens so far, and attention to them, for decoding.
 
-    growing   every row takes the next T slots; a row's padding leaves its slots empty, and the next tokens take those
-              that are empty in all rows
+    growing   every row takes the next T slots. Padding leaves slots empty; the next tokens take the slots that are
+              empty in all rows
     ring      W slots, for a sliding window of W: the token at position p is in slot p mod W of its row
 
-Two things keep the cost that of what was written, not that of the longest text there is room for. A growing cache is
-read a page at a time, up to the last page written, with the online softmax of `blocks.py`. A prompt longer than a page
-is read in steps of a page, so that no array holds prompt length x cache length.
+The cost depends on the number of cached tokens, not on the size of the cache, for two reasons. A growing cache is read
+page by page, up to the last page with a token, with the online softmax of `blocks.py`. And a prompt longer than a page
+is read in steps of a page, so that no array has the size prompt length x cache length.
 
 Entries may be stored in int8: each vector has a scale, max |x| / 127.
 
-A loop over layers passes the caches of all of them from turn to turn, stacked, and each layer writes its tokens into
-the stack and reads its pages from there, where a scan that slices and stacks them would copy all of it. Only of a
-prompt longer than a page, a layer takes its cache out, and puts it back.
+A loop over layers passes on the stacked caches of all layers. Each layer writes its tokens into the stack, and reads
+its pages from there; a scan that slices and stacks the caches would copy all of them. Only for a prompt longer than a
+page does a layer take its cache out of the stack, and put it back.
 
 L layers of a loop, B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
 """
@@ -41,18 +41,18 @@ PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queri
 
 
 class KVCache(NamedTuple):
-  """Slots of a cache, or tokens on their way into one.
+  """The slots of a cache, or new tokens that are not written yet.
 
-  A head's slots lie next to each other, as the products of attention read them; tokens on their way are laid out as the
-  layer computes them, [B, T, K, H], until they are written.
+  In a cache, the slots of a head are contiguous, as the products of attention need them. New tokens have the layout in
+  which the layer computes them, [B, T, K, H].
 
   Attributes:
     key, value: [B, K, S, H], in the dtype of the cache.
-    pos: [B, S] int32 position of the token in each slot; -1 where there is none.
-    slot: the number of slots taken, in a growing cache; None for tokens on their way.
+    pos: [B, S] int32 position of the token in each slot; -1 for an empty slot.
+    slot: the number of slots taken, in a growing cache; None for new tokens.
     key_scale, value_scale: [B, K, S] float32, factors of int8 entries; None for other dtypes.
-    turn: int32, which layer of a loop it is whose cache this is, and all arrays begin with the dimension L; None: the
-      cache of one layer.
+    turn: int32, the number of the layer in a loop; all arrays then begin with the dimension L. None for the cache of a
+      single layer.
   """
 
   key: jax.Array
@@ -64,14 +64,14 @@ class KVCache(NamedTuple):
   turn: jax.Array | None = None
 
   def unstack(self) -> KVCache:
-    """Returns the cache of this layer only, without those it is stacked with."""
+    """Returns only the cache of this layer from the stack."""
     turn = self.turn
     if turn is None:
       return self
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, turn, keepdims=False), self._replace(turn=None))
 
   def restack(self, own: KVCache) -> KVCache:
-    """Returns the stack with another cache of this layer."""
+    """Returns the stack with another cache for this layer."""
     turn = self.turn
     assert turn is not None
     after = jax.tree.map(
@@ -80,7 +80,7 @@ class KVCache(NamedTuple):
     return after._replace(turn=turn)
 
   def page(self, start: jax.Array, size: int) -> KVCache:
-    """Returns `size` slots of this layer, from `start` on."""
+    """Returns `size` slots of this layer, beginning at `start`."""
 
     def take(x: jax.Array) -> jax.Array:
       if self.turn is None:
@@ -110,10 +110,10 @@ class CachedAttention:
 
   Attributes:
     dtype: of the entries; int8 stores a scale for each vector.
-    window: how many of the last tokens are kept, which makes the cache a ring; None: all.
-    page_size: slots read at once, and tokens of a prompt taken at once; None: all, as for slots split over a mesh.
+    window: number of last tokens that are kept, which makes the cache a ring; None keeps all.
+    page_size: slots and tokens of a prompt that are read at once; None means all, as if a mesh splits the slots.
     spec: how attention is computed; its `implementation` is not used.
-    bias: added to the logits; None for nothing.
+    bias: bias of the logits; None disables it.
   """
 
   dtype: DTypeLike
@@ -142,13 +142,13 @@ class CachedAttention:
     cache: KVCache,
     mask: AttentionMask,
   ) -> tuple[jax.Array, KVCache]:
-    """Appends tokens to the cache; returns what each attends to, [B, T, N, H], and the cache.
+    """Appends tokens to the cache; returns the results of attention, [B, T, N, H], and the cache.
 
     Args:
-      query_BTNH, key_BTKH, value_BTKH: of the new tokens.
+      query_BTNH, key_BTKH, value_BTKH: queries, keys and values of the new tokens.
       pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
-      cache: with room for T tokens; a full growing cache overwrites its last slots.
-      mask: which positions each token attends to, of tokens that are cached or among these.
+      cache: a cache with room for T tokens; a full growing cache overwrites its last slots.
+      mask: which positions each token attends to, among the cached and the new tokens.
 
     Raises:
       ConfigError: the mask has arrays of queries or keys, which a cache does not keep.
@@ -163,10 +163,10 @@ class CachedAttention:
     page = self.page_size
     if page is None or page >= pos_BT.shape[1] or (self.window is not None and sees_later):
       return self._extend(query_BTNH, new, cache, mask)
-    if cache.turn is not None:  # XLA would copy the whole stack where loops over pages write and read it.
+    if cache.turn is not None:  # If loops over pages wrote to the stack and read it, XLA would copy it.
       context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.unstack(), mask)
       return context_BTNH, cache.restack(own)
-    if sees_later:  # The first page attends to the last one too.
+    if sees_later:  # The first page may attend to the last one.
       cache = _append(cache, new)
 
       def attend(carry: None, page_of: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
@@ -187,7 +187,7 @@ class CachedAttention:
     if self.window is None:
       cache = _append(cache, new)
       return self._attend(query_BTNH, new.pos, cache, mask), cache
-    # In a ring, the first of several new tokens may still see what the last of them overwrites.
+    # In a ring, the first of several new tokens may attend to slots that the last one overwrites.
     after = _write_ring(cache, new)
     if new.num_slots == 1:
       return self._attend_at_once(query_BTNH, new.pos, after, mask), after
@@ -195,7 +195,7 @@ class CachedAttention:
     return self._attend_at_once(query_BTNH, new.pos, seen, mask), after
 
   def _to_entries(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
-    """Returns tokens in the form that the cache keeps."""
+    """Returns tokens in the form in which the cache stores them."""
     if jnp.dtype(self.dtype) != jnp.int8:
       return KVCache(key_BTKH.astype(self.dtype), value_BTKH.astype(self.dtype), pos_BT)
     (key, key_scale), (value, value_scale) = _quantize(key_BTKH), _quantize(value_BTKH)
@@ -219,7 +219,7 @@ class CachedAttention:
   def _attend_by_page(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int
   ) -> jax.Array:
-    """Attention with an online softmax over the pages that hold tokens."""
+    """Computes attention with an online softmax over the pages that contain tokens."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)
@@ -244,14 +244,17 @@ class CachedAttention:
 
 
 def _mask_slots(mask: AttentionMask, pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
-  """Returns bool [B, T, S]: what a mask allows of the slots that are taken; those that are not have position -1."""
+  """Returns bool [B, T, S]: the slots that are taken, which have positions from 0 on, and that the mask allows."""
   return jnp.asarray(combine_masks((key_pos_BS >= 0)[:, None, :], mask.allows(pos_BT, key_pos_BS)))
 
 
 def _scan_pages(
   step: Callable[[T, tuple[Any, ...]], tuple[T, jax.Array]], carry: T, arrays: tuple[Any, ...], page: int
 ) -> tuple[T, jax.Array]:
-  """Returns (carry, results [B, T, ...]) of a step for each page of arrays [B, T, ...]; the first may be shorter."""
+  """Runs `step` for each page of arrays [B, T, ...]; returns the carry, and the results [B, T, ...].
+
+  The first page may be shorter than the others.
+  """
 
   def to_pages(x: jax.Array) -> jax.Array:
     """[B, n page, ...] to [n, B, page, ...]."""
@@ -274,12 +277,15 @@ def _quantize(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _slot_axis(rank: int) -> int:
-  """The dimension of slots in an array of one cache: positions [B, S], scales [B, K, S], vectors [B, K, S, H]."""
+  """Returns the dimension of slots in an array of one cache.
+
+  The arrays are positions [B, S], scales [B, K, S], and vectors [B, K, S, H].
+  """
   return min(rank - 1, 2)
 
 
 def _to_slots(new: KVCache) -> KVCache:
-  """Tokens on their way, [B, T, K, ...], laid out as slots."""
+  """Returns new tokens, [B, T, K, ...], in the layout of slots."""
   return jax.tree.map(lambda x: x if x.ndim == 2 else jnp.swapaxes(x, 1, 2), new)
 
 
@@ -288,7 +294,7 @@ def _join_slots(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _append(cache: KVCache, new: KVCache) -> KVCache:
-  """Writes tokens to the next slots of a growing cache; columns of padding at the end take none."""
+  """Writes tokens to the next slots of a growing cache; columns at the end that are only padding take none."""
   turn, columns = cache.turn, new.num_slots
   assert cache.slot is not None
   slot = cache.slot if turn is None else cache.slot[turn]
@@ -308,7 +314,10 @@ def _append(cache: KVCache, new: KVCache) -> KVCache:
 
 
 def _write_ring(cache: KVCache, new: KVCache) -> KVCache:
-  """Writes the last tokens of each row to their slots; padding, and what a later token overwrites, is left out."""
+  """Writes the last tokens of each row to their slots.
+
+  It leaves out padding, and tokens whose slot a later token takes.
+  """
   num_slots = cache.num_slots
   last_B1 = jnp.max(new.pos, axis=1, keepdims=True)
   stays_BT = (new.pos >= 0) & (new.pos > last_B1 - num_slots)
@@ -325,7 +334,7 @@ def _write_ring(cache: KVCache, new: KVCache) -> KVCache:
 
 
 def _write_arrays(write: Callable[[jax.Array, jax.Array], jax.Array], cache: KVCache, new: KVCache) -> KVCache:
-  """Returns the cache with arrays changed by `write(slots, tokens)`."""
+  """Returns the cache with its arrays changed by `write(slots, tokens)`."""
   slots = cache._replace(slot=None, turn=None)
   return jax.tree.map(write, slots, new)._replace(slot=cache.slot, turn=cache.turn)
 
@@ -334,16 +343,16 @@ def _write_arrays(write: Callable[[jax.Array, jax.Array], jax.Array], cache: KVC
 
 
 class StackedCaches:
-  """The caches in the decode state of a loop over layers, which it passes on from turn to turn.
+  """The stacked caches in the decode state of a loop over layers, which each iteration passes on to the next.
 
-  Caches of a loop inside one of these layers are not among them: they begin with more than one dimension of layers.
+  Caches of a loop inside one of these layers are not included, because they have several dimensions of layers.
 
   Args:
     state: the decode state of the loop, stacked.
 
   Attributes:
-    arrays: of the caches, by path.
-    others: what else is in the state.
+    arrays: arrays of the caches, by path.
+    others: all other arrays of the state.
   """
 
   def __init__(self, state: NestedDict):
@@ -352,12 +361,12 @@ class StackedCaches:
     self.arrays, self.others = self.split(state)
 
   def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:
-    """Returns the arrays of the caches in the state of the loop, or after a turn of it; and what else is there."""
+    """Splits the state of the loop, or the state after an iteration, into the arrays of caches and all others."""
     arrays = select(state, lambda path: path[:-1] in self._places and path[-1] != 'turn')
     return arrays, select(state, lambda path: path[:-1] not in self._places)
 
   def turn_state(self, arrays: NestedDict, others: NestedDict, turn: jax.Array) -> NestedDict:
-    """Returns the decode state of the layer of a turn, which takes the caches of all."""
+    """Returns the decode state of the layer in one iteration, which contains the caches of all layers."""
     state = merge(others, arrays)
     for place in self._places:
       state = insert(state, (*place, 'turn'), turn)

@@ -1,16 +1,16 @@
-"""Which keys a query attends to: masks that compose with `&` and `|`, and that know what they do to whole blocks.
+"""Masks: which keys a query attends to. Masks compose with `&` and `|`, and know which blocks they empty or fill.
 
     Causal() & SlidingWindow(512)                               up to the query's own position, and less than 512 away
     (Causal() | Prefix(lengths_B)) & Segments(ids_BT, ids_BT)   prefix-LM on packed rows
 
-A mask is a tree of arrays, so it passes through transforms. Attention knows three things of it, and no kind by name:
+A mask is a tree of arrays, so it can pass through transforms. Attention uses three methods, and knows no kind by name:
 
     allows        the mask of given queries and keys, as an array
-    some_allowed  which pairs of blocks it may leave something of; attention skips the others
-    some_masked   which pairs of blocks it may take something from; attention does not mask the others
+    some_allowed  in which pairs of blocks some key may be allowed; attention skips the other pairs
+    some_masked   in which pairs of blocks some key may be masked; attention does not mask the other pairs
 
-and it slices the arrays of a mask by what their fields say they belong to: each query, each key, or each row. So a new
-kind is one class with `allows`; the other two methods only save work.
+The fields of a mask say whether their arrays have a value for each query, each key or each row, so that attention can
+cut them. A new kind of mask is a class with `allows`; the other two methods only save work.
 
 B batch, T length of the queries, S length of the keys; I, J numbers of their blocks, Q and S lengths of a block.
 """
@@ -56,8 +56,8 @@ def _per_part() -> Any:
 class BlockRanges(NamedTuple):
   """The least and greatest index of each block: of queries [I, 1], of keys [J].
 
-  `all_rows` says whether all rows of the batch are at hand. Where they are not, a mask must not compare what differs
-  by row: the devices would have to wait for each other.
+  `all_rows` says whether the arrays have all rows of the batch. If not, a mask must not use values that differ by row,
+  because devices would have to wait for each other.
   """
 
   query_low: Array
@@ -69,13 +69,13 @@ class BlockRanges(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-  """Something that happens in pairs of blocks, bool [I, J] or what broadcasts to it: False where it surely does not.
+  """In which pairs of blocks a condition may hold: bool [I, J], or an array that broadcasts to it.
 
-  Both arrays must be True where it happens; None is True everywhere.
+  An array is False only where the condition surely does not hold. None means True everywhere.
 
   Attributes:
-    by_index: what follows from the indices of the blocks. It is a NumPy array where they are.
-    by_data: what follows from arrays of the mask.
+    by_index: follows from the indices of the blocks; a NumPy array if these are NumPy arrays.
+    by_data: follows from the arrays of the mask.
   """
 
   by_index: Array | None = None
@@ -101,7 +101,7 @@ class Known:
 class AttentionMask(abc.ABC):
   """Which keys a query attends to. Subclasses become frozen dataclasses and trees of arrays.
 
-  The fields of a subclass are static, but those declared by `per_query`, `per_key` or `per_row`, which are arrays.
+  Fields declared by `per_query`, `per_key` or `per_row` are arrays; other fields of a subclass are static.
   """
 
   def __init_subclass__(cls, **kwargs: object) -> None:
@@ -113,26 +113,26 @@ class AttentionMask(abc.ABC):
 
   @abc.abstractmethod
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array | None:
-    """Returns bool that broadcasts to [B, T, S], True where a query attends to a key; None where all do.
+    """Returns bool that broadcasts to [B, T, S], True where a query attends to a key; None if all do.
 
     Args:
-      query_T, key_S: indices in the row, to which the arrays of this mask belong; or those of each row, [B, T] and
-        [B, S]. In decoding they are positions in the sequence. What is returned for negative ones does not matter.
+      query_T, key_S: indices in the row, in the same order as the arrays of this mask; or indices of each row, [B, T]
+        and [B, S]. In decoding they are positions in the sequence. Results for negative ones are not used.
     """
 
   def some_allowed(self, at: BlockRanges) -> Known:
-    """Returns which pairs of blocks have a query that attends to a key; it may say so of more.
+    """Returns in which pairs of blocks some query attends to some key; other pairs may be True too.
 
     Here and in `some_masked`, the arrays of this mask are in blocks: [I, B, Q, ...], [J, B, S, ...], and [B, ...].
     """
     return Known()
 
   def some_masked(self, at: BlockRanges) -> Known:
-    """Returns which pairs of blocks have a query that does not attend to a key; it may say so of more."""
+    """Returns in which pairs of blocks some query does not attend to some key; other pairs may be True too."""
     return Known()
 
   def map_arrays(self, **functions: Callable[[Any], Any]) -> Self:
-    """Returns the mask with other arrays: each function, of `query`, `key` or `row`, maps those of its kind."""
+    """Returns the mask with mapped arrays: the functions `query`, `key` and `row` map the arrays of these kinds."""
     changes = {}
     for field in dataclasses.fields(self):
       value, kind = getattr(self, field.name), field.metadata.get('per')
@@ -154,12 +154,12 @@ class AttentionMask(abc.ABC):
     return found
 
   def replace_arrays(self, kind: str, arrays: Iterable[Any]) -> Self:
-    """Returns the mask with other arrays of a kind, in the order of `arrays`."""
+    """Returns the mask with its arrays of a kind replaced by `arrays`, in order."""
     following = iter(arrays)
     return self.map_arrays(**{kind: lambda _: next(following)})
 
   def to_array(self, query_len: int, key_len: int) -> Array | None:
-    """Returns the mask of all queries and keys, [B or 1, N or 1, T, S]; None where all is allowed."""
+    """Returns the mask for all queries and keys, [B or 1, N or 1, T, S]; None if all keys are allowed."""
     parts = _parts(And, self)
     arrays = [part.allowed for part in parts if isinstance(part, ArrayMask)]
     rules = (p.allows(jnp.arange(query_len), jnp.arange(key_len)) for p in parts if not isinstance(p, ArrayMask))
@@ -182,7 +182,7 @@ class AttentionMask(abc.ABC):
 
 
 class And(AttentionMask):
-  """What all of some masks allow; at most one of them goes by offsets, and it is the first."""
+  """Allows the keys that all parts allow. At most one part is an `OffsetMask`, and it is the first."""
 
   parts: tuple[AttentionMask, ...] = _per_part()
 
@@ -197,7 +197,7 @@ class And(AttentionMask):
 
 
 class Or(AttentionMask):
-  """What any of some masks allows."""
+  """Allows the keys that any part allows."""
 
   parts: tuple[AttentionMask, ...] = _per_part()
 
@@ -212,11 +212,11 @@ class Or(AttentionMask):
     return functools.reduce(operator.and_, (part.some_masked(at) for part in self.parts))
 
 
-# ---------------------------------------------------------------- kinds that go by indices
+# ---------------------------------------------------------------- kinds that depend on indices only
 
 
 class OffsetMask(AttentionMask):
-  """Keys from `behind` indices before a query to `ahead` indices after it; None does not limit that side."""
+  """Allows keys from `behind` indices before a query to `ahead` indices after it; None does not limit that side."""
 
   @property
   @abc.abstractmethod
@@ -241,20 +241,20 @@ class OffsetMask(AttentionMask):
 
 
 class Band(OffsetMask):
-  """Keys from `behind` indices before a query to `ahead` indices after it; `Band()` allows all keys."""
+  """An `OffsetMask` with given limits; `Band()` allows all keys."""
 
   behind: int | None = None
   ahead: int | None = None
 
 
 class Causal(OffsetMask):
-  """Keys up to the query's own index."""
+  """Allows keys up to the query's own index."""
 
   behind, ahead = None, 0
 
 
 class SlidingWindow(OffsetMask):
-  """Keys less than `window` away, before and after the query."""
+  """Allows keys less than `window` away, before and after the query."""
 
   window: int
 
@@ -268,7 +268,7 @@ class SlidingWindow(OffsetMask):
 
 
 class FunctionMask(AttentionMask):
-  """What a function of indices allows; nothing is known of whole blocks.
+  """Allows the keys for which a function of indices is True; it knows nothing about blocks.
 
   Attributes:
     fn: (indices [..., T, 1] of queries, indices [..., 1, S] of keys) -> bool [..., T, S].
@@ -280,11 +280,11 @@ class FunctionMask(AttentionMask):
     return self.fn(query_T[..., :, None], key_S[..., None, :])
 
 
-# ---------------------------------------------------------------- kinds that go by arrays
+# ---------------------------------------------------------------- kinds with arrays
 
 
 class Prefix(AttentionMask):
-  """The first keys of each row: those before index `length_B`, int32 [B]."""
+  """Allows the first keys of each row: those before index `length_B`, int32 [B]."""
 
   length_B: jax.Array = per_row()
 
@@ -299,7 +299,7 @@ class Prefix(AttentionMask):
 
 
 class Segments(AttentionMask):
-  """Keys with the query's own segment id, int32; padding, of segment 0, attends to padding."""
+  """Allows keys with the query's own segment id, int32; so padding, which has segment 0, attends to padding."""
 
   ids_BT: jax.Array = per_query()
   key_ids_BS: jax.Array = per_key()
@@ -320,13 +320,13 @@ class Segments(AttentionMask):
     return Known(by_data=jnp.any((q_low != q_high) | (k_low != k_high) | (q_low != k_low), axis=-1))
 
   def _ranges(self) -> tuple[jax.Array, ...]:
-    """The least and greatest ids of blocks: of queries [I, 1, B], and of keys [J, B]."""
+    """Returns the least and greatest ids of blocks: of queries [I, 1, B], and of keys [J, B]."""
     q_low, q_high = self.ids_BT.min(-1)[:, None], self.ids_BT.max(-1)[:, None]
     return q_low, q_high, self.key_ids_BS.min(-1), self.key_ids_BS.max(-1)
 
 
 class Paddings(AttentionMask):
-  """Keys that are not padding: those where `paddings_BS` is 0."""
+  """Allows keys that are not padding: those where `paddings_BS` is 0."""
 
   paddings_BS: jax.Array = per_key()
 
@@ -341,7 +341,7 @@ class Paddings(AttentionMask):
 
 
 class ArrayMask(AttentionMask):
-  """What an array allows, by indices: bool [B or 1, T, S]; or [B or 1, N, T, S], which only dense attention takes."""
+  """Allows keys by an array: bool [B or 1, T, S], or for dense attention only, [B or 1, N, T, S]."""
 
   allowed: jax.Array = per_query()
 
@@ -357,7 +357,10 @@ class ArrayMask(AttentionMask):
 
 
 def to_mask(mask: AttentionMask | Array | None) -> AttentionMask:
-  """Returns a mask: of an array that broadcasts to [B, N, T, S]; of None, which allows all; or the mask itself."""
+  """Returns an array, None or a mask as a mask.
+
+  An array is bool and broadcasts to [B, N, T, S]; None allows all keys.
+  """
   if isinstance(mask, AttentionMask):
     return mask
   if mask is None:
@@ -374,13 +377,13 @@ def make_mask(
   segments_BT: jax.Array | None = None,
   key_segments_BS: jax.Array | None = None,
 ) -> AttentionMask:
-  """Returns the mask of the usual rules; a query attends to the keys that all of them allow.
+  """Returns the conjunction of the usual masks.
 
   Args:
-    causal: keys up to the query's own index.
-    window: keys less than this far away; None disables the limit.
-    prefix_B: int32, how many of the first keys of each row all queries attend to. Only affects causal masks.
-    segments_BT, key_segments_BS: keys with the query's own segment id; both or neither.
+    causal: allow only keys up to the query's own index.
+    window: allow only keys less than this far away; None disables the limit.
+    prefix_B: int32, the length of the prefix of each row that all queries attend to. Only affects causal masks.
+    segments_BT, key_segments_BS: allow only keys with the query's own segment id; if one is None, neither is used.
   """
   mask: AttentionMask = Causal() if causal else Band()
   if causal and prefix_B is not None:
@@ -397,7 +400,10 @@ Visibility = make_mask
 
 
 def split_offsets(mask: AttentionMask) -> tuple[OffsetMask, AttentionMask | None]:
-  """Returns what of a mask goes by offsets, and what else must hold; for kernels that know causal masks and windows."""
+  """Splits a mask into the part that depends only on offsets, and the rest, which is None if there is no rest.
+
+  This is for kernels that support causal masks and windows directly.
+  """
   first, *others = _parts(And, mask)
   if not isinstance(first, OffsetMask):
     return Band(), mask
@@ -405,7 +411,7 @@ def split_offsets(mask: AttentionMask) -> tuple[OffsetMask, AttentionMask | None
 
 
 def mask_leaves(mask: AttentionMask) -> Iterator[AttentionMask]:
-  """Yields the masks that a mask is composed of."""
+  """Yields the masks that a composed mask consists of."""
   if isinstance(mask, And | Or):
     for part in mask.parts:
       yield from mask_leaves(part)
@@ -414,12 +420,12 @@ def mask_leaves(mask: AttentionMask) -> Iterator[AttentionMask]:
 
 
 def has_array_mask(mask: AttentionMask) -> bool:
-  """Whether a mask is an array of queries and keys, or composed of one that is."""
+  """Whether a mask is an `ArrayMask`, or contains one."""
   return any(isinstance(leaf, ArrayMask) for leaf in mask_leaves(mask))
 
 
 def has_causal(mask: AttentionMask) -> bool:
-  """Whether a mask is causal, or composed of one that is, as that of a prefix-LM."""
+  """Whether a mask is causal, or contains a causal mask, like that of a prefix-LM."""
   return any(isinstance(leaf, OffsetMask) and leaf.ahead == 0 for leaf in mask_leaves(mask))
 
 
@@ -441,7 +447,7 @@ def _intersect(a: OffsetMask, b: OffsetMask) -> OffsetMask:
 
 
 def _is_within(index: Array, start: Array, distance: int | None) -> Array | None:
-  """Whether an index is at most this far after another one; None without a limit."""
+  """Whether an index is at most `distance` after `start`; None if there is no limit."""
   if distance is None:
     return None
   return index - start < distance + 1 if distance else index <= start

@@ -1,4 +1,4 @@
-"""MoeFeedForward: a feed-forward layer of many experts, of which each token uses a few.
+"""MoeFeedForward: a feed-forward layer with many experts; each token uses only a few of them.
 
     y_t = sum_k weight_tk expert_tk(x_t)  (+ shared(x_t), or sigmoid(x_t . w) shared(x_t))
     expert(x) = (f(x W_gate) * (x W_up)) W_down
@@ -6,17 +6,17 @@
 Dispatch, from tokens to experts:
 
     dropless    tokens are sorted by expert; `jax.lax.ragged_dot` multiplies each group by the weights of its expert
-    capacity    each expert has C slots for the tokens of a row; tokens that find none skip the expert
+    capacity    each expert has C slots for the tokens of a row; tokens beyond that skip the expert
 
-Expert parallelism: experts are split over a mesh axis, tokens are exchanged by all-to-alls within a `shard_map` over
+Expert parallelism: experts are split over a mesh axis, and tokens are exchanged by all-to-alls, in a `shard_map` over
 the axes that split tokens and weights:
 
     dispatch        [E, n, D] of this device's tokens
     all-to-all      [E / P, P n, D] of all devices' tokens, for this device's experts
     experts, all-to-all back, combine
 
-The other dims of the weights may be split too: F, then each device computes its part of the hidden layer and outputs
-are summed; D, or any dim over an axis that splits tokens, then weights are gathered before their use.
+The other dims of the weights may be split too. If F is split, each device computes its part of the hidden layer, and
+outputs are summed. If D is split, or any dim over an axis that splits tokens, weights are gathered before their use.
 
 B batch, T length, D model dims, F hidden dims, E experts, K experts per token, C capacity, P parts of the expert axis.
 """
@@ -64,19 +64,19 @@ from praxis_lite.sharding.padding import pad_to, padded_shape
 from praxis_lite.sharding.specs import all_axes, axes_to_entry, complete_spec, spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit
 
-# An exchange of so few rows with each device is not worth dropping one.
+# The exchange has room for at least this number of rows for each device: fewer would save little.
 _FEW_ROWS = 128
 # With at least this many devices, an exchange with room for all tokens wastes more than it is worth.
 _MANY_DEVICES = 4
 
 
 class ExpertOutputs(NamedTuple):
-  """What this device's tokens get from experts.
+  """The results of experts for this device's tokens.
 
   Attributes:
     y: [B, T, D].
-    load: [B, 1, E] float32, how many tokens of a row chose an expert, or were chosen by it.
-    dropped: [B, 1] float32, how many of these choices found no slot, or how many tokens no expert.
+    load: [B, 1, E] float32, number of tokens of a row that chose an expert, or that it chose.
+    dropped: [B, 1] float32, number of these choices without a slot, or of tokens that no expert chose.
   """
 
   y: jax.Array
@@ -85,35 +85,38 @@ class ExpertOutputs(NamedTuple):
 
 
 class MoeWeightSplit(FeedForwardWeightSplit):
-  """`wt`: weights into the hidden layer, [E, D, F]; `down`: out of it, [E, F, D], by default as `wt` says."""
+  """`wt`: weights into the hidden layer, [E, D, F]; `down`: the weight out of it, [E, F, D].
+
+  By default, `down` splits the dimensions like `wt`.
+  """
 
 
 class MoeFeedForward(Layer):
   """A mixture of experts: see the top of this file.
 
   Attributes:
-    input_dims: D, which is also that of the output.
-    hidden_dims: F, of one expert.
+    input_dims: D, also of the output.
+    hidden_dims: F, the hidden dims of one expert.
     num_experts: E.
-    num_experts_per_token: K; with expert choice, how many experts choose a token on average.
-    gated: whether experts are gated, as `GatedFeedForward`; otherwise they are f(x W_up) W_down.
+    num_experts_per_token: K; with expert choice, the mean number of experts that choose a token.
+    gated: whether experts are gated, like `GatedFeedForward`; otherwise they are f(x W_up) W_down.
     activation: name of f; see `activations.py`.
-    router_tpl: of the child `router`: who chooses, by which scores, and what balances the load.
+    router_tpl: template of the child `router`, which computes scores, chooses, and balances the load.
     dispatch: 'dropless' or 'capacity'.
     capacity_factor: with 'capacity', C = capacity_factor * K * T / E.
-    expert_axis: mesh or logical axis, or several, that tokens are exchanged over: each device along it computes its own
-      experts. It has to be what splits E in `weight_split_dims_mapping`, which None leaves to it. None: each device
-      computes all experts for its own tokens, and gathers their weights if they are split.
-    exchange_factor: of 'dropless' with an `expert_axis`. An all-to-all has a fixed size; None makes it as large as if
-      all tokens chose the same device, so that none can be dropped. With a factor it is that factor times the mean,
-      beyond which choices are dropped, last ones first; but at least 128 rows to each device, so that decoding of small
-      batches drops none.
-    num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0: there is none.
-    shared_tpl: of the child `shared`.
-    shared_expert_gate: whether each token weighs the shared experts' output by a sigmoid of its own, with the weights
-      of the child `shared_gate`, [D, 1] (as Qwen2-MoE).
-    out_init: initializer of the weight out of the hidden layer; None: as the other weights.
-    activation_split_dims_mapping: `out`, [B, T, D]: how tokens are split, in the layer too.
+    expert_axis: mesh or logical axis, or several, over which tokens are exchanged, and which splits E: each device
+      along it computes its own experts. A `weight_split_dims_mapping` must split E over the same axis. With None, each
+      device computes all experts for its own tokens, and gathers their weights if they are split.
+    exchange_factor: for 'dropless' with an `expert_axis`. An all-to-all has a fixed size. With None, it has room even
+      if all tokens choose the same device, so that no token is dropped. With a factor, it has room for the factor times
+      the mean, and at least for 128 rows to each device, so that no choice is dropped when small batches are decoded.
+      Choices beyond that are dropped, the last ones first.
+    num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0 disables it.
+    shared_tpl: template of the child `shared`.
+    shared_expert_gate: whether the output of the shared experts is multiplied by a sigmoid for each token, computed by
+      the child `shared_gate`, [D, 1] (Qwen2-MoE).
+    out_init: initializer of the weight out of the hidden layer; None uses that of the other weights.
+    activation_split_dims_mapping: `out`, [B, T, D]: how tokens are split, also inside the layer.
   """
 
   takes_paddings: ClassVar[bool] = True
@@ -158,8 +161,8 @@ class MoeFeedForward(Layer):
     """Returns [B, T, D].
 
     Args:
-      x_BTD: the tokens; capacities are those of a row, T tokens.
-      paddings: [B, T], not zero where a token is padding: it takes no slot, and experts add nothing to it.
+      x_BTD: the tokens; a capacity applies to the T tokens of a row.
+      paddings: [B, T], nonzero for padding tokens, which take no slot and get zero from experts.
     """
     paddings = self.mark_filler_rows(paddings, x_BTD.shape[:2])
     real_BT = jnp.ones(x_BTD.shape[:2], bool) if paddings is None else paddings == 0
@@ -174,7 +177,7 @@ class MoeFeedForward(Layer):
     return checkpoint_name(self.shard(y_BTD), 'ffn_out')
 
   def expert_parts(self, sizes: Mapping[str, int]) -> tuple[int, bool]:
-    """Returns over how many devices experts are split, on a mesh of these sizes, and whether tokens are exchanged."""
+    """Returns the number of devices that split experts on a mesh of these sizes, and whether tokens are exchanged."""
     split = self._split({axis: size for axis, size in sizes.items() if size > 1})
     parts = math.prod(sizes[axis] for axis in spec_axes(split.weights['up'][0]))
     return parts, bool(split.expert)
@@ -245,7 +248,7 @@ class MoeFeedForward(Layer):
       )
 
   def _weight_splits(self) -> tuple[DeclaredSplit | None, DeclaredSplit | None]:
-    """Returns the mappings of the weights into the hidden layer, and of the one out of it."""
+    """Returns the mapping of the weights into the hidden layer, and the mapping of the weight out of it."""
     field, split = f'{self.path_name}.weight_split_dims_mapping', self.weight_split_dims_mapping
     wt, down = split.wt, split.down
     expert, own = None if self.expert_axis is None else (self.expert_axis,), f'{self.path_name}.expert_axis'
@@ -267,7 +270,7 @@ class MoeFeedForward(Layer):
   # ---------------------------------------------------------------- experts
 
   def _experts(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> ExpertOutputs:
-    """Runs `_run_on_device`, where there is a mesh on each device's part of tokens and weights."""
+    """Runs `_run_on_device`, on a mesh for each device's part of tokens and weights."""
     theta, sizes = self.theta, unmapped_axes()
     weights = {name: getattr(theta, name) for name in (*self._inward, 'down')}
     bias_E = self.router.selection_bias
@@ -282,7 +285,7 @@ class MoeFeedForward(Layer):
       in_specs=specs,
       out_specs=(wide, wide, tokens),
       axis_names=split.axes,
-      check_vma=False,  # What is replicated over an axis is so by construction.
+      check_vma=False,  # Values that are replicated over an axis are so by construction.
     )
 
     def equal_parts(spec: PartitionSpec, x: jax.Array) -> jax.Array:
@@ -307,7 +310,7 @@ class MoeFeedForward(Layer):
     tensor = weights['up'][2]
     if tensor != weights['down'][1] or {*tensor} & {*batch, *expert}:
       tensor = ()
-    # Capacities are those of a row, which has to be whole, and so have tokens where the hidden dims are split.
+    # Capacities apply to rows, so rows must be whole; so must be tokens if the hidden dims are split.
     time = () if self.dispatch == 'capacity' else tuple(a for a in time if a not in tensor)
     batch += tuple(a for a in expert if a not in (*batch, *time))
     specs = {name: PartitionSpec(*map(axes_to_entry, axes)) for name, axes in weights.items()}
@@ -322,9 +325,9 @@ class MoeFeedForward(Layer):
     bias_E: jax.Array | None,
     weights: dict[str, jax.Array],
   ) -> ExpertOutputs:
-    """Routes this device's tokens, and computes what experts make of them."""
+    """Routes this device's tokens, and computes the outputs of experts for them."""
     weights = {name: split.gather_weight(name, w, self._weights[name].shape) for name, w in weights.items()}
-    num_experts = weights['up'].shape[0] * split.parts  # With those that fill up the last device.
+    num_experts = weights['up'].shape[0] * split.parts  # Including the padding of the last device.
     scores_BTE = router_scores(logits_BTE, self.router.score)
     mlp = functools.partial(self._mlp, weights)
     if self.router.choice == 'expert':
@@ -392,7 +395,7 @@ class MoeFeedForward(Layer):
     )
 
   def _mlp(self, weights: dict[str, jax.Array], product: Product, rows: jax.Array) -> jax.Array:
-    """What experts make of their rows."""
+    """Computes experts for their rows."""
     fn = get_activation(self.activation)
     hidden = checkpoint_name(product(rows, weights['up']), 'ffn_up')
     if self.gated:

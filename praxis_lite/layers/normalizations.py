@@ -1,4 +1,4 @@
-"""Normalizations. Statistics are in float32, whatever dtype the layer computes in; the result is in that dtype.
+"""Normalizations. Statistics are always in float32; the result has the dtype of the computation.
 
 B batch, T length, D normalized dims.
 """
@@ -34,7 +34,7 @@ class Norm(Layer):
   weight_split_dims_mapping: Config = template(WeightSplit)
 
   def _declare(self, averages: bool = False, **first_values: float) -> None:
-    """Declares variables [D] of these names and first values: weights, or averages that the layer itself updates."""
+    """Declares variables [D] by names and initial values: weights, or averages that the layer itself updates."""
     for name, value in first_values.items():
       variable = WeightHParams(
         (self.dims,),
@@ -46,7 +46,7 @@ class Norm(Layer):
       self.create_variable(name, variable, trainable=not averages)
 
   def _output(self, y: jax.Array) -> jax.Array:
-    """Returns y * scale + bias, as far as these are declared, in the dtype that the layer computes in."""
+    """Returns y * scale + bias in the dtype of the computation; scale and bias apply only if they are declared."""
     if 'scale' in self._weights:
       y *= self.theta.scale
     if 'bias' in self._weights:
@@ -140,7 +140,7 @@ class BatchNorm(Norm):
 
     Args:
       x: [B, ..., D].
-      weights: [B], or any leading dimensions of `x`: weight of each entry in the statistics; None: all weigh 1.
+      weights: [B], or any leading dimensions of `x`: weight of each entry in the statistics; None means all are 1.
     """
     x32 = widen(x)
     if self.do_eval:

@@ -1,8 +1,8 @@
 """Pipelined: a stack of layers cut into stages, which work on different microbatches at the same time.
 
-The program is a loop over ticks of a function that is mapped over stages; the compiler splits the dimension of stages
-over a mesh axis, so that each device computes its own stages. What a device sends in a tick is one microbatch, to the
-next one (Xu et al., 2021, GSPMD, section 3.3).
+The program is a loop over ticks. In each tick, one function is mapped over the stages. The compiler splits the
+dimension of stages over a mesh axis, so that each device computes its own stages, and sends one microbatch to the next
+device in each tick (Xu et al., 2021, GSPMD, section 3.3).
 
     queue = microbatches                                     [S, M, mb, ...], read at stage 0, written at stage S - 1
     for tick in range(M + S - 1):
@@ -13,17 +13,17 @@ next one (Xu et al., 2021, GSPMD, section 3.3).
 
 With R = `circular_repeat` > 1, stage s has the R groups of layers s, S + s, 2 S + s, ...; see `pipeline_schedule.py`.
 
-A bubble is a stage at a tick at which no microbatch is with it, or a layer that is missing in its stage: it computes on
-`BUBBLE`, and nothing that it computes reaches a result, a gradient, a variable or a cache. What masks it are selections
-of what goes in and, in the backward pass, of the gradients of all that it read, its weights, its side inputs and
-weights of layers outside of the pipeline, so that a NaN does not survive as 0 * NaN.
+A bubble is a stage without a microbatch in a tick, or a layer that its stage lacks. It computes on `BUBBLE`, and its
+results reach no output, gradient, variable or cache. This is done by selecting the inputs of a bubble, and in the
+backward pass the gradients of everything that it read: weights, side inputs, and weights of layers outside of the
+pipeline. So a NaN cannot survive as 0 * NaN.
 
-Weights are stored as those of `Repeat`, so that a checkpoint knows neither stages nor microbatches. Inside of a step
-they are used as [S, R, layers in a group, ...]; layers that are missing in the last stages are computed and dropped.
+Weights are stored like those of `Repeat`, so a checkpoint depends neither on stages nor on microbatches. Inside a step
+they are used as [S, R, layers in a group, ...]; layers that the last stages lack are computed and dropped.
 
-The gradient of a weight is a sum over rows, so devices that share the batch have to add theirs up, and the compiler
-does so in each tick. With `batch_axes` the loop is in a `shard_map` over these axes, each device with the rows that it
-has of each microbatch, and gradients are added up once, when the loop has ended.
+The gradient of a weight is a sum over rows, so devices that share the batch have to sum their gradients, and the
+compiler does this in each tick. With `batch_axes`, the loop is in a `shard_map` over these axes: each device has its
+own rows of each microbatch, and gradients are summed once, after the loop.
 
 B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c = P / S rounded up: layers in a group.
 """
@@ -73,43 +73,44 @@ from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, Weight
 T = TypeVar('T')
 TreeT = TypeVar('TreeT')
 
-# What stages without a microbatch compute on. Tests make it NaN.
+# The input of stages without a microbatch. Tests make it NaN.
 BUBBLE = 0.0
 
 
 class PipelineWeightSplit(SplitMapping):
-  """`stages`: one entry, the mesh axis over which stages, and so the stacked weights, are split."""
+  """`stages`: one entry, the mesh axis that splits the stages, and so the stacked weights."""
 
   stages: SplitDimsMapping = None
 
 
 class Pipelined(Repeat):
-  """Computes what `Repeat` does, for a batch in microbatches, with its layers spread over stages of a pipeline.
+  """Computes the same as `Repeat`, in microbatches, with its layers in the stages of a pipeline.
 
-  The arguments of a call have the batch as dimension 0. Rows that fill up the last microbatches are copies of others,
-  and dropped at the end. What layers add up or average over rows leaves them out: see `Layer.real_rows`. Side inputs
-  whose name is in the layers' `marks_of_padding` say so too.
+  The arguments of a call have the batch as dimension 0. Rows that fill up the last microbatches are copies of other
+  rows, and are dropped at the end. Sums and means over rows in a layer must leave them out; see `Layer.real_rows`. Side
+  inputs with a name in the layers' `marks_of_padding` mark them as well.
 
-  What differs from `Repeat` is what a layer sees: one microbatch at a time. Summaries that are floating scalars are
-  means over microbatches, of other summaries the last microbatch's is kept; non-trainable variables are updated by one
-  microbatch after the other; an auxiliary loss has the weight that it has for one microbatch. Microbatches that are
-  padding alone, as far as side inputs say so, count in none of these, unless all are. The key of a layer's
-  random numbers depends on the layer and on the microbatch, neither on the stage nor on the round.
+  In contrast to `Repeat`, a layer sees one microbatch at a time. Floating scalar summaries are averaged over
+  microbatches, and other summaries are those of the last microbatch. Each microbatch in turn updates non-trainable
+  variables. An auxiliary loss has the same weight as for one microbatch. If side inputs mark all rows of a microbatch
+  as padding, it counts in none of these, unless all microbatches are padding. The key of a layer's random numbers
+  depends on the layer and the microbatch, not on the stage or the round.
 
-  Gradients are those of reverse mode; forward mode (`jax.jvp`) is not supported.
+  Only reverse-mode differentiation is supported, not forward mode (`jax.jvp`).
 
-  Attributes: those of `Repeat`, of which `remat` is what each layer keeps, and
+  Attributes: the same as for `Repeat`, where `remat` applies to each layer, and
     num_stages: S.
-    num_microbatches: M, or as many as the batch has rows if these are fewer; give this one or `microbatch_size`.
-    microbatch_size: rows of a microbatch, over all devices.
-    circular_repeat: R, how many groups of layers each stage has; it divides `num_layers`.
-    batch_axes: mesh or logical axes that split the batch, along which each device runs its own rows: see above. As
-      under `partitioning='shard_map'`, a layer then sees the rows of one device: means over rows that it does not
-      complete by `surroundings.sum_over_rows` are means of such means, and devices draw different random numbers.
-      Weights that are split over these axes are gathered before the loop. None: layers see whole microbatches.
-    stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps its input alone.
+    num_microbatches: M, but at most the number of rows of the batch. Set either this or `microbatch_size`.
+    microbatch_size: number of rows of a microbatch on all devices together.
+    circular_repeat: R, the number of groups of layers in each stage, a divisor of `num_layers`.
+    batch_axes: mesh or logical axes that split the batch, along which each device runs its own rows; see the top of
+      this file. As under `partitioning='shard_map'`, a layer then sees the rows of one device. If it does not complete
+      a sum over rows by `surroundings.sum_over_rows`, the result is the mean of the devices' means. Devices draw
+      different random numbers. Weights that are split over these axes are gathered before the loop. With None, layers
+      see whole microbatches.
+    stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps only its input.
     stage_remat_save_names, stage_remat_offload_names: tags of values that stages keep in addition; see `remat.py`.
-    weight_split_dims_mapping: `stages`, the mesh axis of the stages; the other dimensions are split by `layers`.
+    weight_split_dims_mapping: `stages`, the mesh axis of the stages; `layers` splits the other dimensions.
   """
 
   _stack: ClassVar[str] = 'stages'
@@ -206,15 +207,15 @@ class Pipelined(Repeat):
 
   @property
   def layers_in_group(self) -> int:
-    """c, how many layers a stage runs in a tick."""
+    """c, the number of layers that a stage runs in a tick."""
     return -(-self.num_layers // (self.circular_repeat * self.num_stages))
 
   def schedule(self, batch_size: int) -> PipelineSchedule:
-    """The schedule of a batch of so many rows."""
+    """Returns the schedule of a batch with this number of rows."""
     if self.microbatch_size is not None:
       M = -(-batch_size // self.microbatch_size)
     else:
-      # As many as are asked for, also where fewer would do: an auxiliary loss depends on how many there are.
+      # The requested number, even if fewer would do: auxiliary losses depend on it.
       M = min(self.num_microbatches or 1, batch_size)
     return PipelineSchedule(self.num_stages, M, self.circular_repeat)
 
@@ -236,9 +237,9 @@ class Pipelined(Repeat):
     """Returns the result of the last layer.
 
     Args:
-      x: what the layers pass on, an array or a tree of arrays with the batch as dimension 0.
-      *args, **kwargs: side inputs: each layer gets the rows that belong to its microbatch. Arrays have the batch, or 1,
-        as dimension 0; scalars and what is no array is given to all layers as it is.
+      x: input of the first layer, an array or a tree of arrays with the batch as dimension 0.
+      *args, **kwargs: side inputs: each layer gets the rows of its microbatch. Arrays have the batch, or 1, as
+        dimension 0. Scalars, and values that are not arrays, are passed to all layers unchanged.
 
     Raises:
       DataError: an array has another dimension 0.
@@ -250,7 +251,7 @@ class Pipelined(Repeat):
     return False
 
   def init_decode_state(self, *args: object) -> None:
-    """Allocates the caches of all layers; the arguments are those of the repeated layer."""
+    """Allocates the caches of all layers; the arguments are the same as for the repeated layer."""
 
     def one(variables: NestedDict) -> NestedDict:
       return self.layers.apply(variables, *args, method='init_decode_state')[1].decode_state
@@ -262,7 +263,7 @@ class Pipelined(Repeat):
     self.layers.absorb(SideOutputs({}, {}, {}, caches))
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
-    """As `__call__`, with the repeated layer's `extend_step` and caches: the whole batch, stage after stage."""
+    """Like `__call__`, with the repeated layer's `extend_step` and caches; the whole batch goes from stage to stage."""
     return self._run('extend_step', x, args, kwargs, PipelineSchedule(self.num_stages, 1, self.circular_repeat))
 
   # ---------------------------------------------------------------- the loop over ticks
@@ -290,9 +291,9 @@ class Pipelined(Repeat):
     num_counted = M if held is None else jnp.sum(held, dtype=jnp.float32)
 
     ticks = map_over_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
-    # Each stage has its own, so that gradients are masked before they are added up over stages.
+    # Each stage has its own copy, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
-    # Where nothing is reported, which microbatches hold anything is not computed: on a mesh that takes an all-reduce.
+    # If nothing is reported, it is not computed which microbatches are only padding, because that takes an all-reduce.
     of_updates = held if others else None
     queue, others, caches, places, reported = ticks(key, of_updates, weights, others, caches, shared, queue, side_rows)
     if held is not None:
@@ -312,7 +313,7 @@ class Pipelined(Repeat):
 
   def _side_inputs(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object], B: int) -> SideInputs:
     named: Layer = self.layers
-    while isinstance(named, Repeat):  # Which passes its arguments on, whatever their names are.
+    while isinstance(named, Repeat):  # It passes on its arguments, so their names are unknown.
       named = named.layers_by_turn()[0]
     marks: dict[str, int] = {}
     for layer in self.layers.descendants():
@@ -339,18 +340,18 @@ class Pipelined(Repeat):
     """Runs all ticks.
 
     Args:
-      method: of the layers.
-      schedule, side: which microbatch is where; the side inputs.
-      axes: along which all arrays are one device's part.
-      changed: is given the paths of the variables that layers update.
-      key: of random numbers.
-      held: [M] bool, False for microbatches of padding alone; None: there are none.
-      weights, others, caches: what is trained and what is not, and caches: [S, R, c, ...].
+      method: the method of the layers to call.
+      schedule, side: the schedule, and the side inputs.
+      axes: mesh axes along which all arrays are one device's part.
+      changed: receives the paths of the variables that layers update.
+      key: PRNG key.
+      held: [M] bool, False for microbatches that contain only padding; None if there are none.
+      weights, others, caches: trained variables, other variables, and caches: [S, R, c, ...].
       shared: side inputs without rows that may have gradients, [S, ...].
       queue, side_rows: microbatches [S, M, mb, ...]; rows of side inputs [M, mb, ...].
     """
     S, M, R = schedule
-    # Also where a batch has one row: on a mesh, which fills it up, it has more.
+    # Even if the batch has only one row, because a mesh fills it up with others.
     folds = M > 1 or (method == '__call__' and self.num_microbatches != 1)
     stages, surroundings = jnp.arange(S), self._surroundings_of_rows(axes)
 
@@ -411,8 +412,8 @@ class Pipelined(Repeat):
 
     mapped = jax.vmap(
       self._add_remat(stage, R if method == '__call__' else 1),
-      # Without spmd_axis_name, which a `shard_map` in a layer, such as that of experts, does not take: it is one over
-      # axes of its own. Constraints leave the stages as they are, and `_constrain_to_stages` states them.
+      # spmd_axis_name is not set, because a `shard_map` inside a layer, such as that of experts, does not support it.
+      # Constraints of layers do not affect the dimension of stages; `_constrain_to_stages` does.
       in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
       out_axes=0,
     )
@@ -433,14 +434,14 @@ class Pipelined(Repeat):
       )
       state, others, caches = jax.tree.map(self._constrain_to_stages, (state, others, caches))
       last = jnp.clip(schedule.microbatch(now, S - 1), 0, M - 1)
-      # A bubble writes too, where a later tick writes the microbatch that belongs there.
+      # A bubble writes too, but to a place that a later tick writes again.
       queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, state)
       return (state, queue, weight_gradients, side_gradients, others, caches), (at, reported)
 
     fixed = jax.lax.stop_gradient(weights)
     state = jax.tree.map(lambda q: self._constrain_to_stages(jnp.zeros_like(q[:, 0])), queue)
     side_gradients = [self._constrain_to_stages(broadcast_to_stages(v, S)) if is_float(v) else None for v in side_rows]
-    if M == 1:  # Read by no index that differs between stages, which would then share it; see `mask_gradients`.
+    if M == 1:  # All stages read the same rows, and would share them; see `mask_gradients`.
       side_rows = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side_rows]
     start = (state, queue, weights, side_gradients, others, caches)
     ticks = jnp.arange(schedule.num_ticks)
@@ -448,7 +449,7 @@ class Pipelined(Repeat):
     return queue, others, caches, places, reported
 
   def _surroundings_of_rows(self, axes: tuple[str, ...]) -> Surroundings:
-    """The surroundings of a layer that sees one device's rows along some axes."""
+    """Returns the surroundings of a layer that sees one device's rows along some axes."""
     outer = self.surroundings
     if not axes:
       return outer
@@ -461,7 +462,7 @@ class Pipelined(Repeat):
   def _add_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
     if self.stage_remat != 'none':
       return self._stage_remat(stage, in_scan=True)
-    # The weights of a round are read at each tick: kept for the backward pass, there would be a copy for each tick.
+    # The weights of a round are read in each tick. If the backward pass kept them, there would be a copy for each tick.
     return jax.checkpoint(stage, policy=_save_all_but_moved, prevent_cse=False) if rounds > 1 else stage
 
   def _check_placed_by_compiler(self) -> None:
@@ -490,7 +491,7 @@ class Pipelined(Repeat):
     return self._constrain(x, self._stack_field, Placement(spec, (self._stages.why[0],) * x.ndim))
 
   def _variables_in_stages(self) -> NestedDict:
-    """The variables of the layers, [S, R, c, ...], split over the stages, and else as layers say."""
+    """Returns the variables of the layers, [S, R, c, ...], with S split over the stages."""
     weights = leaves(self.layers.abstract_init())
     prefix = DeclaredSplit.from_field((*(self._stack_mapping or (None,)), None, None), self._stack_field)
 
@@ -504,7 +505,7 @@ class Pipelined(Repeat):
     return map_with_path(in_stages, self.layers.variables)
 
   def _to_stages(self, x: jax.Array) -> jax.Array:
-    """[layers, ...], or [R, P, ...] -> [S, R, c, ...]."""
+    """Converts [layers, ...], or [R, P, ...], to [S, R, c, ...]."""
     S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
     if R == 1:
       x = x[None]
@@ -519,7 +520,7 @@ class Pipelined(Repeat):
     return x[0] if R == 1 else x
 
   def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule, held: jax.Array | None) -> Summary:
-    """Returns a summary of each layer, [layers, ...], of those of all ticks and stages, [ticks, S, c, ...]."""
+    """Returns a summary for each layer, [layers, ...], from those of all ticks and stages, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
     is_mean = summary.kind == 'scalar' and is_float(x)
     last: jax.Array | int = M - 1 if held is None else M - 1 - jnp.argmax(held[::-1])
@@ -534,7 +535,7 @@ class Pipelined(Repeat):
 
 
 def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
-  """Returns a line about each pipeline in a model, for batches of so many rows."""
+  """Returns a line about each pipeline in a model, for batches with this number of rows."""
   lines = []
   for layer in model.descendants():
     if not isinstance(layer, Pipelined):
@@ -572,5 +573,5 @@ _MOVES = {
 
 
 def _save_all_but_moved(primitive: Any, *_: object, **__: object) -> bool:
-  """A policy of `jax.checkpoint`: what is only moved or cast is moved again in the backward pass."""
+  """A policy of `jax.checkpoint`: results of moves and casts are not kept, but computed again in the backward pass."""
   return primitive.name not in _MOVES

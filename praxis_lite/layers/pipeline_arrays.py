@@ -1,7 +1,7 @@
-"""Arrays of a pipeline: microbatches in queues, stacks of which each stage reads an entry, the shift by a stage.
+"""Arrays of a pipeline: queues of microbatches, stacks from which each stage reads an entry, and the shift by a stage.
 
-Some are read with gradients of their own: what `jax.grad` would make of them adds arrays as large as what is read from,
-keeps masks of that size, or communicates twice.
+Some functions define their own gradients. Those of `jax.grad` would add arrays as large as a whole stack, keep masks of
+that size, or communicate twice.
 
 M microbatches, mb rows in each, S stages.
 """
@@ -18,20 +18,20 @@ TreeT = TypeVar('TreeT')
 
 
 class Stacks(NamedTuple):
-  """Stacks of arrays of which a stage reads an entry at each tick, and their gradients, which are added up in place.
+  """Stacks of arrays from which a stage reads an entry in each tick, and their gradients, which are added in place.
 
-  Were the gradient left to `jax.grad`, each tick would add an array as large as the whole stack.
+  With the gradient of `jax.grad`, each tick would add an array as large as the whole stack.
 
   Attributes:
     values: tree of arrays [n, ...].
-    gradients: the same values again, through which gradients flow; None for arrays that have none.
+    gradients: the same values again, through which gradients flow; None for arrays without gradients.
   """
 
   values: Any
   gradients: Any
 
   def read(self, index: jax.Array, real: jax.Array) -> tuple[Any, Any]:
-    """Returns the entries at an index, and `gradients` to read by next; no gradient flows where `real` is False."""
+    """Returns the entries at an index, and the `gradients` for the next read; no gradient flows if `real` is False."""
 
     def one(value: jax.Array, gradient: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
       return (entry_at(value, index), None) if gradient is None else _read(value, gradient, index, real)
@@ -44,10 +44,11 @@ def is_float(x: jax.Array) -> bool:
 
 
 def microbatches(x: jax.Array, M: int, multiple: int, mark: int | None = None) -> jax.Array:
-  """[B, ...] -> [M, mb, ...], microbatch i with the rows i, i + M, ...: devices that share the batch cut their own.
+  """Cuts [B, ...] into [M, mb, ...]: microbatch i has the rows i, i + M, ...
 
-  What makes B a multiple of `multiple`, which is one of M, is the number `mark`; or where that is None, copies of rows
-  of the same microbatch, which are as finite, and as large, as those.
+  So devices that share the batch cut their own rows. If `multiple`, which M divides, does not divide B, rows are added.
+  They have the value `mark`; if `mark` is None, they are copies of rows of the same microbatch, and so as finite and as
+  large as these.
   """
   missing = -x.shape[0] % multiple
   if missing:
@@ -61,12 +62,12 @@ def microbatches(x: jax.Array, M: int, multiple: int, mark: int | None = None) -
 
 
 def batch(x: jax.Array) -> jax.Array:
-  """The inverse of `microbatches`, but for the rows that it has added."""
+  """The inverse of `microbatches`, without the rows that it has added."""
   return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 def take_last(queue: jax.Array) -> jax.Array:
-  """Entry S - 1 of dimension 0, as a sum: one all-reduce where the dimension is split."""
+  """Returns entry S - 1 of dimension 0, computed as a sum: one all-reduce if the dimension is split."""
   is_last = jnp.arange(queue.shape[0]) == queue.shape[0] - 1
   return jnp.sum(where(is_last, queue, jnp.zeros_like(queue)), axis=0, dtype=queue.dtype)
 
@@ -76,22 +77,25 @@ def broadcast_to_stages(x: jax.Array, S: int) -> jax.Array:
 
 
 def may_have_gradient(x: Any) -> bool:
-  """Whether a gradient may flow through a leaf: what is no tracer has none, and stays what a layer can look at."""
+  """Whether a gradient may flow through a leaf.
+
+  A value that is no tracer has none, and is passed on as it is, so that layers can read it.
+  """
   return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def mask_gradients(real: jax.Array, tree: TreeT) -> TreeT:
-  """Returns the tree, through which no gradient flows where `real`, a scalar, is False: not that of a NaN either.
+  """Returns the tree, through which no gradient flows if `real`, a scalar, is False; not even a NaN.
 
-  Where it is called for all stages at a time, by `vmap`, each has to have arrays of its own: gradients of an array that
-  they share are added up before they come here.
+  In a `vmap` over stages, each stage must have its own arrays, because the gradients of a shared array are summed
+  before they arrive here.
   """
   return jax.tree.map(lambda x: _mask(real, x) if may_have_gradient(x) else x, tree)
 
 
 @jax.custom_vjp
 def _mark_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns x; in a `vmap` over stages, of which `stage` is the number, an array of this stage's own."""
+  """Returns x, in a `vmap` over stages as an array of this stage's own; `stage` is its number."""
   return jnp.where(stage >= 0, x, x)
 
 
@@ -99,7 +103,7 @@ _mark_stage.defvjp(lambda stage, x: (_mark_stage(stage, x), None), lambda _, gra
 
 
 def read_outside(stage: jax.Array, real: jax.Array, weight: jax.Array) -> jax.Array:
-  """Returns a weight from outside of the pipeline as a layer reads it, in a `vmap` over stages."""
+  """In a `vmap` over stages, returns a weight from outside of the pipeline in the form that a layer reads."""
   return _mask(real, _mark_stage(stage, weight)) if may_have_gradient(weight) else weight
 
 
@@ -120,11 +124,11 @@ def where(condition: jax.Array, x: TreeT, y: TreeT) -> TreeT:
 
 
 def _choose(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-  """`jnp.where` with a condition for the first dimensions."""
+  """Like `jnp.where`, with a condition for the first dimensions."""
   return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - condition.ndim)), x, y)
 
 
-# Of `jnp.where`, a mask as large as the arrays would be kept for the backward pass.
+# With `jnp.where`, the backward pass would keep a mask as large as the arrays.
 _select = jax.custom_vjp(_choose)
 _select.defvjp(
   lambda condition, x, y: (_choose(condition, x, y), condition),
@@ -133,7 +137,7 @@ _select.defvjp(
 
 
 def unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tuple[TreeT, TreeT]:
-  """`jax.tree.map` of a function that returns pairs: a tree of the first, and one of the second ones."""
+  """Like `jax.tree.map` for a function that returns pairs; returns a tree of the first values and one of the second."""
   structure: Any = jax.tree.structure(tree)
   pairs = [fn(*xs) for xs in zip(*map(structure.flatten_up_to, (tree, *trees)))]
   first, second = (jax.tree.unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
@@ -141,7 +145,10 @@ def unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tu
 
 
 def entry_at(stack: TreeT, index: jax.Array) -> TreeT:
-  """The entry at an index of dimension 0 of each array; of one entry, that one, which JAX then knows not to change."""
+  """Returns the entry of each array at an index of dimension 0.
+
+  If there is only one entry, JAX then knows that the result does not depend on the index.
+  """
   return jax.tree.map(
     lambda x: x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack
   )
@@ -169,7 +176,7 @@ def _read_backward(
   residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[None, jax.Array, None, None]:
   (index, real), (entry, gradients) = residuals, cotangents
-  # A gradient of a bubble is 0 times what may be NaN.
+  # The gradient of a bubble is 0 times a value that may be NaN.
   total = entry_at(gradients, index) + jnp.where(real, entry, jnp.zeros_like(entry))
   return None, replace_entry(gradients, total, index), None, None
 
@@ -178,7 +185,7 @@ _read.defvjp(_read_forward, _read_backward)
 
 
 def shift(x: jax.Array) -> jax.Array:
-  """Returns for each stage the entry of the one before it, for the first that of the last."""
+  """Returns for each stage the entry of the stage before it, and for the first stage that of the last."""
   return _shift_float(x) if is_float(x) else jnp.roll(x, 1, axis=0)
 
 
@@ -187,12 +194,15 @@ def _shift_float(x: jax.Array) -> jax.Array:
   return jnp.roll(x, 1, axis=0)
 
 
-# Transposed, a roll would be two permutes.
+# The transpose of a roll would be two permutes.
 _shift_float.defvjp(lambda x: (jnp.roll(x, 1, axis=0), None), lambda _, gradient: (jnp.roll(gradient, -1, axis=0),))
 
 
 def take(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns entry `index` of dimension 1, and the queue, to whose gradient that of the entry is added in place."""
+  """Returns entry `index` of dimension 1, and the queue.
+
+  In the backward pass, the gradient of the entry is added to the gradient of the returned queue, in place.
+  """
   return _take_float(queue, index) if is_float(queue) else (_take(queue, index), queue)
 
 

@@ -1,7 +1,7 @@
-"""What goes into a pipeline: arrays with rows of the batch, which are cut into microbatches, and all else.
+"""The inputs of a pipeline: arrays with rows of the batch, which are cut into microbatches, and all other inputs.
 
-Rows that fill up the last microbatches are copies of others, so that what layers make of them is as finite as what they
-make of those. Which rows they are says `real`; and so do the arguments that say it of any row, such as `paddings`.
+Rows that fill up the last microbatches are copies of other rows, so that results for them are as finite as those for
+the other rows. `real` says which rows these are, and arguments that mark padding, such as `paddings`, mark them too.
 
 B batch, M microbatches, mb rows in each.
 """
@@ -21,7 +21,7 @@ from praxis_lite.layers.pipeline_arrays import mask_gradients, may_have_gradient
 
 
 def num_rows(x: object, where: str) -> int:
-  """Returns B of what goes through a pipeline, a tree of arrays [B, ...]; raises DataError if they differ in it."""
+  """Returns B for a tree of arrays [B, ...]; raises DataError if they differ in B."""
   sizes = {v.shape[:1] for v in jax.tree.leaves(x)}
   if len(sizes) != 1 or () in sizes:
     shapes = ', '.join(str(v.shape) for v in jax.tree.leaves(x)) or 'no arrays'
@@ -32,14 +32,15 @@ def num_rows(x: object, where: str) -> int:
 
 
 class SideInputs:
-  """The arguments of a call beside the first one, of which those with a dimension for the batch are cut.
+  """The arguments of a call besides the first one. Those with a batch dimension are cut into microbatches.
 
   Args:
     args, kwargs: the arguments.
-    names: those of `args`, as far as they have any.
-    marks: what arguments have, by name, for a row that is padding; see `Layer.marks_of_padding`.
+    names: the names of `args`, as far as they are known.
+    marks: by name of an argument, the value that marks a padding row; see `Layer.marks_of_padding`.
     batch_size, where: B, and the path of the pipeline, for messages.
-    outer_real: [B] bool, False for rows that fill up a microbatch of a pipeline around this one; None: there are none.
+    outer_real: [B] bool, False for rows that fill up a microbatch of a pipeline around this one; None if there are
+      none.
   """
 
   def __init__(
@@ -75,10 +76,13 @@ class SideInputs:
       self._marks.append(next((marks[name] for name in _names_on(path, names) if name in marks), None))
 
   def cut(self, M: int, multiple: int) -> list[jax.Array]:
-    """Returns the arrays with rows as microbatches [M, mb, ...]; the last one says which rows are real, if not all are.
+    """Returns the arrays with rows as microbatches [M, mb, ...].
+
+    Unless all rows are real, the last array says which are.
 
     Args:
-      M, multiple: number of microbatches; and what the number of all their rows is a multiple of.
+      M: number of microbatches.
+      multiple: the total number of rows is made a multiple of this.
     """
     arrays = [(jnp.asarray(self._leaves[i]), mark) for i, mark in zip(self._cut, self._marks)]
     self._says_real = self._real is not None or bool(self._batch_size % multiple)
@@ -87,12 +91,13 @@ class SideInputs:
     return [microbatches(x, M, multiple, mark) for x, mark in arrays]
 
   def held(self, rows: Sequence[jax.Array], sum_over_rows: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
-    """Returns [M] bool, False for microbatches of padding alone, if not all are; None where nothing says so of any.
+    """Returns [M] bool, False for microbatches that contain only padding; None if no argument marks padding.
 
-    There are such where a mesh has filled up a batch of fewer rows than there are microbatches.
+    If all contain only padding, all are True. There are such microbatches if a mesh has filled up a batch that has
+    fewer rows than there are microbatches.
 
     Args:
-      rows: what `cut` has returned.
+      rows: the result of `cut`.
       sum_over_rows: see `Surroundings`.
     """
     marks = [*self._marks, *([False] if self._says_real else [])]
@@ -106,18 +111,20 @@ class SideInputs:
 
   @property
   def shared(self) -> list[jax.Array]:
-    """The arrays without rows that a gradient may flow through."""
+    """The arrays without rows through which a gradient may flow."""
     return [self._leaves[i] for i in self._shared]
 
   def layer_arguments(
     self, rows: Sequence[jax.Array], shared: Sequence[jax.Array], at_work: jax.Array
   ) -> tuple[tuple[Any, ...], dict[str, Any], jax.Array | None]:
-    """Returns the arguments of a layer, through which no gradient flows in a bubble, and which rows [mb] are real.
+    """Returns the arguments of a layer, and which rows are real, [mb] bool.
+
+    In a bubble, no gradient flows through the arguments.
 
     Args:
-      rows: of its microbatch, of each array that `cut` has returned.
-      shared: what its stage has in place of those of `shared`.
-      at_work: False in a bubble, and for a layer that is missing in its stage.
+      rows: the rows of its microbatch, for each array that `cut` returns.
+      shared: the stage's copies of the arrays that `shared` returns.
+      at_work: False in a bubble, and for a layer that its stage lacks.
     """
     real = None
     if self._says_real:
@@ -140,7 +147,7 @@ def argument_names(method: Callable[..., object]) -> list[str]:
 
 
 def _names_on(path: Sequence[Any], names: Sequence[str]) -> list[str]:
-  """Returns the names on the path of an array in (args, kwargs), innermost first."""
+  """Returns the names on the path of an array in (args, kwargs), the innermost first."""
   top, *below = (getattr(entry, 'key', getattr(entry, 'name', getattr(entry, 'idx', None))) for entry in path[1:])
   if isinstance(top, int):
     top = names[top] if top < len(names) else None

@@ -1,4 +1,4 @@
-"""What the ticks of a pipeline report, and how that is combined over microbatches, and over devices with own rows.
+"""The reports of the layers of a pipeline, and how they are combined over microbatches, and over devices with own rows.
 
 M microbatches, S stages, c layers in a group.
 """
@@ -20,13 +20,14 @@ from praxis_lite.sharding.specs import axes_to_entry
 
 
 class Place(NamedTuple):
-  """What stages do at a tick, each an array [S], or [ticks, S]; or one entry of it.
+  """What stages do in a tick: arrays [S] or [ticks, S], or one entry of them.
 
   Attributes:
-    stage, round: which layers.
-    microbatch: in [0, M), also in a bubble.
+    stage, round: the layers that are computed.
+    microbatch: number in [0, M), also in a bubble.
     real: False in a bubble.
-    counts: False in a bubble, and for a microbatch of padding alone, which is in no mean and updates no variable.
+    counts: False in a bubble, and for a microbatch that contains only padding, which is left out of means and updates
+      no variable.
   """
 
   stage: jax.Array
@@ -48,9 +49,9 @@ AllTicks = tuple[Any, NestedDict, NestedDict, Place, Reported]
 
 
 def map_over_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Callable[..., AllTicks]:
-  """`Pipelined._ticks` in a `shard_map` over some axes, for each device's rows of each microbatch.
+  """Maps `Pipelined._ticks` by `shard_map` over some axes, to each device's rows of each microbatch.
 
-  The gradient of what is the same on all devices, such as weights, is summed where it enters the `shard_map`.
+  Gradients of values that are the same on all devices, such as weights, are summed where they enter the `shard_map`.
   """
   if not axes:
     return ticks
@@ -72,7 +73,7 @@ def map_over_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Call
     in_specs=(whole, whole, whole, whole, whole, whole, of_queue, of_side),
     out_specs=(of_queue, whole, whole, whole, whole),
     axis_names={*axes},
-    check_vma=False,  # What is the same on all devices is so by construction.
+    check_vma=False,  # Replicated values are replicated by construction.
   )
 
 
@@ -84,9 +85,9 @@ def _mean_over_devices(value: jax.Array, weight: jax.Array, axes: tuple[str, ...
 def mean_over_microbatches(
   values: jax.Array, weights: jax.Array, places: Place, num_counted: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-  """The mean, and the weight of one microbatch, of what all layers, stages and ticks add, [ticks, S, c, ...].
+  """Returns the mean, and the weight of one microbatch, of values of all ticks, stages and layers, [ticks, S, c, ...].
 
-  Of the `num_counted` microbatches that count; others weigh nothing.
+  The mean is over the `num_counted` microbatches that count.
   """
   weights = jnp.where(places.counts[..., None], weights, 0)
   values, weights = (x.reshape(-1, *x.shape[3:]) for x in (values, weights))

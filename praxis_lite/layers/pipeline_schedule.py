@@ -1,10 +1,10 @@
 """The schedule of a pipeline: which microbatch each stage works on, tick by tick, and how long stages wait.
 
-Microbatches go through in blocks of S. The first stage takes the microbatches of a block one by one, and then, where
-stages hold R > 1 groups of layers, takes them again from the last stage for round 1, 2, ..., R - 1; then it takes the
+Microbatches are processed in blocks of S. The first stage takes the microbatches of a block one by one. If stages have
+R > 1 groups of layers, it then takes them again from the last stage, for rounds 1, 2, ..., R - 1. Then it takes the
 next block. Stage s is s ticks behind the first. With u = tick - s:
 
-    microbatch  S (u // R S) + u mod S          for R = 1 that is u
+    microbatch  S (u // R S) + u mod S          which is u if R = 1
     round       (u mod R S) // S
 
 S = 3 stages, M = 3 microbatches, R = 2 rounds ('2b' is microbatch 2 in round 1, '.' is a bubble):
@@ -28,12 +28,12 @@ IntT = TypeVar('IntT', int, np.ndarray, jax.Array)
 
 
 class PipelineSchedule(NamedTuple):
-  """Which microbatch is where, and when.
+  """Which microbatch each stage works on in each tick.
 
   Attributes:
     num_stages: S.
     num_microbatches: M.
-    rounds: R, how often a microbatch passes each stage.
+    rounds: R, the number of times that a microbatch passes each stage.
   """
 
   num_stages: int
@@ -42,7 +42,7 @@ class PipelineSchedule(NamedTuple):
 
   @property
   def num_ticks(self) -> int:
-    """Ticks until the last microbatch has left: M + S - 1 for R = 1, and R M + S - 1 where S divides M."""
+    """Ticks until the last microbatch is done: M + S - 1 for R = 1, and R M + S - 1 if S divides M."""
     blocks = -(-self.num_microbatches // self.num_stages)
     before_last = self.num_microbatches - (blocks - 1) * self.num_stages
     start_of_last_round = (self.rounds * blocks - 1) * self.num_stages
@@ -50,20 +50,20 @@ class PipelineSchedule(NamedTuple):
 
   @property
   def bubble_fraction(self) -> float:
-    """The share of ticks that a stage waits: (S - 1) / (M + S - 1), or (S - 1) / (R M + S - 1) where S divides M."""
+    """Share of the ticks in which a stage waits: (S - 1) / (M + S - 1), or (S - 1) / (R M + S - 1) if S divides M."""
     return 1 - self.rounds * self.num_microbatches / self.num_ticks
 
   def microbatch(self, tick: IntT, stage: IntT | int) -> IntT:
-    """The microbatch of a stage at a tick; not in [0, M) where the stage waits."""
+    """Returns the microbatch of a stage in a tick; outside of [0, M) if the stage waits."""
     behind = tick - stage
     return self.num_stages * (behind // (self.rounds * self.num_stages)) + behind % self.num_stages
 
   def round(self, tick: IntT, stage: IntT | int) -> IntT:
-    """How often the microbatch of a stage at a tick has passed it before."""
+    """Returns the number of times that the microbatch of a stage has passed it before."""
     return (tick - stage) % (self.rounds * self.num_stages) // self.num_stages
 
   def table(self) -> list[list[tuple[int, int] | None]]:
-    """For each stage and tick (microbatch, round), or None where the stage waits."""
+    """Returns (microbatch, round) for each stage and tick, or None if the stage waits."""
 
     def entry(stage: int, tick: int) -> tuple[int, int] | None:
       microbatch = self.microbatch(tick, stage)
@@ -72,7 +72,7 @@ class PipelineSchedule(NamedTuple):
     return [[entry(stage, tick) for tick in range(self.num_ticks)] for stage in range(self.num_stages)]
 
   def __str__(self) -> str:
-    """A line of text for each stage, as at the head of this file."""
+    """Returns one line of text for each stage, as at the top of this file."""
     rows = [
       ['.' if e is None else f'{e[0]}{chr(97 + e[1]) if self.rounds > 1 else ""}' for e in r] for r in self.table()
     ]

@@ -27,8 +27,8 @@ class SinusoidalPositions(Layer):
 
       y = [sin(pos / s_0), sin(pos / s_1), ..., cos(pos / s_0), cos(pos / s_1), ...],  s_i geometric
 
-  The sines come first, then the cosines, where the paper interleaves them; an odd D ends with a zero. What Praxis calls
-  its timescales m and M are 1 / m and M / m^2 here: its rates begin at m.
+  The sines come first, then the cosines; the paper interleaves them. An odd D ends with a zero. Timescales m and M of
+  Praxis correspond to 1 / m and M / m^2 here, because its rates begin at m.
 
   Attributes:
     dims: D.
@@ -68,7 +68,7 @@ class LearnedPositions(Layer):
     self.create_variable('w', embedding_weight(self.max_len, self.dims, self.weight_split_dims_mapping.wt))
 
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
-    """Returns [B, T, D] of int32 positions [B, T]; NaN from max_len on."""
+    """Returns [B, T, D] for int32 positions [B, T]; NaN for positions from `max_len` on."""
     return self.shard(lookup(self.theta.w, jnp.maximum(pos_BT, 0)))
 
   def token_flops(self, length: int) -> TokenFlops:
@@ -76,10 +76,10 @@ class LearnedPositions(Layer):
 
 
 class LinearRotaryScaling(Configurable):
-  """Positions count 1 / factor: rates / factor (Chen et al., 2023).
+  """Divides rates by `factor`, so that positions count 1 / factor (Chen et al., 2023).
 
   Attributes:
-    factor: how many times longer the context is than the one trained on first.
+    factor: ratio of the new context to the context of the original training.
   """
 
   factor: float = REQUIRED
@@ -95,14 +95,14 @@ class LinearRotaryScaling(Configurable):
 
 
 class Llama3RotaryScaling(LinearRotaryScaling):
-  """Slow rates are divided by `factor`, fast ones stay, and those between are interpolated, as in Llama 3.1.
+  """Divides slow rates by `factor`, keeps fast ones, and interpolates between, as in Llama 3.1.
 
       turns = original_max_len * rate / 2 pi                       of a pair within the original context
       kept  = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor), cut to [0, 1]
       rate  = kept * rate + (1 - kept) * rate / factor
 
   Attributes:
-    original_max_len: length of the context trained on first.
+    original_max_len: length of the context of the original training.
     low_freq_factor: pairs that turn less often than this are slow.
     high_freq_factor: pairs that turn more often than this are fast.
   """
@@ -125,18 +125,19 @@ class Llama3RotaryScaling(LinearRotaryScaling):
 
 
 class YarnRotaryScaling(LinearRotaryScaling):
-  """Between two pairs, rates go from as they are to divided by `factor`; logits are scaled too (Peng et al., 2023).
+  """Keeps fast rates, divides slow ones by `factor`, interpolates between, and scales logits (YaRN, Peng et al., 2023).
 
       pair(turns) = h log(original_max_len / (2 pi turns)) / log(max_timescale)     turns within the original context
       kept_i      = (pair(beta_slow) - i) / (pair(beta_slow) - pair(beta_fast)), cut to [0, 1]
       rate_i      = kept_i * rate_i + (1 - kept_i) * rate_i / factor
 
   Attributes:
-    original_max_len: length of the context trained on first.
-    beta_fast: pairs that turn more often than this stay.
+    original_max_len: length of the context of the original training.
+    beta_fast: pairs that turn more often than this keep their rates.
     beta_slow: pairs that turn less often than this are slow.
-    attention_factor: factor of queries and of keys, so that logits grow by its square; None: 0.1 log(factor) + 1.
-    truncate: whether the two pairs are rounded outward to whole ones, as in the authors' code.
+    attention_factor: factor of queries and of keys, so logits are multiplied by its square; None means
+      0.1 log(factor) + 1.
+    truncate: whether the bounds of the interpolation are rounded outward to whole pairs, as in the authors' code.
   """
 
   original_max_len: int = REQUIRED
@@ -159,7 +160,7 @@ class YarnRotaryScaling(LinearRotaryScaling):
 
   @staticmethod
   def log_magnitude(factor: float, slope: float = 1.0) -> float:
-    """Returns 0.1 slope log(factor) + 1, or 1 where a context is not made longer."""
+    """Returns 0.1 slope log(factor) + 1, or 1 if the context is not longer."""
     return 0.1 * slope * math.log(factor) + 1 if factor > 1 else 1.0
 
   def __call__(self, rates_h: np.ndarray) -> np.ndarray:
@@ -177,7 +178,7 @@ class YarnRotaryScaling(LinearRotaryScaling):
 
 
 class RotaryPositions(Layer):
-  """Rotates pairs of dims by angles that grow with the position: q . k depends on offsets alone (Su et al., 2021).
+  """Rotates pairs of dims by angles that grow with the position, so q . k depends only on offsets (Su et al., 2021).
 
       [a, b] -> [a cos - b sin, b cos + a sin],  angle_i = pos / s_i
       s_i = min_timescale (max_timescale / min_timescale)^(i / h)
@@ -186,9 +187,9 @@ class RotaryPositions(Layer):
 
   Attributes:
     dims: H, even.
-    min_timescale, max_timescale: the first s_i, and the base of the wavelengths, which s_h would be.
-    scaling_tpl: of a function of the rates 1 / s_i, for contexts longer than those trained on first;
-      None leaves them as they are.
+    min_timescale, max_timescale: s_0, and s_h in the formula above.
+    scaling_tpl: template of a function of the rates 1 / s_i, for contexts longer than in the original training; None
+      does not change them.
     activation_split_dims_mapping: `out`, [B, T, N, H].
   """
 
@@ -207,7 +208,7 @@ class RotaryPositions(Layer):
 
     Args:
       x_BTNH: queries or keys.
-      pos_BT: int32 positions; None: 0, 1, 2, ...
+      pos_BT: int32 positions; None means 0, 1, 2, ...
     """
     if pos_BT is None:
       pos_BT = jnp.arange(x_BTNH.shape[1])[None]
@@ -263,7 +264,7 @@ class RelativeBias(Layer):
 
 
 class BucketedBias(NamedTuple):
-  """Biases of a table [num_buckets, N] by offsets; the fields are those of `RelativeBias`."""
+  """Biases of a table [num_buckets, N] by offsets; for the fields, see `RelativeBias`."""
 
   num_buckets: int
   max_distance: int

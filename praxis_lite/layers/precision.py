@@ -1,4 +1,4 @@
-"""The precision of sums: float32 for narrower arrays, that of the arrays for float64."""
+"""The dtype of sums: float64 for float64 arrays, otherwise float32."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
-  """The dtype that sums of products of these arrays have: float32, or float64 if one of them is."""
+  """Returns the dtype of sums of products of these arrays: float64 if one of them is float64, otherwise float32."""
   return jnp.promote_types(jnp.float32, jnp.result_type(*(x.dtype for x in arrays)))
 
 
 def widen(x: jax.Array) -> jax.Array:
-  """An array in the dtype of its sums."""
+  """Returns an array in the dtype of its sums."""
   return x.astype(sum_dtype(x))

@@ -1,11 +1,11 @@
 """Rematerialisation: what a layer computes again in its backward pass, instead of keeping it.
 
-A rematerialisation policy names what of a layer's forward pass is kept for its backward pass:
+A rematerialisation policy says which results of a layer's forward pass are kept for its backward pass:
 
     auto                               'products' on GPUs, 'none' elsewhere
     none                               everything that the backward pass reads, except weights gathered by explicit
                                        collectives; the most memory, the least work
-    products                           results of matrix products, and what attention takes and gives; norms,
+    products                           results of matrix products, and inputs and outputs of attention; norms,
                                        activations and the like are computed again
     full                               only the layer's inputs; the forward pass runs twice
     dots_saveable                      results of all matrix products
@@ -14,15 +14,15 @@ A rematerialisation policy names what of a layer's forward pass is kept for its 
 
 A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which costs nothing. Tags of this package's
 layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward, also
-of experts); router_logits (experts). Names
-given with another policy are saved in addition. Names to offload are moved to the memory of the host after the forward
-pass, and back in the backward pass, if the devices have such a memory (`sharding/host_memory.py`).
+of experts); router_logits (experts). With other policies, values with given names are kept in addition. Values with
+names to offload are moved to host memory after the forward pass, and back in the backward pass, if the devices have
+such memory (`sharding/host_memory.py`).
 
 Layers that rematerialise other layers have the fields `remat`, `remat_save_names` and `remat_offload_names`:
 
     remat                 a policy; or several, one for each layer of a pattern of different layers
     remat_save_names      tags of values that are kept in addition
-    remat_offload_names   tags of values that are kept in the memory of the host
+    remat_offload_names   tags of values that are kept in host memory
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from praxis_lite.sharding.mesh import platform
 
 T = TypeVar('T')
 
-# The results of a fused kernel for attention are not tagged: one of them, which its backward pass reads, has no name.
+# Results of the fused kernel for attention have no tags, because its backward pass reads one that cannot be tagged.
 _FUSED_ATTENTION, _CONTEXT = 'dot_product_attention_fwd', 'context'
-# What attention reads again in its backward pass is kept as it reads it, rotated or normalized.
+# Inputs of attention are kept in the form that its backward pass reads: rotated or normalized.
 _OF_ATTENTION = frozenset({_CONTEXT, 'query_proj', 'key_proj', 'value_proj'})
 _PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated'})
 
@@ -54,7 +54,7 @@ def _products_saveable(primitive: Primitive, *args: Any, **params: Any) -> bool:
 
 
 def _tag(primitive: Primitive, params: Mapping[str, Any]) -> str | None:
-  """The tag of the results of a primitive; None if they have none."""
+  """Returns the tag of the results of a primitive; None if they have none."""
   if primitive.name.startswith(_FUSED_ATTENTION):
     return _CONTEXT
   return str(params['name']) if primitive.name == 'name' else None
@@ -78,11 +78,11 @@ def other_policies(policy: str) -> list[str]:
 
 
 class Remat(NamedTuple):
-  """What each layer of a pattern keeps.
+  """What each layer of a pattern keeps for the backward pass.
 
   Attributes:
     policies: one of `REMAT_POLICIES` for each layer of the pattern.
-    save_names, offload_names: tags of values to save in addition, and to save in the memory of the host.
+    save_names, offload_names: tags of values to keep in addition, and to keep in host memory.
   """
 
   policies: tuple[str, ...]
@@ -91,15 +91,15 @@ class Remat(NamedTuple):
 
   @classmethod
   def of(cls, layer: Layer, num_kinds: int = 1, field: str = 'remat') -> Remat:
-    """Returns what the fields `field`, `<field>_save_names` and `<field>_offload_names` of a layer say.
+    """Reads the fields `field`, `<field>_save_names` and `<field>_offload_names` of a layer.
 
     Args:
-      layer: has these fields.
-      num_kinds: of how many layers a pattern is.
-      field: their name.
+      layer: the layer that has these fields.
+      num_kinds: number of layers in a pattern.
+      field: the name of the first one.
 
     Raises:
-      ConfigError: a policy is unknown or does not fit the names, or there are not as many as layers in the pattern.
+      ConfigError: a policy is unknown or does not fit the names, or the number of policies is not that of the layers.
     """
     where, policies = f'{layer.path_name}.{field}', getattr(layer, field)
     if isinstance(policies, str):
@@ -131,7 +131,7 @@ class Remat(NamedTuple):
 
     Args:
       fn: a pure function of arrays: one layer of the pattern.
-      kind: which of them.
+      kind: its number in the pattern.
       in_scan: `fn` is the body of a scan. Outside one, XLA must be prevented from merging the recomputation with the
         first pass.
       regathers: the weights that `fn` gathers are not kept for the backward pass but gathered again.

@@ -6,15 +6,15 @@ first dimension:
     for i in range(num_layers):
       x = layers(x, weights[i])
 
-A pattern of several different layers is applied in turn, (a, b) for seven layers as a b a b a b a. One iteration of the
-scan is then one round of the pattern, and layers that are left over come after it:
+A pattern of several different layers is applied in turn: for seven layers, (a, b) means a b a b a b a. One iteration of
+the scan is then one round of the pattern, and the remaining layers come after the scan:
 
     for i in range(num_layers // 2):
       x = layers_0(x, weights_0[i])
       x = layers_1(x, weights_1[i])
     x = rest_0(x, weights)
 
-Layers that differ from those that are repeated, as the dense ones of a model with experts, may come first:
+Layers that differ from the repeated ones, such as dense layers of a model with experts, may come first:
 
     x = first_0(x, weights)
 """
@@ -41,7 +41,7 @@ from praxis_lite.sharding.weights import SplitDimsMapping
 
 T = TypeVar('T')
 
-_MOST_IN_LINE = 16  # Layers that decoding has in line: a program of more takes long to compile.
+_MOST_IN_LINE = 16  # Number of layers. With more, decoding is a loop, because it compiles faster.
 _MOST_UNROLLED = 48  # Layers.
 
 
@@ -52,12 +52,12 @@ class RepeatWeightSplit(SplitMapping):
 
 
 def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
-  """The configs of a pattern of layers, which is one config or several."""
+  """Returns the configs of a pattern of layers, which is given as one config or several."""
   return (layers_tpl,) if isinstance(layers_tpl, Config) else tuple(layers_tpl)
 
 
 def kinds_of_stack(stack: Config) -> tuple[Config, ...]:
-  """The configs of the first layers and of the pattern of a stack, such as a `Repeat`."""
+  """Returns the configs of the first layers and of the pattern of a stack, such as a `Repeat`."""
   return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
 
 
@@ -75,24 +75,26 @@ def check_pattern(
 class Repeat(Layer):
   """Applies the child `layers` `num_layers` times; all repetitions share its path.
 
-  Of a pattern, the children are `layers_0`, `layers_1`, ..., and `rest_0`, ... for what is left over. First layers are
-  `first_0`, ...
+  With a pattern, the children are `layers_0`, `layers_1`, ..., and `rest_0`, ... for the remaining layers. First layers
+  are `first_0`, ...
 
-  Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. Of an
-  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum. Up to 16 layers, and
-  more if they are unrolled, decode one after the other, each with a decode state of its own, by its number. More layers
-  are a loop, which passes the stack of KV caches on, so that each writes to it in place; see `kv_cache.py`.
+  Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. For an
+  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum. In decoding, up to 16
+  layers, or more if they are unrolled, run one after the other, each with its own decode state under its number. More
+  layers run as a loop, which passes on the stack of KV caches, so that each layer writes to it in place; see
+  `kv_cache.py`.
 
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
       shapes and dtypes of its first argument.
-    num_layers: number of layers: first ones, repetitions times the length of the pattern, and what is left over.
+    num_layers: number of all layers: first ones, repeated ones and remaining ones.
     first_tpl: layers that come before the repeated ones, each with its own variables.
-    remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`. Of a
-      pattern, first layers keep what its first layer does.
-    unroll: repetitions in one iteration of the loop: faster, and slower to compile. 'auto': in training on a single GPU
-      all of up to 48, where a loop would copy what it keeps for the backward pass; else 1.
-    weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
+    remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`. First
+      layers keep the same as the first layer of the pattern.
+    unroll: repetitions in one iteration of the loop; more are faster, but slower to compile. With 'auto', training on a
+      single GPU unrolls up to 48 repetitions completely, because a loop would copy the values that it keeps for the
+      backward pass; otherwise it is 1.
+    weight_split_dims_mapping: `stack`, how the new dimension is split; `layers` splits the other dimensions.
   """
 
   _stack: ClassVar[str] = 'stack'  # The field of weight_split_dims_mapping that splits the new dimension.
@@ -132,7 +134,7 @@ class Repeat(Layer):
     return [Knob('remat', self.remat, other_policies, KnobKind.REMATERIALISATION)]
 
   def _unroll_count(self, *, training: bool) -> int:
-    """How many repetitions an iteration of the loop has."""
+    """Returns the number of repetitions in an iteration of the loop."""
     if not isinstance(self.unroll, str):
       return self.unroll
     if not training or platform() != 'gpu' or self.num_layers > _MOST_UNROLLED:
@@ -158,17 +160,17 @@ class Repeat(Layer):
     """Returns the result of the last repetition.
 
     Args:
-      x: what the repetitions pass on, an array or a tree of arrays.
-      *args, **kwargs: given to each repetition unchanged.
+      x: input of the first repetition, an array or a tree of arrays.
+      *args, **kwargs: passed to each repetition unchanged.
     """
     return self._scan('__call__', x, *args, remat=self._remat, **kwargs)
 
   def init_decode_state(self, *args: object) -> None:
-    """Allocates the caches of all repetitions; the arguments are those of the repeated layer."""
+    """Allocates the caches of all repetitions; the arguments are the same as for the repeated layer."""
     (self._in_line if self._decodes_in_line else self._scan)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
-    """As `__call__`, with the repeated layer's `extend_step` and caches."""
+    """Like `__call__`, with the repeated layer's `extend_step` and caches."""
     return (self._in_line if self._decodes_in_line else self._scan)('extend_step', x, *args, **kwargs)
 
   @property
@@ -176,10 +178,10 @@ class Repeat(Layer):
     return self.num_layers <= _MOST_IN_LINE or (isinstance(self.unroll, int) and self.unroll >= self._rounds)
 
   def in_line(self, variables: NestedDict) -> NestedDict:
-    """Returns the layer's variables with an entry for each repetition, by its number, if these decode in line.
+    """Returns the layer's variables with an entry for each repetition, by its number, if decoding uses no loop.
 
-    Calls for decoding take them as well as the stacks. A loop of such calls should have them: XLA leaves slices of the
-    stacks inside, where they copy all weights at each turn.
+    Decoding accepts these variables as well as stacks. Use them in a loop of decoding calls: XLA does not move slices
+    of stacks out of the loop, so they would copy all weights in each iteration.
     """
     if not self._decodes_in_line:
       return variables
@@ -191,7 +193,7 @@ class Repeat(Layer):
     return {**variables, **by_turn}
 
   def _in_line(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
-    """As `_scan`, for decoding: one repetition after the other, each with its own entry of the decode state."""
+    """Like `_scan`, for decoding: runs the repetitions one by one, each with its own decode state."""
     key = self.next_prng_key() if self.has_prng_key() else None
     sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self._first, *self._blocks, *self._left)}
     for number, layer in enumerate(self.layers_by_turn()):
@@ -230,7 +232,7 @@ class Repeat(Layer):
       return remat(one, kind, in_scan=in_scan, regathers=regathers)
 
     unroll = self._unroll_count(training=method == '__call__' and not self.do_eval)
-    # All in one iteration are no loop, so XLA must be prevented from merging what is computed again.
+    # A single iteration is no loop, so XLA must be prevented from merging recomputations with the first computation.
     bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
 
     stacks = [StackedCaches(layer.decode_state) for layer in self._blocks]

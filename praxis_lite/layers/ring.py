@@ -1,6 +1,7 @@
-"""Ring attention: each device keeps its queries; keys and values go round, one collective-permute a block of them.
+"""Ring attention: each device keeps its queries, and sends blocks of keys and values around a ring of devices.
 
-The backward pass sends them round again, and their gradients with them (Liu et al., 2023).
+Each block takes one collective-permute. The backward pass sends them around again, with their gradients (Liu et al.,
+2023).
 
 B batch, T length of the queries, S length of the keys, L length on one device, P devices of the axis, N heads, K kv
 heads, H dims per head; for blocks see `blocks.py`.
@@ -30,7 +31,7 @@ D = TypeVar('D')
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def ring_attention(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> jax.Array:
-  """Returns what each query attends to, [B, T, N, H], padded and split as the queries are."""
+  """Returns the results of attention, [B, T, N, H], padded and split like the queries."""
   return _forward(plan, formula, heads, integers)[0]
 
 
@@ -51,7 +52,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
     return out_BLNH.astype(heads.query.dtype), lse
 
   out, lse = plan.map_parts(local, heads, integers)(heads, integers)
-  # Both are kept together, or the backward pass would compute both again.
+  # If only one of them were kept, the backward pass would compute both again.
   out, lse = checkpoint_name(out, 'context'), checkpoint_name(lse, 'context')
   return out, (heads, integers, out, lse)
 
@@ -100,9 +101,10 @@ def _go_round(
   dkv: D,
   add: Callable[[T, D, Keys, AttentionMask], tuple[T, D]],
 ) -> tuple[T, D]:
-  """Returns the sums after `sums, dkv = add(sums, dkv, keys, mask)` for the keys of each device, this one included.
+  """Runs `sums, dkv = add(sums, dkv, keys, mask)` for the keys of each device, including this one; returns the sums.
 
-  `dkv`, the gradients of keys and values, go along with them, and home at the end; in the forward pass it is None.
+  `dkv`, the gradients of keys and values, travel with these, and return to their device at the end; in the forward pass
+  it is None.
   """
 
   def step(carry: tuple[_KeyArrays, D, T], offset: jax.Array) -> tuple[tuple[_KeyArrays, D, T], None]:
@@ -117,7 +119,7 @@ def _go_round(
   return sums, _send(plan, dkv, -plan.last)
 
 
-# What is sent: keys and values in one array, arrays of the mask that belong to keys, and positions of the bias.
+# The data to send: keys and values in one array, arrays of the mask that belong to keys, and positions of the bias.
 _KeyArrays = tuple[jax.Array, list[jax.Array], jax.Array | None]
 
 
@@ -128,14 +130,14 @@ def _pack_keys(keys: Keys, mask: AttentionMask) -> _KeyArrays:
 def _unpack_keys(
   plan: SequencePlan, arrays: _KeyArrays, mask: AttentionMask, offset: jax.Array
 ) -> tuple[Keys, AttentionMask]:
-  """Returns the keys of the device that is `offset` before this one, and the mask with its arrays of these keys."""
+  """Returns the keys of the device `offset` places before this one, and the mask with its arrays of these keys."""
   kv, of_mask, pos = arrays
   at = plan.indices(plan.key_len, (plan.device - offset) % plan.devices)
   return Keys(kv[0], kv[1], at, pos), mask.replace_arrays('key', of_mask)
 
 
 def _send(plan: SequencePlan, tree: T, by: int) -> T:
-  """Each device sends its arrays to the device that is `by` after it."""
+  """Sends the arrays of each device to the device `by` places after it."""
   if by % plan.devices == 0:
     return tree
   pairs = [(d, (d + by) % plan.devices) for d in range(plan.devices)]

@@ -6,9 +6,10 @@
     token choice     a token takes the k experts with the highest scores (Shazeer et al., 2017)
     expert choice    an expert takes the C tokens of a row with the highest scores (Zhou et al., 2022)
 
-The functions are pure, and padding correct: a padded token takes no expert's place and counts in no statistic.
+The functions are pure. A padding token takes no place of an expert, and counts in no statistic.
 
-B batch, T length, D model dims, E experts, K experts per token, C capacity: how many tokens of a row an expert takes.
+B batch, T length, D model dims, E experts, K experts per token, C capacity: number of tokens of a row that an expert
+takes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class TokenChoice(NamedTuple):
   """The experts of each token.
 
   Attributes:
-    experts: [..., K] int32, best first; E where there is none, as for padding.
-    weights: [..., K] float32, of the outputs of these experts in the sum; 0 where there is none.
+    experts: [..., K] int32, best first; E stands for none, as for padding.
+    weights: [..., K] float32, weights of these experts in the sum of their outputs; 0 for none.
   """
 
   experts: jax.Array
@@ -41,11 +42,11 @@ class TokenChoice(NamedTuple):
 
 
 class ExpertChoice(NamedTuple):
-  """The tokens of each expert, in a row.
+  """The tokens of each expert in a row.
 
   Attributes:
-    tokens: [..., E, C] int32, best first; T where there is none, as in rows with less than C tokens.
-    weights: [..., E, C] float32, of this expert's output in the sum of the token; 0 where there is none.
+    tokens: [..., E, C] int32, best first; T stands for none, as in rows with less than C tokens.
+    weights: [..., E, C] float32, weight of this expert in the token's sum of outputs; 0 for none.
   """
 
   tokens: jax.Array
@@ -53,7 +54,7 @@ class ExpertChoice(NamedTuple):
 
 
 def router_scores(logits: jax.Array, score: str) -> jax.Array:
-  """Returns scores [..., E] in [0, 1], float32, of logits [..., E]."""
+  """Returns scores [..., E] in [0, 1], float32, for logits [..., E]."""
   logits = logits.astype(jnp.float32)
   return jax.nn.softmax(logits, axis=-1) if score == 'softmax' else jax.nn.sigmoid(logits)
 
@@ -73,7 +74,7 @@ def choose_experts(
     scores: [..., E].
     real: [...] bool, False for padding.
     num_experts_per_token: K.
-    bias: [E], added to the scores for the choice, not for the weights (Wang et al., 2024).
+    bias: [E], added to the scores for the choice, but not for the weights (Wang et al., 2024).
     renormalize: whether the weights of a token's experts are divided by their sum.
     weight_scale: factor of the weights.
   """
@@ -87,15 +88,15 @@ def choose_experts(
 
 
 def choose_tokens(scores: jax.Array, real: jax.Array, capacity: int, weight_scale: float = 1.0) -> ExpertChoice:
-  """Returns the C tokens of each expert; the arguments are those of `choose_experts`, of scores [..., T, E]."""
-  scores = jnp.where(real[..., None], scores, -1.0)  # Below all scores: padding is chosen last.
+  """Returns the C tokens of each expert, for scores [..., T, E]; other arguments as in `choose_experts`."""
+  scores = jnp.where(real[..., None], scores, -1.0)  # Less than all scores, so padding is chosen last.
   weights, tokens = jax.lax.top_k(jnp.swapaxes(scores, -1, -2), capacity)
   chosen = weights >= 0
   return ExpertChoice(jnp.where(chosen, tokens, scores.shape[-2]), jnp.where(chosen, weight_scale * weights, 0.0))
 
 
 def expert_capacity(capacity_factor: float, num_tokens: int, num_experts_per_token: int, num_experts: int) -> int:
-  """Returns C = capacity_factor * K * T / E, rounded up: at least 1, and at most all T tokens."""
+  """Returns C = capacity_factor * K * T / E, rounded up, but at least 1 and at most T."""
   slots = math.ceil(capacity_factor * num_experts_per_token * num_tokens / num_experts - 1e-6)
   return min(max(slots, 1), num_tokens)
 
@@ -105,30 +106,30 @@ class RouterActivationSplit(ActivationSplit):
 
 
 class Router(Layer):
-  """Logits over experts, what is done with them, and the losses that keep experts equally loaded.
+  """Computes logits over experts, and the losses or biases that keep experts equally loaded.
 
       z_loss         = mean_t logsumexp(logits_t)^2                                     (Zoph et al., 2022)
       load_balance   = E sum_e f_e P_e, 1 if balanced                                   (Fedus et al., 2022)
       bias_e        += bias_update_rate * sign(mean load - load_e), after each step     (Wang et al., 2024)
 
-  f_e is the share of all choices that are expert e, P_e the mean over tokens of its score, as a share of the token's
-  scores. All means are over the tokens that are not padding, of all rows on all devices; with several microbatches, of
-  one, of which the losses are then averaged.
+  f_e is the share of expert e in all choices. P_e is the mean over tokens of its share of a token's scores. All means
+  are over the tokens of all rows on all devices, without padding. With several microbatches, they are over one
+  microbatch, and the losses of the microbatches are averaged.
 
   Attributes:
     input_dims: D.
     num_experts: E.
-    choice: 'token': tokens choose experts; or 'expert': experts choose tokens, later ones of a sequence too, so it is
-      not for causal models.
+    choice: 'token': tokens choose experts. 'expert': experts choose tokens, including later ones of a sequence, so this
+      is not for causal models.
     score: 'softmax' or 'sigmoid', of the logits.
     renormalize: whether the weights of a token's experts are divided by their sum. Not with expert choice.
     weight_scale: factor of the weights.
     jitter: in training, router inputs are multiplied by numbers in [1 - jitter, 1 + jitter] (Fedus et al., 2022).
-    z_loss_weight, load_balance_loss_weight: of the auxiliary losses; 0 disables one.
-    load_balance_scope: 'batch', or 'row': the mean over rows of the loss of each (DeepSeek-AI, 2024), which does not
-      depend on what other rows are in a batch.
-    bias_update_rate: how much a step changes the biases of the choice, which keep experts equally loaded without an
-      auxiliary loss; 0: there are none.
+    z_loss_weight, load_balance_loss_weight: weights of the auxiliary losses; 0 disables a loss.
+    load_balance_scope: 'batch'; or 'row', the mean of the losses of all rows (DeepSeek-AI, 2024), which for a row does
+      not depend on other rows of the batch.
+    bias_update_rate: change of the biases of the choice in a step. These biases keep experts equally loaded without an
+      auxiliary loss; 0 disables them.
     weight_split_dims_mapping: `wt`, [D, E].
   """
 
@@ -158,7 +159,7 @@ class Router(Layer):
       if self.choice == 'expert' and getattr(self, field):
         raise ConfigError(f"{self.path_name}.{field}: with choice='expert' all experts take as many tokens; leave it 0")
     D, E, wt = self.input_dims, self.num_experts, self.weight_split_dims_mapping.wt
-    # In lower precision it would choose otherwise (Fedus et al., 2022).
+    # Lower precision would change choices (Fedus et al., 2022).
     kept = frozenset({WeightHParamsCollection.KEEP_FLOAT32})
     self.create_variable('w', WeightHParams((D, E), tensor_split_dims_mapping=wt, collections=kept))
     if self.bias_update_rate:
@@ -166,7 +167,7 @@ class Router(Layer):
       self.create_variable('bias', bias, trainable=False)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns logits [..., E], float32, of x [..., D]."""
+    """Returns float32 logits [..., E] for x [..., D]."""
     x = x.astype(jnp.float32)
     if self.jitter and not self.do_eval:
       x *= jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
@@ -178,17 +179,17 @@ class Router(Layer):
     return self.theta.bias if self.bias_update_rate else None
 
   def account(self, logits: jax.Array, real: jax.Array, load: jax.Array, dropped: jax.Array) -> None:
-    """In a call: adds the auxiliary losses and summaries of what was chosen, and in training updates the biases.
+    """In a call: adds auxiliary losses and summaries of the choices, and in training updates the biases.
 
-    Summaries: `fraction_dropped`: of the choices of tokens those that found no slot, and where experts choose, of the
-    tokens those that no expert chose; `entropy` of the scores of a token, in nats; `max_load`, the load of the fullest
-    expert over the mean; `load`, that of all experts over the mean.
+    The summaries are `fraction_dropped`, the share of choices without a slot, or if experts choose, of tokens that no
+    expert chose; `entropy` of the scores of a token, in nats; `load`, the load of each expert divided by the mean; and
+    `max_load`, the largest of these.
 
     Args:
       logits: [B, T, E].
       real: [B, T] bool, False for padding.
-      load: [B, parts, E] float32: how many tokens wanted each expert, or were wanted by it, in parts of rows.
-      dropped: [B, parts] float32: how many of these found no slot, or how many tokens no expert.
+      load: [B, parts, E] float32, number of tokens that chose each expert, or that it chose, in parts of rows.
+      dropped: [B, parts] float32, number of these choices without a slot, or of tokens that no expert chose.
     """
     E, total = self.num_experts, self.surroundings.sum_over_rows
     scores = router_scores(logits, self.score)
@@ -215,7 +216,7 @@ class Router(Layer):
       balance = mean(jnp.sum(of_token * share, axis=-1))
       self.add_aux_loss('load_balance', balance, weight=self.load_balance_loss_weight)
     if self.bias_update_rate and not self.do_eval:
-      below_mean = jnp.sign(num_choices - E * load_E)  # Whole numbers: exactly zero for a balanced load.
+      below_mean = jnp.sign(num_choices - E * load_E)  # Whole numbers, so it is exactly zero if balanced.
       self.update_var('bias', self.theta.bias + self.bias_update_rate * below_mean)
     offered = num_choices if self.choice == 'token' else num_tokens
     self.add_summary('fraction_dropped', total(jnp.sum(dropped)) / jnp.maximum(offered, 1.0))
@@ -225,5 +226,5 @@ class Router(Layer):
 
 
 def _sum_of_scores(scores: jax.Array) -> jax.Array:
-  """Above zero, though all scores may underflow where they are sigmoids."""
+  """Returns the sum of the scores, which is positive even if all sigmoid scores underflow."""
   return jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)

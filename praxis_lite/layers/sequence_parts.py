@@ -1,7 +1,8 @@
-"""Which part of a sequence that is split over a mesh axis a device has, and in which blocks.
+"""Splits sequences over a mesh axis: which part a device has, and in which blocks.
 
-Under a causal mask, a device with the first part of the sequence would have little to do in a ring, and one with the
-last part much. So each device takes two half parts there, one from each end, which halves exchange beforehand:
+With a causal mask, the device with the first part of the sequence would have the least work in a ring, and the device
+with the last part the most. So each device takes two half parts, one from each end, which are exchanged before the
+ring:
 
     4 devices, 8 halves      device 0: 0 and 7     device 1: 1 and 6     device 2: 2 and 5     device 3: 3 and 4
 
@@ -39,7 +40,7 @@ class SequenceSplit:
     axis: the mesh axis that splits the length.
     method: one of `CONTEXT_METHODS`.
     batch_axes, head_axes: mesh axes that split the batch and the heads.
-    others_split: whether the compiler may split them over further axes; False: further axes hold copies.
+    others_split: whether the compiler may split them over other axes; if False, other axes hold copies.
   """
 
   axis: str
@@ -50,21 +51,21 @@ class SequenceSplit:
 
   @property
   def mapped_axes(self) -> frozenset[str]:
-    """The mesh axes that `shard_map` maps."""
+    """The mesh axes that `shard_map` maps over."""
     named = {self.axis, *self.batch_axes, *self.head_axes}
     return frozenset(named if self.others_split else jax.sharding.get_abstract_mesh().axis_names)
 
 
 @dataclasses.dataclass(frozen=True)
 class SequencePlan:
-  """What is known of a call before it is traced.
+  """The static properties of a call.
 
   Attributes:
     query_len, key_len: T and S, without padding.
     block_size: largest number of queries or keys in a block.
     devices: P.
     zigzag: whether each device takes two half parts.
-    first, last: a device attends to the parts of the devices before it by `first`, ..., `last`, going round.
+    first, last: a device attends to the parts of the devices `first`, ..., `last` places before it in the ring.
   """
 
   split: SequenceSplit
@@ -94,11 +95,11 @@ class SequencePlan:
     return jax.lax.axis_index(self.split.axis)
 
   def part_len(self, length: int) -> int:
-    """L, of a sequence of this length."""
+    """Returns L for a sequence of this length."""
     return multiple_of(length, self.devices) // self.devices
 
   def run_len(self, length: int) -> int:
-    """How many neighbours in the sequence a device has in one piece: L, or half of it."""
+    """Returns the length of a contiguous run of the sequence on a device: L, or half of it."""
     return -(-self.part_len(length) // 2) if self.zigzag else self.part_len(length)
 
   def block_len(self, length: int) -> int:
@@ -117,17 +118,17 @@ class SequencePlan:
     return jnp.where((offset < true) & (index < length), index, -1).reshape(-1, size)
 
   def half_exchanges(self, parity: int) -> list[tuple[int, int]]:
-    """Returns (device, device that takes its first or second half) of all devices."""
+    """Returns the pairs (device, device that takes its half), for the first or the second halves of all devices."""
     halves = range(parity, 2 * self.devices, 2)
     return [(h // 2, min(h, 2 * self.devices - 1 - h)) for h in halves]
 
   def order_halves(self, x: jax.Array, y: jax.Array) -> list[jax.Array]:
-    """Returns [x, y] on devices with an even number, [y, x] on the others: there, halves come in the other order."""
+    """Returns [x, y] on even devices, and [y, x] on odd ones, where halves arrive in the other order."""
     even = self.device % 2 == 0
     return [jnp.where(even, x, y), jnp.where(even, y, x)]
 
   def map_parts(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool = False, keeps: bool = True) -> Any:
-    """Returns a pass mapped over the devices; `keeps` says whether a forward pass returns (output, lse)."""
+    """Returns a pass mapped over the devices; `keeps` says whether it is a forward pass that returns (output, lse)."""
     rows, head = axes_to_entry(self.split.batch_axes), axes_to_entry(self.split.head_axes)
     specs = argument_specs(heads, integers, rows, self.split.axis, head)
     queries, lse = specs[0].query, PartitionSpec(self.split.axis, rows, head)
@@ -138,7 +139,7 @@ class SequencePlan:
 
 
 def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tuple[Queries, Keys, AttentionMask]:
-  """Returns the blocks that this device has, after the exchange of halves, and the arrays of the mask in blocks."""
+  """Returns the blocks of this device after the exchange of halves, and the arrays of the mask in blocks."""
   N = heads.query.shape[2]
   kv = jnp.concatenate([heads.key, heads.value], axis=2)
   if plan.zigzag:  # Queries, keys and values are sent together.
@@ -163,7 +164,7 @@ def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tu
 
 
 def to_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False) -> jax.Array:
-  """Returns [B, held, ...] of a part [B, L, ...]: the runs that this device takes, each padded to whole blocks."""
+  """Returns [B, held, ...] for a part [B, L, ...]: the runs that this device takes, each padded to whole blocks."""
   run = plan.run_len(length)
   pad = functools.partial(pad_len, mode='edge' if edge else 'constant')
   runs = [x]
@@ -179,7 +180,7 @@ def to_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False
 
 
 def from_runs(plan: SequencePlan, x: jax.Array, length: int) -> jax.Array:
-  """The inverse of `to_runs`: returns the part [B, L, ...] of what a device holds, [B, held, ...]."""
+  """The inverse of `to_runs`: returns the part [B, L, ...] for the runs of a device, [B, held, ...]."""
   run = plan.run_len(length)
   runs = [r[:, :run] for r in jnp.split(x, 2 if plan.zigzag else 1, axis=1)]
   if plan.zigzag:

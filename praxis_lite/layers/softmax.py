@@ -1,9 +1,9 @@
 """Softmax layers: logits over classes, and their cross entropy.
 
-Cross entropy is of integer labels, in float32, and takes logits that are split over the vocabulary. Its gradient,
-softmax(logits) - target, is written out: automatic differentiation would keep exp(logits) beside the logits, and
-scatter the labels into a third array of that size. These arrays use the most memory of a language model's head; with a
-large vocabulary it needs none of them, see `chunked_loss.py`.
+Cross entropy is computed in float32 for integer labels; logits may be split over the vocabulary. Its gradient is
+written out as softmax(logits) - target. Automatic differentiation would keep exp(logits) in addition to the logits, and
+scatter the labels into a third array of that size. Such arrays take most of the memory of a language model's head; with
+a large vocabulary, none of them is needed, see `chunked_loss.py`.
 
 D model dims, V classes, such as a vocabulary.
 """
@@ -39,12 +39,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float =
       log normalizer z = log sum_v exp(logits_v)
       cross entropy    = z - sum_v target_v logits_v
 
-  The target is 1 for the label; with smoothing e, 1 - e for the label plus e / V for every class (Szegedy et al.,
-  2016). A z-loss, z^2, keeps the log normalizer near zero (Chowdhery et al., 2022).
+  The target is 1 for the label. With smoothing e, it is e / V for every class, plus 1 - e for the label (Szegedy et
+  al., 2016). A z-loss, z^2, keeps the log normalizer near zero (Chowdhery et al., 2022).
 
   Args:
     logits: [..., V] of any float dtype.
-    labels: [...] integers; where a label is not in [0, V), the cross entropy is NaN.
+    labels: [...] integers; the cross entropy of a label outside [0, V) is NaN.
     label_smoothing: e.
   """
   return _cross_entropy(widen(logits), labels, label_smoothing)
@@ -57,7 +57,7 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float)
 
 def _forward(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> tuple[Losses, Residuals]:
   log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-  index = jnp.where(labels < 0, logits.shape[-1], labels)  # Otherwise -1 would be the last class.
+  index = jnp.where(labels < 0, logits.shape[-1], labels)  # Without this, -1 would select the last class.
   target = jnp.take_along_axis(logits, index[..., None], axis=-1, mode='fill', fill_value=jnp.nan)[..., 0]
   if label_smoothing:
     target = (1 - label_smoothing) * target + label_smoothing * jnp.mean(logits, axis=-1)
@@ -82,8 +82,8 @@ class SoftmaxOutput(NamedTuple):
 
   Attributes:
     xent: [...] float32 cross entropy of each label, in nats.
-    correct: [...] bool, whether the label is the most probable class, the first one of equals.
-    whole_logits: [..., V] float32; None where the cross entropy was computed in chunks, see `FullSoftmax.chunk_size`.
+    correct: [...] bool, whether the label is the most probable class; the first one if several are equal.
+    whole_logits: [..., V] float32; None if the cross entropy was computed in chunks, see `FullSoftmax.chunk_size`.
   """
 
   xent: jax.Array
@@ -92,7 +92,7 @@ class SoftmaxOutput(NamedTuple):
 
   @property
   def logits(self) -> jax.Array:
-    """The logits [..., V]. Raises ConfigError where there are none."""
+    """The logits [..., V]. Raises ConfigError if there are none."""
     if self.whole_logits is None:
       raise ConfigError(
         'there are no logits: the softmax layer computed the cross entropy in chunks of the classes. Use its `correct` '
@@ -111,11 +111,11 @@ class FullSoftmax(Layer):
     soft_cap: bounds logits smoothly, cap * tanh(logits / cap) (Gemma 2); None disables it.
     label_smoothing: see `cross_entropy`.
     z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
-    chunk_size: computes the cross entropy over so many classes at a time, of those on each device, so that the logits
-      of all classes are never in memory. None: of all at once, which takes less time. 'auto': in 16 chunks or so, where
-      the logits of all classes would take 256 MiB or more on each device.
-    weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split as dimension V.
-    activation_split_dims_mapping: `out`: logits, [..., V], those of a chunk too.
+    chunk_size: number of classes of each device for which the cross entropy is computed at a time, so that the logits
+      of all classes are never in memory. None computes all at once, which takes less time. 'auto' uses about 16 chunks
+      if the logits of all classes would take 256 MiB or more on each device.
+    weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split like dimension V.
+    activation_split_dims_mapping: `out`: logits, [..., V], also those of a chunk.
   """
 
   input_dims: int = REQUIRED
@@ -155,8 +155,8 @@ class FullSoftmax(Layer):
     return x @ self.theta.w
 
   def get_logits(self, x: jax.Array) -> jax.Array:
-    """Returns logits [..., V], float32, of x [..., D]."""
-    # The product is in fprop_dtype: if it was in float32, so would be its gradients, which matrix units compute slower.
+    """Returns float32 logits [..., V] for x [..., D]."""
+    # The product is in fprop_dtype: in float32, its gradients would be so too, which matrix units compute slower.
     logits = self._project(x.astype(self.fprop_dtype))
     if self.use_bias:
       logits += self.theta.b
@@ -164,12 +164,12 @@ class FullSoftmax(Layer):
     return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:
-    """Returns the cross entropy, and logits unless it is computed in chunks.
+    """Returns the cross entropy, and the logits unless it is computed in chunks.
 
     Args:
       x: [..., D].
       class_ids: [...] integer labels in [0, V).
-      class_weights: [...] weights of the labels in the mean of the z-loss; None: all weigh 1.
+      class_weights: [...] weights of the labels in the mean of the z-loss; None means all are 1.
     """
     chunks = self._chunks(class_ids)
     if chunks is None:
@@ -192,10 +192,10 @@ class FullSoftmax(Layer):
     return output
 
   def _chunks(self, class_ids: jax.Array) -> ClassChunks | None:
-    """How the cross entropy of these labels cuts the classes; None if it takes all at once."""
+    """Returns how the cross entropy of these labels cuts the classes; None if it computes all at once."""
     if self.chunk_size is None:
       return None
-    if type(self).get_logits is not FullSoftmax.get_logits:  # Chunks would know nothing of it.
+    if type(self).get_logits is not FullSoftmax.get_logits:  # Chunks do not support it.
       if self.chunk_size == 'auto':
         return None
       raise ConfigError(
@@ -225,7 +225,7 @@ class FullSoftmax(Layer):
       soft_cap=self.soft_cap,
     )
     if self.surroundings.listener is not None:
-      # What is split as `out` says is a chunk of each part of the classes, [..., S, C].
+      # `out` splits a chunk of each part of the classes, [..., S, C].
       why = () if logits is None else (*logits.why, 'the classes of a chunk are on one device')
       of_chunk = None if logits is None else Placement(PartitionSpec(*logits.spec, None), why)
       shape, manual = (*class_ids.shape, chunks.num_parts, chunks.size), self.surroundings.manual_axes
@@ -242,9 +242,9 @@ class SharedEmbeddingActivationSplit(ActivationSplit):
 class SharedEmbeddingSoftmax(FullSoftmax):
   """One table w [V, D] for both ends of a model: embeddings w[ids] and logits x w^T (Press and Wolf, 2017).
 
-  Attributes: those of `FullSoftmax`, and
+  Attributes: the same as for `FullSoftmax`, and
     scale_sqrt_depth, lookup_style: see `Embedding`.
-    weight_split_dims_mapping: `wt`, [V, D], where `FullSoftmax` has [D, V].
+    weight_split_dims_mapping: `wt`, [V, D], in contrast to [D, V] in `FullSoftmax`.
   """
 
   scale_sqrt_depth: bool = False
@@ -264,5 +264,5 @@ class SharedEmbeddingSoftmax(FullSoftmax):
     return jnp.einsum('...d,vd->...v', x, self.theta.w)
 
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
-    """Returns vectors [..., D] of integer ids [...]; NaN for an id that is not in [0, V)."""
+    """Returns vectors [..., D] for integer ids [...]; NaN for an id outside [0, V)."""
     return embed(self, ids, 'emb')

@@ -23,14 +23,14 @@ class TensorParallelLinear(Linear):
       column   w [I, O / n], b [O / n]   whole x -> this device's part of y
       row      w [I / n, O], b [O]       this device's part of x -> whole y
 
-  Under `partitioning='shard_map'`, where the batch must not be split over that axis, the layer calls the helper of its
-  name in `sharding/explicit.py`. Otherwise it is a `Linear` with that split, and XLA inserts the communication. A
-  column layer is followed by a row layer, with only elementwise functions in between.
+  Under `partitioning='shard_map'`, the axis must not split the batch, and the layer calls the corresponding function of
+  `sharding/explicit.py`. Otherwise it is a `Linear` with that split, and XLA inserts the communication. A column layer
+  is followed by a row layer, with only elementwise functions in between.
 
-  Attributes: those of `Linear`, and
+  Attributes: the same as for `Linear`, and
     parallel: 'column' or 'row'.
-    weight_split_dims_mapping: `wt`: (None, axis) of a column layer, (axis, None) of a row layer; a mesh axis, or a
-      logical name of one.
+    weight_split_dims_mapping: `wt`: (None, axis) for a column layer, (axis, None) for a row layer, with a mesh axis or
+      a logical name of one.
   """
 
   parallel: str = 'column'
@@ -42,7 +42,7 @@ class TensorParallelLinear(Linear):
     axes: Sequence[str] = ()
     fits = wt is None or (len(wt) == 2 and wt[whole] is None and isinstance(wt[split], str))
     if fits and wt is not None:
-      placement = self._resolve(wt, field, rank=2)  # A logical name may stand for no axis, or for several.
+      placement = self._resolve(wt, field, rank=2)  # A logical name may correspond to no axis, or to several.
       axes = (wt[split],) if placement is None else spec_axes(placement.spec[split])
     if not fits or len(axes) > 1:
       right = "(None, 'mdl')" if self.parallel == 'column' else "('mdl', None)"
@@ -59,7 +59,7 @@ class TensorParallelLinear(Linear):
     super().create_variable(name, weight, trainable)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., O] of x [..., I], or this device's parts of these; see the class."""
+    """Returns [..., O] for x [..., I], or this device's part of it; see the class."""
     if self._axis is None or self._axis not in self.surroundings.manual_axes:
       return super().__call__(x)
     fn: Callable[..., jax.Array] = column_parallel_linear if self.parallel == 'column' else row_parallel_linear

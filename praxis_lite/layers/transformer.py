@@ -43,13 +43,13 @@ class TransformerBlock(Layer):
     input_dims: D.
     hidden_dims: hidden dims of the feed-forward layer.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    norm_policy: 'pre' (as GPT-2 and LLaMA), 'post' (as the original transformer and BERT), or 'primer_hybrid', which
-      normalizes what goes into a sublayer and what comes out of it (as Gemma 2).
-    norm_tpl: of the children `attention_norm` and `ff_norm`, and with 'primer_hybrid' `attention_out_norm` and
-      `ff_out_norm`.
-    attention_tpl: of the child `attention`.
-    ff_tpl: of the child `ff`, such as a `MoeFeedForward`.
-    dropout_tpl: of the child `residual_dropout`, on what is added to the residual stream.
+    norm_policy: 'pre' (GPT-2, LLaMA), 'post' (the original transformer, BERT), or 'primer_hybrid', which normalizes
+      both the input and the output of a sublayer (Gemma 2).
+    norm_tpl: template of the children `attention_norm` and `ff_norm`, and with 'primer_hybrid' of `attention_out_norm`
+      and `ff_out_norm`.
+    attention_tpl: template of the child `attention`.
+    ff_tpl: template of the child `ff`, such as a `MoeFeedForward`.
+    dropout_tpl: template of the child `residual_dropout`, on values that are added to the residual stream.
     activation_split_dims_mapping: `out`, [B, T, D]: the residual stream.
   """
 
@@ -82,7 +82,7 @@ class TransformerBlock(Layer):
 
     Args:
       x_BTD: the residual stream.
-      paddings: [B, T], not zero where a token is padding; for feed-forward layers that take them.
+      paddings: [B, T], nonzero for padding tokens; for feed-forward layers that take paddings.
       **attention: keyword arguments of `attention`: segment_ids, segment_pos, prefix_lengths, mask.
     """
     return self._block(x_BTD, lambda x: self.attention(x, **attention), paddings)
@@ -125,9 +125,9 @@ class StackedTransformer(Layer):
   """`num_layers` layers in sequence, each with its own variables: `layers_0`, `layers_1`, ...
 
   Attributes:
-    layers_tpl: of each layer; or a pattern of several, taken in turn.
+    layers_tpl: template of each layer; or a pattern of several templates, used in turn.
     num_layers: number of layers.
-    first_tpl: layers that come before those of `layers_tpl`; see `Repeat`.
+    first_tpl: templates of layers before those of `layers_tpl`; see `Repeat`.
     sliding_windows: see `add_windows`.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`.
   """
@@ -150,7 +150,7 @@ class StackedTransformer(Layer):
     self.create_children('layers', templates=list(itertools.islice(in_turn, self.num_layers)))
 
   def __call__(self, x: T, **kwargs: Any) -> T:
-    """Returns the result of the last layer for input `x` of the first; all get the same `kwargs`."""
+    """Returns the output of the last layer for the input `x` of the first; all layers get the same `kwargs`."""
     regathers = self.surroundings.reading_gathers
     for i, layer in enumerate(self.layers):
       key = self.next_prng_key() if self.has_prng_key() else None
@@ -167,16 +167,18 @@ class StackedTransformer(Layer):
       layer.init_decode_state(*args)
 
   def extend_step(self, x: T, *args: object) -> T:
-    """As `__call__`, with the layers' `extend_step` and caches."""
+    """Like `__call__`, with the layers' `extend_step` and caches."""
     for layer in self.layers:
       x = layer.extend_step(x, *args)
     return x
 
 
 class RepeatedTransformer(Repeat):
-  """A scan over transformer blocks with stacked variables: computes what `StackedTransformer` does; compiles faster.
+  """A scan over transformer blocks with stacked variables.
 
-  Attributes: those of `Repeat`, and
+  It computes the same as `StackedTransformer`, and compiles faster.
+
+  Attributes: the same as for `Repeat`, and
     sliding_windows: see `add_windows`.
   """
 
@@ -196,13 +198,12 @@ def add_windows(
 
   Args:
     layers_tpl: config of a block.
-    windows: the `sliding_window` of the attention of the first blocks, and again from the first one on, so that
-      (4096, None) alternates local and global attention. None: the blocks are as `layers_tpl`, which may then be a
-      pattern, says.
+    windows: the `sliding_window` of each block, repeated in turn, so that (4096, None) alternates local and global
+      attention. None leaves `layers_tpl` unchanged, which may then be a pattern.
     where: the path of the layer that has these fields.
 
   Raises:
-    ConfigError: there are both windows and a pattern, or no windows in the tuple.
+    ConfigError: there are both windows and a pattern, or the tuple of windows is empty.
   """
   if windows is None:
     return pattern(layers_tpl)
@@ -235,15 +236,18 @@ class TransformerLm(Layer):
     model_dims: D.
     num_layers: number of blocks.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    hidden_dims: hidden dims of the feed-forward layers; None: 4 D. Those of blocks that come first may have their own.
-    use_bias: whether all layers that may have biases, but the softmax, have them; None: as their templates say.
-    embedding_tpl: of the child `embedding`; None: the table of `softmax` is also the embedding.
-    position_tpl: of the child `position`, added to the embeddings; None disables it, as with rotary positions.
-    dropout_tpl: of the child `embedding_dropout`.
-    transformer_tpl: of the child `transformer`; it has `num_layers` and `layers_tpl`, the template of a block, or a
-      pattern of several; and it may have `first_tpl`, blocks that come first.
-    final_norm_tpl: of the child `final_norm`; None disables it, as after post-norm blocks.
-    softmax_tpl: of the child `softmax`.
+    hidden_dims: hidden dims of the feed-forward layers, except those of first blocks that set their own; None means 4
+      D.
+    use_bias: whether all layers that support biases, except the softmax, have them; None leaves this to their
+      templates.
+    embedding_tpl: template of the child `embedding`; with None, the table of `softmax` is also the embedding.
+    position_tpl: template of the child `position`, which is added to the embeddings; None disables it, as for rotary
+      positions.
+    dropout_tpl: template of the child `embedding_dropout`.
+    transformer_tpl: template of the child `transformer`. It has the fields `num_layers` and `layers_tpl`, the template
+      of a block or a pattern of several, and may have `first_tpl`, templates of the first blocks.
+    final_norm_tpl: template of the child `final_norm`; None disables it, as after post-norm blocks.
+    softmax_tpl: template of the child `softmax`.
     activation_split_dims_mapping: `out`, [B, T, D]: the embeddings.
   """
 
@@ -304,16 +308,17 @@ class TransformerLm(Layer):
     segment_pos: jax.Array | None = None,
     prefix_lengths: jax.Array | None = None,
   ) -> SoftmaxOutput:
-    """Returns the cross entropy of the labels [B, T], and logits [B, T, V] unless the softmax works in chunks.
+    """Returns the cross entropy of the labels [B, T], and logits [B, T, V] unless the softmax computes in chunks.
 
     Args:
       ids_BT: int32 tokens.
-      labels_BT: int32 token that follows each of them.
-      weights_BT: weights of the labels in auxiliary losses; None: all weigh 1.
-      segment_ids: int32 [B, T], 0 is padding; tokens attend within their segment. None: each row is one segment.
-      segment_pos: int32 [B, T], position of a token in its segment; None: 0, 1, 2, ...
-      prefix_lengths: int32 [B], how many of the first tokens of each row all of its tokens attend to (prefix-LM); None:
-        each attends to those before it alone.
+      labels_BT: int32, the token that follows each of them.
+      weights_BT: weights of the labels in auxiliary losses; None means all are 1.
+      segment_ids: int32 [B, T], 0 for padding; tokens attend within their segment. None means that each row is one
+        segment.
+      segment_pos: int32 [B, T], position of a token in its segment; None means 0, 1, 2, ...
+      prefix_lengths: int32 [B], the length of the prefix of each row to which all its tokens attend (prefix-LM); None
+        disables it.
     """
     x_BTD = self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths)
     return self.softmax(x_BTD, labels_BT, weights_BT)
@@ -327,7 +332,7 @@ class TransformerLm(Layer):
     segment_pos: jax.Array | None = None,
     prefix_lengths: jax.Array | None = None,
   ) -> jax.Array:
-    """Returns float32 logits [B, T, V]; the arguments are those of `__call__`."""
+    """Returns float32 logits [B, T, V]; the arguments are the same as for `__call__`."""
     return self.softmax.get_logits(self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths))
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
@@ -389,10 +394,10 @@ class TransformerLm(Layer):
 
 
 def token_paddings(weights_BT: jax.Array | None, segment_ids_BT: jax.Array | None) -> jax.Array | None:
-  """Returns [B, T] bool, True for padding; None where nothing says that there is any.
+  """Returns [B, T] bool, True for padding; None if no argument marks padding.
 
-  A token is padding if its segment is 0, or if neither it nor a later one of its row weighs anything. Prompts, whose
-  tokens do not weigh anything but which are attended to, are none.
+  A token is padding if its segment is 0, or if it and all later tokens of its row have weight 0. So tokens of a prompt,
+  which have weight 0 but are followed by tokens with a weight, are not padding.
   """
   padding = None if segment_ids_BT is None else segment_ids_BT == 0
   if weights_BT is None:
