@@ -84,9 +84,9 @@ def memory() -> None:
   import numpy as np
 
   from praxis_lite.common.config import Config
+  from praxis_lite.instruments.testing import collectives
   from praxis_lite.layers import MoeFeedForward
   from praxis_lite.models import set_sharding, transformer_lm
-  from praxis_lite.sharding.hlo import collectives
   from praxis_lite.training import PartitionedTask
   from praxis_lite.training.task import SingleTask
 

@@ -81,7 +81,7 @@ def main() -> int:
   print(f'loss after these steps: ours {built_ours.loss():.5f}, by hand {built_hand.loss():.5f}')
 
   if args.devices > 1:
-    from praxis_lite.sharding.hlo import collectives
+    from praxis_lite.instruments.testing import collectives
 
     even = built_ours
     uneven = ours(one_short(size), args.devices)

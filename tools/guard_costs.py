@@ -31,9 +31,9 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.instruments.explain.report import task_and_inputs
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.sharding.guards import guard
-from praxis_lite.sharding.hlo import collectives
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask

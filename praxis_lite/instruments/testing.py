@@ -1,20 +1,27 @@
-"""Helpers for the tests of your own project: a check that a step still matches its plan.
+"""Helpers for the tests of your own project: checks of a step's plan, and of its collectives.
 
-    from praxis_lite.instruments.testing import assert_plan_matches
+    from praxis_lite.instruments.testing import assert_collectives, assert_plan_matches
 
     def test_the_step_is_as_planned():
       assert_plan_matches(MyExperiment, 'cpu:8', 'tests/plans/my_experiment.txt')
 
-UPDATE_GOLDEN=1 rewrites the files.
+    def test_the_step_gathers_nothing():
+      assert_collectives(step.compiled, {'all-reduce': 2, 'all-gather': 0})
+
+UPDATE_GOLDEN=1 rewrites the files of plans.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+
 from praxis_lite.instruments.explain.report import Explained
+from praxis_lite.instruments.plan.hlo import KINDS, parse
 from praxis_lite.instruments.plan.planning import plan
 from praxis_lite.instruments.plan.snapshot import Limits, differences, keep, read, snapshot_of
 from praxis_lite.instruments.plan.topology import Topology
@@ -50,3 +57,41 @@ def assert_plan_matches(
   worse = differences(read(path), new, limits)
   if worse:
     raise AssertionError('\n'.join([f'{path}:', *worse, 'if that is meant, UPDATE_GOLDEN=1 records it']))
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """How often one kind of collective runs, and how many bytes its results have on one device."""
+
+  count: int
+  bytes: int
+
+
+def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
+  """Returns the collectives of one run of a compiled program, by kind; kinds that do not occur count 0.
+
+  Raises:
+    ValueError: the program is given as HLO text without an entry computation.
+  """
+  totals = {kind: [0, 0] for kind in KINDS}
+  for instruction, times in parse(compiled).executed_instructions():
+    if kind := instruction.collective:
+      totals[kind][0] += times
+      totals[kind][1] += times * sum(array.bytes for array in instruction.collective_result)
+  return {kind: Collective(*total) for kind, total in totals.items()}
+
+
+def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[str, int]) -> None:
+  """Raises an AssertionError that lists all collectives, unless each kind in `expected` runs that many times.
+
+  Raises:
+    KeyError: `expected` has a kind that is not in `KINDS`.
+  """
+  unknown = set(expected) - set(KINDS)
+  if unknown:
+    raise KeyError(f'unknown collectives {sorted(unknown)}; known: {", ".join(KINDS)}')
+  found = collectives(compiled)
+  wrong = {kind: n for kind, n in expected.items() if found[kind].count != n}
+  if wrong:
+    lines = [f'  {kind}: {c.count} times, {c.bytes} bytes' for kind, c in found.items() if c.count]
+    raise AssertionError(f'expected {dict(wrong)}; the program has\n' + ('\n'.join(lines) or '  no collectives'))

@@ -33,13 +33,15 @@ if TYPE_CHECKING:
     format_parameter_table as format_parameter_table,
     parameter_table as parameter_table,
   )
+  from praxis_lite.instruments.testing import (
+    assert_collectives as assert_collectives,
+    collectives as collectives,
+  )
   from praxis_lite.sharding import (
     GuardedJit as GuardedJit,
     StateLayout as StateLayout,
-    assert_collectives as assert_collectives,
     axis_rules as axis_rules,
     batch_size as batch_size,
-    collectives as collectives,
     complete_spec as complete_spec,
     create_device_mesh as create_device_mesh,
     explain_sharding as explain_sharding,
@@ -91,7 +93,7 @@ __getattr__ = lazy_names(
   __name__,
   {
     'praxis_lite.sharding': """
-      GuardedJit StateLayout assert_collectives axis_rules batch_size collectives complete_spec
+      GuardedJit StateLayout axis_rules batch_size complete_spec
       create_device_mesh explain_sharding fold_rng_over_axis gather_array_with_mean_grads gather_params
       get_input_partition_specs global_mesh_defined infer_partition_spec_based_on_rank_fn infer_sharding
       local_shape logical_to_mesh_axes num_parts opt_state_specs pad_amounts pad_batch pad_to
@@ -111,5 +113,6 @@ __getattr__ = lazy_names(
       default_mesh default_moe_mesh get_coords get_cpu_mesh get_gpu_mesh get_mesh
     """,
     'praxis_lite.instruments.explain': 'format_parameter_table parameter_table',
+    'praxis_lite.instruments.testing': 'assert_collectives collectives',
   },
 )

@@ -19,7 +19,6 @@ from praxis_lite.sharding.explicit import (
   shard_params,
 )
 from praxis_lite.sharding.guards import GuardedJit
-from praxis_lite.sharding.hlo import assert_collectives, collectives
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.sharding.mesh import create_device_mesh
 from praxis_lite.sharding.padding import local_shape, num_parts, pad_amounts, pad_to, padded_shape, slice_to
@@ -39,10 +38,8 @@ from praxis_lite.sharding.strategies import explain_sharding, infer_sharding, re
 __all__ = [
   'GuardedJit',
   'StateLayout',
-  'assert_collectives',
   'axis_rules',
   'batch_size',
-  'collectives',
   'complete_spec',
   'create_device_mesh',
   'explain_sharding',

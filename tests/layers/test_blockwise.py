@@ -15,13 +15,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.jax_internals.programs import called_program, strip_constants
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers import MultiHeadAttention, RelativeBias, blocks
 from praxis_lite.layers.attention_spec import AttentionSpec
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.dot_product import AttentionCase, choose_attention, dot_product_attention
 from praxis_lite.layers.masks import Causal, Segments, SlidingWindow, Visibility
 from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.hlo import collectives
 
 
 @pytest.mark.parametrize('name', CASES)

@@ -16,11 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
+from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.layers import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.chunked_loss import usual_chunk_size
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.hlo import parse
 from praxis_lite.sharding.padding import padded_shape, slice_to
 from praxis_lite.sharding.specs import to_partition_spec
 from praxis_lite.training.partitioned_task import PartitionedTask

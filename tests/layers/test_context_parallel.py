@@ -14,13 +14,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias
 from praxis_lite.layers.context_parallel import SequenceSplit, aligned_heads, context_parallel_attention
 from praxis_lite.layers.masks import Visibility
 from praxis_lite.layers.positions import BucketedBias
 from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.hlo import collectives
 
 
 def mesh_of(**sizes):

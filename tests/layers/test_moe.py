@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.instruments.testing import assert_collectives, collectives
 from praxis_lite.layers import (
   FeedForward,
   GatedFeedForward,
@@ -24,7 +25,6 @@ from praxis_lite.layers import (
 from praxis_lite.layers.transformer import token_paddings
 from praxis_lite.models import transformer_lm
 from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.hlo import assert_collectives, collectives
 from praxis_lite.sharding.specs import to_partition_spec
 
 B, T, D, F, E = 3, 6, 8, 10, 5

@@ -11,10 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from side_inputs import gradients
 
 from praxis_lite.common.config import Config
+from praxis_lite.instruments.plan.hlo import KINDS
+from praxis_lite.instruments.testing import assert_collectives, collectives
 from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.hlo import KINDS, assert_collectives, collectives
 from praxis_lite.sharding.padding import padded_shape, slice_to
 from praxis_lite.sharding.specs import to_partition_spec
 

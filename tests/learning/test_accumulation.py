@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.sharding.hlo import collectives
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 
 ROWS, DIMS = 12, 3

@@ -14,13 +14,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers.base.call import path_name
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.layers.transformer import TransformerBlock
 from praxis_lite.models import set_pipeline, set_sharding, transformer_lm
 from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.hlo import collectives
 from praxis_lite.sharding.specs import to_partition_spec
 from praxis_lite.training.partitioned_task import partition_spmd_model
 from praxis_lite.training.task import SingleTask

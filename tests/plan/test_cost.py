@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from praxis_lite.instruments.plan.cost import cost_of
+from praxis_lite.instruments.plan.hlo import device_groups, parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.topology import parse_topology
-from praxis_lite.sharding.hlo import collectives, device_groups, parse
+from praxis_lite.instruments.testing import collectives
 
 
 def cost(program, topology='cpu:1', **more):

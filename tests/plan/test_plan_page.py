@@ -9,13 +9,13 @@ import subprocess
 import pytest
 
 from praxis_lite.instruments.plan.cost import cost_of
+from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.memory import Memory, StateArray, StateBytes, live_at_peak, live_over_time
 from praxis_lite.instruments.plan.page import render_plan_page
 from praxis_lite.instruments.plan.planning import ModelWork, Plan
 from praxis_lite.instruments.plan.topology import parse_topology
-from praxis_lite.sharding.hlo import parse
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 LAYERS = ('lm', 'lm.stack', 'lm.stack.layers', 'lm.stack.layers.ff', 'lm.stack.layers.ff.up', 'lm.softmax')

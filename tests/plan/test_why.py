@@ -14,11 +14,11 @@ from praxis_lite.instruments.explain.report import task_and_inputs, trace_step
 from praxis_lite.instruments.plan import Reason, format_why, plan
 from praxis_lite.instruments.plan.cost import Operation
 from praxis_lite.instruments.plan.dataflow import Dataflow
+from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.snapshot import Limits, declared_snapshot, differences, keep, read, snapshot_of
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.models import set_sharding
-from praxis_lite.sharding.hlo import parse
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.state import state_layout
 

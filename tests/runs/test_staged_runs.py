@@ -15,8 +15,8 @@ from staged_runs import flat_layers, staged_run
 from tiny_runs import open_gate
 
 from praxis_lite.common.config import Config
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.runs import run_train
-from praxis_lite.sharding.hlo import collectives
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.sharding import batch_rows as rows_module
 from praxis_lite.sharding.batch import put_on_mesh
 from praxis_lite.sharding.batch_rows import batch_rows, row_axes
 from praxis_lite.sharding.constraints import with_sharding_constraint
-from praxis_lite.sharding.hlo import collectives
 from praxis_lite.sharding.mesh import bind_mesh, create_device_mesh
 from praxis_lite.sharding.specs import get_input_partition_specs
 

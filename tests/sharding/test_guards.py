@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from praxis_lite.common import jax_internals
 from praxis_lite.common.errors import ShardingError
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.sharding.guards import guard
 from praxis_lite.sharding.guards.arrays import PRODUCT
-from praxis_lite.sharding.hlo import collectives
 from praxis_lite.sharding.propagation import Propagation
 
 guards = sys.modules['praxis_lite.sharding.guards.guard']  # The package has a function of this name.

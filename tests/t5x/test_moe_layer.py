@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite.bridges.t5x.moe import MoePjitPartitioner
 from praxis_lite.common.config import Config
 from praxis_lite.common.trees import lookup
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers import MoeFeedForward
 from praxis_lite.models import transformer_lm
-from praxis_lite.sharding.hlo import collectives
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.task import SingleTask

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.weighted import weighted_mean
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers import Linear, Repeat
 from praxis_lite.layers.base import Layer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.sharding.hlo import collectives
 from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.common.weighted import mean_over_devices
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers import Mlp
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.call import Summary
@@ -25,7 +26,6 @@ from praxis_lite.sharding import (
   shard_params,
 )
 from praxis_lite.sharding.explicit import ShardedParam
-from praxis_lite.sharding.hlo import collectives
 from praxis_lite.sharding.weights import WeightHParamsCollection
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.task import SingleTask

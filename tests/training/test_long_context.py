@@ -6,7 +6,7 @@ import pytest
 from drawn_state import drawn_state
 
 from praxis_lite.instruments.explain import explain_task
-from praxis_lite.sharding.hlo import collectives
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask

@@ -9,6 +9,7 @@ Jaxpr       apart from ClosedJaxpr    up to 0.10; since 0.11 both are one class
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,3 +117,11 @@ def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
   with manager:
     out = equation.primitive.bind(*functions, *operands, **bound)
   return list(out) if equation.primitive.multiple_results else [out]
+
+
+def scopes(name: str) -> str:
+  """Returns the scopes in an operation's name: 'lm/ff/dot' for 'jit(step)/transpose(jvp(lm))/ff/jit(f)/dot'."""
+  name = re.sub(r'jit\([^()]*\)', '', name)
+  while (inner := re.sub(r'\w+\(([^()]*)\)', r'\1', name)) != name:
+    name = inner
+  return '/'.join(filter(None, name.split('/')))

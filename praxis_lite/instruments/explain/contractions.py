@@ -20,8 +20,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.jax_internals.programs import called_program, scan_sizes, strip_constants
-from praxis_lite.sharding.hlo import scopes
+from praxis_lite.common.jax_internals.programs import called_program, scan_sizes, scopes, strip_constants
 from praxis_lite.sharding.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.training.learning.probe import ELEMENTWISE
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from praxis_lite.instruments.explain.explanation import Explanation, format_shape
 from praxis_lite.instruments.plan.declared import is_below, parts_of
+from praxis_lite.instruments.plan.hlo import CompiledProgram
 from praxis_lite.instruments.plan.layer_names import LayerNames
-from praxis_lite.sharding.hlo import CompiledProgram
 
 Shape = tuple[int, ...]
 

@@ -24,11 +24,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from praxis_lite.instruments.plan.cause import Cause
+from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instruction, channel_of, device_groups
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.targets import Target
 from praxis_lite.instruments.plan.work import bytes_of, products_of
-from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction, channel_of, device_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Communication:
 
   Attributes:
     name, phase, count: see `Operation`.
-    kind: the kind of collective, one of `sharding.hlo.KINDS`.
+    kind: the kind of collective, one of `hlo.KINDS`.
     layer: path of its layer; if it combines collectives of several layers, their common parent.
     dtype: dtype of the first array.
     axes: mesh axes that it communicates over.
@@ -179,7 +179,7 @@ def cost_of(
   """Returns the cost of a program.
 
   Args:
-    program: a compiled step, read by `sharding.hlo.parse`.
+    program: a compiled step, read by `hlo.parse`.
     target, links: the chips that run it, and their links.
     mesh: the size of each mesh axis; the devices of the program are in mesh order.
     layers: the names of the model's layers.

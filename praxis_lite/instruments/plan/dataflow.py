@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction
+from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instruction
 
 # Operations whose result has the elements of their first operand, or some of them.
 _KEEPS = {'bitcast', 'bitcast-convert', 'convert', 'copy', 'reshape', 'transpose', 'slice', 'dynamic-slice', 'pad'}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+from praxis_lite.common.jax_internals.programs import scopes
 from praxis_lite.common.trees import path_name
 from praxis_lite.layers.base import Layer
-from praxis_lite.sharding.hlo import scopes
 
 
 class LayerNames:

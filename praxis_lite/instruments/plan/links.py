@@ -77,7 +77,7 @@ class Links:
     """Returns what one collective costs.
 
     Args:
-      kind: one of `sharding.hlo.KINDS`.
+      kind: one of `hlo.KINDS`.
       groups: the devices of each group; for a collective-permute, pairs (from, to).
       operand_bytes, result_bytes: sizes on one device.
     """

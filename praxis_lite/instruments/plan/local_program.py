@@ -79,7 +79,7 @@ class LocalCollective:
 
   Attributes:
     name, count, loop: see `LocalProduct`.
-    kind: one of `sharding.hlo.KINDS`.
+    kind: one of `hlo.KINDS`.
     axes: mesh axes that it communicates over; () if the program gives `groups`.
     groups: the devices of each group, or the pairs of a collective-permute; () if the program gives `axes`.
     operand_bytes, result_bytes: sizes on one device.

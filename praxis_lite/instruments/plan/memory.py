@@ -21,8 +21,8 @@ import jax
 
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.plan.cost import name_of
+from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, HloArray, Instruction, ResultShape
 from praxis_lite.instruments.plan.layer_names import LayerNames
-from praxis_lite.sharding.hlo import CompiledProgram, Computation, HloArray, Instruction, ResultShape
 from praxis_lite.sharding.host_memory import is_on_host
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.training.partitioned_task import PartitionedTask

@@ -32,12 +32,12 @@ from praxis_lite.instruments.plan.compilers import (
   pretend_cudnn_for_plans,
 )
 from praxis_lite.instruments.plan.cost import Communication, Cost, cost_of
+from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
 from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.instruments.plan.why import Why
-from praxis_lite.sharding.hlo import parse
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.flops import model_flops

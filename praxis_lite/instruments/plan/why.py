@@ -21,8 +21,8 @@ from praxis_lite.instruments.plan.cause import Cause, Reason
 from praxis_lite.instruments.plan.cost import Communication, Cost, Operation
 from praxis_lite.instruments.plan.dataflow import Dataflow
 from praxis_lite.instruments.plan.declared import Declaration, Declarations, is_below
+from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instruction
 from praxis_lite.instruments.plan.layer_names import LayerNames
-from praxis_lite.sharding.hlo import CompiledProgram, Computation, Instruction
 from praxis_lite.training.flops import flops_by_scope
 
 # Collectives that layers write themselves, inside `shard_map`.

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, HloArray, Instruction, arrays_of
 from praxis_lite.instruments.plan.layer_names import HiddenWork
 from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention, value_in
-from praxis_lite.sharding.hlo import CompiledProgram, Computation, HloArray, Instruction, arrays_of
 
 # ---------------------------------------------------------------- FLOPs
 

@@ -13,11 +13,11 @@ from praxis_lite.common.errors import ShardingError
 from praxis_lite.common.jax_internals import reading, tell_once, unless_unknown
 from praxis_lite.common.jax_internals.flags import jaxlib_release
 from praxis_lite.common.jax_internals.lowering import export_changed
+from praxis_lite.common.jax_internals.programs import scopes
 from praxis_lite.sharding.guards import images, lapack, lookups, products, reshapes, results, transforms
 from praxis_lite.sharding.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.sharding.guards.crops import crop_before_convolutions, pad_only_between_entries
 from praxis_lite.sharding.guards.starts import clamp_starts
-from praxis_lite.sharding.hlo import scopes
 from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, Site
 
 T = TypeVar('T')

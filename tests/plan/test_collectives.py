@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from praxis_lite.sharding.hlo import Collective, assert_collectives, collectives
+from praxis_lite.instruments.testing import Collective, assert_collectives, collectives
 from praxis_lite.sharding.mesh import create_device_mesh
 
 

@@ -1,13 +1,7 @@
 """Reads compiled programs: XLA's HLO text as instructions, with the trip counts of the loops that contain them.
 
-    counts = collectives(step.compiled)
-    counts['all-reduce'].count, counts['all-reduce'].bytes
-    assert_collectives(step.compiled, {'all-reduce': 2, 'all-gather': 0})
-
-    program = parse(step.compiled)
-    for instruction, times in program.executed_instructions(): ...
-
-A `Collective` has the size of the results on one device, summed over all executions in one run of the program.
+program = parse(step.compiled)
+for instruction, times in program.executed_instructions(): ...
 """
 
 from __future__ import annotations
@@ -391,52 +385,3 @@ def _constant(instruction: Instruction | None, computation: Computation) -> int 
   if instruction is None or instruction.opcode != 'constant':
     return None
   return int(instruction.literal) if re.fullmatch(r'-?\d+', instruction.literal) else None
-
-
-# ---------------------------------------------------------------- collectives
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-  """How often one kind of collective runs, and how many bytes its results have on one device."""
-
-  count: int
-  bytes: int
-
-
-def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
-  """Returns the collectives of one run of a compiled program, by kind; kinds that do not occur count 0.
-
-  Raises:
-    ValueError: the program is given as HLO text without an entry computation.
-  """
-  totals = {kind: [0, 0] for kind in KINDS}
-  for instruction, times in parse(compiled).executed_instructions():
-    if kind := instruction.collective:
-      totals[kind][0] += times
-      totals[kind][1] += times * sum(array.bytes for array in instruction.collective_result)
-  return {kind: Collective(*total) for kind, total in totals.items()}
-
-
-def scopes(name: str) -> str:
-  """Returns the scopes in an operation's name: 'lm/ff/dot' for 'jit(step)/transpose(jvp(lm))/ff/jit(f)/dot'."""
-  name = re.sub(r'jit\([^()]*\)', '', name)
-  while (inner := re.sub(r'\w+\(([^()]*)\)', r'\1', name)) != name:
-    name = inner
-  return '/'.join(filter(None, name.split('/')))
-
-
-def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[str, int]) -> None:
-  """Raises an AssertionError that lists all collectives, unless each kind in `expected` runs that many times.
-
-  Raises:
-    KeyError: `expected` has a kind that is not in `KINDS`.
-  """
-  unknown = set(expected) - set(KINDS)
-  if unknown:
-    raise KeyError(f'unknown collectives {sorted(unknown)}; known: {", ".join(KINDS)}')
-  found = collectives(compiled)
-  wrong = {kind: n for kind, n in expected.items() if found[kind].count != n}
-  if wrong:
-    lines = [f'  {kind}: {c.count} times, {c.bytes} bytes' for kind, c in found.items() if c.count]
-    raise AssertionError(f'expected {dict(wrong)}; the program has\n' + ('\n'.join(lines) or '  no collectives'))
