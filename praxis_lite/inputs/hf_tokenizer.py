@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: `tokenizer.json`, its special tokens, and the chat template beside it."""
+"""Hugging Face tokenizers: `tokenizer.json`, its special tokens, and the chat template next to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INSTALL = 'pip install praxis_lite[hf]'
 class HfTokenizer(BaseTokenizer):
   """A tokenizer of the package `tokenizers`. Needs `pip install praxis_lite[hf]`.
 
-  The files beside `tokenizer.json` name the tokens that begin and end a document, and have the chat template, as
+  The files next to `tokenizer.json` name the tokens that begin and end a document, and have the chat template, as
   transformers writes them: tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json,
   chat_template.jinja. If only one of bos and eos is named, it is used for both; if pad is not named, eos is used.
 
@@ -150,7 +150,7 @@ class HfTokenizer(BaseTokenizer):
       )
     return template
 
-  # ---------------------------------------------------------------- the files beside tokenizer.json
+  # ---------------------------------------------------------------- the files next to tokenizer.json
 
   @property
   def _folder(self) -> str:
@@ -158,7 +158,7 @@ class HfTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _settings(self) -> dict[str, Any]:
-    """The settings in the files beside the tokenizer; if several files have a setting, the first file counts."""
+    """The settings in the files next to the tokenizer; if several files have a setting, the first file counts."""
     found: dict[str, Any] = {}
     for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
       file = os.path.join(self._folder, name)

@@ -311,7 +311,7 @@ def _compute_logits(
 
 
 def _compute_bias(fn: OffsetBias, params: Any, query: Queries, key: Keys) -> jax.Array:
-  """Returns [B or 1, K, G, Q, S]."""
+  """Returns the bias of a pair of blocks, [B or 1, K, G, Q, S]."""
   query_pos = query.at[None] if query.pos is None else query.pos
   key_pos = key.at[None] if key.pos is None else key.pos
   bias = fn(params, jnp.maximum(query_pos, 0), jnp.maximum(key_pos, 0)).astype(sum_dtype(query.x))

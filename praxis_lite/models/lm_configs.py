@@ -53,22 +53,24 @@ def transformer_lm(
 
   Args:
     vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head: see `TransformerLm`.
-    hidden_dims: of the feed-forward layers; None: 4 D for 'gpt2', and 8/3 D for 'llama', which gives the same number of
-      weights, rounded up to a multiple of 64.
+    hidden_dims: hidden dims of the feed-forward layers. None means 4 D for 'gpt2', and 8/3 D, rounded up to a multiple
+      of 64, for 'llama', which gives the same number of weights.
     style: 'llama' has RMSNorm, rotary positions, a gated feed-forward layer, no biases, and separate tables for
       softmax and embedding (Touvron et al., 2023); 'gpt2' has LayerNorm, learned positions, GELU, biases, and one
       table for both (Radford et al., 2019).
     max_len: number of learned positions of 'gpt2'.
     rotary_base: longest wavelength of the rotary positions of 'llama', over 2 pi.
-    tie_embeddings: whether softmax and embedding share a table; None: the style decides.
-    use_bias: whether linear layers and norms have biases; None: the style decides.
-    activation: of the feed-forward layers, see `activations.py`; None: 'silu' for 'llama', 'gelu_tanh' for 'gpt2'.
-    dropout: rate on embeddings, and on what blocks add to the residual stream.
+    tie_embeddings: whether softmax and embedding share a table; with None, the style decides.
+    use_bias: whether linear layers and norms have biases; with None, the style decides.
+    activation: activation of the feed-forward layers, see `activations.py`; None means 'silu' for 'llama' and
+      'gelu_tanh' for 'gpt2'.
+    dropout: rate of dropout on embeddings, and on values that blocks add to the residual stream.
     repeat: whether the blocks are a scan; False makes each block a separate layer.
     remat: see `layers/remat.py`.
-    experts: for the feed-forward layer of each block, a mixture of experts with `hidden_dims` each; None: it is dense.
+    experts: a mixture of experts, with `hidden_dims` each, for the feed-forward layer of each block; with None, the
+      layer is dense.
     first_hidden_dims: hidden dims of the dense feed-forward layers of the blocks before those with experts, one each.
-    fprop_dtype: dtype of the computation, such as jnp.bfloat16; None: the dtype of the weights, float32.
+    fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
     matmul: for the projections of attention and the linear layers of dense feed-forward layers: 'fprop', or 'fp8' as in
       `layers/fp8.py`. The softmax stays in `fprop_dtype`.
   """
@@ -147,7 +149,7 @@ def set_sharding(
     config: the config of a `LanguageModel` or a `TransformerLm`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
-      `MoeFeedForward`. None: each device computes all experts for its own tokens.
+      `MoeFeedForward`. With None, each device computes all experts for its own tokens.
     context_axis: mesh axis that splits the length of all activations (context parallelism); None disables it.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl

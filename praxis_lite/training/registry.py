@@ -209,7 +209,7 @@ def _load_file(path: str) -> ModuleType:
   while os.path.isfile(os.path.join(folder, '__init__.py')):
     folder, name = os.path.dirname(folder), f'{os.path.basename(folder)}.{name}'
   if folder not in map(os.path.realpath, sys.path):
-    sys.path.append(folder)  # So that the file can import the files beside it.
+    sys.path.append(folder)  # So that the file can import other files in its folder.
   if _origin(_canonical(name)) == file:
     return import_module(_canonical(name))
   return _load_as(f'{name}_{zlib.crc32(file.encode()):08x}', file)  # Another module already has the plain name.

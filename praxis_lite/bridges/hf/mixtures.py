@@ -22,7 +22,8 @@ class Mixture(LlamaLike):
 
   Attributes:
     num_experts_fields: names in config.json of the number of experts; the first one is used for writing.
-    renormalize_field: name in config.json of the flag that the weights of a token's experts sum to 1; None: they do.
+    renormalize_field: name in config.json of the flag that the weights of a token's experts sum to 1; None if they
+      always do.
     layer_name: name of the mixture in the names of tensors.
     names: names of an expert's three products in the names of tensors: gate, up, down.
   """

@@ -89,7 +89,8 @@ class Layer(InCall, Facts, Configurable):
     dtype: storage dtype of the weights; inherited, float32 at the root.
     fprop_dtype: dtype of the computation; inherited, `dtype` at the root.
     params_init: initializer of weights that do not set their own; inherited, Xavier at the root.
-    mesh_axis_names: names of the mesh axes that split mappings refer to; inherited. None: names are not checked.
+    mesh_axis_names: names of the mesh axes that split mappings refer to; inherited. With None, names are not
+      checked.
     logical_axis_rules: pairs (logical name, mesh axes) that allow mappings to name logical axes; inherited.
     weight_split_dims_mapping: how each weight is split over the mesh; a layer with its own weights declares a field for
       each, as in `template(WeightSplit)`.

@@ -104,7 +104,7 @@ class Surroundings:
       the gathered weights.
     sum_over_rows: completes a sum over the local rows of a batch to the sum over all its rows.
     real_rows: returns [B] bool for the B local rows: False for rows that only fill up a microbatch; they are copies of
-      other rows, and statistics must not count them. None: all rows are real. Layers call `Layer.real_rows`.
+      other rows, and statistics must not count them. None means that all rows are real. Layers call `Layer.real_rows`.
     read_outside: converts a weight from outside of this call's variable tree to what a layer reads.
     manual_axes: mesh axes along which arrays are one device's part.
     listener: called with each sharding constraint of a layer while the call is traced; None disables it.

@@ -71,7 +71,6 @@ class InCall:
 
     Raises:
       DataError: dimension 0 of the microbatch is not B, so it is unknown which of these rows are real.
-      DataError: dimension 0 of the microbatch is not B, so it is not known which of these rows are real.
     """
     ask = self.surroundings.real_rows
     if ask is None:
@@ -89,7 +88,7 @@ class InCall:
     """In a call: returns paddings, [B, T], that also mark all tokens of the rows that `real_rows` leaves out.
 
     Args:
-      paddings: [B, T], nonzero for padding tokens; None: no token is padding.
+      paddings: [B, T], nonzero for padding tokens; None if no token is padding.
       shape: (B, T).
 
     Returns:

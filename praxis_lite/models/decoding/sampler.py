@@ -141,7 +141,7 @@ class Sampler(Configurable):
     max_decode_steps: M, the maximum number of tokens after a prompt.
     temperature: 0 is greedy; 1 is the model's distribution.
     top_k, top_p: see `sample_tokens`.
-    max_context: how many of the last tokens the model sees; None: all, or as far as its positions reach.
+    max_context: number of last tokens that the model sees; None means all, limited only by its number of positions.
     stop_ids: tokens that end a row.
   """
 

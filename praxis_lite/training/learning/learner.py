@@ -72,8 +72,8 @@ class Learner(Configurable):
       'raise' changes nothing and ends the run. 'rollback' makes the run go back to its last checkpoint and leave out
       the batch. 'ignore' updates as in any other step.
     moments: the dtype in which the optimizer's moments are stored: 'float32', 'bfloat16' or 'int8'; see `moments.py`.
-    per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. None: only if that
-      may make a difference.
+    per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. With None, it does
+      so only if that may make a difference.
     report_param_norm: adds the norm of the trained variables to the stats.
 
   Neither kind of decay, nor the optimizer's own, applies to variables that are marked to skip regularization.

@@ -59,7 +59,7 @@ class GroupedOptimizer:
       takes a `learning_rate` that is not set, the learner's is filled in. If it takes a mask for its weight decay that
       is not set, the mask of the variables that may be regularized is filled in.
     weights: declarations of the variables it updates, a nested dict.
-    per_layer: whether each layer of a stack is updated separately; None: only if that may make a difference.
+    per_layer: whether each layer of a stack is updated separately; with None, only if that may make a difference.
     moments: how its moments are stored; see `moments.py`.
 
   `init` and `update` raise ConfigError if no factory takes the learning rate, if weight decay would apply to variables
