@@ -82,7 +82,10 @@ def _layers_in_common(ours: Layer, theirs: Layer) -> int:
 
 
 def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
-  """Yields the layers below both, each pair once: blocks by number, however they are repeated, others by name."""
+  """Yields pairs of corresponding layers of two models, each pair once.
+
+  Blocks correspond by number, whether or not they are repeated by a scan; other layers correspond by name.
+  """
   children, of_theirs = dict(ours.children()), dict(theirs.children())
   if isinstance(ours, TransformerLm) and isinstance(theirs, TransformerLm):
     del children['transformer']
