@@ -1,4 +1,4 @@
-"""Where modules are today that configs recorded, or users' files imported, before the package had wings."""
+"""The present names of modules that have moved; recorded configs, and files of users, may have the old names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: what a task trains."""
+"""Models, which tasks train, and decoding."""
 
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.models.base import BaseModel
