@@ -3,8 +3,8 @@
   python tools/benchmark_attention.py                      # CPU: times at 2k, memory from 1k to 64k
   python tools/benchmark_attention.py --dtype=bfloat16 --heads=16 --lengths=2048,8192,32768   # a GPU
 
-Times are in milliseconds, the median of interleaved runs, so that a machine that slows down does so for all. `jax` is
-`jax.nn.dot_product_attention`, dense; `cudnn` is measured where there is an NVIDIA GPU.
+Times are in milliseconds: medians of interleaved runs, so that a slower machine affects all implementations alike.
+`jax` is `jax.nn.dot_product_attention`, which is dense; `cudnn` is measured only on NVIDIA GPUs.
 """
 
 from __future__ import annotations

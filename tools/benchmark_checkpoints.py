@@ -1,10 +1,10 @@
 # ruff: noqa: E402
-"""What saving and restoring a train state costs: stall of training, host memory, verification.
+"""Measures the cost of saving and restoring a train state: stall of training, host memory, verification.
 
   python tools/benchmark_checkpoints.py --gigabytes=2
 
-On a CPU the restored arrays are in the memory of the host too, so its peak is at least the size of the state. The
-numbers are random, as those of trained weights nearly are for a compressor.
+On a CPU, the restored arrays are in host memory too, so its peak is at least the size of the state. The state consists
+of random numbers, which compress about as badly as trained weights.
 """
 
 from __future__ import annotations

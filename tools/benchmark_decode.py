@@ -1,14 +1,14 @@
 # ruff: noqa: E402
-"""Time to first token and tokens per second, beside Hugging Face `generate` with a static cache and torch.compile.
+"""Compares time to first token and tokens per second with Hugging Face `generate`, static cache and torch.compile.
 
   python tools/benchmark_decode.py --hf_python=/path/of/a/venv/bin/python
   python tools/benchmark_decode.py --size=1b --dtype=bfloat16 --device=cuda --hf_python=...    on a GPU
   python tools/benchmark_decode.py --run=runs/demo ...    also from `praxis-lite decode` to the first token
 
-All sides read one checkpoint of random weights, continue the same prompts greedily by as many tokens, and take turns;
-what counts is the median of the ratios of the rounds. The time is that of a call, from lists of tokens to lists of
-tokens; compiling comes before. `--hf_python` names the interpreter of an environment with torch and transformers;
-without one, ours is measured alone.
+All implementations read one checkpoint of random weights, continue the same prompts greedily by the same number of
+tokens, and take turns. The result is the median of the ratios of all rounds. A time is that of a call, from lists of
+tokens to lists of tokens, without compiling. `--hf_python` names the interpreter of an environment with torch and
+transformers; without it, only ours is measured.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How compile time grows with the number of repeated layers: it should not, for a scan holds a layer once.
+"""Measures how compile time grows with the number of repeated layers; it should not, because a scan has one layer.
 
   python tools/benchmark_depth.py                     4, 16 and 64 layers on 1 device
   python tools/benchmark_depth.py --devices=8         the same on 8 simulated devices
 
-Prints the CPU time of the process for tracing and lowering the train step of the overhead benchmark, and for all of
-compiling it; the median of several runs in turn, and the growth over the fewest layers.
+Prints the CPU time of the process for tracing and lowering the train step of the overhead benchmark, and for all of its
+compilation: medians of several interleaved runs, and the ratio to the smallest number of layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training on one GPU, measured: the framework as it is and tuned, JAX by hand, and PyTorch, with the same model.
+"""Measures training of one model on one GPU: the framework by default and tuned, JAX by hand, and PyTorch.
 
   python tools/benchmark_gpu.py --torch_python=../torch/bin/python                     all sizes and lengths: hours
   python tools/benchmark_gpu.py --torch_python=... --sizes=1.3B --lengths=2048         one case: some ten minutes
@@ -6,10 +6,10 @@
 
 PyTorch needs an environment of its own: `python -m venv ../torch && ../torch/bin/pip install torch numpy`.
 
-All sides start from the same weights and see the same tokens; each takes its own best batch and settings, which it
-looks for first, and then they take turns, in reverse every other round. A turn is a process. The sides are in
-`tools/gpu/`; what was measured goes to a file, and its tables to docs/benchmarks.md. With --dry_run nothing is written:
-it checks that each side works, and that their losses agree.
+All implementations start from the same weights and see the same tokens. Each first searches for its best batch and
+settings. Then they take turns, in reverse order every other round. A turn is a process. The implementations are in
+`tools/gpu/`. Measurements go to a file, and tables to docs/benchmarks.md. --dry_run writes nothing: it checks that each
+implementation works, and that their losses agree.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 # ruff: noqa: E402
-"""Peak memory and time of importing and exporting a Hugging Face checkpoint of random weights.
+"""Measures peak memory and time of importing and exporting a Hugging Face checkpoint of random weights.
 
   python tools/benchmark_hf_import.py --gigabytes=1
-  python tools/benchmark_hf_import.py --read --devices=8     onto a mesh, without a run; on CPU the model itself counts
+  python tools/benchmark_hf_import.py --read --devices=8     onto a mesh, without a run; on CPU, including the model
 
-Each measurement is a process of its own. The memory is that of the process: what Python, JAX and Orbax take when they
-are imported, and the parts of arrays that are read and written at a time.
+Each measurement runs in a separate process. Its memory includes Python, JAX and Orbax after their import, and the parts
+of arrays that are read and written at a time.
 """
 
 from __future__ import annotations

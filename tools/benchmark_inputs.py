@@ -1,17 +1,17 @@
-"""Throughput of each input, against a bare loop over the same files that makes the same arrays.
+"""Compares the throughput of each input with a bare loop over the same files that makes the same arrays.
 
     python tools/benchmark_inputs.py --megabytes=64 --seconds=2
 
-    input   examples/s and MB/s of the arrays of its batches     bare   the same of the loop     ratio   input / bare
+    input   examples/s and MB/s of the arrays of its batches     bare   the same for the loop    ratio   input / bare
 
     python tools/benchmark_inputs.py --step_ms=1,5,25
 
-The share of the time that a train loop waits for input, for steps of these durations, as `waiting for input` of a run:
-batches are read ahead and put on the device in a thread, while a step that needs no processor of the host is running.
+prints the share of the time that a train loop waits for input, for steps of these durations, like `waiting for input`
+in a run: a thread reads batches ahead and puts them on the device, while a step runs that needs no host processor.
 
-The loops read as one would by hand: rows of arrays in memory by index, windows of a text by NumPy, records through
-TensorFlow or ArrayRecord, and tables through PyArrow. They have no state, no hosts, no epochs and no error messages.
-Both run in this process. Files are in the page cache: it is the work of a processor that is measured, not a disk.
+The bare loops read rows of arrays in memory by index, windows of a text by NumPy, records by TensorFlow or ArrayRecord,
+and tables by PyArrow. They have no state, no hosts, no epochs and no error messages. Both run in this process. Files
+are in the page cache, so this measures the work of the processor, not the disk.
 """
 
 from __future__ import annotations

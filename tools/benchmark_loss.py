@@ -1,11 +1,11 @@
-"""What cross entropy in chunks of the classes saves in memory, and what it costs in time, against whole logits.
+"""Measures the memory that cross entropy in chunks of the classes saves, and its time, compared with whole logits.
 
   python tools/benchmark_loss.py
   python tools/benchmark_loss.py --devices=8 --dtype=bfloat16
 
-The step is that of a language model's head: the loss, and the gradients of its input and weights. Memory is that of
-temporary arrays in XLA's analysis of the compiled program, which input, weights and their gradients are not part of; on
-several devices, that of one. Times are medians over pairs of runs in one process.
+The step is a language model's head: the loss, and the gradients of its input and weights. Memory is the size of
+temporary arrays on one device in XLA's analysis of the compiled program, without input, weights and their gradients.
+Times are medians over pairs of runs in one process.
 """
 
 from __future__ import annotations

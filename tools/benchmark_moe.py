@@ -1,12 +1,12 @@
-"""Mixtures of experts: what the layer costs over one by hand, and what expert parallelism saves of memory.
+"""Measures mixtures of experts: the overhead of the layer, and the memory that expert parallelism saves.
 
   python tools/benchmark_moe.py
 
-Speed: top-2 of 8 experts, dropless, forward and backward, against the plain JAX below: both compiled in one process,
-run in turn, and compared by the median ratio of neighbouring runs. It should be at most 1.15.
+Speed: top-2 of 8 experts, dropless, forward and backward, compared with the plain JAX below. Both are compiled in one
+process and run in turn. The median ratio of neighbouring runs should be at most 1.15.
 
-Memory: bytes on each device of a train step's arguments and temporaries, from the compiler, with experts over 1 to 8
-simulated devices.
+Memory: bytes of a train step's arguments and temporaries on each device, as the compiler reports them, with experts
+over 1 to 8 simulated devices.
 """
 
 from __future__ import annotations

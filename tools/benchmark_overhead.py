@@ -1,13 +1,14 @@
-"""What the framework costs over a training step written by hand: time, tracing, compiling, memory.
+"""Measures the overhead of the framework over a training step written by hand: time, tracing, compiling, memory.
 
   python tools/benchmark_overhead.py                       1 device
   python tools/benchmark_overhead.py --devices=8           8 simulated devices, data x mdl = 2 x 4
   python tools/benchmark_overhead.py --size=large
 
-Both steps have the same architecture, optimizer and batch, and are compiled in one process. They then run in turn, and
-each ratio is the median over pairs of runs: on a shared machine single times vary by 15 %, ratios of neighbouring runs
-less. Tracing is measured in CPU time of the process, all else in wall time. On 8 devices the last ratio is that of
-padding: our step with every dimension one short of divisible, to the divisible one.
+Both steps have the same architecture, optimizer and batch, and are compiled in one process. Then they run in turn, and
+each ratio is the median over pairs of runs: on a shared machine, single times vary by 15 %, but ratios of neighbouring
+runs vary less. Tracing is measured in CPU time of the process, everything else in wall-clock time. On 8 devices, the
+last ratio shows the cost of padding: our step with every dimension one short of divisible, divided by the divisible
+one.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""What stages cost: time to compile, time against the theory of bubbles, and memory of each device.
+"""Measures pipelines: compile time, step time compared with the theory of bubbles, and memory of each device.
 
   python tools/benchmark_pipeline.py                      all three tables
   python tools/benchmark_pipeline.py --only=time --runs=9
 
-compile   CPU time of tracing, lowering and compiling a train step with 2 and with 8 stages, each on a device of its own
-time      a train step with M = 8 S microbatches, divided by that of the same microbatches through one stage. A program
-          computes in bubbles what it drops, so with all stages on one device the ratio is (M + S - 1) / M, or
-          (R M + S - 1) / (R M) in R rounds, if a tick costs nothing else; it is CPU time, and of products of batches,
-          one matrix a stage, which CPUs compute slower than single ones. With a device for each stage, where there is a
-          core for each device, it is the time that passes, and in theory S times less; the process then runs on as many
-          cores as the step has devices, as XLA would use all of them for one. Median of runs in turn
+compile   CPU time of tracing, lowering and compiling a train step with 2 and with 8 stages, one for each device
+time      a train step with M = 8 S microbatches, divided by a step with the same microbatches and one stage. The
+program
+          also computes bubbles, and drops their results. So with all stages on one device, the ratio of CPU times is
+          (M + S - 1) / M, or (R M + S - 1) / (R M) in R rounds, if a tick costs nothing else. (Products are batched,
+          with one matrix for each stage, and CPUs compute these slower than single products.) With a device for each
+          stage and a core for each device, wall-clock time is measured, which in theory is S times less. The process
+          then runs on as many cores as the step has devices, because XLA would use all cores for one device. Times are
+          medians of runs in turn
 memory    parameters and optimizer slots on each device, and the temporaries of a compiled step
 
-Exits with 1 if compile time grows more than 1.2 times, or a step with a device for each stage takes more than 5 %
-longer than theory.
+Exits with 1 if compile time grows by more than a factor of 1.2, or if a step with a device for each stage takes more
+than 5 % longer than in theory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Memory and work of a training step under each rematerialisation policy, from XLA's analysis of the compiled program.
+"""Prints memory and work of a training step for each rematerialisation policy, as XLA reports them.
 
   python tools/benchmark_remat.py
   python tools/benchmark_remat.py --layers=16 --tokens=1024
 
-A policy that keeps less of the forward pass computes more of it again. What it keeps for each layer are the temporaries
-of the step less those of the step that keeps only inputs; the state is not part of them.
+A policy that keeps less of the forward pass computes more of it again. The memory that a policy keeps for each layer is
+the difference between the temporaries of its step and of the step that keeps only inputs, without the state.
 """
 
 from __future__ import annotations

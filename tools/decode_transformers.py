@@ -1,7 +1,7 @@
-"""The Hugging Face side of `benchmark_decode.py`: a process in an environment of its own, with torch and transformers.
+"""The Hugging Face part of `benchmark_decode.py`: a process in a separate environment with torch and transformers.
 
-It reads a checkpoint, prints a line of JSON about itself, and answers each line of JSON {prompts, tokens} with one
-of {seconds, cpu, ids}. Continuations are greedy, and as long as asked for.
+It reads a checkpoint, prints a line of JSON about itself, and answers each line of JSON {prompts, tokens} with a line
+{seconds, cpu, ids}. Continuations are greedy and have the requested length.
 
   python tools/decode_transformers.py FOLDER --device=cpu --dtype=float32 --cache=static --compile
 """

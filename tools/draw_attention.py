@@ -1,4 +1,4 @@
-"""Draws which blocks of attention are computed, and by which device in a ring, as an SVG file.
+"""Draws, as an SVG file, which blocks of attention are computed, and on which device of a ring.
 
 python tools/draw_attention.py docs/assets/attention-blocks.svg
 """

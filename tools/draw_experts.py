@@ -1,4 +1,4 @@
-"""Draws how tokens travel to experts and back as an SVG file: two devices with four tokens and two experts each.
+"""Draws, as an SVG file, how tokens travel to experts and back: two devices with four tokens and two experts each.
 
 python tools/draw_experts.py docs/assets/experts.svg
 """

@@ -1,16 +1,15 @@
-"""Shows for which splits of its arrays XLA computes an operation rightly, by running all of them.
+"""Runs operations with all splits of their arrays, and reports which ones XLA computes rightly.
 
   python tools/enumerate_splits.py --minutes=20                       some cases of each kind on each mesh
   python tools/enumerate_splits.py --kinds=products --cases=100000    more of them
-  python tools/enumerate_splits.py --unguarded                        without the guards: what they are there for
-  python tools/enumerate_splits.py --class --meshes=2x2x3             every case of what guards leave as it is
+  python tools/enumerate_splits.py --unguarded                        without the guards
+  python tools/enumerate_splits.py --class --meshes=2x2x3             every case that guards accept
 
-For each kind of operation, each of its programs and each mesh, all splits are run with which the operation is local to
-each device, those that differ in one array, and others, at most `--cases` of each. With `--class` these are all splits
-of products and convolutions that the guards leave as they are, or `--cases` of them, drawn at random. The guards leave
-those of the class that was shown right as they are, and put others into canonical form; all are compared with NumPy,
-on each device. Counts are added to a file, so that a run that was stopped goes on where it was. The exit code is 1 if
-any case was not right.
+For each kind of operation, each of its programs and each mesh, it runs all splits with which the operation is local to
+each device, splits that differ from these in one array, and others: at most `--cases` of each. With `--class`, it runs
+all splits of products and convolutions that the guards accept, or `--cases` of them, drawn at random. The guards change
+other splits to accepted ones. All results are compared with NumPy, on each device. Counts are added to a file, so that
+an interrupted run continues where it was. The exit code is 1 if any case was wrong.
 """
 
 from __future__ import annotations

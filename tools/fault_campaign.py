@@ -1,16 +1,16 @@
-"""A campaign of faults: does training survive what happens to it, without a bit that differs?
+"""A campaign of faults: does training survive them, with bitwise the same results?
 
   python tools/fault_campaign.py --seed=1 --faults=300
 
-Each fault is drawn from the seed and its number alone (`tools/faults/faults.py`). Real processes train a small model on
-simulated devices and hosts, are disturbed, and go on; what they end with is compared with a run that nothing disturbed:
-all arrays of the last checkpoint bit by bit, the lines of metrics.jsonl, and the curves in the event files. The table
-says how often each fault was survived, and how many steps were taken twice. The exit code is 1 if one was not survived;
+Each fault depends only on the seed and its number (`tools/faults/faults.py`). Real processes train a small model on
+simulated devices and hosts, are disturbed, and continue. The results are compared with those of an undisturbed run: all
+arrays of the last checkpoint bit by bit, the lines of metrics.jsonl, and the curves in the event files. A table says
+how often runs survived each fault, and how many steps were taken twice. The exit code is 1 if a run did not survive;
 its directory is kept, and `--only=NUMBER` repeats it.
 
-Processes are timed by the machine, so a moment is repeated about, and one that is counted in files or imports exactly.
-As root, full disks are small file systems in memory, and permissions are lost by the attribute `immutable`; otherwise
-they are limits of the length of files, and modes.
+The moment of a fault is repeated only approximately if it is a time, and exactly if it is a number of files or imports.
+As root, full disks are simulated by small file systems in memory, and lost permissions by the attribute `immutable`;
+otherwise by limits on the length of files, and by modes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Gives bad input to every parser of what comes from outside: nothing but a UserError, no hang, and no code that runs.
+"""Gives bad input to every parser of external data: it may only raise a UserError, and must not hang or run code.
 
   python tools/fuzz_parsers.py --seed=1 --cases=200000
 
-Each case is drawn from the seed and its number alone; `--only=NUMBER` repeats one and shows its input. A module
-`fuzz_canary` can be imported, and files may name it: that nothing does is checked, and that no process is started, no
-connection made and no file changed outside of the folder of the case. The exit code is 1 if a case went wrong.
+Each case depends only on the seed and its number; `--only=NUMBER` repeats one and shows its input. Inputs may name an
+importable module `fuzz_canary`. The tool checks that nothing imports it, starts a process, opens a connection, or
+changes a file outside of the folder of the case. The exit code is 1 if a case went wrong.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # ruff: noqa: E402
-"""What the guards of `praxis_lite/sharding/guards/` cost, read from compiled train steps; nothing is run.
+"""Prints the cost of the guards in `praxis_lite/sharding/guards/`, read from compiled train steps; it runs no step.
 
   python tools/guard_costs.py                      all registered experiments, on 8 devices in each way
   python tools/guard_costs.py --match=lm.          some of them
   python tools/guard_costs.py --layouts            layouts of a small language model that need guards
 
-A step that the guards leave as it is, to the letter, costs nothing; where they change it, both steps are compiled, and
-their collectives, bytes and temporary memory are compared.
+If the guards do not change a step, they cost nothing. If they do, it compiles the step with and without them, and
+compares collectives, bytes and temporary memory.
 """
 
 from __future__ import annotations

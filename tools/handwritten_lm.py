@@ -1,8 +1,8 @@
-"""A training step of a language model in plain JAX, the baseline that the framework's overhead is measured against.
+"""A training step of a language model in plain JAX, the baseline of the measurements of the framework's overhead.
 
-The architecture is that of `praxis_lite.models.transformer_lm` in its LLaMA style, written as a careful engineer would
-for one model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation. `Tuning` has what such an engineer
-would try on a GPU.
+The architecture is the same as that of `praxis_lite.models.transformer_lm` in its LLaMA style. It is written as a
+careful engineer would write it for one model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation.
+`Tuning` has the settings that such an engineer would try on a GPU.
 
 Legend: B batch, T length, D model dims, N heads, H dims per head, F hidden dims, V vocabulary, L layers.
 """

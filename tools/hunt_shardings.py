@@ -1,4 +1,4 @@
-"""A fuzzer of shardings: does a program on a mesh compute what it computes on one device?
+"""A fuzzer of shardings: does a program compute the same on a mesh as on one device?
 
   python tools/hunt_shardings.py --seed=1 --cases=1000 --kind=graphs
 
@@ -7,11 +7,11 @@ Kinds of cases:
   operations   single operations, on meshes of up to 8 devices
   models       language models and classifiers, on meshes of up to 8 devices
   graphs       graphs of some 30 operations with constraints between them, on meshes of 2 to 24 devices
-  tasks        whole tasks of many kinds with random splits of all they hold, on meshes of 2 to 24 devices
+  tasks        whole tasks of many kinds with random splits of all arrays, on meshes of 2 to 24 devices
 
-Each case is drawn from the seed and its number alone, three tasks that follow each other with the same model: `--first`
-goes on where another run ended. A wrong one is made as small as it stays wrong and printed as a program that runs by
-itself. The exit code is 1 if any case was wrong.
+Each case depends only on the seed and its number; three consecutive tasks have the same model. `--first` continues
+where another run ended. A wrong case is reduced as long as it stays wrong, and printed as a standalone program. The
+exit code is 1 if any case was wrong.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _LAYOUTS = 3
 _PROCESSES = multiprocessing.get_context('fork')
 _ABORTED = Outcome('wrong', 'XLA aborts the process')
 _HANGS = Outcome('wrong', 'the process does not end')
-# A case that takes longer than so many seconds, its being made smaller included, is taken to wait forever.
+# A case that takes longer than this number of seconds, including its reduction, counts as hanging.
 _MOST_SECONDS = 900.0
 _SECONDS_OF_A_HANG = 60.0
-# A wrong case is made smaller for so many seconds, unless the command line says otherwise.
+# By default, a wrong case is reduced for this number of seconds.
 _SECONDS_OF_SHRINKING = 180.0
 
 

@@ -1,4 +1,4 @@
-"""The two sides of the overhead benchmark: our step, and the one written by hand, on the same mesh and splits."""
+"""The two steps of the overhead benchmark: ours, and one written by hand, on the same mesh with the same splits."""
 
 from __future__ import annotations
 

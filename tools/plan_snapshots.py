@@ -1,11 +1,11 @@
-"""Plans the experiments of published sizes anew, with the compilers of their chips, and compares with their snapshots.
+"""Plans the experiments of published sizes with the compilers of their chips, and compares the plans with snapshots.
 
-python tools/plan_snapshots.py                  tells what has become worse, and exits with 1 if anything has
-python tools/plan_snapshots.py --update         writes them anew
+python tools/plan_snapshots.py                  prints what has become worse, and then exits with 1
+python tools/plan_snapshots.py --update         rewrites the snapshots
 python tools/plan_snapshots.py lm_sizes.Gpt2Xl  one of them
 
-The snapshots are in tests/golden/plans. The suite compares what takes no compiler. This takes 10 minutes on 2 cores,
-and the packages of `praxis_lite[plan]`.
+The snapshots are in tests/golden/plans. The test suite compares only what needs no compiler. This tool takes 10 minutes
+on 2 cores, and needs the packages of `praxis_lite[plan]`.
 """
 
 from __future__ import annotations

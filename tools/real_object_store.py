@@ -1,12 +1,12 @@
-"""Runs with copies in an object store that is a server of its own: moto's, of Amazon's protocol, on this machine.
+"""Tests copies of runs in an object store: moto's server of Amazon's protocol, on this machine.
 
   pip install 'praxis_lite[remote]' s3fs 'moto[server]'
   python tools/real_object_store.py --kills=3
 
-Trains a small model, kills the process with SIGKILL while a checkpoint is being copied, deletes its directory or puts
-an older one in its place, and goes on from the store; in the end compares arrays, metrics and event files with a run
-that nothing disturbed. Then the store goes away while a run trains, and comes back empty. Then the commands on
-checkpoints read what is there, whole and with a changed byte. The exit code is 1 if anything was not as it should be.
+It trains a small model, kills the process with SIGKILL while a checkpoint is being copied, deletes its directory or
+replaces it by an older one, and continues from the store. At the end it compares arrays, metrics and event files with
+an undisturbed run. Then the store goes away while a run trains, and comes back empty. Finally the commands on
+checkpoints read the store, intact and with a changed byte. The exit code is 1 if anything was wrong.
 """
 
 from __future__ import annotations

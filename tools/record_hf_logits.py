@@ -1,10 +1,10 @@
 # ruff: noqa: E402
-"""Records what transformers computes of small checkpoints, for tests that run without it; they are in tests/hf.
+"""Records results of transformers for small checkpoints, for the tests in tests/hf, which run without transformers.
 
   pip install praxis_lite[hf-oracle]
-  python tools/record_hf_logits.py              of all cases, or of those that are named
+  python tools/record_hf_logits.py              all cases, or those that are named
 
-Weights are not recorded: the tests make them again from the names of the tensors.
+Weights are not recorded: the tests derive them from the names of the tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""For the reference pages of the site: lets one line of a docstring be about several arguments or attributes.
+"""For the reference pages of the site: allows one line of a docstring to describe several arguments or attributes.
 
-Griffe, which reads the docstrings, takes the second name in `rows, columns: how many` for a type. A no-break space
-keeps the names together, and without an empty type they would get that of the line before. `mkdocs.yml` names this
-extension.
+Griffe, which reads the docstrings, would interpret the second name in `rows, columns: how many` as a type. A no-break
+space keeps the names together. An empty type is set as well, because otherwise the type of the previous line would be
+used. `mkdocs.yml` names this extension.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times of things that are compared. They take turns, so that what else the machine does falls on each alike."""
+"""Measures times for comparisons. The candidates take turns, so that other work on the machine affects them alike."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `tools/fault_campaign.py` does to training runs, and how it compares what becomes of them."""
+"""The faults of `tools/fault_campaign.py`, and the comparison of disturbed runs with an undisturbed one."""

@@ -1,4 +1,4 @@
-"""What a run has come to, compared with the run that nothing disturbed: parameters, metrics and event files."""
+"""Compares the results of a run with those of an undisturbed run: parameters, metrics and event files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained while faults happen: a small model on two devices, whose steps take some time and no work."""
+"""The experiment of the campaign: a small model on two devices, whose steps take some time but little work."""
 
 from __future__ import annotations
 

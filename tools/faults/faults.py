@@ -1,6 +1,6 @@
-"""The faults. Each is a function of a `Lab`: it starts a run, disturbs it, lets it go on, and says what was seen.
+"""The faults. Each is a function of a `Lab`: it starts a run, disturbs it, lets it continue, and reports what it saw.
 
-These are faults of machines, and of who ends a run; `others.py` has those that others make.
+These are faults of machines and of people who end a run; `others.py` has the faults of other programs.
 """
 
 from __future__ import annotations

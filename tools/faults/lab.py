@@ -1,4 +1,4 @@
-"""The laboratory of a fault: a directory, ways to train there, moments at which to disturb it, and what is compared."""
+"""The laboratory of a fault: a directory, ways to train in it, moments for disturbances, and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that others make: who moves, mixes, replaces and locks what a run has on disks, and stops its hosts."""
+"""Faults of users and other programs, which move, mix, replace and lock the files of a run, and stop its hosts."""
 
 from __future__ import annotations
 

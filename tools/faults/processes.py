@@ -1,4 +1,4 @@
-"""Training processes that faults happen to: started, read, and waited for."""
+"""The training processes of the campaign: starts them, reads their output, and waits for them."""
 
 from __future__ import annotations
 

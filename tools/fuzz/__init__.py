@@ -1,1 +1,1 @@
-"""What `tools/fuzz_parsers.py` makes of good input, and the parsers that it is given to."""
+"""The parsers that `tools/fuzz_parsers.py` tests, and its mutations of good input."""

@@ -1,4 +1,4 @@
-"""Bad input made of good input: bytes, text and JSON, changed at random places."""
+"""Makes bad input from good input: bytes, text and JSON, changed at random places."""
 
 from __future__ import annotations
 

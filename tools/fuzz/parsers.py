@@ -1,6 +1,6 @@
-"""The parsers of what comes from outside, each as a pair: bad input drawn at random, and what reads it.
+"""The parsers of external data, each as a pair: a function that draws bad input, and the parser.
 
-What reads it may return anything, or raise a UserError. All else is a fault.
+A parser may return anything, or raise a UserError. Everything else is a fault.
 """
 
 from __future__ import annotations

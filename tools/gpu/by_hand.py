@@ -1,4 +1,4 @@
-"""The step of `handwritten_lm.py` as a side of the GPU benchmark."""
+"""The step of `handwritten_lm.py` in the GPU benchmark."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the sides of the GPU benchmark train: sizes of models, first weights, tokens, and the operations of a token.
+"""The models of the GPU benchmark: sizes, initial weights, tokens, and the number of operations per token.
 
-Nothing but NumPy is imported here: PyTorch's side runs in an environment of its own.
+This file imports only NumPy, because PyTorch runs in a separate environment.
 
 The model is a decoder in the LLaMA style (RMSNorm, rotary positions, gated feed-forward layers, no biases) with one
 table for embedding and softmax. L layers, D model dims, N heads, H dims per head, F hidden dims, V vocabulary.

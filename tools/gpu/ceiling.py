@@ -1,4 +1,4 @@
-"""Prints, as JSON, the operations per second of large matrix products on the device at hand: what any step is below."""
+"""Prints, as JSON, the operations per second of large matrix products on the device: an upper bound for any step."""
 
 from __future__ import annotations
 

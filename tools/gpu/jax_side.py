@@ -1,4 +1,4 @@
-"""What both sides that run on JAX share: the tokens on the device, waiting, memory, versions."""
+"""What both implementations on JAX share: tokens on the device, waiting, memory and versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The framework's step as a side of the GPU benchmark."""
+"""The framework's step in the GPU benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of the GPU benchmark: what is computed from the times, and where in the docs it is written."""
+"""The tables of the GPU benchmark: computes them from the times, and writes them to the docs."""
 
 from __future__ import annotations
 

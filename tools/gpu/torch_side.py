@@ -1,4 +1,4 @@
-"""PyTorch's side of the GPU benchmark: `torch.compile`, fused attention through SDPA, fused AdamW, fused projections.
+"""PyTorch's step in the GPU benchmark: `torch.compile`, fused attention through SDPA, fused AdamW, fused projections.
 
 It needs PyTorch and NumPy, not this package. B batch, T length, D model dims, N heads, H dims per head, F hidden dims.
 """

@@ -1,11 +1,11 @@
-"""One turn of one side: a process that trains with some settings, and prints what it measured.
+"""One turn of an implementation: a process that trains with some settings, and prints its measurements.
 
-A turn is a process of its own, so that each side has the whole memory of the device, and its peak is its own. It is
-started with a JSON object, and prints one for each setting:
+Each turn is a separate process, so that it has the whole memory of the device, and its own peak. It is started with a
+JSON object, and prints one for each setting:
 
     python tools/gpu/torch_side.py '{"case": [...], "trials": [{"batch": 8, "options": {}}], "groups": 5, ...}'
 
-Steps are timed in groups: the host waits for the device at the end of a group alone, as in a training loop.
+Steps are timed in groups: the host waits for the device only at the end of a group, as in a training loop.
 """
 
 from __future__ import annotations

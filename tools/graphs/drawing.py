@@ -1,4 +1,4 @@
-"""How a graph grows: each operation reads values that are there, or new arrays, and adds one."""
+"""Draws a graph: each operation reads existing values or new arrays, and adds a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of a user's own, [B, T, D] -> [B, T, D], which random tasks are made of beside those of the package."""
+"""Layers [B, T, D] -> [B, T, D] like those of a user, for random tasks, in addition to those of the package."""
 
 from __future__ import annotations
 

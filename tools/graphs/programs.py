@@ -1,9 +1,9 @@
 """Graphs of operations with constraints between them, through the guards, compared with one device.
 
-A program is a list of lines, each an expression of the ones before. Some are constrained to a random split. The values
-of all that no line reads, and the gradients of all float arrays that go in, are compared: in 'exact' programs all
-numbers are integers below 2 ** 24, so that every entry has to be equal; in 'smooth' ones they are real.
-A difference counts if it is there in float64 too.
+A program is a list of lines, each an expression of earlier lines. Some lines are constrained to a random split. The
+comparison is about all values that no line reads, and the gradients of all float inputs. In 'exact' programs all
+numbers are integers below 2 ** 24, so that every entry must be equal; in 'smooth' ones they are real. A difference
+counts only if it also occurs in float64.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Whole tasks with random splits of everything, two steps of which are compared with one device.
+"""Whole tasks with random splits of all arrays; two steps are compared with one device.
 
-A task is drawn of a family, with random fields; then each variable gets a random split, by a strategy, and each
-activation that a layer constrains gets one, whatever its layer: what layers constrain is seen as they are traced. So a
-new layer, or a user's own, needs nothing here to be tried. Compared are losses, metrics, gradients and every array of
-the state after two steps of the optimizer, evaluation, decoding, and the first state where it is made on the mesh; in
-float64 where they differ. Several layouts of a model are compared with the same run on one device.
+A task is drawn from a family, with random fields. Then a strategy gives each variable a random split, and each
+activation that a layer constrains gets one too. These activations are found while layers are traced, so new layers need
+no code here. The comparison is about losses, metrics, gradients and every array of the state after two steps of the
+optimizer, evaluation, decoding, and the initial state if it is made on the mesh; where they differ, it is repeated in
+float64. Several layouts of a model are compared with the same run on one device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a case is, what became of it, and how a wrong one is made small."""
+"""Cases and their results, and the reduction of wrong cases."""
 
 from __future__ import annotations
 

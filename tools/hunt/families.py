@@ -1,7 +1,7 @@
-"""Families of single operations: how their sizes are drawn, and the expression in plain JAX that they stand for.
+"""Families of single operations: draws their sizes, and builds the expression in plain JAX.
 
-An expression is of arrays x0, x1, ... A family builds it from sizes, plain integers that can be made smaller one by
-one; sizes that fit no program raise an error, from here or from JAX.
+An expression uses arrays x0, x1, ... A family builds it from sizes, plain integers that can be reduced one by one. For
+sizes that give no valid program, the family or JAX raises an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random tasks of the framework on random meshes with random mappings, compared with one device.
 
-A case is the text of a program: what runs here is what a script shows. The optimizer keeps the gradients that it gets
-in its state, so one compiled step gives the loss, every gradient and the variables after a step of the real optimizer.
-Differences in float32 count if they are there in float64 too.
+A case is the text of a program, and this text is run, so a printed script is the same program. The optimizer keeps its
+gradients in its state, so one compiled step gives the loss, every gradient, and the variables after a step of the real
+optimizer. Differences in float32 count only if they also occur in float64.
 """
 
 from __future__ import annotations

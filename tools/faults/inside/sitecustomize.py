@@ -1,10 +1,10 @@
-"""Acts inside of a training process, which imports this when Python starts; told by the environment what to do.
+"""Acts inside a training process, which imports this file when Python starts. Environment variables say what to do.
 
-FAULTS_SIGNAL = import:120:9    sends itself signal 9 at its 120th import
-                save:7:15       signal 15 at the 7th file or folder that it makes or renames in `checkpoints`
+FAULTS_SIGNAL = import:120:9    sends signal 9 to the process at its 120th import
+                save:7:15       signal 15 at the 7th file or folder that it creates or renames in `checkpoints`
                 restore:3:9     signal 9 at the 3rd file that it opens for reading in `checkpoints`
-FAULTS_FILE_LIMIT = 3000        no file can become longer than 3000 bytes
-FAULTS_CLOCK = -86400:2.5       Python's clock is a day behind from 2.5 s after the start on
+FAULTS_FILE_LIMIT = 3000        limits files to 3000 bytes
+FAULTS_CLOCK = -86400:2.5       sets Python's clock back by a day, 2.5 s after the start
 """
 
 import os

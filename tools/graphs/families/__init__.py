@@ -1,4 +1,4 @@
-"""The operations that graphs are drawn of."""
+"""The operations of random graphs."""
 
 from __future__ import annotations
 

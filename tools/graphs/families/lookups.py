@@ -1,4 +1,4 @@
-"""Gathers, scatters and slices that begin where an array says."""
+"""Gathers, scatters, and slices whose starts are values of an array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sorts, and what is found by comparing entries."""
+"""Sorts, and other operations that compare entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of arrays, and what is made of them."""
+"""Products of arrays, and operations made of products."""
 
 from __future__ import annotations
 

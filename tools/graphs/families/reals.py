@@ -1,4 +1,4 @@
-"""What integers do not stay integers in."""
+"""Operations whose results for integers are not integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations around others, and several that layers are made of."""
+"""Operations that contain others, and combinations of operations that layers use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a family of operations is registered, under the name of the function that draws one."""
+"""Registers a family of operations, under the name of the function that draws one."""
 
 from __future__ import annotations
 
