@@ -53,7 +53,7 @@ class Placement:
   def to_stored(self) -> Placement:
     """Returns the placement of a stored array, which the compiler cannot place: UNCONSTRAINED becomes None."""
     why = tuple(
-      f'{why} is UNCONSTRAINED, and what is stored is then replicated' if entry is UNCONSTRAINED else why
+      f'{why} is UNCONSTRAINED, so the stored array is replicated' if entry is UNCONSTRAINED else why
       for entry, why in zip(self.spec, self.why)
     )
     return dataclasses.replace(self, spec=stored_spec(self.spec), why=why)

@@ -172,7 +172,7 @@ def _make_op(node: ast.expr, text: str) -> ParsedOp:
       f'{did_you_mean(name, _OPS)}'
     )
   if any(k.arg is None for k in call.keywords):
-    raise ShardingError(f'{text!r}: ops take literal arguments by position or name, no **')
+    raise ShardingError(f'{text!r}: ops take literal arguments by position or by name, not by **')
   args = [_literal(arg, text) for arg in call.args]
   keywords = {str(k.arg): _literal(k.value, text) for k in call.keywords}
   make_op, for_named = _OPS[name]
@@ -203,7 +203,9 @@ def replicate() -> Op:
 
   def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec:
     if any(entry is not None for entry in spec):
-      raise ShardingError(f'{variable.name} is split {spec!r} already; to replicate it is inconsistent with that')
+      raise ShardingError(
+        f'{variable.name} is split {spec!r} already, but replicate() requires that no earlier op splits it'
+      )
     return spec
 
   return op

@@ -33,8 +33,8 @@ _NOT_GUARDED_EXPORT = 'guards are not applied to what is exported, so on CPUs it
 # The releases of JAX on which tests and enumerations have shown that the guards work.
 SHOWN = ((0, 10), (0, 11), (0, 12))
 _NOT_SHOWN = (
-  'guards against wrong programs were shown for JAX {first} to {last}, not for {this}: `praxis-lite verify` compares '
-  'an experiment on its mesh with one device'
+  'guards against wrong programs were tested with JAX {first} to {last}, not with {this}: `praxis-lite verify` '
+  'compares an experiment on its mesh with one device'
 )
 
 
@@ -109,7 +109,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     parts = 'mhlo.num_partitions'
     num_devices = integer(module.operation, parts) if parts in module.operation.attributes else 1
     if num_devices > 1 and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
-      raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
+      raise ShardingError('jax_use_shardy_partitioner is False; the guards against wrong programs need it to be True')
     if num_devices > 1:
       _tell_of_unknown_release()
     first: dict[Site, tuple[ArraySplit, ...]] = {}
