@@ -15,6 +15,7 @@ if TYPE_CHECKING:
   from praxis_lite.common.config import (
     REQUIRED as REQUIRED,
     Config as Config,
+    child as child,
     template as template,
   )
   from praxis_lite.layers.base import (
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_names(
   __name__,
   {
-    'praxis_lite.common.config': 'REQUIRED Config template',
+    'praxis_lite.common.config': 'REQUIRED Config child template',
     'praxis_lite.training.experiment': 'BaseExperiment',
     'praxis_lite.layers.base': 'ActivationSplit Layer SplitMapping WeightSplit',
     'praxis_lite.training.learning': 'Learner',

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from praxis_lite.common.config import REQUIRED, Config, template
-from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.config import REQUIRED, Config, child, field_names, template
+from praxis_lite.common.errors import ConfigError, ShardingError, UnknownFieldError
 from praxis_lite.layers import Repeat
 from praxis_lite.layers.base import Layer, SplitMapping, WeightSplit
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
@@ -694,6 +694,42 @@ def test_a_child_is_not_hidden_by_an_attribute(name):
 
   with pytest.raises(ConfigError, match=rf"^sub: a child cannot be named '{name}', which is an attribute of Hides"):
     wrapped(Hides)
+
+
+def test_a_declared_child_is_no_hyperparameter():
+  class Declares(Layer):
+    sub_tpl: Config = template(Scale)
+    first: Scale = child()
+    others: list[Scale] = child()
+    absent: Scale = child()
+
+    def setup(self):
+      self.create_child('first', self.sub_tpl)
+      self.create_children('others', templates=[self.sub_tpl] * 2)
+
+  layer = build(Declares)
+  assert isinstance(layer.first, Scale) and [type(each) for each in layer.others] == [Scale, Scale]
+  assert [name for name, _ in layer.children()] == ['first', 'others_0', 'others_1']
+  assert not {'first', 'others', 'absent'} & set(field_names(Declares))
+  with pytest.raises(UnknownFieldError, match=r"has no field 'first'"):
+    Config(Declares, first=Config(Scale))
+  with pytest.raises(UnknownFieldError, match=r"has no attribute or child 'absent'.*self\.create_child\('absent'"):
+    layer.absent  # noqa: B018
+  with pytest.raises(UnknownFieldError, match=r"has no attribute or child 'frist'\. Did you mean 'first'\?"):
+    layer.frist  # noqa: B018
+
+
+def test_a_child_that_is_declared_in_another_way_is_explained():
+  class Bare(Layer):
+    first: Scale
+
+  with pytest.raises(ConfigError, match=r'Bare\.first: a value is required .*first: Scale = child\(\)$'):
+    build(Bare)
+
+  with pytest.raises(ConfigError, match=r'Own\.first has no type annotation, .* write first: Linear = child\(\)'):
+
+    class Own(Layer):
+      first = child()
 
 
 def test_create_children_explains_its_two_forms():

@@ -147,7 +147,9 @@ def test_in_a_checkout_no_experiment_is_imported_twice():
 
 
 USER_PROJECT = """
-from praxis_lite import Config, Layer, SingleTask, registry
+import jax
+
+from praxis_lite import Config, Layer, SingleTask, child, registry
 from praxis_lite.layers import Linear
 
 config = Config(Linear, input_dims=2, output_dims=3)
@@ -159,8 +161,26 @@ wrong: int = Config(Linear).instantiate()
 class Twice(Layer):
   dims: int = 2
 
+  first: Linear = child()
+  others: list[Linear] = child()
+  any_layer: Layer = child()
+
   def setup(self) -> None:
-    self.create_child('first', Config(Linear, input_dims=self.dims, output_dims=self.dims))
+    linear = Config(Linear, input_dims=self.dims, output_dims=self.dims)
+    self.create_child('first', linear)
+    self.create_children('others', templates=[linear])
+    self.last = self.create_child('last', linear)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    reveal_type(self.first)
+    reveal_type(self.others[0](x))
+    reveal_type(self.last)
+    reveal_type(self.any_layer(x))
+    self.frist(x)
+    return self.first(x)
+
+
+Twice(first=layer)
 """
 
 
@@ -171,5 +191,13 @@ def test_the_types_of_the_wheel_reach_the_project_of_a_user(wheel, tmp_path):
   # Errors of the package itself are those of `make types`.
   command = [sys.executable, '-m', 'mypy', '--strict', '--follow-imports=silent', 'mine.py']
   done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-  errors = [line for line in done.stdout.splitlines() if ': error:' in line]
-  assert len(errors) == 1 and errors[0].startswith('mine.py:8:') and '"Linear"' in errors[0], done.stdout + done.stderr
+  lines = [line.partition(': ')[2] for line in done.stdout.splitlines() if ': note:' in line or ': error:' in line]
+  assert lines == [
+    'error: Incompatible types in assignment (expression has type "Linear", variable has type "int")  [assignment]',
+    'note: Revealed type is "praxis_lite.layers.linears.Linear"',
+    'note: Revealed type is "jax._src.basearray.Array"',
+    'note: Revealed type is "praxis_lite.layers.linears.Linear"',
+    'note: Revealed type is "Any"',
+    'error: "Twice" has no attribute "frist"; maybe "first"?  [attr-defined]',
+    'error: Unexpected keyword argument "first" for "Twice"  [call-arg]',
+  ], done.stdout + done.stderr

@@ -116,6 +116,9 @@ def step_times(runs: int) -> int:
   """Times of steps of wide layers, so that a tick's work is what takes the time."""
   import numpy as np
 
+  from praxis_lite.layers import Pipelined
+  from praxis_lite.models import LanguageModel
+
   worst = 0.0
   cases = [(2, 1, 1), (4, 1, 1), (4, 2, 1), (8, 1, 1)] + [(S, 1, S) for S in (2, 4, 8) if len(CORES) >= S]
   print('stages  rounds  devices  microbatches  ticks  time / one stage  theory  measured / theory')
@@ -130,7 +133,9 @@ def step_times(runs: int) -> int:
     if devices > 1:
       steps = [pin_to_cores(count, step) for count, step in zip((1, devices), steps)]
     one, several = measure_in_turn([partial(seconds, step, clock) for step in steps], runs)
-    schedule = tasks[1].jax_task.model.lm.transformer.schedule(M)
+    model = tasks[1].jax_task.model
+    assert isinstance(model, LanguageModel) and isinstance(model.lm.transformer, Pipelined)
+    schedule = model.lm.transformer.schedule(M)
     ratio = median_ratio(several, one)
     theory = schedule.num_ticks / (R * M) / devices
     row = f'{S:>6} {R:>7} {devices:>8} {M:>13} {schedule.num_ticks:>6} {ratio:>17.3f}'

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention_mesh import AttentionMesh
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec, LogitBias, ProbabilityDropout
@@ -32,6 +32,8 @@ from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
+from praxis_lite.layers.normalizations import Norm
+from praxis_lite.layers.positions import RelativeBias, RotaryPositions
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.specs import all_axes
@@ -151,6 +153,16 @@ class MultiHeadAttention(Layer):
   cache_page_size: int = 512
   weight_split_dims_mapping: Config = template(WeightSplit)
   activation_split_dims_mapping: Config = template(AttentionActivationSplit)
+
+  query: Projection = child()
+  key: Projection = child()
+  value: Projection = child()
+  qkv: Projection = child()
+  query_norm: Norm = child()
+  key_norm: Norm = child()
+  rotary: RotaryPositions = child()
+  relative_bias: RelativeBias = child()
+  out: Projection = child()
 
   def setup(self) -> None:
     D, N, K, H = self._complete()

@@ -41,7 +41,7 @@ class Embedding(Layer):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] of integer ids [...]; NaN for an id that is not in [0, V)."""
-    return embed(self, ids, 'out')
+    return embed(self, ids, 'out', self.lookup_style, self.input_dims**0.5 if self.scale_sqrt_depth else None)
 
   def token_flops(self, length: int) -> TokenFlops:
     return TokenFlops()  # A lookup multiplies nothing.
@@ -52,8 +52,8 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
   return WeightHParams((num_classes, dims), tensor_split_dims_mapping=split, fan_in_axes=(1,), fan_out_axes=(0,))
 
 
-def embed(layer: Layer, ids: jax.Array, field: str) -> jax.Array:
-  """Returns vectors [..., D] of ids [...] from the table `w` of a layer that has the fields of `Embedding`.
+def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | None) -> jax.Array:
+  """Returns vectors [..., D] of ids [...] from the table `w`, [V, D], of a layer.
 
   Args:
     layer: the layer, in a call.
@@ -61,13 +61,15 @@ def embed(layer: Layer, ids: jax.Array, field: str) -> jax.Array:
     field: the activation mapping of the vectors. If it does not split D, the table is gathered along D before the
       lookup. Otherwise the compiler would gather the vectors of the whole batch if a mesh axis splits both D of the
       table and the batch.
+    style: one of `LOOKUP_STYLES`.
+    scale: factor of the vectors; None means 1.
   """
   table_VD = layer.theta.w
   wt, out = layer.weight_split_dims_mapping.wt, getattr(layer.activation_split_dims_mapping, field)
   if wt is not None and out is not None and out[-1] is None:
     table_VD = layer.shard(table_VD, wt.pick(0, None))
-  y = lookup(table_VD, ids, layer.lookup_style)
-  return layer.shard(y * layer.input_dims**0.5 if layer.scale_sqrt_depth else y, field)
+  y = lookup(table_VD, ids, style)
+  return layer.shard(y if scale is None else y * scale, field)
 
 
 def lookup(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Array:

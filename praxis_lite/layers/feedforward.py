@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.dropout import Dropout
@@ -55,6 +55,10 @@ class FeedForward(Layer):
   weight_split_dims_mapping: Config = template(FeedForwardWeightSplit)
   activation_split_dims_mapping: Config = template(FeedForwardActivationSplit)
 
+  up: Linear = child()
+  down: Linear = child()
+  dropout: Dropout = child()
+
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
     split, D, F = self.weight_split_dims_mapping, self.input_dims, self.hidden_dims
@@ -91,6 +95,8 @@ class GatedFeedForward(FeedForward):
 
   activation: str = 'silu'
   use_bias: bool = False
+
+  gate: Linear = child()
 
   def _compute_hidden(self, x: jax.Array) -> jax.Array:
     gate = checkpoint_name(self.shard(self.gate(x), 'hidden'), 'ffn_gate')

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.linears import Linear, bias_weight
-from praxis_lite.layers.normalizations import BatchNorm
+from praxis_lite.layers.normalizations import BatchNorm, Norm
 from praxis_lite.layers.precision import widen
 from praxis_lite.sharding.weights import WeightHParams
 
@@ -167,6 +167,9 @@ class Mlp(Layer):
   linear_tpl: Config = template(Linear, use_bias=True)
   dropout_tpl: Config = template(Dropout)
 
+  linear: list[Linear] = child()
+  dropout: Dropout = child()
+
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
     dims = (self.input_dims, *self.hidden_dims)
@@ -212,6 +215,12 @@ class ConvNet(Layer):
   pooling_tpl: Config | None = template(Pooling)
   global_pooling_tpl: Config = template(GlobalPooling)
   dropout_tpl: Config = template(Dropout)
+
+  conv: list[Conv2D] = child()
+  norm: list[Norm] = child()
+  pooling: Pooling = child()
+  global_pooling: GlobalPooling = child()
+  dropout: Dropout = child()
 
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')

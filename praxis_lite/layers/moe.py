@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import ActivationSplit, Layer
@@ -49,7 +49,7 @@ from praxis_lite.layers.experts import (
   run_with_capacity,
   sum_outputs,
 )
-from praxis_lite.layers.feedforward import FeedForwardWeightSplit, GatedFeedForward
+from praxis_lite.layers.feedforward import FeedForward, FeedForwardWeightSplit, GatedFeedForward
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.routing import (
   Router,
@@ -138,6 +138,10 @@ class MoeFeedForward(Layer):
   out_init: WeightInit | None = None
   weight_split_dims_mapping: Config = template(MoeWeightSplit)
   activation_split_dims_mapping: Config = template(ActivationSplit)
+
+  router: Router = child()
+  shared: FeedForward = child()
+  shared_gate: Linear = child()
 
   def setup(self) -> None:
     self._check()

@@ -45,6 +45,14 @@ class Norm(Layer):
       )
       self.create_variable(name, variable, trainable=not averages)
 
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., D] of x [..., D]."""
+    return self._output(self._normalize(widen(x)))
+
+  def _normalize(self, x32: jax.Array) -> jax.Array:
+    """Returns x, in float32, normalized; scale and bias follow."""
+    raise NotImplementedError
+
   def _output(self, y: jax.Array) -> jax.Array:
     """Returns y * scale + bias in the dtype of the computation; scale and bias apply only if they are declared."""
     if 'scale' in self._weights:
@@ -66,13 +74,13 @@ class RMSNorm(Norm):
   def setup(self) -> None:
     self._declare(scale=0.0 if self.zero_centered else 1.0)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., D] of x [..., D]."""
-    x32 = widen(x)
-    y = x32 * _inverse_root_mean_square(x32, -1, self.epsilon)
-    if self.zero_centered:
-      return self.shard((y * (1.0 + self.theta.scale.astype(x32.dtype))).astype(self.fprop_dtype))
-    return self._output(y)
+  def _normalize(self, x32: jax.Array) -> jax.Array:
+    return x32 * _inverse_root_mean_square(x32, -1, self.epsilon)
+
+  def _output(self, y: jax.Array) -> jax.Array:
+    if not self.zero_centered:
+      return super()._output(y)
+    return self.shard((y * (1.0 + self.theta.scale.astype(y.dtype))).astype(self.fprop_dtype))
 
 
 class LayerNorm(Norm):
@@ -92,9 +100,8 @@ class LayerNorm(Norm):
     if self.use_bias:
       self._declare(bias=0.0)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., D] of x [..., D]."""
-    return self._output(_standardize(widen(x), -1, self.epsilon))
+  def _normalize(self, x32: jax.Array) -> jax.Array:
+    return _standardize(x32, -1, self.epsilon)
 
 
 class GroupNorm(Norm):
@@ -111,10 +118,9 @@ class GroupNorm(Norm):
       raise ConfigError(f'{self.path_name}.num_groups: {self.num_groups} does not divide dims, {self.dims}')
     self._declare(scale=1.0, bias=0.0)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [B, ..., D] of x [B, ..., D]."""
-    grouped = widen(x).reshape(*x.shape[:-1], self.num_groups, self.dims // self.num_groups)
-    return self._output(_standardize(grouped, (*range(1, x.ndim - 1), x.ndim), self.epsilon).reshape(x.shape))
+  def _normalize(self, x32: jax.Array) -> jax.Array:
+    grouped = x32.reshape(*x32.shape[:-1], self.num_groups, self.dims // self.num_groups)
+    return _standardize(grouped, (*range(1, x32.ndim - 1), x32.ndim), self.epsilon).reshape(x32.shape)
 
 
 class BatchNorm(Norm):

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
 from praxis_lite.layers.base import Layer, SplitMapping
@@ -125,6 +125,8 @@ class Pipelined(Repeat):
   stage_remat_save_names: tuple[str, ...] = ()
   stage_remat_offload_names: tuple[str, ...] = ()
   weight_split_dims_mapping: Config = template(PipelineWeightSplit)
+
+  layers: Layer = child()
 
   def setup(self) -> None:
     self._check_sizes()

@@ -21,13 +21,13 @@ Layers that differ from the repeated ones, such as dense layers of a model with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, merge
 from praxis_lite.common.weighted import mean_of_means
@@ -109,6 +109,10 @@ class Repeat(Layer):
   weight_split_dims_mapping: Config = template(RepeatWeightSplit)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
+  layers: Layer | Sequence[Layer] = child()
+  first: Sequence[Layer] = child()
+  rest: Sequence[Layer] = child()
+
   def setup(self) -> None:
     check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
     if self.unroll != 'auto' and (not isinstance(self.unroll, int) or self.unroll < 1):
@@ -148,9 +152,9 @@ class Repeat(Layer):
   def abstract_init(self) -> NestedDict:
     split = (self._stack_mapping or (None,))[0]
     tree: NestedDict = {}
-    for name, child in self.children():
-      below = child.abstract_init()
-      if child in self._blocks:
+    for name, layer in self.children():
+      below = layer.abstract_init()
+      if layer in self._blocks:
         below = jax.tree.map(lambda w: w.repeat(self._rounds, split, self._stack_field), below)
       if below:
         tree[name] = below
@@ -185,7 +189,7 @@ class Repeat(Layer):
     """
     if not self._decodes_in_line:
       return variables
-    names = {name for name, child in self.children() if child in self._blocks}
+    names = {name for name, layer in self.children() if layer in self._blocks}
     turns = range(self._rounds)
     by_turn = {
       n: {str(t): jax.tree.map(lambda x, t=t: x[t], variables[n]) for t in turns} for n in names & set(variables)
@@ -271,4 +275,4 @@ def in_line(layer: Layer, variables: NestedDict) -> NestedDict:
   """Returns the variables of a layer with `Repeat.in_line` of the stacks below it."""
   if isinstance(layer, Repeat):
     return layer.in_line(variables)
-  return {**variables, **{n: in_line(child, variables[n]) for n, child in layer.children() if n in variables}}
+  return {**variables, **{n: in_line(below, variables[n]) for n, below in layer.children() if n in variables}}

@@ -265,4 +265,4 @@ class SharedEmbeddingSoftmax(FullSoftmax):
 
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] for integer ids [...]; NaN for an id outside [0, V)."""
-    return embed(self, ids, 'emb')
+    return embed(self, ids, 'emb', self.lookup_style, self.input_dims**0.5 if self.scale_sqrt_depth else None)

@@ -14,25 +14,27 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.config import REQUIRED, Config, field_names, template
+from praxis_lite.common.config import REQUIRED, Config, child, field_names, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.facts import LayerProblem
 from praxis_lite.layers.dropout import Dropout
-from praxis_lite.layers.feedforward import GatedFeedForward
-from praxis_lite.layers.normalizations import RMSNorm
+from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
+from praxis_lite.layers.moe import MoeFeedForward
+from praxis_lite.layers.normalizations import Norm, RMSNorm
 from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat, check_pattern, kinds_of_stack, pattern
-from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
+from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
 
-T = TypeVar('T')
 _HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
 
 
@@ -63,6 +65,14 @@ class TransformerBlock(Layer):
   attention_tpl: Config = template(MultiHeadAttention)
   ff_tpl: Config = template(GatedFeedForward)
   dropout_tpl: Config = template(Dropout)
+
+  attention: MultiHeadAttention = child()
+  ff: FeedForward | MoeFeedForward = child()
+  attention_norm: Norm = child()
+  ff_norm: Norm = child()
+  attention_out_norm: Norm = child()
+  ff_out_norm: Norm = child()
+  residual_dropout: Dropout = child()
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post', 'primer_hybrid'))
@@ -107,9 +117,9 @@ class TransformerBlock(Layer):
       )
 
   def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array], paddings: jax.Array | None) -> jax.Array:
-    feed_forward: Callable[[jax.Array], jax.Array] = self.ff
+    feed_forward: Callable[..., jax.Array] = self.ff
     if self.ff.takes_paddings:
-      feed_forward = functools.partial(self.ff, paddings=self.mark_filler_rows(paddings, x_BTD.shape[:2]))
+      feed_forward = functools.partial(feed_forward, paddings=self.mark_filler_rows(paddings, x_BTD.shape[:2]))
     for name, sublayer in (('attention', attend), ('ff', feed_forward)):
       norm = getattr(self, f'{name}_norm')
       y_BTD = sublayer(x_BTD if self.norm_policy == 'post' else norm(x_BTD))
@@ -141,6 +151,8 @@ class StackedTransformer(Layer):
   remat_offload_names: tuple[str, ...] = ()
   activation_split_dims_mapping: Config = template(SplitMapping)
 
+  layers: list[TransformerBlock] = child()
+
   def setup(self) -> None:
     check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
     configs = add_windows(self.layers_tpl, self.sliding_windows, self.path_name)
@@ -149,28 +161,28 @@ class StackedTransformer(Layer):
     in_turn = itertools.chain(self.first_tpl, itertools.cycle(configs))
     self.create_children('layers', templates=list(itertools.islice(in_turn, self.num_layers)))
 
-  def __call__(self, x: T, **kwargs: Any) -> T:
-    """Returns the output of the last layer for the input `x` of the first; all layers get the same `kwargs`."""
+  def __call__(self, x_BTD: jax.Array, **kwargs: Any) -> jax.Array:
+    """Returns the result of the last layer; all layers get the same `kwargs`."""
     regathers = self.surroundings.reading_gathers
     for i, layer in enumerate(self.layers):
       key = self.next_prng_key() if self.has_prng_key() else None
       apply = functools.partial(layer.apply, key=key, **kwargs)
       kind = max(i - len(self.first_tpl), 0) % self._period
       body = self._remat(apply, kind, in_scan=False, regathers=regathers)
-      x, side = body(layer.variables, x)
+      x_BTD, side = body(layer.variables, x_BTD)
       layer.absorb(side)
-    return x
+    return x_BTD
 
-  def init_decode_state(self, *args: object) -> None:
+  def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates the caches of all layers."""
     for layer in self.layers:
-      layer.init_decode_state(*args)
+      layer.init_decode_state(batch_size, max_len)
 
-  def extend_step(self, x: T, *args: object) -> T:
-    """Like `__call__`, with the layers' `extend_step` and caches."""
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *prefix_lengths: jax.Array) -> jax.Array:
+    """Returns the result of the last layer for the next tokens; see `TransformerBlock.extend_step`."""
     for layer in self.layers:
-      x = layer.extend_step(x, *args)
-    return x
+      x_BTD = layer.extend_step(x_BTD, pos_BT, *prefix_lengths)
+    return x_BTD
 
 
 class RepeatedTransformer(Repeat):
@@ -184,6 +196,8 @@ class RepeatedTransformer(Repeat):
 
   layers_tpl: Config | tuple[Config, ...] = template(TransformerBlock)
   sliding_windows: tuple[int | None, ...] | None = None
+
+  layers: TransformerBlock | Sequence[TransformerBlock] = child()
 
   def setup(self) -> None:
     if self.sliding_windows is not None:
@@ -224,6 +238,8 @@ class PipelinedTransformer(Pipelined):
   """Transformer blocks in stages of a pipeline, with the variables of a `RepeatedTransformer`."""
 
   layers_tpl: Config = template(TransformerBlock)
+
+  layers: TransformerBlock = child()
 
 
 class TransformerLm(Layer):
@@ -266,6 +282,13 @@ class TransformerLm(Layer):
   final_norm_tpl: Config | None = template(RMSNorm)
   softmax_tpl: Config = template(SharedEmbeddingSoftmax)
 
+  embedding: Embedding = child()
+  position: LearnedPositions | SinusoidalPositions = child()
+  embedding_dropout: Dropout = child()
+  transformer: RepeatedTransformer | StackedTransformer | PipelinedTransformer = child()
+  final_norm: Norm = child()
+  softmax: FullSoftmax = child()
+
   def setup(self) -> None:
     V, D = self.vocab_size, self.model_dims
     if self.embedding_tpl is not None:
@@ -292,7 +315,12 @@ class TransformerLm(Layer):
     if final_norm is not None:
       self.create_child('final_norm', final_norm)
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
-    if self.embedding_tpl is None and not isinstance(self.softmax, SharedEmbeddingSoftmax):
+    self._look_up: Callable[[jax.Array], jax.Array]
+    if self.embedding_tpl is not None:
+      self._look_up = self.embedding
+    elif isinstance(self.softmax, SharedEmbeddingSoftmax):
+      self._look_up = self.softmax.emb_lookup
+    else:
       raise ConfigError(
         f'{self.path_name}.embedding_tpl: None shares the table of softmax_tpl, but a {type(self.softmax).__name__} '
         'has none to share; set embedding_tpl=Config(Embedding) or softmax_tpl=Config(SharedEmbeddingSoftmax)'
@@ -374,7 +402,7 @@ class TransformerLm(Layer):
     return self._normalize(y_BTD)
 
   def _embed(self, ids_BT: jax.Array, pos_BT: jax.Array | None) -> jax.Array:
-    x_BTD = self.softmax.emb_lookup(ids_BT) if self.embedding_tpl is None else self.embedding(ids_BT)
+    x_BTD = self._look_up(ids_BT)
     if self.position_tpl is not None:
       x_BTD += self.position(jnp.arange(ids_BT.shape[1])[None] if pos_BT is None else pos_BT)
     return self.shard(self.embedding_dropout(x_BTD))

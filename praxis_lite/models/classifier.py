@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import DataError, did_you_mean
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
-from praxis_lite.layers.images import Mlp
+from praxis_lite.layers.images import ConvNet, Mlp
 from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import check_labels
@@ -36,6 +36,9 @@ class ClassificationModel(BaseModel[SoftmaxOutput]):
   softmax_tpl: Config = template(FullSoftmax, use_bias=True, chunk_size=None)
   input_name: str = 'image'
   activation_split_dims_mapping: Config = template(SplitMapping)
+
+  network: Mlp | ConvNet = child()
+  softmax: FullSoftmax = child()
 
   def setup(self) -> None:
     self.create_child('network', self.network_tpl)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
@@ -63,6 +63,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   tokens_are_bytes: bool = False
   decoder_tpl: Config = template(Sampler)
   activation_split_dims_mapping: Config = template(SplitMapping)
+
+  lm: TransformerLm = child()
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.model_type', self.model_type, MODEL_TYPES)

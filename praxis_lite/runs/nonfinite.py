@@ -168,7 +168,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
   integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
   labels = labels_in(batch)
   # The layer of a classifier with the most classes: what it has no class for, none has.
-  classes = {layer.path_name: layer.num_classes for layer in model.descendants() if _num_classes(layer) is not None}
+  classes = {layer.path_name: n for layer in model.descendants() if (n := _num_classes(layer)) is not None}
   if not (classes and labels):
     return Hints(integers=', '.join(_range(name, x) for name, x in integers.items()))
   where = max(classes, key=lambda name: classes[name])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from praxis_lite.common.config import Config, template
+from praxis_lite.common.config import Config, child, template
 from praxis_lite.layers import Linear
 from praxis_lite.layers.base import Layer
 from praxis_lite.sharding.weights import WeightHParams
@@ -37,6 +37,8 @@ class Mixer(Layer):
 
   length: int = 4
   linear_tpl: Config = template(Linear)
+
+  linear: Linear = child()
 
   def setup(self) -> None:
     self.create_child('linear', self.linear_tpl.clone(input_dims=self.length, output_dims=self.length))

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of, logit_scale
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
@@ -120,15 +120,13 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
     return
   skipped = _NOT_COMPARED | (_COMPLETED_BELOW if isinstance(ours, (TransformerLm, TransformerBlock)) else set())
   for field in dataclasses.fields(ours):
-    here, there = getattr(ours, field.name), getattr(theirs, field.name)
-    if field.name in skipped or (
-      isinstance(here, Config) and isinstance(there, Config) and field.name != 'scaling_tpl'
-    ):
+    if not field.init or field.name in skipped:
       continue
-    if isinstance(ours, MultiHeadAttention) and field.name == 'scale':
-      here, there = (
-        attention.dims_per_head**-0.5 if s is None else s for attention, s in ((ours, here), (theirs, there))
-      )
+    here, there = getattr(ours, field.name), getattr(theirs, field.name)
+    if isinstance(here, Config) and isinstance(there, Config) and field.name != 'scaling_tpl':
+      continue
+    if isinstance(ours, MultiHeadAttention) and isinstance(theirs, MultiHeadAttention) and field.name == 'scale':
+      here, there = logit_scale(ours), logit_scale(theirs)
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
       yield f'{ours.path_name}.{field.name}, which is {_class_name(here)} here and {_class_name(there)} there'
   for pair in _pairs(ours, theirs):  # If one model lacks a layer, a field that says so differs.

@@ -9,7 +9,7 @@ from typing import Any, cast
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
-from praxis_lite.layers import Repeat, TransformerBlock, TransformerLm
+from praxis_lite.layers import MultiHeadAttention, Repeat, TransformerBlock, TransformerLm
 from praxis_lite.models import LanguageModel
 
 Values = dict[str, object]
@@ -46,6 +46,12 @@ class Family:
 def is_tied(lm: TransformerLm) -> bool:
   """Whether softmax and embedding share a table."""
   return lm.embedding_tpl is None
+
+
+def logit_scale(attention: MultiHeadAttention) -> float:
+  """Returns the factor of the logits of a layer."""
+  assert attention.dims_per_head is not None  # Set once the layer is built.
+  return attention.dims_per_head**-0.5 if attention.scale is None else attention.scale
 
 
 def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:

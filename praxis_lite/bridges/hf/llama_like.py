@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import cast
 
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of, logit_scale
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import MoeFeedForward, RMSNorm, SharedEmbeddingSoftmax, TransformerLm
+from praxis_lite.layers import FeedForward, MoeFeedForward, RMSNorm, SharedEmbeddingSoftmax, TransformerLm
 from praxis_lite.models import LanguageModel, transformer_lm
 
 _MOST_LAYERS = 100_000  # A limit, because anyone may have written config.json.
@@ -123,10 +124,9 @@ class LlamaLike(Family):
     if 'attention_bias' in self.optional_biases:
       values['attention_bias'] = attention.use_bias
     if 'mlp_bias' in self.optional_biases:
-      values['mlp_bias'] = block.ff.use_bias
+      values['mlp_bias'] = cast(FeedForward, block.ff).use_bias
     if self.hybrid_norms:
-      scale = attention.dims_per_head**-0.5 if attention.scale is None else attention.scale
-      scalar = scale**-2
+      scalar = logit_scale(attention) ** -2
       values['query_pre_attn_scalar'] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
       values['attn_logit_softcapping'] = attention.logit_soft_cap
       values['final_logit_softcapping'] = lm.softmax.soft_cap

@@ -7,6 +7,7 @@ qwen3_moe    Qwen 3 with experts
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 from praxis_lite.bridges.hf.family import Values, blocks_of
 from praxis_lite.bridges.hf.hf_config import HfConfig
@@ -42,7 +43,7 @@ class Mixture(LlamaLike):
     return experts
 
   def values(self, lm: TransformerLm) -> Values:
-    ff = blocks_of(lm)[0].ff
+    ff = cast(MoeFeedForward, blocks_of(lm)[0].ff)
     values = {self.num_experts_fields[0]: ff.num_experts, 'num_experts_per_tok': ff.num_experts_per_token}
     if self.renormalize_field is not None:
       values[self.renormalize_field] = ff.router.renormalize

@@ -13,13 +13,14 @@ from praxis_lite.common.config.base import (
   target,
   template,
 )
-from praxis_lite.common.config.configurable import REQUIRED, Configurable
+from praxis_lite.common.config.configurable import REQUIRED, Configurable, child
 
 __all__ = [
   'REQUIRED',
   'Config',
   'Configurable',
   'build_at',
+  'child',
   'config_values',
   'field_names',
   'field_type_hints',

@@ -156,7 +156,8 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
   missing = sorted(str(key) for key, value in values.items() if value is REQUIRED)
   if missing:
     owner = '' if where == name else f' (a field of {name})'
-    raise ConfigError(f'{where}.{missing[0]}: a value is required and none is set{owner}')
+    hint = _child_hint(build, missing[0])
+    raise ConfigError(f'{where}.{missing[0]}: a value is required and none is set{owner}{hint}')
   if keep_nested:
     for check in field_checks:
       check(build, values, where)
@@ -165,6 +166,14 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
   positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
   built: T = build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
   return built
+
+
+def _child_hint(build: Any, field: str) -> str:
+  """Returns the end of a message about a field that may have been meant as a child; '' if it cannot be one."""
+  hint = field_type_hints(build).get(field)
+  if getattr(build, '_set_up_in', '') != 'setup' or not (isinstance(hint, type) and issubclass(hint, Configurable)):
+    return ''
+  return f'; if setup() creates it, declare it as {field}: {hint.__name__} = child()'
 
 
 def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Config[T]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from typing import Any, NoReturn, dataclass_transform
+from typing import Any, Literal, NoReturn, dataclass_transform
 
 import fiddle as fdl
 
@@ -36,7 +36,23 @@ class _Required:
 REQUIRED: Any = _Required()
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+def child(*, init: Literal[False] = False) -> Any:
+  """Declares an attribute that is a child layer, or a list of them, which `setup` creates; it is no hyperparameter.
+
+      class Block(Layer):
+        ff_tpl: Config = template(FeedForward)
+        ff: FeedForward = child()
+
+        def setup(self) -> None:
+          self.create_child('ff', self.ff_tpl)
+
+  The annotation tells readers, editors and type checkers what `self.ff(x)` returns. Nothing checks it when the program
+  runs, so a template may be replaced by any layer that is called in the same way.
+  """
+  return dataclasses.field(init=init)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, child))
 class Configurable:
   """Base of classes whose annotated attributes are hyperparameters.
 
@@ -68,8 +84,11 @@ def _problems(cls: type[Configurable]) -> Iterator[str]:
     annotation = annotations.get(name)
     if annotation is None:
       if isinstance(value, dataclasses.Field) or value is REQUIRED:
-        is_template = isinstance(value, dataclasses.Field) and value.default_factory is not dataclasses.MISSING
-        form = 'Config = template(...)' if is_template else 'int = REQUIRED'
+        form = 'int = REQUIRED'
+        if isinstance(value, dataclasses.Field) and value.default_factory is not dataclasses.MISSING:
+          form = 'Config = template(...)'
+        elif isinstance(value, dataclasses.Field) and not value.init:
+          form = 'Linear = child()'
         yield f'.{name} has no type annotation, so it is no field; write {name}: {form}, with its type'
     elif 'ClassVar' in str(annotation):
       continue

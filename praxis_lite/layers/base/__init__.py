@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -271,20 +271,26 @@ class Layer(InCall, Facts, Configurable):
     for _, child in self.children():
       yield from child.descendants()
 
-  def __getattr__(self, name: str) -> Any:
-    if name.startswith('_'):
-      raise AttributeError(name)
-    if isinstance(inspect.getattr_static(type(self), name, None), property | functools.cached_property):
-      object.__getattribute__(self, name)  # A property that lacks another attribute raises its own error here.
-    where = f'{self.path_name} ({type(self).__name__})'
-    if name in self._weights:
-      raise UnknownFieldError(f'{where}: {name!r} is a variable; read it in a call as self.theta.{name}')
-    close = did_you_mean(name, self._names - self._weights.keys())
-    inherits = '; its setup() may lack super().setup()' if _overrides_a_setup(type(self)) else ''
-    raise UnknownFieldError(
-      f'{where} has no attribute or child {name!r}.{close} A child is made in setup() by '
-      f'self.create_child({name!r}, Config(...)), a hyperparameter is an annotated attribute of the class{inherits}'
-    )
+  if TYPE_CHECKING:  # So that a child of any class can be called, while an attribute that does not exist is an error.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+  else:
+
+    def __getattr__(self, name: str) -> NoReturn:
+      if name.startswith('_'):
+        raise AttributeError(name)
+      if isinstance(inspect.getattr_static(type(self), name, None), property | functools.cached_property):
+        object.__getattribute__(self, name)  # A property that lacks another attribute raises its own error here.
+      where = f'{self.path_name} ({type(self).__name__})'
+      if name in self._weights:
+        raise UnknownFieldError(f'{where}: {name!r} is a variable; read it in a call as self.theta.{name}')
+      close = did_you_mean(name, self._names - self._weights.keys())
+      inherits = '; its setup() may lack super().setup()' if _overrides_a_setup(type(self)) else ''
+      raise UnknownFieldError(
+        f'{where} has no attribute or child {name!r}.{close} A child is made in setup() by '
+        f'self.create_child({name!r}, Config(...)), a hyperparameter is an annotated attribute of the class{inherits}'
+      )
 
   def __repr__(self) -> str:
     return f'<{type(self).__name__} {self.path_name}>'
