@@ -203,9 +203,7 @@ def replicate() -> Op:
 
   def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec:
     if any(entry is not None for entry in spec):
-      raise ShardingError(
-        f'{variable.name} is split {spec!r} already, but replicate() requires that no earlier op splits it'
-      )
+      raise ShardingError(f'{variable.name} is split {spec!r} already, which is inconsistent with replicate()')
     return spec
 
   return op
