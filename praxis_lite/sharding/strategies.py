@@ -172,7 +172,7 @@ def _make_op(node: ast.expr, text: str) -> ParsedOp:
       f'{did_you_mean(name, _OPS)}'
     )
   if any(k.arg is None for k in call.keywords):
-    raise ShardingError(f'{text!r}: ops take literal arguments by position or by name, not by **')
+    raise ShardingError(f'{text!r}: ops take literal arguments by position or by name, no **')
   args = [_literal(arg, text) for arg in call.args]
   keywords = {str(k.arg): _literal(k.value, text) for k in call.keywords}
   make_op, for_named = _OPS[name]
