@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
+from praxis_lite.cli.command import Command, configured_experiment
+from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
 
 _MIB = 2**20
 
@@ -26,21 +25,24 @@ def _run(values: flags.FlagValues) -> int:
   return 1 if has_errors(problems) else 0
 
 
-def _flags() -> flags.FlagValues:
+def _flags() -> CommandFlags:
   values = experiment_flags()
-  number = functools.partial(flags.DEFINE_float, lower_bound=0, flag_values=values)
-  number('replicated_mib', 64, 'Report replicated weights of this many MiB or more. Example: --replicated_mib=1')
-  number('wasted_percent', 10, 'Report arrays and batches with more padding than this. Example: --wasted_percent=5')
-  number('wasted_mib', 1, 'Report no padding of fewer MiB than this. Example: --wasted_mib=0')
+  replicated = 'Report weights of at least this many MiB that are on every device.'
+  values.add_number('replicated_mib', replicated, '1', 64, least=0)
+  values.add_number('wasted_percent', 'Report arrays and batches with more padding than this.', '5', 10, least=0)
+  values.add_number('wasted_mib', 'Do not report less padding than this many MiB.', '0', 1, least=0)
   return values
 
 
 COMMAND = Command(
   'check',
-  'report problems in the shardings, from shapes alone',
-  "look for mistakes in an experiment's shardings, from shapes alone: unknown and unused mesh axes, large replicated "
-  'weights, padding, products whose operands do not fit, rules and patterns without effect. Exits with 1 on errors.',
-  "praxis-lite check --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(2,16,4)'",
+  'report problems in the shardings, from shapes only',
+  "look for mistakes in an experiment's shardings, from shapes only: unknown and unused mesh axes, large replicated "
+  'weights, padding, products whose operands are split differently, rules and patterns without effect. Exits with 1 '
+  'if there are errors.',
+  "praxis-lite check lm_sizes.Llama8B --set 'task.ici_mesh_shape=(2,16,4)'",
   _flags(),
   _run,
+  bare='exp',
+  usage='EXPERIMENT_OR_RUN [--flags]',
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command
+from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import CheckpointError, UserError, check_choice
 from praxis_lite.common.files import is_url, local_path
 
@@ -168,7 +168,9 @@ def _copy(values: flags.FlagValues) -> int:
     from praxis_lite.runs.cluster.remote import copy_here
 
     if not values.optimizer:
-      raise UserError('copy --nooptimizer: copy all of it to a directory first, and from there without the optimizer')
+      raise UserError(
+        'copy --nooptimizer: first copy the checkpoint to a directory, then that copy without the optimizer'
+      )
     print(f'copied to {copy_here(source, local_path(target), values.step)}')
     return 0
   checkpoint = _newest(source, values.step)
@@ -195,31 +197,28 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     print(line)
 
 
-def _flags() -> flags.FlagValues:
-  values = flags.FlagValues()
-  integer = functools.partial(flags.DEFINE_integer, flag_values=values)
-  does = 'list, show, diff, verify or copy'
-  flags.DEFINE_string('action', 'list', f'What to do: {does}. Example: --action=verify', flag_values=values)
-  where = (
-    'Directory of a run, or of one step in its checkpoints, or URL of a copy; may be repeated. Example: --dirs=runs/1'
-  )
-  flags.DEFINE_multi_string('dirs', [], where, flag_values=values)
-  integer('step', None, 'Step of the checkpoint; by default the newest, or all. Example: --step=100')
-  integer('other_step', None, 'Step of the second checkpoint of diff. Example: --other_step=200')
-  optimizer = "Whether copy takes the optimizer's state too. Example: --nooptimizer"
-  flags.DEFINE_boolean('optimizer', True, optimizer, flag_values=values)
+def _flags() -> CommandFlags:
+  values = CommandFlags()
+  values.add_text('action', 'What to do: list, show, diff, verify or copy.', 'verify', 'list')
+  where = 'Directory of a run, or of one of its checkpoints, or the URL of a copy.'
+  values.add_texts('dirs', where, 'runs/1')
+  values.add_integer('step', 'Step of the checkpoint; by default the newest, or all.', 100)
+  values.add_integer('other_step', 'For diff: step of the second checkpoint.', 200)
+  values.add_switch('optimizer', "For copy: copy the optimizer's state too.", default=True)
   return values
 
 
 COMMAND = Command(
   'checkpoints',
   'list, compare, verify and copy checkpoints',
-  'list the checkpoints of runs (age, size, mesh, the best, damaged ones); show the arrays of one; diff two by the '
-  'largest difference of each array; verify all checksums, with exit code 1 if anything is damaged; copy one to '
-  'another run directory. All but diff take the URL of a copy in an object store too, as in s3://bucket/runs/1.',
+  'list the checkpoints of runs: age, size, mesh, and which is the best or damaged; show the arrays of one checkpoint; '
+  'diff two by the largest difference of each array; verify all checksums, with exit code 1 if anything is damaged; '
+  'copy one to another run directory. All of these except diff also take the URL of a copy in an object store, such '
+  'as s3://bucket/runs/1.',
   'praxis-lite checkpoints verify runs/1',
   _flags(),
   _run,
   bare='action',
   bare_rest='dirs',
+  usage='ACTION DIRECTORY ... [--flags]',
 )

@@ -1,4 +1,4 @@
-"""The common parts of commands: their definition, flags of several commands, and the config of an experiment.
+"""What commands have in common: their definition, their help, and the config of the experiment that their flags name.
 
 Functions import experiments, configs and JAX themselves, so that help appears immediately.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 
+from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import local_path
 from praxis_lite.common.foreign_text import printable
@@ -28,72 +29,21 @@ class Command(NamedTuple):
     summary, description: a line for the list of commands, and a paragraph for its help.
     flags: absl flags, each with an example in its help.
     run: takes the parsed flags and returns the exit code.
-    bare: name of the flag that the first argument without a flag sets; '' if the command takes no such argument.
+    bare: name of the flag that the first argument without a flag sets; '' if the command takes no such argument. If it
+      is `exp` and the argument is a directory, that sets `job_log_dir`.
     bare_rest: name of the repeatable flag that further such arguments set.
+    usage: the arguments, as the first line of the help shows them.
   """
 
   name: str
   summary: str
   description: str
   example: str
-  flags: flags.FlagValues
+  flags: CommandFlags
   run: Callable[[flags.FlagValues], int]
   bare: str = ''
   bare_rest: str = ''
-
-
-def experiment_flags() -> flags.FlagValues:
-  """Returns the flags of all commands that take an experiment or a run."""
-  values = flags.FlagValues()
-  classes = 'a registered name, my_package.my_module.MyExperiment, or path/to/file.py:MyExperiment'
-  flags.DEFINE_string('exp', None, f'Experiment: {classes}. Example: --exp=lm.StdlibLm', flag_values=values)
-  override = 'Override a field of the config, by its path in the output of show; may be repeated.'
-  example = 'Example: --set task.train.num_train_steps=100'
-  flags.DEFINE_multi_string('set', [], f'{override} {example}', flag_values=values)
-  directory = 'Directory of a run; without --exp, the config that it records is used. Example: --job_log_dir=runs/1'
-  flags.DEFINE_string('job_log_dir', None, directory, flag_values=values)
-  trust = 'Module or file whose code the recorded config may name; may be repeated. Example: --trust=my_layers.py'
-  flags.DEFINE_multi_string('trust', [], trust, flag_values=values)
-  traced = 'After a mistake, print where in the code it was found. Example: --traceback'
-  flags.DEFINE_boolean('traceback', False, traced, flag_values=values)
-  simulate = 'Simulate this many CPU devices. Example: --devices=8'
-  flags.DEFINE_integer('devices', None, simulate, lower_bound=1, flag_values=values)
-  return values
-
-
-def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
-  """Returns the flags of all commands that run an experiment: `experiment_flags`, and the compilation cache.
-
-  `seed` is the help of --seed; if it is empty, the command has no such flag. A command that `restores` a checkpoint has
-  --step.
-  """
-  values = experiment_flags()
-  cache = 'Keep compiled programs in ~/.cache/praxis_lite. Example: --nocompilation_cache'
-  flags.DEFINE_boolean('compilation_cache', True, cache, flag_values=values)
-  if seed:  # JAX uses 32 bits of it, so larger seeds would repeat the draws of smaller ones.
-    flags.DEFINE_integer('seed', 0, seed, lower_bound=0, upper_bound=2**32 - 1, flag_values=values)
-  if restores:
-    step = 'Step of the checkpoint, or best; by default the newest. Example: --step=best'
-    flags.DEFINE(_StepParser(), 'step', None, step, flag_values=values)
-  return values
-
-
-def damage_flag(values: flags.FlagValues) -> None:
-  """Defines --on_damage."""
-  damage = 'Where the newest checkpoint is damaged: use the one before, or fail. Example: --on_damage=fail'
-  flags.DEFINE_enum('on_damage', 'previous', ['previous', 'fail'], damage, flag_values=values)
-
-
-class _StepParser(flags.ArgumentParser[int | str]):
-  """Parses the number of a step, or 'best'."""
-
-  def parse(self, argument: int | str) -> int | str:
-    if str(argument) == 'best' or str(argument).isdecimal():
-      return 'best' if argument == 'best' else int(argument)
-    raise ValueError('expected a step such as 500, or best')
-
-  def flag_type(self) -> str:
-    return 'step'
+  usage: str = '[--flags]'
 
 
 def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
@@ -171,18 +121,12 @@ def _read_recorded(values: flags.FlagValues) -> ExperimentConfig:
   return record.config
 
 
-def defined_flags(values: flags.FlagValues) -> list[flags.Flag]:
-  """Returns the defined flags in order, without the duplicates of short names."""
-  return [flag for name, flag in values._flags().items() if flag.name == name]
-
-
 def help_text(command: Command) -> str:
   """Returns the help of a command, for a terminal of 80 columns: what it does, an example, and its flags."""
-  bare = ''.join(f' {name.upper()}' for name in (command.bare, command.bare_rest) if name)
-  lines = [f'praxis-lite {command.name}{bare} [--flags]', '']
+  lines = [f'praxis-lite {command.name} {command.usage}', '']
   lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
   lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']
-  flag_list = defined_flags(command.flags)
+  flag_list = command.flags.list_flags()
   heads = [f'--[no]{flag.name}' if isinstance(flag, flags.BooleanFlag) else f'--{flag.name}' for flag in flag_list]
   indent = max(map(len, heads)) + 4
   for head, flag in zip(heads, flag_list):

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, defined_flags
+from praxis_lite.cli.command import Command
+from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError, check_choice
 
 _SHELLS = ('bash', 'zsh')
@@ -100,7 +101,7 @@ def script(shell: str, commands: Mapping[str, Command]) -> str:
 
 def _flag_words(command: Command) -> Sequence[str]:
   words = []
-  for flag in defined_flags(command.flags):
+  for flag in command.flags.list_flags():
     words += [f'--{flag.name}', f'--no{flag.name}'] if isinstance(flag, flags.BooleanFlag) else [f'--{flag.name}=']
   return [*words, '--help']
 
@@ -122,10 +123,9 @@ def _run(commands: Mapping[str, Command], values: flags.FlagValues) -> int:
   return 0
 
 
-def _flags() -> flags.FlagValues:
-  values = flags.FlagValues()
-  shell = 'bash, zsh, or names for the names of the experiments alone. Example: --shell=zsh'
-  flags.DEFINE_string('shell', '', shell, flag_values=values)
+def _flags() -> CommandFlags:
+  values = CommandFlags()
+  values.add_text('shell', 'bash or zsh; names prints only the names of the experiments.', 'zsh', '')
   return values
 
 
@@ -134,10 +134,11 @@ def make_command(commands: Mapping[str, Command]) -> Command:
   return Command(
     'completion',
     'print a script for completion in bash or zsh',
-    'print a script by which bash or zsh completes commands, flags and names of experiments. For each new shell: '
-    'eval "$(praxis-lite completion bash)" in ~/.bashrc, or with zsh in ~/.zshrc, after compinit.',
+    'print a script that makes bash or zsh complete commands, flags and names of experiments. To use it in every new '
+    'shell, add eval "$(praxis-lite completion bash)" to ~/.bashrc, or the same with zsh to ~/.zshrc, after compinit.',
     'praxis-lite completion bash',
     _flags(),
     functools.partial(_run, commands),
     bare='shell',
+    usage='SHELL',
   )

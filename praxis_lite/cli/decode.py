@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, damage_flag, run_flags
+from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.foreign_text import printable
 
@@ -29,16 +29,16 @@ def _run(values: flags.FlagValues) -> int:
     return 0
 
   if values.prompt and values.prompt_ids:
-    raise UserError('--prompt and --prompt_ids: a call takes texts or ids; leave out one of them')
+    raise UserError('--prompt and --prompt_ids cannot be combined; leave out one of them')
   if values.chat and values.prompt_ids:
-    raise UserError('--chat puts texts into a template; it goes with --prompt, not with --prompt_ids')
+    raise UserError('--chat puts texts into a template; use it with --prompt, not with --prompt_ids')
   config = use_kept_vocabulary(config, job_log_dir)
   try:
     tokenizer = tokenizer_of(config)
   except UserError as error:
     if not values.prompt_ids:
       raise
-    print(f'note: ids are printed: {error}', file=sys.stderr)
+    print(f'note: printing ids instead of text: {error}', file=sys.stderr)
     tokenizer = None
   task = task_with_sampler(
     config.task,
@@ -110,19 +110,12 @@ class _IdsParser(flags.ArgumentParser[list[int]]):
     return 'token ids'
 
 
-def _flags() -> flags.FlagValues:
-  values = run_flags(seed='Seed of the samples. Example: --seed=1', restores=True)
-  damage_flag(values)
-  texts = functools.partial(flags.DEFINE_multi_string, flag_values=values)
-  integer = functools.partial(flags.DEFINE_integer, flag_values=values)
-  number = functools.partial(flags.DEFINE_float, flag_values=values)
-  texts(
-    'prompt',
-    [],
-    'Text to continue; may be repeated. Without it, the decode_datasets of the experiment are decoded into '
-    "job_log_dir/decoded. Example: --prompt='def main('",
-  )
-  ids = 'Token ids to continue, for models without a tokenizer too, which print ids; may be repeated.'
+def _flags() -> CommandFlags:
+  values = run_flags(seed='Seed of the samples.', restores=True)
+  add_on_damage(values)
+  without = 'Without a prompt, the decode_datasets of the experiment are decoded into job_log_dir/decoded.'
+  values.add_texts('prompt', f'Text to continue. {without}', "'def main('")
+  ids = 'Token ids to continue. For a model without a tokenizer, ids are printed. May be repeated.'
   flags.DEFINE_multi(
     _IdsParser(),
     flags.ArgumentSerializer[list[int]](),
@@ -131,26 +124,25 @@ def _flags() -> flags.FlagValues:
     f'{ids} Example: --prompt_ids=1,2,3',
     flag_values=values,
   )
-  integer('num_samples', 1, 'Samples for each prompt. Example: --num_samples=3', lower_bound=1)
-  own = "by default that of the model's decoder_tpl"
-  most = f'Largest number of tokens to add; {own}.'
-  integer('max_tokens', None, f'{most} Example: --max_tokens=200', lower_bound=1)
-  likeliest = f'0 takes the likeliest token, 1 samples from the model as it is; {own}.'
-  number('temperature', None, f'{likeliest} Example: --temperature=0.8')
-  integer('top_k', None, 'Sample from the k likeliest tokens. Example: --top_k=40')
-  number('top_p', None, 'Sample from the fewest tokens whose probabilities reach p. Example: --top_p=0.95')
-  chat = "Each --prompt is a user's message, put into the tokenizer's chat template; the answer is printed."
-  flags.DEFINE_boolean('chat', False, f'{chat} Example: --chat', flag_values=values)
-  system = 'With --chat, the message of the system before it. Example: --system="Be brief."'
-  flags.DEFINE_string('system', None, system, flag_values=values)
-  texts('stop', [], 'Token that ends a sample; may be repeated. Example: --stop=";"')
+  values.add_integer('num_samples', 'Number of samples for each prompt.', 3, 1, least=1)
+  own = "by default as in the model's decoder_tpl"
+  values.add_integer('max_tokens', f'Add at most this many tokens; {own}.', 200, least=1)
+  temperature = f'0 takes the most probable token; 1 samples from the model as it is; {own}.'
+  values.add_number('temperature', temperature, '0.8')
+  values.add_integer('top_k', f'Sample from the k most probable tokens; {own}.', 40)
+  values.add_number('top_p', f'Sample from the fewest tokens whose probabilities sum to p; {own}.', '0.95')
+  chat = "Put each --prompt, as a user's message, into the tokenizer's chat template, and print the answer."
+  values.add_switch('chat', chat)
+  values.add_text('system', 'With --chat: the system message.', '"Be brief."')
+  values.add_texts('stop', 'Token that ends a sample.', '";"')
   return values
 
 
 COMMAND = Command(
   'decode',
   'print samples from a checkpoint',
-  'print samples from a checkpoint, or decode the decode_datasets of the experiment.',
+  'continue prompts with a checkpoint and print the results; or, without a prompt, decode the decode_datasets of the '
+  'experiment.',
   "praxis-lite decode --job_log_dir=runs/1 --prompt='def ' --temperature=0.7 --max_tokens=200",
   _flags(),
   _run,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, damage_flag, run_flags
+from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -16,16 +17,16 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _flags() -> flags.FlagValues:
+def _flags() -> CommandFlags:
   values = run_flags(restores=True)
-  damage_flag(values)
+  add_on_damage(values)
   return values
 
 
 COMMAND = Command(
   'eval',
   'evaluate a checkpoint',
-  'evaluate a checkpoint on all evaluation data of the experiment, on the mesh it was trained on or any other.',
+  'evaluate a checkpoint on all evaluation data of the experiment, on any mesh.',
   'praxis-lite eval --job_log_dir=runs/1',
   _flags(),
   _run,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, run_flags
+from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean
 
 
@@ -42,36 +41,31 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _flags() -> flags.FlagValues:
+def _flags() -> CommandFlags:
   values = run_flags(restores=True)
-  names = functools.partial(flags.DEFINE_list, flag_values=values)
-  integer = functools.partial(flags.DEFINE_integer, lower_bound=1, flag_values=values)
-  out = 'Directory to write; it does not exist, or is empty. Example: --out=exported'
-  flags.DEFINE_string('out', None, out, flag_values=values)
+  values.add_text('out', 'Directory to write, which must be empty or new.', 'exported')
   what = 'forward: predictions for a batch. decode: prefill and decode step of a language model, with caches.'
-  flags.DEFINE_enum('what', 'forward', ['forward', 'decode'], f'{what} Example: --what=decode', flag_values=values)
-  formats = 'stablehlo (for JAX) or saved_model (for TensorFlow); may be repeated. Default: both.'
-  flags.DEFINE_multi_enum(
-    'format', [], ['stablehlo', 'saved_model'], f'{formats} Example: --format=stablehlo', flag_values=values
-  )
-  inputs = 'With --what=forward, the arrays of a batch that are inputs; by default those the predictions depend on.'
-  names('inputs', [], f'{inputs} Example: --inputs=ids')
-  integer(
-    'prompt_length', 64, 'With --what=decode, the length that prompts are padded to. Example: --prompt_length=128'
-  )
-  tokens = "With --what=decode, the most tokens after a prompt; by default those of the model's sampler."
-  integer('max_tokens', None, f'{tokens} Example: --max_tokens=200')
-  integer('batch_size', None, 'Export for this batch size only; by default for any. Example: --batch_size=8')
-  platforms = 'Where the programs shall run: cpu, cuda, rocm, tpu. Default: cpu,cuda,tpu.'
-  names('platforms', [], f'{platforms} Example: --platforms=cpu,cuda')
+  values.add_choice('what', what, ['forward', 'decode'], 'decode', 'forward')
+  formats = 'stablehlo for JAX, saved_model for TensorFlow; by default both. May be repeated.'
+  text = f'{formats} Example: --format=stablehlo'
+  flags.DEFINE_multi_enum('format', [], ['stablehlo', 'saved_model'], text, flag_values=values)
+  inputs = 'With --what=forward: arrays of a batch to take as inputs; by default those that predictions depend on.'
+  values.add_list('inputs', inputs, 'ids')
+  length = 'With --what=decode: the length that prompts are padded to.'
+  values.add_integer('prompt_length', length, 128, 64, least=1)
+  tokens = "With --what=decode: the largest number of tokens after a prompt; by default that of the model's sampler."
+  values.add_integer('max_tokens', tokens, 200, least=1)
+  values.add_integer('batch_size', 'Export for this batch size only; by default for any.', 8, least=1)
+  platforms = 'Platforms that the programs run on: cpu, cuda, rocm, tpu; by default cpu, cuda and tpu.'
+  values.add_list('platforms', platforms, 'cpu,cuda')
   return values
 
 
 COMMAND = Command(
   'export',
   'write a checkpoint as StableHLO and as a TensorFlow SavedModel',
-  'write the model of a checkpoint as programs of one device, for any batch size, that run without praxis_lite: as '
-  'serialized StableHLO for JAX, and as a TensorFlow SavedModel. README.md beside them says how they are called.',
+  'write the model of a checkpoint as programs that run without praxis_lite, on one device, with any batch size: as '
+  'serialized StableHLO for JAX, and as a TensorFlow SavedModel. Their README.md says how to call them.',
   'praxis-lite export --job_log_dir=runs/1 --what=decode --out=exported',
   _flags(),
   _run,

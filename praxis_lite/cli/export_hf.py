@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, run_flags
+from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import UserError
 
 
@@ -21,21 +22,21 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _flags() -> flags.FlagValues:
+def _flags() -> CommandFlags:
   values = run_flags(restores=True)
-  flags.DEFINE_string('out', None, 'Folder to write. Example: --out=exported/llama', flag_values=values)
-  dtype = 'dtype to write; by default that of the checkpoint. Example: --dtype=bfloat16'
-  flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], dtype, flag_values=values)
-  size = 'Size from which on there are several files. Example: --max_file_gb=2'
-  flags.DEFINE_float('max_file_gb', 5.0, size, lower_bound=0.0, flag_values=values)
+  values.add_text('out', 'Folder to write.', 'exported/llama')
+  dtype = 'Convert the weights to this dtype; by default they keep that of the checkpoint.'
+  values.add_choice('dtype', dtype, ['float32', 'bfloat16', 'float16'], 'bfloat16')
+  values.add_number('max_file_gb', 'Split the weights into files of at most this size.', '2', 5.0, least=0.0)
   return values
 
 
 COMMAND = Command(
   'export-hf',
-  'write a checkpoint that transformers loads',
-  'write a checkpoint of a run as a folder that transformers loads: config.json, safetensors and, if it was imported, '
-  'its tokenizer. The model may have been trained from the start, if a family of transformers computes the same.',
+  'write a checkpoint for Hugging Face transformers',
+  'write a checkpoint of a run as a folder that transformers loads: config.json, safetensors and, if the run was '
+  'imported, the tokenizer. A model that was trained from scratch can be exported if a model of transformers computes '
+  'the same.',
   'praxis-lite export-hf --job_log_dir=runs/llama --out=exported/llama',
   _flags(),
   _run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from praxis_lite.cli.command import Command
+from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError
 
 
@@ -20,25 +21,24 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _flags() -> flags.FlagValues:
-  values = flags.FlagValues()
-  path = 'Folder of the checkpoint: config.json and *.safetensors, with tokenizer files. Example: --path=llama/'
-  flags.DEFINE_string('path', None, path, flag_values=values)
-  directory = 'Directory of the new run. Example: --job_log_dir=runs/1'
-  flags.DEFINE_string('job_log_dir', None, directory, flag_values=values)
-  override = 'Edit a field of the config that the run will record; may be repeated.'
-  example = "Example: --set 'task.ici_mesh_shape=(1,8,1)'"
-  flags.DEFINE_multi_string('set', [], f'{override} {example}', flag_values=values)
+def _flags() -> CommandFlags:
+  values = CommandFlags()
+  path = 'Folder of the checkpoint: config.json, *.safetensors and the files of the tokenizer.'
+  values.add_text('path', path, 'llama/')
+  values.add_text('job_log_dir', 'Directory of the new run.', 'runs/1')
+  override = 'Override a field of the config that the run records.'
+  values.add_texts('set', override, "'task.ici_mesh_shape=(1,8,1)'")
   return values
 
 
 COMMAND = Command(
   'import-hf',
-  'make a run of a Hugging Face checkpoint',
-  'make a run of a Hugging Face checkpoint (Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 and 2, GPT-2), to decode, '
-  'evaluate, fine-tune and export it. It takes little memory, and none of the devices of the mesh.',
+  'make a run from a Hugging Face checkpoint',
+  'make a run from a Hugging Face checkpoint (Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 and 2, GPT-2), to decode, '
+  'evaluate, fine-tune and export it. Importing needs little memory, and no device of the mesh.',
   'praxis-lite import-hf llama/ --job_log_dir=runs/llama',
   _flags(),
   _run,
   bare='path',
+  usage='FOLDER [--flags]',
 )

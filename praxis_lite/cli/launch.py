@@ -15,6 +15,7 @@ from absl import flags
 
 from praxis_lite.cli import train
 from praxis_lite.cli.command import Command, configured_experiment
+from praxis_lite.cli.command_flags import CommandFlags, add_traceback
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import local_path
 
@@ -56,7 +57,7 @@ def _print_jobset(values: flags.FlagValues) -> None:
   from praxis_lite.runs.records.run_config import check_configs
 
   if not values.image:
-    raise UserError('--image is missing: name the image that has praxis_lite and the experiment')
+    raise UserError('--image is missing: name an image that contains praxis_lite and the experiment')
   given = _train_flags(values.train[1:])
   if not given.job_log_dir:
     raise UserError('--job_log_dir is missing after --: a directory on a volume that all pods see')
@@ -89,53 +90,41 @@ def _name_of(experiment: str) -> str:
   return re.sub(r'[^a-z0-9]+', '-', words).strip('-')[:48].strip('-')
 
 
-def _flags() -> flags.FlagValues:
-  values = flags.FlagValues()
-
-  def text(name: str, what: str) -> None:
-    flags.DEFINE_string(name, None, what, flag_values=values)
-
-  def integer(name: str, default: int | None, what: str, least: int = 1) -> None:
-    flags.DEFINE_integer(name, default, what, lower_bound=least, flag_values=values)
-
-  def number(name: str, default: float, what: str) -> None:
-    flags.DEFINE_float(name, default, what, lower_bound=0, flag_values=values)
-
-  what = 'What each process runs, as after --. Example: --train=train --train=--exp=lm.StdlibLm'
-  flags.DEFINE_multi_string('train', [], what, flag_values=values)
-  integer('processes', None, 'How many processes. Example: --processes=2')
-  integer('devices', None, 'Simulate this many CPU devices in each process. Example: --devices=4')
-  restarts = 'How often the job is started again after a process was lost.'
-  integer('max_restarts', 3, f'{restarts} Example: --max_restarts=10', least=0)
-  fewer = 'With how many processes the job goes on when one is lost twice in a row, on a smaller mesh'
-  integer('min_processes', None, f'{fewer}; by default all are needed. Example: --min_processes=1')
-  number('backoff_s', 1, 'Seconds before the first restart; doubled for each, up to 60. Example: --backoff_s=5')
-  late = 'Seconds that the others have to notice and end when a process was lost, before they are killed.'
-  number('end_within_s', 330, f'{late} Example: --end_within_s=90')
-  stop = 'Seconds that all processes have to save and end after Ctrl-C or SIGTERM, before they are killed.'
-  number('stop_within_s', 600, f'{stop} Example: --stop_within_s=120')
-  jobset = 'Print a JobSet for Kubernetes, for kubectl apply, and start nothing. Example: --jobset'
-  flags.DEFINE_boolean('jobset', False, jobset, flag_values=values)
-  text('image', 'With --jobset: the container image. Example: --image=registry.example/lm:1')
-  text('name', 'With --jobset: its name; by default that of the experiment. Example: --name=lm')
-  text('volume_claim', 'With --jobset: the PersistentVolumeClaim mounted at /runs. Example: --volume_claim=runs')
-  resource = 'With --jobset: what each pod needs; may be repeated. Example: --resource=nvidia.com/gpu=8'
-  flags.DEFINE_multi_string('resource', [], resource, flag_values=values)
-  traced = 'After a mistake, print where in the code it was found. Example: --traceback'
-  flags.DEFINE_boolean('traceback', False, traced, flag_values=values)
+def _flags() -> CommandFlags:
+  values = CommandFlags()
+  values.add_texts('train', 'What each process runs: each argument after --.', 'train')
+  values.add_integer('processes', 'Number of processes.', 2, least=1)
+  values.add_integer('devices', 'Simulate this many CPU devices in each process.', 4, least=1)
+  restarts = 'Restart the job at most this many times after losing a process.'
+  values.add_integer('max_restarts', restarts, 10, 3, least=0)
+  fewer = 'If a process is lost twice in a row, go on with at least this many, on a smaller mesh; by default with all.'
+  values.add_integer('min_processes', fewer, 1, least=1)
+  backoff = 'Seconds before the first restart. Each further restart waits twice as long, at most 60 s.'
+  values.add_number('backoff_s', backoff, '5', 1, least=0)
+  late = 'After losing a process, seconds that the others have to notice it and end before they are killed.'
+  values.add_number('end_within_s', late, '90', 330, least=0)
+  stop = 'After Ctrl-C or SIGTERM, seconds that all processes have to save and end before they are killed.'
+  values.add_number('stop_within_s', stop, '120', 600, least=0)
+  values.add_switch('jobset', 'Print a JobSet for Kubernetes, for kubectl apply, and start nothing.')
+  values.add_text('image', 'With --jobset: the container image.', 'registry.example/lm:1')
+  values.add_text('name', 'With --jobset: its name; by default made from that of the experiment.', 'lm')
+  values.add_text('volume_claim', 'With --jobset: the PersistentVolumeClaim to mount at /runs.', 'runs')
+  values.add_texts('resource', 'With --jobset: a resource that each pod needs.', 'nvidia.com/gpu=8')
+  add_traceback(values)
   return values
 
 
 COMMAND = Command(
   'launch',
-  'train in several processes, each a host; or print a JobSet',
-  'train in several processes of this machine, each a host of its own, with simulated devices or real ones. Each line '
-  'of their output begins with the name of its host. Ctrl-C and SIGTERM are passed on: all save the same step. When a '
-  'process dies, or ends with 75 because another one was lost, all are started again and continue from the last '
-  'checkpoint. The exit code is that of train.',
+  'train in several processes on this machine; or print a JobSet',
+  'train in several processes on this machine, each in the place of a host, with simulated or real devices. Each line '
+  'of output begins with the name of its process. After Ctrl-C or SIGTERM, all processes save the same step. If a '
+  'process dies, or exits with 75 because another one was lost, all are restarted and resume from the last '
+  'checkpoint. The exit code is the one that train returns.',
   'praxis-lite launch --processes=2 --devices=2 -- train --exp=lm.SyntheticLmTiny --job_log_dir=runs/two '
   '--set task.ici_mesh_shape=(1,4,1)',
   _flags(),
   _run,
   bare_rest='train',
+  usage='[--flags] -- train [flags of train]',
 )

@@ -8,6 +8,7 @@ import sys
 from absl import flags
 
 from praxis_lite.cli.command import Command
+from praxis_lite.cli.command_flags import CommandFlags
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -34,12 +35,13 @@ def _cut(line: str) -> str:
   return line if len(line) <= columns else f'{line[: columns - 1].rstrip()}…'
 
 
-def _flags() -> flags.FlagValues:
-  values = flags.FlagValues()
-  match = 'Only experiments whose name or summary has this text. Example: --match=lm'
-  flags.DEFINE_string('match', '', match, flag_values=values)
+def _flags() -> CommandFlags:
+  values = CommandFlags()
+  values.add_text('match', 'Only list experiments whose name or summary contains this text.', 'lm', '')
   return values
 
 
 _DOES = 'list the registered experiments'
-COMMAND = Command('list', _DOES, f'{_DOES}.', 'praxis-lite list --match=lm', _flags(), _run, bare='match')
+COMMAND = Command(
+  'list', _DOES, f'{_DOES}.', 'praxis-lite list --match=lm', _flags(), _run, bare='match', usage='[TEXT]'
+)

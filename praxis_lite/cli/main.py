@@ -70,7 +70,7 @@ COMMANDS['completion'] = completion.make_command(COMMANDS)
 # These commands lock the directory of a run and handle signals in ways that only Linux and macOS support.
 _NOT_ON_WINDOWS = ('verify', 'train', 'replay', 'launch', 'eval', 'decode')
 
-_USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
+_USAGE = """praxis-lite: declare how a JAX model is split; train it on any mesh of devices.
 
 Usage: praxis-lite COMMAND [--flags]
 
@@ -79,12 +79,16 @@ Commands:
 
 praxis-lite COMMAND --help describes a command and its flags.
 
-A mistake is reported in one line; --traceback shows where in the code. Exit
-codes: 0 all is done; 1 check, plan, verify, sweep, status or checkpoints has
-found something wrong; 2 a mistake; 130 after Ctrl-C, 143 after SIGTERM, when
-train has saved the run; 75 a host was lost, or there was no time to save, and
-the same command goes on from the last checkpoint; 76 a step has given
-different bits (train --check_determinism).
+A mistake is reported in one line; --traceback shows where in the code it is.
+
+Exit codes:
+    0  success
+    1  check, plan, verify, sweep, status or checkpoints found a problem
+    2  a mistake in the command, the config or the data
+   75  a host was lost, or there was no time to save; the same command resumes
+   76  a step run twice gave different bits (train --check_determinism)
+  130  train saved the run after Ctrl-C
+  143  train saved the run after SIGTERM
 
 Example:
   praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1
@@ -117,8 +121,8 @@ def main(argv: Sequence[str]) -> int:
       )
     values = copy.deepcopy(command.flags)  # Parsing changes them, and main may be called again.
     rest = values([f'praxis-lite {name}', *arguments])[1:]
-    if rest and command.bare and not values[command.bare].present:
-      values[command.bare].parse(rest.pop(0))
+    if rest and (bare := _bare_flag(rest[0], command)) and not values[bare].present:
+      values[bare].parse(rest.pop(0))
     if rest and command.bare_rest:
       values[command.bare_rest].parse(rest)
       rest = []
@@ -143,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         raise
       if is_traced:
         traceback.print_exc()
-      return _report_failure(name, str(failure) if is_traced else f'{failure}; --traceback shows how it came there')
+      return _report_failure(name, str(failure) if is_traced else f'{failure}; --traceback shows how it got there')
     what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
     remedy = 'it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
     return _report_failure(name, f'{what}; {remedy}')
@@ -199,6 +203,13 @@ def _report_failure(command: str, message: str, code: int = UserError.exit_code)
   message = printable(remove_secrets(message), one_line=True)
   print(f'praxis-lite {command}: error: {message}', file=sys.stderr)
   return code
+
+
+def _bare_flag(argument: str, command: Command) -> str:
+  """Returns the name of the flag that an argument without one sets, or ''. Experiment commands also take a run."""
+  if command.bare != 'exp':
+    return command.bare
+  return 'job_log_dir' if os.path.isdir(argument) else '' if '=' in argument else 'exp'
 
 
 def _meant_by(argument: str, command: Command) -> str:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
-from praxis_lite.cli.plan_changes import PlanJob, define_flags, more_about, search_table, topologies_of
+from praxis_lite.cli.command import Command, configured_experiment
+from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
+from praxis_lite.cli.plan_changes import PlanJob, add_change_flags, more_about, search_table, topologies_of
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.foreign_text import printable, unfiltered_stream
 from praxis_lite.common.native_log import collected_log
@@ -94,7 +95,7 @@ def _check_flags(values: flags.FlagValues) -> None:
     file = os.path.join(values.html, 'plan.html')
     raise UserError(f'--html={values.html} is a directory: name a file, as in --html={file}')
   if values.html and values.search:
-    raise UserError('--html shows one plan, and --search looks for others; search first, then --set what it found')
+    raise UserError('--html shows one plan, and --search compares many; search first, then --set what it found')
   if not values.topology:
     raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
 
@@ -145,7 +146,7 @@ def _compare_with_snapshot(values: flags.FlagValues, found: Plan) -> bool:
   new = snapshot_of(found, values.exp or '', values.set)
   worse = differences(read(Path(values.check)), new) if values.check else []
   if values.check:
-    text = 'is as it was, or better' if not worse else '\n  '.join(['has become worse:', *worse])
+    text = 'is as good as in the snapshot, or better' if not worse else '\n  '.join(['is worse:', *worse])
     print(f'\n{values.check}: the step {text}')
   if values.snapshot:
     keep(new, Path(values.snapshot))
@@ -190,7 +191,7 @@ def _calibrate() -> int:
     target = calibrate(file, report=report)
   for name, value in dataclasses.asdict(target.efficiency).items():
     print(f'{name:<22} {value if isinstance(value, str) else f"{value:.3g}"}')
-  print(f'plans for {target.name} take these from {file}')
+  print(f'later plans for {target.name} read these from {file}')
   return 0
 
 
@@ -217,36 +218,33 @@ def _live_line(name: str) -> Iterator[Callable[[str], None]]:
     print('\r\033[K', end='', file=unfiltered_stream(sys.stderr), flush=True)
 
 
-def _flags() -> flags.FlagValues:
+def _flags() -> CommandFlags:
   values = experiment_flags()
   del values.devices
-  chips = 'Chips to plan for: v5p:8x16x16 (torus), v5e:16x16:2 (slices), h100:512x8 (hosts x GPUs), cpu:64.'
-  flags.DEFINE_string('topology', None, f'{chips} Example: --topology=h100:8x8', flag_values=values)
-  analytic = 'Ask the compiler of the chips; without, formulas are used. Example: --nocompile'
-  flags.DEFINE_boolean('compile', True, analytic, flag_values=values)
-  measure = 'Measure what programs reach on the devices of this machine, for all later plans. Example: --calibrate'
-  flags.DEFINE_boolean('calibrate', False, measure, flag_values=values)
-  page = 'Also write a page to look at in a browser: memory, the step in time, the roofline and collectives.'
-  flags.DEFINE_string('html', None, f'{page} Example: --html=plan.html', flag_values=values)
-  cache = 'Keep compiled programs in ~/.cache/praxis_lite/plans. Example: --nocache'
-  flags.DEFINE_boolean('cache', True, cache, flag_values=values)
-  define_flags(values)
-  why = 'Print the cause of each collective, and all surprises. Example: --why'
-  flags.DEFINE_boolean('why', False, why, flag_values=values)
-  keep = 'Write weights, memory and collectives to a file, for --check. Example: --snapshot=plans/8b.txt'
-  flags.DEFINE_string('snapshot', None, keep, flag_values=values)
-  check = 'Exit with 1 if the step has become worse than in a snapshot; its experiment and chips are the default.'
-  flags.DEFINE_string('check', None, f'{check} Example: --check=plans/8b.txt', flag_values=values)
+  chips = 'Chips to plan for: v5p:8x16x16 (a torus), v5e:16x16:2 (slices), h100:512x8 (hosts x GPUs), cpu:64.'
+  values.add_text('topology', chips, 'h100:8x8')
+  values.add_switch('compile', "Use the chips' compiler; --nocompile uses only formulas.", default=True)
+  values.add_switch('calibrate', 'Measure what programs reach on the devices of this machine, for all later plans.')
+  page = 'Also write an HTML page: memory, the step over time, the roofline and collectives.'
+  values.add_text('html', page, 'plan.html')
+  values.add_switch('cache', 'Keep compiled programs in ~/.cache/praxis_lite/plans.', default=True)
+  add_change_flags(values)
+  values.add_switch('why', 'Print the cause of each collective, and all surprises.')
+  values.add_text('snapshot', 'Write weights, memory and collectives to a file, for --check.', 'plans/8b.txt')
+  check = 'Exit with 1 if the step is worse than in a snapshot, which also gives the default experiment and chips.'
+  values.add_text('check', check, 'plans/8b.txt')
   return values
 
 
 COMMAND = Command(
   'plan',
-  'say what a train step needs and takes on chips that are not there',
-  "compile an experiment's train step with the compiler of other chips, none of which is needed, and print whether it "
-  'fits their memory, how long a step takes, what it communicates and in which layer, and what limits it. Exits with 1 '
-  'if it does not fit.',
-  "praxis-lite plan --exp=lm_sizes.Llama8B --topology=h100:8x8 --set 'task.ici_mesh_shape=(1,16,4)'",
+  'predict memory and time of a train step on chips you do not have',
+  "compile an experiment's train step with the compiler of other chips, without having any of them, and print whether "
+  'it fits in their memory, how long it takes, what each layer communicates, and what limits it. Exits with 1 if it '
+  'does not fit.',
+  "praxis-lite plan lm_sizes.Llama8B --topology=h100:8x8 --set 'task.ici_mesh_shape=(1,16,4)'",
   _flags(),
   _run,
+  bare='exp',
+  usage='EXPERIMENT_OR_RUN [--flags]',
 )

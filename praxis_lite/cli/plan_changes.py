@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from absl import flags
 
 from praxis_lite.cli.command import experiment_arguments
+from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,24 +55,20 @@ def compiled_elsewhere(arguments: Sequence[str], topology: Topology, cache: Path
   return None if topology.target.kind == 'cpu' else lambda: compile_in_child(command, cache)
 
 
-def define_flags(values: flags.FlagValues) -> None:
-  search = 'Look for the best mesh, rematerialisation and microbatches, and compile the best few. Example: --search'
-  flags.DEFINE_boolean('search', False, search, flag_values=values)
-  verify = 'Of a search, how many settings are compiled. Example: --verify=10'
-  flags.DEFINE_integer('verify', 6, verify, lower_bound=0, flag_values=values)
-  seconds = 'Of a search, about how long it may take. Example: --search_seconds=1800'
-  flags.DEFINE_integer('search_seconds', 480, seconds, lower_bound=1, flag_values=values)
-  sizes = 'Of a search, rows of a batch to try, too; they change what is learned. Example: --batch_sizes=128,256'
-  flags.DEFINE_list('batch_sizes', [], sizes, flag_values=values)
-  compare = 'Plan it with these overrides, too, side by side; may be repeated. topology= and exp= name others.'
-  example = "Example: --compare='task.ici_mesh_shape=(1,64,1)'"
-  flags.DEFINE_multi_string('compare', [], f'{compare} {example}', flag_values=values)
-  what_if = 'Say what other moments save, and the largest batch and length that fit. Example: --what_if'
-  flags.DEFINE_boolean('what_if', False, what_if, flag_values=values)
-  tokens = 'How many tokens to train on, for what that costs; by default 20 a parameter. Example: --tokens=1e12'
-  flags.DEFINE_float('tokens', None, tokens, lower_bound=1, flag_values=values)
-  price = 'What a chip costs for an hour, for what training costs. Example: --price_per_chip_hour=2.5'
-  flags.DEFINE_float('price_per_chip_hour', None, price, lower_bound=0, flag_values=values)
+def add_change_flags(values: CommandFlags) -> None:
+  search = 'Search for the best mesh, rematerialization and microbatches, and compile the most promising settings.'
+  values.add_switch('search', search)
+  values.add_integer('verify', 'With --search: how many settings to compile.', 10, 6, least=0)
+  values.add_integer('search_seconds', 'With --search: about how long it may take.', 1800, 480, least=1)
+  sizes = 'With --search: batch sizes to try too. They change what is learned.'
+  values.add_list('batch_sizes', sizes, '128,256')
+  compare = 'Also plan it with these overrides, side by side; topology= and exp= name other chips or experiments.'
+  values.add_texts('compare', compare, "'task.ici_mesh_shape=(1,64,1)'")
+  what_if = 'Print what other moments would save, and the largest batch and length that fit.'
+  values.add_switch('what_if', what_if)
+  tokens = 'Tokens to train on, for the cost of training; by default 20 for each parameter.'
+  values.add_number('tokens', tokens, '1e12', least=1)
+  values.add_number('price_per_chip_hour', 'Price of a chip for an hour, for the cost of training.', '2.5', least=0)
 
 
 def search_table(job: PlanJob) -> tuple[str, bool]:
@@ -116,7 +113,7 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
     nothing = 'no setting near this one fits; use more chips, or --search'
     sections.append(format_changes(ways, before, 'to make it fit') if ways else nothing)
     if ways and found.is_refused:
-      sections.append('the compiler needs more than formulas say of this step, so plan these before you rely on them')
+      sections.append('the compiler needs more than formulas predict here; plan a change before you rely on it')
   if job.values.what_if:
     largest = [what_if.largest_batch(), what_if.largest_length()] if found.fits else []
     changes = [*what_if.state_changes(), *(change for change in largest if change)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, run_flags
+from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import UserError
 
 
@@ -21,9 +22,9 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _flags() -> flags.FlagValues:
-  values = run_flags(seed='Seed of the run; by default the one that it records. Example: --seed=1')
-  flags.DEFINE_integer('step', None, 'The step to run again. Example: --step=812', flag_values=values)
+def _flags() -> CommandFlags:
+  values = run_flags(seed='Seed of the run; by default the one that it records.')
+  values.add_integer('step', 'The step to run again.', 812)
   return values
 
 
@@ -36,4 +37,5 @@ COMMAND = Command(
   _flags(),
   _run,
   bare='job_log_dir',
+  usage='RUN [--flags]',
 )

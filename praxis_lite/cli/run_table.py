@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from praxis_lite.common.foreign_text import printable, unfiltered_stream
+from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
   from praxis_lite.runs.records.runs import RunState
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _MOST_FIELDS, _MOST_CHARACTERS = 6, 24  # Largest number of fields in a row, and of characters in a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module before the name of a class or function.
 _HEADER = ('run', 'step', 'age', 'loss', 'best', 'differs in')
-_LEFT = ('run', 'differs in')
 
 
 def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) -> None:
@@ -26,6 +25,7 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
 
   If the terminal is too narrow for the table, it prints a few short lines for each run instead.
   """
+  from praxis_lite.instruments.explain.explanation import align_columns
   from praxis_lite.runs.records.runs import age, differing_fields, format_number
 
   rows = []
@@ -44,14 +44,9 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
         printable(', '.join(shown), one_line=True) if run.fields else 'no record',
       )
     )
-  widths = [max(map(len, column)) for column in zip(_HEADER, *rows)]
-  columns = shutil.get_terminal_size().columns
-  if not sys.stdout.isatty():
-    for row in (_HEADER, *rows):
-      cells = (c.ljust(w) if name in _LEFT else c.rjust(w) for name, c, w in zip(_HEADER, row, widths))
-      print('  '.join(cells).rstrip())
-  elif sum(widths) + 2 * len(widths) <= columns:
-    _print_table(rows, columns)
+  lines, columns = align_columns([_HEADER, *rows], right={1, 2, 3, 4}), shutil.get_terminal_size().columns
+  if not sys.stdout.isatty() or max(map(len, lines)) <= columns:
+    print('\n'.join(lines))
   else:
     for run_name, step, since, loss, best_value, differs in rows:
       print(_wrap(run_name, columns))
@@ -71,17 +66,3 @@ def _wrap(text: str, columns: int, indent: str = '') -> str:
   if not sys.stdout.isatty():
     return text
   return textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=f'{indent}  ')
-
-
-def _print_table(rows: Sequence[Sequence[str]], columns: int) -> None:
-  from rich import box
-  from rich.console import Console
-  from rich.table import Table
-  from rich.text import Text
-
-  table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-  for name in _HEADER:
-    table.add_column(name, justify='left' if name in _LEFT else 'right', no_wrap=True)
-  for row in rows:
-    table.add_row(*map(Text, row))  # `Text` is not interpreted as markup.
-  Console(width=columns, file=unfiltered_stream(sys.stdout)).print(table)

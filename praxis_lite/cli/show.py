@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
+from praxis_lite.cli.command import Command, configured_experiment
+from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
 from praxis_lite.cli.plan import import_jax, prepare
 from praxis_lite.common.errors import UserError
 
@@ -103,32 +103,33 @@ def _text_of(name: str) -> str:
   return read_record(name).text if has_record(name) else to_text(configure(registry.get(name)).roots())
 
 
-def _flags() -> flags.FlagValues:
+def _flags() -> CommandFlags:
   values = experiment_flags()
-  switch = functools.partial(flags.DEFINE_boolean, flag_values=values)
-  switch('summary', True, 'Print the summary. Example: --nosummary')
-  switch('config', True, 'Print the fields of the config that differ from the defaults. Example: --noconfig')
-  switch('all', False, 'Print all fields of the config; with --diff, of configs that only one has. Example: --all')
-  switch('parameters', True, 'Print the parameter table. Example: --noparameters')
-  other = 'Print instead how the config differs from that of another experiment or run: its value -> that of the other.'
-  flags.DEFINE_string('diff', None, f'{other} Example: --diff=runs/1', flag_values=values)
-  switch('json', False, 'Print the config as JSON instead. Example: --json')
-  split = 'Print instead how each parameter, optimizer slot, activation and input is split, and why.'
-  switch('sharding', False, f'{split} Example: --sharding')
-  compiled = 'With --sharding: how the compiler of these chips has split each activation. Example: --compiled=h100:8x8'
-  flags.DEFINE_string('compiled', None, compiled, flag_values=values)
-  page = 'Write the output of --sharding as an HTML page with diagrams. Example: --html=sharding.html'
-  flags.DEFINE_string('html', None, page, flag_values=values)
+  values.add_switch('summary', 'Print the summary.', default=True)
+  values.add_switch('config', 'Print the fields of the config that differ from the defaults.', default=True)
+  fields = 'Print all fields of the config; with --diff, also those inside of configs that only one side has.'
+  values.add_switch('all', fields)
+  values.add_switch('parameters', 'Print the parameter table.', default=True)
+  other = "Only print how the config differs from another experiment's or run's: its value -> the other value."
+  values.add_text('diff', other, 'runs/1')
+  values.add_switch('json', 'Only print the config, as JSON.')
+  split = 'Only print how each parameter, optimizer slot, activation and input is split, and why.'
+  values.add_switch('sharding', split)
+  compiled = 'Like --sharding, with the splits of activations that the compiler of these chips chose.'
+  values.add_text('compiled', compiled, 'h100:8x8')
+  values.add_text('html', 'Write the output of --sharding as an HTML page with diagrams.', 'sharding.html')
   return values
 
 
 COMMAND = Command(
   'show',
-  'print the config and parameters, from shapes alone',
+  'print the config and parameters, from shapes only',
   'print a summary of an experiment or run; the fields of its config that differ from the defaults of their classes; '
   'and for each parameter its path, shape, split over the mesh, shape on each device, padding and bytes, with totals. '
-  'Works for models of any size: no arrays are allocated.',
-  "praxis-lite show --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(1,8,8)'",
+  'No arrays are allocated, so it works for models of any size.',
+  "praxis-lite show lm_sizes.Llama8B --set 'task.ici_mesh_shape=(1,8,8)'",
   _flags(),
   _run,
+  bare='exp',
+  usage='EXPERIMENT_OR_RUN [--flags]',
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from praxis_lite.cli.command import Command
+from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import user_path
 
@@ -26,21 +27,21 @@ def _run(values: flags.FlagValues) -> int:
   return 0 if status.is_well else 1
 
 
-def _flags() -> flags.FlagValues:
-  values = flags.FlagValues()
-  directory = 'Directory of the run. Example: --job_log_dir=runs/1'
-  flags.DEFINE_string('job_log_dir', None, directory, flag_values=values)
+def _flags() -> CommandFlags:
+  values = CommandFlags()
+  values.add_text('job_log_dir', 'Directory of the run.', 'runs/1')
   return values
 
 
 COMMAND = Command(
   'status',
-  'whether a run lives, and how far it is',
-  'say whether the processes of a run live, what they do, at which step the run is, when it was saved, and on what its '
-  'time was spent. The exit code is 0 if it lives or has ended by itself, and 1 if a process is gone or gives no sign '
-  'of life.',
+  'say whether a run is alive, and how far it is',
+  'say whether the processes of a run are alive, what they are doing, which step the run has reached, when it was last '
+  'saved, and what it has spent its time on. The exit code is 0 if the run is alive or has ended by itself, and 1 if a '
+  'process is gone or shows no sign of life.',
   'praxis-lite status runs/1',
   _flags(),
   _run,
   bare='job_log_dir',
+  usage='RUN [--flags]',
 )

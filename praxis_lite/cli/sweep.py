@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment, experiment_arguments, run_flags
+from praxis_lite.cli.command import Command, configured_experiment, experiment_arguments
+from praxis_lite.cli.command_flags import CommandFlags, add_metric, run_flags
 from praxis_lite.cli.run_table import print_runs
-from praxis_lite.cli.runs import metric_flags
 from praxis_lite.common.errors import UserError, prefix_errors
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _run(values: flags.FlagValues) -> int:
 
   if has_record(values.job_log_dir):
     raise UserError(
-      f'--job_log_dir={values.job_log_dir} is that of a run; name another directory, for the runs to be in'
+      f'--job_log_dir={values.job_log_dir} is the directory of a run; name another one, for the runs of the sweep'
     )
 
   from praxis_lite.common.devices import leave_accelerators_alone
@@ -73,10 +73,10 @@ def _run(values: flags.FlagValues) -> int:
     )
   _print_results(values, [folder / p.name for p in points if (folder / p.name).is_dir()], folder)
   if stopped:
-    print('stopped; the same command goes on')
+    print('stopped; the same command resumes')
     return 128 + signal.SIGINT
   if failed:
-    print(f'{len(failed)} of {len(points)} points failed; the same command runs these again')
+    print(f'{len(failed)} of {len(points)} points failed; the same command runs them again')
   return 1 if failed else 0
 
 
@@ -100,11 +100,10 @@ def _print_results(values: flags.FlagValues, directories: list[Path], folder: Pa
     print(f'\nbest {metric}: {format_number(value)} at step {step} of {best.directory.name}')
 
 
-def _flags() -> flags.FlagValues:
-  values = run_flags(seed='Seed of each run. Example: --seed=1')
-  at_once = 'Processes that train at a time, on the same devices. Example: --parallel=2'
-  flags.DEFINE_integer('parallel', 1, at_once, lower_bound=1, flag_values=values)
-  metric_flags(values)
+def _flags() -> CommandFlags:
+  values = run_flags(seed='Seed of each run.')
+  values.add_integer('parallel', 'Number of runs that train at the same time, on the same devices.', 2, 1, least=1)
+  add_metric(values)
   return values
 
 
@@ -112,9 +111,9 @@ COMMAND = Command(
   'sweep',
   'train with all combinations of some values',
   'train an experiment with all combinations of the values of each --set path=a,b,c, one run after the other, each in '
-  'a directory of its own below job_log_dir; then print a table, and the best run. Commas outside of brackets and '
-  'quotes separate values: a tuple has its parentheses. The same command resumes a sweep that was interrupted. Exits '
-  'with 1 if a run failed; the others go on.',
+  'its own directory below job_log_dir; then print a table of the runs, and the best one. Commas outside of brackets '
+  'and quotes separate values, so write tuples with parentheses. The same command resumes an interrupted sweep. If a '
+  'run fails, the others still run, and the exit code is 1.',
   'praxis-lite sweep --exp=lm.StdlibLmTiny --job_log_dir=runs/rates '
   '--set task.train.learner.learning_rate=1e-3,3e-3 --set task.model.num_layers=1,2',
   _flags(),

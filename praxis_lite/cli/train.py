@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import signal
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, damage_flag, experiment_arguments, run_flags
+from praxis_lite.cli.command import Command, configured_run, experiment_arguments
+from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
 from praxis_lite.cli.verify import is_worth_verifying, verify_first
 
 if TYPE_CHECKING:
@@ -67,93 +67,50 @@ def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[
     yield from map(str, check(task, batch_struct))
 
 
-def _flags() -> flags.FlagValues:
-  drawn = 'Seed of the initial values and of all random draws in training; by default that of the run, or 0.'
-  values = run_flags(seed=f'{drawn} Example: --seed=1')
-  damage_flag(values)
-  flags.DEFINE_boolean(
-    'restore_input',
-    True,
-    'Resume the training data where the checkpoint left it; --norestore_input starts at its beginning, for a changed '
-    'dataset. Example: --norestore_input',
-    flag_values=values,
-  )
-  flags.DEFINE_boolean(
-    'accept_changed_data',
-    False,
-    'Resume at the saved position though files of the training data have changed since it was saved, which is an error '
-    'otherwise. Example: --accept_changed_data',
-    flag_values=values,
-  )
-  flags.DEFINE_boolean(
-    'verify_numerics',
-    False,
-    'Before the first step, compute the norms of its gradients a second time, on one device or by the other '
-    'partitioning, and stop if they differ: for accelerators. Example: --verify_numerics',
-    flag_values=values,
-  )
-  flags.DEFINE_boolean(
-    'debug_nans',
-    False,
-    'Wait for each step, and after the first one that is not finite end with an error that names the layer and the '
-    'operation. Example: --debug_nans',
-    flag_values=values,
-  )
-  flags.DEFINE_integer(
-    'check_determinism',
-    None,
-    'Run every such step twice and compare the results bit by bit; a difference is a fault of a device, and the exit '
-    'code is then 76. It takes the memory of one more train state. Example: --check_determinism=100',
-    lower_bound=1,
-    flag_values=values,
-  )
-  flags.DEFINE_string(
-    'profile_steps',
-    None,
-    "Write a trace of these steps, the first to the last, below job_log_dir, for TensorBoard's profile plugin. "
-    'Example: --profile_steps=10:15',
-    flag_values=values,
-  )
-  address = 'host:port of process 0; not needed under launch, Slurm, Open MPI, Kubernetes and on Cloud TPU'
-  example = 'Example: --coordinator_address=10.0.0.1:1234'
-  flags.DEFINE_string('coordinator_address', None, f'With several hosts: {address}. {example}', flag_values=values)
-  integer = functools.partial(flags.DEFINE_integer, flag_values=values)
-  integer('num_processes', None, 'With several hosts: how many processes. Example: --num_processes=4')
-  integer('process_id', None, 'With several hosts: which of them this is. Example: --process_id=0')
-  number = functools.partial(flags.DEFINE_float, flag_values=values)
-  hang = 'With several hosts: seconds without a sign of life of one, or without progress of any, after which all end'
-  number('hang_timeout_s', 300.0, f'{hang}, with exit code 75. Example: --hang_timeout_s=60', lower_bound=1)
-  late = 'Seconds to wait for a batch; then the run is saved, and ends with exit code 75'
-  number('input_timeout_s', 3600.0, f'{late}. Example: --input_timeout_s=600', lower_bound=0.001)
-  grace = 'Seconds from SIGTERM to the end, the checkpoint included; later the run ends with exit code 75'
-  number('grace_s', None, f'{grace}. Example: --grace_s=25')
-  notice = 'Treat this file, once it exists, or an answer of this address as SIGTERM'
-  flags.DEFINE_string(
-    'preemption_notice', None, f'{notice}. Example: --preemption_notice=/run/preempted', flag_values=values
-  )
-  flags.DEFINE_boolean(
-    'elastic',
-    False,
-    'With fewer devices than the mesh needs, make its axes replica and data smaller, with more microbatches for the '
-    'same global batch. Example: --elastic',
-    flag_values=values,
-  )
-  flags.DEFINE_boolean(
-    'verify',
-    True,
-    'Before the first step of a long run on several devices, compare the gradients of a small version with one device, '
-    'for at most 20 seconds on the CPU. Example: --noverify',
-    flag_values=values,
-  )
+def _flags() -> CommandFlags:
+  seed = 'Seed of the initial values and of all random draws in training; by default that of the run, or 0.'
+  values = run_flags(seed=seed)
+  add_on_damage(values)
+  data = 'Resume the training data where the checkpoint left it; --norestore_input starts it from its beginning.'
+  values.add_switch('restore_input', data, default=True)
+  changed = 'Resume the training data even if its files have changed since the checkpoint, which is an error otherwise.'
+  values.add_switch('accept_changed_data', changed)
+  numerics = 'Before the first step, compute its gradient norms a second time, on one device or by the other'
+  values.add_switch('verify_numerics', f'{numerics} partitioning, and stop if they differ. For accelerators.')
+  nans = 'Stop after the first step that is not finite, with an error that names the layer and the operation.'
+  values.add_switch('debug_nans', f'{nans} Steps no longer overlap.')
+  twice = 'Run every n-th step twice and compare the results bit by bit. If they differ, a device is faulty, and the'
+  memory = 'exit code is 76. Needs memory for another train state.'
+  values.add_integer('check_determinism', f'{twice} {memory}', 100, least=1)
+  profile = "Write a trace of these steps, first:last, below job_log_dir, for TensorBoard's profile plugin."
+  values.add_text('profile_steps', profile, '10:15')
+  hosts = 'With several hosts:'
+  needless = 'Not needed under launch, Slurm, Open MPI and Kubernetes, and on Cloud TPU.'
+  values.add_text('coordinator_address', f'{hosts} host:port of process 0. {needless}', '10.0.0.1:1234')
+  values.add_integer('num_processes', f'{hosts} the number of processes.', 4)
+  values.add_integer('process_id', f'{hosts} the number of this process, from 0.', 0)
+  hang = 'seconds without a sign of life of one process, or without progress of any, until all end with exit code 75.'
+  values.add_number('hang_timeout_s', f'{hosts} {hang}', '60', 300.0, least=1)
+  late = 'Seconds to wait for a batch before the run saves a checkpoint and ends with exit code 75.'
+  values.add_number('input_timeout_s', late, '600', 3600.0, least=0.001)
+  grace = 'Seconds to save and end after SIGTERM. A process that needs longer ends without saving, with exit code 75.'
+  values.add_number('grace_s', grace, '25')
+  notice = 'File or URL that announces preemption: when the file exists, or the URL answers, it counts as SIGTERM.'
+  values.add_text('preemption_notice', notice, '/run/preempted')
+  elastic = 'With fewer devices than the mesh needs, shrink its axes replica and data, with more microbatches for the'
+  values.add_switch('elastic', f'{elastic} same global batch.')
+  verify = 'Before the first step of a long run on several devices, compare the gradients of a small version with'
+  values.add_switch('verify', f'{verify} one device, for at most 20 seconds on the CPU.', default=True)
   return values
 
 
 COMMAND = Command(
   'train',
   'train an experiment, or resume its training',
-  'train an experiment. If job_log_dir has checkpoints, training resumes from the newest, on any mesh; the run '
-  'records its config, so --exp can be left out then. Ctrl-C and SIGTERM end it after a step, with a checkpoint; the '
-  'exit code is then 130 or 143. With several hosts, 75 says that one was lost: the same command goes on.',
+  'train an experiment. If job_log_dir has checkpoints, training resumes from the newest one, on any mesh; --exp can '
+  'be left out then, because the run records its config. After Ctrl-C or SIGTERM, training ends the step, saves a '
+  'checkpoint, and exits with 130 or 143. Exit code 75 means that a host was lost or that there was no time to save; '
+  'the same command resumes.',
   'praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1 --set task.train.num_train_steps=20 --devices=8',
   _flags(),
   _run,

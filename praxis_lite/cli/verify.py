@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
+from praxis_lite.cli.command import Command, configured_experiment
+from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.jax_internals.flags import add_flags, split_flags
 
@@ -57,7 +58,7 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
   try:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
     lines = (done.stdout if done.returncode < 2 else done.stderr).strip().splitlines()
-    result = lines[-1] if lines else f'it ended with {done.returncode}'
+    result = lines[-1] if lines else f'it ended with exit code {done.returncode}'
   except subprocess.TimeoutExpired as error:
     done, result = None, _describe_unfinished(error.stderr, experiment)
   except (OSError, subprocess.SubprocessError) as error:
@@ -65,8 +66,8 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
   if done is not None and done.returncode == 1 and 'wrong: ' in done.stdout:
     wrong = next(line for line in lines if line.startswith('wrong: ')).removeprefix('wrong: ')
     raise UserError(
-      f'on this mesh it does not compute what it computes on one device: {wrong}. `praxis-lite verify '
-      f'{experiment[0]}` looks for mappings that are right; --noverify trains all the same'
+      f'on this mesh the model does not compute what it computes on one device: {wrong}. `praxis-lite verify '
+      f'{experiment[0]}` looks for mappings that are right; --noverify trains anyway'
     )
   if enabled:
     is_right = done is not None and done.returncode == 0
@@ -78,9 +79,9 @@ def _describe_unfinished(progress: bytes | str | None, experiment: Sequence[str]
   text = progress.decode(errors='replace') if isinstance(progress, bytes) else progress or ''
   lines = [line.removeprefix(_PROGRESS) for line in text.splitlines() if line.startswith(_PROGRESS)]
   done = [line for line in lines if line.startswith('compared ')]
-  far = '; '.join(done) if done else 'nothing was compared, it was still compiling' if lines else 'nothing was compared'
+  far = '; '.join(done) if done else 'still compiling, nothing was compared' if lines else 'nothing was compared'
   command = shlex.join(['praxis-lite', 'verify', *experiment])
-  return f'the check did not finish within {_MOST_SECONDS:.0f} s ({far}); run it to its end with: {command}'
+  return f'the check did not finish within {_MOST_SECONDS:.0f} s ({far}); to complete it: {command}'
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -104,24 +105,24 @@ def _report(line: str) -> None:
   print(f'{_PROGRESS}{line}', file=sys.stderr, flush=True)
 
 
-def _flags() -> flags.FlagValues:
+def _flags() -> CommandFlags:
   values = experiment_flags()
-  full = 'Keep the sizes of the model, which takes memory and time. Example: --full'
-  flags.DEFINE_boolean('full', False, full, flag_values=values)
-  quick = 'Compare the gradients of one small batch only. Example: --quick'
-  flags.DEFINE_boolean('quick', False, quick, flag_values=values)
-  search = 'If something is wrong, look so long for mappings that are right. Example: --search_seconds=300'
-  flags.DEFINE_float('search_seconds', 60.0, search, lower_bound=0, flag_values=values)
+  values.add_switch('full', 'Keep the sizes of the model, which takes memory and time.')
+  values.add_switch('quick', 'Only compare the gradients of one small batch.')
+  search = 'If something is wrong, look this many seconds for mappings that are right.'
+  values.add_number('search_seconds', search, '300', 60.0, least=0)
   return values
 
 
 COMMAND = Command(
   'verify',
-  'compare an experiment on its mesh with one device, in small',
-  'compare what an experiment computes on its mesh with what it computes on one device: loss, gradients, a step of the '
-  'optimizer, evaluation and decoding, in small sizes on simulated CPU devices. Names each variable that differs. '
-  'Exits with 1 if one does.',
-  "praxis-lite verify --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(2,16,4)'",
+  'compare an experiment on its mesh with one device, in small sizes',
+  'compare what a small version of an experiment computes on its mesh, of simulated CPU devices, with what it computes '
+  'on one device: loss, gradients, a step of the optimizer, evaluation and decoding. Names each variable that differs. '
+  'Exits with 1 if any differs.',
+  "praxis-lite verify lm_sizes.Llama8B --set 'task.ici_mesh_shape=(2,16,4)'",
   _flags(),
   _run,
+  bare='exp',
+  usage='EXPERIMENT_OR_RUN [--flags]',
 )

@@ -1,4 +1,4 @@
-"""Records that cannot be read: either an error that names file and record, or a row of zero weight instead.
+"""Records that cannot be read: an error that names file and record, or rows of zero weight in their place.
 
 With `on_bad_record='skip'`, a damaged record keeps its place: its row is all zeros and has zero weight, so it counts
 nowhere. All other examples are where they would be without the damage, on any number of hosts and after any restart.
@@ -43,8 +43,8 @@ class RecordsInput(BaseInput):
 
   Attributes:
     on_bad_record: what to do about a record that cannot be read: 'error' ends the run, 'skip' leaves it out.
-    max_bad_records: if this process has met more bad records than this since its start, it raises an error even with
-      'skip'; None allows any number.
+    max_bad_records: with 'skip', how many bad records this process tolerates before it raises an error; None allows any
+      number.
   """
 
   on_bad_record: str = 'error'
@@ -67,7 +67,7 @@ class RecordsInput(BaseInput):
     return self.on_bad_record == 'skip'
 
   def leave_out(self, bad: BadRecord, field: str = 'path') -> None:
-    """Counts each record that is left out once; raises DataError if none may be left out, or too many are."""
+    """Counts a record that is left out, once. Raises DataError if none may be left out, or there are too many."""
     where = f'{self.label}.{field}'
     if not self.skips:
       raise DataError(f'{where}: {bad}')
@@ -105,5 +105,5 @@ def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> 
 
 
 def is_damage(error: Exception) -> bool:
-  """Whether an error while reading means bad data, and not a failure of the system: the latter have an errno."""
+  """Whether a reading error means bad data. Failures of the system, which have an errno, do not."""
   return not (isinstance(error, OSError) and error.errno is not None)

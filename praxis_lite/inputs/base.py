@@ -9,7 +9,7 @@ of zero weight. So the position in a stream is two numbers: the epoch, and how m
     global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts,
                                                            rounded up
 
-The position and the number of batches are the same on every host, even if the last host gets only padding.
+The position and the number of batches are the same on every host, even on a last host that gets only padding.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import jax
 
 from praxis_lite.common.config import REQUIRED, Configurable
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
-from praxis_lite.inputs.manifest import Manifest, changes, manifest_of
+from praxis_lite.inputs.manifest import DataManifest, changes, manifest_of
 from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows
 
 _REMEDY = (
-  'Use the data and settings it was saved with, or start the data from its beginning: train --norestore_input, or '
-  'run_train(..., restore_input=False)'
+  'Use the data and settings with which it was saved, or start the data from its beginning: train --norestore_input, '
+  'or run_train(..., restore_input=False)'
 )
 
 
@@ -62,7 +62,7 @@ class BaseInput(Configurable, Iterator[Rows]):
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       if getattr(self, field.name) is REQUIRED:
-        raise ConfigError(f'{self.label}.{field.name}: a value is required and none is set')
+        raise ConfigError(f'{self.label}.{field.name}: a value is required')
     self.check_at_least(batch_size=1, num_hosts=1, seed=0, host_index=0)
     if self.num_epochs is not None:
       self.check_at_least(num_epochs=1)
@@ -102,18 +102,18 @@ class BaseInput(Configurable, Iterator[Rows]):
     return None
 
   def check_beside(self, other: BaseInput) -> None:
-    """Raises ConfigError if this training input does not fit together with another input of the experiment."""
+    """Raises ConfigError if this training input cannot be used together with another input of the experiment."""
 
   def data_files(self) -> Sequence[str]:
     """Returns the files that the examples are read from; () if they come from no files."""
     return ()
 
-  def manifest(self) -> Manifest | None:
+  def manifest(self) -> DataManifest | None:
     """Returns what a checkpoint records about these files, for JSON; see `manifest.py`."""
     files = self.data_files()
     return manifest_of(files) if files else None
 
-  def changes_since(self, saved: object, now: Manifest | None) -> str:
+  def changes_since(self, saved: object, now: DataManifest | None) -> str:
     """Returns how the files have changed, given the saved manifest and the current one; '' if they are unchanged."""
     found = changes(saved, now) if now is not None else ''
     return f'{self.label}: {found}' if found else ''
@@ -161,7 +161,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     """Returns this host's rows of the next global batch: arrays of shape [host_batch_size, ...].
 
     Raises:
-      StopIteration: all epochs are over.
+      StopIteration: there are no more epochs.
       DataError: an epoch has no batch, or the data cannot be read.
     """
     struct = self._struct_with_weights
@@ -230,8 +230,8 @@ class BaseInput(Configurable, Iterator[Rows]):
     for key, value in expected.items():
       if state[key] != value:
         raise CheckpointError(
-          f'{self.label}: the saved input state is of {key} = {state[key]!r}, but this input has {value!r}, so it '
-          f'cannot continue exactly. {_REMEDY}'
+          f'{self.label}: the saved input state has {key} = {state[key]!r}, but this input has {value!r}, so it '
+          f'cannot resume exactly. {_REMEDY}'
         )
 
   def _is_over(self) -> bool:
@@ -240,7 +240,7 @@ class BaseInput(Configurable, Iterator[Rows]):
   def _next_epoch(self, leftover: int) -> None:
     if self._position == 0:
       # Otherwise epochs without a batch would follow each other forever.
-      few = f'{leftover} examples are less than a batch of {self.batch_size}, and drop_remainder is set'
+      few = f'{leftover} examples are fewer than a batch of {self.batch_size}, and drop_remainder is set'
       raise DataError(f'{self.label}: {few if leftover else "there are no examples"}')
     self._epoch += 1
     self._position = 0

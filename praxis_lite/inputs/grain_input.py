@@ -31,10 +31,10 @@ from praxis_lite.common.errors import ConfigError, DataError, UserError, first_l
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.rows import Feature, Rows, Struct, add_weights, build_features, canonical_rows, fit_dtype
-from praxis_lite.inputs.streamed import Groups, StreamedInput
-from praxis_lite.inputs.tf_example import features_of_example, serialized_example
+from praxis_lite.inputs.streamed import RowGroups, StreamedInput
+from praxis_lite.inputs.tf_example import features_of_example, serialized_examples
 
-# For an endless stream, a pipeline covers this many epochs; then another one is opened.
+# A pipeline of an endless stream covers this many epochs; then another one is opened.
 _MANY_EPOCHS = 1_000_000
 
 PartT = TypeVar('PartT', covariant=True)
@@ -127,7 +127,7 @@ class GrainInput(RecordsInput, StreamedInput):
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
     """Yields the parts of a source in order. The threads or processes that read ahead end with the generator."""
     grain = import_grain()
-    yield source[0]  # In this process: a run looks at one batch before it begins, which is not worth new processes.
+    yield source[0]  # In this process: a run looks at one batch before it begins, which is not worth starting workers.
     if len(source) == 1:
       return
     dataset = grain.MapDataset.source(source)[1:]
@@ -181,7 +181,7 @@ class ArrayRecordInput(GrainInput):
         self.leave_out(e.bad)
     raise DataError(f'{self.label}.path: no record can be read')
 
-  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
+  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
     if not self.num_examples:
       return
     epochs = range(epoch, self.last_epoch(epoch))
@@ -276,7 +276,7 @@ class _Records:
 
 @dataclasses.dataclass(frozen=True)
 class _RecordGroups:
-  """Groups of `count` records, from `position` of the first epoch on; each epoch's last group is shorter, or empty.
+  """RowGroups of `count` records, from `position` of the first epoch on; each epoch's last group is shorter, or empty.
 
   A group is its number of records, the examples [start, stop) of them, and which of these cannot be read. With a
   `struct` of an example, unreadable ones are rows of zeros; without one they are an error.
@@ -384,11 +384,10 @@ def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]
   import_grain()
   from array_record.python import array_record_module
 
-  arrays = [np.asarray(v) for v in rows.values()]
   writer = array_record_module.ArrayRecordWriter(path, 'group_size:1')
   try:
-    for example in zip(*arrays, strict=True):
-      writer.write(serialized_example(dict(zip(rows, example))))
+    for record in serialized_examples(rows):
+      writer.write(record)
   finally:
     writer.close()
 
@@ -396,10 +395,10 @@ def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]
 def _fate(code: int | None) -> str:
   """Returns how a worker ended, from its exit code, and what to do about it."""
   if code == -signal.SIGKILL:
-    return 'was killed: the machine may have too little memory for num_workers of them'
+    return 'was killed: the machine may not have enough memory for num_workers processes'
   if code is not None and code < 0:
-    return f'was ended by {signal.Signals(-code).name}; the log above says where it was'
-  return f'has ended with the exit code {code}; the log above has its trace'
+    return f'was ended by {signal.Signals(-code).name}; the log above says where'
+  return f'ended with exit code {code}; the log above has its traceback'
 
 
 def _start_quiet_tracker() -> None:

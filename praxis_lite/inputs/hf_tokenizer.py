@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.files import parse_json
-from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
+from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens, groups_of_documents
 
 if TYPE_CHECKING:
   import tokenizers
@@ -55,7 +53,7 @@ class HfTokenizer(BaseTokenizer):
     try:
       return tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # The package raises nothing more specific.
-      raise DataError(f'HfTokenizer.path: {file} is no tokenizer: {error}') from None
+      raise DataError(f'HfTokenizer.path: {file} is not a tokenizer: {error}') from None
 
   @property
   def vocab_size(self) -> int:
@@ -74,15 +72,11 @@ class HfTokenizer(BaseTokenizer):
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
     out = []
-    groups = np.cumsum([len(d) for d in documents]) // self._GROUP_BYTES
-    for _, group in itertools.groupby(zip(groups, documents), operator.itemgetter(0)):
-      texts = [document.decode() for _, document in group]
+    for group in groups_of_documents(documents):
+      texts = [document.decode() for document in group]
       for text, encoded in zip(texts, self._model.encode_batch(texts, add_special_tokens=False)):
         out.append(Tokens(np.asarray(encoded.ids, np.int32), _bytes_of(text, encoded.offsets)))
     return out
-
-  # The package returns Python lists of all it knows about each token, so only a few texts are encoded at a time.
-  _GROUP_BYTES: ClassVar[int] = 1 << 21
 
   def decode(self, ids: Iterable[int]) -> str:
     known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
@@ -96,9 +90,9 @@ class HfTokenizer(BaseTokenizer):
   # ---------------------------------------------------------------- chats
 
   def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """Returns the text that a chat model answers, formatted by the tokenizer's chat template.
+    """Returns the text to which a chat model adds its answer, formatted by the tokenizer's chat template.
 
-    The template comes with a checkpoint that someone else made, so it runs in jinja2's sandbox.
+    The template comes with a checkpoint from someone else, so it runs in jinja2's sandbox.
 
     Args:
       messages: each with a `role`, 'system', 'user' or 'assistant', and `content`.
@@ -146,7 +140,7 @@ class HfTokenizer(BaseTokenizer):
       template = next((t.get('template') for t in template if t.get('name') == 'default'), None)
     if not isinstance(template, str):
       raise DataError(
-        f'HfTokenizer.path: there is no chat template in {self._folder}; it is not the tokenizer of a chat model'
+        f'HfTokenizer.path: there is no chat template in {self._folder}; this tokenizer does not belong to a chat model'
       )
     return template
 
@@ -166,7 +160,7 @@ class HfTokenizer(BaseTokenizer):
         try:
           content = dict(parse_json(Path(file).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
-          raise DataError(f'HfTokenizer.path: {file} is no JSON object: {error}') from None
+          raise DataError(f'HfTokenizer.path: {file} is not a JSON object: {error}') from None
         found = {**content, **{k: v for k, v in found.items() if v is not None}}
     return found
 

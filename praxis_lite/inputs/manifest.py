@@ -1,10 +1,10 @@
-"""The manifest of the files that an input reads. It shows a resumed run that a saved position still means the same.
+"""The manifest of the files that an input reads. It shows a resumed run whether the files have changed.
 
     {"files": [["a/part-0.tfrecord", 31250, "9f3c..."], ...]}     name, bytes, and a hash of samples of the content
-    {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     of very many files, only the sampled ones
+    {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     for very many files: only the sampled ones
 
-Names are relative to the directory that the files share, so data may be moved. The manifest has the sizes of all files.
-Of a few files it samples four parts of 1 KiB, which costs little on any storage. Other changes are not noticed.
+Names are relative to the directory that the files share, so data may be moved. The manifest has the sizes of all files,
+and of a few files also a hash of four parts of 1 KiB, which is cheap to read from any storage. It misses other changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from praxis_lite.common.errors import DataError
 
-Manifest = dict[str, Any]
+DataManifest = dict[str, Any]
 
 _SAMPLED, _PARTS, _PART = 32, 4, 1024  # How many files are sampled, how many parts of each, and bytes of a part.
 _MOST_LISTED = 10_000
@@ -25,7 +25,7 @@ _THREADS = 8
 _SHOWN = 3
 
 
-def manifest_of(files: Sequence[str]) -> Manifest:
+def manifest_of(files: Sequence[str]) -> DataManifest:
   """Returns the manifest of files; raises DataError if one of them cannot be read."""
   by_name = _paths_by_name(files)
   names = sorted(by_name)
@@ -40,14 +40,14 @@ def manifest_of(files: Sequence[str]) -> Manifest:
   return {'count': len(names), 'bytes': sum(sizes.values()), 'digest': digest, 'files': some}
 
 
-def changes(saved: object, now: Manifest) -> str:
+def changes(saved: object, now: DataManifest) -> str:
   """Returns how files have changed since a manifest was saved; '' if they are unchanged, or if this is unknown."""
   found = list(_changes(saved, now))
   more = f'; and {len(found) - _SHOWN} more files have changed' if len(found) > _SHOWN else ''
   return '; '.join(found[:_SHOWN]) + more
 
 
-def _changes(saved: object, now: Manifest) -> Iterator[str]:
+def _changes(saved: object, now: DataManifest) -> Iterator[str]:
   try:
     before = {str(name): (int(size), sample) for name, size, sample in saved['files']}  # type: ignore[index]
     listed = 'digest' not in saved  # type: ignore[operator]
@@ -58,11 +58,11 @@ def _changes(saved: object, now: Manifest) -> Iterator[str]:
   for name, (size, sample) in before.items():
     if name not in here:
       if 'digest' not in now:
-        yield f'{name} is not there any more'
+        yield f'{name} is missing'
     elif here[name][0] != size:
-      yield f'{name} has {here[name][0]:,} bytes, and had {size:,}'
+      yield f'{name} has {here[name][0]:,} bytes, and had {size:,} before'
     elif None not in (sample, here[name][1]) and here[name][1] != sample:
-      yield f'{name} has other content'
+      yield f'{name} has different content'
   if listed and 'digest' not in now:
     yield from (f'{name} is new' for name in here if name not in before)
     return
@@ -70,7 +70,7 @@ def _changes(saved: object, now: Manifest) -> Iterator[str]:
   if total is None:
     total = len(before), sum(size for size, _ in before.values()), None
   if total != of_now:
-    yield f'there are {of_now[0]:,} files of {of_now[1]:,} bytes, and there were {total[0]:,} of {total[1]:,}'
+    yield f'there are {of_now[0]:,} files of {of_now[1]:,} bytes; before, there were {total[0]:,} of {total[1]:,}'
 
 
 def _paths_by_name(files: Sequence[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """MixtureInput: several inputs mixed example by example, in given proportions.
 
 The source of example i of the mixture depends only on (seed, i). Each source is read in its own order and its own
-epochs. Once a source is exhausted, it is not drawn from any more. The mixture ends when all are exhausted, so an
+epochs. An exhausted source is no longer drawn from, and the mixture ends when all sources are exhausted. So an
 evaluation sees each example of each source exactly once.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.inputs.manifest import Manifest
+from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.inputs.random_access import uniform
 from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows
 
@@ -138,10 +138,10 @@ class MixtureInput(BaseInput):
     for source in self.sources:
       source.close()
 
-  def manifest(self) -> Manifest | None:
+  def manifest(self) -> DataManifest | None:
     return {'sources': [source.manifest() for source in self.sources]}
 
-  def changes_since(self, saved: object, now: Manifest | None) -> str:
+  def changes_since(self, saved: object, now: DataManifest | None) -> str:
     before = saved.get('sources') if isinstance(saved, dict) else None
     if not isinstance(before, list) or now is None:
       return ''
@@ -162,7 +162,7 @@ class MixtureInput(BaseInput):
     self.check_state(state, ('position', 'sources'))
     states = state['sources']
     if not isinstance(states, list) or len(states) != len(self.sources):
-      raise CheckpointError(f'{self.label}: the saved input state is not of {len(self.sources)} sources')
+      raise CheckpointError(f'{self.label}: the saved input state is not that of {len(self.sources)} sources')
     for source, source_state in zip(self.sources, states):
       source.set_state(source_state)
     self._position = int(state['position'])

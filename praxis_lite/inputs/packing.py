@@ -4,7 +4,7 @@ B batch, T length of a row. A row consists of segments, each a range of consecut
 
     tokens     ^ a b c d e $ ^ f g $           ^ begins and $ ends a document; T = 4
 
-    packed     ids     ^ a b c | d e ^ f |         labels  a b c d | e $ f g |      documents do not see each other
+    packed     ids     ^ a b c | d e ^ f |         labels  a b c d | e $ f g |      tokens only see their own document
                segment 1 1 1 1 | 1 1 2 2 |
 
     concat     ids     ^ a b c | d e $ f | g       labels  a b c d | e $ f g | $    one stream, each row is segment 1
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from praxis_lite.common.errors import DataError
-from praxis_lite.inputs.rows import Rows
+from praxis_lite.inputs.rows import Rows, rows_of_tokens
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 
 
@@ -85,14 +85,7 @@ class PackedRows:
   def windows(self, starts: np.ndarray) -> Rows:
     """Returns the rows whose ids are tokens[s : s + T] for each s of `starts`, [B], in the same form as `rows`."""
     source = starts[:, None] + np.arange(self.seq_len + 1)
-    tokens, shape = self.tokens[source].astype(np.int32), (len(starts), self.seq_len)
-    batch = {
-      'ids': tokens[:, :-1],
-      'labels': tokens[:, 1:],
-      'weights': np.ones(shape, np.float32),
-      'segment_ids': np.ones(shape, np.int32),
-      'segment_pos': np.tile(np.arange(self.seq_len, dtype=np.int32), (len(starts), 1)),
-    }
+    batch = rows_of_tokens(self.tokens[source].astype(np.int32))
     if self.num_bytes is not None:
       batch['bytes'] = self.num_bytes[source[:, 1:]].astype(np.float32)
     return batch

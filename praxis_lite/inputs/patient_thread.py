@@ -1,6 +1,6 @@
-"""A thread for reads that may hang, because the storage is gone or a source yields nothing any more.
+"""A thread for reads that may hang, because storage is unreachable or a source has stopped yielding.
 
-Whoever waits for a read that hangs gets an error in the end, and the process can exit without it.
+A caller that waits for such a read gets an error after a time limit, and the process can exit although the read hangs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from praxis_lite.common.errors import HungInputError
 
-# Seconds that a read may take, and seconds after which a line says that a read is being waited for.
+# The time limit of a read, and the time after which a line says that something waits for it; in seconds.
 READ_TIMEOUT_S, _LONG = 3600.0, 30.0
-# Seconds that the exit of a process waits for a read in progress.
+# How long the exit of a process waits for a read in progress, in seconds.
 _AT_EXIT = 5.0
 
 T = TypeVar('T')
@@ -28,7 +28,7 @@ _Call = tuple['Future[Any]', Callable[..., Any], tuple[Any, ...]]
 
 
 class PatientThread:
-  """Calls functions one after the other in a thread of its own, which ends with this object."""
+  """A thread that calls functions one after the other. It ends when this object is garbage-collected."""
 
   def __init__(self, name: str):
     self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -40,7 +40,7 @@ class PatientThread:
     weakref.finalize(self, _finish, self._calls)
 
   def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Calls a function after the previous ones."""
+    """Calls a function, after those submitted before it."""
     future: Future[T] = Future()
     self._last = future
     self._calls.put((future, call, arguments))
@@ -88,14 +88,14 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-  """Waits for reads to end. Python ends daemons by force, which may abort the process inside a library."""
+  """Waits for reads to end, because Python kills daemon threads, which may abort the process inside a library."""
   end = time.monotonic() + _AT_EXIT
   for thread in list(_threads):
     thread.join(max(0.0, end - time.monotonic()))
 
 
 def result_in_time(future: Future[T], thread: PatientThread, label: str, *, since: float, timeout_s: float) -> T:
-  """Returns what a read has returned, or raises what it has raised.
+  """Returns the result of a read, or raises its error.
 
   Args:
     future: of the read, in `thread`.
@@ -109,16 +109,16 @@ def result_in_time(future: Future[T], thread: PatientThread, label: str, *, sinc
   if not wait([future], min(_LONG, max(0.0, since + timeout_s - time.monotonic()))).done:
     left = since + timeout_s - time.monotonic()
     if left > 0:
-      text = f'{label}: waiting for a batch for {time.monotonic() - since:.0f} s, and {left:.0f} s more\n'
+      text = f'{label}: waiting for a batch for {time.monotonic() - since:.0f} s; giving up in {left:.0f} s\n'
       os.write(2, text.encode(errors='replace'))
     if not wait([future], max(0.0, left)).done:
-      where = f'; it is at {thread.where}' if thread.where else ''
-      raise HungInputError(f'{label}: no batch has come for {timeout_s:g} s, so its reader hangs{where}')
+      where = f' at {thread.where}' if thread.where else ''
+      raise HungInputError(f'{label}: no batch for {timeout_s:g} s: its reader hangs{where}')
   return future.result()
 
 
 def call_in_time(call: Callable[[], T], label: str, *, timeout_s: float = READ_TIMEOUT_S) -> T:
-  """Returns what a read returns; raises like `result_in_time`."""
+  """Returns the result of a read in a thread of its own; raises like `result_in_time`."""
   thread = PatientThread(f'read-{label}')
   future = thread.submit(call)
   try:

@@ -53,7 +53,7 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
   try:
     x = np.asarray(value)
   except (ValueError, TypeError, OverflowError) as error:  # For example lists of unequal lengths.
-    raise DataError(f'{where}: this is no array: {error}') from None
+    raise DataError(f'{where}: cannot be made an array: {error}') from None
   if x.dtype.kind in 'OUSMm' or x.dtype.names:
     raise DataError(f'{where}: arrays of {x.dtype} cannot go to a device; expected numbers or booleans')
   if x.ndim == 0:
@@ -63,9 +63,9 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
 
 
 def fit_dtype(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -> np.ndarray:
-  """Returns numbers in another dtype, also infinities and NaNs; raises an error if it cannot represent their values.
+  """Returns numbers in another dtype, and raises an error if it cannot represent them. Infinities and NaNs are kept.
 
-  Floats are rounded. `where` is the name of the values in errors, `reason` ends the message.
+  Floats are rounded. `where` is the name of the values in errors; `reason` is the end of the message.
 
   Raises:
     DataError: an integer is outside of the dtype's range, a finite number would become infinite, or floats would
@@ -123,6 +123,18 @@ def token_struct(seq_len: int, *floats: str) -> Struct:
   """Returns the struct of a row of tokens: `ids`, `labels`, ... int32, `weights` and `floats` float32, all [T]."""
   struct = {k: jax.ShapeDtypeStruct((seq_len,), np.int32) for k in ('ids', 'labels', 'segment_ids', 'segment_pos')}
   return struct | {k: jax.ShapeDtypeStruct((seq_len,), np.float32) for k in ('weights', *floats)}
+
+
+def rows_of_tokens(tokens: np.ndarray) -> Rows:
+  """Returns the batch of a language model for [B, T + 1] int32 tokens: each row is one segment, without padding."""
+  shape = (len(tokens), tokens.shape[1] - 1)
+  return {
+    'ids': tokens[:, :-1],
+    'labels': tokens[:, 1:],
+    'weights': np.ones(shape, np.float32),
+    'segment_ids': np.ones(shape, np.int32),
+    'segment_pos': np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+  }
 
 
 class Feature(Configurable):

@@ -16,7 +16,7 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.rows import Rows, concatenate_rows
 
 _Request = tuple[int, int, int, int, int]  # The arguments of `BaseInput.read`.
-Groups = Generator[tuple[int, Rows | None], None, None]
+RowGroups = Generator[tuple[int, Rows | None], None, None]
 
 
 class StreamedInput(BaseInput):
@@ -24,11 +24,11 @@ class StreamedInput(BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self._pipeline: tuple[_Request, Groups] | None = None
+    self._pipeline: tuple[_Request, RowGroups] | None = None
     self._end: tuple[int, int] | None = None  # The end of the last epoch that was read completely.
     self._chunk: tuple[tuple[int, int], Rows | None, int] | None = None  # (epoch, number), rows, how many
 
-  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
+  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
     """Yields what `read` returns for `count` examples from `position` on, then for the next `count`, and so on.
 
     A group of fewer than `count` examples, possibly of none, ends an epoch. The next epoch may follow it, from its

@@ -16,7 +16,16 @@ import numpy as np
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.random_access import RandomAccessInput, uniform
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fit_dtype, token_struct
+from praxis_lite.inputs.rows import (
+  Feature,
+  Rows,
+  Struct,
+  build_features,
+  canonical_rows,
+  fit_dtype,
+  rows_of_tokens,
+  token_struct,
+)
 
 
 class RandomFeature(Feature):
@@ -132,14 +141,7 @@ class SyntheticLMInput(_Synthetic):
     elif self.pattern == 'copy':
       tokens = np.tile(tokens[:, : -(-length // 2)], 2)[:, :length]
     tokens += 1
-    shape = (len(indices), self.seq_len)
-    return {
-      'ids': tokens[:, :-1],
-      'labels': tokens[:, 1:],
-      'weights': np.ones(shape, np.float32),
-      'segment_ids': np.ones(shape, np.int32),
-      'segment_pos': np.broadcast_to(np.arange(self.seq_len, dtype=np.int32), shape).copy(),
-    }
+    return rows_of_tokens(tokens)
 
 
 class SyntheticClassifierInput(_Synthetic):

@@ -34,7 +34,7 @@ from praxis_lite.inputs.rows import (
   fit_dtype,
   pad_rows,
 )
-from praxis_lite.inputs.streamed import Groups
+from praxis_lite.inputs.streamed import RowGroups
 
 if TYPE_CHECKING:
   import pyarrow as pa
@@ -87,7 +87,7 @@ class TableInput(GrainInput):
     super().__post_init__()
     self.check_at_least(mixed_groups=1)
     if self.columns is not None and self.features is not None:
-      raise ConfigError(f'{self.label}.columns: features say which columns are read; leave it out')
+      raise ConfigError(f'{self.label}.columns: leave it out; features determine which columns are read')
 
   @functools.cached_property
   def _groups(self) -> tuple[list[_Group], np.ndarray]:
@@ -126,7 +126,7 @@ class TableInput(GrainInput):
           self.leave_out(e.bad)
     raise DataError(f'{self.label}.path: no row can be read')
 
-  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
+  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
     groups, sizes = self._groups
     if not groups:
       return
@@ -285,7 +285,7 @@ class _Converter:
     stored = str(array.type)
     is_float, wants_float = pa.types.is_floating(array.type), np.dtype(feature.dtype).kind not in 'biu'
     if not (is_float or pa.types.is_integer(array.type) or pa.types.is_boolean(array.type)):
-      raise DataError(f'{where}: column {column!r} is {stored}, not numbers; make numbers of it in a parse_fn')
+      raise DataError(f'{where}: column {column!r} is {stored}, not numbers; convert it to numbers in a parse_fn')
     if is_float and not wants_float:
       raise DataError(f'{where}: column {column!r} is {stored}; expected {feature.dtype}')
     if size != expected:

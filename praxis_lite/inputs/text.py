@@ -161,14 +161,14 @@ class TextInput(RecordsInput, RandomAccessInput):
     mine, others = (getattr(i.tokenizer, 'characters', None) for i in (self, other))
     if mine is not None and others is not None and mine != others:
       raise ConfigError(
-        f'{other.label}.tokenizer_tpl: its {len(others)} characters are not the {len(mine)} of {self.label}; give both '
-        'tokenizers the same path'
+        f'{other.label}.tokenizer_tpl: its {len(others)} characters differ from the {len(mine)} of {self.label}; give '
+        'both tokenizers the same path'
       )
     is_cut = self.split and other.split and self.split != other.split and self.path == other.path
     if is_cut and (self.split_by, *self._heldout) != (other.split_by, *other._heldout):
       raise ConfigError(
-        f'{other.label}: its split_by, heldout_fraction or test_fraction is not that of {self.label}, so that their '
-        'parts of the same text overlap; set them alike'
+        f'{other.label}: its split_by, heldout_fraction or test_fraction differs from {self.label}, so their parts of '
+        'the same text overlap; set the same values in both'
       )
 
   @functools.cached_property
@@ -183,7 +183,7 @@ class TextInput(RecordsInput, RandomAccessInput):
     rows = _PACKINGS[self.packing]([t for t, _ in kept], self.tokenizer, self.seq_len)
     if self.packing == 'windows' and len(rows.tokens) <= self.seq_len:
       raise DataError(
-        f'{self.label}.seq_len: windows of {self.seq_len} tokens need a text that is longer; it has {len(rows.tokens)}'
+        f'{self.label}.seq_len: windows of {self.seq_len} tokens need a longer text than this one of {len(rows.tokens)}'
       )
     return _Corpus(rows, len(kept), sum(n for _, n in kept))
 
@@ -246,7 +246,7 @@ class TextInput(RecordsInput, RandomAccessInput):
 def check_split(split: str, where: str) -> None:
   """Raises `ConfigError` unless `split` is one of SPLITS."""
   if split not in SPLITS:
-    raise ConfigError(f'{where}: {split!r} is none of {", ".join(SPLITS)}.{did_you_mean(str(split), SPLITS)}')
+    raise ConfigError(f'{where}: {split!r} is not one of {", ".join(SPLITS)}.{did_you_mean(str(split), SPLITS)}')
 
 
 def split_of_name(name: str, heldout_fraction: float, test_fraction: float) -> str:
@@ -284,7 +284,7 @@ def _cut(data: bytes, fraction: float, reach: float) -> int:
   return at
 
 
-# Left out of the standard library: installed packages, tests with their data, and files that differ between builds.
+# Parts of the standard library that are left out: installed packages, tests, and files that differ between builds.
 _LEFT_OUT_DIRECTORIES = frozenset({'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'})
 _LEFT_OUT_PREFIXES = ('_sysconfigdata', 'config-')
 

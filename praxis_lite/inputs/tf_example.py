@@ -7,6 +7,7 @@ Feature   one of   1: BytesList   2: FloatList   3: Int64List        each with  
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ message_type { name: "Integers" field { name: "value" number: 1 label: LABEL_REP
 
 @functools.cache
 def _example_class() -> Any:
-  """Returns the class of the message."""
+  """Returns the class of the protobuf message `Example`."""
   try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
   except ImportError:
@@ -67,14 +68,20 @@ def _values(feature: Any, where: str) -> np.ndarray:
   if kind == 'float_list':
     data = b''.join(feature.float_list.value)
     if len(data) % 4:
-      raise DataError(f'{where}: {len(data)} bytes are no list of float32')
+      raise DataError(f'{where}: {len(data)} bytes are not a list of float32')
     return np.frombuffer(data, '<f4')
   if kind == 'int64_list':
     return np.array(feature.int64_list.value, np.int64)
   return np.array(list(feature.bytes_list.value), object)
 
 
-def serialized_example(example: dict[str, np.ndarray]) -> bytes:
+def serialized_examples(rows: Mapping[str, np.ndarray | Sequence[Any]]) -> Iterator[bytes]:
+  """Yields the record of each example; dimension 0 of the arrays counts examples."""
+  for values in zip(*map(np.asarray, rows.values()), strict=True):
+    yield serialized_example(dict(zip(rows, values)))
+
+
+def serialized_example(example: Mapping[str, np.ndarray]) -> bytes:
   """Returns the record of an example: integers and booleans as int64 lists, floats as float lists, flattened."""
   message = _example_class()()
   for name, x in example.items():

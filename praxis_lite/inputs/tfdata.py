@@ -31,12 +31,13 @@ from praxis_lite.inputs.rows import (
   fit_dtype,
   resolve_source,
 )
-from praxis_lite.inputs.streamed import Groups, StreamedInput
+from praxis_lite.inputs.streamed import RowGroups, StreamedInput
+from praxis_lite.inputs.tf_example import serialized_examples
 from praxis_lite.inputs.tfrecord_files import (
   CANNOT_PARSE,
   bad_records_of,
   ends_with_a_record,
-  first_line,
+  tensorflow_reason,
   whole_records,
 )
 
@@ -84,7 +85,7 @@ class BaseTFInput(StreamedInput):
     """Returns the examples of [n] elements, as tensors with dimension 0 = n. TensorFlow traces it; n may be 0."""
     return elements
 
-  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
+  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
     tf = import_tensorflow()
     groups = iter(self._groups(epoch, position, count, start, stop))
     while True:
@@ -113,7 +114,7 @@ class BaseTFInput(StreamedInput):
     dataset = self.elements(epoch)
     if self.num_epochs is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
       raise DataError(
-        f'{self.label}: the dataset repeats for ever, so num_epochs = {self.num_epochs} would never end; leave out its '
+        f'{self.label}: the dataset repeats forever, so num_epochs = {self.num_epochs} would never end; remove its '
         'repeat(), or add take(n)'
       )
     if self.shuffle:
@@ -149,7 +150,7 @@ class BaseTFInput(StreamedInput):
     return (
       str(error)
       if isinstance(error, DataError)
-      else f'{self.label}: TensorFlow cannot read the data: {first_line(error)}'
+      else f'{self.label}: TensorFlow cannot read the data: {tensorflow_reason(error)}'
     )
 
 
@@ -342,24 +343,12 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
   """Writes arrays with examples in dimension 0 as `tf.train.Example` records, in the form `TFRecordInput` reads."""
   tf = import_tensorflow()
-  arrays = [np.asarray(v) for v in rows.values()]
   with tf.io.TFRecordWriter(path, options=compression) as writer:
-    for example in zip(*arrays, strict=True):
-      features = tf.train.Features(feature=dict(zip(rows, map(_stored_feature, example))))
-      writer.write(tf.train.Example(features=features).SerializeToString())
+    for record in serialized_examples(rows):
+      writer.write(record)
 
 
 def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:
   tf = import_tensorflow()
-  return tf.io.FixedLenFeature(tuple(feature.shape), tf.int64 if _is_integral(np.dtype(feature.dtype)) else tf.float32)
-
-
-def _stored_feature(x: np.ndarray) -> tf.train.Feature:
-  tf = import_tensorflow()
-  if _is_integral(x.dtype):
-    return tf.train.Feature(int64_list=tf.train.Int64List(value=fit_dtype(x.ravel(), np.int64, 'write_tfrecords')))
-  return tf.train.Feature(float_list=tf.train.FloatList(value=fit_dtype(x.ravel(), np.float32, 'write_tfrecords')))
-
-
-def _is_integral(dtype: np.dtype) -> bool:
-  return dtype.kind in 'biu'
+  is_integral = np.dtype(feature.dtype).kind in 'biu'
+  return tf.io.FixedLenFeature(tuple(feature.shape), tf.int64 if is_integral else tf.float32)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 _AT_ONCE = 256
-# Bytes read at the end of a file to find its last record; bytes of a compressed file that are read at once.
+# How many bytes are read at the end of a file to find its last record, and from a compressed file at once.
 _END, _BLOCK = 1 << 16, 1 << 20
 CANNOT_PARSE = 'cannot be parsed'
 
 
-def records_of(file: str, compression: str) -> Iterator[bytes | BadRecord]:
+def read_records(file: str, compression: str) -> Iterator[bytes | BadRecord]:
   """Yields each record of a file, or a `BadRecord` in its place; raises DataError if the file cannot be opened."""
   import tensorflow as tf
 
@@ -54,9 +54,9 @@ def records_of(file: str, compression: str) -> Iterator[bytes | BadRecord]:
         after = _end_of_record(headers.read(12), at)
         if after is None or after > size:
           reason = 'is cut off' if after is not None or size - at < 12 else 'has a damaged length'
-          yield BadRecord(file, f'record {number}, at byte {at}', f'{reason}; nothing behind it is read')
+          yield BadRecord(file, f'record {number}, at byte {at}', f'{reason}; nothing after it is read')
           return
-        yield BadRecord(file, f'record {number}, at byte {at}', 'its checksum is not that of its data')
+        yield BadRecord(file, f'record {number}, at byte {at}', 'its checksum does not match its data')
         at = after
       number += 1
 
@@ -75,7 +75,7 @@ def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadReco
   except tf.errors.OpError:
     is_whole = False
   if not is_whole:
-    yield BadRecord(file, f'record {number}', 'is damaged or cut off; nothing behind it is read')
+    yield BadRecord(file, f'record {number}', 'is damaged or cut off; nothing after it is read')
 
 
 def bad_records_of(
@@ -94,10 +94,10 @@ def bad_records_of(
         try:
           parse([record])
         except errors as e:
-          bad[number] = BadRecord(file, f'record {number}', f'{CANNOT_PARSE}: {first_line(e)}')
+          bad[number] = BadRecord(file, f'record {number}', f'{CANNOT_PARSE}: {tensorflow_reason(e)}')
     pending.clear()
 
-  for number, record in enumerate(records_of(file, compression)):
+  for number, record in enumerate(read_records(file, compression)):
     if isinstance(record, BadRecord):
       bad[number] = record
     else:
@@ -113,7 +113,7 @@ def whole_records(file: str, bad: Collection[int], compression: str) -> tf.data.
   import tensorflow as tf
 
   def whole() -> Iterator[bytes]:
-    for number, record in enumerate(records_of(file, compression)):
+    for number, record in enumerate(read_records(file, compression)):
       if number not in bad and not isinstance(record, BadRecord):
         yield record
 
@@ -219,7 +219,7 @@ def _table() -> list[int]:
   return table
 
 
-def first_line(error: Exception) -> str:
+def tensorflow_reason(error: Exception) -> str:
   """Returns the first line of an error of TensorFlow, without graph nodes."""
   # Messages begin with the node of the graph, in double braces, and may end with the operation.
   line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]

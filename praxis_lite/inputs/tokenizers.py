@@ -12,8 +12,8 @@ import functools
 import itertools
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -117,7 +117,7 @@ class ByteTokenizer(BaseTokenizer):
 
 
 class CharTokenizer(BaseTokenizer):
-  """The tokens are the characters of a text, numbered from 0 by code point; one more id is bos, eos and pad.
+  """A tokenizer whose tokens are characters, numbered from 0 by code point. One more id is bos, eos and pad.
 
   A run stores the vocabulary in its directory, so its ids stay the same if the text changes or is removed.
 
@@ -139,7 +139,7 @@ class CharTokenizer(BaseTokenizer):
       raise ConfigError('CharTokenizer.path: expected the text whose characters are the vocabulary, got None')
     twice = {c for c, n in collections.Counter(self.vocabulary or '').items() if n > 1}
     if twice:
-      raise ConfigError(f'CharTokenizer.vocabulary: {min(twice)!r} is in it more than once')
+      raise ConfigError(f'CharTokenizer.vocabulary: it contains {min(twice)!r} more than once')
 
   @functools.cached_property
   def characters(self) -> str:
@@ -243,16 +243,11 @@ class SentencePieceTokenizer(BaseTokenizer):
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
     out = []
-    groups = np.cumsum([len(d) for d in documents]) // self._GROUP_BYTES
-    for _, group in itertools.groupby(zip(groups, documents), operator.itemgetter(0)):
-      chunk = [document for _, document in group]
-      encoded = self._model.encode([d.decode() for d in chunk], num_threads=self.num_threads)
-      for document, ids in zip(chunk, (np.asarray(ids, np.int32) for ids in encoded)):
+    for group in groups_of_documents(documents):
+      encoded = self._model.encode([d.decode() for d in group], num_threads=self.num_threads)
+      for document, ids in zip(group, (np.asarray(ids, np.int32) for ids in encoded)):
         out.append(Tokens(ids, _spread(len(document), self._piece_bytes[ids])))
     return out
-
-  # SentencePiece returns ids as Python lists, which need much more memory than arrays, so text is encoded in groups.
-  _GROUP_BYTES: ClassVar[int] = 1 << 21
 
   @functools.cached_property
   def _piece_bytes(self) -> np.ndarray:
@@ -265,6 +260,16 @@ class SentencePieceTokenizer(BaseTokenizer):
       elif not (model.is_byte(i) or model.is_unknown(i)):
         sizes[i] = len(model.id_to_piece(i).replace('\u2581', ' ').encode())
     return sizes
+
+
+def groups_of_documents(documents: Sequence[bytes]) -> Iterator[list[bytes]]:
+  """Yields the documents in groups of about 2 MiB, to be encoded one group after the other.
+
+  The packages return Python lists, which need much more memory than arrays.
+  """
+  number_of_group = np.cumsum([len(d) for d in documents]) // 2**21
+  for _, group in itertools.groupby(zip(number_of_group, documents), operator.itemgetter(0)):
+    yield [document for _, document in group]
 
 
 def _spread(total: int, sizes: np.ndarray) -> np.ndarray:

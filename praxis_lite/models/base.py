@@ -89,8 +89,7 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
     if jnp.shape(x)[:1] != (rows,):
       raise ConfigError(
         f'task.model: of {rows} examples, {type(model).__name__} predicts {path_name(path) or "an array"} of shape '
-        f'{jnp.shape(x)}; predict(batch) returns only arrays with the batch as dimension 0, and takes whole batches, '
-        'never one example alone'
+        f'{jnp.shape(x)}; predict(batch) takes a whole batch, and returns only arrays with the batch as dimension 0'
       )
   return predictions
 
@@ -98,10 +97,10 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
 def checked_outputs(
   model: BaseModel, outputs: Any, rows: int | None = None, method: str = 'compute_loss'
 ) -> tuple[WeightedScalars, NestedDict]:
-  """Returns the (metrics, per-example or decoded outputs) that a method of a model has returned.
+  """Returns what a method of a model returned, (metrics, per-example or decoded outputs), after checking its form.
 
   Raises:
-    ConfigError: they have another form, a metric is not a pair (mean, weight), there is no scalar `loss`, or dimension
+    ConfigError: the form is wrong, a metric is not a pair (mean, weight), there is no scalar `loss`, or dimension
       0 of an output is not `rows`.
   """
   where = _method_name(model, method)
@@ -114,7 +113,7 @@ def checked_outputs(
   metrics, by_row = outputs
   for name in (*metrics, *by_row):
     if not isinstance(name, str):
-      raise ConfigError(f'{where}: metrics and outputs have names; {name!r} is none')
+      raise ConfigError(f'{where}: the names of metrics and outputs must be strings, got {name!r}')
   for name, metric in metrics.items():
     if not (isinstance(metric, tuple | list) and len(metric) == 2 and all(map(_is_number, metric))):
       raise ConfigError(
@@ -123,8 +122,8 @@ def checked_outputs(
       )
   if method == 'compute_loss' and 'loss' not in metrics:
     raise ConfigError(
-      f"{where}: there is no 'loss' among the metrics, {', '.join(metrics) or 'of which there are none'}. "
-      "It is what is trained on; add 'loss': weighted_mean(losses, batch['weights'])"
+      f"{where}: there is no 'loss' among the metrics ({', '.join(metrics) or 'none'}). "
+      "Training minimizes it; add 'loss': weighted_mean(losses, batch['weights'])"
     )
   for name, metric in metrics.items():
     mean, weight = map(jnp.asarray, metric)

@@ -1,4 +1,4 @@
-"""Checks for labels outside of a model's classes, for which JAX may compute with another class without an error."""
+"""Checks for labels outside of a model's classes; JAX would compute with another class, without an error."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def labels_in(rows: NestedDict) -> dict[str, np.ndarray]:
 def number_of_classes(model: Layer) -> tuple[str, int] | None:
   """Returns the path of the field that sets the number of classes, and the number; None if it is unknown.
 
-  That is a field `num_classes` of the model, or of its largest softmax layer: a label that is too large for that layer
-  is too large for all.
+  The field is `num_classes` of the model, or else of its largest softmax layer: a label that is too large for that
+  layer is too large for all of them.
   """
   own = getattr(model, 'num_classes', None)
   if isinstance(own, int):

@@ -1,6 +1,6 @@
 """LanguageModel: trains, evaluates and decodes a network that predicts the next token.
 
-B batch, T length, V vocabulary, P length of prompts, M most tokens to decode.
+B batch, T length, V vocabulary, P length of prompts, M largest number of tokens to decode.
 
 A batch holds arrays [B, T]: `ids` and `labels`, the next tokens, int32; `weights`, float32; if rows are packed,
 `segment_ids` and `segment_pos`, int32; and if tokens are not bytes, `bytes`, float32: how many bytes of text each label
@@ -154,9 +154,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return self.decoder.context(getattr(self.lm, 'max_positions', None))
 
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
-    """Returns logits [B, V] of the token after each prompt; the caches, of `cache_length` slots, are its decode state.
+    """Returns logits [B, V] of the token after each prompt. Its decode state is the caches, of `cache_length` slots.
 
-    For decoding loops outside of this program. `Sampler.decode` describes the arguments.
+    This is for decoding loops outside of the program. `Sampler.decode` describes the arguments.
     """
     self.lm.init_decode_state(ids_BP.shape[0], cache_length)
     return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), *self._prompt_is_prefix(lengths_B))
@@ -174,9 +174,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     context = self.context
     if self.model_type == 'prefix' and context is not None and prompt_length + max_tokens - 1 > context:
       raise ConfigError(
-        f"{self.path_name}.model_type: 'prefix' needs the whole prompt at each step, and the {context} tokens that the "
-        f'model sees at once are fewer than those of prompts, {prompt_length}, and max_decode_steps, {max_tokens}; '
-        'decode fewer steps, or shorter prompts'
+        f"{self.path_name}.model_type: 'prefix' needs the whole prompt at each step, but the model sees only {context} "
+        f'tokens at once, and prompts of {prompt_length} with max_decode_steps = {max_tokens} need '
+        f'{prompt_length + max_tokens - 1}; decode fewer steps, or shorter prompts'
       )
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:

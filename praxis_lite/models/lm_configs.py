@@ -147,7 +147,7 @@ def set_sharding(
 
   Args:
     config: the config of a `LanguageModel` or a `TransformerLm`.
-    batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
+    batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.
     context_axis: mesh axis that splits the length of all activations (context parallelism); None disables it.
@@ -217,7 +217,7 @@ def set_pipeline(
   if getattr(repeated, 'sliding_windows', None) is not None:
     raise ConfigError(
       'set_pipeline: transformer_tpl.sliding_windows makes blocks of several kinds, and stages need blocks that are '
-      'all alike; set transformer_tpl.layers_tpl.attention_tpl.sliding_window, which is that of all'
+      'all alike; set transformer_tpl.layers_tpl.attention_tpl.sliding_window, which applies to all of them'
     )
   pipelined = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
   pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)

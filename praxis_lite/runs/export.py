@@ -66,12 +66,13 @@ class ExportSettings(NamedTuple):
   """What is exported, and how.
 
   Attributes:
-    what: 'forward', or 'decode': prefill and decode step of a language model.
+    what: 'forward' for predictions, or 'decode' for prefill and decode step of a language model.
     formats: 'stablehlo', 'saved_model' or both.
-    batch_size: None for a program of any batch size.
+    batch_size: None exports programs for any batch size.
     prompt_length: P, the length that prompts are padded to.
-    max_tokens: the most tokens after a prompt; the caches have P + max_tokens - 1 slots. None: as the model's sampler.
-    platforms: where it shall run: 'cpu', 'cuda', 'rocm', 'tpu'.
+    max_tokens: the largest number of tokens after a prompt; the caches have P + max_tokens - 1 slots. None uses that of
+      the model's sampler.
+    platforms: the platforms that the programs run on: 'cpu', 'cuda', 'rocm', 'tpu'.
   """
 
   what: str = 'forward'
@@ -187,7 +188,7 @@ def _forward_program(
   if unnamed := shapes.keys() - paths.values():
     one = min(unnamed)
     other = paths[_identifier(path_name(one))]
-    raise ConfigError(f'export: the inputs {path_name(one)!r} and {path_name(other)!r} have one name there; rename one')
+    raise ConfigError(f'export: the inputs {path_name(one)!r} and {path_name(other)!r} get the same name; rename one')
 
   def forward(flat: Arrays, inputs: Arrays) -> Arrays:
     rows: NestedDict = {'weights': jnp.ones(_like(inputs, weights.shape), weights.dtype)}
@@ -400,10 +401,10 @@ run `python load.py` before.
 
 _README_DECODE = """## The loop
 
-`ids` are tokens; `lengths` are those of the prompts, which are padded at their end to {most} tokens. `prefill` returns
-the logits of the next token of each row, and the caches. Then, for each further token: choose a token of each row from
-the logits, and call `decode_step` with them, with their `positions` (`lengths` for the first, one more for each further
-one), and with the caches that the call before returned.
+`ids` are the tokens of the prompts, padded at their end to {most}; `lengths` are the lengths of the prompts. `prefill`
+returns the logits of the next token of each row, and the caches. Then, for each further token: choose a token for each
+row from the logits, and call `decode_step` with these tokens as `ids`, their `positions` (`lengths` for the first
+tokens, one more for each next ones), and the caches that the last call returned.
 """
 
 _README_JAX = """## With JAX

@@ -32,7 +32,7 @@ def run_eval(
     **options: `step`, `devices`, `seed` and `on_damage`; see `RestoreOptions`.
 
   Raises:
-    UserError: the config, the data or the checkpoint is not usable, or there is no checkpoint.
+    UserError: the config, the data or the checkpoint cannot be used, or there is no checkpoint.
   """
   config = use_kept_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.datasets)
@@ -76,7 +76,7 @@ def decode_prompts(
   Raises:
     UserError: as for `run_eval`, or a prompt is empty.
   """
-  prompt_batch(prompts)  # Raises before anything slow.
+  prompt_batch(prompts)  # Reports mistakes before slow work.
   begin = functools.partial(TrainedModel.begin_to_compile_decode, prompts=prompts)
   return restore_model(config, job_log_dir, use_ema='decode', meanwhile=begin, **options).decode(prompts)
 

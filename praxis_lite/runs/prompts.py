@@ -19,10 +19,10 @@ _LENGTH_MULTIPLE = 16
 
 
 def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
-  """Returns the tokenizer of the first dataset that has one; None if none of them has."""
+  """Returns the tokenizer of the first dataset that has one; None if there is none."""
   for i, dataset in enumerate(config.datasets):
     template = getattr(dataset, 'tokenizer_tpl', None)
-    if isinstance(template, Config):  # The data need not be there.
+    if isinstance(template, Config):  # Without reading data, which may be missing.
       with prefix_errors(f'datasets[{i}].tokenizer_tpl'):
         return template.instantiate()
     tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
@@ -32,26 +32,29 @@ def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
 
 
 def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -> list[int]:
-  """Returns the tokens of a text to continue; raises UserError, which calls it `name`, if it is not text."""
+  """Returns the tokens of a text to continue; raises UserError if it is not text. `name` is its name in messages."""
   return _encode(tokenizer.prompt_ids, prompt, name)
 
 
 def chat_prompt(tokenizer: BaseTokenizer, message: str, system: str | None = None) -> list[int]:
-  """Returns the tokens after which a chat model answers a user's message, by the tokenizer's chat template.
+  """Returns the tokens of a user's message in the tokenizer's chat template, to which a chat model adds its answer.
 
   Args:
-    tokenizer: one with a chat template; raises UserError if it has none.
-    message: of the user.
-    system: of the system, before it.
+    tokenizer: one with a chat template; otherwise raises UserError.
+    message: the user's message.
+    system: the system message before it, if any.
   """
   if not isinstance(tokenizer, HfTokenizer):
-    raise UserError(f'a chat needs a tokenizer with a chat template, and this run has a {type(tokenizer).__name__}')
+    raise UserError(f'a chat needs a tokenizer with a chat template, but this run has a {type(tokenizer).__name__}')
   messages = [{'role': 'system', 'content': system}] if system else []
   return tokenizer.chat_ids([*messages, {'role': 'user', 'content': message}])
 
 
 def continued_text(tokenizer: BaseTokenizer, prompt: Sequence[int], continuation: Sequence[int]) -> str:
-  """Returns the text that follows a prompt: some tokenizers drop the space at the beginning of what they decode."""
+  """Returns the text that follows a prompt.
+
+  Decodes both together if possible, because some tokenizers drop the space at the beginning of what they decode.
+  """
   before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *continuation])
   return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(continuation)
 
@@ -78,7 +81,7 @@ def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
 
 
 def _tokens(prompt: Sequence[int]) -> np.ndarray:
-  """Returns the tokens of a prompt, [n] int32; raises UserError if it has none, or what it has is no token."""
+  """Returns the tokens of a prompt, [n] int32; raises UserError if it is empty or not a list of tokens."""
   ids = np.asarray(prompt)
   if ids.shape == (0,):
     raise ConfigError('a prompt is empty; it needs at least one token')
@@ -88,19 +91,19 @@ def _tokens(prompt: Sequence[int]) -> np.ndarray:
 
 
 def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:
-  """Returns a batch of prompts with the shapes of a bucket, of which `max_tokens` tokens are asked for."""
+  """Returns a batch of prompts in the shapes of a bucket, which asks for `max_tokens` tokens after each."""
   count, width = batch['ids'].shape
   ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - width)))
   return batch | {'ids': ids, 'max_tokens': np.full(count, max_tokens, np.int32)}
 
 
 def check_ids(rows: Rows, vocab_size: int | None) -> None:
-  """Raises DataError if a batch of a language model has ids that are not in its vocabulary: JAX would read others.
+  """Raises DataError if a batch has ids outside of the vocabulary of a language model: JAX would read other entries.
 
   Args:
-    rows: a batch with `ids` [B, T] and `weights`; of prompts, `prompt_lengths` [B] too. What is only padding may be any
-      id below zero, and in prompts any id at all.
-    vocab_size: V; None: not known.
+    rows: a batch with `ids` [B, T] and `weights`, and `prompt_lengths` [B] if they are prompts. Padding may be any
+      negative id, and padding of prompts any id at all.
+    vocab_size: V; None if it is unknown, and nothing is checked.
   """
   if vocab_size is None or not isinstance(ids_BT := rows.get('ids'), np.ndarray) or ids_BT.ndim != 2:
     return
@@ -115,7 +118,7 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
     row, position = np.argwhere(is_bad_BT)[0]
     raise DataError(
       f'ids: {ids_BT[row, position]}, at position {position} of row {row}, is not in the vocabulary of the model, '
-      f'whose ids are 0 to {vocab_size - 1}; are they from another tokenizer than that of the training data?'
+      f'whose ids are 0 to {vocab_size - 1}; check that they come from the tokenizer of the training data'
     )
 
 
@@ -134,12 +137,12 @@ def task_with_sampler(
   """Returns a copy of the config of a task, with settings of the sampler of its model.
 
   Args:
-    task: of a language model.
-    tokenizer: of the stop texts.
-    max_tokens, temperature, top_k, top_p, max_context: as `max_decode_steps` and the others of `Sampler`; None: as in
-      the config.
-    stop: texts of one token each that end a continuation, beside the `stop_ids` of the config.
-    flag: what errors put before the name of an argument.
+    task: config of the task of a language model.
+    tokenizer: encodes the stop texts.
+    max_tokens: `max_decode_steps` of the `Sampler`; None keeps the value in the config.
+    temperature, top_k, top_p, max_context: the fields of these names; None keeps the value in the config.
+    stop: texts of one token each that end a continuation, in addition to the `stop_ids` of the config.
+    flag: a prefix of argument names in messages, such as '--'.
 
   Raises:
     ConfigError: the model has no sampler.
@@ -155,7 +158,7 @@ def task_with_sampler(
   decoder.set(**{name: value for name, value in settings.items() if value is not None})
   for text in stop:
     if tokenizer is None:
-      raise UserError(f'{flag}stop={text!r} needs a dataset with a tokenizer, and there is none')
+      raise UserError(f'{flag}stop={text!r} needs a dataset with a tokenizer, but there is none')
     ids = _encode(tokenizer.encode, text, f'{flag}stop')
     if len(ids) != 1:
       raise UserError(f'{flag}stop={text!r} is {len(ids)} tokens; a stop text must be one token')

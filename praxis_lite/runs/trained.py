@@ -47,7 +47,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
 from praxis_lite.training.task import SingleTask
 
-# A batch is filled up to a size that was compiled before if that is at most so many times larger.
+# A batch may be padded to a size that was compiled before if that size is at most this many times larger.
 _MOST_PADDING = 8
 
 
@@ -92,14 +92,14 @@ class TrainedModel:
   """A model ready to run.
 
   It takes batches of any size, of NumPy arrays, and returns NumPy arrays. A program is compiled for the first batch of
-  a size; smaller batches are filled up to a size that was compiled before.
+  a size; smaller batches are padded to a size that was compiled before.
 
   Attributes:
-    config: the configs it was made of.
+    config: the configs that it was built from.
     tasks: its task on its mesh.
     stored_variables: its variables as they are stored there, padded.
     global_step: step of the checkpoint, on the mesh.
-    seed: for models that draw random numbers while they predict or evaluate.
+    seed: seed of models that draw random numbers in prediction or evaluation.
   """
 
   def __init__(
@@ -138,7 +138,7 @@ class TrainedModel:
 
   @functools.cached_property
   def tokenizer(self) -> BaseTokenizer | None:
-    """The tokenizer of the first dataset that has one; None if none of them has."""
+    """The tokenizer of the first dataset that has one; None if there is none."""
     return tokenizer_of(self.config)
 
   @functools.cached_property
@@ -171,8 +171,8 @@ class TrainedModel:
     """Returns the model's metrics, weighted means over a dataset; `task.evaluate.max_batches` limits it.
 
     Args:
-      dataset: one of the run's datasets by its name or number, of which training data is read once, in order; an input
-        or the config of one; or the arrays of a batch of any size.
+      dataset: the name or number of one of the run's datasets, an input, the config of an input, or the arrays of a
+        batch of any size. Training data is read once, in order.
 
     Raises:
       UserError: there is no such dataset, or the model cannot evaluate it.
@@ -206,15 +206,15 @@ class TrainedModel:
     Args:
       prompts: texts, or lists of tokens, for a language model; or a batch of arrays by name, for any model with a
         `decode`. The same prompt several times gives several samples.
-      max_tokens, temperature, top_k, top_p: of a language model's sampler, as in `Sampler`; None: as in its config.
-      stop: texts of one token each that end a continuation as well.
-      seed: of the samples; None: that of the model.
+      max_tokens, temperature, top_k, top_p: settings of a language model's `Sampler`; None keeps those of its config.
+      stop: texts of one token each that also end a continuation.
+      seed: seed of the samples; None uses that of the model.
 
     Returns:
       The text, or the tokens, that follow each prompt; or the model's decoded outputs, arrays by name.
 
     Raises:
-      UserError: there is no tokenizer or decoder, a setting is not valid, a prompt is empty, or an id of it is not in
+      UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty or has an id outside of
         the vocabulary of the model.
     """
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
@@ -280,7 +280,7 @@ class TrainedModel:
     """
     datasets = [config.instantiate() for config in self.config.datasets]
     if not datasets:
-      raise ConfigError('datasets(): there is none that says what a batch of this model is; pass batch=')
+      raise ConfigError('datasets(): there is no dataset to take the shapes of a batch from; pass batch=')
     return next((data for data in datasets if not data.is_training), datasets[0]).batch_struct()
 
   # ---------------------------------------------------------------- how
@@ -331,12 +331,12 @@ class TrainedModel:
     length = int(batch['prompt_lengths'].max())
     self.layer.check_fits(length, max_tokens)
     self._note_what_is_not_seen(self.layer, length + max_tokens - 1)
-    bucket = Bucket.of(length, max_tokens, self.layer.context)
+    bucket = Bucket.choose(length, max_tokens, self.layer.context)
     sizes = {'max_tokens': bucket.width, 'max_context': bucket.slots}
     return self._set_sampler(settings | sizes, stop), fit_to_bucket(batch, bucket, max_tokens)
 
   def _set_sampler(self, settings: dict[str, Any], stop: tuple[str, ...]) -> TaskOnMesh:
-    """The task with other settings of the sampler; they are part of the compiled program."""
+    """Returns the task with other settings of the sampler, which are part of the compiled program."""
     if not (settings or stop):
       return self.tasks
     name = repr((settings, stop))
@@ -347,15 +347,15 @@ class TrainedModel:
     return self._tasks_by_sampler[name]
 
   def _note_what_is_not_seen(self, model: LanguageModel, most: int) -> None:
-    """Prints, once, that a language model does not see all tokens of what it continues, at most so many."""
+    """Prints, once, that a language model does not see all of a prompt and its continuation, up to `most` tokens."""
     seen = model.context
     if seen is not None and most > seen and not self._has_noted and is_primary_process():
       self._has_noted = True
-      print(f'note: the model sees {seen} tokens at once; of up to {most}, the last {seen}', file=sys.stderr)
+      print(f'note: the model sees only the last {seen} of up to {most} tokens', file=sys.stderr)
 
   def _tokenizer(self) -> BaseTokenizer:
     if self.tokenizer is None:
-      raise UserError('decode: texts need a dataset with a tokenizer, and there is none; pass lists of tokens')
+      raise UserError('decode: texts need a dataset with a tokenizer, but there is none; pass lists of tokens')
     return self.tokenizer
 
   def _dataset(self, dataset: str | int | Config | BaseInput | Mapping[str, Any]) -> BaseInput:
@@ -370,7 +370,7 @@ class TrainedModel:
     if not isinstance(dataset, BaseInput):
       raise ConfigError(f'evaluate: expected a dataset, got {type(dataset).__name__}')
     if dataset.num_epochs is None:
-      raise ConfigError(f'evaluate: {dataset.label} has no end; set its num_epochs, or pass its config')
+      raise ConfigError(f'evaluate: {dataset.label} is endless; set its num_epochs, or pass its config')
     return dataset
 
 
@@ -394,16 +394,16 @@ def restore_model(
     job_log_dir: the directory of the run.
     step, devices, seed, on_damage: see `RestoreOptions`.
     create_mesh: returns the mesh for the task; None uses the task's own, of `devices`.
-    use_ema: whether the moving averages are used, if the learner keeps them; or the section of the task that says so.
+    use_ema: whether to use the moving averages, if the learner keeps them; or the section of the task that says so.
     check: called with the model before anything is restored.
-    meanwhile: called with what will be returned, which has shapes for variables: it may begin to compile.
+    meanwhile: called before restoring with the result, whose variables are shapes, for example to start compiling.
 
   Raises:
     UserError: there is no checkpoint, or it does not fit the config, or the mesh does not fit the devices.
   """
   checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=on_damage)
   try:
-    checkpointer.existing_step(step)  # Raises before anything slow.
+    checkpointer.existing_step(step)  # Reports mistakes before slow work.
     task: SingleTask = config.task.instantiate()
     mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
     tasks = TaskOnMesh(task, mesh, state_layout(task, mesh, optimizer=False))
@@ -424,11 +424,11 @@ def restore_model(
 
 
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:
-  """The dataset of a name or number; one without a name is called by its class."""
+  """Returns the dataset of a name or number. A dataset without a name goes by the name of its class."""
   names = [str(getattr(data, 'name', None) or getattr(target(data), '__name__', '')) for data in datasets]
   if isinstance(wanted, str) and names.count(wanted) > 1:
     numbers = [i for i, name in enumerate(names) if name == wanted]
-    raise ConfigError(f'evaluate: {len(numbers)} datasets are called {wanted!r}; pass the number of one, of {numbers}')
+    raise ConfigError(f'evaluate: {len(numbers)} datasets are called {wanted!r}; pass one of their numbers, {numbers}')
   if isinstance(wanted, str) and wanted in names:
     return datasets[names.index(wanted)]
   if isinstance(wanted, int) and -len(names) <= wanted < len(names):

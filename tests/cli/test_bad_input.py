@@ -292,8 +292,8 @@ PROMPTS = {
   'no ids': (['--prompt_ids='], r'a prompt is empty; it needs at least one token'),
   'no token': (['--prompt_ids=1,99999999999'], r'a prompt is \[1, 99999999999\]; expected a list of tokens, which are'),
   'not in the vocabulary': (['--prompt_ids=1,999'], r'ids: 999, at position 1 of row 0, is not in the vocabulary of'),
-  'texts and ids': (['--prompt=a', '--prompt_ids=1'], r'a call takes texts or ids; leave out one of them'),
-  'chat of ids': (['--chat', '--prompt_ids=1'], r'--chat puts texts into a template; it goes with --prompt'),
+  'texts and ids': (['--prompt=a', '--prompt_ids=1'], r'--prompt and --prompt_ids cannot be combined'),
+  'chat of ids': (['--chat', '--prompt_ids=1'], r'--chat puts texts into a template; use it with --prompt'),
   'none': ([], r'decode_datasets\(\): there is no input to decode; to continue a text, pass --prompt'),
 }
 
@@ -338,7 +338,8 @@ def test_ids_are_printed_as_ids_where_nothing_makes_text_of_them(capsys, monkeyp
   assert main(['decode', *arguments]) == 0
   out, err = capsys.readouterr()
   assert '97,98,104,105' in out
-  assert ('note: ids are printed: datasets[0].tokenizer_tpl: HfTokenizer.path' in err) == (experiment == STDLIB)
+  note = 'note: printing ids instead of text: datasets[0].tokenizer_tpl: HfTokenizer.path'
+  assert (note in err) == (experiment == STDLIB)
 
 
 def test_a_checkpoint_whose_files_are_gone_is_told(capsys, trained, tmp_path):
@@ -399,7 +400,7 @@ def test_a_bug_in_the_users_own_code_is_told_with_its_line_and_keeps_its_traceba
   (tmp_path / 'buggy.py').write_text(text)
   told = "AttributeError: 'A' object has no attribute 'nothing' "
   line = text.count('\n')
-  assert fails(capsys, 'show', '--exp=buggy.py:A') == f'{told}(buggy.py:{line}); --traceback shows how it came there'
+  assert fails(capsys, 'show', '--exp=buggy.py:A') == f'{told}(buggy.py:{line}); --traceback shows how it got there'
   assert main(['show', '--exp=buggy.py:A', '--traceback']) == 2
   printed = capsys.readouterr().err.splitlines()
   assert printed[0].startswith('Traceback') and any(f'buggy.py", line {line}, in task' in row for row in printed)

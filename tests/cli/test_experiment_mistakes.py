@@ -231,7 +231,7 @@ MISTAKES = {
   ),
   'import in data': (
     DATA.format('import no_such'),
-    r"^ModuleNotFoundError: No module named 'no_such' \(own\.py:\d+\); --traceback shows how it came there$",
+    r"^ModuleNotFoundError: No module named 'no_such' \(own\.py:\d+\); --traceback shows how it got there$",
   ),
   'file of data': (
     DATA.format("return np.load('nothing.npy')"),

@@ -67,8 +67,8 @@ MISTAKES = {
   'no loss': (
     LOSS,
     "return {'Loss': weighted_mean(predictions, batch['weights'])}, {}",
-    r"^task\.model: Mine\.compute_loss: there is no 'loss' among the metrics, Loss\. "
-    r"It is what is trained on; add 'loss': weighted_mean\(",
+    r"^task\.model: Mine\.compute_loss: there is no 'loss' among the metrics \(Loss\)\. "
+    r"Training minimizes it; add 'loss': weighted_mean\(",
   ),
   'no pair': (
     LOSS,
@@ -386,7 +386,7 @@ MISTAKES = {
   'metric without a name': (
     LOSS,
     'return {**super().compute_loss(predictions, batch)[0], 3: (0, 1)}, {}',
-    r'^task\.model: Mine\.compute_loss: metrics and outputs have names; 3 is none$',
+    r'^task\.model: Mine\.compute_loss: the names of metrics and outputs must be strings, got 3$',
   ),
   'other rows': (
     LOSS,
@@ -468,7 +468,7 @@ def test_the_traceback_is_printed_on_request(capsys, own):
 
 def test_what_a_model_raises_itself_is_told_with_its_line_and_keeps_its_traceback(capsys, own):
   flags = own(LOSS, "raise TypeError('mine')")
-  assert fails(capsys, 'train', *flags) == 'TypeError: mine (own.py:37); --traceback shows how it came there'
+  assert fails(capsys, 'train', *flags) == 'TypeError: mine (own.py:37); --traceback shows how it got there'
   assert main(['train', '--nocompilation_cache', *flags, '--traceback']) == 2
   told = capsys.readouterr().err.splitlines()
   assert any('own.py", line 37, in compute_loss' in line for line in told)

@@ -102,7 +102,7 @@ def test_runs_where_there_are_none(tmp_path, capsys):
 def test_a_sweep_in_the_directory_of_a_run_is_refused(tmp_path, capsys):
   (tmp_path / 'run.json').touch()
   assert main(['sweep', EXP, f'--job_log_dir={tmp_path}', '--set=task.model.hidden=1,2']) == 2
-  assert 'is that of a run' in capsys.readouterr().err
+  assert 'is the directory of a run' in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
   out, _ = process.communicate(timeout=120)
   assert process.returncode == 130
   assert re.search(r'\[1/2\] hidden=3: stopped: step \d+ of 100000000: saved in ', out)
-  assert 'the same command goes on' in out and 'hidden=4' not in out
+  assert 'the same command resumes' in out and 'hidden=4' not in out
   assert (tmp_path / 'hidden=3' / 'checkpoints').exists()
 
 

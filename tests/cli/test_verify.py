@@ -84,8 +84,8 @@ def test_train_names_the_variable_that_is_wrong(monkeypatch):
   [
     (0, 'mesh\nright: as on one device: gradients (3 s)\n', '', 'verified: as on one device: gradients (3 s)'),
     (2, '', 'praxis-lite verify: no data\n', 'not verified: praxis-lite verify: no data'),
-    (1, '', 'Traceback\nKeyError: 3\n', 'not verified: it ended with 1'),
-    (-9, '', '', 'not verified: it ended with -9'),
+    (1, '', 'Traceback\nKeyError: 3\n', 'not verified: it ended with exit code 1'),
+    (-9, '', '', 'not verified: it ended with exit code -9'),
   ],
 )
 def test_train_prints_one_line(monkeypatch, capsys, code, out, err, line):
@@ -101,7 +101,7 @@ def test_train_prints_one_line(monkeypatch, capsys, code, out, err, line):
   [
     (None, 'nothing was compared'),
     (b'W1 some warning\n', 'nothing was compared'),
-    (b'verify: mesh a 2 = 2 devices\n', 'nothing was compared, it was still compiling'),
+    (b'verify: mesh a 2 = 2 devices\n', 'still compiling, nothing was compared'),
     (
       b'verify: mesh a 2\nW1\nverify: compared gradients of 1 rows: right (9.0 s)\n',
       'compared gradients of 1 rows: right (9.0 s)',
@@ -115,7 +115,7 @@ def test_train_says_so_when_verifying_takes_too_long(monkeypatch, capsys, progre
   monkeypatch.setattr(subprocess, 'run', run)
   verify.verify_first(['--exp=lm.X', '--set=task.mesh=(2, 2)'])
   command = "praxis-lite verify --exp=lm.X '--set=task.mesh=(2, 2)'"
-  text = f'not verified: the check did not finish within 20 s ({far}); run it to its end with: {command}\n'
+  text = f'not verified: the check did not finish within 20 s ({far}); to complete it: {command}\n'
   assert capsys.readouterr().out == text
 
 

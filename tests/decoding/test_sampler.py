@@ -141,12 +141,12 @@ def test_a_row_may_ask_for_no_token():
 
 
 def test_many_lengths_share_a_bucket():
-  assert {Bucket.of(p, m, None) for p in range(1, 30) for m in range(1, 100)} == {Bucket(256, 512)}
+  assert {Bucket.choose(p, m, None) for p in range(1, 30) for m in range(1, 100)} == {Bucket(256, 512)}
   # With a context, one bucket serves longer texts too.
-  assert {Bucket.of(p, 220, 256) for p in range(1, 500)} == {Bucket(256, 512)}
+  assert {Bucket.choose(p, 220, 256) for p in range(1, 500)} == {Bucket(256, 512)}
   for lengths in ((1, 1), (100, 29), (100, 30), (500, 1), (1, 513), (4000, 100)):
     for context in (None, 96, 1000, 4096):
-      slots, width = Bucket.of(*lengths, context)
+      slots, width = Bucket.choose(*lengths, context)
       assert width >= max(lengths) and slots >= min(sum(lengths) - 1, context or 9999) and slots <= (context or 9999)
       assert slots % chunk_of(slots) == 0 and (chunk_of(slots) <= 256 or slots == 1000)
   assert [chunk_of(slots) for slots in (128, 1024, 8192, 257)] == [32, 64, 256, 257]

@@ -153,7 +153,7 @@ def test_tfrecords(tmp_path):
   assert [(os.path.basename(b.file), b.place.partition(',')[0]) for b in skipping.bad_records] == [
     ('1.tfrecord', 'record 3'), ('2.tfrecord', 'record 4')
   ]  # fmt: skip
-  assert 'damaged length; nothing behind it' in skipping.bad_records[1].reason
+  assert 'damaged length; nothing after it' in skipping.bad_records[1].reason
   for start in (3, 4):  # Before it is known that there is damage, and behind it.
     again = tfrecords(tmp_path, on_bad_record='skip')
     again.set_state(again.get_state() | {'position': 4 * start})

@@ -223,7 +223,7 @@ def _is_running(pid):
     (
       'rows.parquet',
       {'features': {'text': Config(Feature)}},
-      r"\['text'\]: column 'text' is string, not numbers; make",
+      r"\['text'\]: column 'text' is string, not numbers; convert",
     ),
     (
       'rows.parquet',
@@ -279,7 +279,7 @@ def test_a_missing_value_and_lists_of_several_lengths_are_told(tmp_path):
     ({'parse_fn': len}, 'set one of features and parse_fn'),
     ({'num_workers': -1}, 'num_workers: expected an integer of at least 0'),
     ({'mixed_groups': 0}, 'mixed_groups'),
-    ({'columns': ('x',)}, 'features say which columns are read'),
+    ({'columns': ('x',)}, 'features determine which columns are read'),
   ],
 )
 def test_bad_fields_are_named(fields, message):

@@ -121,7 +121,7 @@ def test_files_that_are_missing_or_no_tokenizer_are_named(make, tmp_path):
   with pytest.raises(DataError, match=r'HfTokenizer.path: there is no file .*nowhere'):
     _ = HfTokenizer(path=str(tmp_path / 'nowhere')).vocab_size
   (tmp_path / 'tokenizer.json').write_text('{}')
-  with pytest.raises(DataError, match=r'tokenizer.json is no tokenizer: '):
+  with pytest.raises(DataError, match=r'tokenizer.json is not a tokenizer: '):
     _ = HfTokenizer(path=str(tmp_path)).vocab_size
 
 

@@ -60,7 +60,7 @@ def test_text_input_reads_it():
 
 
 def test_missing_sources_and_splits_are_errors(tmp_path, monkeypatch):
-  with pytest.raises(ConfigError, match="'valid' is none of"):
+  with pytest.raises(ConfigError, match="'valid' is not one of"):
     stdlib_files('valid')
   monkeypatch.setattr(sysconfig, 'get_paths', lambda: {'stdlib': str(tmp_path / 'python311.zip')})
   with pytest.raises(DataError, match=r'no Python sources of the standard library in .*python311\.zip'):

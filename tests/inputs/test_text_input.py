@@ -154,7 +154,7 @@ def test_windows_that_are_not_shuffled_are_the_rows_of_concat(tmp_path):
 
 def test_windows_need_a_longer_text(tmp_path):
   _write(tmp_path, a='abc')
-  with pytest.raises(DataError, match=r'seq_len: windows of 5 tokens need a text that is longer; it has 5'):
+  with pytest.raises(DataError, match=r'seq_len: windows of 5 tokens need a longer text than this one of 5'):
     next(TextInput(path=tmp_path, **WINDOWS))
 
 
@@ -188,7 +188,7 @@ def test_parts_of_a_text_that_would_overlap_are_refused(tmp_path):
   text = Config(TextInput, name='v', path=str(tmp_path), heldout_fraction=0.1, **FIELDS)
   train = text.clone(name='t', split='train', is_training=True).instantiate()
   train.check_beside(text.clone(split='validation').instantiate())
-  with pytest.raises(ConfigError, match=r'v: its split_by, heldout_fraction or test_fraction is not that of t'):
+  with pytest.raises(ConfigError, match=r'v: its split_by, heldout_fraction or test_fraction differs from t'):
     train.check_beside(text.clone(split='validation', heldout_fraction=0.2).instantiate())
 
 
@@ -200,7 +200,7 @@ def test_character_tokenizers_of_two_texts_are_refused(tmp_path):
     )
     for n, f in (('a', 'a.txt'), ('b', 'b.txt'))
   ]
-  with pytest.raises(ConfigError, match=r'b\.tokenizer_tpl: its 3 characters are not the 3 of a'):
+  with pytest.raises(ConfigError, match=r'b\.tokenizer_tpl: its 3 characters differ from the 3 of a'):
     inputs[0].check_beside(inputs[1])
 
 
@@ -294,7 +294,7 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
   [
     ({'packing': 'pack'}, "packing: expected 'concat', 'packed' or 'windows', got 'pack'"),
     ({'seq_len': 0}, 'seq_len: expected an integer of at least 1'),
-    ({'split': 'valid'}, r"split: 'valid' is none of train, validation, test\. Did you mean 'validation'\?"),
+    ({'split': 'valid'}, r"split: 'valid' is not one of train, validation, test\. Did you mean 'validation'\?"),
     ({'split_by': 'line'}, 'split_by'),
     ({'heldout_fraction': 0.5}, 'heldout_fraction'),
     ({'test_fraction': -0.1}, 'test_fraction: expected at least 0 and less than 0.5, or None'),

@@ -215,7 +215,7 @@ def test_a_dataset_that_never_ends_is_for_training_only():
   def dataset():
     return _counting(tf, 3).repeat()
 
-  _expect(TFDataInput(dataset_fn=dataset, batch_size=2), r'repeats for ever, .*num_epochs = 1 .*; leave out its repeat')
+  _expect(TFDataInput(dataset_fn=dataset, batch_size=2), r'repeats forever, .*num_epochs = 1 .*; remove its repeat')
   training = TFDataInput(dataset_fn=dataset, batch_size=2, is_training=True, shuffle=False)
   assert [training.get_next()['n'].tolist() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
 

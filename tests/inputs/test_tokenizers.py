@@ -64,7 +64,7 @@ def test_characters_that_are_not_in_the_vocabulary_are_named(tmp_path):
   (tmp_path / 'empty').write_text('')
   for fields, message in (
     ({}, r'CharTokenizer\.path: expected the text whose characters'),
-    ({'vocabulary': 'aba'}, "CharTokenizer.vocabulary: 'a' is in it more than once"),
+    ({'vocabulary': 'aba'}, "CharTokenizer.vocabulary: it contains 'a' more than once"),
     ({'path': str(tmp_path / 'absent')}, r'CharTokenizer\.path: there is no file or directory .*absent'),
     ({'path': str(tmp_path / 'empty')}, r'CharTokenizer\.path: there is no text in'),
   ):

@@ -528,7 +528,7 @@ def test_mistakes_with_prefixes_are_named():
     config().set(model_type='masked').instantiate()
   p = prefix_lm()[0]
   p.decoder_tpl.max_context = 6
-  with pytest.raises(ConfigError, match='the 6 tokens that the model sees at once are fewer than those of prompts'):
+  with pytest.raises(ConfigError, match='the model sees only 6 tokens at once, and prompts of '):
     decode(p.instantiate(), variables, prompts())
 
 

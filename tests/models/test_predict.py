@@ -53,6 +53,6 @@ class Sum(BaseModel):
 
 def test_predictions_that_are_not_of_the_rows_are_told_before_anything_is_compiled():
   task = Config(SingleTask, model=Config(Sum)).instantiate()
-  told = r'^task\.model: of 4 examples, Sum predicts sum of shape \(\); predict\(batch\) returns only arrays with'
+  told = r'^task\.model: of 4 examples, Sum predicts sum of shape \(\); predict\(batch\) takes a whole batch, and '
   with pytest.raises(ConfigError, match=told):
     PartitionedTask(task, {'x': np.zeros((4, 2), np.float32)}).predict_step.trace()

@@ -59,10 +59,10 @@ def other_content(data):
   ('change', 'message'),
   [
     (shorten, 'train: a has 504 bytes, and had 2,520'),
-    (other_content, 'train: a has other content'),
-    (lambda data: (data / 'b').unlink(), 'train: b is not there any more'),
+    (other_content, 'train: a has different content'),
+    (lambda data: (data / 'b').unlink(), 'train: b is missing'),
     (lambda data: shutil.copy(data / 'b', data / 'c'), 'train: c is new'),
-    (lambda data: (data / 'b').rename(data / 'c'), 'train: b is not there any more; c is new'),
+    (lambda data: (data / 'b').rename(data / 'c'), 'train: b is missing; c is new'),
   ],
 )
 def test_changed_files_are_refused_with_their_names_and_accepted_where_that_is_asked(half, change, message, capsys):
@@ -158,11 +158,11 @@ def test_of_very_many_files_the_manifest_is_small(tmp_path, monkeypatch):
   saved = manifest_of(list(map(str, files)))
   assert len(saved['files']) == 32 and changes(saved, manifest_of(list(map(str, files)))) == ''
   files[3].write_bytes(b'x' * 5001)
-  assert 'there are 60 files of 300,001 bytes, and there were 60 of 300,000' in changes(
+  assert 'there are 60 files of 300,001 bytes; before, there were 60 of 300,000' in changes(
     saved, manifest_of(list(map(str, files)))
   )
   files[3].write_bytes(bytes([3]) * 5000)
-  assert changes(saved, manifest_of(list(map(str, files[:40])))).count('not there any more') >= 1
+  assert changes(saved, manifest_of(list(map(str, files[:40])))).count('is missing') >= 1
   (tmp_path / '000').write_bytes(b'')
   assert changes(saved, manifest_of(list(map(str, files))))
 

@@ -186,7 +186,7 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path, regres
   with pytest.raises(ConfigError, match=r'^prompt_length: expected at least 1, got 0'):
     lm.export(out, 'decode', prompt_length=0)
   alike = {'a_b': np.zeros((2, 3)), 'a': {'b': np.zeros((2, 3))}}
-  with pytest.raises(ConfigError, match=r"the inputs '(a.b|a_b)' and '(a.b|a_b)' have one name there"):
+  with pytest.raises(ConfigError, match=r"the inputs '(a.b|a_b)' and '(a.b|a_b)' get the same name"):
     _forward_program(None, {}, alike, ExportSettings(batch_size=2))
   odd = tiny_run()
   odd.task.model = type(odd.task)(CountsRows)

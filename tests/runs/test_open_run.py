@@ -209,10 +209,10 @@ def mistakes():
   yield lambda run, model: model.evaluate('val'), ConfigError, told
   yield lambda run, model: model.evaluate(2), ConfigError, r'^evaluate: there is no dataset 2'
   endless = Config(ArrayInput, name='own', arrays=examples(9, 0), batch_size=3, is_training=True)
-  yield lambda run, model: model.evaluate(endless.instantiate()), ConfigError, r'^evaluate: own has no end'
+  yield lambda run, model: model.evaluate(endless.instantiate()), ConfigError, r'^evaluate: own is endless'
   yield lambda run, model: model.evaluate(None), ConfigError, r'^evaluate: expected a dataset, got NoneType'
   yield lambda run, model: model.decode('def'), UserError, r"expected a list of prompts, got one text; pass \['def'\]"
-  yield lambda run, model: model.decode(['def']), UserError, r'texts need a dataset with a tokenizer, and there is none'
+  yield lambda run, model: model.decode(['def']), UserError, r'texts need a dataset with a tokenizer, but there is none'
   yield lambda run, model: model.decode([[1]], top_k=1), ConfigError, r'^prompt needs a language model'
   yield lambda run, model: model.decode([]), ConfigError, r'^there are no prompts'
   yield lambda run, model: model.decode([b'def']), DataError, r"^a prompt is bytes; expected a text, such as 'def', or"

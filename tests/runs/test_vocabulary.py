@@ -60,7 +60,7 @@ def test_a_run_keeps_its_vocabulary(run, capfd):
   capfd.readouterr()
   assert _decode('--prompt=a li', '--seed=3') == 0
   captured = capfd.readouterr()
-  assert 'note: the model sees 8 tokens at once; of up to 23, the last 8' in captured.err
+  assert 'note: the model sees only the last 8 of up to 23 tokens' in captured.err
 
   (run / 'text.txt').write_text('!' + TEXT)  # '!' would be among the first ids, and shift all others.
   with pytest.raises(DataError, match=r"datasets\[0\]: train\.path: '!' \(U\+0021\) is not among the 10 characters"):

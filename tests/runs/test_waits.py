@@ -312,9 +312,7 @@ def test_a_batch_that_does_not_come_is_an_error_that_says_where_its_reader_is():
     start = time.monotonic()
     assert not batches.wait(0.05)
     for _ in range(2):
-      with pytest.raises(
-        HungInputError, match=r'data: no batch has come for 0\.5 s.*it is at .*threading\.py:\d+ wait'
-      ):
+      with pytest.raises(HungInputError, match=r'data: no batch for 0\.5 s.*hangs at .*threading\.py:\d+ wait'):
         next(batches)
     assert time.monotonic() - start < 5 and batches.wait(0.05)
   assert batches.hangs
@@ -325,7 +323,7 @@ def test_what_comes_late_is_no_error(capfd, monkeypatch):
   threading.Timer(0.5, released.set).start()
   with PrefetchIterator(hanging(), timeout_s=30) as batches:
     assert next(batches)['x'].tolist() == [0, 1]
-  assert not batches.hangs and 'data: waiting for a batch for 0 s, and 30 s more' in capfd.readouterr().err
+  assert not batches.hangs and 'data: waiting for a batch for 0 s; giving up in 30 s' in capfd.readouterr().err
 
 
 def test_the_first_batch_is_not_waited_for_without_end():
@@ -342,7 +340,7 @@ def test_a_run_whose_reader_hangs_is_saved_and_ends_and_goes_on_later(tmp_path, 
   config = tiny_run(1, noise=0.0)
   arrays = config.datasets[0].arrays
   config.datasets[0] = Config(HangingInput, batch_size=6, is_training=True, arrays=arrays, hangs_at=4, shuffle=False)
-  with pytest.raises(HungInputError, match='HangingInput: no batch has come for 0.5 s'.replace('.', r'\.')):
+  with pytest.raises(HungInputError, match='HangingInput: no batch for 0.5 s'.replace('.', r'\.')):
     ends(lambda: run_train(config, tmp_path, input_timeout_s=0.5), 60)
   out = capsys.readouterr().out
   assert 'HangingInput: its reader hangs and was abandoned' in out

@@ -272,7 +272,7 @@ def format_report(report: ShardingReport) -> str:
 
 
 def format_parameter_table(rows: Sequence[Explanation], mesh_sizes: Mapping[str, int]) -> str:
-  """Returns the table of a model's variables for a terminal, with totals."""
+  """Returns the table of a model's variables for a terminal, with totals. On one device, it shows no splits."""
   header = ('variable', 'shape', 'dtype', 'split', 'local shape', 'padding', 'bytes', 'per device')
   body = [
     (
@@ -281,7 +281,10 @@ def format_parameter_table(rows: Sequence[Explanation], mesh_sizes: Mapping[str,
     )
     for e in rows
   ]
-  lines = align_columns([header, *body], right={6, 7})
+  if math.prod(mesh_sizes.values()) == 1:
+    lines = align_columns([(*row[:3], row[6]) for row in (header, *body)], right={3})
+  else:
+    lines = align_columns([header, *body], right={6, 7})
   rule = '-' * len(lines[0])
   count = sum(math.prod(e.shape) for e in rows)
   stored = sum(math.prod(e.padded_shape) for e in rows)

@@ -1,8 +1,8 @@
 """Buckets: the few sizes for which decoding is compiled, whatever the lengths of prompts and continuations.
 
-S slots     of the caches: a power of two, at least 256, but at most the context of the model
-W width     of the arrays of prompts and of continuations: 512, 2048, 8192, ...; int32, so a large width is cheap
-C chunk     tokens of a prompt that are read at once, a divisor of S
+S slots of the caches: a power of two, at least 256, but at most the context of the model
+W width of the arrays of prompts and of continuations: 512, 2048, 8192, ...; int32, so a large width is cheap
+C chunk: the number of tokens of a prompt that are read at once, a divisor of S
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _LEAST_SLOTS, _LEAST_WIDTH = 256, 512
-_CHUNKS = 16  # How many parts the slots are read in, unless the parts would be too small or too large:
+_CHUNKS = 16  # Prompts are read in this many chunks, unless these would be too small or too large:
 _LEAST_CHUNK, _MOST_CHUNK = 32, 256
 
 
@@ -21,7 +21,7 @@ class Bucket(NamedTuple):
   width: int
 
   @classmethod
-  def of(cls, prompt_length: int, max_tokens: int, context: int | None) -> Bucket:
+  def choose(cls, prompt_length: int, max_tokens: int, context: int | None) -> Bucket:
     """Returns the bucket for prompts of at most `prompt_length` tokens.
 
     Args:

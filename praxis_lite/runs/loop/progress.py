@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from praxis_lite.inputs.manifest import Manifest
+from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.records.metrics import EvalResult
 
@@ -38,7 +38,7 @@ class Progress(NamedTuple):
   losses: Sequence[tuple[int, float]] | None
   troubles: Sequence[dict[str, Any]]
   lines: int | None
-  data: Manifest | None = None
+  data: DataManifest | None = None
 
   def record(self) -> dict[str, Any]:
     """Returns this as values for JSON."""

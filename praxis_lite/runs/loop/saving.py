@@ -16,7 +16,7 @@ from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.common.errors import CheckpointError, UserError
 from praxis_lite.common.files import remove_all
 from praxis_lite.common.processes import gather_texts, is_primary_process, note_progress
-from praxis_lite.inputs.manifest import Manifest
+from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.runs.hooks import InputState, Observer, Observers, PauseReason, Run, StateToCopy
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError, gather_paths, rescue_directory
@@ -145,7 +145,7 @@ class RunSaver:
   saving: Saving
   directory: HeldDirectory
   feed: Feed
-  data: Manifest | None
+  data: DataManifest | None
   watched: Watched
   writer: SummaryWriter
   observers: Observers

@@ -13,7 +13,7 @@ import jax
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host, meet_others
-from praxis_lite.inputs.manifest import Manifest
+from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.runs.hooks import Observers, StateCopy
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.init_from import WarmStart
@@ -49,7 +49,7 @@ class Start(NamedTuple):
   checkpointer: Checkpointer
   lost_metrics: Sequence[dict[str, Any]]
   progress: Progress
-  data: Manifest | None
+  data: DataManifest | None
   origins: Sequence[str]
   notes: Sequence[str]
 
@@ -126,7 +126,7 @@ def find_start(
     yield Start(step, state, is_restored, checkpointer, lost_metrics, progress, data, origins, notes)
 
 
-def _check_data(job: TrainJob, saved: Progress, data: Manifest | None, options: TrainOptions) -> str:
+def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None, options: TrainOptions) -> str:
   """Returns a line about data files that have changed since the position in them was saved; '' if none has.
 
   Raises:

@@ -1,0 +1,119 @@
+"""CommandFlags: the flags of a command, and the flags that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+
+class CommandFlags(flags.FlagValues):
+  """The flags of a command. Each is added with what it does and an example of its value."""
+
+  def add_text(self, name: str, does: str, example: str, default: str | None = None) -> None:
+    flags.DEFINE_string(name, default, _help(name, does, example), flag_values=self)
+
+  def add_texts(self, name: str, does: str, example: str) -> None:
+    """Adds a flag that may be repeated; its value is a list."""
+    flags.DEFINE_multi_string(name, [], _help(name, f'{does} May be repeated.', example), flag_values=self)
+
+  def add_list(self, name: str, does: str, example: str) -> None:
+    """Adds a flag whose value is a list of texts, separated by commas."""
+    flags.DEFINE_list(name, [], _help(name, does, example), flag_values=self)
+
+  def add_switch(self, name: str, does: str, *, default: bool = False) -> None:
+    text = f'{does} Example: --{"no" if default else ""}{name}'
+    flags.DEFINE_boolean(name, default, text, flag_values=self)
+
+  def add_choice(self, name: str, does: str, choices: Sequence[str], example: str, default: str | None = None) -> None:
+    flags.DEFINE_enum(name, default, choices, _help(name, does, example), flag_values=self)
+
+  def add_integer(
+    self,
+    name: str,
+    does: str,
+    example: int,
+    default: int | None = None,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+  ) -> None:
+    text = _help(name, does, str(example))
+    flags.DEFINE_integer(name, default, text, lower_bound=least, upper_bound=most, flag_values=self)
+
+  def add_number(
+    self, name: str, does: str, example: str, default: float | None = None, *, least: float | None = None
+  ) -> None:
+    flags.DEFINE_float(name, default, _help(name, does, example), lower_bound=least, flag_values=self)
+
+  def add_parsed(self, name: str, does: str, example: str, parser: flags.ArgumentParser[Any]) -> None:
+    """Adds a flag whose value is what `parser` returns."""
+    flags.DEFINE(parser, name, None, _help(name, does, example), flag_values=self)
+
+  def list_flags(self) -> list[flags.Flag]:
+    """Returns the flags in the order in which they were added."""
+    return [flag for name, flag in self._flags().items() if flag.name == name]
+
+
+def _help(name: str, does: str, example: str) -> str:
+  return f'{does} Example: --{name}{" " if "=" in example else "="}{example}'
+
+
+def experiment_flags() -> CommandFlags:
+  """Returns the flags of all commands that take an experiment or a run."""
+  values = CommandFlags()
+  classes = 'a registered name, my_package.my_module.MyExperiment, or path/to/file.py:MyExperiment'
+  values.add_text('exp', f'Experiment: {classes}.', 'lm.StdlibLm')
+  override = 'Override a field of the config; its path is as in the output of show.'
+  values.add_texts('set', override, 'task.train.num_train_steps=100')
+  values.add_text('job_log_dir', 'Directory of a run. Without --exp, its recorded config is used.', 'runs/1')
+  values.add_texts('trust', 'Module or file whose code the recorded config may name.', 'my_layers.py')
+  add_traceback(values)
+  values.add_integer('devices', 'Simulate this many CPU devices.', 8, least=1)
+  return values
+
+
+def run_flags(*, seed: str = '', restores: bool = False) -> CommandFlags:
+  """Returns the flags of all commands that run an experiment: `experiment_flags`, and the compilation cache.
+
+  Args:
+    seed: the help of --seed; if it is empty, the command has no such flag.
+    restores: whether the command restores a checkpoint, and so has --step.
+  """
+  values = experiment_flags()
+  cache = 'Keep compiled programs in ~/.cache/praxis_lite.'
+  values.add_switch('compilation_cache', cache, default=True)
+  if seed:  # JAX uses 32 bits of it, so larger seeds would repeat the draws of smaller ones.
+    values.add_integer('seed', seed, 1, 0, least=0, most=2**32 - 1)
+  if restores:
+    values.add_parsed('step', 'Step of the checkpoint, or best; by default the newest.', 'best', _StepParser())
+  return values
+
+
+def add_on_damage(values: CommandFlags) -> None:
+  damage = 'If the newest checkpoint is damaged, use the one before it, or fail.'
+  values.add_choice('on_damage', damage, ['previous', 'fail'], 'fail', 'previous')
+
+
+def add_traceback(values: CommandFlags) -> None:
+  values.add_switch('traceback', 'After a mistake, print where in the code it was found.')
+
+
+def add_metric(values: CommandFlags) -> None:
+  """Adds the flags of commands that compare runs."""
+  metric = 'Metric to compare runs by; by default best_metric of their configs, or the loss of the evaluation.'
+  values.add_text('metric', metric, 'eval/validation/accuracy')
+  values.add_choice('mode', 'Whether lower (min) or higher (max) is better.', ['min', 'max'], 'max')
+
+
+class _StepParser(flags.ArgumentParser[int | str]):
+  """Parses the number of a step, or 'best'."""
+
+  def parse(self, argument: int | str) -> int | str:
+    if str(argument) == 'best' or str(argument).isdecimal():
+      return 'best' if argument == 'best' else int(argument)
+    raise ValueError('expected a step such as 500, or best')
+
+  def flag_type(self) -> str:
+    return 'step'
