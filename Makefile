@@ -1,7 +1,6 @@
-# `make demo` trains the default experiment; `make test` runs the tests, and `make test-fast` those that take no seconds
-# each, for the inner loop; `make site` builds the documentation in site/; `make release` builds a release and tries it.
-# All set up .venv first.
-# Nothing is assumed but make, Python 3.11 or newer (PYTHON=... picks one) and a package index.
+# `make demo` trains the default experiment; `make test` runs the tests, and `make test-fast` only the fast ones; `make
+# site` builds the documentation in site/; `make release` builds a release and tests it. All of them set up .venv first.
+# They need only make, Python 3.11 or newer (PYTHON=... chooses one) and a package index.
 
 PYTHON ?= python3
 VENV := .venv
