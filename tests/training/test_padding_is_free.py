@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from praxis_lite.common.config import Config
+from praxis_lite.instruments.testing import collectives
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.sharding import collectives
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
