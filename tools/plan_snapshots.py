@@ -18,7 +18,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from praxis_lite.cli.plan import cache_of_plans, prepare
-from praxis_lite.instruments.plan import differences, parse_topology, plan, snapshot_of
+from praxis_lite.instruments.plan import parse_topology, plan, regressions, snapshot_of
 from praxis_lite.instruments.plan.snapshot import keep, read
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
@@ -50,7 +50,7 @@ def main() -> int:
     new = snapshot_of(found, name)
     if arguments.update:
       keep(new, path)
-    worse = differences(read(path), new)
+    worse = regressions(read(path), new)
     failed |= bool(worse)
     says = '\n  '.join(['has become worse:', *worse]) if worse else 'is as it was, or better'
     print(f'{name} on {TOPOLOGIES[name]} {says} ({time.perf_counter() - start:.0f} s)', flush=True)

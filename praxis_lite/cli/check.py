@@ -12,10 +12,10 @@ _MIB = 2**20
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.common.devices import leave_accelerators_alone
-  from praxis_lite.instruments.explain import Limits, check, format_problems, has_errors
+  from praxis_lite.instruments.explain import WarningLimits, check, format_problems, has_errors
 
   leave_accelerators_alone()
-  limits = Limits(
+  limits = WarningLimits(
     replicated_bytes=int(values.replicated_mib * _MIB),
     wasted_fraction=values.wasted_percent / 100,
     wasted_bytes=int(values.wasted_mib * _MIB),

@@ -36,10 +36,10 @@ def _run(values: flags.FlagValues) -> int:
     return _calibrate()
   _check_flags(values)
 
-  from praxis_lite.instruments.plan import calibrated, calibration_file, parse_topology, plan
+  from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology, plan
   from praxis_lite.instruments.plan.child import VARIABLE, go_first_when_memory_is_short, outcome_of
 
-  topology, *others = (calibrated(parse_topology(name), calibration_file()) for name in topologies_of(values))
+  topology, *others = (apply_calibration(parse_topology(name), calibration_file()) for name in topologies_of(values))
   prepare(topology, *others)
   config = configured_experiment(values)
   if VARIABLE in os.environ:  # This process compiles for another one.
@@ -141,10 +141,10 @@ def _named_by_snapshot(values: flags.FlagValues) -> None:
 
 def _compare_with_snapshot(values: flags.FlagValues, found: Plan) -> bool:
   """Writes a snapshot of a plan if asked, and compares it with an earlier one. Returns False if it has become worse."""
-  from praxis_lite.instruments.plan.snapshot import differences, keep, read, snapshot_of
+  from praxis_lite.instruments.plan.snapshot import keep, read, regressions, snapshot_of
 
   new = snapshot_of(found, values.exp or '', values.set)
-  worse = differences(read(Path(values.check)), new) if values.check else []
+  worse = regressions(read(Path(values.check)), new) if values.check else []
   if values.check:
     text = 'is as good as in the snapshot, or better' if not worse else '\n  '.join(['is worse:', *worse])
     print(f'\n{values.check}: the step {text}')

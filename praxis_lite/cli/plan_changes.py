@@ -103,10 +103,10 @@ def more_about(job: PlanJob, found: Plan) -> list[str]:
 
 
 def _changes(job: PlanJob, found: Plan) -> list[str]:
-  from praxis_lite.instruments.plan.knobs import Configured
+  from praxis_lite.instruments.plan.knobs import configure_task
   from praxis_lite.instruments.plan.what_if import WhatIf, format_changes
 
-  what_if = WhatIf(Configured.of(job.config), found, cache=job.cache, elsewhere=job.elsewhere, report=job.report)
+  what_if = WhatIf(configure_task(job.config), found, cache=job.cache, elsewhere=job.elsewhere, report=job.report)
   before, sections = found.memory.peak, []
   if not found.fits:
     ways = what_if.ways_out()
@@ -126,7 +126,7 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
 def _other_plan(job: PlanJob) -> Plan:
   """Returns the plan that --compare names."""
   from praxis_lite.common.config.overrides import apply_overrides
-  from praxis_lite.instruments.plan import calibrated, calibration_file, parse_topology, plan
+  from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology, plan
   from praxis_lite.instruments.plan.fitting import made_to_fit
   from praxis_lite.training import registry
   from praxis_lite.training.experiment import configure
@@ -135,7 +135,7 @@ def _other_plan(job: PlanJob) -> Plan:
   overrides = [part for part in job.values.compare if not _names(part)]
   topology = job.topology
   if 'topology' in named:
-    topology = calibrated(parse_topology(named['topology']), calibration_file())
+    topology = apply_calibration(parse_topology(named['topology']), calibration_file())
   if 'exp' in named:
     config = configure(registry.get(named['exp']))
     arguments = [f'--exp={named["exp"]}']

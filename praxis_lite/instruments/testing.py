@@ -23,7 +23,7 @@ import jax
 from praxis_lite.instruments.explain.report import Explained
 from praxis_lite.instruments.plan.hlo import KINDS, parse
 from praxis_lite.instruments.plan.planning import plan
-from praxis_lite.instruments.plan.snapshot import Limits, differences, keep, read, snapshot_of
+from praxis_lite.instruments.plan.snapshot import GrowthLimits, keep, read, regressions, snapshot_of
 from praxis_lite.instruments.plan.topology import Topology
 
 
@@ -34,7 +34,7 @@ def assert_plan_matches(
   *,
   inputs: Mapping[str, object] | None = None,
   compile: bool = True,
-  limits: Limits | None = None,
+  limits: GrowthLimits | None = None,
   cache: Path | None = None,
 ) -> None:
   """Fails if a train step has become worse than a snapshot of its plan, for example by a new gather or more memory.
@@ -54,7 +54,7 @@ def assert_plan_matches(
   new = snapshot_of(plan(task, inputs, topology, compile=compile, cache=cache))
   if updates:
     keep(new, path)
-  worse = differences(read(path), new, limits)
+  worse = regressions(read(path), new, limits)
   if worse:
     raise AssertionError('\n'.join([f'{path}:', *worse, 'if that is meant, UPDATE_GOLDEN=1 records it']))
 

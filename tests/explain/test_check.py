@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.common.config import Config
-from praxis_lite.instruments.explain import Limits, Problem, Severity, check, format_problems, has_errors
+from praxis_lite.instruments.explain import Problem, Severity, WarningLimits, check, format_problems, has_errors
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -117,7 +117,7 @@ def test_an_axis_that_splits_nothing() -> None:
 
 def test_a_large_weight_on_every_device() -> None:
   task = classifier(None)
-  limits = Limits(replicated_bytes=8 * 16 * 4)
+  limits = WarningLimits(replicated_bytes=8 * 16 * 4)
   assert kinds(check(task, BATCH, limits=limits)) == [
     ('replicated weight', 'network.linear_0.w'),
     ('replicated weight', 'softmax.w'),
@@ -125,18 +125,18 @@ def test_a_large_weight_on_every_device() -> None:
   problem = check(task, BATCH, limits=limits)[0]
   assert '512 B are replicated on all 8 devices' in problem.message
   assert "split dimension 1, of size 16, over 'data' or 'mdl'" in problem.remedy
-  assert check(task, BATCH, limits=Limits(replicated_bytes=513)) == []
+  assert check(task, BATCH, limits=WarningLimits(replicated_bytes=513)) == []
 
 
 def test_padding_over_the_limit() -> None:
   task = classifier(hidden=(13,))
-  limits = Limits(wasted_fraction=0.1, wasted_bytes=1)
+  limits = WarningLimits(wasted_fraction=0.1, wasted_bytes=1)
   assert kinds(check(task, BATCH, limits=limits)) == [
     ('padding', 'network.linear_0.b'),
     ('padding', 'network.linear_0.w'),
   ]
   assert 'dimension 1 has 13 and is split in 4' in check(task, BATCH, limits=limits)[1].message
-  assert check(task, BATCH, limits=Limits(wasted_fraction=0.2, wasted_bytes=1)) == []
+  assert check(task, BATCH, limits=WarningLimits(wasted_fraction=0.2, wasted_bytes=1)) == []
 
 
 def test_a_batch_of_which_rows_only_fill_up_the_mesh() -> None:
@@ -254,7 +254,7 @@ def flat_momentum(learning_rate: Any) -> optax.GradientTransformation:
 def test_a_large_slot_of_no_weight() -> None:
   task = classifier()
   task.train.learner.optimizer = Config(flat_momentum)
-  problems = check(task, BATCH, limits=Limits(replicated_bytes=1024))
+  problems = check(task, BATCH, limits=WarningLimits(replicated_bytes=1024))
   assert [p.kind for p in problems] == ['replicated slot']
   assert problems[0].path.endswith('flat')
 

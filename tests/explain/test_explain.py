@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.instruments.explain import Kind, explain, explain_task
+from praxis_lite.instruments.explain import ArrayKind, explain, explain_task
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
 from praxis_lite.training import registry
@@ -41,7 +41,7 @@ def test_numbers_of_an_uneven_weight() -> None:
   task = classifier()
   task.model.network_tpl.linear_tpl.weight_split_dims_mapping.wt = (None, 'mdl')
   e = explain(task, 'network.linear_0.w')
-  assert e.kind is Kind.VARIABLE
+  assert e.kind is ArrayKind.VARIABLE
   assert (e.shape, e.padded_shape, e.local_shape) == ((6, 10), (6, 12), (6, 3))
   assert (e.spec, e.mesh_axes, e.replication) == (P(None, 'mdl'), ('mdl',), 2)
   assert (e.bytes, e.bytes_per_device, e.wasted_bytes) == (240, 72, 48)

@@ -36,8 +36,8 @@ def test_the_page_refers_to_nothing_outside_it(report: ShardingReport) -> None:
 
 def test_its_numbers_are_those_of_the_report(report: ShardingReport) -> None:
   data = data_of(render_page(report, 'Llama', check(registry.get('lm_sizes.Llama8B'))))
-  assert [a['path'] for a in data['arrays']] == [e.path for e in report.all()]
-  for array, e in zip(data['arrays'], report.all()):
+  assert [a['path'] for a in data['arrays']] == [e.path for e in report.arrays()]
+  for array, e in zip(data['arrays'], report.arrays()):
     assert tuple(d[0] for d in array['dims']) == e.shape
     assert tuple(d[3] for d in array['dims']) == e.local_shape
     assert (array['bytes'], array['local'], array['waste']) == (e.bytes, e.bytes_per_device, e.wasted_bytes)
@@ -99,7 +99,7 @@ def test_in_a_browser_it_filters_zooms_switches_themes_and_draws_every_array(
     [*command, '--dump-dom', page.as_uri()], capture_output=True, text=True, timeout=600, check=True
   )
   said = re.search(r'<title>(.*?)</title>', done.stdout, re.DOTALL)[1].split(' | ')
-  stored, everything = len(report.variables) + len(report.slots), len(report.all())
+  stored, everything = len(report.variables) + len(report.slots), len(report.arrays())
   softmax = sum('softmax' in e.path for e in [*report.variables, *report.slots])
   assert said[:3] == [f'{n} of {everything} arrays' for n in (stored, softmax, everything)]
   # Crumbs 'all' and 'lm'; dark; 64 parts of the array and 64 devices of the mesh.

@@ -20,7 +20,7 @@ from praxis_lite.common.config.json import to_json
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.instruments.explain import check, explain, explain_task, format_report
-from praxis_lite.instruments.explain.report import task_and_inputs, trace_step
+from praxis_lite.instruments.explain.report import task_and_inputs, trace_task
 from praxis_lite.layers import Linear, Mlp
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.models import ClassificationModel
@@ -159,7 +159,7 @@ def test_what_is_said_of_activations_is_what_the_train_step_constrains(name: str
   task, inputs_struct = task_and_inputs(registry.get(name))
   assert inputs_struct is not None
   sizes = {**task.mesh_sizes(), 'data': 2, 'mdl': 4}
-  step = trace_step(task, state_layout(task, abstract_mesh(sizes)), inputs_struct)
+  step = trace_task(task, state_layout(task, abstract_mesh(sizes)), inputs_struct)
   stated = set(constraints_in(step.jaxpr.jaxpr))
   constrained = [e for e in explain_task(task, inputs_struct, sizes).activations if e.constrained]
   assert constrained

@@ -32,7 +32,7 @@ def config(request: pytest.FixtureRequest) -> Iterator[ExperimentConfig]:
 
   with pytest.MonkeyPatch.context() as patched:
     checking = importlib.import_module('praxis_lite.instruments.explain.check')
-    for name in ('state_layout', 'trace_step'):
+    for name in ('state_layout', 'trace_task'):
       patched.setattr(checking, name, shared := once(name))
       patched.setattr(report, name, shared)
     yield configure(registry.get(request.param))
@@ -45,7 +45,7 @@ def test_every_array_is_explained_as_jax_would_place_it(config: ExperimentConfig
   assert [e.shape for e in found.variables] == [w.full_shape for w in weights]
   assert found.activations and found.inputs
   mesh = abstract_mesh(found.mesh_sizes)
-  for e in found.all():
+  for e in found.arrays():
     assert found.find(e.path) is e
     assert NamedSharding(mesh, e.spec).shard_shape(e.padded_shape) == e.local_shape
     assert all(d.source for d in e.dims)

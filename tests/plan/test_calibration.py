@@ -10,7 +10,7 @@ import pytest
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.instruments.plan import calibration
-from praxis_lite.instruments.plan.calibration import calibrate, calibrated
+from praxis_lite.instruments.plan.calibration import apply_calibration, calibrate
 from praxis_lite.instruments.plan.targets import TARGETS
 from praxis_lite.instruments.plan.topology import parse_topology
 
@@ -24,23 +24,23 @@ def file(tmp_path_factory):
 
 @pytest.mark.slow
 def test_what_is_measured_is_what_plans_take(file):
-  assumed, measured = TARGETS['cpu'].efficiency, calibrated(parse_topology('cpu:8'), file).target.efficiency
+  assumed, measured = TARGETS['cpu'].efficiency, apply_calibration(parse_topology('cpu:8'), file).target.efficiency
   for name in ('compute', 'memory', 'links', 'seconds_per_operation', 'seconds_per_hop'):
     assert getattr(measured, name) > 0
     assert getattr(measured, name) != getattr(assumed, name)
   assert measured.network == assumed.network
   assert re.search(r'^8 x cpu, \d{4}-\d\d-\d\d, jax .*; assumed: network$', measured.calibrated)
   # Nothing was measured of others.
-  assert calibrated(parse_topology('h100:8'), file) == parse_topology('h100:8')
+  assert apply_calibration(parse_topology('h100:8'), file) == parse_topology('h100:8')
 
 
 @pytest.mark.slow
 def test_a_further_target_is_kept_beside_the_first(file):
   kept = json.loads(file.read_text())
   file.write_text(json.dumps(kept | {'h100': dataclasses.asdict(TARGETS['h100'].efficiency) | {'compute': 0.123}}))
-  assert calibrated(parse_topology('h100:8'), file).target.efficiency.compute == 0.123
+  assert apply_calibration(parse_topology('h100:8'), file).target.efficiency.compute == 0.123
   calibrate(file, matrix=8, megabytes=1, seconds=1e-4)
-  assert calibrated(parse_topology('h100:8'), file).target.efficiency.compute == 0.123
+  assert apply_calibration(parse_topology('h100:8'), file).target.efficiency.compute == 0.123
 
 
 def test_a_measured_time_is_that_of_one_run():
@@ -56,7 +56,7 @@ def test_bad_files_and_unknown_devices_are_told(tmp_path):
   for text in ('{', '[]', '{"h100": {"speed": 1}}'):
     file.write_text(text)
     with pytest.raises(UserError, match='remove it, or measure again with `praxis-lite plan --calibrate`'):
-      calibrated(parse_topology('h100:8'), file)
+      apply_calibration(parse_topology('h100:8'), file)
   device = types.SimpleNamespace(device_kind='Radeon', platform='gpu')
   with pytest.raises(ConfigError, match="no figures of 'Radeon' are known"):
     calibrate(devices=[device])

@@ -15,7 +15,7 @@ from praxis_lite.instruments.explain.report import task_and_inputs
 from praxis_lite.instruments.plan import child, compilers, parse_topology, plan, searching, what_if
 from praxis_lite.instruments.plan.compare import verdict
 from praxis_lite.instruments.plan.fitting import fitted_mesh, made_to_fit
-from praxis_lite.instruments.plan.knobs import Configured, knobs_of, neighbours, overrides_of
+from praxis_lite.instruments.plan.knobs import configure_task, knobs_of, neighbours, overrides_of
 from praxis_lite.instruments.plan.price import price_of
 from praxis_lite.instruments.plan.searching import Correction, format_search, search
 from praxis_lite.instruments.plan.what_if import Change, WhatIf
@@ -59,7 +59,7 @@ def test_a_mesh_made_to_fit_says_so():
 
 
 def test_settings_next_to_one_differ_in_one_knob():
-  knobs = knobs_of(Configured.of(small_lm((1, 4, 2), remat='full')), [ROWS, 2 * ROWS])
+  knobs = knobs_of(configure_task(small_lm((1, 4, 2), remat='full')), [ROWS, 2 * ROWS])
   own = tuple(knob.own for knob in knobs)
   found = [overrides_of(knobs, near) for near in neighbours(knobs, own)]
   assert all(len(lines) == 1 for lines in found)
@@ -81,7 +81,7 @@ def test_a_search_ranks_settings_and_says_how_to_have_them():
   assert best.seconds < own.seconds
   # A step of so small a model takes as long as it has operations, and what layers keep takes one more each to copy.
   assert best.overrides[0].startswith('task.model.lm.transformer.remat=')
-  again = plan(Configured.of(config).with_overrides(best.overrides).explained, None, 'h100:1x8', compile=False)
+  again = plan(configure_task(config).change(best.overrides).explained, None, 'h100:1x8', compile=False)
   assert again.step_seconds == best.seconds
   text = format_search(found)
   assert f"--set '{best.overrides[0]}'" in text
@@ -119,7 +119,7 @@ def _slower(planned, factor):
 
 def test_what_other_moments_save_is_exact(planned):
   config = small_lm((1, 4, 2))
-  changes = {change.what: change for change in WhatIf(Configured.of(config), planned).state_changes()}
+  changes = {change.what: change for change in WhatIf(configure_task(config), planned).state_changes()}
   assert {'moments in bfloat16', 'moments in int8', 'with moving averages'} <= set(changes)
   for change in changes.values():
     assert change.how == 'exact'
@@ -128,7 +128,7 @@ def test_what_other_moments_save_is_exact(planned):
   more = changes['with moving averages'].peak - planned.memory.peak
   assert more == pytest.approx(planned.memory.state.parameters, rel=0.01)
   again = plan(
-    Configured.of(config).with_overrides(changes['moments in int8'].overrides).explained,
+    configure_task(config).change(changes['moments in int8'].overrides).explained,
     None,
     'h100:1x8',
     compile=False,
@@ -140,19 +140,19 @@ def test_a_size_that_a_limit_of_the_search_ends_says_so(planned, monkeypatch):
   def estimated(self, what, overrides):
     return Change(what, tuple(overrides), planned.memory.peak + int(overrides[0].partition('=')[2]), 1.0, 'estimated')
 
-  monkeypatch.setattr(WhatIf, '_estimated', estimated)
-  largest = WhatIf(Configured.of(small_lm((1, 4, 2))), planned)._largest('seq_len', 32, 32, lambda n: [f'length={n}'])
+  monkeypatch.setattr(WhatIf, '_estimate_change', estimated)
+  largest = WhatIf(configure_task(small_lm((1, 4, 2))), planned)._largest('seq_len', 32, 32, lambda n: [f'length={n}'])
   assert largest.what.endswith(' or more') and largest.peak < planned.memory.capacity
 
 
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not(planned):
-  config = Configured.of(small_lm((1, 4, 2)))
+  config = configure_task(small_lm((1, 4, 2)))
   largest = WhatIf(config, planned).largest_batch()
   assert largest.peak <= planned.memory.capacity
   rows = int(largest.what.split()[-1].replace(',', ''))
   assert rows % 4 == 0
-  more = config.with_overrides([f'datasets[0].batch_size={int(1.05 * rows) // 4 * 4}'])
+  more = config.change([f'datasets[0].batch_size={int(1.05 * rows) // 4 * 4}'])
   assert not plan(more.explained, None, 'h100:1x8', compile=False).fits
 
 
@@ -166,19 +166,19 @@ def test_the_mesh_next_to_one_that_waits_least_is_found(planned, monkeypatch):
     peak = too_large if shape == '(2, 2, 2)' else 1.0
     return Change(what, tuple(overrides), peak, times[shape], 'estimated') if shape in times else None
 
-  monkeypatch.setattr(WhatIf, '_estimated', estimated)
-  changes = WhatIf(Configured.of(small_lm((1, 4, 2))), _slower(planned, 10.0))
+  monkeypatch.setattr(WhatIf, '_estimate_change', estimated)
+  changes = WhatIf(configure_task(small_lm((1, 4, 2))), _slower(planned, 10.0))
   assert changes.less_waiting().overrides == ('task.ici_mesh_shape=(1, 8, 1)',)
   assert len(asked) > len(times)
   times.pop('(1, 8, 1)')
   assert changes.less_waiting() is None  # The others do not fit, or take longer.
   calm = dataclasses.replace(planned, cost=dataclasses.replace(planned.cost, collectives=()))
-  assert WhatIf(Configured.of(small_lm((1, 4, 2))), calm).less_waiting() is None
+  assert WhatIf(configure_task(small_lm((1, 4, 2))), calm).less_waiting() is None
 
 
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_has_ways_out():
-  config = Configured.of(small_lm((1, 1, 1))).with_overrides(['datasets[0].batch_size=262144'])
+  config = configure_task(small_lm((1, 1, 1))).change(['datasets[0].batch_size=262144'])
   found = plan(config.explained, None, 'h100:1', compile=False)
   assert not found.fits
   # The compiler has refused it, and said that it needs even more.
@@ -187,7 +187,7 @@ def test_a_step_that_does_not_fit_has_ways_out():
   assert 1 <= len(ways) <= 3
   assert [way.time for way in ways] == sorted(way.time for way in ways)
   assert all(way.peak <= found.memory.capacity for way in ways)
-  first = plan(config.with_overrides(ways[0].overrides).explained, None, 'h100:1', compile=False).memory
+  first = plan(config.change(ways[0].overrides).explained, None, 'h100:1', compile=False).memory
   assert ways[0].peak == pytest.approx(first.state.total + 1.2 * first.temporaries)
 
 

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from praxis_lite.instruments.plan import Reason
-from praxis_lite.instruments.plan.snapshot import declared_snapshot, differences, read
+from praxis_lite.instruments.plan.snapshot import declared_snapshot, read, regressions
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 
@@ -22,7 +22,7 @@ def test_weights_and_state_are_as_planned(name):
   (path,) = GOLDEN.glob(f'*.{name}.txt')
   kept = read(path)
   assert str(kept) == path.read_text()
-  assert not differences(kept, declared_snapshot(configure(registry.get(kept.experiment)), kept))
+  assert not regressions(kept, declared_snapshot(configure(registry.get(kept.experiment)), kept))
   assert kept.mode == 'compiled' and kept.memory['peak'] > kept.memory['parameters']
 
 

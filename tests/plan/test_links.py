@@ -20,7 +20,7 @@ def ideal(name):
 
 
 def groups(shape, axes):
-  """Groups of the devices of a mesh of a shape, over some of its axes."""
+  """DeviceGroups of the devices of a mesh of a shape, over some of its axes."""
   ids = np.moveaxis(np.arange(np.prod(shape)).reshape(shape), axes, range(-len(axes), 0))
   return tuple(map(tuple, ids.reshape(-1, int(np.prod([shape[a] for a in axes]))).tolist()))
 

@@ -13,7 +13,7 @@ from small_lm import LENGTH, TOKENS, small_lm
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.instruments.explain import check, explain_task, format_report
 from praxis_lite.instruments.plan import Reason, format_why, plan
-from praxis_lite.instruments.plan.knobs import Configured, knobs_of
+from praxis_lite.instruments.plan.knobs import configure_task, knobs_of
 from praxis_lite.instruments.plan.searching import search
 from praxis_lite.instruments.plan.what_if import WhatIf
 from praxis_lite.layers.base import Layer
@@ -139,15 +139,15 @@ def test_the_flops_of_a_token_are_those_that_the_layer_says():
 
 def test_the_knob_of_a_layer_is_searched():
   field = f'task.model.{PATH}.num_chunks'
-  knobs = {knob.paths: knob for knob in knobs_of(Configured.of(lm_with(KnownCodes)))}
+  knobs = {knob.paths: knob for knob in knobs_of(configure_task(lm_with(KnownCodes)))}
   assert (knobs[field,].own, knobs[field,].neighbours(2)) == (2, [1, 4])
-  assert (field,) not in {knob.paths for knob in knobs_of(Configured.of(lm_with(Codes)))}
+  assert (field,) not in {knob.paths for knob in knobs_of(configure_task(lm_with(Codes)))}
   found = search(lm_with(KnownCodes), None, 'cpu:8', verify=0, estimates=30)
   assert {f'{field}=1', f'{field}=4'} <= {line for ranked in found for line in ranked.overrides}
 
 
 def test_a_longer_sequence_sets_the_fields_of_the_layer_that_grow_with_it():
-  config = Configured.of(lm_with(KnownCodes))
+  config = configure_task(lm_with(KnownCodes))
   change = WhatIf(config, plan(config.explained, None, 'cpu:8', compile=False)).largest_length()
   length = change.overrides[0].rpartition('=')[2]
   assert change.overrides[1:] == (f'task.model.{PATH}.max_len={length}',) and int(length) > LENGTH

@@ -121,7 +121,7 @@ def test_memory_is_that_of_the_step_of_a_run(plans):
     getattr(of_run, f'{part}_size_in_bytes') * sign
     for part, sign in (('argument', 1), ('output', 1), ('alias', -1), ('temp', 1))
   )
-  kinds = memory.by_kind()
+  kinds = memory.bytes_by_kind()
   assert sum(kinds.values()) == memory.peak
   assert kinds['optimizer slots'] == pytest.approx(2 * kinds['parameters'], rel=0.01)
   # What the schedule says is live is what the compiler needs.

@@ -111,8 +111,8 @@ def test_its_numbers_are_those_of_the_plan(plan):
   assert (head['mfu'], head['causalMfu'], head['bottleneck']) == (plan.mfu, plan.causal_mfu, plan.bottleneck)
   assert data['limits'] == cost.seconds_by_limit(plan.topology.target)
   assert (data['memory']['peak'], data['memory']['capacity']) == (memory.peak, memory.capacity)
-  assert data['memory']['kinds'] == memory.by_kind()
-  for kind, size in memory.by_kind().items():
+  assert data['memory']['kinds'] == memory.bytes_by_kind()
+  for kind, size in memory.bytes_by_kind().items():
     leaves = sum(leaf[4] for leaf in data['memory']['leaves'] if leaf[0] == kind)
     assert leaves == (0 if kind == 'other' else size)
   assert sum(count * seconds for *_, count, _, _, seconds, _ in data['operations']) == pytest.approx(

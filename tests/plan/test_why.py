@@ -10,13 +10,13 @@ from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments import testing
 from praxis_lite.instruments.explain.explanation import ShardingReport, format_report
-from praxis_lite.instruments.explain.report import task_and_inputs, trace_step
+from praxis_lite.instruments.explain.report import task_and_inputs, trace_task
 from praxis_lite.instruments.plan import Reason, format_why, plan
 from praxis_lite.instruments.plan.cost import Operation
 from praxis_lite.instruments.plan.dataflow import Dataflow
 from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
-from praxis_lite.instruments.plan.snapshot import Limits, declared_snapshot, differences, keep, read, snapshot_of
+from praxis_lite.instruments.plan.snapshot import GrowthLimits, declared_snapshot, keep, read, regressions, snapshot_of
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.models import set_sharding
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -108,7 +108,7 @@ def test_explain_shows_what_the_compiler_made_of_activations(bad, monkeypatch, c
 def why_of(config):
   task, inputs = task_and_inputs(config)
   layers = [layer.path for layer in task.model.descendants()]
-  return Why(trace_step(task, state_layout(task, abstract_mesh(task.mesh_sizes())), inputs), LayerNames(layers))
+  return Why(trace_task(task, state_layout(task, abstract_mesh(task.mesh_sizes())), inputs), LayerNames(layers))
 
 
 def test_what_devices_compute_alike_is_found_by_its_flops():
@@ -189,12 +189,12 @@ def test_a_snapshot_is_read_as_it_was_written_and_notices_a_gather(good, bad, tm
     testing.assert_plan_matches(good_lm(), 'cpu:8', path)
   keep(snapshot_of(good), path)
   assert read(path) == snapshot_of(good)
-  assert not differences(read(path), snapshot_of(good))
+  assert not regressions(read(path), snapshot_of(good))
   monkeypatch.setattr(testing, 'plan', lambda *args, **kwargs: bad)
   with pytest.raises(AssertionError, match=rf'added: all-gather over mdl in {LAYERS}.ff \(backward\).*{HIDDEN}'):
     testing.assert_plan_matches(bad_lm(), 'cpu:8', path)
   monkeypatch.setenv('UPDATE_GOLDEN', '1')
-  path.write_text(str(dataclasses.replace(read(path), limits=Limits(memory=0.2))))
+  path.write_text(str(dataclasses.replace(read(path), limits=GrowthLimits(memory=0.2))))
   testing.assert_plan_matches(bad_lm(), 'cpu:8', path)
   assert read(path).limits.memory == 0.2  # Updating keeps the limits of the file.
   assert read(path).collectives == snapshot_of(bad).collectives
@@ -220,26 +220,26 @@ def test_growth_is_told_with_layer_and_field_from_its_limit_on(kept):
   def grown(share):
     return dataclasses.replace(old, memory=memory | {'peak': int(old.memory['peak'] * (1 + share))})
 
-  assert not differences(old, grown(0.04))
-  (text,) = differences(old, grown(0.06))
+  assert not regressions(old, grown(0.04))
+  (text,) = regressions(old, grown(0.06))
   assert re.search(r'the peak grew from .* by 6.0%.*saved activations of lm.transformer, forward, by 1 MiB', text)
-  assert not differences(old, grown(0.06), Limits(memory=0.1))
+  assert not regressions(old, grown(0.06), GrowthLimits(memory=0.1))
   key, group = next(iter(old.collectives.items()))
   more = dict(old.collectives) | {key: dataclasses.replace(group, sent=2 * group.sent)}
-  (text,) = differences(old, dataclasses.replace(old, collectives=more))
+  (text,) = regressions(old, dataclasses.replace(old, collectives=more))
   assert f'{key[0]} over {key[1]} in {key[2]}' in text and 'sends more' in text and group.fields in text
   smaller = dataclasses.replace(old, collectives={}, memory={'peak': 1})
-  assert not differences(old, smaller)
-  assert 'it was cpu:8' in differences(old, dataclasses.replace(old, topology='cpu:4'))[0]
+  assert not regressions(old, smaller)
+  assert 'it was cpu:8' in regressions(old, dataclasses.replace(old, topology='cpu:4'))[0]
 
 
 def test_without_a_compiler_weights_and_the_state_are_compared(kept):
   old, _ = kept
   compiled = dataclasses.replace(old, mode='compiled', memory=dict(old.memory) | {'peak': 1})
-  assert not differences(compiled, declared_snapshot(good_lm(), compiled))
+  assert not regressions(compiled, declared_snapshot(good_lm(), compiled))
   config = good_lm()
   config.task.model.lm_tpl.embedding_tpl.weight_split_dims_mapping.wt = ('mdl', None)
-  texts = differences(compiled, declared_snapshot(config, compiled))
+  texts = regressions(compiled, declared_snapshot(config, compiled))
   field = 'lm.embedding.weight_split_dims_mapping.wt'
   assert texts[0] == f'lm.embedding.w: it was 128 x 64 split (mdl, data), and is 128 x 64 split (mdl, -): {field}'
 

@@ -11,7 +11,7 @@ from praxis_lite.common.trees import lookup
 from praxis_lite.instruments.explain.report import batch_of
 from praxis_lite.instruments.verification.remedies import nearest
 from praxis_lite.instruments.verification.shrink import small_task
-from praxis_lite.instruments.verification.steps import Kind, Name, task_of
+from praxis_lite.instruments.verification.steps import Name, StepKind, task_of
 from praxis_lite.sharding.specs import all_axes
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
@@ -20,7 +20,7 @@ from praxis_lite.training.experiment import configure
 class Step(NamedTuple):
   """A case whose results are the specs of its variables and the mappings of its layers."""
 
-  kind: Kind
+  kind: StepKind
   config: Any
   task: Any
 
@@ -38,7 +38,7 @@ def small():
 
 
 def search(small, is_right, wrong='lm.transformer.layers.ff.linear_in.w', seconds=60.0):
-  step = Step(Kind.GRADIENT, small.config, task_of(small.config, Kind.GRADIENT))
+  step = Step(StepKind.GRADIENT, small.config, task_of(small.config, StepKind.GRADIENT))
   return nearest(small, step, None, is_right, [Name('gradient', wrong)], seconds)
 
 

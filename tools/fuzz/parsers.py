@@ -31,7 +31,7 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.inputs import ArrayInput, ByteTokenizer, CharTokenizer, TextInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
 from praxis_lite.instruments.plan import snapshot
-from praxis_lite.instruments.plan.calibration import calibrated
+from praxis_lite.instruments.plan.calibration import apply_calibration
 from praxis_lite.instruments.plan.targets import find_target
 from praxis_lite.instruments.plan.topology import parse_topology
 from praxis_lite.runs.cluster.emergency import EmergencyCopies
@@ -341,21 +341,21 @@ _EFFICIENCY = {'cpu': {'compute': 0.5, 'attention': 0.5, 'memory': 0.5, 'links':
 
 def _calibration(data: bytes, folder: Path) -> object:
   (folder / 'calibration.json').write_bytes(data)
-  return calibrated(parse_topology('cpu:8'), folder / 'calibration.json')
+  return apply_calibration(parse_topology('cpu:8'), folder / 'calibration.json')
 
 
 @functools.cache
 def _snapshot_text() -> str:
   weights = {'lm.w': snapshot.Weight('data, -', '64 x 7', 'lm.weight_split_dims_mapping.wt')}
   groups = {('all-gather', 'data', 'lm', 'forward'): snapshot.Group(3, 4096, 'fully sharded', 'lm.w')}
-  heads = ('lm.X', ('task.train.num_train_steps=5',), 'h100:1x8', 'data 8', 'compiled', snapshot.Limits())
+  heads = ('lm.X', ('task.train.num_train_steps=5',), 'h100:1x8', 'data 8', 'compiled', snapshot.GrowthLimits())
   return str(snapshot.Snapshot(*heads, {'peak': 1_234, 'parameters': 567}, weights, groups))
 
 
 def _snapshot(data: str, folder: Path) -> None:
   (folder / 'plan.txt').write_text(data, encoding='utf-8', errors='surrogatepass')
   kept = snapshot.read(folder / 'plan.txt')
-  if snapshot.differences(kept, kept):
+  if snapshot.regressions(kept, kept):
     raise AssertionError('a snapshot differs from itself')
 
 

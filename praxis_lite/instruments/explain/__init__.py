@@ -1,10 +1,10 @@
 """Explains how and why arrays are split over a mesh, what that costs, and what is wrong with it. Needs only shapes."""
 
-from praxis_lite.instruments.explain.check import Limits, Problem, Severity, check, format_problems, has_errors
+from praxis_lite.instruments.explain.check import Problem, Severity, WarningLimits, check, format_problems, has_errors
 from praxis_lite.instruments.explain.explanation import (
+  ArrayKind,
   Dimension,
   Explanation,
-  Kind,
   ShardingReport,
   format_parameter_table,
   format_report,
@@ -14,13 +14,13 @@ from praxis_lite.instruments.explain.summary import summarize
 from praxis_lite.instruments.explain.visualize import draw_sharding, visualize_sharding
 
 __all__ = [
+  'ArrayKind',
   'Dimension',
   'Explanation',
-  'Kind',
-  'Limits',
   'Problem',
   'Severity',
   'ShardingReport',
+  'WarningLimits',
   'check',
   'draw_sharding',
   'explain',

@@ -17,14 +17,14 @@ from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.jax_internals import reading, unless_unknown
 from praxis_lite.common.trees import insert, leaves_by_path, path_matches, path_name
 from praxis_lite.instruments.explain.contractions import Mismatch, Split, find_mismatches, splitting_axes
-from praxis_lite.instruments.explain.explanation import Explanation, Kind, ShardingReport, format_mesh
+from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport, format_mesh
 from praxis_lite.instruments.explain.report import (
   Explained,
   TracedStep,
   declared_exchanges,
   report_of,
   task_and_inputs,
-  trace_step,
+  trace_task,
 )
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -65,7 +65,7 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class WarningLimits:
   """Thresholds of warnings.
 
   Attributes:
@@ -84,7 +84,7 @@ def check(
   inputs_struct: Mapping[str, object] | None = None,
   *,
   mesh_sizes: Mapping[str, int] | None = None,
-  limits: Limits | None = None,
+  limits: WarningLimits | None = None,
   layout: StateLayout | None = None,
 ) -> list[Problem]:
   """Returns the problems of a task's shardings, errors first. It uses no device and compiles nothing.
@@ -94,7 +94,7 @@ def check(
     limits: thresholds of warnings.
     layout: layout of the train state; by default the task's own.
   """
-  limits = limits or Limits()
+  limits = limits or WarningLimits()
   try:
     jax_task, inputs_struct = task_and_inputs(task_or_experiment, inputs_struct)
     sizes = dict(jax_task.mesh_sizes() if mesh_sizes is None else mesh_sizes)
@@ -106,7 +106,7 @@ def check(
     return problems
   layout = layout or state_layout(jax_task, abstract_mesh(sizes))
   try:
-    step = None if inputs_struct is None else trace_step(jax_task, layout, inputs_struct)
+    step = None if inputs_struct is None else trace_task(jax_task, layout, inputs_struct)
   except UserError as error:
     return [*problems, _error(error)]
   report = report_of(jax_task, layout, step)
@@ -221,7 +221,7 @@ def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Pro
 
 def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Problem]:
   """Returns a problem for each mesh axis that splits nothing and that no layer communicates over."""
-  used = {axis for e in report.all() for axis in e.mesh_axes}
+  used = {axis for e in report.arrays() for axis in e.mesh_axes}
   used |= {axis for exchange in report.exchanges.values() for axis in exchange.axes}
   return [
     _warn(
@@ -236,14 +236,16 @@ def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Probl
   ]
 
 
-def _find_replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], limits: Limits) -> list[Problem]:
+def _find_replicated(
+  variables: Sequence[Explanation], slots: Sequence[Explanation], limits: WarningLimits
+) -> list[Problem]:
   """Returns a problem for each large replicated weight, and each large replicated slot that belongs to no weight."""
   problems = []
   for e in (*variables, *slots):
     if e.owner or e.num_devices == 1 or e.replication < e.num_devices or e.bytes < limits.replicated_bytes:
       continue
     message = f'{format_bytes(e.bytes)} are replicated on all {e.num_devices} devices'
-    if e.kind is Kind.VARIABLE:
+    if e.kind is ArrayKind.VARIABLE:
       dim = max(range(len(e.shape)), key=lambda i: (e.shape[i], i))
       free = ' or '.join(repr(axis) for axis, size in e.mesh_sizes.items() if size > 1)
       remedy = f'split dimension {dim}, of size {e.shape[dim]}, over {free}'
@@ -269,7 +271,7 @@ def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Pro
   return problems
 
 
-def _padding(explained: Sequence[Explanation], limits: Limits) -> list[Problem]:
+def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> list[Problem]:
   """Returns a problem for each array with too much padding."""
   problems = []
   for e in explained:
@@ -285,7 +287,7 @@ def _padding(explained: Sequence[Explanation], limits: Limits) -> list[Problem]:
   return problems
 
 
-def _batch_padding(inputs: Sequence[Explanation], limits: Limits) -> list[Problem]:
+def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> list[Problem]:
   """Returns a problem if a batch has too many rows of padding; all arrays of a batch have the same rows."""
   for e in inputs:
     if e.wasted_fraction > limits.wasted_fraction:

@@ -24,7 +24,7 @@ from praxis_lite.common.jax_internals.programs import called_program, scan_sizes
 from praxis_lite.sharding.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.training.learning.probe import ELEMENTWISE
 
-Axes = tuple[str, ...]
+DimAxes = tuple[str, ...]
 
 # Operations whose result is split like their operands of the same shape.
 _KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
@@ -34,7 +34,7 @@ _KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
 class Split:
   """The known split of an array: the axes of each dimension, its name, and whether it is a weight."""
 
-  axes: tuple[Axes, ...]
+  axes: tuple[DimAxes, ...]
   label: str
   is_weight: bool = False
 
@@ -56,8 +56,8 @@ class Mismatch(NamedTuple):
   left: str
   right: str
   size: int
-  left_axes: Axes
-  right_axes: Axes
+  left_axes: DimAxes
+  right_axes: DimAxes
   shared: str
 
 
@@ -75,7 +75,7 @@ def find_mismatches(
   return list(dict.fromkeys(walker.found))
 
 
-def splitting_axes(spec: PartitionSpec, mesh_sizes: Mapping[str, int]) -> tuple[Axes, ...]:
+def splitting_axes(spec: PartitionSpec, mesh_sizes: Mapping[str, int]) -> tuple[DimAxes, ...]:
   """Returns the axes larger than 1 in each entry of a spec; other axes split nothing."""
   return tuple(tuple(axis for axis in spec_axes(entry) if mesh_sizes.get(axis, 1) > 1) for entry in spec)
 
@@ -89,16 +89,17 @@ class _Walker:
     """Follows splits through a jaxpr; returns the splits of its results, None if not known."""
     known: dict[Var, Split] = {v: s for v, s in zip(jaxpr.invars, splits) if s is not None}
 
-    def of(atom: Var | Literal) -> Split | None:
+    def split_of(atom: Var | Literal) -> Split | None:
       return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
       own = str(eqn.source_info.name_stack)
       if 'transpose(' in own:  # The backward pass only repeats the mismatches of the forward pass.
         continue
-      results = self.step(eqn, [of(a) for a in eqn.invars], '/'.join(part for part in (scope, scopes(own)) if part))
+      where = '/'.join(filter(None, (scope, scopes(own))))
+      results = self.step(eqn, [split_of(a) for a in eqn.invars], where)
       known.update({v: s for v, s in zip(eqn.outvars, results) if s is not None})
-    return [of(v) for v in jaxpr.outvars]
+    return [split_of(v) for v in jaxpr.outvars]
 
   def step(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
     """Returns the splits of the results of one equation, None if not known."""

@@ -22,7 +22,7 @@ from praxis_lite.sharding.padding import num_parts
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
 
 
-class Kind(enum.StrEnum):
+class ArrayKind(enum.StrEnum):
   """Kinds of explained arrays."""
 
   VARIABLE = 'variable'
@@ -94,7 +94,7 @@ class Explanation:
   """
 
   path: str
-  kind: Kind
+  kind: ArrayKind
   dims: tuple[Dimension, ...]
   dtype: np.dtype
   mesh_sizes: Mapping[str, int]
@@ -226,7 +226,7 @@ class ShardingReport:
   inputs: list[Explanation]
   exchanges: Mapping[str, Exchange] = dataclasses.field(default_factory=dict)
 
-  def all(self) -> list[Explanation]:
+  def arrays(self) -> list[Explanation]:
     return [*self.variables, *self.slots, *self.activations, *self.inputs]
 
   def find(self, path: str) -> Explanation:
@@ -236,7 +236,7 @@ class ShardingReport:
     activation, 'lm.softmax.out' or the field that splits it.
     """
     wanted = path.replace('/', '.').removeprefix('mdl_vars.').replace('.activation_split_dims_mapping.', '.')
-    known = {e.path: e for e in reversed(self.all())}
+    known = {e.path: e for e in reversed(self.arrays())}
     if wanted not in known:
       below = [p for p in known if p.startswith(f'{wanted}.')]
       hint = f' Below it are {", ".join(sorted(below)[:5])}.' if below else did_you_mean(wanted, known)

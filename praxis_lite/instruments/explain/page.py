@@ -11,7 +11,7 @@ from typing import Any
 
 from praxis_lite.common.errors import UserError
 from praxis_lite.instruments.explain.check import Problem
-from praxis_lite.instruments.explain.explanation import Explanation, Kind, ShardingReport, format_mesh
+from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport, format_mesh
 
 _HERE = 'praxis_lite.instruments.explain'
 
@@ -42,7 +42,7 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
     'title': title,
     'mesh': [[name, size] for name, size in report.mesh_sizes.items()],
     'meshText': format_mesh(report.mesh_sizes),
-    'arrays': [_array(e) for e in report.all()],
+    'arrays': [_array(e) for e in report.arrays()],
     'problems': [
       {'severity': str(p.severity), 'text': f'{p.kind}: {p.path}: {p.message}', 'remedy': p.remedy} for p in problems
     ],
@@ -79,7 +79,7 @@ def _array(e: Explanation) -> dict[str, Any]:
   return {
     'path': e.path,
     'place': _place(e),
-    'kind': {Kind.VARIABLE: 'parameter', Kind.SLOT: 'slot'}.get(e.kind, str(e.kind)),
+    'kind': {ArrayKind.VARIABLE: 'parameter', ArrayKind.SLOT: 'slot'}.get(e.kind, str(e.kind)),
     'dtype': e.dtype.name,
     'dims': [[d.size, list(d.axes), d.parts, d.local, d.source] for d in e.dims],
     'copies': e.replication,
@@ -94,7 +94,7 @@ def _array(e: Explanation) -> dict[str, Any]:
 
 def _place(e: Explanation) -> list[str]:
   """Returns the path of an array in the layer tree; a slot has the same parent as its variable."""
-  if e.kind is Kind.SLOT and e.owner:
+  if e.kind is ArrayKind.SLOT and e.owner:
     *layers, name = e.owner.split('.')
     before, _, after = e.path.partition(f'.{e.owner}')
     slot = before.rpartition('.')[2] + after

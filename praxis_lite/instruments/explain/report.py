@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.common.config import REQUIRED, Config, config_values
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.trees import leaves_by_path, path_name
-from praxis_lite.instruments.explain.explanation import Explanation, Kind, ShardingReport, dimensions
+from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport, dimensions
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.call import Constraint
 from praxis_lite.layers.base.facts import Exchange
@@ -81,7 +81,7 @@ def explain_task(
   jax_task, inputs_struct = task_and_inputs(task_or_experiment, inputs_struct)
   sizes = dict(jax_task.mesh_sizes() if mesh_sizes is None else mesh_sizes)
   layout = state_layout(jax_task, abstract_mesh(sizes))
-  return report_of(jax_task, layout, None if inputs_struct is None else trace_step(jax_task, layout, inputs_struct))
+  return report_of(jax_task, layout, None if inputs_struct is None else trace_task(jax_task, layout, inputs_struct))
 
 
 def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list[Explanation]:
@@ -104,7 +104,7 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
     if frozen or not weight.trainable:
       remarks = (*remarks, 'frozen by task.train.learner' if frozen else 'not trained by the optimizer')
     name, dtype, trainable = path_name(path), np.dtype(struct.dtype), weight.trainable
-    row = Explanation(name, Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable, frozen=frozen)
+    row = Explanation(name, ArrayKind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable, frozen=frozen)
     if weight.active_share < 1:
       used = f'one token uses {weight.active_share:.3g} of it'
       row = dataclasses.replace(row, remarks=(*remarks, used), num_active=weight.num_active)
@@ -173,7 +173,7 @@ def _fill_required(config: Config) -> Config:
   return config
 
 
-def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping[str, object]) -> TracedStep:
+def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping[str, object]) -> TracedStep:
   """Traces the train step of a task whose state has this layout, on a mesh that needs no devices.
 
   Args:
@@ -230,7 +230,7 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
         why = f'unlike its variable {name}, which is {tuple(variable_specs[owner])}'
       dims = dimensions(struct.shape, Placement(specs[path], (why,) * len(struct.shape)), sizes)
       dtype = np.dtype(struct.dtype) if not jax.numpy.issubdtype(struct.dtype, jax.dtypes.extended) else np.dtype('u4')
-      found.append(Explanation(path_name((part, *path)), Kind.SLOT, dims, dtype, sizes, remarks, owner=name))
+      found.append(Explanation(path_name((part, *path)), ArrayKind.SLOT, dims, dtype, sizes, remarks, owner=name))
   return found
 
 
@@ -259,7 +259,7 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
       remarks = (f'left to the compiler: dimension {free}',)
     remarks = (*remarks, *filter(None, [constraint.remark]))
     dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
-    found.append(Explanation(name, Kind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device))
+    found.append(Explanation(name, ArrayKind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device))
   return found
 
 
@@ -267,11 +267,12 @@ def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation
   """Explains how each array of a batch is split inside a step; rows that only fill up the mesh are padding."""
   rows = task.train_rows
   over = 'all mesh axes' if rows.apart or task.row_parts == task.mesh.size else f'{task.row_parts} parts'
-  taken = f', of which it takes {task.batch_size} and computes {rows.computed}' if rows.apart else ''
+  taken = f'; the step takes {task.batch_size} of them, and computes {rows.computed}' if rows.apart else ''
   found = []
   for path, struct in leaves_by_path(padded_batch_shape(task.batch_shape, rows.computed)).items():
     dims = dimensions(struct.shape, task.execution.place_input(struct), sizes)
     dims = (dataclasses.replace(dims[0], size=task.batch_size), *dims[1:])
     remarks = (f'enters a step with dimension 0 over {over}, as {rows.entering} rows{taken}',)
-    found.append(Explanation(path_name(('inputs', *path)), Kind.INPUT, dims, np.dtype(struct.dtype), sizes, remarks))
+    name = path_name(('inputs', *path))
+    found.append(Explanation(name, ArrayKind.INPUT, dims, np.dtype(struct.dtype), sizes, remarks))
   return found

@@ -68,7 +68,7 @@ def draw_sharding(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLi
     lines += _picture(devices[tuple(part.number for part in parts)], shape[leading:], max_parts)
   for dim, (count, shown) in enumerate(zip(devices.shape, drawn)):
     if count > len(shown):
-      lines.append(f'dimension {dim}: {count} parts, of which {len(shown)} are drawn')
+      lines.append(f'dimension {dim}: {len(shown)} of its {count} parts are drawn')
   return '\n'.join(lines)
 
 

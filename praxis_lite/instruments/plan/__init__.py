@@ -1,13 +1,13 @@
 """Predicts memory, time and communication of a train step on chips that this machine does not have, with reasons."""
 
-from praxis_lite.instruments.plan.calibration import calibrate, calibrated, calibration_file
+from praxis_lite.instruments.plan.calibration import apply_calibration, calibrate, calibration_file
 from praxis_lite.instruments.plan.cause import Cause, Reason
 from praxis_lite.instruments.plan.cost import Communication, Cost, Operation
 from praxis_lite.instruments.plan.memory import Memory
 from praxis_lite.instruments.plan.planning import Plan, plan
 from praxis_lite.instruments.plan.report import format_plan
 from praxis_lite.instruments.plan.searching import Ranked, format_search, search
-from praxis_lite.instruments.plan.snapshot import Snapshot, differences, snapshot_of
+from praxis_lite.instruments.plan.snapshot import Snapshot, regressions, snapshot_of
 from praxis_lite.instruments.plan.targets import TARGETS, Efficiency, Target
 from praxis_lite.instruments.plan.topology import Topology, parse_topology
 from praxis_lite.instruments.plan.why_text import format_why
@@ -26,15 +26,15 @@ __all__ = [
   'Snapshot',
   'Target',
   'Topology',
+  'apply_calibration',
   'calibrate',
-  'calibrated',
   'calibration_file',
-  'differences',
   'format_plan',
   'format_search',
   'format_why',
   'parse_topology',
   'plan',
+  'regressions',
   'search',
   'snapshot_of',
 ]

@@ -16,14 +16,14 @@ from praxis_lite.instruments.plan.declared import is_below, parts_of
 from praxis_lite.instruments.plan.hlo import CompiledProgram
 from praxis_lite.instruments.plan.layer_names import LayerNames
 
-Shape = tuple[int, ...]
+LocalShape = tuple[int, ...]
 
 
 def explain_compiled(
   activations: Iterable[Explanation], program: CompiledProgram, names: LayerNames
 ) -> list[Explanation]:
   """Returns explanations of activations, completed with the part that each device holds in a compiled program."""
-  results: dict[str, collections.Counter[Shape]] = {}
+  results: dict[str, collections.Counter[LocalShape]] = {}
   for computation in program.computations.values():
     for instruction in computation.instructions:
       name = instruction.op_name
@@ -36,11 +36,11 @@ def explain_compiled(
   return [_found(e, results) for e in activations]
 
 
-def _found(e: Explanation, results: dict[str, collections.Counter[Shape]]) -> Explanation:
+def _found(e: Explanation, results: dict[str, collections.Counter[LocalShape]]) -> Explanation:
   layer = e.path.partition('[')[0].rpartition('.')[0]
   if e.per_device or '(as used)' in e.path or not e.shape:
     return e
-  seen: collections.Counter[Shape] = collections.Counter()
+  seen: collections.Counter[LocalShape] = collections.Counter()
   for path, counted in results.items():
     if is_below(path, layer):
       seen.update(counted)
@@ -54,7 +54,7 @@ def _found(e: Explanation, results: dict[str, collections.Counter[Shape]]) -> Ex
   declared = tuple(d.local for d in dims)
   is_free = [d.free for d in dims]
 
-  def agrees(shape: Shape) -> bool:
+  def agrees(shape: LocalShape) -> bool:
     return all(free or part == local for part, local, free in zip(shape, declared, is_free))
 
   as_declared = {s: n for s, n in shapes.items() if agrees(s)}
@@ -68,5 +68,5 @@ def _found(e: Explanation, results: dict[str, collections.Counter[Shape]]) -> Ex
   return dataclasses.replace(e, compiled=compiled, remarks=(*e.remarks, remark))
 
 
-def _drop_ones(dims: Sequence[int]) -> Shape:
+def _drop_ones(dims: Sequence[int]) -> LocalShape:
   return tuple(d for d in dims if d != 1)

@@ -23,7 +23,7 @@ import numpy as np
 from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
 from praxis_lite.instruments.plan.cost import Communication, Cost, Operation
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
-from praxis_lite.instruments.plan.links import Groups, Links
+from praxis_lite.instruments.plan.links import DeviceGroups, Links
 from praxis_lite.instruments.plan.local_program import (
   LocalCollective,
   LocalFusion,
@@ -38,8 +38,8 @@ from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 UNCERTAIN = (
-  'analytic: these are not of a compiled program. State, FLOPs and collectives are those of the program before XLA '
-  'optimizes it; temporaries, what is fused and what overlaps are estimates'
+  'analytic: the step was not compiled. State, FLOPs and collectives are those of the program before XLA optimizes it, '
+  'and temporaries, what is fused and what overlaps are estimates'
 )
 
 
@@ -67,14 +67,14 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
     _communication(c, links, groups(c.axes) if c.axes else c.groups, mesh, names) for c in program.collectives
   ]
   if target.kind != 'cpu':
-    collectives = _overlapped(program, operations, collectives)
+    collectives = _set_exposed(program, operations, collectives)
   seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
   return Cost(
     tuple(operations), tuple(collectives), seconds, tuple(names.layer(loop) or loop for loop in program.unknown_loops)
   )
 
 
-def _overlapped(
+def _set_exposed(
   program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
 ) -> list[Communication]:
   """Sets how long collectives in loops are exposed: the time that they take beyond the work they may overlap with."""
@@ -91,7 +91,7 @@ def _overlapped(
   ]
 
 
-def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> Groups:
+def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> DeviceGroups:
   """Returns groups of device numbers, in mesh order; the members of a group differ only along `axes`."""
   ids = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
   last = np.moveaxis(ids, [list(mesh).index(a) for a in axes], range(-len(axes), 0))
@@ -121,7 +121,7 @@ def _fusion(fusion: LocalFusion, target: Target, names: LayerNames) -> Operation
 
 
 def _communication(
-  found: LocalCollective, links: Links, groups: Groups, mesh: Mapping[str, int], names: LayerNames
+  found: LocalCollective, links: Links, groups: DeviceGroups, mesh: Mapping[str, int], names: LayerNames
 ) -> Communication:
   traffic = links.traffic(found.kind, groups, found.operand_bytes, found.result_bytes)
   return Communication(

@@ -46,7 +46,7 @@ def calibration_file() -> Path:
   return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'calibration.json'
 
 
-def calibrated(topology: Topology, file: Path) -> Topology:
+def apply_calibration(topology: Topology, file: Path) -> Topology:
   """Returns the topology with the measured efficiency of its target; unchanged if `file` has none for it.
 
   Raises:

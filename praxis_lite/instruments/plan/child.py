@@ -31,7 +31,7 @@ def compile_in_child(command: Sequence[str], cache: Path) -> None:
       command, check=False, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS
     )
   except subprocess.TimeoutExpired:
-    raise CompileError(f'the process of the compiler has not ended in {_SECONDS:g} s, and was killed') from None
+    raise CompileError(f'the process of the compiler was killed after {_SECONDS:g} s') from None
   if child.returncode < 0:
     name = signal.Signals(-child.returncode).name
     memory = '; the machine has probably not enough memory for it' if name in ('SIGKILL', 'SIGABRT', 'SIGSEGV') else ''

@@ -33,8 +33,8 @@ def format_comparison(first: Plan, second: Plan) -> str:
   text('mode', lambda plan: plan.mode)
   text('fits', lambda plan: 'yes' if plan.fits else 'no')
   row('memory', [plan.memory.peak for plan in plans], format_bytes)
-  for kind in dict.fromkeys(kind for plan in plans for kind in plan.memory.by_kind()):
-    row(f'  {kind}', [plan.memory.by_kind().get(kind, 0) for plan in plans], _signed_bytes)
+  for kind in dict.fromkeys(kind for plan in plans for kind in plan.memory.bytes_by_kind()):
+    row(f'  {kind}', [plan.memory.bytes_by_kind().get(kind, 0) for plan in plans], _signed_bytes)
   row('step', [plan.step_seconds for plan in plans], format_seconds)
   for limit in ('compute', 'memory', 'overhead', 'communication'):
     row(f'  {_LIMITS[limit]}', [_limits(plan)[limit] for plan in plans], format_seconds)

@@ -18,7 +18,7 @@ import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from praxis_lite.instruments.explain.explanation import Explanation, Kind, ShardingReport
+from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport
 
 Role = tuple[str, int]
 
@@ -92,7 +92,7 @@ class Declarations:
 
   def _declaration(self, e: Explanation, stack: int) -> Declaration:
     dims = e.dims[stack:]
-    is_weight = e.kind is Kind.VARIABLE
+    is_weight = e.kind is ArrayKind.VARIABLE
     axes = tuple(tuple(axis for axis in dim.axes if self.sizes[axis] > 1) for dim in dims)
     shape = tuple(dim.size for dim in dims)
     roles = tuple(None if dim.free else self._role(i, dim.size, len(dims), is_weight) for i, dim in enumerate(dims))

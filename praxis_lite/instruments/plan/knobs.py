@@ -50,23 +50,12 @@ class Configured:
   roots: Mapping[str, Any]
   inputs: Mapping[str, object] | None = None
 
-  @classmethod
-  def of(cls, task: Explained, inputs: Mapping[str, object] | None = None) -> Configured:
-    """Returns the configs of `task`. Raises ConfigError if it is neither an experiment nor the config of a task."""
-    if isinstance(task, type):
-      task = configure(task)
-    if isinstance(task, ExperimentConfig):
-      return cls(task.roots(), inputs)
-    if isinstance(task, Config):
-      return cls({'task': task}, inputs)
-    raise ConfigError('plan: a task that is built cannot be changed; pass its config, or an experiment')
-
   @property
   def task(self) -> Config[SingleTask]:
     task: Config[SingleTask] = self.roots['task']
     return task
 
-  def with_overrides(self, overrides: Sequence[str]) -> Configured:
+  def change(self, overrides: Sequence[str]) -> Configured:
     """Returns a copy with some fields set. Raises ConfigError if a field cannot be set."""
     roots = copy.deepcopy(dict(self.roots))
     apply_overrides(roots, overrides)
@@ -76,6 +65,17 @@ class Configured:
   def explained(self) -> Explained:
     """The experiment or task, in the form that `plan` takes."""
     return ExperimentConfig(**self.roots) if 'datasets' in self.roots else self.task
+
+
+def configure_task(task: Explained, inputs: Mapping[str, object] | None = None) -> Configured:
+  """Returns the configs of `task`. Raises ConfigError if it is neither an experiment nor the config of a task."""
+  if isinstance(task, type):
+    task = configure(task)
+  if isinstance(task, ExperimentConfig):
+    return Configured(task.roots(), inputs)
+  if isinstance(task, Config):
+    return Configured({'task': task}, inputs)
+  raise ConfigError('plan: a task that is built cannot be changed; pass its config, or an experiment')
 
 
 def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[SharedKnob]:

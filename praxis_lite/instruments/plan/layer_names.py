@@ -87,7 +87,12 @@ class HiddenWork:
     return trips
 
   def call_flops(self, op_name: str, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the FLOPs of a custom call, as its layer says; `shapes` are those of its operands on one device."""
+    """Returns the FLOPs of a custom call, as its layer says.
+
+    Args:
+      op_name, target: its name and its target.
+      shapes: the shapes of its operands on one device.
+    """
     path = self._names.layer(op_name)
     flops = self._layers[path].call_flops(target, shapes) if path in self._layers else 0.0
     if flops:

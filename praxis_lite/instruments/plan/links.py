@@ -25,7 +25,7 @@ import numpy as np
 
 from praxis_lite.instruments.plan.topology import Topology
 
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Links:
   def __init__(self, topology: Topology, places: np.ndarray | None = None):
     self._topology, self._target = topology, topology.target
     self._places = topology.places if places is None else places
-    self._extents: dict[Groups, _Extent] = {}
+    self._extents: dict[DeviceGroups, _Extent] = {}
 
-  def traffic(self, kind: str, groups: Groups, operand_bytes: float, result_bytes: float) -> Traffic:
+  def traffic(self, kind: str, groups: DeviceGroups, operand_bytes: float, result_bytes: float) -> Traffic:
     """Returns what one collective costs.
 
     Args:
@@ -83,7 +83,7 @@ class Links:
     """
     if kind == 'collective-permute':
       return self._permute(groups, operand_bytes)
-    extent = self._extent(groups)
+    extent = self._slowest_extent(groups)
     m, s = extent.members, extent.domains
     n = m * s
     if n <= 1:
@@ -96,11 +96,11 @@ class Links:
       fast, network, links = rounds * size * (m - 1) / m, rounds * size * (s - 1) / n, extent.links
     return self._add_time(fast, network, links, extent.hops)
 
-  def hops(self, groups: Groups) -> float:
+  def hops(self, groups: DeviceGroups) -> float:
     """Returns the number of places that the farthest message of a group passes."""
-    return self._extent(groups).hops
+    return self._slowest_extent(groups).hops
 
-  def _permute(self, pairs: Groups, operand_bytes: float) -> Traffic:
+  def _permute(self, pairs: DeviceGroups, operand_bytes: float) -> Traffic:
     """Every device sends to one other device. On a ring, messages of h hops load each link h times."""
     moving = [(a, b) for a, b in (pair[:2] for pair in pairs if len(pair) > 1) if a != b]
     if not moving:
@@ -120,7 +120,7 @@ class Links:
     seconds = max(fast / (target.link * efficiency.links * links), network / (target.network * efficiency.network))
     return Traffic(float(fast), float(network), float(seconds + hops * efficiency.seconds_per_hop))
 
-  def _extent(self, groups: Groups) -> _Extent:
+  def _slowest_extent(self, groups: DeviceGroups) -> _Extent:
     """Returns the extent of the group with the slowest links."""
     if groups not in self._extents:
       found = {self._extent_of(group) for group in _unlike(groups, self._places)}
@@ -154,7 +154,7 @@ class Links:
     return _Extent(members, len(domains), links * filled * share, busiest * filled * share, hops)
 
 
-def _unlike(groups: Groups, places: np.ndarray) -> list[tuple[int, ...]]:
+def _unlike(groups: DeviceGroups, places: np.ndarray) -> list[tuple[int, ...]]:
   """Returns one group for each arrangement of members relative to their lowest coordinates."""
   found: dict[bytes, tuple[int, ...]] = {}
   for group in groups:

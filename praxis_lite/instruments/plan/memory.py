@@ -123,7 +123,7 @@ class Memory:
     """The bytes that are left; negative if the step does not fit."""
     return self.capacity - self.peak
 
-  def by_kind(self) -> dict[str, int]:
+  def bytes_by_kind(self) -> dict[str, int]:
     """Bytes of the peak by kind; 'other' is what the schedule does not explain, and may be negative."""
     state = self.state
     parts = {

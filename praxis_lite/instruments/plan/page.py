@@ -49,7 +49,7 @@ def page_data(plan: Plan, title: str) -> dict[str, object]:
       'capacity': memory.capacity,
       'peak': memory.peak,
       'always': memory.peak - memory.temporaries,
-      'kinds': memory.by_kind(),
+      'kinds': memory.bytes_by_kind(),
       'leaves': list(_leaves(plan)),
     },
     'operations': [_operation(op, plan) for op in cost.operations],
@@ -87,7 +87,7 @@ def _leaves(plan: Plan) -> Iterator[list[object]]:
   for array in memory.state.arrays:
     inputs += array.bytes if array.kind == 'inputs' else 0
     yield [array.kind, array.layer, '', array.name, array.bytes, array.shape]
-  if unused := inputs - memory.by_kind().get('inputs', 0):
+  if unused := inputs - memory.bytes_by_kind().get('inputs', 0):
     yield ['inputs', '', '', 'not used by the step', -unused, '']
   for live in memory.live:
     for buffer in live.buffers:

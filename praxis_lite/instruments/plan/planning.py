@@ -18,7 +18,7 @@ from pathlib import Path
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.explanation import Explanation
-from praxis_lite.instruments.explain.report import Explained, parameter_table, task_and_inputs, trace_step
+from praxis_lite.instruments.explain.report import Explained, parameter_table, task_and_inputs, trace_task
 from praxis_lite.instruments.plan.activations import explain_compiled
 from praxis_lite.instruments.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
 from praxis_lite.instruments.plan.cause import Cause
@@ -199,7 +199,7 @@ def plan(
         over_time=live_over_time(program),
       )
       with pretend_cudnn_for_plans():
-        traced = trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh, topology.target.kind)), struct)
+        traced = trace_task(jax_task, state_layout(jax_task, abstract_mesh(mesh, topology.target.kind)), struct)
       why = Why(traced, names)
       found = _make_plan(partitioned, topology, step, memory, why.add_causes(cost, program), doubts(cost))
       findings = why.find_rematerialized(step.messages)

@@ -23,7 +23,7 @@ from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.explain.report import Explained
 from praxis_lite.instruments.plan.compilers import missing_compiler
 from praxis_lite.instruments.plan.fitting import made_to_fit
-from praxis_lite.instruments.plan.knobs import Configured, Setting, knobs_of, neighbours, overrides_of
+from praxis_lite.instruments.plan.knobs import Configured, Setting, configure_task, knobs_of, neighbours, overrides_of
 from praxis_lite.instruments.plan.planning import Plan, doubts, plan
 from praxis_lite.instruments.plan.report import format_table
 from praxis_lite.instruments.plan.topology import Topology, parse_topology
@@ -107,9 +107,9 @@ def search(
     UserError: the experiment itself cannot be planned.
   """
   topology = parse_topology(topology) if isinstance(topology, str) else topology
-  config = Configured.of(task, inputs)
+  config = configure_task(task, inputs)
   fitted, _ = made_to_fit(config.task, topology)
-  found = _Search(config.with_overrides(fitted), fitted, topology, batch_sizes, cache, elsewhere, report)
+  found = _Search(config.change(fitted), fitted, topology, batch_sizes, cache, elsewhere, report)
   return found.run(verify, estimates, seconds)
 
 
@@ -173,7 +173,7 @@ class _Search:
     """Returns an estimate of a setting. If the setting is invalid, returns None, or raises the error if `must`."""
     self._report(f'estimating, {len(self._estimates) + 1} settings')
     try:
-      config = self._config.with_overrides(overrides_of(self._knobs, setting))
+      config = self._config.change(overrides_of(self._knobs, setting))
       found: Plan | None = plan(config.explained, config.inputs, self._topology, compile=False)
     except (UserError, ValueError, TypeError):
       if must:
@@ -185,7 +185,7 @@ class _Search:
   def _verify(self, setting: Setting) -> float:
     """Compiles a setting and returns the seconds that this took."""
     start, overrides = time.monotonic(), overrides_of(self._knobs, setting)
-    config = self._config.with_overrides(overrides)
+    config = self._config.change(overrides)
     number = len(self._verified) + len(self._failed) + 1
     elsewhere = None if self._elsewhere is None else self._elsewhere([*self._fitted, *overrides])
     found = plan(

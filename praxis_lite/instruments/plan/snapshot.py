@@ -1,7 +1,7 @@
 """A plan as a text file to keep: splits of weights, memory and collectives; and a comparison with a later plan.
 
     keep(snapshot_of(found, 'lm_sizes.Llama8B'), path)
-    differences(read(path), snapshot_of(found, 'lm_sizes.Llama8B'))
+    regressions(read(path), snapshot_of(found, 'lm_sizes.Llama8B'))
 
 People read the file: each entry has one line, so that a diff shows each change. Two or more spaces separate columns.
 The file contains the limits of the comparison, which may be edited there.
@@ -37,7 +37,7 @@ _STATE = ('parameters', 'optimizer slots', 'moving averages')
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class GrowthLimits:
   """Allowed relative increases of memory and sent bytes. A new collective may send up to `sent` / 50 of all bytes."""
 
   memory: float = 0.05
@@ -90,7 +90,7 @@ class Snapshot:
   topology: str
   mesh: str
   mode: str
-  limits: Limits
+  limits: GrowthLimits
   memory: Mapping[str, int]
   weights: Mapping[str, Weight]
   collectives: Mapping[tuple[str, str, str, str], Group]
@@ -119,7 +119,7 @@ class Snapshot:
 
 
 def snapshot_of(
-  plan: Plan, experiment: str = '', overrides: Iterable[str] = (), limits: Limits | None = None
+  plan: Plan, experiment: str = '', overrides: Iterable[str] = (), limits: GrowthLimits | None = None
 ) -> Snapshot:
   """Returns a snapshot of a plan; `experiment` and `overrides` are the experiment's name and --set arguments."""
   groups: dict[tuple[str, str, str, str], Group] = {}
@@ -135,7 +135,7 @@ def snapshot_of(
   ordered = sorted(groups.items(), key=lambda item: (-item[1].sent, item[0]))
   return Snapshot(
     *(experiment or plan.name, tuple(overrides), plan.topology.name, format_mesh(plan.mesh), plan.mode),
-    limits or Limits(),
+    limits or GrowthLimits(),
     dict(_memory(plan)),
     weights_of(plan.weights),
     {key: group for key, group in ordered if group.sent > least},
@@ -144,7 +144,7 @@ def snapshot_of(
 
 def _memory(plan: Plan) -> Iterator[tuple[str, int]]:
   yield 'peak', plan.memory.peak
-  for name, size in plan.memory.by_kind().items():
+  for name, size in plan.memory.bytes_by_kind().items():
     if size > 0:
       yield name, size
   for live in plan.memory.live:
@@ -243,15 +243,15 @@ def _number(text: str) -> int:
   return number
 
 
-def _limits(text: str) -> Limits:
+def _limits(text: str) -> GrowthLimits:
   found = dict(re.findall(r'(memory|sent) ([\d.]+)', text))
-  return Limits(float(found['memory']), float(found['sent']))
+  return GrowthLimits(float(found['memory']), float(found['sent']))
 
 
 # ---------------------------------------------------------------- differences
 
 
-def differences(kept: Snapshot, new: Snapshot, limits: Limits | None = None) -> list[str]:
+def regressions(kept: Snapshot, new: Snapshot, limits: GrowthLimits | None = None) -> list[str]:
   """Returns one text for each thing that has become worse; an empty list if everything is within the limits.
 
   If the modes of the snapshots differ, it compares only the splits of weights and the memory of the state.
@@ -288,7 +288,7 @@ def _weights(kept: Mapping[str, Weight], new: Mapping[str, Weight]) -> Iterator[
       yield f'{path}: it was {was}, and is {is_now}: {now.fields}'
 
 
-def _memory_growth(kept: Snapshot, new: Snapshot, limits: Limits) -> Iterator[str]:
+def _memory_growth(kept: Snapshot, new: Snapshot, limits: GrowthLimits) -> Iterator[str]:
   before, now = kept.memory.get('peak', 0), new.memory.get('peak', 0)
   if now <= before * (1 + limits.memory):
     return
@@ -300,7 +300,7 @@ def _memory_growth(kept: Snapshot, new: Snapshot, limits: Limits) -> Iterator[st
   yield f'memory: the peak grew from {format_bytes(before)} to {format_bytes(now)} on each device, by {share}{by}'
 
 
-def _collectives(kept: Snapshot, new: Snapshot, limits: Limits) -> Iterator[str]:
+def _collectives(kept: Snapshot, new: Snapshot, limits: GrowthLimits) -> Iterator[str]:
   least = limits.sent * max(kept.sent, 1) / 50
   for key, group in new.collectives.items():
     kind, axes, layer, phase = key

@@ -97,10 +97,10 @@ class WhatIf:
     return correction
 
   def _analytic(self, overrides: Sequence[str]) -> Plan:
-    config = self._config.with_overrides(overrides)
+    config = self._config.change(overrides)
     return plan(config.explained, config.inputs, self._topology, compile=False)
 
-  def _estimated(self, what: str, overrides: Sequence[str]) -> Change | None:
+  def _estimate_change(self, what: str, overrides: Sequence[str]) -> Change | None:
     """Returns the estimated change; None if the experiment cannot be changed in this way."""
     self._report(f'estimating: {what}')
     try:
@@ -127,7 +127,7 @@ class WhatIf:
     return found
 
   def _partition(self, overrides: Sequence[str]) -> PartitionedTask:
-    config = self._config.with_overrides(overrides)
+    config = self._config.change(overrides)
     task, struct = task_and_inputs(config.explained, config.inputs)
     return PartitionedTask(task, dict(struct or {}), mesh=abstract_mesh(task.mesh_sizes()))
 
@@ -174,7 +174,7 @@ class WhatIf:
     best: Change | None = None
     guess = 2 * size
     for _ in range(_MOST_SIZES):
-      found = self._estimated(f'{what} {guess:,}', overrides(guess))
+      found = self._estimate_change(f'{what} {guess:,}', overrides(guess))
       if found is None:
         break
       sizes[guess] = found.peak
@@ -196,7 +196,7 @@ class WhatIf:
     capacity, sizes = self._planned.memory.capacity, {size: float(self._planned.memory.peak)}
     guess, name, failure = _size(best), best.what, 'which the compiler did not confirm'
     for _ in range(_MOST_COMPILES):
-      config = self._config.with_overrides(overrides(guess))
+      config = self._config.change(overrides(guess))
       self._report(f'compiling: {what} {guess:,}')
       elsewhere = None if self._elsewhere is None else self._elsewhere(overrides(guess))
       found = plan(config.explained, config.inputs, self._topology, cache=self._cache, elsewhere=elsewhere)
@@ -223,9 +223,8 @@ class WhatIf:
     few rows, as the temporaries require; these two also together with the other changes that save most memory.
     """
     capacity = self._planned.memory.capacity
-    alone: list[Change] = []
-    for overrides in self._single_changes():
-      alone += self._drop_none(self._estimated(_describe(overrides), overrides))
+    estimated = [self._estimate_change(_describe(overrides), overrides) for overrides in self._single_changes()]
+    alone = [change for change in estimated if change is not None]
     fitting = [change for change in alone if change.peak <= capacity]
     for saving in [(), *(c.overrides for c in sorted(alone, key=lambda c: c.peak)[:_MOST_COMBINED])]:
       if len(fitting) < _MOST_WAYS or not saving:
@@ -245,7 +244,7 @@ class WhatIf:
 
   def _largest_parts(self, others: tuple[str, ...]) -> list[Change]:
     """Returns the least number of microbatches and the largest batch that fit together with other changes, if any."""
-    capacity, found = self._planned.memory.capacity, []
+    capacity, found = self._planned.memory.capacity, list[Change]()
     before = self._analytic(others) if others else self._own
     room = capacity - before.memory.state.total
     if room <= 0:
@@ -259,15 +258,11 @@ class WhatIf:
     for way in ways:
       for lines in way:
         overrides = (*others, *lines)
-        fits = [c for c in self._drop_none(self._estimated(_describe(overrides), overrides)) if c.peak <= capacity]
-        if fits:
-          found += fits
+        change = self._estimate_change(_describe(overrides), overrides)
+        if change is not None and change.peak <= capacity:
+          found.append(change)
           break
     return found
-
-  @staticmethod
-  def _drop_none(change: Change | None) -> list[Change]:
-    return [] if change is None else [change]
 
   # ---------------------------------------------------------------- communication
 
@@ -280,7 +275,7 @@ class WhatIf:
     if planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
       return None
     mesh = knobs_of(self._config)[0]
-    found = [self._estimated(f'mesh {shape}', mesh.overrides(shape)) for shape in mesh.neighbours(mesh.own)]
+    found = [self._estimate_change(f'mesh {shape}', mesh.overrides(shape)) for shape in mesh.neighbours(mesh.own)]
     fitting = [change for change in found if change is not None and change.peak <= planned.memory.capacity]
     best = min(fitting, key=lambda change: change.time or 1.0, default=None)
     return best if best is not None and (best.time or 1.0) < 0.98 else None

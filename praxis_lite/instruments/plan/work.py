@@ -19,7 +19,7 @@ from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class CountedProduct:
   """A matrix product, convolution or attention: its FLOPs, the dtype of its operands, and the name of its operation."""
 
   flops: float
@@ -30,7 +30,7 @@ class Product:
 
 def products_of(
   instruction: Instruction, computation: Computation, program: CompiledProgram, hidden: HiddenWork
-) -> Iterable[Product]:
+) -> Iterable[CountedProduct]:
   """Yields the products that an instruction computes, including those inside a fusion.
 
   For a custom call whose FLOPs the program does not show, its layer counts them.
@@ -47,7 +47,7 @@ def products_of(
     if flops:
       algorithm = re.search(r'algorithm=dot_(bf16|f16|f8\w*?)_', instruction.attributes)
       dtype = algorithm[1] if algorithm else operands[0].dtype if operands else 'f32'
-      yield Product(flops, dtype, instruction.op_name, is_fused_attention(_target(instruction)))
+      yield CountedProduct(flops, dtype, instruction.op_name, is_fused_attention(_target(instruction)))
 
 
 def _dot_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 
 from praxis_lite.common.config import Config
 from praxis_lite.instruments.verification.shrink import replace_dtypes
-from praxis_lite.instruments.verification.steps import Case, Results, Runner, task_of, values_of_state
+from praxis_lite.instruments.verification.steps import Case, Runner, StepResults, task_of, values_of_state
 from praxis_lite.training.task import SingleTask
 
 
-def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tuple[Results, list[Results]]:
+def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tuple[StepResults, list[StepResults]]:
   """Returns the results of a case in float64, on the same values, and the results with noise for each seed.
 
   Raises:

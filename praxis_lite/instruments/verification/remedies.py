@@ -17,13 +17,13 @@ from jax.sharding import Mesh, PartitionSpec
 from praxis_lite.common.config import config_values
 from praxis_lite.common.trees import leaves_by_path, map_with_path
 from praxis_lite.instruments.verification.shrink import SmallTask
-from praxis_lite.instruments.verification.steps import Case, Name, Results, task_of
+from praxis_lite.instruments.verification.steps import Case, Name, StepResults, task_of
 from praxis_lite.layers.base import Layer
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit
 from praxis_lite.training.task import SingleTask
 
-IsRight = Callable[[Results], bool]
+IsRight = Callable[[StepResults], bool]
 _ACTIVATIONS = 'activation_split_dims_mapping'
 
 

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import Config, config_values
 from praxis_lite.common.trees import NestedDict, leaves_by_path
-from praxis_lite.instruments.explain.report import trace_step
+from praxis_lite.instruments.explain.report import trace_task
 from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES, small_mesh
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -82,14 +82,6 @@ class _Stages(NamedTuple):
   small: int
   rounds: int
 
-  @classmethod
-  def of(cls, layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
-    """Returns the stages of `layer`. Their small number divides over `mesh` iff the real one divides over `real`."""
-    S = layer.num_stages
-    parts, few = (math.prod(sizes[axis] for axis in layer.stage_axes) for sizes in (real, mesh))
-    small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
-    return cls(S, small, layer.circular_repeat)
-
   def are_even(self, num_layers: int, num_stages: int) -> bool:
     """Whether all stages have the same number of layers."""
     return num_layers % (num_stages * self.rounds) == 0
@@ -130,7 +122,7 @@ def small_task(
   shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
   sizes |= {n for shape in shapes for n in shape}
   stacks = [split for split in splits if split.size in counts]
-  pipelines = [_Stages.of(layer, real, mesh) for layer in _pipelines(task)]
+  pipelines = [_find_stages(layer, real, mesh) for layer in _pipelines(task)]
   first = max((len(getattr(layer, 'first_tpl', ())) for layer in task.model.descendants()), default=0)
 
   def shrunk(kept: Iterable[int]) -> SmallTask:
@@ -148,23 +140,31 @@ def small_task(
   return next((small for small in map(shrunk, tried) if _is_valid(small)), as_they_are)
 
 
+def _find_stages(layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
+  """Returns the stages of `layer`. Their small number divides over `mesh` iff the real one divides over `real`."""
+  S = layer.num_stages
+  parts, few = (math.prod(sizes[axis] for axis in layer.stage_axes) for sizes in (real, mesh))
+  small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
+  return _Stages(S, small, layer.circular_repeat)
+
+
 def to_float32(config: Config[SingleTask]) -> Config[SingleTask]:
   """Returns a copy that stores and computes in float32 without fused kernels, so that rounding hides no fault."""
 
-  def changed(name: str, value: object) -> object:
+  def new_value(name: str, value: object) -> object:
     return 'dense' if name == 'implementation' and value == 'cudnn' else value
 
-  return replace_dtypes(_change_fields(config, changed), jnp.float32)
+  return replace_dtypes(_change_fields(config, new_value), jnp.float32)
 
 
 def replace_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask]:
   """Returns a copy in which `dtype` replaces every smaller float dtype that is set."""
   itemsize = jnp.dtype(dtype).itemsize
 
-  def changed(name: str, value: object) -> object:
+  def new_value(name: str, value: object) -> object:
     return dtype if name.endswith('dtype') and _is_smaller_float(value, itemsize) else value
 
-  return _change_fields(config, changed)
+  return _change_fields(config, new_value)
 
 
 def specs_of(small: SmallTask) -> NestedDict:
@@ -272,7 +272,7 @@ def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes:
   placed = leaves_by_path(placements)
   for path, weight in leaves_by_path(task.model.abstract_init()).items():
     add(weight.full_shape, placed[path])
-  step = trace_step(task, state_layout(task, mesh, placed_specs(placements)), inputs)
+  step = trace_task(task, state_layout(task, mesh, placed_specs(placements)), inputs)
   for constraint in step.constraints:
     if not constraint.manual_axes:
       add(constraint.shape, constraint.placement)
@@ -291,7 +291,7 @@ def _is_valid(small: SmallTask) -> bool:
     task = small.config.instantiate()
     rows = 2 * math.prod(small.mesh_sizes.values()) * task.learner.num_microbatches
     inputs = replace_rows(small.inputs, rows)
-    trace_step(task, state_layout(task, abstract_mesh(small.mesh_sizes), specs_of(small)), inputs)
+    trace_task(task, state_layout(task, abstract_mesh(small.mesh_sizes), specs_of(small)), inputs)
   except Exception:  # A model may raise any error for sizes that it does not support.
     return False
   return True
@@ -325,29 +325,29 @@ def _integers(config: Config) -> list[tuple[str, int]]:
 
 
 def _change_integers(config: Config, change: Callable[[str, int], int]) -> Config:
-  def changed(name: str, value: object) -> object:
+  def new_value(name: str, value: object) -> object:
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0:
       return change(name, int(value))
     return value
 
-  return _change_fields(config, changed)
+  return _change_fields(config, new_value)
 
 
 def _change_fields(config: Config, change: Callable[[str, object], object]) -> Config:
   """Returns a copy of a config tree with each value changed; values in lists, tuples and dicts change one by one."""
 
-  def changed(name: str, value: object) -> object:
+  def new_value(name: str, value: object) -> object:
     if isinstance(value, Config):
       return _change_fields(value, change)
     if isinstance(value, list | tuple) and not hasattr(value, '_fields'):
-      return type(value)(changed(name, entry) for entry in value)
+      return type(value)(new_value(name, entry) for entry in value)
     if isinstance(value, dict):
-      return {key: changed(str(key), entry) for key, entry in value.items()}
+      return {key: new_value(str(key), entry) for key, entry in value.items()}
     return change(name, value)
 
   copy = config.clone()
   for name, value in config_values(config).items():
-    new = changed(str(name), value) if isinstance(name, str) else value
+    new = new_value(str(name), value) if isinstance(name, str) else value
     if isinstance(name, str) and new is not value:
       setattr(copy, name, new)
   return copy

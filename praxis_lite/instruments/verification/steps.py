@@ -37,7 +37,7 @@ from praxis_lite.training.task import SingleTask
 _LEARNING_RATE = 0.01
 
 
-class Kind(enum.StrEnum):
+class StepKind(enum.StrEnum):
   """Kinds of steps that are compared."""
 
   GRADIENT = 'gradients'
@@ -56,7 +56,7 @@ class Name(NamedTuple):
     return f'{self.what} of {self.of}' if self.of else self.what
 
 
-Results = dict[Name, np.ndarray]
+StepResults = dict[Name, np.ndarray]
 
 
 class Case(NamedTuple):
@@ -68,14 +68,14 @@ class Case(NamedTuple):
     state, batch: values of the train state and of a batch, on the host.
   """
 
-  kind: Kind
+  kind: StepKind
   rows: int
   config: Config[SingleTask]
   task: SingleTask
   state: TrainState
   batch: NestedDict
 
-  def run(self, mesh: Mesh, specs: NestedDict | None = None) -> Results:
+  def run(self, mesh: Mesh, specs: NestedDict | None = None) -> StepResults:
     """Returns the results of the step on a mesh, with these specs of variables; None takes the task's own specs."""
     return Runner(self, mesh, specs).results()
 
@@ -95,16 +95,16 @@ class Runner:
 
   @property
   def _step(self) -> PartitionedStep:
-    if self._case.kind is Kind.EVALUATION:
+    if self._case.kind is StepKind.EVALUATION:
       return self._partitioned.eval_step
-    return self._partitioned.decode_step if self._case.kind is Kind.DECODING else self._partitioned.train_step
+    return self._partitioned.decode_step if self._case.kind is StepKind.DECODING else self._partitioned.train_step
 
   @property
   def guarded(self) -> list[Guarded]:
     """The operations that a guard changed; known after the first call of `results`."""
     return self._step.guarded
 
-  def results(self, noise: int = 0, seed: int = 0) -> Results:
+  def results(self, noise: int = 0, seed: int = 0) -> StepResults:
     """Returns the results.
 
     Args:
@@ -116,23 +116,23 @@ class Runner:
       variables = map_with_path(lambda path, x: _rounded_otherwise(path, x, noise), variables)
     with jax.default_device(jax.devices('cpu')[0]):
       key = jax.random.key(seed)
-    if case.kind in (Kind.GRADIENT, Kind.UPDATE):
+    if case.kind in (StepKind.GRADIENT, StepKind.UPDATE):
       return self._train(variables, key)
     arguments = _store_on_mesh(variables, self._layout.mdl_vars), key, jnp.zeros((), jnp.int32), case.batch
-    if case.kind is Kind.EVALUATION:
+    if case.kind is StepKind.EVALUATION:
       evaluated = self._partitioned.eval_step(*arguments)
       loss = {Name('loss', ''): np.asarray(evaluated.weighted_loss)}
       return loss | _batch_results(evaluated.mean_metrics, evaluated.per_example_out)
     return _batch_results(*self._partitioned.decode_step(*arguments))
 
-  def _train(self, variables: NestedDict, key: jax.Array) -> Results:
+  def _train(self, variables: NestedDict, key: jax.Array) -> StepResults:
     case, learner = self._case, self._case.task.learner.bind(self._case.task.model.abstract_init())
     before = case.state.replace(mdl_vars=variables)
     out = self._partitioned.train_step(_store_on_mesh(before, self._layout), key, case.batch)
     after = slice_to(jax.tree.map(_host, out.state), self._layout.unpadded_shapes)
     found = {Name('loss', ''): np.asarray(out.weighted_loss)}
     declared, values = leaves(case.task.model.abstract_init()), leaves(after.mdl_vars)
-    if case.kind is Kind.GRADIENT:
+    if case.kind is StepKind.GRADIENT:
       for path, x in leaves_by_path(after.opt_states).items():
         owner = owner_of(path, declared)
         if owner is not None:
@@ -150,7 +150,7 @@ class Runner:
     return found | _batch_results(metrics, out.per_example_out)
 
 
-def _batch_results(metrics: WeightedScalars, by_row: NestedDict) -> Results:
+def _batch_results(metrics: WeightedScalars, by_row: NestedDict) -> StepResults:
   means = {Name('metric', name): np.asarray(mean) for name, (mean, _) in metrics.items()}
   return means | {Name('output', path_name(path)): np.asarray(x) for path, x in leaves_by_path(by_row).items()}
 
@@ -158,13 +158,13 @@ def _batch_results(metrics: WeightedScalars, by_row: NestedDict) -> Results:
 # ---------------------------------------------------------------- tasks
 
 
-def task_of(config: Config[SingleTask], kind: Kind) -> SingleTask:
-  """Builds the task for a step of this kind: the same model, with a learner that keeps gradients for Kind.GRADIENT."""
+def task_of(config: Config[SingleTask], kind: StepKind) -> SingleTask:
+  """Builds the task for a step of this kind, with the same model; for gradients, its learner keeps them."""
   config = config.clone()
   learner = config.train.learner
-  if kind is Kind.UPDATE:
+  if kind is StepKind.UPDATE:
     learner.set(schedule=Config(Constant), learning_rate=max(learner.learning_rate, _LEARNING_RATE))
-  elif kind is Kind.GRADIENT:
+  elif kind is StepKind.GRADIENT:
     learner.set(optimizer=Config(keep_gradients), schedule=Config(Constant), per_layer_statistics=False)
     learner.set(l2_regularizer_weight=0.0, decoupled_weight_decay=0.0, ema_decay=0.0, on_nonfinite='ignore')
     learner.set(clip_gradient_norm_to_value=0.0, clip_gradient_single_norm_to_value=0.0, clip_gradient_value=0.0)

@@ -36,10 +36,10 @@ from praxis_lite.instruments.verification.shrink import SmallTask, small_task, s
 from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES
 from praxis_lite.instruments.verification.steps import (
   Case,
-  Kind,
   Name,
-  Results,
   Runner,
+  StepKind,
+  StepResults,
   decode_inputs,
   disable_dropout,
   task_of,
@@ -84,7 +84,7 @@ class Difference:
   """
 
   name: Name
-  kind: Kind
+  kind: StepKind
   rows: int
   error: float
   placement: Placement | None = None
@@ -233,7 +233,7 @@ class _Comparison:
     self._progress = progress
     progress(_format_sizes(small.real_mesh_sizes, small.mesh_sizes, small.sizes))
     self.mesh = _mesh(small.mesh_sizes)
-    self.task = task_of(small.config, Kind.GRADIENT)
+    self.task = task_of(small.config, StepKind.GRADIENT)
     self.compared: list[str] = []
     self.not_compared: list[str] = []
     self.guarded: list[str] = []
@@ -249,24 +249,24 @@ class _Comparison:
     An empty `many` skips the update.
     """
     config = self.small.config
-    if self.task.partitioning == 'shard_map' and self._draws(self._case(config, Kind.GRADIENT, 1)):
+    if self.task.partitioning == 'shard_map' and self._draws(self._case(config, StepKind.GRADIENT, 1)):
       self._compare_equal_draws(few)
       config = disable_dropout(config)
       self.not_compared.append("random draws, which under partitioning='shard_map' differ by device: without dropout")
-      if self._draws(self._case(config, Kind.GRADIENT, 1)):
+      if self._draws(self._case(config, StepKind.GRADIENT, 1)):
         self.not_compared.append('training: a layer draws random numbers by other means than Dropout')
         return
     for rows in (few, *many):
-      self._compare(self._case(config, Kind.GRADIENT, rows))
+      self._compare(self._case(config, StepKind.GRADIENT, rows))
     if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ, too.
-      self._compare(self._case(config, Kind.UPDATE, few))
+      self._compare(self._case(config, StepKind.UPDATE, few))
 
   def compare_inference(self, rows: int) -> None:
     """Compares evaluation, and decoding if the model decodes."""
-    self._compare(self._case(self.small.config, Kind.EVALUATION, rows))
+    self._compare(self._case(self.small.config, StepKind.EVALUATION, rows))
     if type(self.task.model).decode is BaseModel.decode:
       return
-    case = self._case(self.small.config, Kind.DECODING, rows)
+    case = self._case(self.small.config, StepKind.DECODING, rows)
     try:
       Runner(case, self._one).trace()
     except Exception as error:  # This model may not accept made-up prompts.
@@ -276,10 +276,10 @@ class _Comparison:
       return
     self._compare(case)
 
-  def _case(self, config: Config[SingleTask], kind: Kind, rows: int) -> Case:
+  def _case(self, config: Config[SingleTask], kind: StepKind, rows: int) -> Case:
     task = task_of(config, kind)
     inputs = self.small.inputs
-    if kind is Kind.DECODING:
+    if kind is StepKind.DECODING:
       inputs = self.small.prompts or decode_inputs(inputs)
     return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
@@ -296,7 +296,7 @@ class _Comparison:
 
     Along these axes, all devices must draw the same numbers.
     """
-    case = self._case(self.small.config, Kind.GRADIENT, rows)
+    case = self._case(self.small.config, StepKind.GRADIENT, rows)
     rows_over = ShardMapped(case.task, state_layout(case.task, self.mesh, specs_of(self.small))).batch_axes
     sizes = {axis: 1 if axis in rows_over else size for axis, size in self.small.mesh_sizes.items()}
     if math.prod(sizes.values()) > 1:
@@ -324,11 +324,11 @@ class _Comparison:
     found = mesh_results.result()
     self.guarded += [f'{guarded.op} in {guarded.layer or "the step"}' for guarded in on_mesh.guarded]
     different = _differences(found, expected, noise)
-    if different or (case.kind is not Kind.UPDATE and _is_unsteady(expected, noise)):
+    if different or (case.kind is not StepKind.UPDATE and _is_unsteady(expected, noise)):
       verdict = self._judge(case, found, expected, noise, different)
       different = verdict.wrong
       self.differences += [
-        Difference(name, case.kind, case.rows, error, self._placement(name), verdict.remarks.get(name, ''))
+        Difference(name, case.kind, case.rows, error, self._find_placement(name), verdict.remarks.get(name, ''))
         for name, error in different.items()
       ]
       expected, noise = verdict.expected, verdict.noise
@@ -340,8 +340,8 @@ class _Comparison:
       self.failed = case, lambda results: not _differences(results, expected, noise)
 
   def _results_of_one_device(
-    self, case: Case, results: Future[tuple[Results, list[Results]]]
-  ) -> tuple[Results, list[Results]]:
+    self, case: Case, results: Future[tuple[StepResults, list[StepResults]]]
+  ) -> tuple[StepResults, list[StepResults]]:
     """Returns the results of one device.
 
     Raises:
@@ -358,7 +358,7 @@ class _Comparison:
       ) from error
 
   def _judge(
-    self, case: Case, found: Results, expected: Results, noise: list[Results], different: dict[Name, float]
+    self, case: Case, found: StepResults, expected: StepResults, noise: list[StepResults], different: dict[Name, float]
   ) -> _Verdict:
     """Decides which results of the mesh are wrong, by comparison with float64 on one device."""
     undecided = _Verdict(different, dict.fromkeys(different, _NOT_JUDGED), expected, noise)
@@ -379,13 +379,13 @@ class _Comparison:
     remarks = {name: 'float64 on one device agrees with neither' for name in of_mesh if name in of_one}
     return _Verdict(of_mesh, remarks, exact, exact_noise)
 
-  def _placement(self, name: Name) -> Placement | None:
+  def _find_placement(self, name: Name) -> Placement | None:
     """Returns the placement of the variable that a result belongs to; None if it belongs to no variable."""
     placements = leaves_by_path(self.small.placements)
     owner = None if name.what in _OF_NO_VARIABLE else owner_of(tuple(name.of.split('.')), placements)
     return None if owner is None else placements[owner]
 
-  def _run_on_one_device(self, case: Case) -> tuple[Results, list[Results]]:
+  def _run_on_one_device(self, case: Case) -> tuple[StepResults, list[StepResults]]:
     """Returns the results of one device, and its results from variables with rounding noise."""
     runner = Runner(case, self._one)
     return runner.results(), [runner.results(seed) for seed in _NOISE_SEEDS]
@@ -396,11 +396,11 @@ class _Verdict(NamedTuple):
 
   wrong: dict[Name, float]
   remarks: dict[Name, str]
-  expected: Results
-  noise: list[Results]
+  expected: StepResults
+  noise: list[StepResults]
 
 
-def _is_unsteady(expected: Results, noise: Iterable[Results]) -> bool:
+def _is_unsteady(expected: StepResults, noise: Iterable[StepResults]) -> bool:
   """Whether rounding noise changes a float result on one device so much that it is not a reliable reference."""
   floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating) and x.size}
   largest = max((float(np.nanmax(np.abs(x))) for x in floats.values()), default=0.0)
@@ -415,7 +415,7 @@ def _first_line(error: BaseException) -> str:
 _OF_NO_VARIABLE = ('loss', 'metric', 'output')
 
 
-def _differences(found: Results, expected: Results, noise: Iterable[Results]) -> dict[Name, float]:
+def _differences(found: StepResults, expected: StepResults, noise: Iterable[StepResults]) -> dict[Name, float]:
   """Returns the error of each result that differs by more than rounding explains, the largest errors first."""
   largest: dict[str, float] = {}
   for name, x in expected.items():
