@@ -140,7 +140,7 @@ class Checkpointer:
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
       input_state: `get_state()` of the training input after the batch of this step.
-      progress: whatever else is needed to resume the run, as values for JSON.
+      progress: everything else that is needed to resume the run, as values for JSON.
 
     Raises:
       CheckpointError: this save, or the one before, failed.
@@ -196,7 +196,7 @@ class Checkpointer:
       self._retention.start(self.kept_steps())
 
   def best(self) -> BestCheckpoint | None:
-    """Returns the last argument of `keep_best`, also one of an earlier process; None if that checkpoint is gone."""
+    """Returns the last argument of `keep_best`, which an earlier process may have given; None if that step is gone."""
     return self._best.value
 
   def keep_best(self, best: BestCheckpoint | None) -> None:
@@ -228,7 +228,7 @@ class Checkpointer:
   def existing_step(self, step: Step = None, remedy: str = 'train first, with the same --job_log_dir') -> int:
     """Returns the number of a step, by default the newest; raises CheckpointError if there is no such checkpoint.
 
-    `remedy` is what the error advises if the run has no checkpoints.
+    `remedy` is the advice of the error if the run has no checkpoints.
     """
     steps = self.steps()
     if not steps:
@@ -237,7 +237,7 @@ class Checkpointer:
       if self._best.value is None:
         raise CheckpointError(
           f'none of the checkpoints in {self.directory} is recorded as the best: the run was trained without '
-          'task.train.best_metric; name a step, or none for the newest'
+          'task.train.best_metric; name a step, or leave it out to use the newest'
         )
       return self._best.value.step
     if step is not None and step not in steps:
@@ -289,7 +289,7 @@ class Checkpointer:
     for path, wanted in leaves_by_path(data_shapes).items():  # The names and types of arrays have no checksum.
       found = lookup(arrays, path)
       if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        raise unreadable(self.folder(step), ValueError(f'what it says of {path_name(path)} is wrong'))
+        raise unreadable(self.folder(step), ValueError(f'its entry for {path_name(path)} is not valid'))
     check_seal(Path(self.folder(step)), step)
     return map_with_path(lambda path, shape: to_leaf(shape, lookup(arrays, path)), shapes)
 
@@ -354,7 +354,7 @@ class Checkpointer:
         with being_read(self.folder(number)):
           out = read(number)
       except (DamagedError, RemovedError) as caught:
-        # The training process may have removed it before it was locked, or the file system has no locks.
+        # The training process may have removed it before this one locked it, or the file system has no locks.
         is_gone = step is None and number not in steps_in(self.directory)
         error, said = caught, _GONE if is_gone else str(caught).partition('; ')[0]
       of_all = gather_texts(said)
@@ -378,7 +378,7 @@ class Checkpointer:
       self._store.reload()
     else:
       self._damaged.add(step)
-    self.notes.append(f'{damage}{aside}; the checkpoint before is used, of step {self.latest_step()}')
+    self.notes.append(f'{damage}{aside}; the checkpoint of step {self.latest_step()} is used instead')
 
   def _read_json(self, step: Step, item: str) -> dict[str, Any]:
     return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)

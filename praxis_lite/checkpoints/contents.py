@@ -25,7 +25,7 @@ class OtherModelError(CheckpointError):
   """A checkpoint does not have the arrays of the task.
 
   Attributes:
-    difference: which arrays differ, and which checkpoint was compared.
+    difference: says which arrays of which checkpoint differ.
     only_learner: whether the variables of the model are the same.
   """
 
@@ -53,8 +53,8 @@ def read_checkpoint_record(folder: Path, item: str) -> dict[str, Any]:
   """Returns a record of the checkpoint in `folder`: 'about' or 'inputs'. Records of format 1 have no checksum.
 
   Raises:
-    DamagedError: it is not what was written.
-    CheckpointError: it cannot be read.
+    DamagedError: the record has changed since it was written.
+    CheckpointError: the record cannot be read.
   """
   try:
     return parse_record(read_plain(record_file(folder, item)), item)
@@ -63,7 +63,7 @@ def read_checkpoint_record(folder: Path, item: str) -> dict[str, Any]:
 
 
 def parse_record(data: bytes, item: str) -> dict[str, Any]:
-  """Returns the parsed file of a record; raises ValueError or AttributeError if it is not what was written."""
+  """Returns the parsed file of a record; raises ValueError or AttributeError if it has changed since."""
   record = parse_json(data)
   is_old = 'checksum' not in record and record.get('format', 1) == 1
   content = record if is_old else remove_checksum(record, item)
@@ -79,11 +79,11 @@ def _check_content(record: dict[str, Any], item: str) -> None:
     return
   variables = record.get('variables')
   if not isinstance(variables, dict):
-    raise ValueError('it does not say which variables there are')
+    raise ValueError('it does not list the variables')
   for name, entry in variables.items():
     shape, dtype = (entry.get('shape'), entry.get('dtype')) if isinstance(entry, dict) else (None, None)
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape) or not _is_dtype(dtype):
-      raise ValueError(f'what it says of {name} is wrong')
+      raise ValueError(f'its entry for {name} is not valid')
 
 
 def _is_dtype(name: object) -> bool:
@@ -148,8 +148,8 @@ def check_same_model(saved: dict[str, ArrayRecord], wanted: dict[str, ArrayRecor
 def _difference(saved: ArrayRecord | None, wanted: ArrayRecord | None) -> str:
   if saved and wanted and saved['shape'] == wanted['shape'] and castable(saved['dtype'], wanted['dtype']):
     return ''
-  in_it, here = (f'{record["dtype"]}{record["shape"]}' if record else 'not' for record in (saved, wanted))
-  return f'{in_it} in it and {here} here'
+  there, here = (f'{record["dtype"]}{record["shape"]}' if record else 'missing' for record in (saved, wanted))
+  return f'{there} in the checkpoint and {here} in the task'
 
 
 def castable(*dtypes: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tells from errors of Orbax, TensorStore and the disk whether a checkpoint is damaged, or only out of reach now."""
+"""Decides from errors of Orbax, TensorStore and the disk if a checkpoint is damaged, or only cannot be read now."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def unreadable(folder: object, error: Exception) -> CheckpointError:
   is_for_now = isinstance(error, PermissionError | MemoryError | jax.errors.JaxRuntimeError)
   if is_for_now or str(error).startswith(_NOT_REACHED):
     return CheckpointError(message)
-  return DamagedError(f'{message}; remove this folder to go back to the checkpoint before')
+  return DamagedError(f'{message}; remove this folder to go back to the previous checkpoint')
 
 
 def error_summary(error: Exception) -> str:
-  """Returns the class and the first line of an error of Orbax or TensorStore, without TensorStore's request."""
+  """Returns the class of an error and the first line of its message, without TensorStore's request."""
   lines = str(error).strip().splitlines()
   if not lines:
     return type(error).__name__

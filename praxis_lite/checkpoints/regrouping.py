@@ -1,4 +1,4 @@
-"""Stacks of layers that a checkpoint groups differently from the model: pipelines with another `circular_repeat`.
+"""Reads stacks of layers that a checkpoint groups differently from the model: another `circular_repeat` of a pipeline.
 
     a scan, or circular_repeat = 1     mdl_vars.w [layers, ...]          opt_states.repeated_6.mu.w [layers, ...]
     circular_repeat = R                mdl_vars.w [R, layers / R, ...]   opt_states.repeated_2_3.mu.w

@@ -1,10 +1,10 @@
 """Which checkpoints of a run are kept, and how the others are removed: never while being read, and never partially.
 
-A reader shares a lock on the folder of a step with other readers. Before a step is removed, its folder is locked
-exclusively and renamed, so a kill during the removal leaves nothing that looks like a checkpoint. The system releases
-a lock however a process ends. If the file system has no locks, a reader that finds the newest step removed takes the
-next one. A removal holds the lock only for a moment. If another program holds it, readers wait, print a line after a
-while, and finally raise an error.
+Readers share a lock on the folder of a step. Before a step is removed, its folder is locked exclusively and renamed, so
+a kill during the removal leaves nothing that looks like a checkpoint. The system releases the locks of a process when
+it ends. If the file system has no locks, a reader that finds the newest step removed reads the next one. A removal
+holds the lock only for a moment. If another program holds it, readers wait, print a line after a while, and finally
+raise an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def steps_to_remove(
     steps: all existing steps, in order.
     max_to_keep: how many of the newest are kept; None keeps all.
     keep_interval_steps: steps that are multiples of this are kept; None disables it.
-    kept: steps that are kept in any case.
+    kept: further steps to keep.
   """
   if max_to_keep is None:
     return []
@@ -124,7 +124,7 @@ class Retention:
     self._begin(None)
 
   def _begin(self, steps: Sequence[int] | None) -> None:
-    """Lets the thread remove `steps` next, instead of those that were to be next; None does not change them."""
+    """Makes `steps` the next ones that the thread removes, in place of those that were next; None keeps those."""
     with self._lock:
       self._next = steps if steps is not None else self._next or ()
       if self._thread is None:
@@ -251,8 +251,8 @@ def _wait_for_shared_lock(handle: int, folder: str | os.PathLike[str]) -> None:
     holder = lock_holder(os.fstat(handle)) or 'another process'
     if waited > _PATIENCE:
       raise CheckpointError(
-        f'{folder} is locked by {holder}, which has not released it in {_PATIENCE:g} s: end that process (nothing of '
-        'this package keeps such a lock), or read another checkpoint'
+        f'{folder} has been locked by {holder} for more than {_PATIENCE:g} s: end that process, which is not one of '
+        'praxis_lite, or read another checkpoint'
       )
     if waited > _QUIET and not is_told:
       is_told = True
@@ -261,7 +261,7 @@ def _wait_for_shared_lock(handle: int, folder: str | os.PathLike[str]) -> None:
 
 
 def lock_holder(about: os.stat_result) -> str:
-  """Returns the process of this machine that has locked a file exclusively; '' if the system does not tell.
+  """Returns the process of this machine that has locked a file exclusively; '' if the system does not say.
 
   Args:
     about: `os.stat` of the file.

@@ -82,7 +82,7 @@ def _text(seal: object) -> str | None:
 def _check(where: object, step: int, seals: Mapping[str, str | None]) -> None:
   if len(set(seals.values())) > 1:
     parts = ', '.join(f'{name} of {_describe(seal)}' for name, seal in seals.items())
-    raise unreadable(where, ValueError(f'its parts are of different saves: {parts}'))
+    raise unreadable(where, ValueError(f'its parts come from different saves: {parts}'))
   (seal,) = set(seals.values())
   if seal is not None and _step(seal) != str(step):
     raise unreadable(where, ValueError(f'it is a checkpoint of step {_step(seal)}, and its folder was renamed'))

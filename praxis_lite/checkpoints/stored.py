@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its record, whether it is whole, how it differs from another one, and how to copy it.
+"""A checkpoint on disk: reads its record, finds damage, compares it with another one, and copies it.
 
 Arrays are read in parts, without a mesh. Orbax is imported only to write a copy without the optimizer's state.
 """
@@ -72,7 +72,7 @@ class StoredCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads all of it; returns how each damaged part is damaged, by name: {} if it is whole."""
+    """Reads all of it; returns a description of each part that is damaged, by name."""
     damaged: dict[str, str] = {}
     with contextlib.ExitStack() as to_release:
       try:
@@ -99,7 +99,7 @@ class StoredCheckpoint:
     return stored_arrays(str(self.folder / STATE), {name: None})[name]
 
   def differences(self, other: StoredCheckpoint) -> Iterator[ArrayDifference]:
-    """Yields how each array that both have with the same true shape differs; see `ArrayDifference`."""
+    """Yields the difference of each array that is in both with the same true shape."""
     theirs = other.variables()
     with being_read(self.folder), being_read(other.folder):
       for name, record in self.variables().items():
@@ -151,7 +151,7 @@ class StoredCheckpoint:
 
 
 class ArrayDifference(NamedTuple):
-  """How an array of two checkpoints differs.
+  """The difference of an array in two checkpoints.
 
   Attributes:
     name: of the array.

@@ -31,7 +31,7 @@ PART_BYTES = 16 << 20
 
 
 class StreamedArray(abc.ABC):
-  """An array that is stored elsewhere, and is read in parts.
+  """An array in a file, which is read in parts.
 
   Attributes:
     shape, dtype: of the whole array.

@@ -64,7 +64,7 @@ MISTAKES |= {
     [*HOSTS, '--process_id=1', '--coordinator_address=a:1'],
     'process_id = 1: expected 0 to num_processes - 1',
   ),
-  'cluster': ([*HOSTS, '--coordinator_address=auto'], 'coordinator_address=auto: no cluster that JAX knows runs this'),
+  'cluster': ([*HOSTS, '--coordinator_address=auto'], 'coordinator_address=auto: this process runs in no cluster'),
 }
 
 

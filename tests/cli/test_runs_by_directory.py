@@ -84,7 +84,8 @@ def test_code_that_declares_other_variables_is_told_from_another_config(run, cap
 
   monkeypatch.setattr(model, 'setup', wider)
   error = call(capsys, 'eval', run, code=2)
-  assert 'mdl_vars.b is not in it and float32[1] here. The config is as recorded, so the code has changed' in error
+  difference = 'mdl_vars.b is missing in the checkpoint and float32[1] in the task.'
+  assert f'{difference} The config is as recorded, so the code has changed' in error
   assert 'commit ' in error and 'What differs' not in error
 
 

@@ -130,10 +130,10 @@ def changed(layout, **changes):
 @pytest.mark.parametrize(
   ('changes', 'told'),
   [
-    ({'w': (10, 8)}, r'mdl_vars\.lm\.w is float32\[10, 7\] in it and float32\[10, 8\] here'),
-    ({'w': (12, 7)}, r'mdl_vars\.lm\.w is float32\[10, 7\] in it and float32\[12, 7\] here'),
-    ({'gate': (3, 3)}, r'mdl_vars\.lm\.gate is not in it and float32\[3, 3\] here'),
-    ({'b': None}, r'mdl_vars\.lm\.b is float32\[5\] in it and not here'),
+    ({'w': (10, 8)}, r'mdl_vars\.lm\.w is float32\[10, 7\] in the checkpoint and float32\[10, 8\] in'),
+    ({'w': (12, 7)}, r'mdl_vars\.lm\.w is float32\[10, 7\] in the checkpoint and float32\[12, 7\] in'),
+    ({'gate': (3, 3)}, r'mdl_vars\.lm\.gate is missing in the checkpoint and float32\[3, 3\] in the task'),
+    ({'b': None}, r'mdl_vars\.lm\.b is float32\[5\] in the checkpoint and missing in the task'),
   ],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_told_apart(tmp_path, changes, told):

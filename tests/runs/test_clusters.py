@@ -65,7 +65,7 @@ def test_flags_come_first_and_the_cluster_says_the_rest():
 @pytest.mark.parametrize(
   'flags, environ, message',
   [
-    (('auto',), {}, 'coordinator_address=auto: no cluster that JAX knows runs this process'),
+    (('auto',), {}, 'coordinator_address=auto: this process runs in no cluster that JAX knows'),
     ((None, 2, 0), {}, 'to run on several hosts, coordinator_address must be set too'),
     (('a:1', 2, 2), {}, 'process_id = 2: expected 0 to num_processes - 1'),
     (('a', 2, 1), {}, "coordinator_address = 'a': expected host:port"),
@@ -119,7 +119,7 @@ def test_those_who_do_not_come_are_named(address):
     meet(job(0, 2), address, 0.2, 'n0')
   assert error.value.exit_code == 75
   with pytest.raises(
-    LostHostError, match=r'host 0 has not answered at localhost:\d+ within 0\.2 s .*this is host 1 of 2'
+    LostHostError, match=r'host 0 did not answer at localhost:\d+ within 0\.2 s .*this is host 1 of 2'
   ):
     meet(job(1, 2), address, 0.2, 'n1')
 
@@ -136,6 +136,6 @@ def test_a_stranger_at_the_port_is_not_taken_for_host_0(address):
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with pytest.raises(LostHostError, match='host 0 has not answered'):
+    with pytest.raises(LostHostError, match='host 0 did not answer'):
       meet(job(1, 2), address, 0.2, json.dumps('n1'))
     thread.join()

@@ -82,7 +82,7 @@ def test_the_step_before_a_damaged_one_is_used_and_the_damaged_one_kept_aside(sa
   assert_same(true_values(writer.restore(*layout), layout), expected)
   assert writer.input_state() == {'position': 1}
   assert [line.partition(' cannot be read (')[0] for line in writer.notes] == [f'{folder}/3', f'{folder}/2']
-  assert writer.notes[0].endswith(f'), and is kept in {folder}/3.damaged; the checkpoint before is used, of step 2')
+  assert writer.notes[0].endswith(f'), and is kept in {folder}/3.damaged; the checkpoint of step 2 is used instead')
   assert sorted(p.name for p in folder.iterdir()) == ['1', '2.damaged', '3.damaged']
   assert writer.save(3, random_state(layout, seed=3), layout.true_shapes, None)  # Training has come there again.
   writer.close()

@@ -144,4 +144,4 @@ def test_what_one_host_cannot_write_or_read_is_known_to_all_and_ends_nothing(tmp
   assert (copy, restored, position) == ('12: True', '2: True', "{'position': 12}")
   assert note.startswith(f'emergency copies that are not used: host 1: {tmp_path}/copies1/') and 'damaged' in note
   assert damaged.startswith(f'host 1: {run}/checkpoints/10 cannot be read (')
-  assert damaged.endswith(f'and is kept in {run}/checkpoints/10.damaged; the checkpoint before is used, of step 2')
+  assert damaged.endswith(f'and is kept in {run}/checkpoints/10.damaged; the checkpoint of step 2 is used instead')

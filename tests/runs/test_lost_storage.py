@@ -75,5 +75,5 @@ def test_training_goes_on_without_storage_and_ends_as_undisturbed(tmp_path, shar
   capsys.readouterr()
   assert_undisturbed(run_train(tiny_run(max_to_keep=99), directory).state)
   out = capsys.readouterr().out
-  assert f'is kept in {directory}/checkpoints/20.damaged; the checkpoint before is used, of step 18' in out
+  assert f'is kept in {directory}/checkpoints/20.damaged; the checkpoint of step 18 is used instead' in out
   assert 'restored step 18 of 20' in out and saved_steps(directory)[-2:] == [18, 20]

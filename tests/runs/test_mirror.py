@@ -217,7 +217,7 @@ def test_a_damaged_copy_is_left_for_the_one_before(stored, tmp_path, capsys):
   with pytest.raises(DamagedError, match=rf'{stored}/checkpoints/8 is damaged \(about/metadata has changed\)'):
     Mirror(stored, tmp_path / 'strict').fetch('fail')
   Mirror(stored, tmp_path / 'new').fetch()
-  assert saved_steps(tmp_path / 'new') == [6] and 'the checkpoint before is used' in capsys.readouterr().out
+  assert saved_steps(tmp_path / 'new') == [6] and 'using the previous checkpoint' in capsys.readouterr().out
   change(stored, 'checkpoints/6/about/metadata', bytes)
   with pytest.raises(DamagedError, match='there is no other one in'):
     Mirror(stored, tmp_path / 'none').fetch()

@@ -68,7 +68,7 @@ def test_nor_are_those_of_one_step_of_two_runs(tmp_path, capsys, parts):
   save(tmp_path / 'b', 6, seed=1)
   swap(tmp_path / 'a/checkpoints/6', tmp_path / 'b/checkpoints/6', parts)
   assert verified(tmp_path / 'a', capsys)[0] == 1
-  with pytest.raises(DamagedError, match='its parts are of different saves: about of step 6, number'):
+  with pytest.raises(DamagedError, match='its parts come from different saves: about of step 6, number'):
     Checkpointer(tmp_path / 'a', read_only=True).restore(*layout)
   with pytest.raises(DamagedError):  # What evaluation and exports of large models read.
     reader = Checkpointer(tmp_path / 'b', read_only=True)

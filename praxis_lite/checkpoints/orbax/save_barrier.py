@@ -1,10 +1,11 @@
-"""How the processes of a run wait for each other while a checkpoint is written in the background.
+"""Makes the processes of a run wait for each other while a checkpoint is written in the background.
 
 Orbax makes them meet after each part of a save:
 
-    number      1, 2           3                  4                    5, 6
-    meeting     a save begins  all have written   the folder has its   the save is over, well or not
-                                                  name
+    meeting 1, 2    the save begins
+            3       all have written
+            4       the folder has its final name
+            5, 6    the save has succeeded or failed
 
 A process in which a save fails goes directly to the last meetings. With Orbax's own barrier, the others would then wait
 at 3 or 4 for many minutes. Here the failing process first publishes its error, and also attends the meeting that it

@@ -1,4 +1,4 @@
-"""Which processes a run has: as flags or variables say, or as the cluster that started this process does.
+"""Finds the processes of a run: from flags, from variables, or from the cluster that started this process.
 
     praxis-lite launch   JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID, PRAXIS_LITE_LAUNCHER
     Slurm (srun)         SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID
@@ -27,9 +27,9 @@ class Job(NamedTuple):
   """The processes of a run, as one of them sees them.
 
   Attributes:
-    found_by: what said so, such as 'Slurm job 17'.
-    num_processes, process_id: the number of processes, and the index of this one; None where only JAX can tell.
-    coordinator_address: `host:port` of process 0; None where JAX finds it.
+    found_by: the source of this, such as 'Slurm job 17'.
+    num_processes, process_id: the number of processes, and the index of this one; None if only JAX can find out.
+    coordinator_address: `host:port` of process 0; None if JAX finds it.
     method: JAX's name of the cluster, for what JAX finds.
   """
 
@@ -50,8 +50,8 @@ def find_job(
   """Returns the job that this process belongs to; None for a run of one process.
 
   Args:
-    coordinator_address: `host:port` of process 0; or 'auto', which demands that a cluster is found. What is None comes
-      from `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, and else from the cluster.
+    coordinator_address: `host:port` of process 0; or 'auto', which requires a cluster. None reads the three values from
+      `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or else from the cluster.
     num_processes, process_id: see `Job`.
 
   Raises:
@@ -65,7 +65,7 @@ def find_job(
   if address == 'auto' or not given:
     if cluster is None and address == 'auto':
       known = 'Slurm, Open MPI, Kubernetes, Cloud TPU'
-      raise ConfigError(f'coordinator_address=auto: no cluster that JAX knows runs this process ({known})')
+      raise ConfigError(f'coordinator_address=auto: this process runs in no cluster that JAX knows ({known})')
     return cluster if cluster is not None and cluster.num_processes != 1 else None
   if cluster is not None and (processes is None or process is None):
     processes = cluster.num_processes if processes is None else processes
@@ -76,7 +76,7 @@ def find_job(
   missing = [name for name, value in _address_arguments(address, processes, process).items() if value is None]
   if missing:
     raise ConfigError(
-      f'to run on several hosts, {", ".join(missing)} must be set too; or coordinator_address=auto alone'
+      f'to run on several hosts, {", ".join(missing)} must be set too; or only coordinator_address=auto'
     )
   assert address is not None and processes is not None and process is not None
   if not re.fullmatch(r'.+:\d+', address):
@@ -87,9 +87,9 @@ def find_job(
 
 
 def resolve_job(job: Job, timeout_s: int) -> tuple[Job, str]:
-  """Returns a job with what JAX finds out of its cluster, and the `host:port` of process 0.
+  """Returns a job completed by what JAX finds out about its cluster, and the `host:port` of process 0.
 
-  Raises ConfigError if JAX cannot; it may wait up to `timeout_s` seconds for the name of process 0 to be known.
+  May wait up to `timeout_s` seconds until the name of process 0 is known. Raises ConfigError if JAX cannot find it.
   """
   if job.coordinator_address is not None:
     return job, job.coordinator_address
@@ -103,7 +103,7 @@ def resolve_job(job: Job, timeout_s: int) -> tuple[Job, str]:
     ), kind.get_coordinator_address(timeout_s, os.environ.get('JAX_COORDINATOR_PORT'))
   except Exception as error:
     raise ConfigError(
-      f'{job.found_by} runs this process, but where process 0 is could not be found ({error}); set '
+      f'{job.found_by} runs this process, but the address of process 0 was not found ({error}); set '
       'coordinator_address to its host:port'
     ) from error
 
@@ -124,12 +124,12 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
       raise ConfigError(f'{name} is not set')
     return value
 
-  # In a batch script, outside of srun, there is no step: that process is alone, whatever the job has asked for.
+  # In a batch script, outside of srun, there is no step: the run has one process, even if the job asked for more.
   if has('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'):
     name = f'Slurm job {environ["SLURM_JOB_ID"]}'
     return Job(name, number('SLURM_NTASKS'), number('SLURM_PROCID'), method='slurm')
   if has('OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'):
-    # Open MPI 5 does not tell the address of its launcher, so --coordinator_address has to.
+    # Open MPI 5 does not give the address of its launcher, so --coordinator_address is needed.
     method = 'ompi' if has('OMPI_MCA_orte_hnp_uri') else None
     job = Job('Open MPI', number('OMPI_COMM_WORLD_SIZE'), number('OMPI_COMM_WORLD_RANK'), method=method)
     if method is None and job.num_processes != 1 and not has('JAX_COORDINATOR_ADDRESS'):
@@ -152,7 +152,7 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
 
 
 def _is_cloud_tpu_machine() -> bool:
-  """Whether this is a machine with TPUs whose metadata name the others."""
+  """Whether this is a machine with TPUs, whose metadata name the other machines."""
   return is_cloud_tpu_machine() and 'TPU_SKIP_MDS_QUERY' not in os.environ
 
 

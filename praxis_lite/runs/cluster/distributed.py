@@ -1,4 +1,4 @@
-"""How the processes of a run on several hosts join."""
+"""Joins the processes of a run on several hosts."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def initialize_distributed(
 ) -> Job | None:
   """Joins the processes of a run on several hosts, and watches them from then on: see `watchdog.py`.
 
-  Each argument defaults to an environment variable: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`;
-  what none of them says comes from the cluster that runs this process: Slurm, Open MPI, Kubernetes, Cloud TPU.
+  Each argument defaults to an environment variable: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`.
+  If that is not set either, it comes from the cluster that runs this process: Slurm, Open MPI, Kubernetes, Cloud TPU.
 
   Args:
-    coordinator_address: `host:port` of process 0, the same in all processes; or 'auto': there must be a cluster.
+    coordinator_address: `host:port` of process 0, the same in all processes; or 'auto', which requires a cluster.
     num_processes, process_id: the number of processes, and the index of this one, from 0.
     hang_timeout_s: seconds to wait for the others to join, and later for a sign of life from each of them.
 
   Returns:
-    What was found; None if this process is alone, and nothing was done.
+    The job that was found; None if this is the only process, and nothing was done.
 
   Raises:
     ConfigError: only some of the three are given, a value is invalid, or JAX has already started.
-    LostHostError: not all of them have joined in time.
+    LostHostError: some processes have not joined in time.
   """
   job = find_job(coordinator_address, num_processes, process_id)
   if job is None or jax.distributed.is_initialized():
@@ -54,7 +54,7 @@ def initialize_distributed(
     job.process_id,
     cluster_detection_method=job.method or 'deactivate',
     initialization_timeout=math.ceil(hang_timeout_s),
-    # The watchdog notices a lost host before JAX does, which would end this process without a word.
+    # The watchdog notices a lost host before JAX does. JAX would end this process without a message.
     heartbeat_timeout_seconds=math.ceil(3 * hang_timeout_s) + 60,
     shutdown_timeout_seconds=math.ceil(hang_timeout_s),
   )
@@ -63,6 +63,6 @@ def initialize_distributed(
 
 
 def _print_job(job: Job, address: str) -> None:
-  """Prints the first line of the log of a run on several hosts: who they are, and what said so."""
+  """Prints the first line of the log: how many processes there are, and how they were found."""
   if job.process_id == 0:
     print(f'{job.num_processes} processes, found by {job.found_by}; process 0 is at {address}', flush=True)

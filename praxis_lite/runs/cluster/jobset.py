@@ -1,11 +1,11 @@
-"""A Kubernetes JobSet of a run: one pod for each process, which find each other, and are started again together.
+"""A Kubernetes JobSet of a run: one pod for each process. The pods find each other, and are restarted together.
 
     exit code of a pod             what Kubernetes does
     0 in all of them               the JobSet is complete
     2, a mistake                   the JobSet fails: another attempt would make the mistake again
-    any other, or a lost node      all pods are started again, `max_restarts` times, from the last checkpoint
+    any other, or a lost node      all pods are restarted, at most `max_restarts` times, from the last checkpoint
 
-The pods are named NAME-hosts-0-0, NAME-hosts-0-1, ... and have these names in the network; process 0 is in the first.
+The pods are named NAME-hosts-0-0, NAME-hosts-0-1, ..., also in the network; process 0 is in the first.
 The directory of the run must be on a volume that all of them see.
 """
 
@@ -45,13 +45,13 @@ def jobset(
     image: a container image that has praxis_lite and the experiment.
     command: the command line of each process.
     processes: number of pods.
-    max_restarts: how often all pods are started again.
+    max_restarts: how often all pods are restarted.
     grace_s: seconds from SIGTERM to SIGKILL; `train --grace_s` should be a little less.
     resources: what each pod needs, such as {'nvidia.com/gpu': '8'}.
     volume_claim: name of a PersistentVolumeClaim for the directory of the run, which is mounted at `mount_path`.
 
   Raises:
-    UserError: the name is none for Kubernetes.
+    UserError: Kubernetes would not accept the name.
   """
   if not re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', name) or len(name) > _MOST_NAME:
     raise UserError(

@@ -1,11 +1,11 @@
-"""Copies of a run in an object store, kept while it trains, and fetched where it goes on: `task.train.mirror`.
+"""Keeps a copy of a run in an object store while it trains, and fetches it to resume: `task.train.mirror`.
 
     train | step | step | save 20 | step | step | step | save 30 | ...
     mirror               | files, then checkpoint 20, then what need not stay there |  | files, ...
 
-A pass of the mirror makes the store what it should be, from what is there and what is here. So one that failed, or was
-killed, needs nothing but another one. Which checkpoints stay there is decided by the rule of the directory, applied to
-those in the store. A checkpoint of before the run has gone back to an earlier one does not stay.
+A pass of the mirror compares the store with the directory, copies what is missing and removes what is outdated. So
+after a pass that failed or was killed, the next one completes the copy. The store keeps checkpoints by the same rule as
+the directory. If the run goes back to an earlier checkpoint, later ones are removed from the store.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from praxis_lite.runs.trouble import count_rollbacks
 from praxis_lite.training.steps import TrainStepOutput
 
 _FIELD = 'task.train.mirror'
-# Seconds that copying one file may take at the end of a run; for the file that is being copied when it is closed.
+# Seconds that one file may take at the end of a run; seconds that `close` waits for the file that is being copied.
 _STALLED, _AT_CLOSE = 7200.0, 60.0
 
 
 class _ClosedError(Exception):
-  """The run has ended, and what is being copied need not be copied to its end."""
+  """The run has ended, so copying stops."""
 
 
 class Mirror(Observer):
-  """Keeps a copy of a run in an object store; process 0 does, for all.
+  """Keeps a copy of a run in an object store. Only process 0 copies.
 
   Args:
     url: of the copy.
@@ -71,14 +71,14 @@ class Mirror(Observer):
   def fetch(self, on_damage: OnDamage = 'previous') -> None:
     """Copies the newest checkpoint of the store to the run's directory, if it is newer; all processes call this.
 
-    With it come the best one and the other files of the run. Files that are missing come in any case.
+    Then also copies the best checkpoint and the other files of the run. Files that the directory lacks always come.
 
     Args:
-      on_damage: where that checkpoint is damaged: 'previous' takes the one before, here or there; 'fail' raises.
+      on_damage: if that checkpoint is damaged, 'previous' uses the one before it, here or there; 'fail' raises.
 
     Raises:
       ConfigError: the URL cannot be used, or has another run than the directory.
-      CheckpointError: what is there cannot be read; or all is damaged, and there is no checkpoint in the directory.
+      CheckpointError: the store cannot be read; or all its checkpoints are damaged, and the directory has none.
     """
     error: UserError | None = None
     if is_primary_process():
@@ -107,7 +107,7 @@ class Mirror(Observer):
       self._check_same_run(remote)
     newer = [c for c in there if c.step > max(here, default=-1) and c.rollbacks >= rollbacks]
     if newer:
-      forget_copies(self._directory)  # They have no metrics, and other machines have gone on since.
+      forget_copies(self._directory)  # The run has gone on elsewhere since they were made.
     remote.fetch_files(self._directory, overwrite=bool(newer))
     damaged: list[DamagedError] = []
     for checkpoint in reversed(newer):
@@ -118,17 +118,17 @@ class Mirror(Observer):
       except DamagedError as error:
         if on_damage == 'fail':
           raise
-        print(f'{error}; the checkpoint before is used', flush=True)
+        print(f'{error}; using the previous checkpoint', flush=True)
         damaged.append(error)
     if damaged and not here:
       raise DamagedError(f'{damaged[0]}; there is no other one in {remote.url} or {self._directory}')
 
   def _fetch_best(self, remote: RemoteRun, *, older_than: int) -> None:
-    """Fetches the best checkpoint, if it is an older one: it comes first, so that the newest one here is complete."""
+    """Fetches the best checkpoint if it is older; it comes before the newest, so that the newest here is complete."""
     best = remote.best_step()
     for checkpoint in remote.checkpoints():
       if checkpoint.step == best and best < older_than and not self._folder(best).exists():
-        with contextlib.suppress(DamagedError):  # The run goes on without.
+        with contextlib.suppress(DamagedError):  # The run does not need it.
           self._fetch_one(checkpoint)
 
   def _fetch_one(self, checkpoint: RemoteCheckpoint) -> None:
@@ -145,8 +145,8 @@ class Mirror(Observer):
       return
     if there is not None and first_launch(here) != first_launch(there):
       raise ConfigError(
-        f'{_FIELD} = {remote.url!r}: another run than the one in {self._directory} has its copy there; each run needs '
-        'a URL of its own'
+        f'{_FIELD} = {remote.url!r} has the copy of another run than the one in {self._directory}; each run needs its '
+        'own URL'
       )
 
   # -------------------------------------------------------------------- while it trains
@@ -162,7 +162,7 @@ class Mirror(Observer):
     self._report(run)
 
   def on_end(self, run: Run) -> None:
-    """Waits until all is in the store; tries again if that failed, and raises UserError if it fails again.
+    """Waits until everything is in the store. After an error it tries once more, and then raises UserError.
 
     All processes call this, and wait for the one that copies.
     """
@@ -170,7 +170,7 @@ class Mirror(Observer):
       self._begin_pass()
       error = self._wait_for(self._passes.pop())
       if error is not None:
-        if self._pool.is_idle:  # Else another pass would wait for the one that has stalled.
+        if self._pool.is_idle:  # Otherwise another pass would wait for the one that has stalled.
           self._begin_pass()
           error = self._wait_for(self._passes.pop())
         if error is not None:
@@ -181,7 +181,7 @@ class Mirror(Observer):
     meet_others()
 
   def close(self) -> None:
-    """Ends copying after the file that is being copied, or without waiting for it where that takes long."""
+    """Stops copying after the current file; does not wait for that file if it takes too long."""
     self._closing = True
     self._pool.end(_AT_CLOSE)
 
@@ -197,7 +197,7 @@ class Mirror(Observer):
         seen = self._progress
         note_progress('copying to the object store')
       if time.monotonic() - seen > _STALLED:
-        return StoreError(f'no file has been copied for {_STALLED:g} s; it is at {self._pool.where}')
+        return StoreError(f'no file has been copied for {_STALLED:g} s; the thread is at {self._pool.where}')
     return done.exception()
 
   def _report(self, run: Run) -> None:
@@ -211,7 +211,7 @@ class Mirror(Observer):
   # -------------------------------------------------------------------- in the thread that copies
 
   def _pass(self, remote: RemoteRun) -> None:
-    """Makes the store what it should be: files, checkpoints that are not there, the newest first, and no others."""
+    """Copies files and missing checkpoints to the store, the newest first, and removes those that need not stay."""
     rollbacks = count_rollbacks(self._directory)
     there = remote.checkpoints()
     outdated = [c.step for c in there if c.rollbacks < rollbacks and not c.is_that_in(self._folder(c.step))]

@@ -31,7 +31,7 @@ class StoreError(CheckpointError):
 
 
 class FileSum(NamedTuple):
-  """What identifies the content of a file: its size in bytes, and its SHA-256 as `sha256sum` prints it."""
+  """Identifies the content of a file: its size in bytes, and its SHA-256 as `sha256sum` prints it."""
 
   size: int
   sha256: str
@@ -56,7 +56,7 @@ class ObjectStore:
 
   Args:
     url: such as 's3://bucket/runs/1'.
-    where: where the URL was given, for errors; '' if that is clear.
+    where: the config field of the URL, for errors; '' if it comes from elsewhere.
 
   Attributes:
     url: without a trailing slash, and without a password.
@@ -74,10 +74,10 @@ class ObjectStore:
     if has_lost_secret(url):
       raise ConfigError(
         f'{named}: passwords are not recorded; give the URL again, as in --set {where or "path"}=..., or one without a '
-        'password, and the credentials where the package of its scheme looks for them'
+        'password, and store the credentials where the package of its scheme looks for them'
       )
     if glob.has_magic(rest):
-      raise ConfigError(f'{named}: object stores take * ? [ ] for patterns; choose a URL without')
+      raise ConfigError(f'{named}: object stores take * ? [ ] for patterns; choose a URL without them')
     try:
       import fsspec.core
     except ImportError:
@@ -95,14 +95,14 @@ class ObjectStore:
     self._fs, self._root = fs, root.rstrip('/')
 
   def check_writable(self) -> None:
-    """Writes an object and removes it; raises StoreError if that is not possible."""
+    """Writes an object and removes it again; raises StoreError if the store refuses."""
     name = f'.test-{uuid.uuid4().hex[:8]}'
     self.write(name, b'')
     self.remove(name)
 
   def names(self, folder: str) -> list[str]:
     """Returns the names of the objects and folders directly in a folder, without the folder's own name."""
-    with self._one_line_errors(f'looking into {folder}'):
+    with self._one_line_errors(f'listing {folder}'):
       self._fs.invalidate_cache()
       with contextlib.suppress(FileNotFoundError):
         return [str(path).rstrip('/').rpartition('/')[2] for path in self._fs.ls(self._path(folder), detail=False)]
@@ -112,7 +112,7 @@ class ObjectStore:
     """Returns the sizes of all objects below a folder, by their names relative to it."""
     root = self._path(folder) + '/'
     found: dict[str, int] = {}
-    with self._one_line_errors(f'looking into {folder or self.url}'):
+    with self._one_line_errors(f'listing {folder or self.url}'):
       self._fs.invalidate_cache()
       with contextlib.suppress(FileNotFoundError):
         found = {path: entry['size'] for path, entry in self._fs.find(root, detail=True).items()}

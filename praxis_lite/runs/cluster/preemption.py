@@ -1,9 +1,9 @@
-"""Preemption: notices that the machine will be taken away, and the time that is left to save.
+"""Preemption: notices that the machine will be taken away, and limits the time to save.
 
-SIGTERM is the notice of most platforms. Others write a file, or answer differently at an address of their own; here
-each becomes a SIGTERM of this process. The training loop stops after a step, which all processes agree on, and saves.
-If the process has not ended within the grace period, it ends with the exit code of `LostHostError` before the
-platform kills it: the checkpoint before is whole.
+Most platforms send SIGTERM. Others write a file, or change the answer at some address; this process then sends SIGTERM
+to itself. The training loop stops after a step, which all processes agree on, and saves. If the process has not ended
+within the grace period, it ends with the exit code of `LostHostError`, before the platform kills it. The previous
+checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def preemptible(
   Args:
     stop: catches the signals.
     directory: of the run, for stacks.
-    grace_s: seconds from a notice, to this process or another one of the run, to the end of the block; None disables
-      the limit.
-    notice: a file whose existence is a notice; or an address (http://...) whose answer is, unless it is empty, FALSE or
-      NONE, or an error.
+    grace_s: seconds from a notice to the end of the block; None disables the limit. The notice may have reached another
+      process of the run.
+    notice: a file that appears when the machine will be taken away; or an address (http://...) that answers with
+      anything but FALSE, NONE, nothing or an error then.
   """
   is_over = threading.Event()
 
@@ -91,8 +91,6 @@ def _is_url(notice: str) -> bool:
 def _end_late_process(directory: Path, grace_s: float) -> None:
   where = dump_stacks(directory, jax.process_index())
   code = LostHostError.exit_code
-  text = (
-    f'not saved within grace_s = {grace_s:g} s of the notice; {where}exit code {code}: the checkpoint before is whole'
-  )
+  text = f'not saved within grace_s = {grace_s:g} s of the notice; {where}exit code {code}: the last save is complete'
   os.write(2, f'{text}\n'.encode())
   os._exit(code)

@@ -1,9 +1,9 @@
-"""Meeting the other processes of a run before JAX does, which says which of them have not come, where JAX would abort.
+"""Waits for the other processes of a run before JAX does, and names those that are missing. JAX would abort instead.
 
-    host 0     listens on the port that JAX's service will have   | until all have come: tells each who is there
+    host 0     listens on the port that JAX's service will use    | when all have connected, sends each the names of all
     others     connect, send their index and name                 | wait for the answer
 
-Each message is one line of JSON. Host 0 closes its port when all have been told, and JAX takes it.
+Each message is one line of JSON. Host 0 closes its port after it has answered, so that JAX can use it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
   """Waits until all processes of a job have called this; returns their names, by index.
 
   Args:
-    job: with `num_processes` and `process_id`.
+    job: has `num_processes` and `process_id`.
     address: `host:port` of process 0.
     timeout_s: how long to wait for the others, in seconds.
-    name: what to call this process in messages.
+    name: the name of this process in messages.
 
   Raises:
-    LostHostError: some of them have not come in time; the message says which.
+    LostHostError: some of them have not called this in time; the message names them.
   """
   assert job.num_processes is not None and job.process_id is not None
   deadline = time.monotonic() + timeout_s
@@ -47,7 +47,7 @@ def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
     ) from None
   except OSError as error:
     raise LostHostError(
-      f'host 0 has not answered at {address} within {timeout_s:g} s ({error.strerror or error}); this is host '
+      f'host 0 did not answer at {address} within {timeout_s:g} s ({error.strerror or error}); this is host '
       f'{job.process_id} of {job.num_processes} ({job.found_by})'
     ) from None
 
@@ -74,7 +74,7 @@ def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
         _tell(connections.values(), {'missing': missing})
         raise _Missing(missing) from None
       except (OSError, ValueError, TypeError):
-        continue  # Not one of ours, or it ended meanwhile, and will come again.
+        continue  # It is not a process of this job, or it has ended, and will connect again.
       if isinstance(index, int) and 0 < index < count:
         names[index], connections[index] = str(its_name), connection
     everyone = [names[i] for i in range(count)]
@@ -84,7 +84,7 @@ def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
 
 def _tell(connections: Iterable[socket.socket], what: dict[str, object]) -> None:
   for connection in connections:
-    with contextlib.suppress(OSError):  # It has died since: JAX and the watchdog will notice.
+    with contextlib.suppress(OSError):  # That process has ended: JAX and the watchdog will notice.
       connection.sendall(json.dumps(what).encode() + b'\n')
 
 
@@ -92,7 +92,7 @@ def _listening(port: int, count: int, deadline: float) -> socket.socket:
   """Returns a socket that listens on all interfaces; waits while an earlier process of the job has the port."""
   while True:
     try:
-      # Of both families where there are both, as JAX's service.
+      # For IPv4 and IPv6 if possible, like JAX's service.
       if socket.has_dualstack_ipv6():
         return socket.create_server(('', port), family=socket.AF_INET6, backlog=count, dualstack_ipv6=True)
       return socket.create_server(('', port), backlog=count)
@@ -107,14 +107,14 @@ def _report(host: str, port: int, index: int, name: str, deadline: float) -> lis
     left = deadline - time.monotonic()
     try:
       with socket.create_connection((host, port), timeout=max(left, 0.001)) as connection:
-        # Host 0 may have started later than this one, and says at the end of its own time who has not come.
+        # Host 0 may have started later than this one. At the end of its own time it says which hosts are missing.
         connection.settimeout(max(deadline - time.monotonic(), 0) + _PATIENCE)
         connection.sendall(json.dumps([index, name]).encode() + b'\n')
         told = json.loads(_line(connection))
         if missing := told.get('missing'):
           raise _Missing([int(i) for i in missing])
         return [str(its_name) for its_name in told['names']]
-    except (OSError, ValueError, AttributeError, KeyError) as error:  # It does not listen yet, or something else does.
+    except (OSError, ValueError, AttributeError, KeyError) as error:  # Host 0 does not listen yet.
       if time.monotonic() >= deadline:
         raise error if isinstance(error, OSError) else ConnectionError('something else answers there') from None
       time.sleep(_PAUSE)
