@@ -85,10 +85,10 @@ def test_truncated_and_damaged_files_are_named(tmp_path):
     opened(tmp_path)
   for beginning in (data[:100], b'', b'PK\x03\x04' + data[4:]):
     file.write_bytes(beginning)
-    with pytest.raises(CheckpointError, match='is truncated, or no safetensors file'):
+    with pytest.raises(CheckpointError, match='is truncated, or not a safetensors file'):
       opened(tmp_path)
   file.write_bytes(data[:8] + b'x' + data[9:])
-  with pytest.raises(CheckpointError, match='is no safetensors file: its header cannot be read'):
+  with pytest.raises(CheckpointError, match='is not a safetensors file: its header cannot be read'):
     opened(tmp_path)
   header = {'x': {'dtype': 'F32', 'shape': [100, 100], 'data_offsets': [0, 8]}}
   encoded = json.dumps(header).encode()
@@ -114,7 +114,7 @@ def test_shards_that_are_missing_and_an_index_that_is_wrong_are_named(tmp_path):
   with pytest.raises(CheckpointError, match=r'names the file \.\./elsewhere'):
     opened(tmp_path)
   (tmp_path / INDEX_FILE).write_text('{}')
-  with pytest.raises(CheckpointError, match='is no index of safetensors'):
+  with pytest.raises(CheckpointError, match='is not an index of safetensors'):
     opened(tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_quantized_tensors_are_refused_when_they_are_read(tmp_path):
   [
     (['import-hf'], 'the folder of the checkpoint is missing, as in praxis-lite import-hf llama/ --job_log_dir=runs/1'),
     (['import-hf', 'x'], '--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1'),
-    (['import-hf', 'nowhere', '--job_log_dir=run'], 'nowhere is no folder; expected that of a checkpoint, as'),
+    (['import-hf', 'nowhere', '--job_log_dir=run'], 'nowhere is not a folder; expected that of a checkpoint, as'),
     (['import-hf', '.', '--job_log_dir=run'], '. has no config.json; expected the folder of a Hugging Face checkpoint'),
     (['export-hf', '--job_log_dir=run'], '--out is missing: name the folder to write, as in --out=exported/llama'),
     (['export-hf', '--job_log_dir=run', '--out=o', '--dtype=int8'], 'flag --dtype=int8'),

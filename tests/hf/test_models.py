@@ -126,7 +126,7 @@ def test_what_no_family_computes_is_named():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2)
   model.lm_tpl.transformer_tpl.layers_tpl.norm_policy = 'post'
   with pytest.raises(
-    ConfigError, match=r"of llama, .*, it differs in lm.transformer.layers.norm_policy, which is 'post'"
+    ConfigError, match=r"it differs from llama, .*, in lm.transformer.layers.norm_policy, which is 'post'"
   ):
     describe_model(model.instantiate())
 
@@ -147,12 +147,12 @@ def test_what_no_family_computes_is_named():
 def test_the_family_that_is_named_is_that_with_most_layers_in_common(style, changed, told, repeat):
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style=style, repeat=repeat)
   apply_overrides({'model': model}, [f'model.{path}={value}' for path, value in changed.items()])
-  with pytest.raises(ConfigError, match=rf'; of {style}, the nearest, it differs in {told}$'):
+  with pytest.raises(ConfigError, match=rf'; it differs from {style}, the nearest, in {told}$'):
     describe_model(model.instantiate())
 
 
 def test_an_activation_that_no_family_has_is_named():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style='gpt2')
   model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl.activation = 'softplus'
-  with pytest.raises(ConfigError, match=r"of none of the families .*: lm.*\.ff\.activation: .* no .* 'softplus'$"):
+  with pytest.raises(ConfigError, match=r"to none of the families .*: lm.*\.ff\.activation: .* no .* 'softplus'$"):
     describe_model(model.instantiate())

@@ -149,7 +149,7 @@ def test_a_full_disk_is_told_once_and_the_copy_before_stays(disk, layout):
   write(10)
   copies.settle()
   folder = next(disk.rglob('*.0')).parent
-  why = f'the emergency copy failed: {folder}: File too large; training goes on, and the copy before is kept'
+  why = f'the emergency copy failed: {folder}: File too large; training goes on, and the previous copy is kept'
   assert told == ['', '', f'step 4: {why}', '', ''] and [file.name for file in folder.iterdir()] == ['10.0']
 
 

@@ -214,7 +214,7 @@ def test_a_process_that_does_not_end_though_it_was_killed_is_left_behind(monkeyp
 
   monkeypatch.setattr(WarmPopen, 'wait', wait)
   assert job.run() == 3
-  assert re.search(r'launch: host 0, process \d+, has not ended 10 s after SIGKILL; it is left', job.text)
+  assert re.search(r'launch: host 0, process \d+, did not end within 10 s of SIGKILL; giving up', job.text)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_the_verdict_names_the_cause_before_those_who_noticed(ended, verdict):
   [
     ([], None, 'name what to run after --'),
     (['eval'], None, "got 'eval'"),
-    (['train', '--process_id=1'], None, '--process_id=1: launch tells the processes itself'),
+    (['train', '--process_id=1'], None, '--process_id=1: leave it out, because launch sets it'),
     (['train', '--devices=2'], 2, '--devices is given twice'),
   ],
 )
@@ -291,11 +291,11 @@ def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing
     stacks = (tmp_path / 'stacks' / 'host_1.txt').read_text()
     assert 'process_allgather' in stacks
   elif 'lost' in fault:
-    assert code == 2 and 'no host has got any further for 5 s' in job.text
+    assert code == 2 and 'no host has made progress for 5 s' in job.text
     assert 'error: job_log_dir was moved; it continues there from its last checkpoint' in job.text
     assert 'Thread' not in job.text and not any(tmp_path.iterdir())
   else:
-    assert code == 75 and 'no host has got any further for 5 s' in job.text
+    assert code == 75 and 'no host has made progress for 5 s' in job.text
     assert 'which was in a hang' in job.text
     # The one that hangs is alive, and writes what it was doing itself.
     assert 'in <module>' in (tmp_path / 'stacks' / 'host_1.txt').read_text()
@@ -340,7 +340,7 @@ def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_with_the_sa
   assert job.run() == 0, job.text
   assert 'host 0: 2 processes, found by praxis-lite launch; process 0 is at localhost:' in job.lines[0]
   assert 'host 0 was ended by SIGKILL' in job.text and "has ended, or JAX's service there has failed" in job.text
-  assert 'exit code 75: started again, the run continues from its last checkpoint' in job.text
+  assert 'exit code 75: if the job is started again, it continues from its last checkpoint' in job.text
   assert 'Current thread' in (tmp_path / 'two' / 'stacks' / 'host_1.txt').read_text()
   together = run_train(tiny_run(4, noise=0.0), tmp_path / 'two')  # Restores what two processes have saved.
   alone = run_train(tiny_run(4, noise=0.0, save_interval_steps=100), tmp_path / 'one')

@@ -113,7 +113,7 @@ def test_a_run_goes_on_from_its_copy_as_if_nothing_had_happened(url, tmp_path, u
   run_train(mirrored(url), tmp_path / 'lost')
   assert results_of(tmp_path / 'lost') == results_of(tmp_path / 'new')
   shutil.copytree(undisturbed, tmp_path / 'other')
-  with pytest.raises(ConfigError, match=rf"task.train.mirror = '{url}': another run than the one in "):
+  with pytest.raises(ConfigError, match=rf"task.train.mirror = '{url}' has the copy of another run than the one in "):
     run_train(mirrored(url), tmp_path / 'other')
 
 

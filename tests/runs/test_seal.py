@@ -170,5 +170,5 @@ def test_parts_of_different_copies_on_the_hosts_are_not_one_copy(tmp_path, monke
     copies.close()
   monkeypatch.setattr(emergency, 'gather_texts', lambda text: [text, text.replace('6:', '6:0')])
   copy, note = copies.newest(0)
-  assert copy.step == 4 and 'those of step 6 on the hosts are of different copies' in note
+  assert copy.step == 4 and 'the parts of step 6 on the hosts come from different copies' in note
   assert np.asarray(copy.restore(layout.shapes).step) == 4

@@ -427,6 +427,6 @@ def test_a_copy_that_stalls_at_the_end_of_a_run_is_an_error(tmp_path, monkeypatc
     released.wait(60)
 
   monkeypatch.setattr(mirror.RemoteRun, 'upload_files', hang)
-  with pytest.raises(UserError, match=r'no file has been copied for 0\.6 s; it is at .*; the run is saved in'):
+  with pytest.raises(UserError, match=r'no file has been copied for 0\.6 s; the thread is at .*; the run is saved in'):
     ends(lambda: run_train(config, tmp_path / 'run'), 60)
   assert saved_steps(tmp_path / 'run')[-1] == 20

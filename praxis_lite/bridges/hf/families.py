@@ -1,4 +1,4 @@
-"""The families of models by `model_type`, and the search for the family of a model."""
+"""The families of models by `model_type`, and the search for the family to which a model belongs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def family_of(hf: HfConfig) -> Family:
 def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[Family, Values]:
   """Returns the family that a model belongs to, and its config.json.
 
-  A family is right if its config.json describes exactly the given model.
+  A model belongs to a family if the config.json that the family writes describes exactly this model.
 
   Args:
     model: the built model.
     preferred: the `model_type` to try first, such as that of the checkpoint that the model was imported from.
 
   Raises:
-    ConfigError: no family is right; the message names the nearest one and the differences.
+    ConfigError: the model belongs to no family; the message names the nearest one and the differences.
   """
   lm = model.lm
   if not isinstance(lm, TransformerLm):
@@ -56,7 +56,7 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
     try:
       values: Values = {'model_type': name, 'architectures': [family.architecture], **family.values(lm)}
       there = family.model(HfConfig(values)).instantiate(name='model').lm
-    except AttributeError:  # It lacks the parts to describe.
+    except AttributeError:  # The model lacks layers that the family describes.
       continue
     except ConfigError as error:
       reasons[str(error)] = None
@@ -66,12 +66,12 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
       return family, values
   if not differences:
     why = f': {"; ".join(reasons)}' if reasons else ''
-    raise ConfigError(f'this model is of none of the families {", ".join(FAMILIES)}{why}')
+    raise ConfigError(f'this model belongs to none of the families {", ".join(FAMILIES)}{why}')
   nearest = max(differences, key=lambda name: (in_common[name], -len(differences[name])))
   shown = differences[nearest][:_SHOWN]
   more = len(differences[nearest]) - len(shown)
   raise ConfigError(
-    f'this model is of none of the families {", ".join(FAMILIES)}; of {nearest}, the nearest, it differs in '
+    f'this model belongs to none of the families {", ".join(FAMILIES)}; it differs from {nearest}, the nearest, in '
     f'{"; ".join(shown)}{f"; and {more} more" if more else ""}'
   )
 
@@ -96,7 +96,7 @@ def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
 
 
 _SHOWN = 3
-# Fields that do not change what a trained model computes, or that lower layers have in completed form.
+# Fields that do not change what a trained model computes, or that lower layers have with defaults filled in.
 _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
@@ -112,7 +112,7 @@ def _class_name(value: object) -> str:
 
 
 def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
-  """Yields how a layer, and those below it, differ from another one in what they compute."""
+  """Yields the differences of two layers, and of those below them, that change what they compute."""
   if isinstance(ours, Dropout):
     return
   if type(ours) is not type(theirs):

@@ -1,4 +1,4 @@
-"""A family of models: a `model_type` of transformers. Configs of ours are read from it and written to it."""
+"""A family of models, which is a `model_type` of transformers: converts config.json to our configs, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Family:
     raise NotImplementedError
 
   def values(self, lm: TransformerLm) -> Values:
-    """Returns the content of config.json for a model, as far as this family can express it."""
+    """Returns the content of config.json for a model; leaves out what this family cannot express."""
     raise NotImplementedError
 
   def table(self, tied: bool) -> list[Pair]:

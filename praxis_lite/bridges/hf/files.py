@@ -94,10 +94,10 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     try:
       file_of: dict[str, str] = parse_json(f.read())['weight_map']
       if not all(isinstance(file, str) for file in file_of.values()):
-        raise ValueError('weight_map names something that is no file')
+        raise ValueError('weight_map has a value that is not the name of a file')
       files = sorted(set(file_of.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-      raise CheckpointError(f'{index} is no index of safetensors: {error}') from None
+      raise CheckpointError(f'{index} is not an index of safetensors: {error}') from None
   found: dict[str, StoredTensor] = {}
   for file in files:
     is_inside = os.path.basename(file) == file and file.isprintable()
@@ -116,7 +116,7 @@ def read_header(file: str) -> dict[str, StoredTensor]:
   with open(file, 'rb') as f:
     length = int.from_bytes(f.read(8), 'little')
     if size < 8 or length > size - 8:
-      raise CheckpointError(f'{file} is truncated, or no safetensors file: its header does not fit into {size} bytes')
+      raise CheckpointError(f'{file} is truncated, or not a safetensors file: its header is longer than {size} bytes')
     try:
       header: dict[str, Any] = parse_json(f.read(length))
       entries = {name: entry for name, entry in header.items() if name != _METADATA}
@@ -128,7 +128,7 @@ def read_header(file: str) -> dict[str, StoredTensor]:
       }
       end = 8 + length + max((e['data_offsets'][1] for e in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-      raise CheckpointError(f'{file} is no safetensors file: its header cannot be read ({error})') from None
+      raise CheckpointError(f'{file} is not a safetensors file: its header cannot be read ({error})') from None
   if end > size:
     raise CheckpointError(f'{file} is truncated: its header describes {end} bytes, and there are {size}')
   for tensor in found.values():
@@ -141,7 +141,7 @@ def _check_entry(name: str, entry: dict[str, Any]) -> None:
   """Raises ValueError if a tensor's entry in a header has wrong types."""
   numbers = [*entry['shape'], *entry['data_offsets']]
   if not isinstance(entry['dtype'], str) or len(entry['data_offsets']) != 2:
-    raise ValueError(f'what it says of {name}')
+    raise ValueError(f'the entry for {name}')
   if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
     raise ValueError(f'the sizes and offsets of {name}')
 

@@ -35,9 +35,9 @@ class HfConfig:
   """A read-only view of config.json.
 
   Args:
-    values: its content.
+    values: the content of the file.
     where: the name of the file, for messages.
-    defaults: values of names that the file may leave out.
+    defaults: values for names that the file may leave out.
   """
 
   def __init__(self, values: Mapping[str, Any], where: str = CONFIG_FILE, defaults: Mapping[str, Any] | None = None):
@@ -65,14 +65,14 @@ class HfConfig:
     return value
 
   def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
-    """Returns a finite number, from `of` if that is given; raises ConfigError if it is not one."""
+    """Returns a finite number, from `of` if given; raises ConfigError if the value is not one."""
     value = self[name] if of is None else of[name]
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected a number')
     return float(value)
 
   def must_be(self, name: str, *accepted: object) -> None:
-    """Raises ConfigError if a value is given that our layers do not support."""
+    """Raises ConfigError if the file has a value that our layers do not support."""
     value = self.values.get(name, accepted[0])
     if value not in accepted:
       shown = ' or '.join(json.dumps(a) for a in accepted)
@@ -141,7 +141,7 @@ def read_config(folder: str | os.PathLike[str]) -> HfConfig:
   path = os.path.join(folder, CONFIG_FILE)
   if not os.path.isdir(folder):
     raise ConfigError(
-      f'{folder} is no folder; expected that of a checkpoint, as `hf download NAME --local-dir DIR` makes it'
+      f'{folder} is not a folder; expected that of a checkpoint, as made by `hf download NAME --local-dir DIR`'
     )
   if not os.path.isfile(path):
     raise ConfigError(f'{folder} has no {CONFIG_FILE}; expected the folder of a Hugging Face checkpoint')

@@ -1,4 +1,4 @@
-"""Models and variables of Hugging Face checkpoints in Python, for your own program: without a run or a task."""
+"""Reads and writes models and their variables as Hugging Face checkpoints, for programs without a run or a task."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reads a checkpoint one part of a variable at a time, directly from its files, into one of ours or onto a mesh.
+"""Reads variables from a checkpoint in parts, into a checkpoint of ours or onto a mesh.
 
-The host only holds a few parts of a variable at a time. On a mesh, each device gets its own part; larger parts are
-assembled on the device.
+The host holds only a few parts of a variable at a time. Each device of a mesh gets its own part of a variable, which is
+assembled on the device if it is large.
 
     mapped files -> a part, in the dimensions of the variable -> its place in the file, or in the array on the device
 """

@@ -109,7 +109,7 @@ def import_run(
   lines = [f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}']
   if config.datasets[0].tokenizer_tpl == Config(HfTokenizer, path=REQUIRED):
     lines.append(
-      'there is no tokenizer beside it; to decode and train on text, set that of a folder by --set '
+      'there is no tokenizer beside it; to decode and train on text, set the one in a folder by --set '
       "'datasets[*].tokenizer_tpl.path=DIR', or bytes by "
       "--set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'"
     )
@@ -231,7 +231,7 @@ def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[st
 
 @contextlib.contextmanager
 def _appears_complete(target: Path) -> Iterator[Path]:
-  """Yields a folder beside `target`, which replaces `target` at the end."""
+  """Yields a folder beside `target`, and renames it to `target` at the end."""
   try:
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f'.{target.name}-', dir=target.parent))

@@ -1,4 +1,4 @@
-"""Maps the tensors of a checkpoint to variables, and their dimensions, with one table for both directions.
+"""Maps the tensors of a checkpoint to variables, and their dimensions. One table serves both directions.
 
     Pair('model.layers.{layer}.self_attn.q_proj.weight', 'transformer.layers.attention.query.w', 'D N H -> (N H) D')
 

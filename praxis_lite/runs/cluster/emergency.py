@@ -3,9 +3,9 @@
     <directory>/praxis_lite-<user>/<run>/<lineage>/<step>.<process>     in each of the directories
     job_log_dir/emergency_copies.json                                   {"lineage": 2715493}
 
-A copy has one file per process: a line of JSON, sealed by a checksum, and the bytes of the process's shards, each with
-a checksum too. The file is renamed when it is complete. Nothing is flushed to the disk: a copy survives if the process
-dies, but may be damaged or lost if the machine does, and the checksums show that.
+A copy has one file per process: a line of JSON with a checksum, and the bytes of the process's shards, each with a
+checksum too. The file is renamed when it is complete. Nothing is flushed to the disk: a copy survives the end of the
+process, but may be damaged or lost if the machine fails, which the checksums show.
 
 Before a copy begins, all processes agree on whether the previous one is complete everywhere. Only then are older ones
 removed. So one copy is always complete on all hosts, and a host has at most two.
@@ -83,13 +83,13 @@ class _Shard(NamedTuple):
     return math.prod(self.shape) * self.dtype.itemsize
 
   def read(self, file: io.BufferedReader) -> np.ndarray:
-    """Returns the values; raises ValueError if they are not what was written."""
+    """Returns the values; raises ValueError if they have changed since they were written."""
     if not 0 <= self.nbytes <= os.fstat(file.fileno()).st_size - self.at:
-      raise ValueError(f'{self.name} is not all there')
+      raise ValueError(f'{self.name} is incomplete')
     data = np.empty(self.nbytes, np.uint8)
     file.seek(self.at)
     if file.readinto(data.data) != self.nbytes or zlib.crc32(data.data) != self.checksum:
-      raise ValueError(f'{self.name} is not what was written')
+      raise ValueError(f'{self.name} has changed')
     return data.view(self.dtype).reshape(self.shape)
 
 
@@ -105,10 +105,10 @@ class EmergencyCopy:
     progress: as in `Checkpointer.save`.
     metrics: lines of metrics up to this step that could not be written to the disk.
     record: the rest of its record: 'mesh', 'processes', 'variables', 'checkpoint'.
-    save: what the parts of one copy have in common in all processes, as text.
+    save: a digest that is the same for all parts of one copy, in all processes.
 
   Raises:
-    OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: the file is not what was written.
+    OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: the file has changed since it was written.
   """
 
   def __init__(self, file: Path):
@@ -196,8 +196,8 @@ class EmergencyCopies:
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
     """Returns the newest copy that is complete in all processes, and why newer ones are not used, or ''.
 
-    Only copies newer than the newest checkpoint, of step `checkpoint` (0: there is no checkpoint), are considered. All
-    others are removed.
+    Considers only copies that are newer than the newest checkpoint, of step `checkpoint` (0 for no checkpoint). All
+    other copies are removed.
     """
     copies: dict[int, EmergencyCopy] = {}
     unfit: list[str] = []
@@ -227,7 +227,7 @@ class EmergencyCopies:
       missing = f'no copy of step {newest}'
       why = [reason or (missing if newest not in of else '') for reason, of in zip(why, whole)]
       if not any(why):
-        why[0] = f'those of step {newest} on the hosts are of different copies'
+        why[0] = f'the parts of step {newest} on the hosts come from different copies'
     self._remove(lambda other: other != step)
     return copies.get(step), f'emergency copies that are not used: {join_by_host(why)}' if any(why) else ''
 
@@ -267,7 +267,7 @@ class EmergencyCopies:
     return said
 
   def settle(self) -> str:
-    """Waits until all processes have written the last copy, then removes older ones; if it failed, removes its remains.
+    """Waits until all processes have written the last copy, then removes older ones, or its remains if it failed.
 
     Returns a line to print, or ''.
     """
@@ -281,7 +281,7 @@ class EmergencyCopies:
       return ''
     if not failed:
       return f'step {step}: emergency copies are written again'
-    return f'step {step}: the emergency copy failed: {failed}; training goes on, and the copy before is kept'
+    return f'step {step}: the emergency copy failed: {failed}; training goes on, and the previous copy is kept'
 
   def remove(self) -> None:
     """Removes all copies, once the last checkpoint of the run is complete."""
@@ -313,7 +313,7 @@ class EmergencyCopies:
     return ''
 
   def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
-    """Removes the files of some steps, also those of other processes: a process may have moved from this host."""
+    """Removes the files of some steps, also those of other processes, which may have run on this host before."""
     for folder in self._folders:
       for step, file in _files(folder):
         if is_unwanted(step):
@@ -321,7 +321,7 @@ class EmergencyCopies:
             file.unlink()
 
   def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Bounds, np.ndarray]]) -> None:
-    """Writes a copy to all directories; it is enough if one succeeds."""
+    """Writes a copy to all directories; one must succeed."""
     described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
     header = json.dumps(add_checksum({**record, 'shards': described})).encode() + b'\n'
     errors = []

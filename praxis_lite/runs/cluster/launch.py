@@ -1,17 +1,16 @@
-"""Several processes on this machine as the hosts of one run, watched, and started again when one is lost.
+"""Runs several processes on this machine as the hosts of one run, and restarts them when one is lost.
 
     attempt 0    host 0 ... host N-1    one ends: by a signal, or with the exit code of LostHostError
-                                        the others get `grace_s` to end by themselves, then SIGKILL
+                                        the others have `grace_s` to end by themselves, and then get SIGKILL
     wait         1 s, 2 s, 4 s, ...     at most 60 s; SIGINT or SIGTERM ends it
-    attempt 1    all of them again, from the last checkpoint
+    attempt 1    all hosts again, from the last checkpoint
 
-A job whose run directory was moved or deleted is not started again: it would begin anew.
+A job whose run directory was moved or deleted is not restarted, because it would start at step 0.
 
-A host that was the first to end in two attempts one after the other is taken for gone: with `min_processes` the job
-goes on without it.
+A host that ends first in two successive attempts counts as gone. With `min_processes`, the job goes on without it.
 
-SIGINT and SIGTERM are passed on, with SIGCONT, since a stopped process acts on no signal. All hosts then have
-`stop_s` to save and end; after a second one, a few seconds.
+SIGINT and SIGTERM are passed on, followed by SIGCONT, because a stopped process does not handle signals. All hosts then
+have `stop_s` to save and end; after a second signal, a few seconds.
 """
 
 from __future__ import annotations
@@ -35,28 +34,29 @@ from praxis_lite.runs.cluster.clusters import LAUNCHER
 
 _POLL = 0.05
 _LONGEST_WAIT = 60.0
-# Seconds between the first process that ends because it has noticed that another one was lost, and the last.
+# Seconds in which all processes notice that another one was lost, and end.
 _AFTER_NOTICED = 20.0
 # Seconds to end after a second signal, which ends a process at once.
 _AFTER_SECOND_SIGNAL = 10.0
-# Seconds for the system to end a process that was killed. One that waits for storage may never end.
+# Seconds that the system has to end a process that was killed. One that waits for storage may never end.
 _AFTER_KILL = 10.0
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 class Ended(NamedTuple):
-  """How an attempt ended: its exit code, and the host that ended first with it."""
+  """The end of an attempt: its exit code, and the host that was the first to end with it."""
 
   code: int
   host: int
 
 
 class _Limit(NamedTuple):
-  """Until when processes may take to end, by `time.monotonic`; None is for ever.
+  """A time limit for processes to end.
 
   Attributes:
-    seconds: how long that is.
-    after: what it is counted from, for a message; '' for a failure, which has been said.
+    at: when it is over, by `time.monotonic`; None for no limit.
+    seconds: its length.
+    after: the event that it began with, for a message; '' after a failure, which has its own message.
   """
 
   at: float | None = None
@@ -64,7 +64,7 @@ class _Limit(NamedTuple):
   after: str = ''
 
   @classmethod
-  def of(cls, seconds: float, after: str = '') -> _Limit:
+  def begin(cls, seconds: float, after: str = '') -> _Limit:
     return cls(time.monotonic() + seconds, seconds, after)
 
   def is_over(self) -> bool:
@@ -75,14 +75,18 @@ class _Limit(NamedTuple):
 
 
 class _RunDirectory:
-  """The directory of a run, known once there is something in it: an empty one may be made anew. None: not known."""
+  """The directory of a run, identified once it has any content, because an empty one may be created again.
+
+  Args:
+    path: of the directory; None if it is not known.
+  """
 
   def __init__(self, path: Path | None):
     self.path = path
     self._about: os.stat_result | None = None
 
   def look(self) -> None:
-    """Remembers which it is, unless that is known."""
+    """Identifies the directory, unless this has been done."""
     if self.path is not None and self._about is None:
       with contextlib.suppress(OSError):
         about = os.stat(self.path)
@@ -90,11 +94,11 @@ class _RunDirectory:
           self._about = about
 
   def is_lost(self) -> bool:
-    """Whether it is not where it was; False too where its storage cannot be reached."""
+    """Whether the directory is no longer at its path; False also if its storage cannot be reached."""
     if self.path is None or self._about is None:
       return False
     try:
-      return os.stat(self.path).st_ino != self._about.st_ino  # Mounted again, it may be of another device.
+      return os.stat(self.path).st_ino != self._about.st_ino  # The device may change if it is mounted again.
     except (FileNotFoundError, NotADirectoryError):
       return True
     except OSError:
@@ -107,13 +111,13 @@ class Launcher:
   Args:
     command: the command line of each process; they find each other through environment variables.
     processes: how many.
-    max_restarts: how often all of them are started again after one was lost.
-    min_processes: with how many the job may go on when a host is gone; None: all.
-    grace_s: seconds that the others have to end by themselves once one has ended.
+    max_restarts: how often all of them are restarted after one was lost.
+    min_processes: the fewest processes with which the job may go on without hosts that are gone; None requires all.
+    grace_s: seconds that the others have to end by themselves after one has ended.
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.
-    directory: of the run; None if that is not known.
-    write: receives each line of output, with the name of its host before it.
+    directory: of the run; None if it is not known.
+    write: is called with each line of output, which begins with the name of its host.
   """
 
   def __init__(
@@ -143,9 +147,9 @@ class Launcher:
     self._signals: list[int] = []
 
   def run(self) -> int:
-    """Runs the job to its end and returns its exit code: that of the first process that failed, in the last attempt.
+    """Runs the job to its end; returns the exit code of the first process that failed in the last attempt.
 
-    A process that a signal has ended counts as 128 and the number of the signal, as in a shell.
+    For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell.
     """
     count, restarts, last = self._processes, 0, Ended(0, -1)
     with self._passing_signals():
@@ -156,8 +160,8 @@ class Launcher:
         gone = f'host {last.host} of {count} was lost ({exit_text(last.code)})'
         if self._directory.is_lost():
           self._say(
-            f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: started again, the run would '
-            'begin anew; to go on, train where its checkpoints are'
+            f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: the job is not started again, '
+            'because it would begin at step 0; to go on, train where its checkpoints are'
           )
           return UserError.exit_code
         if restarts == self._max_restarts:
@@ -175,11 +179,11 @@ class Launcher:
   def _attempt(self, count: int) -> Ended:
     address = f'localhost:{free_port()}'
     readers = []
-    # A signal in this loop reaches the processes that there are, and then the rest in `_watch`.
+    # `_watch` passes on a signal that arrives during this loop.
     for i in range(count):
       env = {**os.environ, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(count)}
       env |= {'JAX_PROCESS_ID': str(i), LAUNCHER: str(os.getpid()), 'PYTHONUNBUFFERED': '1'}
-      # In a session of its own: a terminal sends Ctrl-C to all processes of this one, and this one passes it on.
+      # Each has its own session, because a terminal sends Ctrl-C to all processes of a session.
       process = subprocess.Popen(
         self._command,
         env=env,
@@ -200,23 +204,24 @@ class Launcher:
         try:
           process.wait(_AFTER_KILL)
         except subprocess.TimeoutExpired:
-          self._say(f'host {i}, process {process.pid}, has not ended {_AFTER_KILL:g} s after SIGKILL; it is left')
+          self._say(f'host {i}, process {process.pid}, did not end within {_AFTER_KILL:g} s of SIGKILL; giving up')
       for reader in readers:
         reader.join(timeout=5)  # A process that a killed one had started may hold its output.
       self._running = []
 
   def _watch(self) -> Ended:
-    """Waits until all processes have ended; kills those that have not in time, after a failure or a signal."""
+    """Waits until all processes have ended; kills those that take too long after a failure or a signal."""
     ended: dict[int, int] = {}
     passed, limit = 0, _Limit()
     stop_limit = _Limit()
     while len(ended) < len(self._running):
       time.sleep(_POLL)
       self._directory.look()
-      if passed < len(self._signals):  # To the ones too that did not exist when it came.
+      if passed < len(self._signals):
         passed = len(self._signals)
         name = signal.Signals(self._signals[-1]).name
-        stop_limit = _Limit.of(self._stop, name) if passed == 1 else _Limit.of(_AFTER_SECOND_SIGNAL, f'another {name}')
+        seconds, after = (self._stop, name) if passed == 1 else (_AFTER_SECOND_SIGNAL, f'another {name}')
+        stop_limit = _Limit.begin(seconds, after)
         for process in self._running:
           process.send_signal(self._signals[-1])
           process.send_signal(signal.SIGCONT)
@@ -226,11 +231,11 @@ class Launcher:
           continue
         ended[i] = 128 - code if code < 0 else code
         if self._signals and ended[i] in (0, *_STOPPED):
-          continue  # As it should: others may still be saving.
+          continue  # As intended: others may still be saving.
         if code == LostHostError.exit_code:
-          limit = _Limit.of(min(self._grace, _AFTER_NOTICED))
+          limit = _Limit.begin(min(self._grace, _AFTER_NOTICED))
         elif code != 0 and limit.at is None:
-          limit = _Limit.of(self._grace)
+          limit = _Limit.begin(self._grace)
         if code < 0 and not self._signals:
           self._say(f'host {i} was ended by {exit_text(ended[i])}')
       over = next((each for each in (limit, stop_limit) if each.is_over()), None)
@@ -239,7 +244,7 @@ class Launcher:
         if late:
           self._say(f'host {", ".join(map(str, late))} did not end within {over}, and is killed')
         for i in late:
-          # The one that the others have waited for: it is the one that was lost.
+          # It is first in the dict: it is the lost one, for which the others have waited.
           ended = {i: 128 + signal.SIGKILL, **ended}
         break
     return the_verdict(ended)
@@ -247,7 +252,7 @@ class Launcher:
   def _copy(self, stream: IO[bytes], name: str) -> None:
     for line in stream:
       if b'Expected number of connected peer ranks' in line:
-        continue  # XLA's collectives on the CPU print one for each mesh that they connect.
+        continue  # XLA's collectives on the CPU print such a line for each mesh.
       self._write(f'{name}: {printable(line.decode(errors="replace").rstrip(), one_line=True)}\n')
 
   def _say(self, text: str) -> None:
@@ -258,7 +263,7 @@ class Launcher:
       self._output(line)
 
   def _wait(self, seconds: float) -> bool:
-    """Waits; returns whether a signal has come meanwhile."""
+    """Waits; returns early, with True, when a signal arrives."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not self._signals:
       time.sleep(_POLL)
@@ -278,10 +283,10 @@ class Launcher:
 
 
 def the_verdict(ended: dict[int, int]) -> Ended:
-  """Returns how an attempt ended, from the exit code of each host, in the order in which they ended.
+  """Returns the end of an attempt, given the exit codes of the hosts in the order in which they ended.
 
-  A mistake of the user counts first: another attempt would make it again. A host that was lost counts before those that
-  have noticed it.
+  A mistake of the user counts most, because a restart would repeat it. A host that was lost counts more than the hosts
+  that noticed it.
   """
   noticed = LostHostError.exit_code
   for kind in (
@@ -297,19 +302,19 @@ def the_verdict(ended: dict[int, int]) -> Ended:
 
 
 def is_restartable(code: int) -> bool:
-  """Whether a job is started again after a process ended so: a signal that it did not handle, or a lost host."""
+  """Whether a job is restarted after this exit code: that of a signal without a handler, or of a lost host."""
   return code == LostHostError.exit_code or (code > 128 and code not in _STOPPED)
 
 
 def exit_text(code: int) -> str:
-  """Returns the name of the signal that an exit code stands for, or the code."""
+  """Returns an exit code as text: the name of the signal that it stands for, or the code."""
   with contextlib.suppress(ValueError):
     return signal.Signals(code - 128).name
   return f'exit code {code}'
 
 
 def free_port() -> int:
-  """Returns a port of this machine that nothing listens on now."""
+  """Returns a free port of this machine."""
   with socket.socket() as probe:
     probe.bind(('localhost', 0))
     return int(probe.getsockname()[1])
@@ -318,7 +323,7 @@ def free_port() -> int:
 def launched_command(arguments: Sequence[str], *, devices: int | None, elastic: bool) -> list[str]:
   """Returns the command line of each process: this program, with the arguments after `launch --`.
 
-  Raises UserError unless they are those of `train`.
+  Raises UserError if they do not begin with `train`, or have a flag that `launch` sets.
   """
   if not arguments or arguments[0] != 'train':
     got = f', got {arguments[0]!r}' if arguments else ''
@@ -328,7 +333,7 @@ def launched_command(arguments: Sequence[str], *, devices: int | None, elastic: 
   own = ('--coordinator_address', '--num_processes', '--process_id')
   for argument in arguments:
     if argument.split('=')[0] in own:
-      raise UserError(f'{argument}: launch tells the processes itself how to find each other; leave it out')
+      raise UserError(f'{argument}: leave it out, because launch sets it in each process')
     if devices is not None and argument.split('=')[0] == '--devices':
       raise UserError('--devices is given twice: launch --devices is for each process')
   simulated = [] if devices is None else [f'--devices={devices}']

@@ -1,15 +1,15 @@
-"""Copies of a run in an object store: its checkpoints, each of them complete or ignored, and its other files.
+"""A run in an object store: its complete checkpoints, and its other files.
 
     <url>/checkpoints/<step>/...         the files of a checkpoint, as in the directory of the run
           checkpoints/<step>.complete    JSON, written last: size and SHA-256 of each of these files
           run.json, metrics.jsonl, summaries/...
 
-So the whole, copied by any tool, is a run directory. An upload that was killed leaves no `.complete`, and the next one
-replaces its files. A fetched checkpoint is compared with the sums, and renamed when it is complete.
+So any tool that copies the folder makes a run directory. An upload that was killed leaves no `.complete`, and the next
+one replaces its files. A fetched checkpoint is compared with the sums, and renamed when it is complete.
 
-An evaluation is written first to metrics.jsonl and then to an event file. In the store too, event files must be at
-least as new as metrics.jsonl, so metrics.jsonl is read first and written last. Then a run that resumes from the store
-finds no evaluation in it that the event files lack.
+A run writes an evaluation first to metrics.jsonl and then to an event file. Event files in the store must be at least
+as new as metrics.jsonl, so metrics.jsonl is read first and written last. Then a run that resumes from the store finds
+no evaluation in metrics.jsonl that the event files lack.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from praxis_lite.common.files import parse_json, read_plain, remove_all
 from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreError, sum_of_file
 
 _COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
-# Entries of a run directory that concern only one machine.
+# Entries of a run directory that are useful on one machine only.
 _OF_THE_MACHINE = ('stacks', 'profile', 'emergency_copies.json')
 # How many files of a checkpoint are copied at once.
 _STREAMS = 4
@@ -83,7 +83,7 @@ class RemoteCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads all of its files; returns how each damaged file is damaged, by name: {} if the checkpoint is whole."""
+    """Reads all of its files; returns a description of each damaged one, by name."""
 
     def difference_of(name: str) -> str:
       try:
@@ -100,7 +100,7 @@ class RemoteCheckpoint:
     return damaged
 
   def is_that_in(self, folder: Path) -> bool:
-    """Whether this is a copy of the local checkpoint in `folder`, and not of another one of the same step."""
+    """Whether this is a copy of the local checkpoint in `folder`, not of another checkpoint of the same step."""
     about = record_file(folder, 'about')
     try:
       return self.files.get('about/metadata') == sum_of_file(about)
@@ -111,7 +111,7 @@ class RemoteCheckpoint:
     """Copies it to a run directory that has no checkpoint of this step; returns its folder in that directory.
 
     Raises:
-      DamagedError: it is not what was written.
+      DamagedError: a file has changed since it was uploaded.
       StoreError: it cannot be read, or cannot be written to the disk.
     """
     target = step_folder(job_log_dir, self.step)
@@ -148,7 +148,7 @@ class RemoteRun:
 
   Args:
     store: where it is.
-    between: is called before each file is copied. If it raises an error, copying stops.
+    between: called before each file is copied; copying stops if it raises an error.
 
   Attributes:
     incomplete: the steps that had files but no `.complete` when `checkpoints` was last called.
@@ -173,7 +173,7 @@ class RemoteRun:
       try:
         self._known[step] = RemoteCheckpoint(self._store, step, *_parse_complete(data, step))
       except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        continue  # It is half written, if the store is a file system.
+        continue  # Another process is writing it, which readers see if the store is a file system.
     self.incomplete = steps - self._known.keys()
     return [self._known[step] for step in sorted(self._known)]
 
@@ -201,7 +201,7 @@ class RemoteRun:
       files = dict(zip((path.relative_to(folder).as_posix() for path in paths), _call_in_parallel(put, paths)))
     sizes = self._store.sizes(f'{CHECKPOINTS}/{step}')
     if sizes != {name: file.size for name, file in files.items()}:
-      raise StoreError(f'{self.url}: what has arrived of step {step} is not what was sent')
+      raise StoreError(f'{self.url}: the files of step {step} in the store are not those that were sent')
     record = add_checksum(
       {'step': step, 'rollbacks': rollbacks, 'files': {n: file._asdict() for n, file in files.items()}}
     )
@@ -303,7 +303,7 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
 
 
 def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
-  """Returns the files and the rollbacks in a `.complete`; raises some Python error if it is not what was written."""
+  """Returns the files and the rollbacks in a `.complete`; raises some Python error if it is damaged."""
   record = remove_checksum(parse_json(data), 'the list of files')
   files = {name: FileSum(int(file['size']), str(file['sha256'])) for name, file in record['files'].items()}
   if record['step'] != step or not all(map(_is_inside, files)):
@@ -340,7 +340,7 @@ def _is_copied(name: str) -> bool:
 
 
 def _difference(found: FileSum, expected: FileSum) -> str:
-  """Returns how a file differs from what was written; '' if it is the same."""
+  """Returns the difference from the file that was written, as text; '' if there is none."""
   if found.size != expected.size:
     return f'has {found.size} bytes instead of {expected.size}'
   return '' if found == expected else 'has changed'

@@ -1,17 +1,17 @@
 """The watchdog: each process of a run watches the others, and ends when one of them is lost.
 
-A collective waits for all processes. So when one of them dies, is stopped or hangs, the others would wait for it, and
-with them the machines. Here each process tells the others, through the key-value store of JAX's service, that it
-lives, what it is doing, and for how long its main thread has got no further:
+A collective waits for all processes. So if one of them dies, is stopped or hangs, the others would wait forever. Here
+each process writes beats to the key-value store of JAX's service: that it is alive, what it is doing, and how long ago
+its main thread last made progress:
 
     beat     of each process, every interval     {"beat": 17, "doing": "step 12", "at": "...", "idle": 0.2, "state": ""}
-    watch    in each process                     | beats of a host have stopped for the timeout: it is lost
-                                                 | no host has got further for the timeout: they hang
+    watch    in each process                     | no beats of a host for the timeout: it is lost
+                                                 | no progress of any host for the timeout: they hang
                                                  | a host says that it has failed
 
-Then the process says which host it was and what that host was doing, writes the stacks of its own threads, and ends
-with the exit code of `LostHostError`, on which launchers start the job again from its last checkpoint. Tracing and
-compiling count as getting further.
+Then the process prints which host it was and what that host was doing, writes the stacks of its own threads, and ends
+with the exit code of `LostHostError`. Launchers then restart the job from its last checkpoint. Tracing and compiling
+count as progress.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import BUILDING_FILES, Client, service_client
 from praxis_lite.common.processes import last_progress, note_progress
 
-# Seconds without a sign of life after which a host is taken for lost.
+# Seconds without a sign of life after which a host counts as lost.
 HANG_TIMEOUT_S = 300.0
-# Where the code is that is neither ours nor the user's.
+# Folders of code that is neither ours nor the user's.
 _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for name in ('stdlib', 'purelib', 'platlib')))
 _KEY = 'praxis_lite/beats'
 # Seconds that the last beat may take.
 _PATIENCE_AT_EXIT = 2.0
 # How many characters of an error are sent to other hosts.
 _MOST_SHOWN = 300
-# What JAX's preemption service writes to the store when any process has got SIGTERM.
+# The key that JAX's preemption service writes to the store after any process received SIGTERM.
 _PREEMPTION_KEY = 'RECEIVED_PREEMPTION_NOTICE'
-# Words in errors of a collective or of JAX's service that the end of another process causes.
+# Words in errors that a collective or JAX's service raises after another process has ended.
 _OF_A_PEER = ('gloo', 'nccl', 'connection', 'unavailable', 'deadline_exceeded', 'coordination', 'barrier', 'peer')
 
 
 @dataclasses.dataclass
 class _Host:
-  """What is known of a host: its name, its last beat, and when that came, by the clock of this process."""
+  """A host as this process knows it: its name, its last beat, and when that arrived, by this process's clock."""
 
   name: str
   heard: float
@@ -66,7 +66,7 @@ class _Host:
   at: str = ''
   idle: float = 0.0
   state: str = ''  # '', 'running', 'left', or why it has failed
-  is_ending: bool = False  # It has said why it failed, and cleaned up.
+  is_ending: bool = False  # It has reported its failure, and cleaned up.
 
   def __str__(self) -> str:
     return f'{self.name}, which was in {self.doing}{f" ({self.at})" if self.at else ""}'
@@ -77,7 +77,7 @@ class Watchdog:
 
   Args:
     client: of JAX's service.
-    names: what to call the hosts, by index.
+    names: of the hosts in messages, by index.
     index: of this host.
     timeout_s: see `HANG_TIMEOUT_S`.
   """
@@ -113,12 +113,12 @@ class Watchdog:
   def running(self, directory: Path, why_lost: Callable[[], UserError | None] = lambda: None) -> Iterator[None]:
     """Also watches progress inside the block; an error in it is reported to the other hosts.
 
-    An error that another host has caused waits for the watchdog to say which: the process ends here.
+    If another host has caused the error, this waits until the watchdog names that host and ends the process.
 
     Args:
       directory: of the run.
-      why_lost: returns the error that says that the directory is not where it was; None if it is. A run without it is
-        not to be started again: it would begin anew.
+      why_lost: returns the error that says that the directory is no longer at its path; None if it still is. A run
+        without its directory is not restarted, because it would start at step 0.
     """
     self.directory, self._state, self._why_lost = directory, 'running', why_lost
     note_progress('start-up')
@@ -128,14 +128,14 @@ class Watchdog:
       if _is_of_a_peer(error):
         self._suspects = True
         _write(f'{self._hosts[self._index].name}: {first_line(error)[:_MOST_SHOWN]}\n')
-        time.sleep(12 * self._interval)  # `_watch` ends the process meanwhile, if a host is lost.
-        self.give_up(f'all hosts live, but could not communicate: {first_line(error)[:_MOST_SHOWN]}')
+        time.sleep(12 * self._interval)  # If a host is lost, `_watch` ends the process in this time.
+        self.give_up(f'all hosts are alive, but could not communicate: {first_line(error)[:_MOST_SHOWN]}')
       self._state = f'{type(error).__name__}: {first_line(error)[:_MOST_SHOWN]}'
       raise
     self._state = 'left'
 
   def end(self, code: int) -> None:
-    """Ends a process that has failed at once, unless all others have left: JAX would wait for them until a timeout."""
+    """Ends this process at once after a failure, unless all others have left. JAX would wait for them."""
     if self._state in ('', 'running'):
       self._state = f'exit code {code}'
     self._is_ending = True
@@ -150,8 +150,11 @@ class Watchdog:
       os._exit(code)
 
   def _is_awaited(self, host: _Host, since: float) -> bool:
-    """Whether this process, which ends, lets another one end before it: one that does not know yet that this one does,
-    or that ends too, and would be aborted in the middle if JAX's service, which is in host 0, ended before."""
+    """Whether this process, which is ending, waits for another one.
+
+    It waits for one that does not know yet that this one is ending. Host 0 also waits for one that is ending too: JAX's
+    service is in host 0, and without it the other one would be aborted.
+    """
     now = time.monotonic()
     if host.state in ('', 'running'):
       return now - since < 10 * self._interval
@@ -174,12 +177,12 @@ class Watchdog:
         'state': self._state,
         'ending': self._is_ending,
       }
-      with contextlib.suppress(Exception):  # The service does not answer; `_watch` looks at how long.
+      with contextlib.suppress(Exception):  # If the service does not answer, `_watch` notices.
         self._client.key_value_set(f'{_KEY}/{self._index}', json.dumps(beat), allow_overwrite=True)
         self._hear(self._client.key_value_dir_get(_KEY))
         self._contact = time.monotonic()
         if self.preempted_since is None:
-          self._client.key_value_try_get(_PREEMPTION_KEY)  # Raises as long as there is none.
+          self._client.key_value_try_get(_PREEMPTION_KEY)  # Raises an error if there is no such key.
           self.preempted_since = time.monotonic()
       self._is_over.wait(self._interval)
 
@@ -192,7 +195,7 @@ class Watchdog:
         host.idle, host.state, host.is_ending = said['idle'], said['state'], said['ending']
 
   def _look_at_main_thread(self) -> str:
-    """Returns where the main thread is, as file:line function; notes it as progress while it builds a program."""
+    """Returns where the main thread is, as file:line function. Building a program counts as progress."""
     frame: FrameType | None = sys._current_frames().get(self._main or 0)
     where = ''
     while frame is not None:
@@ -210,7 +213,7 @@ class Watchdog:
     last = time.monotonic()
     while not self._is_over.wait(self._interval):
       now = time.monotonic()
-      if now - last > self._timeout / 2:  # This process itself was stopped, or the machine asleep: all is old.
+      if now - last > self._timeout / 2:  # This process was stopped, or the machine slept: all beats are old.
         self._contact = now
         for host in self._hosts:
           host.heard = now
@@ -220,7 +223,7 @@ class Watchdog:
         self.give_up(reason, needs_stacks=not is_told)
 
   def _trouble(self, now: float) -> str:
-    """Returns what is wrong with another host, or with all; '' if nothing is."""
+    """Returns what is wrong with another host or with all hosts; '' if nothing is."""
     patience = min(self._timeout, 8 * self._interval) if self._suspects else self._timeout
     silent = f'has shown no sign of life for {patience:.0f} s'
     if now - self._contact > patience:
@@ -232,13 +235,14 @@ class Watchdog:
         return f'{host}, {silent}'
     if all(host.state == 'running' and host.idle > self._timeout for host in self._hosts):
       last = '; '.join(f'{host} for {host.idle:.0f} s' for host in self._hosts)
-      return f'no host has got any further for {self._timeout:.0f} s: {last}'
+      return f'no host has made progress for {self._timeout:.0f} s: {last}'
     return ''
 
   def give_up(self, reason: str, *, needs_stacks: bool = True) -> NoReturn:
-    """Says why, tells the other hosts, writes the stacks of all threads, and ends the process, to be started again.
+    """Prints the reason, tells the other hosts, writes the stacks of all threads, and ends the process.
 
-    Where another host has said why it ended, stacks say nothing: `needs_stacks` is False.
+    The exit code lets launchers restart it. If another host has reported why it ended, stacks are of no use, and
+    `needs_stacks` is False.
     """
     if not self._ending.acquire(blocking=False):
       time.sleep(20 * self._interval)  # Another thread is already ending the process.
@@ -252,29 +256,32 @@ class Watchdog:
       _write(f'error: {lost}; it continues there from its last checkpoint\n')
     else:
       where = dump_stacks(self.directory, self._index) if needs_stacks else ''
-      _write(f'{mine}: {where}exit code {code}: started again, the run continues from its last checkpoint\n')
+      _write(f'{mine}: {where}exit code {code}: if the job is started again, it continues from its last checkpoint\n')
     time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read why, from the service of host 0.
     os._exit(code)
 
   # ---- the end of the process
 
   def _end_well_when_jax_aborts(self) -> None:
-    """When host 0 ends, JAX's client in C++ aborts the process; it has no callback that Python could set."""
+    """Prints why first if JAX's client in C++ aborts the process, which it does when host 0 ends.
+
+    Python cannot set a callback of that client.
+    """
 
     def on_abort(number: int) -> None:
-      # Called in a thread of C++, where Python's own handlers of signals are not called.
+      # This runs in a thread of C++, in which Python's own signal handlers are not called.
       if not self._ending.locked():
         self.give_up(f"{self._hosts[0]}, has ended, or JAX's service there has failed")
 
-    self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # Lives as long as the process.
+    self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # Must not be freed.
     ctypes.CDLL(None).signal(int(signal.SIGABRT), self._on_abort)
 
   def _leave(self) -> None:
-    """Before JAX waits for all processes, at the end of a program that has no exit code of its own."""
+    """Runs when Python exits, before JAX waits for all processes."""
     if self._state not in ('', 'running', 'left'):
       self.end(1)
     self._state = 'left'
-    # Python ends a thread by force that is in JAX's client when it finishes, which aborts the process.
+    # Python kills its daemon threads at the end. If one is in JAX's client then, the process aborts.
     self._is_over.set()
     for thread in self._threads:
       thread.join(2 * self._interval + _PATIENCE_AT_EXIT)
@@ -285,7 +292,7 @@ _watchdogs: list[Watchdog] = []  # At most one.
 
 def watch_hosts(names: list[str], index: int, timeout_s: float) -> None:
   """Starts the watchdog of this process, which has joined the others."""
-  client = unless_unknown('hosts are not watched: one that is lost is waited for', service_client, None)
+  client = unless_unknown('hosts are not watched: a run waits for a lost one', service_client, None)
   if client is not None:
     _watchdogs.append(Watchdog(client, names, index, timeout_s))
 
@@ -300,8 +307,8 @@ def dump_stacks(directory: Path | None, index: int) -> str:
   if directory is not None:
     path = directory / 'stacks' / f'host_{index}.txt'
     with contextlib.suppress(OSError):
-      path.parent.mkdir(exist_ok=True)  # And not the run's directory, which may have been moved.
-      # Without O_NONBLOCK, a named pipe in its place would be waited for.
+      path.parent.mkdir(exist_ok=True)  # Without parents: the run's directory may have been moved.
+      # Without O_NONBLOCK, opening a named pipe would wait for a reader.
       with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666), 'w') as file:
         faulthandler.dump_traceback(file)
       return f'stacks in {path}; '
@@ -310,9 +317,9 @@ def dump_stacks(directory: Path | None, index: int) -> str:
 
 
 def _is_of_a_peer(error: BaseException | None) -> bool:
-  """Whether an error, or what led to it, is one that the end of another process causes in a collective."""
+  """Whether an error, or its cause, is one that a collective raises after another process has ended."""
   while error is not None:
-    # JAX raises those of status UNKNOWN, as Gloo's are at times, as a ValueError.
+    # JAX raises a ValueError for the status UNKNOWN, which Gloo sometimes returns.
     is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) or (
       type(error) is ValueError and str(error).startswith('UNKNOWN: ')
     )
