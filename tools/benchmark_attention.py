@@ -29,7 +29,7 @@ Step = Callable[[jax.Array, jax.Array, jax.Array], object]
 
 
 def reference(causal: bool, window: int | None, backward: bool) -> Step:
-  """JAX's own dense attention."""
+  """Returns JAX's own dense attention as a function of queries, keys and values."""
   sizes = None if window is None else (window - 1, 0 if causal else window - 1)
   return _step(
     lambda q, k, v: jax.nn.dot_product_attention(
@@ -40,7 +40,7 @@ def reference(causal: bool, window: int | None, backward: bool) -> Step:
 
 
 def ours(implementation: AttentionImplementation, causal: bool, window: int | None, backward: bool) -> Step:
-  """One of the implementations of this package."""
+  """Returns one implementation of this package as a function of queries, keys and values."""
   mask = (Causal() if causal else Band()) & (Band() if window is None else SlidingWindow(window))
   spec = AttentionSpec(implementation=implementation)
   return _step(lambda q, k, v: dot_product_attention(q, k, v, mask, spec=spec), backward)
@@ -57,7 +57,7 @@ def _step(attend: Callable[..., jax.Array], backward: bool) -> Step:
 
 
 def heads(length: int, args: argparse.Namespace) -> list[jax.ShapeDtypeStruct]:
-  """Queries, keys and values."""
+  """Returns the shapes of queries, keys and values."""
   kv_heads = args.kv_heads or args.heads
   return [
     jax.ShapeDtypeStruct((args.batch, length, n, args.dims), args.dtype) for n in (args.heads, kv_heads, kv_heads)
@@ -65,7 +65,7 @@ def heads(length: int, args: argparse.Namespace) -> list[jax.ShapeDtypeStruct]:
 
 
 def milliseconds(steps: dict[str, Step], length: int, args: argparse.Namespace) -> dict[str, float]:
-  """The median time of each step; the steps take turns."""
+  """Returns the median time of each step. The steps take turns."""
   keys = jax.random.split(jax.random.key(0), 3)
   arrays = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, heads(length, args))]
   compiled = {name: jax.jit(step).lower(*arrays).compile() for name, step in steps.items()}
@@ -74,7 +74,7 @@ def milliseconds(steps: dict[str, Step], length: int, args: argparse.Namespace) 
 
 
 def mebibytes(step: Step, length: int, args: argparse.Namespace) -> float:
-  """Temporary memory of a step, by the compiler's analysis."""
+  """Returns the temporary memory of a step, from the compiler's analysis."""
   analysis = jax.jit(step).lower(*heads(length, args)).compile().memory_analysis()
   assert analysis is not None
   return analysis.temp_size_in_bytes / 2**20

@@ -33,11 +33,11 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.orbax import work_arounds
 from praxis_lite.training.state import TrainState
 
-_ROWS, _COLUMNS, _ARRAYS = 4096, 1024, 3  # 16 MiB: a variable, and two moments of it.
+_ROWS, _COLUMNS, _ARRAYS = 4096, 1024, 3  # 16 MiB for each array: a variable and its two moments.
 
 
 def shapes_of(gigabytes: float) -> TrainState:
-  """The shapes of a state of about this size, split over all devices."""
+  """Returns the shapes of a train state of about this size, split over all devices."""
   mesh = jax.make_mesh((jax.device_count(),), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
   split, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (('data',), ()))
   count = max(1, round(gigabytes * 1e9 / (_ROWS * _COLUMNS * 4 * _ARRAYS)))
@@ -58,13 +58,13 @@ def random_state(shapes: TrainState) -> TrainState:
 
 
 def memory(field: str) -> int:
-  """Bytes of this process: 'VmRSS' now, 'VmHWM' at the peak."""
+  """Returns the bytes that this process uses: now with 'VmRSS', at its peak with 'VmHWM'."""
   lines = Path('/proc/self/status').read_text().splitlines()
   return int(next(line.split()[1] for line in lines if line.startswith(field))) * 1024
 
 
 def time_save(state: TrainState, shapes: TrainState, directory: str) -> tuple[float, float]:
-  """Seconds for which a save keeps its caller, and until it is on the disk."""
+  """Returns two durations in seconds: until `save` returns, and until the checkpoint is on the disk."""
   checkpointer = Checkpointer(directory)
   start = time.perf_counter()
   checkpointer.save(0, state, shapes, None)
@@ -81,9 +81,9 @@ def restore(directory: str, shapes: TrainState) -> TrainState:
 
 
 def print_peak(directory: str, gigabytes: float) -> None:
-  """Prints the bytes by which the memory of this process grows at most while it restores."""
+  """Prints by how many bytes the memory of this process grows at most during a restore."""
   shapes = shapes_of(gigabytes)
-  restore(f'{directory}/small', shapes_of(0))  # What Orbax takes when it is imported and begins.
+  restore(f'{directory}/small', shapes_of(0))  # Imports Orbax and starts its threads.
   before = memory('VmRSS')
   state = jax.block_until_ready(restore(f'{directory}/checked', shapes))
   del state
@@ -123,7 +123,7 @@ def main() -> None:
     peak = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
     print(f'restore: host memory grows by {peak / 1e9:.2f} GB at most, {peak / num_bytes:.2f} of the state', flush=True)
     folders = [f'{directory}/{name}' for name in ('checked', 'unchecked')]
-    # The processor's time is what verification takes; that on the clock also has what else the machine does.
+    # CPU time shows the cost of verification. Wall-clock time also depends on other programs on the machine.
     clocks = (time.perf_counter, time.process_time)
     measures = [lambda f=f, c=c: seconds(lambda: restore(f, shapes), c) for c in clocks for f in folders]
     times = measure_in_turn(measures, args.rounds)

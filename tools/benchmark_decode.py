@@ -39,24 +39,24 @@ _SIZES: dict[str, dict[str, Any]] = {
   '124m': {'vocab_size': 32_000, 'model_dims': 768, 'num_layers': 12, 'num_heads': 12, 'hidden_dims': 2048},
   '1b': {'vocab_size': 32_000, 'model_dims': 2048, 'num_layers': 20, 'num_heads': 16, 'hidden_dims': 5632},
 }
-# What the Hugging Face side is told: its own best, and, with --eager, what it does by default.
+# Flags of `decode_transformers.py`: the fastest setting of `generate`, and with --eager also its default.
 _COMPILED = {'transformers, compiled': ['--cache=static', '--compile']}
 _EAGER = {'transformers, eager': ['--cache=dynamic']}
 
 
 class Call(NamedTuple):
-  """What a call took: wall clock and processor, in seconds; and what it returned."""
+  """The duration of a call in seconds, wall-clock and CPU time, and the tokens it returned."""
 
   seconds: float
   cpu: float
   ids: list[list[int]]
 
 
-Decode = Callable[[list[list[int]], int], Call]  # Prompts, and tokens after each.
+Decode = Callable[[list[list[int]], int], Call]  # Takes prompts, and the number of tokens to add to each.
 
 
 def write_checkpoint(folder: Path, size: str, dtype: str) -> int:
-  """Writes a Llama of random weights; returns the number of its parameters."""
+  """Writes a Llama checkpoint with random weights, and returns its number of parameters."""
   import jax
 
   from praxis_lite.bridges.hf import write_model
@@ -69,7 +69,7 @@ def write_checkpoint(folder: Path, size: str, dtype: str) -> int:
 
 
 def ours(folder: Path, run: Path, dtype: str) -> Decode:
-  """Returns the decoding of a checkpoint that is imported as a run."""
+  """Imports a checkpoint as a run, and returns a function that decodes with it."""
   from praxis_lite import open_run
   from praxis_lite.bridges.hf import import_run
 
@@ -86,7 +86,7 @@ def ours(folder: Path, run: Path, dtype: str) -> Decode:
 
 @contextmanager
 def theirs(python: str, folder: Path, arguments: Sequence[str]) -> Iterator[tuple[str, Decode | None]]:
-  """Starts the other side; yields its versions and its decoding, or why there is none."""
+  """Starts a process of `decode_transformers.py`. Yields its versions, and a function that decodes or None."""
   command = [python, str(ROOT / 'tools' / 'decode_transformers.py'), str(folder), *arguments]
   with open(folder.parent / 'transformers.log', 'a') as log:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -113,14 +113,14 @@ def theirs(python: str, folder: Path, arguments: Sequence[str]) -> Iterator[tupl
 
 
 def measure(sides: dict[str, Decode], batch: int, args: argparse.Namespace, vocab_size: int) -> list[list[str]]:
-  """Returns a row of the table for each side."""
+  """Returns the rows of the table for one batch size, one row for each implementation."""
   prompts = np.random.default_rng(0).integers(1, vocab_size, (batch, args.prompt)).tolist()
 
   def calls(tokens: int) -> list[list[Call]]:
     each = [functools.partial(decode, prompts, tokens) for decode in sides.values()]
     return measure_in_turn(each, args.rounds, warm_up=args.warm_up)
 
-  # One number of tokens after the other: the other side compiles anew, and more generally, when it changes.
+  # All rounds of one length, then all of the other: torch compiles again, for any length, when the length changes.
   wholes, firsts, rows = calls(args.tokens), calls(1), []
   for name, found, first_calls in zip(sides, wholes, firsts):
     first, whole = (statistics.median(call.seconds for call in of) for of in (first_calls, found))
@@ -135,7 +135,7 @@ def measure(sides: dict[str, Decode], batch: int, args: argparse.Namespace, voca
 
 
 def seconds_of_commands(run: str, prompt_lengths: Sequence[int]) -> list[list[str]]:
-  """Times `praxis-lite decode --max_tokens=1` of a run in a process each; only the first has nothing compiled."""
+  """Times `praxis-lite decode --max_tokens=1` in new processes. Only the first one has no compiled programs."""
   rows: list[list[str]] = []
   with tempfile.TemporaryDirectory() as cache:
     environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_COMPILATION_CACHE_DIR': cache}
@@ -145,7 +145,7 @@ def seconds_of_commands(run: str, prompt_lengths: Sequence[int]) -> list[list[st
       before, start = os.times(), time.perf_counter()
       subprocess.run(decode, env=environment, check=True, stdout=subprocess.DEVNULL)
       seconds, after = time.perf_counter() - start, os.times()
-      cpu = sum(after[2:4]) - sum(before[2:4])  # Of ended children, user and system.
+      cpu = sum(after[2:4]) - sum(before[2:4])  # User and system time of child processes that have ended.
       rows.append([str(length), 'warm' if rows else 'cold', f'{seconds:.1f}', f'{cpu:.1f}'])
   return rows
 
@@ -158,7 +158,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--hf_python', help='interpreter of an environment with torch and transformers')
-  # Threads of torch wait for each other in busy loops: with few rows, or on a busy machine, one alone is the best.
+  # Threads of torch wait for each other in busy loops: with few rows, or on a busy machine, one thread is fastest.
   threads = ','.join(map(str, sorted({1, os.cpu_count() or 1})))
   parser.add_argument('--hf_threads', default=threads, help='numbers of threads of the other side on a CPU')
   parser.add_argument('--size', default='demo', choices=list(_SIZES))
@@ -183,7 +183,7 @@ def main() -> None:
     print(f'jax {jax.__version__} on {where}, {os.cpu_count()} CPU cores; medians of {args.rounds} rounds', flush=True)
     rows: list[list[str]] = []
     for batch in map(int, filter(None, args.batches.split(','))):
-      # Processes of their own for each batch: what was compiled before does not change what is compiled now.
+      # Each batch size gets new processes, because torch compiles differently after it has seen other sizes.
       with contestants(args, folder, Path(directory) / f'run{batch}') as sides:
         rows += measure(sides, batch, args, _SIZES[args.size]['vocab_size'])
     head = ['batch', 'side', 'first token, ms', 'tokens/s', 'time / ours', 'CPU s', 'CPU / ours', 'same tokens']
@@ -197,7 +197,7 @@ def main() -> None:
 
 @contextmanager
 def contestants(args: argparse.Namespace, folder: Path, run: Path) -> Iterator[dict[str, Decode]]:
-  """The sides that are there."""
+  """Yields the implementations that can run here, by name."""
   with ExitStack() as stack:
     sides: dict[str, Decode] = {'praxis_lite': ours(folder, run, args.dtype)}
     others = _COMPILED

@@ -39,19 +39,20 @@ from tools.timing import measure_in_turn
 ROOT = Path(__file__).parent.parent
 _LENGTHS = (1024, 2048, 4096, 8192)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-_LEAST_TOKENS, _MOST_TOKENS = 8192, 2**18  # Of a batch that is tried.
+_LEAST_TOKENS, _MOST_TOKENS = 8192, 2**18  # In a batch that the search tries.
 _STACK = 'model.lm_tpl.transformer_tpl'
 _LOSS_RTOL = {'float32': 2e-5, 'bfloat16': 2e-2}
 
 
 class Contestant(NamedTuple):
-  """One side.
+  """An implementation to measure.
 
   Attributes:
-    name, script: for the table, and under tools/gpu.
-    options: settings to try, the most promising first; where none of these fits, `smaller` is tried.
+    name: its name in the table.
+    script: its file in tools/gpu.
+    options: settings to try, the most promising first. If none of them fits into memory, `smaller` is tried.
     smaller: settings that need less memory.
-    dry: settings on the CPU.
+    dry: the settings for --dry_run.
   """
 
   name: str
@@ -133,7 +134,7 @@ def main() -> int:
 
 
 class Found(NamedTuple):
-  """What a case gave: a row of each side that could be measured, and why the others could not."""
+  """The results of a case: a row for each implementation that could be measured, and the errors of the others."""
 
   rows: list[Row]
   failed: list[str]
@@ -141,12 +142,12 @@ class Found(NamedTuple):
 
 
 class Benchmark:
-  """Runs turns in processes.
+  """Starts the processes that measure.
 
   Args:
-    pythons: the interpreter of each side.
+    pythons: the interpreter of each implementation.
     cache: a directory for compiled programs.
-    dry: on the CPU.
+    dry: whether to run on the CPU.
   """
 
   def __init__(self, pythons: dict[str, str], cache: Path, *, dry: bool):
@@ -160,7 +161,7 @@ class Benchmark:
     }
 
   def case(self, case: Case, contestants: Sequence[Contestant], rounds: int, groups: int, steps: int) -> Found:
-    """Finds the best setting of each side, and then measures them in turn."""
+    """Finds the best setting of each implementation; then measures them, taking turns."""
     best: dict[str, Measured] = {}
     failed: list[str] = []
     for contestant in contestants:
@@ -189,12 +190,12 @@ class Benchmark:
     return Found(rows, failed, versions)
 
   def search(self, contestant: Contestant, case: Case) -> Measured | str:
-    """Returns the fastest setting of a side, or why there is none."""
+    """Returns the measurements of an implementation's fastest setting, or the error if no setting works."""
     best: Measured | None = None
     error = 'nothing was tried'
     for several in (contestant.options, contestant.smaller):
       for options in several:
-        # Other options than the first ones are tried with the best batch so far, and the next larger.
+        # Only the first options are tried with all batches; later ones with the best batch and the next larger one.
         batches = [b for b in _BATCHES if _LEAST_TOKENS <= b * case.length <= _MOST_TOKENS]
         if best is not None:
           batches = [b for b in batches if best.batch <= b <= 2 * best.batch]
@@ -213,7 +214,7 @@ class Benchmark:
     return self.turn(contestant, request)[0]
 
   def turn(self, contestant: Contestant, request: Request) -> list[Measured]:
-    """Runs one process of a side, and returns what it printed; of one that ends early, why, as an error."""
+    """Runs one process of an implementation and returns its measurements. If it fails, the last one has the error."""
     request = request._replace(started_at=time.time())
     command = [self._pythons[contestant.name], str(ROOT / 'tools' / 'gpu' / contestant.script)]
     done = self._run([*command, json.dumps(request._asdict())])
@@ -225,7 +226,7 @@ class Benchmark:
     return found
 
   def ceiling(self, sizes: Sequence[int], dtype: str) -> dict[str, object]:
-    """What `ceiling.py` prints."""
+    """Returns what `ceiling.py` prints."""
     done = self._run([sys.executable, str(ROOT / 'tools' / 'gpu' / 'ceiling.py'), json.dumps([sizes, dtype])])
     if done.returncode:
       raise SystemExit(f'the products of the ceiling failed: {done.stderr.strip().splitlines()[-1]}')
@@ -244,7 +245,7 @@ def _speed(found: Measured) -> float:
 
 
 def dry_run(bench: Benchmark, contestants: Sequence[Contestant]) -> int:
-  """Runs each side with a tiny model, in float32 and with a state in bfloat16; returns 1 if one fails or differs."""
+  """Runs each implementation with a tiny model, in float32 and bfloat16. Returns 1 if one fails or losses differ."""
   ceiling = float(str(bench.ceiling((256,), 'float32')['flops_per_s']))
   faults, rows = [], []
   for case in (TINY, TINY._replace(name='tiny, bfloat16', compute='bfloat16', state='bfloat16')):
@@ -266,7 +267,7 @@ def dry_run(bench: Benchmark, contestants: Sequence[Contestant]) -> int:
 
 
 def disagreements(losses: dict[str, list[float]], rtol: float, name: str) -> list[str]:
-  """Returns a line about each side whose losses are not those of the first one."""
+  """Returns a line for each implementation whose losses differ from those of the first one."""
   if not losses:
     return []
   (first, expected), *others = losses.items()
@@ -284,7 +285,7 @@ _QUERY = 'driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.lim
 
 @contextmanager
 def sampling(samples: list[list[str]], interval_s: float = 2.0) -> Iterator[None]:
-  """Adds what nvidia-smi says of the first GPU, every few seconds, in the order of `_QUERY`."""
+  """Every few seconds, adds the answer of nvidia-smi about the first GPU to `samples`, in the order of `_QUERY`."""
   ended = threading.Event()
 
   def sample() -> None:
@@ -306,7 +307,7 @@ def sampling(samples: list[list[str]], interval_s: float = 2.0) -> Iterator[None
 
 
 def _summarize_samples(samples: Sequence[Sequence[str]]) -> dict[str, str]:
-  """Facts for the report: the driver, and medians and most of clocks and power while the steps ran."""
+  """Returns facts for the report: the driver, and clocks, power and temperature while the steps ran."""
   if not samples:
     return {'clocks and power': 'not known: nvidia-smi did not answer'}
   columns = dict(zip(_QUERY.split(','), zip(*samples, strict=True)))
@@ -330,7 +331,7 @@ def _peak(kind: str) -> float | None:
 
 
 def _save(path: Path, rows: Sequence[Row], failed: Sequence[str]) -> None:
-  """Keeps what was measured so far, with all times."""
+  """Writes all measurements so far to a file."""
   found = [row._asdict() | {'case': row.case._asdict()} for row in rows]
   path.write_text(json.dumps({'rows': found, 'failed': list(failed)}, indent=1))
 

@@ -48,7 +48,7 @@ assert main({arguments!r}) == 0
 
 
 def make_checkpoint(folder: Path, gigabytes: float, dtype: str) -> int:
-  """Writes a Llama of about this size in files of 0.4 GB, one tensor in memory at a time; returns its bytes."""
+  """Writes a Llama checkpoint of about this size, one tensor at a time, in files of 0.4 GB; returns its bytes."""
   kind = np.dtype(ml_dtypes.bfloat16 if dtype == 'bfloat16' else dtype)
   layer = 2 * _DIMS**2 + 2 * _DIMS * _HEAD_DIM * _HEADS // 4 + 3 * _DIMS * _HIDDEN
   layers = max(1, round((gigabytes * 1e9 / kind.itemsize - 2 * _VOCAB * _DIMS) / layer))
@@ -80,7 +80,7 @@ def make_checkpoint(folder: Path, gigabytes: float, dtype: str) -> int:
 
 
 def measure(what: str, statements: str, devices: int = 1) -> float:
-  """Runs statements in a process of their own, and prints what they took; returns the peak of its memory in GB."""
+  """Runs statements in a new process, and prints their time and peak memory. Returns the peak in GB."""
   devices_flag = f'--xla_force_host_platform_device_count={devices}'
   env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': devices_flag, 'PYTHONPATH': str(ROOT)}
   code = _MEASURED.format(statements=statements)

@@ -39,7 +39,7 @@ _WARM_UP_STEPS = 20
 
 
 class Contest(NamedTuple):
-  """An input and the loop it is compared with; both yield batches without end."""
+  """An input, and the loop with which it is compared. Both yield batches without end."""
 
   name: str
   config: Config
@@ -179,7 +179,7 @@ def _bare_array_records(path: Path) -> Iterator[Rows]:
 
 
 def waiting(config: Config, step_seconds: float, num_steps: int) -> float:
-  """Returns the share of the time that a loop of such steps waits for batches, the first ones left out."""
+  """Returns the share of time that a loop with steps of this duration waits for batches, after some warm-up steps."""
   waited, start = 0.0, 0.0
   with inputs.PrefetchIterator(config.instantiate(), jax.device_put) as batches:
     for step in range(-_WARM_UP_STEPS, num_steps):
@@ -194,7 +194,7 @@ def waiting(config: Config, step_seconds: float, num_steps: int) -> float:
 
 
 def print_waiting(configs: dict[str, Config], steps_ms: list[float], seconds: float) -> None:
-  """Prints the shares of each input."""
+  """Prints these shares for each input."""
   print(f'{"":22}' + ''.join(f'{f"{ms:g} ms":>10}' for ms in steps_ms))
   for name, config in configs.items():
     shares = [waiting(config, ms / 1e3, max(int(1e3 * seconds / ms), 10)) for ms in steps_ms]
@@ -202,14 +202,14 @@ def print_waiting(configs: dict[str, Config], steps_ms: list[float], seconds: fl
 
 
 class Throughput(NamedTuple):
-  """Examples and bytes of arrays in a second."""
+  """Examples per second, and bytes of arrays per second."""
 
   examples: float
   num_bytes: float
 
 
 def measure(batches: Iterator[Rows], seconds: float) -> Throughput:
-  """Reads batches for so long, after one that opens the files."""
+  """Reads batches for some seconds. The first batch, which opens the files, is not counted."""
   next(batches)
   examples, num_bytes, start = 0, 0, time.perf_counter()
   for batch in batches:
@@ -223,7 +223,7 @@ def measure(batches: Iterator[Rows], seconds: float) -> Throughput:
 
 
 def best_of(make: Callable[[], Iterator[Rows]], seconds: float, times: int) -> Throughput:
-  """Returns the best of several measurements: other programs can only make it slower."""
+  """Returns the best of several measurements, because other programs can only make a measurement worse."""
   results = []
   for _ in range(times):
     batches = make()

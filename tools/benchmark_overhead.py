@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
   from tools.handwritten_lm import Size
   from tools.overhead_contestants import Contestant
 
-# The upper limit of each ratio, ours to the one by hand.
+# The largest allowed ratio of ours to the step by hand.
 LIMITS = {
   'step': 1.02,
   'trace + lower': 1.15,
@@ -42,7 +42,7 @@ LIMITS = {
   'collectives': 1.0,
   'parameters': 1.0,
 }
-# Counts that should be equal in both programs also have a lower limit, the inverse of the upper one.
+# These should be equal in both programs, so their ratio must not be below the inverse of the limit either.
 TWO_SIDED = ('flops', 'bytes', 'collectives', 'parameters')
 
 
@@ -105,7 +105,7 @@ def within_limit(what: str, ratio: float) -> bool:
 def measured(
   pair: Sequence[Contestant[Any]], measure: Callable[[Contestant[Any]], float], pairs: int, warm_up: int = 1
 ) -> tuple[list[float], list[float]]:
-  """Measures both in turn and returns the values of each."""
+  """Measures both, taking turns, and returns all values of each."""
   first, second = measure_in_turn([partial(measure, contestant) for contestant in pair], pairs, warm_up)
   return first, second
 
@@ -113,7 +113,7 @@ def measured(
 def report(
   what: str, first: list[float], second: list[float], unit: str, names: tuple[str, str] = ('ours', 'by hand')
 ) -> float:
-  """Prints the medians and the median of the paired ratios, which it returns."""
+  """Prints both medians and the median of the ratios of pairs, and returns the latter."""
   ratio = median_ratio(first, second)
   limit = f'limit {LIMITS[what]}'
   a, b = statistics.median(first), statistics.median(second)
@@ -122,7 +122,7 @@ def report(
 
 
 def one_short(size: Size) -> Size:
-  """Returns sizes with every dimension that is split less one: heads, dims, hidden dims, vocabulary, batch."""
+  """Returns a size whose split dimensions are one less: heads, dims, hidden dims, vocabulary, batch."""
   return size._replace(
     model_dims=size.model_dims - 1,
     num_heads=size.num_heads - 1,

@@ -60,7 +60,7 @@ def main() -> int:
   parser.add_argument('--only', choices=PARTS)
   parser.add_argument('--runs', type=int, default=5)
   args = parser.parse_args()
-  if args.only is None:  # Each in a process of its own: devices that have nothing to do have threads all the same.
+  if args.only is None:  # Each in a new process, because even idle simulated devices have threads.
     command = [sys.executable, __file__, f'--runs={args.runs}']
     return max(subprocess.run([*command, f'--only={part}'], check=False).returncode for part in PARTS)
   os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), IN_ORDER)
@@ -76,7 +76,7 @@ def main() -> int:
 def make_task(
   S: int, M: int, R: int = 1, *, devices: int, layers: int = 16, dims: int = 64, length: int = 64
 ) -> PartitionedTask:
-  """A language model in S stages over so many devices, for M rows of `length` tokens."""
+  """Returns a language model in S stages over this number of devices, for M rows of `length` tokens."""
   import jax
   import numpy as np
   import optax
@@ -113,7 +113,7 @@ def compile_times(runs: int) -> int:
 
 
 def step_times(runs: int) -> int:
-  """Times of steps of wide layers, so that a tick's work is what takes the time."""
+  """Prints step times of wide layers, so that computing takes most of the time of a tick."""
   import numpy as np
 
   from praxis_lite.layers import Pipelined
@@ -123,7 +123,7 @@ def step_times(runs: int) -> int:
   cases = [(2, 1, 1), (4, 1, 1), (4, 2, 1), (8, 1, 1)] + [(S, 1, S) for S in (2, 4, 8) if len(CORES) >= S]
   print('stages  rounds  devices  microbatches  ticks  time / one stage  theory  measured / theory')
   for S, R, devices in cases:
-    # On one device it is the work that counts, not what else the machine does.
+    # CPU time on one device, so that other programs on the machine do not count.
     M, clock = 8 * S, time.process_time if devices == 1 else time.perf_counter
     wide = {'layers': 8, 'dims': 256, 'length': 256}
     tasks = [make_task(1, M, devices=1, **wide), make_task(S, M, R, devices=devices, **wide)]
@@ -146,7 +146,7 @@ def step_times(runs: int) -> int:
 
 
 def stepping(task: PartitionedTask, batch: dict[str, np.ndarray]) -> Callable[[], TrainState]:
-  """A function that takes a train step each time it is called, and returns the state."""
+  """Returns a function that takes one train step per call and returns the new state."""
   import jax
 
   state = task.init_state(jax.random.key(0))
@@ -160,11 +160,11 @@ def stepping(task: PartitionedTask, batch: dict[str, np.ndarray]) -> Callable[[]
 
 
 def pin_to_cores(count: int, fn: Callable[[], T]) -> Callable[[], T]:
-  """`fn`, for which all threads of this process run on the first `count` cores."""
+  """Returns `fn`, but with all threads of this process on the first `count` cores."""
 
   def run_pinned() -> T:
     for thread in os.listdir('/proc/self/task'):
-      with contextlib.suppress(ProcessLookupError):  # It has ended.
+      with contextlib.suppress(ProcessLookupError):  # The thread has ended.
         os.sched_setaffinity(int(thread), CORES[:count])
     return fn()
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.common.devices import simulate_cpu_devices
 
-# From the one that keeps most to the one that keeps least; a policy, and the tags that it keeps in addition.
+# Policies with the tags that each keeps in addition, from the one that keeps most to the one that keeps least.
 POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
   'none': ('none', ()),
   'products': ('products', ()),

@@ -24,7 +24,7 @@ def main() -> None:
   parser.add_argument('--compile', action='store_true')
   parser.add_argument('--threads', type=int, help='of the processor, for each operation; by default all')
   args = parser.parse_args()
-  answers, sys.stdout = sys.stdout, sys.stderr  # What libraries print is no answer.
+  answers, sys.stdout = sys.stdout, sys.stderr  # Keeps what libraries print out of the answers.
 
   def answer(values: dict[str, Any]) -> None:
     print(json.dumps(values), file=answers, flush=True)

@@ -28,7 +28,7 @@ SEGMENTS = np.repeat([1, 2, 3], [11, 9, 12]).astype(np.int32)[None]
 
 
 def computed_pairs(mask: AttentionMask) -> set[tuple[int, int]]:
-  """The pairs (block of queries, block of keys) that attention computes under a mask."""
+  """Returns the pairs (block of queries, block of keys) that attention computes under a mask."""
   x, at = jnp.zeros((1, BLOCKS * BLOCK, 1, 1)), blocks.block_indices(BLOCKS * BLOCK, BLOCK)
   mask = blocks.mask_blocks(mask, BLOCK, BLOCK)
   pairs = blocks.needed_pairs(mask, blocks.query_blocks(x, at, 1), blocks.key_blocks(x, x, at))
@@ -36,7 +36,7 @@ def computed_pairs(mask: AttentionMask) -> set[tuple[int, int]]:
 
 
 def matrix(x: float, title: str, used: set[tuple[int, int]], devices: int = 0) -> list[str]:
-  """A square with a row for each block of queries, a column for each block of keys; in a ring, by device."""
+  """Draws a square: rows are blocks of queries, columns blocks of keys. Colours show the devices of a ring."""
   lines = [f'<text class="head" x="{x}" y="{HEAD / 2}">{title}</text>']
   for i in range(BLOCKS):
     device = min(i, 2 * devices - 1 - i)
@@ -51,7 +51,7 @@ def matrix(x: float, title: str, used: set[tuple[int, int]], devices: int = 0) -
 
 
 def drawing() -> str:
-  """The SVG: a causal mask, a window, packed segments, and who computes what in a ring of four devices."""
+  """Returns the SVG: a causal mask, a window, packed segments, and which device of a ring computes which block."""
   causal, ids = computed_pairs(Causal()), jnp.asarray(SEGMENTS)
   kinds = [
     ('causal', causal, 0),

@@ -15,7 +15,7 @@ from praxis_lite.layers.dispatch import capacity_plan
 
 DEVICES, TOKENS, EXPERTS, CAPACITY = 2, 4, 4, 2
 CELL, GAP, HEAD, BLOCK = 34, 10, 52, 150
-# The experts of each token, first choices first.
+# The experts of each token, the first choice first.
 CHOICES = np.array([[[0, 2], [0, 1], [3, 0], [1, 3]], [[2, 0], [0, 3], [2, 3], [2, 1]]])
 STYLE = """<style>
 text { font: 12px system-ui, sans-serif; fill: #24292f; text-anchor: middle; dominant-baseline: central }
@@ -32,7 +32,7 @@ path { stroke: #8c959f; stroke-width: 1.5; fill: none }
 
 
 def drawing() -> str:
-  """The SVG: a row of blocks for each device, a column for each step."""
+  """Returns the SVG: a row of blocks for each device, a column for each step."""
   names = np.array(['abcd', 'efgh'])
   sent = [_slots(CHOICES[d], names[d]) for d in range(DEVICES)]
   own = EXPERTS // DEVICES
@@ -70,7 +70,7 @@ def drawing() -> str:
 
 
 def _slots(choices: np.ndarray, names: str) -> list[list[str]]:
-  """The tokens in the slots of each expert; '' in an empty one."""
+  """Returns the token in each slot of each expert; '' for an empty slot."""
   plan = capacity_plan(jnp.asarray(choices), EXPERTS, CAPACITY)
   tokens = np.asarray(plan.token_of_slot).reshape(EXPERTS, CAPACITY)
   return [[names[t] if t < TOKENS else '' for t in row] for row in tokens]

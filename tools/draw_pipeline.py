@@ -23,7 +23,7 @@ SCHEDULES = (PipelineSchedule(4, 8), PipelineSchedule(4, 8, rounds=2))
 
 
 def drawing() -> str:
-  """The SVG of `SCHEDULES`, one below the other."""
+  """Returns the SVG of `SCHEDULES`, one below the other."""
   lines, top = [], 0
   for schedule in SCHEDULES:
     S, M, R = schedule
@@ -34,7 +34,7 @@ def drawing() -> str:
       y = top + HEAD + stage * ROW
       lines.append(f'<text class="stage" x="0" y="{y + ROW / 2}">stage {stage}</text>')
       for tick, entry in enumerate(row):
-        # A tick of R rounds has 1 / R of the layers, and takes as much of the time.
+        # With R rounds, a tick computes 1 / R of the layers in 1 / R of the time, so it is drawn narrower.
         x, kind = LEFT + tick * CELL / R, 'wait' if entry is None else f'r{entry[1]}'
         lines.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{CELL / R}" height="{ROW}" rx="4"/>')
         if entry is not None:

@@ -41,13 +41,13 @@ MESHES = (
 )
 _BATCH = 200
 _CASES = 200
-# The kinds for which the guards leave the class of `is_nearly_local` as it is.
+# The kinds of operations for which the guards do not change splits that `is_nearly_local` accepts.
 _OF_A_CLASS = ('products', 'convolutions')
 Counts = collections.Counter[str]
 
 
 def enumerate_splits(options: argparse.Namespace, done: Collection[str]) -> Iterator[tuple[str, Counts, list[str]]]:
-  """For each batch that is not done: its name, how many of its cases ended how, and those that were not right."""
+  """Runs each batch that is not done; yields its name, counts of its outcomes, and the cases that were not right."""
   until = time.monotonic() + 60 * options.minutes
   kinds = options.kinds.split(',') if options.kinds else _OF_A_CLASS if options.all_of_class else KINDS
   programs = {kind: [one for one in enumerate(KINDS[kind]()) if options.program in one[1].name] for kind in kinds}
@@ -65,7 +65,7 @@ def enumerate_splits(options: argparse.Namespace, done: Collection[str]) -> Iter
 
 
 def _cases(mesh: Sequence[int], dims: Dims, options: argparse.Namespace) -> tuple[list[Splits], str]:
-  """The cases of a program on a mesh, and a name for them."""
+  """Returns the cases of a program on a mesh, and a name for them."""
   if not options.all_of_class:
     most = _CASES if options.cases is None else options.cases
     return [*all_cases(axes_of_mesh(mesh), dims, most)], f'{most}'

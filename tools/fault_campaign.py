@@ -48,7 +48,7 @@ Fault = Callable[[Lab], None]
 
 
 class Report(NamedTuple):
-  """What became of a fault; `problem` is '' if it was survived."""
+  """The result of a fault; `problem` is '' if the run survived."""
 
   number: int
   fault: str
@@ -60,15 +60,15 @@ class Report(NamedTuple):
 def prepare(
   folder: Path, rng: np.random.Generator, *, hosts: int, records: bool, stopping: bool = False, interrupted: int = 3
 ) -> Baseline:
-  """Makes the runs that nothing disturbs, and those that are killed and then used by several faults.
+  """Makes the runs that several faults use: undisturbed ones to compare with, and killed ones to continue.
 
   Args:
-    folder: where.
-    rng: of the campaign.
-    hosts: the most hosts of a run: 1, 2 or 4.
-    records: also with data in files.
-    stopping: also one that is stopped early.
-    interrupted: how many are killed.
+    folder: where to write them.
+    rng: chooses the steps at which runs are killed.
+    hosts: the largest number of hosts of a run: 1, 2 or 4.
+    records: whether to add a run that reads its data from files.
+    stopping: whether to add a run that stops early.
+    interrupted: the number of killed runs.
   """
   baseline = Baseline({}, [], folder / 'data.array_record', folder / 'cache')
   wanted = [('Faults', 1), ('Faults', 2), ('FaultsOnFour', 4)]
@@ -103,7 +103,7 @@ def _has_come(lab: Lab, run: Training, step: int) -> bool:
 
 
 def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Baseline) -> Report:
-  """Lets one fault happen; its directory is removed if it was survived."""
+  """Runs one fault. If the run survives, its directory is removed."""
   start, where = time.monotonic(), folder / f'fault-{number}'
   where.mkdir()
   rng = np.random.default_rng([seed, number])
@@ -127,7 +127,7 @@ def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Base
 
 
 def draw_fault(seed: int, number: int, faults: Sequence[Fault]) -> Fault:
-  """Returns the fault of this number: each once in turn at first, then by how often it should be drawn."""
+  """Returns the fault with this number. The first numbers go through all faults once; the others draw by weight."""
   if number < len(faults):
     return faults[number]
   weights = np.array([FAULTS[fault] for fault in faults], float)
@@ -137,7 +137,7 @@ def draw_fault(seed: int, number: int, faults: Sequence[Fault]) -> Fault:
 def campaign(
   faults: Sequence[Fault], numbers: Sequence[int], seed: int, folder: Path, baseline: Baseline, *, jobs: int, end: float
 ) -> Iterator[Report]:
-  """Lets faults happen, some at once, until `end` (of `time.monotonic()`)."""
+  """Runs faults, `jobs` of them in parallel, and starts none after the time `end` of `time.monotonic()`."""
   waiting = iter(numbers)
   running: set[concurrent.futures.Future[Report]] = set()
   with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -151,9 +151,10 @@ def campaign(
 
 
 def table(reports: Sequence[Report]) -> str:
-  """Returns a line for each fault: times, survived, the most steps lost, and too late where the run had ended.
+  """Returns a table with a line for each fault.
 
-  Steps lost are those without emergency copies, and those with them.
+  Its columns: how often the fault happened and was survived, the most steps lost without and with emergency copies, and
+  how often the run had ended before the fault came.
   """
   kinds: dict[str, list[Report]] = collections.defaultdict(list)
   for report in reports:
@@ -170,12 +171,12 @@ def table(reports: Sequence[Report]) -> str:
   return '\n'.join(lines)
 
 
-# Faults of data in files, which Grain reads.
+# These need data in files, which Grain reads.
 _IN_FILES = {'data_damaged', 'data_replaced'}
 
 
 def _missing_grain() -> str:
-  """Returns why there can be no files of records; '' if there can."""
+  """Returns why Grain cannot be imported; '' if it can."""
   try:
     import_grain()
   except UserError as error:

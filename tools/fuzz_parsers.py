@@ -29,7 +29,7 @@ import numpy as np
 from praxis_lite.common.errors import UserError
 from tools.fuzz.parsers import PARSERS
 
-_SECONDS = 20  # On a busy machine; a case takes milliseconds.
+_SECONDS = 20  # A case takes milliseconds; this leaves room for a busy machine.
 _FORBIDDEN = ('os.system', 'os.exec', 'os.posix_spawn', 'os.spawn', 'os.fork', 'subprocess.Popen', 'socket.connect')
 _CHANGES = ('os.remove', 'os.rename', 'os.rmdir', 'os.mkdir', 'os.chmod', 'os.truncate', 'shutil.rmtree', 'os.link')
 
@@ -44,11 +44,11 @@ class Wrong(NamedTuple):
 
 
 class _HangError(BaseException):
-  """A case took too long; no `except Exception` stops it."""
+  """A case took too long. It is no `Exception`, so that no parser can catch it by accident."""
 
 
 class Guard:
-  """Watches what a case does: see the top of this file. There is one in a process: audit hooks stay."""
+  """Notes what a case does that it must not do. A process can have only one, because audit hooks cannot be removed."""
 
   def __init__(self) -> None:
     self.done: list[str] = []
@@ -61,12 +61,12 @@ class Guard:
     sys.meta_path.insert(0, self)
 
   def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-    """As a finder of modules: notes that the canary was to be imported."""
+    """Called by `import`, as a finder of modules: notes an attempt to import the canary."""
     if self._is_on and name.partition('.')[0] == 'fuzz_canary':
       self.done.append(f'{name} was imported')
 
   def watch(self, folder: Path | None) -> None:
-    """Begins to watch, or ends: None."""
+    """Starts watching; with None, stops."""
     self._is_on, self._folder = folder is not None, os.fspath(folder or '')
     if folder is not None:
       self.done = []
@@ -92,7 +92,7 @@ class Guard:
 def fuzz(
   seed: int, numbers: Iterable[int], guard: Guard, only: str | None = None
 ) -> Iterator[tuple[str, Wrong | None]]:
-  """Runs cases; yields the parser of each, and what went wrong if anything did."""
+  """Runs cases. For each, yields the name of its parser, and what went wrong or None."""
   names = [name for name in PARSERS if only is None or name == only]
   weights = np.array([PARSERS[name].weight for name in names], float)
   signal.signal(signal.SIGALRM, _hang)
@@ -128,7 +128,7 @@ def run_case(name: str, case: Any, folder: Path, guard: Guard) -> str:
 
 
 def _place(error: BaseException) -> str:
-  """The last line of this project that an error came from."""
+  """Returns the last line of this project in an error's traceback."""
   place, trace = '', error.__traceback__
   while trace is not None:
     file = trace.tb_frame.f_code.co_filename

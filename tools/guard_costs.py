@@ -39,13 +39,13 @@ from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-# By the number of an experiment's mesh axes.
+# By an experiment's number of mesh axes.
 MESHES: dict[int, list[tuple[int, ...]]] = {1: [(8,)], 2: [(8, 1), (2, 4)], 3: [(8, 1, 1), (1, 8, 1), (2, 2, 2)]}
 AXES = ('replica', 'data', 'mdl')
 
 
 class Cost(NamedTuple):
-  """Collectives by kind, the MiB they move, and the MiB of temporaries, of one device."""
+  """Per device: collectives by kind, the MiB that they move, and the MiB of temporaries."""
 
   counts: dict[str, int]
   moved: float
@@ -57,13 +57,13 @@ def cost_of(lowered: jax.stages.Lowered) -> Cost:
   found = {kind: c for kind, c in collectives(compiled).items() if c.count}
   moved = sum(c.bytes for c in found.values()) / 2**20
   memory = compiled.memory_analysis()
-  assert memory is not None  # Of XLA's CPU.
+  assert memory is not None  # XLA reports it on CPUs.
   return Cost({kind: c.count for kind, c in found.items()}, moved, memory.temp_size_in_bytes / 2**20)
 
 
 def compare(name: str, task: SingleTask, inputs: NestedDict) -> bool:
-  """Prints a line; returns whether the guards cost anything."""
-  # Two tasks: a function that is lowered twice is lowered once.
+  """Prints a line about a step, and returns whether the guards add a cost."""
+  # Two tasks, because JAX would return the cached program when it lowers the same function again.
   steps = [PartitionedTask(task, inputs).train_step for _ in range(2)]
   plain, guarded = (step.jitted.lower(*step.arguments) for step in steps)
   before, start = guarded.as_text(), time.perf_counter()
@@ -83,7 +83,7 @@ def compare(name: str, task: SingleTask, inputs: NestedDict) -> bool:
 
 
 def experiments(match: str) -> Iterator[tuple[str, SingleTask, NestedDict]]:
-  """The registered experiments that have mesh axes, on meshes of 8 devices."""
+  """Yields the registered experiments that have mesh axes, on meshes of 8 devices."""
   registry.load_all()
   for name in registry.names():
     short = registry.short_name(name)
@@ -101,7 +101,7 @@ def experiments(match: str) -> Iterator[tuple[str, SingleTask, NestedDict]]:
 
 
 def layouts() -> Iterator[tuple[str, SingleTask, NestedDict]]:
-  """A language model of 4 layers on 2 x 2 x 2, with layouts beside the default one."""
+  """Yields a language model of 4 layers on a mesh of 2 x 2 x 2, with layouts that need guards."""
   ids = np.zeros((8, 64), np.int32)
   batch = {'ids': ids, 'labels': ids, 'weights': ids.astype(np.float32)}
   for name, rows, time_axes, model_axes in (

@@ -35,7 +35,7 @@ class Size(NamedTuple):
   hidden_dims: int = 1024
   vocab: int = 256
   head_dims: int | None = None
-  tied: bool = False  # Whether the softmax takes the table of the embedding.
+  tied: bool = False  # Whether the softmax shares the table of the embedding.
 
   @property
   def dims_per_head(self) -> int:
@@ -43,14 +43,15 @@ class Size(NamedTuple):
 
 
 class Tuning(NamedTuple):
-  """How the model is computed: in which dtype, and what is kept of it.
+  """Settings that change how the model is computed, but not what it computes.
 
   Attributes:
     dtype: of activations and operands of products; None: that of the parameters.
     attention: the implementation of `jax.nn.dot_product_attention`; None: JAX's choice.
-    remat: keeps the results of products with weights alone for the backward pass of a layer.
-    unroll: whether the loop over layers is written out.
-    loss_parts: parts of the rows whose logits are computed one after another, and again in the backward pass.
+    remat: whether the backward pass of a layer keeps only the results of products with weights.
+    unroll: whether the loop over layers is unrolled.
+    loss_parts: into how many parts the rows are cut for the logits, which are computed part by part, and again in the
+      backward pass.
   """
 
   dtype: DTypeLike | None = None
@@ -61,7 +62,7 @@ class Tuning(NamedTuple):
 
 
 def init_params(size: Size, key: jax.Array) -> Arrays:
-  """Returns Gaussian parameters of standard deviation 0.02, less for those that add to the residual stream."""
+  """Returns Gaussian parameters with standard deviation 0.02, or less for weights that add to the residual stream."""
   L, D, N, H, F, V = (
     size.num_layers,
     size.model_dims,
@@ -123,7 +124,7 @@ def rotate(x_BTNH: jax.Array, sin_BT1h: jax.Array, cos_BT1h: jax.Array) -> jax.A
 
 
 def hidden_fn(params: Arrays, ids_BT: jax.Array, size: Size, split: Split, tuning: Tuning) -> jax.Array:
-  """Returns what the logits are computed of, [B, T, D]."""
+  """Returns the input of the softmax layer, [B, T, D]."""
   H, dtype = size.dims_per_head, tuning.dtype or params['embedding'].dtype
   x_BTD = split(params['embedding'][ids_BT].astype(dtype), 'data', None, None)
   position_T = jnp.arange(ids_BT.shape[1], dtype=jnp.float32)

@@ -42,7 +42,7 @@ from tools.graphs.families import FAMILIES
 from tools.hunt import models, operations
 from tools.hunt.cases import Case, Outcome, shrink
 
-# Programs that are quick to compile; what partitions them is the same. Simulated devices may be late on a busy machine.
+# They make compiling fast and do not affect the partitioner. The timeout allows for a busy machine.
 _FLAGS = {
   'xla_force_host_platform_device_count': '24',
   'xla_backend_optimization_level': '0',
@@ -57,9 +57,9 @@ _KINDS: dict[str, Callable[[np.random.Generator], Case]] = {
   'models': models.draw,
   'graphs': functools.partial(drawing.draw, families=FAMILIES),
 }
-# So many cases that follow each other are layouts of the same task, which runs on one device once.
+# This number of consecutive cases are layouts of one task, so it runs only once on one device.
 _LAYOUTS = 3
-# Processes begin before JAX has a thread, so that forking is safe; one that XLA aborts takes no other with it.
+# Cases run in child processes, because XLA may abort. Forking is safe, because JAX has not started a thread yet.
 _PROCESSES = multiprocessing.get_context('fork')
 _ABORTED = Outcome('wrong', 'XLA aborts the process')
 _HANGS = Outcome('wrong', 'the process does not end')
@@ -71,7 +71,7 @@ _SECONDS_OF_SHRINKING = 180.0
 
 
 class Report(NamedTuple):
-  """What became of a case, and if it was wrong, the smallest one that is."""
+  """The outcome of a case, and for a wrong one, the smallest case that is still wrong."""
 
   number: int
   case: Case
@@ -80,7 +80,7 @@ class Report(NamedTuple):
 
 
 def draw(kind: str, seed: int, number: int) -> Case:
-  """A case, which its seed and number decide."""
+  """Returns the case with this seed and number."""
   rng = np.random.default_rng([seed, number])
   if kind == 'tasks':
     return tasks.draw(rng, of_model=np.random.default_rng([seed, number // _LAYOUTS, 1]))
@@ -94,7 +94,7 @@ def hunt(
   seconds: float = _SECONDS_OF_SHRINKING,
   begin: Callable[[Case], object] = lambda case: None,
 ) -> Iterator[Report]:
-  """Runs cases, and makes wrong ones small, each for so many seconds; `begin` is called with each before it runs."""
+  """Runs cases, and reduces each wrong one for at most `seconds`. It calls `begin` with each case before running it."""
   for number in numbers:
     case = draw(kind, seed, number)
     begin(case)
@@ -104,7 +104,7 @@ def hunt(
       print(f'seed {seed}, case {number}: {outcome.why}; it is made smaller', file=sys.stderr, flush=True)
       smallest = shrink(case, _limit_time(functools.partial(_fails_like, outcome), seconds))
     yield Report(number, case, outcome, smallest)
-    if number % 50 == 49:  # JAX keeps every program; a long run would fill the memory.
+    if number % 50 == 49:  # JAX keeps all compiled programs, which would fill the memory in a long run.
       jax.clear_caches()
 
 
@@ -113,7 +113,7 @@ def _fails_like(outcome: Outcome, case: Case) -> bool:
 
 
 def run(case: Case) -> Outcome:
-  """Runs a case; one that does not run on one device either is 'skipped'."""
+  """Runs a case. If it fails on one device too, its outcome is 'skipped'."""
   try:
     return case.run()
   except Exception as error:
@@ -121,7 +121,7 @@ def run(case: Case) -> Outcome:
 
 
 def hunt_in_processes(kind: str, seed: int, numbers: range, seconds: float = _SECONDS_OF_SHRINKING) -> Iterator[Report]:
-  """The same, in a process of its own, and in another one from the next case on if XLA aborts it or it hangs."""
+  """Like `hunt`, but in a child process. If XLA aborts it or it hangs, the next case runs in a new one."""
   while numbers:
     receiving, sending = _PROCESSES.Pipe(duplex=False)
     process = _PROCESSES.Process(target=_send, args=(sending, kind, seed, numbers, seconds), daemon=True)
@@ -154,13 +154,13 @@ def hunt_in_processes(kind: str, seed: int, numbers: range, seconds: float = _SE
 
 
 def _limit_time(is_wrong: Callable[[Case], bool], seconds: float) -> Callable[[Case], bool]:
-  """The same question, for so long as there is time to make a case smaller."""
+  """Returns a predicate like `is_wrong` that is false for every case once the time is over, which ends a reduction."""
   end = time.monotonic() + seconds
   return lambda case: time.monotonic() < end and is_wrong(case)
 
 
 def ends_badly(outcome: Outcome, case: Case) -> bool:
-  """Whether a case ends its process too, or waits forever."""
+  """Returns whether a case also aborts its process, or hangs, as `outcome` says."""
   process = _PROCESSES.Process(target=run, args=(case,))
   process.start()
   process.join(_SECONDS_OF_A_HANG)
@@ -171,7 +171,7 @@ def ends_badly(outcome: Outcome, case: Case) -> bool:
 
 
 def _send(sending: Connection, kind: str, seed: int, numbers: Iterable[int], seconds: float) -> None:
-  """Sends each case before it runs, so that the process above knows which one it was, and then its report."""
+  """Sends each case before it runs, so that the parent knows which case ended the process; then sends its report."""
   for report in hunt(kind, seed, numbers, seconds, begin=sending.send):
     sending.send(report)
 

@@ -68,7 +68,7 @@ class Contestant(Generic[StateT]):
     return time.process_time() - begin
 
   def compile(self) -> float:
-    """Lowers and compiles the step, and returns the seconds that guarding, if it does, and compiling took."""
+    """Lowers and compiles the step; returns the seconds of compiling and, if the step has guards, of guarding."""
     self.lower()
     begin = time.perf_counter()
     self._prepare(self._lowered)
@@ -90,13 +90,13 @@ class Contestant(Generic[StateT]):
 
   @property
   def cost(self) -> dict[str, float]:
-    """The compiler's estimate of what the program costs on a device."""
+    """The compiler's estimate of the program's cost on a device."""
     analysis = self.compiled.cost_analysis() or {}
     return analysis[0] if isinstance(analysis, list) else analysis
 
   @property
   def peak_bytes(self) -> int:
-    """Memory on a device: arguments, results (donated ones counted once) and temporaries."""
+    """The memory on a device: arguments, results and temporaries. Donated arguments count once."""
     m = self.compiled.memory_analysis()
     if m is None:
       raise RuntimeError('this backend does not report the memory of compiled programs')

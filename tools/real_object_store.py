@@ -36,7 +36,7 @@ if TYPE_CHECKING:
   from fsspec import AbstractFileSystem
 
 _BUCKET = 'bucket'
-# Steps of a run take so long that checkpoints are copied between them, one after the other.
+# Makes steps slow, so that each checkpoint is copied before the next one is saved.
 _SLOW = 'datasets[0].seconds=0.5'
 
 
@@ -64,7 +64,7 @@ class Store:
     return s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
 
   def start(self) -> None:
-    """Starts the server, without an object, and makes the bucket."""
+    """Starts the server, without objects, and creates the bucket."""
     command = [sys.executable, '-m', 'moto.server', '-H', '127.0.0.1', '-p', str(self._port)]
     with open(self._log, 'ab') as log:
       self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
@@ -82,7 +82,7 @@ class Store:
 
 
 class Checks:
-  """What was looked at, and whether it was as it should be."""
+  """Prints each check and counts those that fail."""
 
   def __init__(self) -> None:
     self.failed = 0
@@ -125,7 +125,7 @@ def train(directory: Path, env: dict[str, str], url: str | None, *settings: str)
 
 
 def kill_in_uploads(folder: Path, store: Store, env: dict[str, str], kills: int, check: Checks) -> None:
-  """Kills a run while a checkpoint is on its way, and goes on from the store in an empty or an older directory."""
+  """Kills a run while it copies a checkpoint, then continues from the store in an empty or an outdated directory."""
   undisturbed = train(folder / 'undisturbed', env, None)
   check('an undisturbed run', undisturbed.wait() == 0, undisturbed.text)
   url, directory, older = f's3://{_BUCKET}/runs/killed', folder / 'killed', folder / 'older'
@@ -165,9 +165,9 @@ def kill_in_uploads(folder: Path, store: Store, env: dict[str, str], kills: int,
 
 
 def lose_the_store(folder: Path, store: Store, env: dict[str, str], check: Checks) -> None:
-  """Stops the server while a run trains: it goes on, says so, and a later call copies all of it."""
+  """Stops the server during training. The run must go on and warn, and a later one must copy everything."""
   url, directory = f's3://{_BUCKET}/runs/away', folder / 'away'
-  run = train(directory, env, url, 'datasets[0].seconds=1.5')  # Its package tries for seconds.
+  run = train(directory, env, url, 'datasets[0].seconds=1.5')  # The package of the store retries for seconds.
   run.wait_for(lambda: run.last_step >= 6)
   store.stop()
   code = run.wait(600)
@@ -186,7 +186,7 @@ def lose_the_store(folder: Path, store: Store, env: dict[str, str], check: Check
 
 
 def use_the_commands(folder: Path, store: Store, env: dict[str, str], check: Checks) -> None:
-  """Lists, verifies and copies what is there; changes a byte in the store, and looks whether it is noticed."""
+  """Lists, verifies and copies checkpoints in the store; then changes a byte there and checks that this is noticed."""
   url, files = f's3://{_BUCKET}/runs/away', store.files
 
   def checkpoints(*arguments: str) -> tuple[int, str]:
@@ -220,7 +220,7 @@ def is_fetched(run: Training) -> bool:
 
 
 def steps_in(files: AbstractFileSystem, run: str) -> tuple[set[int], set[int]]:
-  """Returns the steps that a run in the store has anything of, and those that are complete."""
+  """Returns two sets of a run's steps in the store: those with any object, and those that are complete."""
   names: list[str] = []
   with contextlib.suppress(FileNotFoundError):
     names = [path.rpartition('/')[2] for path in files.ls(f'{run}/checkpoints', detail=False)]

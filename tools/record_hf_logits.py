@@ -31,7 +31,7 @@ NEW_TOKENS = 5
 
 
 def record(case: str) -> None:
-  """Writes the record of one case."""
+  """Writes the results of one case to its file."""
   config = transformers.AutoConfig.for_model(**CASES[case])
   model = transformers.AutoModelForCausalLM.from_config(config)
   with tempfile.TemporaryDirectory() as folder:

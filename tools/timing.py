@@ -11,8 +11,8 @@ Value = TypeVar('Value')
 
 
 def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-  """The time that `work` takes, until the arrays that it returns are there."""
-  import jax  # Not before the benchmark has chosen its devices.
+  """Returns the seconds that `work` takes, including the wait for the arrays that it returns."""
+  import jax  # Imported late, because the benchmark chooses its devices first.
 
   start = clock()
   jax.block_until_ready(work())
@@ -20,7 +20,7 @@ def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_c
 
 
 def measure_in_turn(measures: Sequence[Callable[[], Value]], rounds: int, warm_up: int = 1) -> list[list[Value]]:
-  """Takes every measure once a round, in reverse every other round, and returns those of each after the warm-up."""
+  """Calls all measures once per round, in reverse every other round; returns the results of each after the warm-up."""
   found: list[list[Value]] = [[] for _ in measures]
   for i in range(-warm_up, rounds):
     turns = list(zip(measures, found))
@@ -32,5 +32,5 @@ def measure_in_turn(measures: Sequence[Callable[[], Value]], rounds: int, warm_u
 
 
 def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
-  """The median of what one took over what the other did in the same round."""
+  """Returns the median, over rounds, of one measurement divided by the other of the same round."""
   return statistics.median(a / b for a, b in zip(times, baseline, strict=True))

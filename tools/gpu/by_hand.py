@@ -20,7 +20,7 @@ from tools.handwritten_lm import Size, Tuning, make_step
 
 
 class ByHand(JaxSide):
-  """Options: those of `Tuning` but the dtype."""
+  """Its options are the fields of `Tuning`, except for the dtype."""
 
   def prepare(self, case: Case, batch: int, options: Options) -> None:
     shapes = self.shapes(case, batch)

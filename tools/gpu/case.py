@@ -20,10 +20,10 @@ _POOL = 999_983  # Prime, so that rows of repeated draws differ.
 
 
 class Case(NamedTuple):
-  """A model, a length of sequences, and the dtypes.
+  """A model, a sequence length, and dtypes.
 
   Attributes:
-    name: of the size.
+    name: the name of the size.
     length: T.
     model_dims, num_layers, num_heads, hidden_dims, vocab: D, L, N, F and V.
     compute: dtype of activations and of the operands of products: 'bfloat16' or 'float32'.
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
   @property
   def shapes(self) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights, by name; those of the layers are stacked."""
+    """Shapes of the weights, by name. The weights of all layers are stacked."""
     _, _, D, L, N, F, V, *_ = self
     H = D // N
     return {
@@ -59,11 +59,11 @@ class Case(NamedTuple):
 
   @property
   def num_params(self) -> int:
-    """N of the formulas below. The table counts once: it is used as a matrix once, for the logits."""
+    """N in the formulas below. The shared table counts once, because only the logits multiply by it."""
     return sum(math.prod(shape) for shape in self.shapes.values())
 
   def flops_of_token(self, *, causal: bool) -> float:
-    """Operations of a training step for a token: 6 N + 12 L D T; with `causal`, half of the attention, 6 L D T."""
+    """Operations of a training step per token: 6 N + 12 L D T; with `causal`, 6 N + 6 L D T (half the attention)."""
     return 6.0 * self.num_params + (6.0 if causal else 12.0) * self.num_layers * self.model_dims * self.length
 
 
@@ -83,7 +83,7 @@ def case_of(size: str, length: int) -> Case:
 
 
 def first_weights(case: Case) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the name and float32 values of each weight, the same on all sides; draws are repeated, to be quick."""
+  """Yields the name and float32 values of each weight, equal for all implementations. Draws repeat, to save time."""
   pool = np.random.default_rng(0).standard_normal(_POOL, dtype=np.float32)
   residual = 0.02 / math.sqrt(2 * case.num_layers)
   for i, (name, shape) in enumerate(case.shapes.items()):
@@ -95,6 +95,6 @@ def first_weights(case: Case) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def tokens(case: Case, batch: int, step: int) -> np.ndarray:
-  """Returns the tokens of a step, [batch, T + 1] int32: a row is a part of the same endless sequence on all sides."""
+  """Returns the tokens of a step, [batch, T + 1] int32. All implementations read the same endless stream of rows."""
   rows = [np.random.default_rng((1, step * batch + row)) for row in range(batch)]
   return np.stack([rng.integers(0, case.vocab, case.length + 1, dtype=np.int32) for rng in rows])

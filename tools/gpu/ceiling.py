@@ -14,7 +14,7 @@ _PRODUCTS_AT_A_TIME = 10
 
 
 def operations_per_second(size: int, dtype: str, repeats: int = 10) -> float:
-  """Of products of two square matrices of this size, one after another; the median of several times."""
+  """Returns the operations per second of products of square matrices of this size: the median of several times."""
 
   @jax.jit
   def products(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -19,14 +19,14 @@ _PACKAGES = ('jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda13-plugin', 'nvidia-
 
 
 def set_up() -> None:
-  """Keeps compiled programs on disk, where the benchmark says."""
+  """Makes JAX keep compiled programs in the benchmark's cache."""
   if cache := os.environ.get('JAX_COMPILATION_CACHE_DIR'):
     jax.config.update('jax_compilation_cache_dir', cache)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
 
 
 class JaxSide(ABC):
-  """A side that runs on JAX; see `turn.Side`."""
+  """An implementation on JAX; see `turn.Side`."""
 
   def __init__(self) -> None:
     self._state: Any = None
@@ -38,7 +38,7 @@ class JaxSide(ABC):
 
   @abstractmethod
   def take(self, inputs: dict[str, np.ndarray]) -> jax.Array:
-    """Takes a step with a batch of the host, and returns its loss."""
+    """Takes a step with a batch from the host, and returns its loss."""
 
   def step(self, number: int) -> jax.Array:
     ids = tokens(self.case, self.batch, number)

@@ -25,7 +25,7 @@ from tools.gpu.turn import Options, main
 
 
 def task_of(case: Case, options: Options) -> Config[SingleTask]:
-  """Returns the config of the task; `options` are fields of it, by path, that are not as they are by default."""
+  """Returns the config of the task. `options` maps paths of its fields to values that replace the defaults."""
   model = transformer_lm(
     vocab_size=case.vocab,
     model_dims=case.model_dims,
@@ -49,7 +49,7 @@ def task_of(case: Case, options: Options) -> Config[SingleTask]:
 
 
 def our_weights(case: Case) -> NestedDict:
-  """The first weights, where the model has them."""
+  """Returns the first weights as variables of our model."""
   w = {name: jax.device_put(x.astype(case.state)) for name, x in shared.first_weights(case)}
   heads = {name: {'w': w[name[0]]} for name in ('query', 'key', 'value', 'out')}
   layers = {
@@ -68,7 +68,7 @@ def our_weights(case: Case) -> NestedDict:
 
 
 class Ours(JaxSide):
-  """Options: fields of the task, by path."""
+  """Its options map paths of the task's fields to values."""
 
   def prepare(self, case: Case, batch: int, options: Options) -> None:
     partitioned = PartitionedTask(task_of(case, options).instantiate(), self.shapes(case, batch))
@@ -76,7 +76,7 @@ class Ours(JaxSide):
     self._key = jax.random.key(1)
     self._compiled = self._step.compiled
     state = partitioned.init_state(jax.random.key(0))
-    state = state.replace(mdl_vars={})  # Their memory is free before the first weights take it.
+    state = state.replace(mdl_vars={})  # Frees their memory before the first weights are placed.
     self._state = state.replace(mdl_vars=partitioned.padded(our_weights(case)))
 
   def take(self, inputs: dict[str, np.ndarray]) -> jax.Array:

@@ -13,14 +13,14 @@ _BEGIN, _END = '<!-- training: written by tools/benchmark_gpu.py -->', '<!-- tra
 
 
 class Row(NamedTuple):
-  """One side of one case, over all of its turns.
+  """The measurements of one implementation in one case, over all turns.
 
   Attributes:
-    case, side, batch: what was measured; the batch is the side's own best.
-    step_s: seconds of a step, of all groups of all turns.
-    peak_bytes: the most memory of all turns.
-    first_step_s: seconds from the start of the process to the end of the first step, of each turn.
-    settings: what the side was set to; '' for its defaults.
+    case, side, batch: what was measured. Each implementation has its own best batch.
+    step_s: seconds of a step, for all groups of all turns.
+    peak_bytes: the largest memory of all turns.
+    first_step_s: seconds from the start of the process to the end of the first step, for each turn.
+    settings: settings that differ from the defaults, as text.
   """
 
   case: Case
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
   @property
   def spread(self) -> float:
-    """Between the quartiles, as a share of the median."""
+    """The distance between the quartiles, as a share of the median."""
     if len(self.step_s) < 2:
       return 0.0
     low, _, high = statistics.quantiles(self.step_s, n=4, method='inclusive')
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     return self.batch * self.case.length / self.median_s
 
   def utilization(self, flops_per_s: float, *, causal: bool = False) -> float:
-    """The model's operations per second as a share of `flops_per_s`: MFU, if that is the peak of the data sheet."""
+    """Returns the model's operations per second as a share of `flops_per_s`. For the data sheet's peak, this is MFU."""
     return self.tokens_per_s * self.case.flops_of_token(causal=causal) / flops_per_s
 
 
@@ -63,8 +63,8 @@ def table(rows: Sequence[Row], peak: float | None, ceiling: float) -> str:
 
   Args:
     rows: of one or several cases.
-    peak: operations per second of the data sheet; None if it is not known.
-    ceiling: those of large products, measured in the same run.
+    peak: operations per second from the data sheet; None if it is not known.
+    ceiling: operations per second of large products, measured in the same run.
   """
   torch = {(r.case.name, r.case.length): r.tokens_per_s for r in rows if r.side == 'PyTorch'}
   lines = ['| ' + ' | '.join(_HEADS) + ' |', '|' + '---|' * 3 + '---:|' * (len(_HEADS) - 3)]
@@ -89,7 +89,7 @@ def table(rows: Sequence[Row], peak: float | None, ceiling: float) -> str:
 
 
 def section(tables: str, facts: Mapping[str, str], settings: Sequence[Row], failed: Sequence[str]) -> str:
-  """Returns the text between the markers: the tables, what they were measured on, and the settings of each side."""
+  """Returns the text between the markers: tables, hardware, versions, and the settings of each implementation."""
   lines = [tables, '', *(f'* {name}: {text}' for name, text in facts.items()), '']
   lines += [f'* {r.case.name}, T = {r.case.length:,}, {r.side}: {r.settings}' for r in settings if r.settings]
   lines += [f'* Not measured: {text}' for text in failed]
@@ -97,7 +97,7 @@ def section(tables: str, facts: Mapping[str, str], settings: Sequence[Row], fail
 
 
 def write_section(page: Path, text: str) -> None:
-  """Replaces what is between the markers of a page.
+  """Replaces the text between the markers of a page.
 
   Raises:
     ValueError: the page does not have both markers, in order.

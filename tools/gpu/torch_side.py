@@ -49,7 +49,7 @@ def rotate(x_BNTH: torch.Tensor, sin_Th: torch.Tensor, cos_Th: torch.Tensor) -> 
 
 
 class Block(nn.Module):
-  """A pre-norm block; queries, keys and values are one product, and so are gate and up."""
+  """A pre-norm block. One product computes queries, keys and values; another one computes gate and up."""
 
   def __init__(self, case: Case):
     super().__init__()
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
 
 
 def fill(model: Decoder, case: Case) -> None:
-  """Gives a model the first weights of the case."""
+  """Copies the first weights of the case into a model."""
   w = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in shared.first_weights(case)}
   D = case.model_dims
   with torch.no_grad():
@@ -111,7 +111,7 @@ def fill(model: Decoder, case: Case) -> None:
 
 
 class TorchSide:
-  """Options: attention ('cudnn', 'flash' or 'math'), remat (of whole blocks), compile (a mode, or 'aot_eager')."""
+  """Its options: attention ('cudnn', 'flash' or 'math'), remat (of whole blocks), compile (a mode, or 'aot_eager')."""
 
   def __init__(self) -> None:
     self._gpu = torch.cuda.is_available()

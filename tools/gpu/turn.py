@@ -22,14 +22,15 @@ Options = dict[str, Any]
 
 
 class Request(NamedTuple):
-  """What a turn is asked for.
+  """The argument of a turn.
 
   Attributes:
     case: the fields of a `Case`.
-    trials: settings, each {'batch': rows, 'options': of the side}.
-    groups, steps: groups that are timed, and steps of a group.
-    losses: number of first steps whose losses are returned.
-    searching: trials that only find the best setting: it ends when memory does, or at the first slower trial.
+    trials: settings, each {'batch': rows, 'options': options of the implementation}.
+    groups, steps: the number of timed groups, and of steps in a group.
+    losses: the number of first steps whose losses are returned.
+    searching: whether trials only search for the best setting. Then they end when memory is exhausted, or with the
+      first trial that is not at least 1 % faster than the one before.
     started_at: `time.time()` when the process was started.
   """
 
@@ -43,15 +44,15 @@ class Request(NamedTuple):
 
 
 class Measured(NamedTuple):
-  """What a setting gave.
+  """The measurements of one setting.
 
   Attributes:
     batch, options: the setting.
-    error: why it gave nothing; '' if it did not fail.
+    error: why it could not be measured; '' if it could.
     losses: of the first steps.
     first_step_s: seconds from the start of the process, or of a later trial, to the end of its first step.
-    step_s: seconds of a step, of each group.
-    peak_bytes: the most memory of the device that was in use, in this process.
+    step_s: seconds of a step, for each group.
+    peak_bytes: the largest memory of the device that this process has used.
     versions: of packages and of the device.
   """
 
@@ -69,16 +70,16 @@ class Side(Protocol):
   """A program that trains the model of a case."""
 
   def prepare(self, case: Case, batch: int, options: Options) -> None:
-    """Makes the first state, and compiles the step or has it compiled at its first call."""
+    """Makes the first state, and compiles the step, or arranges that its first call compiles it."""
 
   def step(self, number: int) -> Any:
     """Takes a step with its tokens, without waiting for it, and returns its loss."""
 
   def value(self, loss: Any) -> float:
-    """Waits for a loss and all that comes before it."""
+    """Returns a loss as a number, after waiting for it and all earlier work."""
 
   def release(self) -> None:
-    """Lets go of all memory of the device."""
+    """Frees all memory of the device."""
 
   def peak_bytes(self) -> int:
     """See `Measured`."""
@@ -108,7 +109,7 @@ def measured(side: Side, case: Case, request: Request, began: float, batch: int,
     first = time.time() - began
     losses += [side.value(side.step(i)) for i in range(1, request.losses)]
     number, seconds = request.losses, []
-    for group in range(request.groups + 1):  # The first one is warm-up.
+    for group in range(request.groups + 1):  # The first group is a warm-up.
       start = time.perf_counter()
       for _ in range(request.steps):
         loss = side.step(number)

@@ -18,17 +18,17 @@ from tools.hunt.cases import MeshAxes, random_entries
 # Larger arrays make programs slow; of sizes, odd and uneven ones.
 _MOST_ENTRIES = 3000
 _SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9, 10, 12, 12, 15, 16)
-# Integers of more than this size are made small.
+# Larger integers are reduced.
 _MOST_BOUND = 60.0
 
 
 class Operation(NamedTuple):
-  """An expression that may be added.
+  """An expression that may be added to a graph.
 
   Attributes:
-    text: of values such as v3.
-    bound: the largest absolute value of an entry, if those of what it reads are within theirs.
-    simpler, size: as of a `Line`.
+    text: the expression, with values such as v3.
+    bound: the largest possible absolute value of an entry, given the bounds of the values it reads.
+    simpler, size: see `Line`.
   """
 
   text: str
@@ -38,17 +38,17 @@ class Operation(NamedTuple):
 
 
 class NotDrawn(Exception):
-  """This operation does not fit what is there."""
+  """The operation does not fit the values of the graph."""
 
 
 class Graph:
-  """A program that is being drawn.
+  """A program while it is drawn.
 
   Attributes:
     rng: where all choices come from.
-    lines: what is there.
+    lines: what has been drawn so far.
     is_exact: whether all numbers are integers.
-    gradient: whether all operations have to have one.
+    gradient: whether all operations must be differentiable.
   """
 
   def __init__(self, rng: np.random.Generator, is_exact: bool, gradient: bool):
@@ -63,7 +63,7 @@ class Graph:
   # -------------------------------------------------------------- choices
 
   def one(self, *choices):  # type: ignore[no-untyped-def]
-    """One of some choices."""
+    """Returns one of the choices."""
     return choices[self.rng.integers(len(choices))]
 
   def chance(self, share: float) -> bool:
@@ -73,13 +73,13 @@ class Graph:
     return int(self.rng.choice(_SIZES))
 
   def axis(self, line: Line) -> int:
-    """A dimension of a value."""
+    """Returns a random dimension of a value."""
     if not line.shape:
       raise NotDrawn
     return int(self.rng.integers(len(line.shape)))
 
   def pick(self, least: int = 0, most: int = 5, dtype: str = 'float32', shape: Sequence[int] | None = None) -> Line:
-    """A value of a rank or of a shape: one that is there, recent ones more often, or a new array."""
+    """Returns a value with such a rank, or with this shape: mostly an existing one, preferably recent, or a new one."""
     fitting = [
       line
       for line in self.lines
@@ -97,7 +97,7 @@ class Graph:
     return self.array(shape)
 
   def array(self, shape: Sequence[int], kind: str = '') -> Line:
-    """A new array that goes in: of integers or reals, or by another expression such as 'ids((3,), 4)'."""
+    """Adds an input: integers or reals, or another `kind` such as 'ids((3,), 4)'."""
     shape = tuple(map(int, shape))
     if math.prod(shape) > _MOST_ENTRIES:
       raise NotDrawn
@@ -108,7 +108,7 @@ class Graph:
     return line
 
   def ids(self, shape: Sequence[int], n: int) -> Line:
-    """A new array of integers below n."""
+    """Adds an input of integers below n."""
     return self.array(shape, f'ids({tuple(map(int, shape))}, {int(n)})')
 
   def bound(self, *lines: Line) -> float:
@@ -132,7 +132,7 @@ class Graph:
     return line
 
   def shape_of(self, text: str) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an expression.
+    """Returns the shape and dtype of an expression.
 
     Raises:
       NotDrawn: it is not valid.
@@ -151,7 +151,7 @@ class Graph:
         jax.eval_shape(
           jax.grad(lambda some, others: value({**some, **others}).sum()), {n: structs[n] for n in floats}, rest
         )
-    except Exception as error:  # Whatever JAX raises says that it does not fit.
+    except Exception as error:  # Any error of JAX means that the operation does not fit.
       raise NotDrawn(f'{text}: {error}') from error
     if not isinstance(out, jax.ShapeDtypeStruct):
       raise NotDrawn(f'{text}: not one array')
@@ -183,7 +183,7 @@ class Graph:
   # -------------------------------------------------------------- the program
 
   def program(self, mesh: MeshAxes, share: float) -> Program:
-    """What was drawn, with a random split of this share of the values."""
+    """Returns what was drawn as a program, with a random split for this share of the values."""
     lines = []
     for line in self.lines:
       entries = None
@@ -204,20 +204,20 @@ def draw(
   family: str | None = None,
   most_devices: int = MOST_DEVICES,
 ) -> Program:
-  """A random program of about so many operations.
+  """Returns a random program.
 
   Args:
     rng: where all choices come from.
-    families: what is drawn of, with weights.
-    operations: about how many of them, gradients not counted.
-    family: every third one is of it.
-    most_devices: of the mesh.
+    families: the operations to draw from, with weights.
+    operations: about how many of them to draw, not counting gradients.
+    family: if given, every third operation is from this family.
+    most_devices: the largest size of the mesh.
   """
   graph = Graph(rng, is_exact=bool(rng.random() < 0.6), gradient=bool(rng.random() < 0.6))
   names = [*families]
   weights = np.array([families[name][0] for name in names])
   while len(graph.lines) < 2:
-    with contextlib.suppress(NotDrawn):  # Too large: another one is drawn.
+    with contextlib.suppress(NotDrawn):  # The array was too large, so another one is drawn.
       graph.array([graph.size() for _ in range(int(rng.integers(1, 4)))])
   done = tries = 0
   while done < operations and tries < 20 * operations:

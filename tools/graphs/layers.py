@@ -13,7 +13,7 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Tower(Layer):
-  """Layers one after the other, each added to what it gets, and the mean over the length."""
+  """A chain of residual layers, and the mean over the length."""
 
   layers_tpl: tuple[Config, ...] = ()
   dims: int = 8
@@ -48,7 +48,7 @@ class Mixer(Layer):
 
 
 class Heads(Layer):
-  """Products of parts of the dims: a reshape splits the axes of D in parts."""
+  """Products of heads: a reshape divides D, and with it the mesh axes that split D, into heads and dims per head."""
 
   dims: int = 8
   heads: int = 2
@@ -63,7 +63,7 @@ class Heads(Layer):
 
 
 class Window(Layer):
-  """A convolution of each dim, or of groups of them, over the length, and the largest of neighbours."""
+  """A convolution over the length, for each dim or for groups of dims; then the maximum of neighbouring positions."""
 
   dims: int = 8
   groups: int = 8
@@ -81,7 +81,7 @@ class Window(Layer):
 
 
 class Memory(Layer):
-  """Rows of a table that the entries of x choose, and sums of each row of x by the same choice."""
+  """Looks up rows of a table by ids computed from x, and sums entries of x with the same id."""
 
   dims: int = 8
   rows: int = 5
@@ -92,6 +92,6 @@ class Memory(Layer):
   def __call__(self, x: jax.Array) -> jax.Array:
     ids = (jnp.abs(lax.stop_gradient(x[..., 0])) * 7).astype(jnp.int32) % self.rows
     found = self.shard(jnp.take(self.theta.w, ids, axis=0))
-    # No row is added to another one: rows that fill up a batch would count.
+    # Rows of the batch are not mixed, because added rows would affect the others.
     sums = jax.vmap(lambda i, y: jnp.zeros((self.rows, self.dims), y.dtype).at[i].add(y))(ids, x) / x.shape[1]
     return found + jnp.cumsum(jnp.take_along_axis(sums, ids[..., None], axis=1), axis=1) / x.shape[1]

@@ -14,7 +14,7 @@ _SIZES = (2, 2, 2, 3, 3, 4, 5, 6)
 
 
 def draw_mesh(rng: np.random.Generator, most_devices: int = MOST_DEVICES) -> MeshAxes:
-  """One to four axes 'a', 'b', ..., each of 2 to 6; what is split over them leaves some unused."""
+  """Draws one to four axes 'a', 'b', ..., each of size 2 to 6. Splits leave some of them unused."""
   number = min(int(rng.choice([1, 2, 2, 3, 3, 3, 4, 4])), most_devices.bit_length() - 1)
   while True:
     sizes = [int(rng.choice(_SIZES)) for _ in range(number)]

@@ -108,12 +108,12 @@ class Line(NamedTuple):
 
   Attributes:
     name: of the value, such as 'v3'.
-    text: the expression; of an array that goes in, how it is made, such as 'ints((2, 3))'.
+    text: its expression. For an input: how it is made, such as 'ints((2, 3))'.
     shape, dtype: of the value.
-    is_input: whether it is an array that goes in.
+    is_input: whether it is an input of the program.
     entries: how it is split, or None.
-    simpler: expressions that may take its place while a program is made smaller.
-    size: how many operations it stands for.
+    simpler: simpler expressions that may replace it when a program is reduced.
+    size: the number of operations that it stands for.
     family: of the operation.
   """
 
@@ -129,7 +129,7 @@ class Line(NamedTuple):
 
   @property
   def uses(self) -> tuple[str, ...]:
-    """The values that it reads."""
+    """The names of the values that it reads."""
     return () if self.is_input else tuple(dict.fromkeys(re.findall(r'\bv\d+\b', self.text)))
 
 
@@ -140,10 +140,10 @@ class Program:
   Attributes:
     lines: in an order in which they can be computed.
     mesh: names and sizes of the axes.
-    outputs: the names of the values that come out.
+    outputs: the names of the output values.
     is_exact: whether all numbers are integers.
     gradient: whether gradients are compared too.
-    seed: of the arrays that go in.
+    seed: of the inputs.
   """
 
   lines: tuple[Line, ...]
@@ -159,11 +159,11 @@ class Program:
 
   @property
   def size(self) -> int:
-    """How many operations it has, without those of gradients."""
+    """The number of operations, not counting gradients."""
     return sum(line.size for line in self.lines if not line.is_input)
 
   def body(self) -> str:
-    """The source of the program and of its arrays."""
+    """Returns the source of the program and of its inputs."""
     inputs = [line for line in self.lines if line.is_input]
     made = '\n'.join(f'  found[{line.name!r}] = {line.text}' for line in inputs)
     lines = '\n'.join(f'    {line.name} = {_place(line)}' for line in self.lines)
@@ -177,14 +177,14 @@ class Program:
     )
 
   def script(self) -> str:
-    """A program of its own that shows what is wrong through the guards; without their line, in plain JAX."""
+    """Returns a standalone program that shows the difference. Without its line about guards, it is plain JAX."""
     axes, shape = tuple(name for name, _ in self.mesh), tuple(size for _, size in self.mesh)
     devices = num_devices(self.mesh)
     footer = _FOOTER.format(shape=shape, axes=axes, number=len(shape))
     return f'{_HEADER.format(devices=devices)}{self.body()}{footer}'
 
   def run(self, guarded: bool = True) -> Outcome:
-    """Compares the program on the mesh, through the guards or without them, with one device.
+    """Compares the program on the mesh with one device, with or without the guards.
 
     Raises:
       Exception: the program does not run on one device either.
@@ -192,7 +192,7 @@ class Program:
     outcome = self._compare(np.float32, guarded)
     if outcome.kind != 'wrong' or 'Error' in outcome.why:
       return outcome
-    with jax.enable_x64(True):  # Sums over devices round otherwise, which what is unsteady makes large.
+    with jax.enable_x64(True):  # Sums over devices round differently, and unstable operations amplify this.
       exact = self._compare(np.float64, guarded)
     return outcome if exact.kind == 'wrong' else Outcome('right', 'rounding', outcome.guarded)
 
@@ -202,7 +202,7 @@ class Program:
     program: Callable[..., Callable[..., object]] = scope['program']  # type: ignore[assignment]
     given = scope['arrays'](dtype)  # type: ignore[operator]
     alone = jax.jit(program(None)).lower(given)
-    guards.guard(alone)  # XLA computes slices of slices wrongly on one device too.
+    guards.guard(alone)  # Needed on one device too, where XLA computes slices of slices wrongly.
     right = jax.tree.leaves_with_path(alone.compile()(given))
     expected = [np.asarray(x).astype(np.float64) for _, x in right]
     if not all(np.isfinite(x).all() for x in expected):
@@ -242,7 +242,7 @@ class Program:
   # -------------------------------------------------------------- smaller
 
   def smaller(self) -> Iterator[Program]:
-    """The same with less: outputs, lines before a cut, gradients, regions, axes, constraints."""
+    """Yields smaller programs: fewer outputs, lines, regions, axes or constraints, or no gradients."""
     if len(self.outputs) > 1:
       half = len(self.outputs) // 2
       for kept in dict.fromkeys((self.outputs[:half], self.outputs[half:], *((name,) for name in self.outputs))):
@@ -253,7 +253,7 @@ class Program:
     if len(inner) > 1:
       for line in [*inner[len(inner) // 2 : -1][::-1], *inner[: len(inner) // 2][::-1]]:
         yield self._with(line, _to_input(line)).needed_part(self.outputs)
-      for line in inner[::-1]:  # What comes out earlier.
+      for line in inner[::-1]:  # An earlier line as the only output.
         if self.outputs != (line.name,):
           yield self.needed_part((line.name,))
     for mesh, removed in smaller_meshes(self.mesh):
@@ -273,7 +273,7 @@ class Program:
           yield self._with(line, line._replace(entries=fewer))
 
   def needed_part(self, outputs: Sequence[str]) -> Program:
-    """The program with these outputs, and only the lines that they need."""
+    """Returns the program with these outputs, and only the lines that they need."""
     wanted = {*outputs}
     for line in reversed(self.lines):
       if line.name in wanted:
@@ -291,7 +291,7 @@ def _place(line: Line) -> str:
 
 
 def _to_input(line: Line) -> Line:
-  """An array in the place of a line, whose shape and split it has."""
+  """Returns an input with a line's name, shape and split, to replace the line."""
   if line.dtype == 'float32':
     text = f'ints({line.shape})'
   elif line.dtype == 'bool':
@@ -305,7 +305,7 @@ def _to_input(line: Line) -> Line:
 
 @functools.cache
 def modules() -> dict[str, object]:
-  """What expressions of lines refer to."""
+  """Returns the modules that expressions of lines refer to."""
   scope: dict[str, object] = {}
   exec('import functools\nimport jax, jax.numpy as jnp, numpy as np\nfrom jax import lax\nsmall = jnp.tanh\n', scope)
   return scope

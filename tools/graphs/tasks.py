@@ -80,7 +80,7 @@ _Splits = tuple[tuple[str, Entries], ...]
 
 @register_rule('split_as')
 def split_as(entries: Entries) -> Op:
-  """An op that splits a variable as these entries say, axes by dimension."""
+  """Returns an op of a strategy that splits a variable by these entries, one for each dimension."""
 
   def op(spec: tuple[Any, ...], variable: Variable, mesh: object) -> tuple[Any, ...]:
     del spec, mesh
@@ -92,7 +92,7 @@ def split_as(entries: Entries) -> Op:
 
 
 def record_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-  """An optimizer whose state has the last gradients as well."""
+  """Returns an optimizer that also keeps the last gradients in its state."""
   keep = optax.GradientTransformation(lambda v: {'gradients': v}, lambda g, _, v=None: (g, {'gradients': g}))
   return optax.chain(keep, optimizer)
 
@@ -105,11 +105,12 @@ class Task:
     family: 'lm', 'tower' or 'convolutions'.
     fields: of the model, the batch and the learner.
     mesh: names and sizes of the axes.
-    weights, activations: paths of variables, and of the mappings of layers, with how they are split.
+    weights: how variables are split, by path.
+    activations: how activations are split, by path of the layer's mapping.
     inputs: how inputs are split, by rank.
-    steps: of 'init', 'train', 'evaluate' and 'decode'; without 'init', what one device has initialized is put on the
-      mesh.
-    strategy: of variables that `weights` do not name; an op, or ''.
+    steps: some of 'init', 'train', 'evaluate' and 'decode'. Without 'init', the state is initialized on one device and
+      then placed on the mesh.
+    strategy: an op for variables that `weights` does not name; '' for none.
   """
 
   family: str
@@ -126,16 +127,16 @@ class Task:
     return 1
 
   def script(self) -> str:
-    """A program of its own, to run from the project's root."""
+    """Returns a standalone program, to run from the project's root."""
     fields = '\n'.join(f'  {f.name}={getattr(self, f.name)!r},' for f in dataclasses.fields(self))
     return _SCRIPT.format(devices=num_devices(self.mesh), fields=fields)
 
   def alone(self) -> Task:
-    """The same on one device: equal for all layouts of a model."""
+    """Returns the same task on one device. It is equal for all layouts of a model."""
     return Task(self.family, self.fields, tuple((axis, 1) for axis in AXES), steps=self.steps)
 
   def task(self, dtype: str = 'float32') -> SingleTask:
-    """The task, on its mesh."""
+    """Returns the task as an object, on its mesh."""
     f = dict(self.fields)
     config = Config(SingleTask, model=_MODELS[self.family](f))
     config.model.dtype = dtype
@@ -159,7 +160,7 @@ class Task:
     return task
 
   def run(self) -> Outcome:
-    """Compares the task on its mesh with itself on one device.
+    """Compares the task on its mesh with one device.
 
     Raises:
       Exception: it does not run on one device either.
@@ -204,11 +205,11 @@ class Task:
     return Outcome('right', guarded=guarded)
 
   def results(self, dtype: str, first_state: Any = None) -> tuple[dict[str, np.ndarray], int]:
-    """What the steps compute, by name, in true shapes; and how many operations guards changed.
+    """Returns the results of the steps by name, in true shapes, and how many operations the guards changed.
 
     Args:
       dtype: of the model.
-      first_state: the train state to begin with, in true shapes, which 'init' does not use; None makes one.
+      first_state: the first train state, in true shapes; 'init' does not use it. None makes one.
     """
     found: dict[str, np.ndarray] = {}
     task, batch, guarded = self.task(dtype), self.batch(), 0
@@ -250,7 +251,7 @@ class Task:
     return found, guarded
 
   def batch(self, for_decoding: bool = False) -> dict[str, np.ndarray]:
-    """A batch, of values that the seed decides."""
+    """Returns a batch with values that depend only on the seed."""
     f = dict(self.fields)
     rng, rows = np.random.default_rng(f['seed']), f['batch']
     weights = (rng.integers(0, 5, rows) > 0).astype(np.float32)
@@ -274,7 +275,7 @@ class Task:
   # -------------------------------------------------------------- smaller
 
   def smaller(self) -> Iterator[Task]:
-    """The same with less: steps, splits, axes, fields at their simplest."""
+    """Yields smaller tasks: with fewer steps, splits or axes, or with a field at its simplest value."""
     for step in self.steps if len(self.steps) > 1 else ():
       yield dataclasses.replace(self, steps=(step,))
     if self.strategy:
@@ -311,7 +312,7 @@ class Task:
           yield dataclasses.replace(self, **{name: (*splits[:i], (path, fewer), *splits[i + 1 :])})  # type: ignore[arg-type]
 
 
-# What a field is at its simplest.
+# The simplest value of each field.
 _PLAIN: dict[str, Value] = {
   **{'optimizer': 'sgd', 'num_microbatches': 1, 'ema_decay': 0.0, 'clip': 0.0, 'dropout': 0.0, 'segments': False},
   **{'experts': 0, 'stages': 0, 'remat': 'none', 'sliding_window': None, 'logit_soft_cap': None, 'qk_norm': False},
@@ -322,7 +323,7 @@ _PLAIN: dict[str, Value] = {
 
 @functools.lru_cache(maxsize=2)
 def _results_alone(case: Task, dtype: str) -> tuple[Any, dict[str, np.ndarray]]:
-  """The first state of a task on one device, and what its steps compute."""
+  """Returns the first state of a task on one device, and the results of its steps."""
   on_device = PartitionedTask(case.task(dtype), case.batch())
   first_state = on_device.unpadded(on_device.init_state(jax.random.key(0)))
   found, _ = case.results(dtype, first_state)
@@ -407,11 +408,11 @@ _LAYERS = ('ff', 'gated', 'attention', 'norm', 'linear', 'mixer', 'heads', 'wind
 
 
 def draw(rng: np.random.Generator, of_model: np.random.Generator | None = None, only: str = '') -> Task:
-  """A random layout of a random model that runs on one device.
+  """Returns a random layout of a random model that runs on one device.
 
   Args:
     rng: where choices come from.
-    of_model: where those of the model come from, by default `rng`: if it is equal, the model is the same.
+    of_model: where the choices of the model come from, by default `rng`. Equal generators give the same model.
     only: the family; '' for any.
   """
   model = _draw_model(of_model or rng, only)
@@ -428,7 +429,7 @@ def _draw_model(rng: np.random.Generator, only: str) -> Task:
     try:
       _arrays(model.alone())
     except (UserError, TypeError, ValueError):
-      continue  # Fields that do not fit each other.
+      continue  # These fields do not fit together.
     kinds: list[tuple[str, ...]] = [('train',)] * 3 + [('train', 'evaluate'), ('train', 'decode'), ('init', 'train')]
     return dataclasses.replace(model, steps=kinds[rng.integers(len(kinds))])
 
@@ -504,7 +505,7 @@ def _draw_splits(rng: np.random.Generator, case: Task) -> Task:
     weights = weights[: len(weights) // 2] if rng.random() < 0.5 else []
   activations = [(path, entries(rank)) for path, rank in constrained.items() if rng.random() < share]
   inputs = [(str(rank), entries(rank)) for rank in (1, 2, 3, 4) if rng.random() < share]
-  if inputs:  # Rows are split alike, whatever else is.
+  if inputs:  # All activations split their rows in the same way.
     rows = next((e[0] for _, e in inputs if e), ())
     inputs = [(rank, (rows, *(tuple(a for a in axes if a not in rows) for axes in e[1:]))) for rank, e in inputs]
   return dataclasses.replace(
@@ -514,9 +515,9 @@ def _draw_splits(rng: np.random.Generator, case: Task) -> Task:
 
 @functools.lru_cache(maxsize=2)
 def _arrays(case: Task) -> tuple[dict[str, int], dict[str, int]]:
-  """The ranks of the variables of a task, and of the activations that its layers constrain, by mapping.
+  """Returns the ranks of a task's variables, and of the activations that its layers constrain, by mapping.
 
-  The latter is what `Layer.shard` is called with.
+  It finds the activations by recording the calls of `Layer.shard`.
   """
   found: dict[str, int] = {}
   original = Layer.shard

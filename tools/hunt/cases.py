@@ -16,11 +16,11 @@ MeshAxes = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What became of a case.
+  """The result of a case.
 
   Attributes:
-    kind: 'right', 'refused' or 'wrong'.
-    why: of a refusal, its message without what differs from case to case; of a wrong case, what differs.
+    kind: 'right', 'refused', 'wrong' or 'skipped'.
+    why: the message of a refusal, without parts that vary between cases; for a wrong case, what differs.
     guarded: how many operations the guards changed.
   """
 
@@ -29,7 +29,7 @@ class Outcome:
   guarded: int = 0
 
   def fails_like(self, other: Outcome) -> bool:
-    """Whether both are wrong by the same exception, or both by their numbers."""
+    """Returns whether both are wrong with the same exception, or both with wrong numbers."""
     causes = [x.why.split(':')[0] if 'Error:' in x.why else '' for x in (self, other)]
     return self.kind == other.kind == 'wrong' and causes[0] == causes[1]
 
@@ -70,7 +70,7 @@ def shrink(case: CaseT, is_wrong: Callable[[CaseT], bool], max_runs: int = 200) 
 
 
 def random_mesh(rng: np.random.Generator, max_devices: int = 8) -> MeshAxes:
-  """One to four axes 'a', 'b', ... over 2 to 8 devices; more often over 8, and seldom with an axis of size 1."""
+  """Draws one to four axes 'a', 'b', ... over 2 to 8 devices, mostly 8, and rarely with an axis of size 1."""
   devices = int(rng.choice([2, 3, 4, 4, 6, 8, 8, 8, 8]))
   devices = min(devices, max_devices)
   sizes = []
@@ -94,7 +94,7 @@ def random_entries(rng: np.random.Generator, rank: int, mesh: MeshAxes, share: f
 
 
 def smaller_entries(entries: Entries) -> Iterator[Entries]:
-  """The entries without one of their axes."""
+  """Yields the entries with one axis removed."""
   for dim, axes in enumerate(entries):
     for axis in axes:
       yield (*entries[:dim], tuple(a for a in axes if a != axis), *entries[dim + 1 :])
@@ -105,7 +105,7 @@ def remove_axis(entries: Entries, axis: str) -> Entries:
 
 
 def smaller_meshes(mesh: MeshAxes) -> Iterator[tuple[MeshAxes, str | None]]:
-  """Meshes with an axis left out, which is named, or with a smaller one."""
+  """Yields meshes with an axis removed, and its name, or with a smaller axis, and None."""
   for i, (name, size) in enumerate(mesh):
     if len(mesh) > 1:
       yield (*mesh[:i], *mesh[i + 1 :]), name
@@ -114,7 +114,7 @@ def smaller_meshes(mesh: MeshAxes) -> Iterator[tuple[MeshAxes, str | None]]:
 
 
 def smaller_numbers(n: int) -> Iterator[int]:
-  """Smaller sizes, the smallest first."""
+  """Yields smaller sizes, the smallest first."""
   yield from sorted({m for m in (1, 2, 3, 4, n // 2, n - 1) if 0 < m < n})
 
 
@@ -123,7 +123,7 @@ def num_devices(mesh: MeshAxes) -> int:
 
 
 def spec_text(entries: Entries) -> str:
-  """The entries as `P(...)`."""
+  """Returns the entries as `P(...)`."""
   parts = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in entries]
   while parts and parts[-1] is None:
     parts.pop()

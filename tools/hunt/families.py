@@ -28,7 +28,7 @@ class Array(NamedTuple):
 
 
 class Expression(NamedTuple):
-  """Text of an expression, its arrays, and whether it has a gradient."""
+  """The text of an expression, its arrays, and whether it has a gradient."""
 
   text: str
   arrays: tuple[Array, ...]
@@ -81,7 +81,7 @@ def _draw_product(rng: np.random.Generator) -> dict[str, int]:
 
 
 def _equation(sizes: Sizes) -> str:
-  """One of the usual products, or a random one of two arrays with letters in any order."""
+  """Returns one of the usual products, or a random one of two arrays with letters in any order."""
   if sizes['equation'] < len(_PRODUCTS):
     return _PRODUCTS[sizes['equation']]
   rng = np.random.default_rng(sizes['seed'])
@@ -95,13 +95,13 @@ def _equation(sizes: Sizes) -> str:
 
 
 def _shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
-  """Sizes of some letters; of many letters, small ones, so that arrays stay small."""
+  """Returns the sizes of some letters. The more letters, the smaller their largest size, so that arrays stay small."""
   largest = {0: 1, 1: 64, 2: 64, 3: 16, 4: 8}.get(len(letters), 6)
   return tuple(min(sizes[letter], largest) for letter in letters)
 
 
 def _cap_sizes(equation: str, sizes: Sizes) -> Sizes:
-  """The sizes of an equation's letters, which no array makes larger than others."""
+  """Returns the sizes of an equation's letters, reduced so that no array is too large."""
   left, right = equation.partition('->')[0].split(',')
   capped = {letter: sizes[letter] for letter in {*left, *right}}
   for letters in (left, right, equation.partition('->')[2]):
@@ -150,7 +150,7 @@ def _draw_chain(rng: np.random.Generator) -> dict[str, int]:
 
 @_family(_draw_chain)
 def _chain(sizes: Sizes) -> Expression:
-  """Products of products, and with transposes and reshapes beside them."""
+  """Builds chains of products, also with transposes and reshapes between them."""
   text, shapes = _CHAINS[sizes['chain']]
   arrays = []
   for letters in shapes.split():
@@ -200,7 +200,7 @@ def _draw_convolution(rng: np.random.Generator) -> dict[str, int]:
 
 @_family(_draw_convolution)
 def _convolution(s: Sizes) -> Expression:
-  """With strides, dilations of image and filter, groups of channels and of rows, and several paddings."""
+  """Builds convolutions with strides, dilations, groups of channels and of rows, and several paddings."""
   one = s['rank'] == 1
   padding = "'SAME'", "'VALID'", '[(2, 1)]' if one else '[(2, 1), (0, 1)]'
   dims = ("'NWC'", "'WIO'", "'NWC'") if one else ("'NHWC'", "'HWIO'", "'NHWC'")
@@ -242,7 +242,7 @@ def _draw_pooling(rng: np.random.Generator) -> dict[str, int]:
 
 @_family(_draw_pooling)
 def _pooling(s: Sizes) -> Expression:
-  """Maximum, sum or minimum over windows, which may overlap and may leave gaps."""
+  """Builds the maximum, minimum or sum over windows, which may overlap or leave gaps."""
   initial, function = (('-jnp.inf', 'lax.max'), ('0.0', 'lax.add'), ('jnp.inf', 'lax.min'))[s['kind']]
   one = s['rank'] == 1
   window = (1, s['kh'], s['kc']) if one else (1, s['kh'], s['kw'], s['kc'])
@@ -263,7 +263,7 @@ def _draw_lookup(rng: np.random.Generator) -> dict[str, int]:
   return {'form': int(rng.integers(len(_LOOKUPS)))} | {name: min(_size(rng), 16) for name in names}
 
 
-# Texts with the shapes of a table and of ids into its rows.
+# Expressions with the shapes of a table and of ids into its rows.
 _LOOKUPS = [
   ('jnp.take(x0, x1, axis=0)', 'vd', 'bt', ''),
   ('jnp.take(x0, x1, axis=0)', 'vd', 'b', ''),
@@ -297,7 +297,7 @@ _LOOKUPS = [
 
 @_family(_draw_lookup)
 def _lookup(s: Sizes) -> Expression:
-  """Lookups and scatters; the gradient of one is the other."""
+  """Builds a lookup or a scatter. The gradient of one is the other."""
   text, table, ids, updates = _LOOKUPS[s['form']]
   shape = tuple(s[letter] for letter in table)
   unique, ids = ids.startswith('unique'), ids.removeprefix('unique ')
@@ -372,7 +372,7 @@ def _draw_along(rng: np.random.Generator) -> dict[str, int]:
 
 @_family(_draw_along)
 def _along(s: Sizes) -> Expression:
-  """Scans, sorts, reductions, slices, pads and reshapes of an array of three dimensions."""
+  """Builds scans, sorts, reductions, slices, pads and reshapes of an array with three dimensions."""
   text, values = _ALONG[s['form']]
   text = text.replace('{axis}', str(s['axis'])).replace('{k}', str(s['k']))
   has_gradient = 'float32' not in text and 'norm' not in text

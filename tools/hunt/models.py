@@ -106,7 +106,7 @@ _OPTIMIZERS = {
   'lion': ('optimizer=Config(optax.lion)', 1e-2),
 }
 
-# The mapping fields of each model, and the ranks of what they split.
+# The mapping fields of each model, and the ranks of the arrays they split.
 _LM, _BLOCK = 'model.lm_tpl', 'model.lm_tpl.transformer_tpl.layers_tpl'
 _WEIGHT, _ACTIVATION = 'weight_split_dims_mapping', 'activation_split_dims_mapping'
 _LM_FIELDS = {
@@ -169,7 +169,7 @@ class Model:
   partitioning: str = 'auto'
 
   def body(self) -> str:
-    """The source of the task, of its batch, and of what is compared."""
+    """Returns the source of the task, its batch, and the results that are compared."""
     fields = dict(self.fields)
     optimizer, rate = _OPTIMIZERS[self.optimizer]
     learner = [f'{name}={fields[name]}' for name in _LEARNER if fields[name]]
@@ -207,7 +207,7 @@ class Model:
       yield f't.partitioning = {self.partitioning!r} if mesh_shape else "auto"'
 
   def run(self) -> Outcome:
-    """Compares the step on the mesh with that on one device, in float32, and in float64 where they differ."""
+    """Compares the step on the mesh with one device, in float32. If they differ, again in float64."""
     outcome = self._compare('float32', 3e-4, 1e-6)
     if outcome.kind == 'wrong':
       with jax.enable_x64(True):
@@ -219,7 +219,7 @@ class Model:
 
     Args:
       dtype: what the model computes in.
-      tolerance: how far an entry may be off, as a share of the largest one.
+      tolerance: the largest allowed error of an entry, as a share of the largest entry.
       rounding: gradients of less than this share of the largest one are rounding alone, such as those of the bias of
         attention's keys, and may move their variables anywhere.
     """
@@ -258,7 +258,7 @@ class Model:
           moved = np.maximum(gradients[of_variable], np.abs(np.asarray(found[of_variable])))
           is_rounding = moved <= rounding * largest
           if self.optimizer == 'adafactor' and np.any(moved[is_rounding]):
-            continue  # It scales a whole variable by its updates.
+            continue  # It scales a whole variable by the size of its updates.
           different = different[~is_rounding]
         error_ = float(different.max(initial=0) / scale)
         if not error_ <= worst:
@@ -268,7 +268,7 @@ class Model:
     return Outcome('right', guarded=len(guarded))
 
   def smaller(self) -> Iterator[Model]:
-    """The same with one thing less: a mapping, an axis, a field at its simplest, part of a size."""
+    """Yields models with one thing less: a mapping, an axis, a field at its simplest value, or part of a size."""
     if self.optimizer != 'sgd':
       yield dataclasses.replace(self, optimizer='sgd')
     if self.partitioning != 'auto':
@@ -295,7 +295,7 @@ class Model:
 
 
 def _vanishes(path: str, field: str, value: Value) -> bool:
-  """Whether a mapping's layer is no longer there if a field has this value."""
+  """Returns whether the layer of a mapping no longer exists if a field has this value."""
   layers = {
     ('norm', None): ('norm_tpl',),
     ('pooling', None): ('.pooling_tpl',),
@@ -314,7 +314,7 @@ def _mapping(entries: Entries) -> tuple[object, ...]:
 
 
 _LEARNER = ('num_microbatches', 'clip_gradient_norm_to_value')
-# What fields are at their simplest; sizes, which are not here, are made smaller.
+# The simplest values of fields. Sizes are not listed: they are reduced.
 _LM_PLAIN: dict[str, Value] = {
   **{'style': 'llama', 'repeat': False, 'remat': 'none', 'tie_embeddings': False, 'dropout': 0.0, 'segments': False},
   **{'combine_qkv': False, 'sliding_window': None, 'logit_soft_cap': None, 'qk_norm': False, 'relative_bias': False},
@@ -479,7 +479,7 @@ def _draw_classifier(rng: np.random.Generator) -> dict[str, Value]:
 
 
 def draw(rng: np.random.Generator) -> Model:
-  """A random task."""
+  """Returns a random task."""
   family = 'lm' if rng.random() < 0.75 else 'classifier'
   fields = _draw_lm(rng) if family == 'lm' else _draw_classifier(rng)
   mesh = random_mesh(rng)
@@ -494,7 +494,7 @@ def draw(rng: np.random.Generator) -> Model:
   step = str(rng.choice(['train', 'train', 'train', 'eval', 'decode']))
   partitioning = 'shard_map' if step == 'train' and rng.random() < 0.15 else 'auto'
   if partitioning == 'shard_map':
-    fields |= {'dropout': 0.0}  # Each device draws a mask of its own.
+    fields |= {'dropout': 0.0}  # With shard_map, each device draws a different mask.
     ranks = {path: rank for path, rank in ranks.items() if _WEIGHT in path}
   elif family == 'lm' and rng.random() < 0.4:
     ranks = _usual(ranks)
@@ -511,12 +511,12 @@ def draw(rng: np.random.Generator) -> Model:
 
 
 def _usual(ranks: Mapping[str, int]) -> dict[str, int]:
-  """Layouts as people write them: activations that agree on how rows are split; negative ranks mark them."""
+  """Asks `_draw_mappings` for a common layout, by making the ranks negative."""
   return {path: -rank for path, rank in ranks.items()}
 
 
 def _draw_mappings(rng: np.random.Generator, ranks: Mapping[str, int], mesh: MeshAxes) -> dict[str, Entries]:
-  """Random entries of each field; for usual layouts, rows over some axes, and the last dimension over others."""
+  """Draws entries for each field. For negative ranks, the layout is a common one: activations agree on their rows."""
   rows, columns, weights = random_entries(rng, 3, mesh, 1.0)
   if any(rank < 0 for rank in ranks.values()):
     return {path: _usual_entries(path, -rank, rows, columns, weights or rows) for path, rank in ranks.items()}

@@ -26,7 +26,7 @@ from tools.hunt.cases import (
 )
 from tools.hunt.families import FAMILIES, Expression
 
-# Sizes that name a form and not an amount: they are not made smaller.
+# These numbers choose a variant and are no sizes, so they are not reduced.
 _FORMS = ('equation', 'seed', 'chain', 'form', 'kind', 'axis', 'transposed', 'padding', 'rank')
 _MAX_ENTRIES = 1 << 17
 
@@ -74,11 +74,11 @@ for one, other in zip(jax.tree.leaves(right), jax.tree.leaves(found)):
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """An operation of a family with its sizes, and how its arrays and its result are split.
+  """A single operation with its sizes and shardings.
 
   Attributes:
-    splits: of each array, then of the result; as long as the arrays' ranks at least.
-    gradient: whether gradients of all arrays of floats are compared, or values.
+    splits: of each array, then of the result. Each has at least as many entries as the array has dimensions.
+    gradient: whether to compare the gradients of all float arrays, instead of the values.
     loop: whether it runs in the body of a scan.
     seed: of the arrays' values.
   """
@@ -96,7 +96,7 @@ class Operation:
     return FAMILIES[self.family].build(dict(self.sizes))
 
   def body(self) -> str:
-    """The source of the program and of its arrays."""
+    """Returns the source of the program and of its arrays."""
     expression = self.expression
     names = [f'x{i}' for i in range(len(expression.arrays))]
     floats = [name for name, array in zip(names, expression.arrays) if 'ids' not in array.values]
@@ -119,13 +119,13 @@ class Operation:
     )
 
   def script(self) -> str:
-    """A program of its own that shows whether plain JAX is wrong; with a comment less, whether guards help."""
+    """Returns a standalone program that shows whether plain JAX is wrong. Uncomment a line to try the guards."""
     axes, shape = tuple(name for name, _ in self.mesh), tuple(size for _, size in self.mesh)
     footer = _FOOTER.format(shape=shape, axes=axes, number=len(shape))
     return f'# {self}\n{_HEADER}{self.body()}{footer}'
 
   def run(self, guarded: bool = True) -> Outcome:
-    """Compares the program on the mesh, through the guards or without them, with one device.
+    """Compares the program on the mesh with one device, with or without the guards.
 
     Raises:
       Exception: the program does not run on one device either.
@@ -159,7 +159,7 @@ class Operation:
     return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes), devices=devices)
 
   def smaller(self) -> Iterator[Operation]:
-    """The same with one thing less: the loop, an axis, an entry of a split, part of a size."""
+    """Yields operations with one thing less: the loop, an axis, an entry of a split, or part of a size."""
     if self.loop:
       yield dataclasses.replace(self, loop=False)
     for mesh, removed in smaller_meshes(self.mesh):
@@ -190,7 +190,7 @@ def _array_text(shape: tuple[int, ...], values: str) -> str:
 
 
 def draw(rng: np.random.Generator, family: str = '') -> Operation:
-  """A random operation that runs on one device."""
+  """Returns a random operation that runs on one device."""
   while True:
     weights = {'product': 6, 'chain': 4, 'convolution': 4, 'pooling': 2, 'lookup': 5, 'along': 5}
     names = [family] if family else [name for name, weight in weights.items() for _ in range(weight)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tools.graphs.families import dimensions, entries, images, lookups, order, products, reals, regions
 from tools.graphs.families.register import Families
 
-# In an order that seeds rely on.
+# The order matters: results of seeds depend on it.
 FAMILIES: Families = {
   **products.FAMILIES,
   **images.FAMILIES,

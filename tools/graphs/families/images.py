@@ -14,7 +14,7 @@ _family = functools.partial(family, FAMILIES)
 
 
 def _reshape_to_image(g: Graph, spatial: int) -> tuple[str, Line, tuple[int, ...]]:
-  """A value as rows, channels and pixels, in the text of a reshape where it has another rank."""
+  """Returns a value as rows, channels and pixels: the text of a reshape if the value has another rank."""
   x = g.pick(1, 4)
   if len(x.shape) == spatial + 2:
     return x.name, x, x.shape
@@ -31,7 +31,7 @@ def _reshape_to_image(g: Graph, spatial: int) -> tuple[str, Line, tuple[int, ...
 
 @_family(4)
 def _convolution(g: Graph) -> Operation:
-  """With groups of channels or of rows, strides, dilations of both, padding with crops, and dimensions in any order."""
+  """Draws groups of channels or of rows, strides, both dilations, negative padding, and dimensions in any order."""
   spatial = g.one(1, 1, 2, 2)
   text, x, shape = _reshape_to_image(g, spatial)
   names = 'HW'[:spatial]

@@ -15,7 +15,7 @@ _family = functools.partial(family, FAMILIES)
 def _sort(g: Graph) -> Operation:
   x = g.pick(1, 3)
   axis = g.axis(x)
-  if g.is_exact:  # What a sort does with equals is determined, and so is its gradient.
+  if g.is_exact:  # The sort is stable, so equal entries have a determined order and gradient.
     text = f'jnp.sort({x.name}, axis={axis}, stable=True, descending={g.chance(0.3)})'
   else:
     text = f'jnp.sort({x.name}, axis={axis})'

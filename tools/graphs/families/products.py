@@ -14,7 +14,7 @@ _family = functools.partial(family, FAMILIES)
 
 @_family(5)
 def _einsum(g: Graph) -> Operation:
-  """A product of any rank: some dimensions of both are multiplied, some summed over."""
+  """Draws a product of two arrays of any rank, with batch dimensions and summed dimensions."""
   x = g.pick(1, 4)
   left = letters(g, len(x.shape))
   sizes = dict(zip(left, x.shape))
@@ -51,7 +51,7 @@ def _three_products(g: Graph) -> Operation:
 
 @_family(1.5)
 def _heads(g: Graph) -> Operation:
-  """A projection to heads, by a reshape of a product or of its weight; parts of axes split heads and their dims."""
+  """Draws a projection to heads: a reshape of the product or of the weight divides mesh axes into heads and dims."""
   x = g.pick(2, 3)
   n, h = g.one(2, 3, 4, 6), g.one(2, 3, 4)
   w = g.array((x.shape[-1], n * h))

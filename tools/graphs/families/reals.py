@@ -26,7 +26,7 @@ def _normalize(g: Graph) -> Operation:
 @_family(1.5, smooth=True)
 def _fourier(g: Graph) -> Operation:
   x = g.pick(1, 3)
-  axis = -1 if g.chance(0.9) else g.axis(x)  # Of others, XLA transposes, which its CPU does not take everywhere.
+  axis = -1 if g.chance(0.9) else g.axis(x)  # XLA transposes others, and may then fail on CPUs.
   forms = [
     'jnp.real(jnp.fft.fft({x}, axis={a}))', 'jnp.imag(jnp.fft.fft({x}, axis={a}))',
     'jnp.abs(jnp.fft.rfft({x}, axis={a}) + 9)',
@@ -40,7 +40,7 @@ def _fourier(g: Graph) -> Operation:
 
 @_family(1.5, smooth=True)
 def _library(g: Graph) -> Operation:
-  """Calls of LAPACK, of well-conditioned matrices."""
+  """Draws a call of LAPACK with a well-conditioned matrix."""
   x = g.pick(2, 3)
   n = x.shape[-1]
   if n > 8:

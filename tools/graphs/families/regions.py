@@ -13,7 +13,7 @@ _family = functools.partial(family, FAMILIES)
 
 
 def _inner(g: Graph, x: Line, rank: int, name: str) -> tuple[str, float]:
-  """An expression of one array, of this rank, under another name; of its own shape or not."""
+  """Draws an expression of the array `name`, which has this rank. Returns its text and its bound."""
   axis = int(g.rng.integers(rank))
   w = g.array((x.shape[-1], x.shape[-1]))
   forms = [
@@ -28,7 +28,7 @@ def _inner(g: Graph, x: Line, rank: int, name: str) -> tuple[str, float]:
 
 @_family(2)
 def _region(g: Graph) -> Operation:
-  """A few operations under remat, vmap, scan, map, cond, switch or a loop."""
+  """Draws a few operations inside remat, vmap, scan, map, cond, switch or a loop."""
   x = g.pick(2, 3)
   rank = len(x.shape)
   form = g.one('remat', 'vmap', 'scan', 'scan rows', 'map', 'cond', 'switch', 'loop', 'jit', 'while')
@@ -75,7 +75,7 @@ def _vmapped_product(g: Graph) -> Operation:
 
 @_family(0.8)
 def _moe(g: Graph) -> Operation:
-  """Dispatch of tokens to experts by ids, and back."""
+  """Draws the dispatch of tokens to experts by ids, and back."""
   x = g.pick(2, 2)
   E, C, F = g.one(2, 3, 4), g.one(2, 3), g.size()
   ids = g.ids((x.shape[0],), E)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from tools.graphs.drawing import Graph, NotDrawn, Operation
 
 Draw = Callable[[Graph], Operation]
-# The weight of each family, and what draws of it.
+# The weight of each family, and the function that draws an operation.
 Families = dict[str, tuple[float, Draw]]
 
 
 def family(families: Families, weight: float = 1.0, smooth: bool = False) -> Callable[[Draw], Draw]:
-  """Registers a family with its weight; one whose results are no integers is for smooth programs only."""
+  """Registers a family with its weight. A family with non-integer results is drawn only for smooth programs."""
 
   def register(draw: Draw) -> Draw:
     def checked(g: Graph) -> Operation:
@@ -27,7 +27,7 @@ def family(families: Families, weight: float = 1.0, smooth: bool = False) -> Cal
 
 
 def letters(g: Graph, n: int, used: str = '') -> str:
-  """So many letters that are not used yet."""
+  """Returns this number of unused letters."""
   rest = [c for c in 'abcdefghijklmnop' if c not in used]
   return ''.join(rest[i] for i in g.rng.permutation(len(rest))[:n])
 
