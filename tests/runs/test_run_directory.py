@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from test_executor import wait_for
 from tiny_runs import examples, open_gate, tiny_run
 
-from praxis_lite.checkpoints import saved_steps
-from praxis_lite.common.errors import UserError
+from praxis_lite.checkpoints import Checkpointer, saved_steps
+from praxis_lite.common.errors import CheckpointError, UserError
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.improvement import Watched, WatchedMetric
@@ -307,6 +308,30 @@ def test_a_step_that_is_not_finite_is_not_saved_where_the_directory_is_now(tmp_p
   with pytest.raises(UserError, match=r'was moved to .*; step 7 is not saved: step 6: the loss is not finite'):
     run_train(run_config(), tmp_path / 'run', hooks=[MoveAt(7, tmp_path / 'moved')])
   assert not (tmp_path / 'run').exists() and saved_steps(tmp_path / 'moved') in ([], [5])
+
+
+def test_files_that_a_failed_save_writes_late_do_not_make_the_directory_anew(tmp_path, monkeypatch):
+  """As TensorStore does, which goes on writing after the first error of a save."""
+  directory, real = tmp_path / 'run', Checkpointer.wait_until_complete
+  late = directory / 'checkpoints/5.orbax-checkpoint-tmp/state'
+
+  def write_late():
+    late.mkdir(parents=True)
+    (late / 'manifest').write_text('')
+
+  def failing(checkpointer):
+    real(checkpointer)
+    if checkpointer.directory == str(directory / 'checkpoints') and not directory.exists() and not written:
+      written.append(threading.Timer(0.1, write_late))
+      written[0].start()
+      raise CheckpointError('its folder is gone')
+
+  written = []
+  monkeypatch.setattr(Checkpointer, 'wait_until_complete', failing)
+  with pytest.raises(UserError, match='step 7 of 30 is saved in'):
+    run_train(run_config(), directory, hooks=[Disturb(7, lambda _: directory.rename(tmp_path / 'moved'))])
+  written[0].join()
+  assert not directory.exists()
 
 
 @pytest.mark.parametrize('fate', ['moved', 'deleted', 'replaced', 'a file'])

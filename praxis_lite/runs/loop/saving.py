@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.common.errors import CheckpointError, UserError
@@ -29,6 +27,8 @@ from praxis_lite.runs.trouble import GoBack, LossSpikeError
 from praxis_lite.training.state import TrainState
 
 JsonDict = dict[str, Any] | None
+# Seconds after the last file that a failed save has written, until no more are expected.
+_LATE_S = 1.0
 
 
 class Saving(Observer):
@@ -87,17 +87,13 @@ class Saving(Observer):
 
   def abandon(self, directory: Path) -> None:
     """Waits for the current save in the directory of a run that was lost, and removes the files that it has made."""
-    with contextlib.suppress(CheckpointError):
+    try:
       self._checkpointer.wait_until_complete()
-    gather_texts('')  # From here on, no process writes there.
-    folder = Path(self._checkpointer.directory)
-    if jax.process_index() == 0 and not has_record(directory):  # Another run may be there by now.
-      with contextlib.suppress(OSError):
-        for made in folder.iterdir():
-          if made.name.split('.')[0] == str(self._step):
-            remove_all(made)
-        folder.rmdir()
-        directory.rmdir()
+    except CheckpointError:
+      self._is_good = False
+    gather_texts('')  # From here on, no process saves there.
+    if is_primary_process():
+      _remove_save(directory, Path(self._checkpointer.directory), self._step, 0.0 if self._is_good else _LATE_S)
     gather_texts('')  # From here on, all processes see the same files.
 
   def save_elsewhere(
@@ -126,6 +122,26 @@ class Saving(Observer):
   def _last_good(self) -> str:
     step = self._checkpointer.latest_step()
     return ', and there is no checkpoint yet' if step is None else f', and the newest checkpoint is of step {step}'
+
+
+def _remove_save(directory: Path, folder: Path, step: int, seconds: float) -> None:
+  """Removes what a save of `step` has made in the folder of checkpoints, and the directory if nothing else is in it.
+
+  After an error TensorStore goes on writing for a moment, and creates the folders again. So this looks again and again,
+  until nothing was created for some `seconds`.
+  """
+  end = time.monotonic() + seconds
+  while not has_record(directory):  # Another run may be there by now.
+    with contextlib.suppress(OSError):
+      for made in folder.iterdir():
+        if made.name.split('.')[0] == str(step):
+          remove_all(made)
+      folder.rmdir()
+      directory.rmdir()
+      end = time.monotonic() + seconds
+    if time.monotonic() >= end:
+      return
+    time.sleep(0.02)
 
 
 @dataclasses.dataclass(frozen=True)
