@@ -3,7 +3,7 @@
     step 120/1000 loss 2.345 lr 3.0e-04 grad_norm 0.81 12.3 step/s 50.3k tok/s
     step 120 eval/valid loss 2.401 accuracy 0.4120 (57 batches, 3.1 s)
 
-On a terminal the figures of training are below the bar, and only the other lines scroll.
+On a terminal the figures of training are shown below the bar, and only the other lines scroll.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from praxis_lite.common.figures import digits, short_number
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.throughput import Rates
 
-# Metrics in a training line and their names there; the others are in the summaries only.
+# The metrics in a training line, and their labels there; the others are only in the summaries.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
-# The share of time that devices wait for input, and from which share on a training line says so.
+# The share of time that devices wait for input, and the least share that a training line shows.
 _INPUT_WAIT, _LEAST_WAIT = 'speed/input_wait', 0.05
 
 
 class Console:
   """Prints a run of `total_steps` steps, one line per event.
 
-  `stream` is standard output by default. With `enabled` False nothing is printed: of several processes one prints.
+  `stream` is standard output by default. With `enabled` False nothing is printed: only one of several processes prints.
   """
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, enabled: bool = True):
@@ -42,7 +42,7 @@ class Console:
     self.line(train_line(step, self._total, metrics, rates))
 
   def progress(self, step: int) -> None:
-    """Shows that a step was taken, where that needs no line."""
+    """Shows that a step was taken, without a line."""
 
   def line(self, text: str) -> None:
     """Prints a line of any kind."""
@@ -93,8 +93,7 @@ class LiveConsole(Console):
 def make_console(total_steps: int, *, first_step: int = 0, enabled: bool = True) -> Console:
   """Returns the console for standard output: live on a terminal, plain in a pipe, silent if not `enabled`.
 
-  That of one of several processes is plain: `mpirun` and others lay their outputs side by side, line by line, and give
-  each what looks like a terminal.
+  With several processes it is plain: `mpirun` and others give each process a terminal, and interleave their lines.
   """
   if enabled and sys.stdout.isatty() and jax.process_count() == 1:
     return LiveConsole(total_steps, first_step=first_step)

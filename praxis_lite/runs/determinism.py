@@ -1,7 +1,7 @@
-"""Silent data corruption: a step is run twice, and its results are compared bit by bit, on each device.
+"""Finds silent data corruption: runs a step twice, and compares the results bit by bit on each device.
 
-On the same devices, one program computes the same bits of the same arguments; a difference is a fault of the hardware,
-or an operation that is not deterministic by design, such as scatters on some GPUs (--xla_gpu_deterministic_ops=true).
+On the same devices, the same program and arguments give the same bits. A difference is a fault of the hardware, or
+comes from an operation that is not deterministic, such as scatters on some GPUs (--xla_gpu_deterministic_ops=true).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SHOWN = 5
 
 
 class DeterminismError(UserError):
-  """The same step of the same arguments has given different bits."""
+  """The same step with the same arguments gave different bits."""
 
-  exit_code = 76  # Not to be started again on the same devices: see docs/durable-runs.md.
+  exit_code = 76  # Do not restart the run on the same devices: see docs/durable-runs.md.
 
 
 def step_twice(
@@ -34,19 +34,19 @@ def step_twice(
 ) -> TrainStepOutput:
   """Runs a step twice, from two copies of the state, and returns the result.
 
-  It takes the memory of one more state.
+  This needs memory for a second state.
 
   Args:
     step, state, prng_key, batch: the step and its arguments; the state is donated.
-    number: of the step, for the message.
+    number: the number of the step, for the message.
 
   Raises:
-    DeterminismError: the new states differ. With several processes, in all of them.
+    DeterminismError: the new states differ. If they differ in one process of several, all of them raise.
   """
   copy = jax.tree.map(jnp.copy, state)
   first = step(copy, prng_key, batch)
   second = step(state, prng_key, batch)
-  found = differences(first.state, second.state)
+  found = bit_differences(first.state, second.state)
   anywhere = len(found)
   if jax.process_count() > 1:
     anywhere = int(np.sum(multihost_utils.process_allgather(np.asarray(anywhere))))
@@ -55,14 +55,14 @@ def step_twice(
     shown = '; '.join(found[:_SHOWN]) + (f'; and {len(found) - _SHOWN} more' if len(found) > _SHOWN else '')
     where = f'{host}: {shown}' if found else f'{host}: no difference here, but on another host'
     raise DeterminismError(
-      f'step {number} was run twice and has given different bits. {where}. Nothing of this step is saved; take the '
-      'device out of the run, and start it again from its last checkpoint'
+      f'step {number} was run twice and gave different bits. {where}. Nothing of this step is saved; remove the '
+      'device from the run, and start the run again from its last checkpoint'
     )
   return second
 
 
-def differences(first: TrainState, second: TrainState) -> list[str]:
-  """Returns where the parts of two states on the devices of this process differ in bits: device, array, how many."""
+def bit_differences(first: TrainState, second: TrainState) -> list[str]:
+  """Returns a text for each part on a local device where two states differ in bits: device, array, number of values."""
   found = []
   others = leaves_by_path(second)
   for path, a in leaves_by_path(first).items():

@@ -1,8 +1,8 @@
-"""Going on with fewer devices than the mesh of a task has: a smaller mesh, and the same global batch.
+"""Continuing with fewer devices than the mesh of a task has: a smaller mesh, and the same global batch.
 
-The axes that only say how many copies work on rows of a batch, 'replica' and then 'data', become as small as needed,
-and no smaller; all others stay. Each device then has more rows of a batch, so the batch is cut into as many times more
-microbatches, rounded up, as there are fewer devices: a device has no more rows at a time than before.
+The axes that only split the rows of a batch, 'replica' and then 'data', become as small as needed; all others stay.
+Each device then has more rows of a batch. So the number of microbatches grows by the factor by which the number of
+devices shrinks, rounded up: a device never has more rows at a time than before.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _AXES = ('replica', 'data')
 
 
 def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTask], str]:
-  """Returns the config of a task for the devices that there are, and a line about what changed; '' if nothing did.
+  """Returns the config of a task that fits `num_devices`, and a line about what changed; '' if nothing did.
 
   Raises:
-    ConfigError: with the axes that may shrink at 1 the mesh still has more devices than there are.
+    ConfigError: the mesh needs more devices even if the axes that may shrink have size 1.
   """
   sizes = task.instantiate().mesh_sizes()
   needed = math.prod(sizes.values())

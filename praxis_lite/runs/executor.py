@@ -109,7 +109,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
   with contextlib.ExitStack() as stack:
     opened = stack.enter_context
 
-    # ---- where: a directory that belongs to this run alone, into which a mirror may fetch newer files
+    # ---- where: a directory that no other run uses, into which a mirror may fetch newer files
     path = opened(job_directory(job_log_dir))
     directory = opened(HeldDirectory(path))
     if is_primary_process():

@@ -1,7 +1,7 @@
 """Exporting a trained model: programs and variables that run without praxis_lite.
 
     OUT/README.md              what is in it, and how it is loaded and called
-        load.py                loads it, after it has checked that all files are of this export: `exported.py`
+        load.py                checks that all files belong to this export, and loads it: a copy of `exported.py`
         signature.json         the names, shapes and dtypes of inputs, outputs and variables; digests of all files
         variables.npz          the variables, by path            } for JAX
         <program>.stablehlo    each program, by `jax.export`     }
@@ -11,8 +11,8 @@
     decode: prefill            ids, lengths -> logits, caches    of whole prompts
             decode_step        ids, positions, caches -> logits, caches
 
-A program takes the variables and the inputs, and returns the outputs, each a flat dict of arrays by name. It is a
-program of one device for any batch size, and knows nothing of the mesh that the model was trained on.
+A program takes the variables and the inputs, and returns the outputs, each a flat dict of arrays by name. It runs on
+one device, with any batch size, whatever mesh the model was trained on.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from praxis_lite.common.trees import NestedDict, insert, leaves, leaves_by_path,
 from praxis_lite.inputs.tfdata import import_tensorflow
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import exported
+from praxis_lite.runs.exported import Arrays
 from praxis_lite.sharding.guards.guard import guarded_export
 
 KINDS = ('forward', 'decode')
@@ -47,7 +48,6 @@ FORMATS = ('stablehlo', 'saved_model')
 PLATFORMS = ('cpu', 'cuda', 'rocm', 'tpu')
 DEFAULT_PLATFORMS = ('cpu', 'cuda', 'tpu')
 
-Arrays = dict[str, Any]  # By name: arrays, or their shapes and dtypes.
 Function = Callable[[Arrays, Arrays], Arrays]  # (variables, inputs) -> outputs
 _BATCH, _CACHE = 'batch', 'cache.'
 
@@ -134,13 +134,13 @@ def export_model(
   Args:
     model, variables: the model, and its variables in their true shapes, on the host.
     directory: does not exist, or is empty.
-    batch_struct: returns arrays, or their shapes and dtypes, of a batch by name, for 'forward'; those that the
-      predictions do not depend on are no inputs, nor are `weights`, which are one.
+    batch_struct: for 'forward', returns the arrays of a batch by name, or their shapes and dtypes. Those that the
+      predictions depend on become inputs, except `weights`, which are set to one.
     settings: what is exported.
     about: recorded in signature.json.
 
   Raises:
-    UserError: `check_export` does, or the model cannot be exported with these settings.
+    UserError: `check_export` raises it, or the model cannot be exported with these settings.
   """
   check_export(model, directory, settings)
   if settings.what == 'decode':
@@ -160,7 +160,7 @@ def export_model(
           (written / f'{program.name}{exported.PROGRAM}').write_bytes(program.exported.serialize())
       if 'saved_model' in settings.formats:
         _write_saved_model(written / exported.SAVED_MODEL, programs, flat)
-      signature = exported.sealed(_signature(programs, flat, about), written)
+      signature = exported.seal_signature(_signature(programs, flat, about), written)
       (written / exported.SIGNATURE).write_text(json.dumps(signature, indent=2) + '\n', encoding='utf-8')
       shutil.copyfile(exported.__file__, written / 'load.py')
       (written / 'README.md').write_text(_readme(programs, settings), encoding='utf-8')
@@ -194,7 +194,7 @@ def _forward_program(
     rows: NestedDict = {'weights': jnp.ones(_like(inputs, weights.shape), weights.dtype)}
     for name, x in inputs.items():
       rows = insert(rows, paths[name], x)
-    # Models that draw random numbers while they predict draw the same ones in each call.
+    # Models that draw random numbers while they predict draw the same numbers in each call.
     out, _ = model.apply(_nest(flat), rows, key=jax.random.key(0), do_eval=True, method='predict')
     return {_identifier(path_name(path) or 'predictions'): x for path, x in leaves_by_path(out).items()}
 
@@ -203,7 +203,7 @@ def _forward_program(
 
 
 def _used_inputs(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
-  """Returns those of the inputs that the outputs of a function depend on."""
+  """Returns the inputs that the outputs of a function depend on."""
   program = jax.make_jaxpr(function)(variables, inputs).jaxpr
   everything = [True] * len(program.invars)
   used = unless_unknown('programs take inputs that they do not use', lambda: used_inputs(program), everything)
@@ -214,7 +214,7 @@ def _used_inputs(function: Function, variables: Arrays, inputs: Arrays) -> Array
 def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings) -> list[_Program]:
   size = _batch_dim(settings)
   cache_length = _cache_length(model, settings)
-  # The name of each cache, in the order in which JAX flattens them, and their tree: known when `prefill` is traced.
+  # The names of the caches, in the order in which JAX flattens them, and their tree; known once `prefill` is traced.
   caches: list[tuple[list[str], Any]] = []
 
   def prefill(flat: Arrays, inputs: Arrays) -> Arrays:
@@ -256,7 +256,7 @@ def _export(
   settings: ExportSettings,
   only_used: bool = False,
 ) -> _Program:
-  """Exports a function, with `only_used` of those of the inputs that it depends on."""
+  """Exports a function; with `only_used`, without the inputs that it does not depend on."""
   shapes = {path_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves(variables).items()}
   function.__name__ = name
   try:
@@ -274,7 +274,7 @@ def _export(
 
 
 def _traces_with_rows(function: Function, variables: Arrays, inputs: Arrays) -> bool:
-  """Whether a function that does not take arrays of any batch size takes those of one."""
+  """Whether a function, which cannot be traced with a symbolic batch size, can be traced with a batch size of 2."""
   known = {
     n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
   }
@@ -290,7 +290,7 @@ def _batch_dim(settings: ExportSettings) -> Any:
 
 
 def _like(inputs: Arrays, shape: Sequence[Any]) -> tuple[Any, ...]:
-  """`shape` with the batch size of `inputs`."""
+  """Returns `shape` with the batch size of `inputs`."""
   return (next(iter(inputs.values())).shape[0], *shape[1:])
 
 
@@ -302,7 +302,7 @@ def _nest(flat: Arrays) -> NestedDict:
 
 
 def _identifier(name: str) -> str:
-  """A name that is also one of an argument, as signatures of TensorFlow need."""
+  """Returns a name that can be the name of an argument, as TensorFlow's signatures require."""
   return re.sub(r'\W', '_', name)
 
 
@@ -332,7 +332,7 @@ def _write_saved_model(path: Path, programs: Sequence[_Program], variables: Arra
     return tf.function(run, autograph=False).get_concrete_function(**specs)
 
   signatures = {program.name: signature(program) for program in programs}
-  if len(signatures) == 1:  # What servers call when no name is given.
+  if len(signatures) == 1:  # Servers call this one when no name is given.
     signatures['serving_default'] = signatures[programs[0].name]
   tf.saved_model.save(module, str(path), signatures=signatures)
 
@@ -393,10 +393,10 @@ _WHAT = {'forward': 'Predictions for a batch', 'decode': 'Logits of next tokens 
 _README_HEAD = """# An exported model
 
 {what}, as programs of one device for these platforms: {platforms}.
-`signature.json` says the same in JSON. A size `batch` may be any.
+`signature.json` says the same in JSON. `batch` in a shape stands for any size.
 
-`load.py` checks that the files are whole and of one export, and loads them. A server that loads them itself does not:
-run `python load.py` before.
+`load.py` checks that the files are complete and belong to one export, and loads them. A server that loads them by
+itself checks nothing, so run `python load.py` first.
 """
 
 _README_DECODE = """## The loop
@@ -417,8 +417,8 @@ programs = load_for_jax('.')
 outputs = programs['{name}']({{{inputs}}})
 ```
 
-The same without `load.py`: `jax.export.deserialize` reads `{name}.stablehlo`. Its `call` takes the variables, a dict of
-arrays in the dtypes of `signature.json` (NumPy does not know bfloat16, and stores its bytes), and the inputs.
+Without `load.py`, `jax.export.deserialize` reads `{name}.stablehlo`. Its `call` takes the variables, a dict of arrays
+in the dtypes of `signature.json` (NumPy does not know bfloat16 and stores its bytes), and the inputs.
 """
 
 _README_TF = """## With TensorFlow

@@ -1,8 +1,9 @@
-"""Loads an exported model, after it has checked that its files are whole, and of one export.
+"""Checks that the files of an exported model are complete and belong to one export, and loads them.
 
-This file stands in each export as load.py, and needs nothing but the standard library, and what runs the programs.
+Each export has a copy of this file, load.py. It needs only the standard library, and the library that runs the
+programs.
 
-  python load.py    checks all files, such as before a server gets them: exit code 0, or 1 and a line that says why
+  python load.py    checks all files, for example before a server gets them: exit code 0, or 1 and a line that says why
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ PROGRAM = '.stablehlo'
 SAVED_MODEL = 'saved_model'
 _FILES, _SEAL = 'files', 'seal'
 
-Arrays = dict[str, Any]
+Arrays = dict[str, Any]  # By name: arrays, or their shapes and dtypes.
 
 
 class MixedExportError(ValueError):
-  """A file of an export is missing, was changed, or is of another export."""
+  """A file of an export is missing, was changed, or belongs to another export."""
 
 
-def sealed(signature: dict[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns a signature with the SHA-256 of each file of programs and variables in `folder`, and with its own."""
+def seal_signature(signature: dict[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
+  """Adds to a signature the SHA-256 of each file of programs and variables in `folder`, and its own; returns it."""
   root = Path(folder)
   names = sorted(str(path.relative_to(root).as_posix()) for path in root.rglob('*') if path.is_file())
   full = {**signature, _FILES: {name: _digest(root / name) for name in names}}
@@ -39,7 +40,7 @@ def sealed(signature: dict[str, Any], folder: str | os.PathLike[str]) -> dict[st
 
 
 def read_signature(folder: str | os.PathLike[str]) -> dict[str, Any]:
-  """Reads signature.json of an export; raises MixedExportError unless it is as it was written."""
+  """Reads signature.json of an export; raises MixedExportError if it cannot be read or was changed."""
   path = Path(folder, SIGNATURE)
   try:
     with open(path, 'rb', opener=_open_file) as file:
@@ -55,11 +56,11 @@ def read_signature(folder: str | os.PathLike[str]) -> dict[str, Any]:
   return dict(signature)
 
 
-def check(folder: str | os.PathLike[str], below: str = '') -> dict[str, Any]:
+def check_files(folder: str | os.PathLike[str], below: str = '') -> dict[str, Any]:
   """Checks the files of an export whose names begin with `below`, all by default; returns the signature.
 
   Raises:
-    MixedExportError: one of them is missing, was changed, or is of another export.
+    MixedExportError: one of them is missing, was changed, or belongs to another export.
   """
   signature = read_signature(folder)
   names = [name for name in signature[_FILES] if name.startswith(below)]
@@ -73,7 +74,7 @@ def check(folder: str | os.PathLike[str], below: str = '') -> dict[str, Any]:
       raise MixedExportError(f'{path} cannot be read: {error.strerror or error}') from None
     if digest != signature[_FILES][name]:
       raise MixedExportError(
-        f'{path} is not that of {SIGNATURE} beside it: it was changed, or is of another export; copy the whole folder'
+        f'{path} does not match {SIGNATURE}: it was changed, or belongs to another export; copy the whole folder'
       )
   return signature
 
@@ -82,15 +83,15 @@ def load_for_jax(folder: str | os.PathLike[str]) -> dict[str, Callable[[Arrays],
   """Returns the programs by name, each a function of its inputs that returns its outputs, arrays by name.
 
   Raises:
-    MixedExportError: see `check`.
+    MixedExportError: see `check_files`.
   """
   import jax
   import jax.export
   import numpy as np
 
-  signature = check(folder, VARIABLES)
+  signature = check_files(folder, VARIABLES)
   for name in signature['programs']:
-    check(folder, f'{name}{PROGRAM}')
+    check_files(folder, f'{name}{PROGRAM}')
   with np.load(Path(folder, VARIABLES)) as stored:
     # NumPy does not know bfloat16 and similar types by name.
     variables = {n: stored[n].view(jax.numpy.dtype(v['dtype'])) for n, v in signature['variables'].items()}
@@ -103,10 +104,10 @@ def load_for_jax(folder: str | os.PathLike[str]) -> dict[str, Callable[[Arrays],
 
 
 def load_for_tensorflow(folder: str | os.PathLike[str]) -> Any:
-  """Returns the SavedModel, whose `signatures` are the programs by name; raises MixedExportError, see `check`."""
+  """Returns the SavedModel, whose `signatures` are the programs by name; raises MixedExportError, see `check_files`."""
   import tensorflow as tf
 
-  check(folder, f'{SAVED_MODEL}/')
+  check_files(folder, f'{SAVED_MODEL}/')
   return tf.saved_model.load(os.path.join(folder, SAVED_MODEL))
 
 
@@ -119,7 +120,7 @@ def _digest(path: Path) -> str:
 
 
 def _open_file(path: str, flags: int) -> int:
-  handle = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # Or the other end of a named pipe is waited for.
+  handle = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # Does not wait for the other end of a named pipe.
   if not stat.S_ISREG(os.fstat(handle).st_mode):
     os.close(handle)
     raise OSError(errno.EINVAL, 'it is not a file', path)
@@ -130,17 +131,17 @@ def _digest_of(signature: dict[str, Any]) -> str:
   return hashlib.sha256(json.dumps(signature, sort_keys=True).encode()).hexdigest()
 
 
-def main() -> int:
-  """Checks the export in which this file stands."""
+def _main() -> int:
+  """Checks the export that contains this file; returns the exit code."""
   folder = Path(__file__).parent
   try:
-    signature = check(folder)
+    signature = check_files(folder)
   except MixedExportError as error:
     print(f'error: {error}', file=sys.stderr)
     return 1
-  print(f'{folder}: {len(signature[_FILES])} files, whole and of one export')
+  print(f'{folder}: {len(signature[_FILES])} files, complete and of one export')
   return 0
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(_main())

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from praxis_lite.checkpoints import OnDamage
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs.nonfinite import Hints
-from praxis_lite.runs.programs import Program, ProgramResult
+from praxis_lite.runs.programs import InputProgram, ProgramResult
 from praxis_lite.runs.records.metrics import DeviceMetrics, EvalResult, HostMetrics
 from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.training.state import TrainState
@@ -191,7 +191,7 @@ class Observer:
   def on_resume(self, run: Run) -> None:
     """Called before the steps that follow a pause."""
 
-  def on_evaluation(self, run: Run, program: Program, result: ProgramResult) -> None:
+  def on_evaluation(self, run: Run, program: InputProgram, result: ProgramResult) -> None:
     """Called after an input was evaluated or decoded."""
 
   def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
@@ -253,19 +253,11 @@ class Observers:
     copies = [copy for copy, _ in found if copy is not None]
     return max(copies, key=lambda copy: copy.step, default=None), '; '.join(line for _, line in found if line)
 
-  @contextlib.contextmanager
-  def while_running(self, why_lost: Callable[[], UserError | None]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-      for observer in self:
-        stack.enter_context(observer.while_running(why_lost))
-      yield
+  def while_running(self, why_lost: Callable[[], UserError | None]) -> contextlib.AbstractContextManager[None]:
+    return _enter_all(observer.while_running(why_lost) for observer in self)
 
-  @contextlib.contextmanager
-  def while_training(self, stop: StopSignals) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-      for observer in self:
-        stack.enter_context(observer.while_training(stop))
-      yield
+  def while_training(self, stop: StopSignals) -> contextlib.AbstractContextManager[None]:
+    return _enter_all(observer.while_training(stop) for observer in self)
 
   def figures(self) -> Mapping[str, float]:
     return {name: value for observer in self for name, value in observer.figures().items()}
@@ -275,6 +267,14 @@ class Observers:
 
   def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
     return next(filter(None, (observer.failure(is_over=is_over) for observer in self)), None)
+
+
+@contextlib.contextmanager
+def _enter_all(contexts: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+  with contextlib.ExitStack() as stack:
+    for context in contexts:
+      stack.enter_context(context)
+    yield
 
 
 class Hooks(Observer):
@@ -303,7 +303,7 @@ class Hooks(Observer):
     with self._measure('hooks'):
       self._call('on_step', run, out.mean_metrics)
 
-  def on_evaluation(self, run: Run, program: Program, result: ProgramResult) -> None:
+  def on_evaluation(self, run: Run, program: InputProgram, result: ProgramResult) -> None:
     self._call('on_eval', run, program.split, result.metrics)
 
   def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Whether a run still improves: early stopping, and the best checkpoint.
 
-Both are hooks, and decide from the evaluations of the whole run, those before a restart included. So they have no state
-of their own that a kill could lose.
+Both are hooks, and decide from the evaluations of the whole run, including those before a restart. So they have no
+state that a kill could lose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from praxis_lite.training.task import EarlyStoppingParams, TrainParams
 
 
 class WatchedMetric(NamedTuple):
-  """A metric of one input, and which of its values are better.
+  """A metric of one input, and whether lower or higher values are better.
 
   Attributes:
     split, name: as in `EvalResult`.
@@ -67,21 +67,23 @@ def watched_metric(field: str, metric: str, mode: str, splits: dict[str, list[st
   if len(having) == 1:
     return WatchedMetric(having[0], metric, mode)
   if having:
-    raise ConfigError(f'{field} = {metric!r}: of which input? Write {" or ".join(f"{s}/{metric}" for s in having)}')
+    raise ConfigError(
+      f'{field} = {metric!r}: several inputs have it; write {" or ".join(f"{s}/{metric}" for s in having)}'
+    )
   short = [name for names in splits.values() for name in names]
   close = did_you_mean(metric, [*known, *short])
   raise ConfigError(f'{field} = {metric!r}: there is no such metric.{close} There are {", ".join(known)}.')
 
 
 class Watched(NamedTuple):
-  """The metrics that decide which checkpoint is the best, and when to stop; None where nothing asks for one."""
+  """The metrics that decide which checkpoint is the best, and when to stop; None if the config names none."""
 
   best: WatchedMetric | None
   stopping: WatchedMetric | None
 
 
 def watched_metrics(settings: TrainParams, splits: dict[str, list[str]]) -> Watched:
-  """Returns the metrics that a config names; `splits` and errors are those of `watched_metric`."""
+  """Returns the metrics that a config names; `splits` and errors are as for `watched_metric`."""
   early, best, stopping = settings.early_stopping, None, None
   if early.patience is not None:
     if settings.eval_interval_steps is None:
@@ -96,14 +98,14 @@ def watched_metrics(settings: TrainParams, splits: dict[str, list[str]]) -> Watc
 
 
 class EarlyStopping(Hook):
-  """Stops a run once a metric has not improved for `settings.patience` evaluations in a row."""
+  """Stops a run after `settings.patience` evaluations in a row in which a metric did not improve."""
 
   def __init__(self, watched: WatchedMetric, settings: EarlyStoppingParams):
     self._watched = watched
     self._settings = settings
 
   def on_start(self, run: Run) -> None:
-    self._decide(run)  # A run that has stopped does not go on when it is started again.
+    self._decide(run)  # A run that has stopped early does not continue when it is started again.
 
   def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
     if split == self._watched.split:
@@ -117,7 +119,7 @@ class EarlyStopping(Hook):
       else:
         waited += 1
     if self._settings.patience is not None and waited >= self._settings.patience:
-      than = 'has not been a number' if best is None else f'has not improved on {best:.5g}, of step {best_step},'
+      than = 'was never a number' if best is None else f'did not improve on {best:.5g}, of step {best_step},'
       better = 'lower' if self._watched.mode == 'min' else 'higher'
       run.stop(f'stopping early: {self._watched.path} {than} in {waited} evaluations ({better} is better)')
 
@@ -133,7 +135,7 @@ class KeepBest(Hook):
     best = self._checkpointer.best()
     if best is not None and (best.metric, best.mode) != (self._watched.path, self._watched.mode):
       self._checkpointer.keep_best(None)
-    # A run that was killed may not have recorded its last one.
+    # A run that was killed may not have recorded its last best checkpoint.
     saved = self._checkpointer.steps()
     for step, value in self._watched.values(run.results):
       if step in saved:

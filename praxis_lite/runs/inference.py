@@ -13,7 +13,7 @@ from typing import Unpack
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.runs.programs import DecodeProgram, EvalProgram, Program
+from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram
 from praxis_lite.runs.prompts import prompt_batch
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import build_datasets, job_directory
@@ -81,7 +81,7 @@ def decode_prompts(
   return restore_model(config, job_log_dir, use_ema='decode', meanwhile=begin, **options).decode(prompts)
 
 
-def _run(programs: Sequence[Program], model: TrainedModel) -> dict[str, HostMetrics]:
+def _run(programs: Sequence[InputProgram], model: TrainedModel) -> dict[str, HostMetrics]:
   metrics: dict[str, HostMetrics] = {}
   for program in programs:
     result = program.run(model.stored_variables, model.global_step)

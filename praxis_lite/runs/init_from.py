@@ -36,8 +36,8 @@ class _Origin(NamedTuple):
   """Where a variable comes from.
 
   Attributes:
-    source: name of the array in the checkpoint; None: the seed.
-    known: shape of the entries that are copied.
+    source: name of the array in the checkpoint; None if the seed gives the values.
+    known: shape of the part that is copied.
   """
 
   source: str | None
@@ -48,7 +48,7 @@ class WarmStart:
   """The plan of where each variable of a new run comes from, made before anything is compiled.
 
   Raises:
-    CheckpointError: there is no such checkpoint, or a variable is neither in it nor covered by a rule, or differs.
+    CheckpointError: there is no such checkpoint; or a variable is neither in it nor covered by a rule, or differs.
     ConfigError: a rule is not valid, or matches nothing.
   """
 
@@ -87,7 +87,7 @@ class WarmStart:
     return self._partitioned.init_state_from(init_key, GivenVariables(values, known))
 
   def report(self) -> Iterator[str]:
-    """Yields the lines of a table of where each variable comes from; those that keep name and shape are counted."""
+    """Yields the lines of a table of where variables come from; those that keep name and shape are only counted."""
     rows: dict[str, list[str]] = {'the same': [], 'renamed': [], 'partial': [], 'fresh': []}
     for name, origin in self._origins.items():
       shape = tuple(self._wanted[name]['shape'])
@@ -107,7 +107,7 @@ class WarmStart:
     ]
     taken = len(self._origins) - len(rows['fresh'])
     same = len(rows.pop('the same'))
-    yield f'init_from {self._where}: {taken} variables from the checkpoint, {same} of them as they are'
+    yield f'init_from {self._where}: {taken} variables from the checkpoint, {same} of them unchanged'
     for kind, shown in rows.items():
       for row in shown[:_SHOWN]:
         yield f'  {kind:<8}  {row}'
@@ -142,11 +142,13 @@ class WarmStart:
     if stored not in self._saved:
       known = [n.partition('.')[2] for n in self._saved if n.startswith('mdl_vars.')]
       if by_rule:
-        near = did_you_mean(source, known) or ' A rule is a pair: paths here, and the path there, or None for the seed.'
+        near = did_you_mean(source, known) or (
+          ' A rule is a pair: a pattern of paths here, and the path there, or None for the seed.'
+        )
         raise CheckpointError(f'{name} comes from {source!r}{by_rule}, and {self._where} has no such variable.{near}')
       raise CheckpointError(
         f'{name} is not in {self._where}.{did_you_mean(name, known)} Add a rule: ({re.escape(name)!r}, None) starts it '
-        'from the seed, or name the variable that it comes from'
+        'from the seed; or name the variable that it comes from'
       )
     if use_ema and _average_of(stored) in self._saved:
       stored = _average_of(stored)
@@ -156,7 +158,7 @@ class WarmStart:
     if not castable(saved['dtype'], wanted['dtype']) or len(ours) != len(theirs) or (ours != theirs and not may_differ):
       remedy = f'({re.escape(name)!r}, None) among the rules starts it from the seed'
       if len(ours) == len(theirs):
-        remedy += f', and {re.escape(name)!r} in partial copies the {overlap} that both have'
+        remedy += f', and {re.escape(name)!r} in partial copies the part {overlap} that both have'
       raise CheckpointError(
         f'{name} is {wanted["dtype"]}{list(ours)} here, and {source} is {saved["dtype"]}{list(theirs)} in '
         f'{self._where}; {remedy}'
@@ -178,7 +180,7 @@ def _regex(field: str, pattern: str) -> re.Pattern[str]:
 
 def _expand(match: re.Match[str], replacement: str, field: str) -> str:
   if not replacement.isprintable():  # '\1' in a string that is not raw.
-    raise ConfigError(f"{field}: {replacement!r} is no path; write groups in a raw string, as in r'lm.\\1'")
+    raise ConfigError(f"{field}: {replacement!r} is not a path; write groups in a raw string, as in r'lm.\\1'")
   try:
     return match.expand(replacement)
   except (re.error, IndexError) as error:
@@ -186,7 +188,7 @@ def _expand(match: re.Match[str], replacement: str, field: str) -> str:
 
 
 def _average_of(name: str) -> str:
-  """The name in a checkpoint of the moving average of a variable."""
+  """Returns the name that the moving average of a variable has in a checkpoint."""
   return name.replace('mdl_vars.', 'ema_vars.', 1)
 
 

@@ -27,16 +27,16 @@ _LIMIT = 'task.train.max_skipped_steps'
 
 
 class NonFiniteError(UserError):
-  """Losses or gradients are not finite: of one step, where the learner is set to raise, or of too many in a row."""
+  """The loss or a gradient is not finite: in one step, if the learner is set to raise, or in too many in a row."""
 
 
 class Hints(NamedTuple):
-  """What a batch says of why a step was not finite.
+  """What a batch says about why a step was not finite.
 
   Attributes:
-    found: what is wrong with it, a sentence without a full stop; '' if nothing is known to be.
-    integers: the ranges of its integers, where labels among them may be of classes that do not exist; '' where they
-      are known to exist, or there are none.
+    found: what is wrong with it, a sentence without a full stop; '' if nothing wrong is known.
+    integers: the ranges of its integers, if some may be labels of classes that do not exist; '' if all labels are known
+      to be valid, or there are no integers.
   """
 
   found: str = ''
@@ -48,10 +48,10 @@ class SkippedSteps:
 
   Args:
     first_step: steps taken before this process.
-    limit: how many in a row are too many; None or 0: any number is accepted.
+    limit: how many in a row end the run; None or 0 accepts any number.
     raises: whether the learner is set to raise at the first one.
     line: prints a line.
-    tell: is called with the first step of those in a row, and what was wrong with it.
+    tell: called with the first of several skipped steps in a row, and what was wrong with it.
 
   Attributes:
     in_a_row: the number of steps skipped since the last one that was not.
@@ -76,7 +76,7 @@ class SkippedSteps:
 
   @property
   def too_many(self) -> bool:
-    """Whether as many steps in a row were skipped as end a run."""
+    """Whether more steps in a row were skipped than a run tolerates."""
     return self._limit is not None and self.in_a_row >= self._limit
 
   @property
@@ -122,7 +122,7 @@ class SkippedSteps:
     return self._step - self.in_a_row + 1
 
   def error(self, hints: Hints) -> NonFiniteError:
-    """Returns the error that ends the run, once its state is saved; `hints` say what is known of the cause."""
+    """Returns the error that ends the run once its state is saved; `hints` are what is known about the cause."""
     since, untrained = self._since, self._since == 1
     labels = f'labels out of range of the classes (the last batch has {hints.integers}), ' if hints.integers else ''
     if untrained:
@@ -137,7 +137,7 @@ class SkippedSteps:
       f'from step {since} on, the loss or a gradient was not finite{self._cause}, so all {self.in_a_row} updates '
       f'up to step {self._step} were skipped. {hints.found or f"Likely causes: {likely}"}. What to do: {remedy}. '
       f'Step {self._step} is saved, and {kept}. {_LIMIT} = {self._limit} says how many steps in a row may be skipped; '
-      'None: any number'
+      'None allows any number'
     )
 
 
@@ -149,7 +149,7 @@ def _not_finite(metrics: DeviceMetrics) -> Iterator[str]:
 
 
 def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
-  """Returns what is wrong with a batch, as far as it can be known.
+  """Returns what is wrong with a batch, as far as that can be known.
 
   Args:
     batch: of a step that was not finite, on the host.
@@ -163,11 +163,11 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
     model.check_input(data, {name: np.asarray(x) for name, x in batch.items()})
   except UserError as error:
     return Hints(f'The last batch does not fit the model: {error}')
-  except Exception:  # A user's own check; only its message would be useful here.
+  except Exception:  # A user's own check has failed, and the error of the run is more useful than that.
     pass
   integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
   labels = labels_in(batch)
-  # The layer of a classifier with the most classes: what it has no class for, none has.
+  # Labels are checked against the classifier layer with the most classes.
   classes = {layer.path_name: n for layer in model.descendants() if (n := _num_classes(layer)) is not None}
   if not (classes and labels):
     return Hints(integers=', '.join(_range(name, x) for name, x in integers.items()))

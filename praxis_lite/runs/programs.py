@@ -39,11 +39,11 @@ Out = TypeVar('Out')
 
 
 class TaskOnMesh:
-  """One task on one mesh, partitioned for each shape of batches: inputs of the same shape share compiled steps.
+  """One task on one mesh, partitioned for each shape of batches: inputs with the same shapes share compiled steps.
 
   Attributes:
     jax_task, mesh: the task and the mesh.
-    layout: how the train state of the task is stored there; one without `opt_states` is only for inference.
+    layout: how the train state of the task is stored there; without `opt_states`, it is only for inference.
   """
 
   def __init__(self, jax_task: SingleTask, mesh: Mesh, layout: StateLayout | None = None):
@@ -70,9 +70,9 @@ class ProgramResult(NamedTuple):
   Attributes:
     metrics: weighted means over all batches, on the host.
     num_batches: number of batches.
-    seconds: duration, compiling included.
+    seconds: duration, including compilation.
     summaries: summaries that layers added in the first batch, without scalars: one batch does not represent them.
-    note: what the console adds to the line of the result.
+    note: text that the console adds to the line of the result.
   """
 
   metrics: HostMetrics
@@ -82,12 +82,12 @@ class ProgramResult(NamedTuple):
   note: str
 
 
-class Program(Generic[Out]):
+class InputProgram(Generic[Out]):
   """Runs a step over one input: `EvalProgram` or `DecodeProgram`.
 
   Attributes:
     split: 'eval/<input>' or 'decode/<input>'.
-    use_ema: run with the moving averages if the learner keeps them.
+    use_ema: whether it runs with the moving averages, if the learner keeps them.
   """
 
   def __init__(
@@ -132,7 +132,7 @@ class Program(Generic[Out]):
     return sorted(name for name, (mean, _) in self._metrics_of(out).items() if jnp.shape(mean) == ())
 
   def result_line(self, step: int, result: ProgramResult) -> str:
-    """Returns what the console shows of a result."""
+    """Returns the line that the console shows for a result."""
     batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
     return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{result.note}')
 
@@ -144,12 +144,12 @@ class Program(Generic[Out]):
     """Keeps the summaries or lines of a batch's outputs."""
 
   def _finish(self, step: int) -> str:
-    """Ends a pass, and returns the note of its result."""
+    """Called at the end of a pass; returns the note of its result."""
     return ''
 
 
-class EvalProgram(Program[EvalStepOutput]):
-  """Evaluates variables on one input; `prng_key`, on the mesh, is for models that draw random numbers meanwhile."""
+class EvalProgram(InputProgram[EvalStepOutput]):
+  """Evaluates variables on one input; `prng_key`, on the mesh, is for models that draw random numbers."""
 
   def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array):
     super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
@@ -161,7 +161,7 @@ class EvalProgram(Program[EvalStepOutput]):
     self._summaries = self._summaries or {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
 
 
-class DecodeProgram(Program[DecodeStepOutput]):
+class DecodeProgram(InputProgram[DecodeStepOutput]):
   """Decodes one input; writes the outputs, one example per line, to `job_log_dir/decoded/<input>/step_<n>.jsonl`."""
 
   def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
@@ -188,7 +188,7 @@ class DecodeProgram(Program[DecodeStepOutput]):
 
 
 def _examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
-  """Yields the rows of `decoded` that are examples, for JSON. Those that fill up the last batch have zero weight."""
+  """Yields the rows of `decoded` that are examples, for JSON. Rows that pad the last batch have zero weight."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
   # NumPy does not know bfloat16 and similar types, and calls them void.
   arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}

@@ -14,7 +14,7 @@ from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import Bucket
 from praxis_lite.training.experiment import ExperimentConfig
 
-# Prompts are padded to a multiple of this, so that a `decode` that knows no buckets is compiled for few lengths.
+# Prompts are padded to a multiple of this, so that a `decode` without buckets is compiled for few lengths.
 _LENGTH_MULTIPLE = 16
 
 

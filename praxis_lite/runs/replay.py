@@ -27,18 +27,20 @@ from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import loss_and_gradients
 
 
-def trace_step(partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict) -> Trace:
+def trace_on_one_device(
+  partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
+) -> Trace:
   """Computes the loss and the gradients of a step on one device, operation by operation.
 
   Args:
     partitioned: the task on its mesh.
-    state, prng_key, batch: the arguments of the step; none is donated.
+    state, prng_key, batch: the arguments of the step, which are not donated.
 
   Raises:
-    ConfigError: there are several hosts, so that no device can have it all.
+    ConfigError: there are several hosts, so that no device can hold all arrays.
   """
   if jax.process_count() > 1:
-    raise ConfigError('a step can be looked at on one host only; run `praxis-lite replay` there')
+    raise ConfigError('a step can be traced on one host only; run `praxis-lite replay` on one host')
   here = jax.sharding.SingleDeviceSharding(partitioned.mesh.devices.flat[0])
   variables = jax.device_put(slice_to(state.mdl_vars, partitioned.layout.mdl_vars.unpadded_shapes), here)
   step, key, rows = jax.device_put((state.step, prng_key, batch), here)
@@ -54,15 +56,15 @@ def check_finite(
   """Raises NonFiniteError, which names the layer, for a step that was not finite.
 
   Args:
-    before: steps taken before it.
-    state: the state after it, of which the learner has changed nothing but the step.
+    before: number of steps taken before it.
+    state: the state after it, in which the learner has only changed the step.
   """
   step = jax.device_put(np.asarray(before, np.int32), state.step.sharding)
   try:
     with reading('a step, operation by operation'):
-      trace = trace_step(partitioned, state.replace(step=step), prng_key, batch)
+      trace = trace_on_one_device(partitioned, state.replace(step=step), prng_key, batch)
   except UnknownJax as error:
-    raise NonFiniteError(f'step {before + 1} is not finite; in which layer is not known: {error}') from error
+    raise NonFiniteError(f'step {before + 1} is not finite; the layer is not known: {error}') from error
   origin = trace.origins[0] if trace.origins else 'it is finite when each operation is run on its own on one device'
   raise NonFiniteError(f'step {before + 1} is not finite; the first value that is not: {origin}')
 
@@ -112,11 +114,11 @@ def replay(
         break
       state = partitioned.train_step(state, keys.train, batch).state
     else:
-      raise DataError(f'the training data is over after step {int(state.step)}')
+      raise DataError(f'reached the end of the training data after step {int(state.step)}')
     line(f'its batch begins at {batches.state_before}')
     for example in train_input.examples_at(batches.state_before):
       line(f'  {example}')
-  trace = trace_step(partitioned, state, keys.train, batch)
+  trace = trace_on_one_device(partitioned, state, keys.train, batch)
   width = max([5, *map(len, trace.layers)])
   line(f'{"layer":<{width}}  {"rms":>9}  {"largest":>9}  not finite')
   for name, s in trace.layers.items():

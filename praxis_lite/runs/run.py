@@ -36,7 +36,7 @@ class Checkpoints(NamedTuple):
 
   Attributes:
     steps: their steps, in order.
-    best: the best one by `task.train.best_metric`; None if the run has none.
+    best: the best checkpoint by `task.train.best_metric`; None if the run records none.
   """
 
   steps: list[int]
@@ -44,12 +44,12 @@ class Checkpoints(NamedTuple):
 
   @property
   def latest(self) -> int | None:
-    """The step of the newest; None if there are none."""
+    """The step of the newest checkpoint; None if there is none."""
     return self.steps[-1] if self.steps else None
 
 
 class SavedRun:
-  """A run directory. Its metrics and checkpoints are read anew at each access, so it may be training.
+  """A run directory. Its metrics and checkpoints are read again at each access, so the run may still be training.
 
   Attributes:
     directory: the job_log_dir.
@@ -72,12 +72,12 @@ class SavedRun:
 
   @functools.cached_property
   def record(self) -> RunRecord:
-    """What the directory says of how it was made: commands, seeds, versions, meshes; see `RunRecord`."""
+    """What the directory records about how the run was made: commands, seeds, versions, meshes; see `RunRecord`."""
     return read_record(self.directory, trusted=self._trusted)
 
   @property
   def metrics(self) -> MetricsTable:
-    """The metrics that were written, a column for each and a row for each step with any."""
+    """The metrics that the run has written: a column for each metric, and a row for each step that has any."""
     return read_metrics(self.directory)
 
   @property
@@ -100,9 +100,9 @@ class SavedRun:
     """Restores the model of a checkpoint.
 
     Args:
-      mesh: a mesh with the axes of the task, or its size along each of them; None: one device.
-      step: step of the checkpoint, or 'best'; None: the newest.
-      ema: use the moving averages of the variables, if the learner keeps them; None: as `task.evaluate.use_ema`.
+      mesh: a mesh with the axes of the task, or its size along each of them; None uses one device.
+      step: step of the checkpoint, or 'best'; None uses the newest.
+      ema: use the moving averages of the variables, if the learner keeps them; None uses `task.evaluate.use_ema`.
       seed: for models that draw random numbers while they predict or evaluate.
 
     Raises:
@@ -127,18 +127,19 @@ def open_run(
 
   Args:
     job_log_dir: the directory of the run.
-    exp: its experiment: a name as for --exp, a class, or edited configs; None: what the directory records.
+    exp: its experiment: a name as for --exp, a class, or edited configs; None uses the recorded configs.
     trusted: modules, packages or Python files whose code the recorded config may name too, as for --trust.
 
   Raises:
-    UserError: there is no such directory or experiment, or the directory is no run but has runs in it, or is in one.
+    UserError: there is no such directory or experiment; or the directory is not a run, but contains runs or is part of
+      one.
   """
   directory = user_path(job_log_dir)
   if not directory.is_dir():
     raise UserError(f'there is no run in {directory}: it is not a directory')
   is_run = has_record(directory) or any((directory / name).exists() for name in ('checkpoints', 'metrics.jsonl'))
   if exp is None and not is_run and (near := runs_near(directory)):
-    raise UserError(f'{directory} is no run{near}')
+    raise UserError(f'{directory} is not a run{near}')
   if isinstance(exp, str):
     exp = registry.get(exp)
   if isinstance(exp, type):
@@ -147,12 +148,12 @@ def open_run(
 
 
 def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
-  """The mesh of a loaded model, with Auto axes named as those of the task."""
+  """Returns the mesh of a loaded model, with Auto axes that have the task's names."""
   names = task.mesh_axis_names or ('data',)
   if isinstance(mesh, int):
     raise ShardingError(f'load: mesh = {mesh}: expected the size along each of the axes {names}, such as ({mesh},)')
   if not isinstance(mesh, Mesh):
     return create_device_mesh((1,) * len(names) if mesh is None else tuple(mesh), None, names)
   if set(mesh.axis_names) != set(names):
-    raise ShardingError(f'load: the mesh has the axes {mesh.axis_names}; those of the task are {names}')
+    raise ShardingError(f'load: the mesh has the axes {mesh.axis_names}; the axes of the task are {names}')
   return auto_mesh(np.asarray(mesh.devices), mesh.axis_names)

@@ -1,4 +1,4 @@
-"""The signals that end a run: every process stops after the same step."""
+"""The signals that end a run: all processes stop after the same step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jax.experimental import multihost_utils
 
 
 class StopSignals:
-  """Context manager that catches the signals that end a run; outside the main thread, it catches nothing.
+  """A context manager that catches the signals that end a run; outside the main thread, it catches nothing.
 
   SIGTERM (sent by a scheduler that needs the machine) and SIGINT (Ctrl-C) only set a flag, which the training loop
-  reads between steps: it finishes the step, saves and exits. A second signal ends the process at once.
+  reads between steps: it finishes the step, saves and exits. A second signal ends the process immediately.
 
-  With several processes all must stop after the same step, or the others would wait for ever in a collective. JAX's
-  preemption service ensures that: it catches SIGTERM in any process and names a step that none has passed yet.
+  With several processes all must stop after the same step, or some would wait forever in a collective. JAX's preemption
+  service ensures that: it catches SIGTERM in any process, and names a step that none of them has passed yet.
 
   An evaluation is interrupted in the same way: after a batch that all agree on.
 
@@ -38,7 +38,7 @@ class StopSignals:
     self._several_processes = jax.process_count() > 1
 
   def requested_now(self) -> bool:
-    """Whether to stop now; with several processes, each must call this equally often, at the same points."""
+    """Whether to stop now; with several processes, all must call this equally often, at the same points."""
     if self._several_processes:
       self._calls += 1
       if multihost_utils.reached_preemption_sync_point(self._calls):
@@ -48,7 +48,7 @@ class StopSignals:
 
   @property
   def requested(self) -> bool:
-    """Whether to stop: with several processes, what all of them agreed on when `requested_now` was last called."""
+    """Whether to stop; with several processes, as they agreed when `requested_now` was last called."""
     return self._agreed if self._several_processes else self.received is not None
 
   def request_of_all(self) -> None:
@@ -69,7 +69,7 @@ class StopSignals:
   def _handle(self, number: int, frame: FrameType | None) -> None:
     if self.received is not None:
       if os.isatty(1):
-        os.write(1, b'\x1b[?25h')  # Show the cursor: the progress bar has hidden it.
+        os.write(1, b'\x1b[?25h')  # Shows the cursor, which the progress bar has hidden.
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
       return
@@ -77,7 +77,7 @@ class StopSignals:
     text = f'{self.received}: finishing the step and saving; once more ends the run at once\n'
     if os.isatty(2):
       text = f'\n{text}\n'  # The progress bar, two lines high, is redrawn over the last line and the one before.
-    # os.write: a handler that prints may interrupt another print, and buffered files are not re-entrant.
+    # Not print: a handler may interrupt another print, and buffered files are not re-entrant.
     os.write(2, text.encode())
     if self._several_processes:
       os.kill(os.getpid(), signal.SIGTERM)

@@ -1,10 +1,10 @@
-"""Sweeps: a grid of overrides, each point trained in a run directory of its own, by a process of its own.
+"""Sweeps: a grid of overrides, each point trained in its own run directory by its own process.
 
     folder/learning_rate=0.001,num_layers=2/     a run, with the output of its process in sweep.log
            learning_rate=0.003,num_layers=2/
            sweep.json                            which points are finished, and with which config
 
-Points that are finished are not started again, unless their config has changed; others resume where they stopped.
+Finished points are not started again, unless their config has changed; others resume where they stopped.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Point(NamedTuple):
 
 
 def grid(overrides: Sequence[str]) -> list[Point]:
-  """Returns the points of overrides of which some have several values; see `overrides.alternatives`.
+  """Returns all combinations of the values of overrides; see `overrides.alternatives`.
 
   Raises:
-    ConfigError: none has several values, one of them twice, or two of those are of one path.
+    ConfigError: none has several values, a value is given twice, or two overrides with several values have one path.
   """
   options = [alternatives(override) for override in overrides]
   varied = [choices[0].partition('=')[0] for choices in options if len(choices) > 1]
@@ -80,7 +80,7 @@ def _directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
 
 
 class FinishedPoints:
-  """The points of a sweep that are finished, as `folder/sweep.json` has them: the digest of the config of each."""
+  """The finished points of a sweep, with a digest of the config of each, in `folder/sweep.json`."""
 
   def __init__(self, folder: Path):
     self._path = folder / _FINISHED
@@ -89,7 +89,7 @@ class FinishedPoints:
       self._digests = dict(parse_json(read_plain(self._path))['finished'])
 
   def has(self, point: Point, config: str) -> bool:
-    """Whether a point is finished, with a config of this text."""
+    """Whether a point is finished with this config, which is given as text."""
     return self._digests.get(point.name) == _digest(config)
 
   def add(self, point: Point, config: str) -> None:
@@ -111,14 +111,14 @@ def run_points(
 ) -> bool:
   """Runs a process for each point, `parallel` at a time.
 
-  SIGINT and SIGTERM start no more processes, and pass SIGTERM to those that run, which save. A second one kills
-  them; what has not ended ten minutes after the first one is killed as well.
+  After SIGINT or SIGTERM no more processes are started, and the running ones get SIGTERM, so they save. A second signal
+  kills them, and so do ten minutes after the first one.
 
   Args:
     points: in the order to run them in.
     folder: the directory of the sweep.
     command: returns the command line of a point; its output is appended to a file in the point's directory.
-    ended: called when the process of a point has ended, with its exit code and how many seconds it took.
+    ended: called when the process of a point has ended, with its exit code and the seconds that it took.
 
   Returns:
     Whether a signal ended the sweep.
@@ -158,7 +158,7 @@ def _passing_signals(running: Mapping[Point, tuple[subprocess.Popen[bytes], floa
   def handle(number: int, frame: FrameType | None) -> None:
     for process, _ in list(running.values()):
       process.send_signal(signal.SIGKILL if stop.is_set() else signal.SIGTERM)
-      process.send_signal(signal.SIGCONT)  # One that is stopped acts on SIGTERM when it goes on.
+      process.send_signal(signal.SIGCONT)  # A stopped process handles SIGTERM only when it continues.
     stop.set()
 
   before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""Where the time goes: the start-up, then steps, examples and tokens per second, and the used share of the peak."""
+"""Where the time goes: the start-up; then steps, examples and tokens per second, and the share of the peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from praxis_lite.common.accelerators import bf16_peak_of
 
 
 class StartupTimes:
-  """Assigns all time from its making to the first step to named phases.
+  """Assigns all time from its construction to the first step to named phases.
 
       startup = StartupTimes()
       ...
@@ -45,12 +45,12 @@ class StartupTimes:
 
 
 def peak_flops(device: jax.Device) -> float | None:
-  """Returns the dense bfloat16 peak of one device in operations per second; None if unknown, as for a CPU."""
+  """Returns the dense bfloat16 peak of one device in operations per second; None if unknown, such as for a CPU."""
   return None if device.platform == 'cpu' else bf16_peak_of(device.device_kind)
 
 
 class Rates(NamedTuple):
-  """Speeds over the steps since the last call; tokens and MFU are None if there are none or they are unknown."""
+  """Speeds since the last call; tokens and MFU are None if there are no tokens or the peak is unknown."""
 
   steps_per_second: float
   examples_per_second: float
@@ -58,7 +58,7 @@ class Rates(NamedTuple):
   mfu: float | None
 
   def to_metrics(self) -> dict[str, float]:
-    """The known speeds by name, for summaries."""
+    """Returns the known speeds by name, for summaries."""
     return {f'speed/{name}': value for name, value in self._asdict().items() if value is not None}
 
 
@@ -90,7 +90,7 @@ class Throughput:
     self._mark: tuple[int, float] | None = None
 
   def restart(self, step: int) -> None:
-    """Starts measuring after `step`: the time since the last call, such as that of an evaluation, does not count."""
+    """Starts measuring after `step`: the time since the last call, for example in an evaluation, does not count."""
     self._mark = (step, self._clock())
 
   def rates(self, step: int) -> Rates | None:

@@ -1,7 +1,7 @@
 """TrainedModel: a model with the variables of a checkpoint, on any mesh, without the optimizer.
 
-What the commands `eval` and `decode` print, and what `open_run(...).load()` returns, comes from here. Another process
-may be training in the same directory meanwhile.
+The commands `eval` and `decode` use it, and `open_run(...).load()` returns it. Another process may train in the same
+directory at the same time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TrainedModel:
   Attributes:
     config: the configs that it was built from.
     tasks: its task on its mesh.
-    stored_variables: its variables as they are stored there, padded.
+    stored_variables: its variables as they are stored on the mesh, padded.
     global_step: step of the checkpoint, on the mesh.
     seed: seed of models that draw random numbers in prediction or evaluation.
   """
@@ -115,7 +115,7 @@ class TrainedModel:
     self.stored_variables = stored_variables
     self.global_step = global_step
     self.seed = seed
-    self._sizes: dict[str, list[int]] = {}  # The batch sizes that were compiled, by what is compiled.
+    self._sizes: dict[str, list[int]] = {}  # The batch sizes that were compiled, by the task and the other dimensions.
     self._tasks_by_sampler: dict[str, TaskOnMesh] = {}
     self._has_noted = False
 
@@ -128,7 +128,7 @@ class TrainedModel:
 
   @property
   def layer(self) -> BaseModel:
-    """The model's layer: `model.layer.apply(model.variables, batch)` is the pure call, on one device."""
+    """The model's layer: `model.layer.apply(model.variables, batch)` is the pure call on one device."""
     return self.tasks.jax_task.model
 
   @functools.cached_property
@@ -156,14 +156,15 @@ class TrainedModel:
     """Returns the model's predictions, `BaseModel.predict`, for a batch.
 
     Args:
-      batch: arrays by name, the batch as dimension 0; those that only the loss needs may be missing.
+      batch: arrays by name, the batch as dimension 0; arrays that only the loss needs may be missing.
 
     Raises:
-      DataError: the arrays do not form a batch, the model needs one that is missing, or an id is not in its vocabulary.
+      DataError: the arrays do not form a batch, the model needs an array that is missing, or an id is not in its
+        vocabulary.
     """
     return self._run_by_rows(self.tasks, batch, lambda task: task.predict_step).predictions
 
-  def per_example(self, batch: Mapping[str, Any]) -> Any:
+  def evaluate_examples(self, batch: Mapping[str, Any]) -> Any:
     """Returns the model's per-example outputs in evaluation, such as losses, for a batch with labels."""
     return self._run_by_rows(self.tasks, batch, lambda task: task.eval_step).per_example_out
 
@@ -234,7 +235,7 @@ class TrainedModel:
     return ids
 
   def begin_to_compile_decode(self, prompts: Sequence[Sequence[int]]) -> None:
-    """Begins to compile what `decode` runs for lists of tokens like these, in another thread.
+    """Begins to compile, in another thread, what `decode` runs for lists of tokens like these.
 
     Raises:
       UserError: `decode` would raise it for these prompts.
@@ -255,8 +256,8 @@ class TrainedModel:
     Args:
       directory: does not exist, or is empty; `README.md` and `signature.json` in it say how the programs are called.
       what: 'forward', what `predict` returns for a batch; or 'decode', prefill and decode step of a language model.
-      batch: for 'forward': arrays, or their shapes and dtypes, by name, the batch as dimension 0, which become the
-        inputs; None: those of the run's first evaluation dataset that the predictions depend on.
+      batch: for 'forward': the inputs of the program, as arrays by name, or their shapes and dtypes, the batch as
+        dimension 0. None uses the run's first evaluation dataset, without arrays that the predictions do not depend on.
       **settings: `formats`, `batch_size`, `prompt_length`, `max_tokens` and `platforms` of `ExportSettings`.
 
     Returns:
@@ -273,7 +274,7 @@ class TrainedModel:
     return export_model(self.layer, self.variables, directory, batch_struct, ExportSettings(what, **settings), about)
 
   def batch_struct(self) -> dict[str, Any]:
-    """Returns the shapes and dtypes of a batch of the run's first evaluation dataset, or else of its first one.
+    """Returns the shapes and dtypes of a batch of the run's first evaluation dataset, or of its first dataset.
 
     Raises:
       UserError: the run has no dataset, or it is not usable.
@@ -292,7 +293,7 @@ class TrainedModel:
     step_of: Callable[[PartitionedTask], PartitionedStep[Any]],
     key: jax.Array | None = None,
   ) -> Any:
-    """Runs a step on a batch of any size; of all outputs that have the batch as dimension 0, returns its rows."""
+    """Runs a step on a batch of any size; returns the outputs without the rows that pad the batch."""
     step, rows, size = self._step_for(tasks, batch, step_of)
     count = len(rows['weights'])
     out = step(self.stored_variables, self.key if key is None else key, self.global_step, rows)
@@ -301,7 +302,7 @@ class TrainedModel:
   def _step_for(
     self, tasks: TaskOnMesh, batch: Mapping[str, Any], step_of: Callable[[PartitionedTask], PartitionedStep[Any]]
   ) -> tuple[PartitionedStep[Any], Rows, int]:
-    """Returns the step that takes a batch, its rows, and how many the step takes, which may be more."""
+    """Returns the step for a batch, the rows of the batch, and the size that the step was compiled for."""
     rows = canonical_rows(batch, 'batch')
     count = len(rows['weights'])
     if not count:
@@ -313,7 +314,7 @@ class TrainedModel:
     return step_of(tasks.taking_batches_of(struct)), rows, size  # The step adds rows of zero weight.
 
   def _compiled_size(self, tasks: TaskOnMesh, rows: Rows, count: int) -> int:
-    """Returns the smallest batch size that was used with rows like these and is not much too large, or `count`."""
+    """Returns the smallest batch size that was compiled for rows like these and is not much too large, or `count`."""
     kind = map_with_path(lambda path, x: (path_name(path), x.shape[1:], str(x.dtype)), rows)
     sizes = self._sizes.setdefault(f'{id(tasks)} {kind}', [])
     fitting = [size for size in sizes if count <= size <= _MOST_PADDING * count]
@@ -322,7 +323,7 @@ class TrainedModel:
     return min(fitting, default=count)
 
   def _fit_to_bucket(self, batch: Rows, settings: dict[str, Any], stop: tuple[str, ...]) -> tuple[TaskOnMesh, Rows]:
-    """Returns the task and the batch for prompts; of a language model, those that calls of other lengths share."""
+    """Returns the task and the batch for prompts; with a language model, prompts of similar lengths share both."""
     if not isinstance(self.layer, LanguageModel) or type(self.layer).decode is not LanguageModel.decode:
       return self._set_sampler(settings, stop), batch
     max_tokens: int = settings.get('max_tokens', self.layer.decoder.max_decode_steps)
@@ -330,7 +331,7 @@ class TrainedModel:
       raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
     length = int(batch['prompt_lengths'].max())
     self.layer.check_fits(length, max_tokens)
-    self._note_what_is_not_seen(self.layer, length + max_tokens - 1)
+    self._note_short_context(self.layer, length + max_tokens - 1)
     bucket = Bucket.choose(length, max_tokens, self.layer.context)
     sizes = {'max_tokens': bucket.width, 'max_context': bucket.slots}
     return self._set_sampler(settings | sizes, stop), fit_to_bucket(batch, bucket, max_tokens)
@@ -346,7 +347,7 @@ class TrainedModel:
       self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh, self.tasks.layout)
     return self._tasks_by_sampler[name]
 
-  def _note_what_is_not_seen(self, model: LanguageModel, most: int) -> None:
+  def _note_short_context(self, model: LanguageModel, most: int) -> None:
     """Prints, once, that a language model does not see all of a prompt and its continuation, up to `most` tokens."""
     seen = model.context
     if seen is not None and most > seen and not self._has_noted and is_primary_process():

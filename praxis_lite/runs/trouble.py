@@ -2,11 +2,11 @@
 
     job_log_dir/trouble.jsonl    {"first": 812, "last": 814, "what": "...", "action": "rollback", "back_to": 800,
                                   "batches": [{"epoch": 0, "position": 51904, ...}, ...]}      a line for each trouble
-                losses.json      the last losses, from which a run that resumes knows what a jump is
+                losses.json      the last losses, against which a run that resumes measures a jump
 
-A batch is known by the state of the input before it. With the action 'rollback', the checkpoints of the steps from the
-first one on are removed, the run goes on from the one before, as a restart would, and leaves these batches out: now,
-and in each restart to come.
+A batch is identified by the state of the input before it. With the action 'rollback', the checkpoints from the first of
+the steps on are removed. The run continues from the checkpoint before, as after a restart, and skips these batches, now
+and after every restart.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from praxis_lite.training.task import LossSpikeParams
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
 _MOST_RECORDED = 1000
-# Steps whose batches are remembered beside those of a jump: metrics are read a few steps later.
+# The number of steps, in addition to those of a jump, whose batches are remembered: metrics are read some steps later.
 _IN_FLIGHT = 16
-# How few losses have a median that counts; how many are kept for a restart.
+# The least number of losses that have a meaningful median; the number of losses that are kept for a restart.
 _FEWEST, _KEPT = 20, 2000
 
 
@@ -46,15 +46,15 @@ class LossSpikeError(UserError):
 
 
 class Trouble(NamedTuple):
-  """Steps of a run that were not as they should be.
+  """Steps of a run with numerical trouble.
 
   Attributes:
-    first, last: the first and the last of them.
-    what: what was wrong, for people.
+    first, last: the first and the last of these steps.
+    what: what was wrong, as text.
     action: 'skip', 'raise' or 'rollback'.
     batches: the states of the input before their batches.
-    back_to: the step of the checkpoint that the run went back to; 0 is its start, None: it did not go back.
-    examples: names of the examples of the first batch, such as 'record 7 of a.array_record', where the input knows.
+    back_to: the step of the checkpoint that the run went back to, 0 for its start; None if it did not go back.
+    examples: names of the examples of the first batch, such as 'record 7 of a.array_record', if the input knows them.
   """
 
   first: int
@@ -67,7 +67,7 @@ class Trouble(NamedTuple):
 
 
 class GoBack(BaseException):
-  """Ends this attempt to train: the run goes on from an earlier checkpoint. No handler of errors may stop it."""
+  """Ends this attempt to train: the run continues from an earlier checkpoint. No handler of errors must catch it."""
 
   def __init__(self, trouble: Trouble):
     super().__init__(trouble.what)
@@ -75,7 +75,7 @@ class GoBack(BaseException):
 
 
 def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
-  """Returns what was wrong in a run, in the order of its happening; lines that are damaged are left out."""
+  """Returns the troubles of a run in order, without damaged lines."""
   found = []
   with contextlib.suppress(OSError, UnicodeDecodeError):
     for line in read_plain(Path(directory, _FILE)).decode().splitlines():
@@ -96,7 +96,7 @@ def _parse(data: dict[str, Any]) -> Trouble | None:
 
 
 def batches_to_skip(troubles: Sequence[Trouble]) -> list[InputState]:
-  """Returns the states of the input before the batches that are left out."""
+  """Returns the states of the input before the batches to skip."""
   return [state for trouble in troubles if trouble.action == 'rollback' for state in trouble.batches]
 
 
@@ -106,7 +106,7 @@ def read_rollbacks(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def restore_rollbacks(directory: Path, records: Sequence[dict[str, Any]]) -> int:
-  """Writes those of these troubles that the directory has lost; returns how many. One process of a run calls this."""
+  """Writes the troubles that the directory has lost; returns their number. Only one process of a run calls this."""
   before = read_troubles(directory)
   lost: list[Trouble] = []
   for record in records:
@@ -124,9 +124,9 @@ def count_rollbacks(directory: str | os.PathLike[str]) -> int:
 
 
 class LossSpikes:
-  """Finds losses of more than `factor` times the median of those before, `steps` of them in a row.
+  """Finds jumps: `steps` losses in a row that are more than `factor` times the median of the losses before.
 
-  A loss that is too high does not count for the median.
+  Losses of a jump do not enter the median.
   """
 
   def __init__(self, settings: LossSpikeParams):
@@ -135,7 +135,7 @@ class LossSpikes:
     self._in_a_row = 0
 
   def add(self, step: int, loss: float) -> str | None:
-    """Takes the loss of the next step; returns a message if it is the last one of a jump."""
+    """Adds the loss of the next step; returns a message if it completes a jump."""
     median = statistics.median(self._recent) if len(self._recent) >= min(_FEWEST, self._recent.maxlen or 0) else None
     if median is None or self._factor is None or not loss > self._factor * median > 0:
       self._recent.append(loss)
@@ -152,18 +152,18 @@ class LossSpikes:
 
 
 class TroubleWatch(Observer):
-  """Decides what happens after a step that was not finite, or whose loss jumps, and records it.
+  """Decides what happens after a step that is not finite, or whose loss jumps, and records it.
 
   Args:
     directory: the run's directory.
     loss_spike: `task.train.loss_spike`.
     on_nonfinite: what the learner does with a step that is not finite.
-    first_step: steps taken before this process.
+    first_step: number of steps taken before this process.
     describe: returns the names of the examples of a batch, from the state of the input before it.
-    losses: (step, loss) of the last steps before this process; None means that `losses.json` has them.
+    losses: (step, loss) of the last steps before this process; None reads them from `losses.json`.
 
   Attributes:
-    needs_losses: whether `add_loss` is to be called.
+    needs_losses: whether `add_loss` must be called after each step.
   """
 
   def __init__(
@@ -190,12 +190,12 @@ class TroubleWatch(Observer):
           self._spikes.add(step, loss)
 
   def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
-    """Remembers from where the batch of the step was read."""
+    """Remembers the state of the input before the batch of the step."""
     self._batches[run.step] = read_from
     self._batches.pop(run.step - _IN_FLIGHT - self._spike_steps, None)
 
   def on_pause(self, run: Run, reason: PauseReason) -> None:
-    """Writes the losses until now, for a run that resumes from what is saved next."""
+    """Writes the losses until now, for a run that resumes from the checkpoint that is saved next."""
     if reason in ('save', 'copy') and self._spikes is not None and is_primary_process():
       with contextlib.suppress(OSError):
         self._directory.replace_file(_LOSSES, json.dumps(list(self._losses)) + '\n')
@@ -205,11 +205,11 @@ class TroubleWatch(Observer):
     return {'losses': losses, 'troubles': read_rollbacks(self._directory.path)}
 
   def add_nonfinite(self, step: int, what: str) -> None:
-    """Takes a step that was not finite; raises GoBack if the run goes back."""
+    """Records a step that was not finite; raises GoBack if the run goes back."""
     self._record_or_go_back(step, step, what, self._on_nonfinite)
 
   def add_loss(self, step: int, loss: float) -> None:
-    """Takes the loss of a step that was finite; raises GoBack or LossSpikeError after a jump."""
+    """Adds the loss of a step that was finite; raises GoBack or LossSpikeError after a jump."""
     assert self._spikes is not None
     self._losses.append((step, loss))
     what = self._spikes.add(step, loss)
@@ -218,7 +218,7 @@ class TroubleWatch(Observer):
       self._record_or_go_back(first, step, what, self._on_spike)
       raise LossSpikeError(
         f'{what}, and task.train.loss_spike.action is raise; the checkpoints before are kept. '
-        f'`praxis-lite replay {self._directory.path} --step={first}` looks into it'
+        f'`praxis-lite replay {self._directory.path} --step={first}` shows what happens in that step'
       )
 
   def _record_or_go_back(self, first: int, last: int, what: str, action: str) -> None:
@@ -234,13 +234,13 @@ class TroubleWatch(Observer):
 
 
 def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
-  """Removes the checkpoints from the first bad step on and all emergency copies, and records the batches to leave out.
+  """Removes the checkpoints from the first bad step on and all emergency copies, and records the batches to skip.
 
-  All processes call it, once nothing is being saved or read. A kill between the two leaves a run that resumes from the
-  earlier checkpoint, meets the same trouble and comes here again.
+  All processes call this, once nothing is being saved or read. After a kill between the two, the run resumes from the
+  earlier checkpoint, meets the same trouble and calls this again.
 
   Raises:
-    LossSpikeError: the run has gone back `max_rollbacks` times already.
+    LossSpikeError: the run has already gone back `max_rollbacks` times.
   """
   steps = saved_steps(directory)
   back_to = max((step for step in steps if step < trouble.first), default=0)
@@ -266,7 +266,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
 def _record(directory: Path, trouble: Trouble) -> None:
   known = read_troubles(directory)
   if any(_place(earlier) == _place(trouble) for earlier in known) or len(known) >= _MOST_RECORDED:
-    return  # A step that a restart has taken again.
+    return  # A restart has repeated the step.
   _write(directory, [*known, trouble])
 
 

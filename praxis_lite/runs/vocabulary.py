@@ -1,9 +1,9 @@
-"""The vocabulary of a run: what a character tokenizer reads from a text is kept in the directory of the run.
+"""The vocabulary of a run: the characters that a tokenizer finds in a text are kept in the directory of the run.
 
     job_log_dir/vocabulary.json      {"vocabulary": the characters in the order of their ids}
 
-So the weights and the ids of a run belong together for ever, whatever becomes of the text. Another vocabulary in the
-config is refused; a directory without a checkpoint has none to belong to, and its file is written again.
+So the ids keep their meaning for the weights of a run, even if the text changes. A config with another vocabulary is an
+error. In a directory without a checkpoint, the file is written again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILE = 'vocabulary.json'
 
 
 def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str]) -> ExperimentConfig:
-  """Returns the config with the vocabulary that the run in `job_log_dir` keeps, in each tokenizer that has none set.
+  """Returns the config with the vocabulary that the run in `job_log_dir` keeps, for each tokenizer that sets none.
 
   Returns the config itself if there is no such tokenizer, or no such run.
 
@@ -37,7 +37,7 @@ def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike
   try:
     vocabulary = parse_json(read_plain(directory / _FILE))['vocabulary']
     if not isinstance(vocabulary, str):
-      raise ValueError('the vocabulary is no text')
+      raise ValueError('the vocabulary is not a text')
   except FileNotFoundError:
     return config
   except (OSError, ValueError, TypeError, KeyError) as error:
@@ -50,11 +50,11 @@ def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike
           f'{directory / _FILE}, so its ids would mean other characters; leave vocabulary=None, or start a new run in '
           'another --job_log_dir'
         )
-  if not _tokenizers_to_fill(config):
+  if all(c.vocabulary is not None for c in _tokenizers(config)):
     return config
   copies = ([c.clone() for c in group] for group in (config.datasets, config.decode_datasets))
   config = ExperimentConfig(config.task, *copies)
-  for tokenizer in _tokenizers_to_fill(config):
+  for tokenizer in _tokenizers(config):
     tokenizer.vocabulary = vocabulary
   return config
 
@@ -74,7 +74,3 @@ def _tokenizers(config: ExperimentConfig) -> list[Config]:
 
 def _tokenizers_in(config: Config) -> list[Config]:
   return [c for c in nested_configs(config) if target(c) is CharTokenizer]
-
-
-def _tokenizers_to_fill(config: ExperimentConfig) -> list[Config]:
-  return [c for c in _tokenizers(config) if c.vocabulary is None]

@@ -193,7 +193,7 @@ def train_text(capsys, directory, *overrides):
 
 def test_a_required_field_that_is_not_set_is_told(capsys, tmp_path):
   run = tmp_path / 'run'
-  told = 'datasets[{}].path: a value is required and none is set (a field of TextInput), as in --set '
+  told = 'datasets[{}].path: a value is required but not set (a field of TextInput), as in --set '
   assert train_text(capsys, run) == told.format(0) + "'datasets[*].path=...'"
   assert train_text(capsys, run, 'datasets[0].path=x') == told.format(1) + "'datasets[1].path=...'"
   assert 'Did you mean datasets[0].path, datasets[1].path' in train_text(capsys, run, 'path=x')

@@ -119,7 +119,7 @@ MISTAKES = {
     MODEL.format('dims = 6') + TASK.format('task.model = Config(Mine, dims=7)'),
     r"^Mine has no field 'dims': its attribute of this name has no type annotation\. Write dims: int = 6 in the class$",
   ),
-  'required below': (NESTED, r'^block\.rbf\.input_dims: a value is required and none is set \(a field of Rbf\)$'),
+  'required below': (NESTED, r'^block\.rbf\.input_dims: a value is required but not set \(a field of Rbf\)$'),
   'misspelt base': (
     'class Mine(Rihgt): pass',
     r"^cannot import own\S*: NameError: .*\. Did you mean 'Right'\? \(own\.py:",
@@ -150,7 +150,7 @@ MISTAKES = {
     EXPERIMENT.format('def __init__(self, size): pass'),
     r'^Experiment takes arguments, or lacks self; it is called as Experiment\(\), without any$',
   ),
-  'no model': (TASK.format('task = Config(SingleTask)'), r'^task\.model: a value is required and none is set'),
+  'no model': (TASK.format('task = Config(SingleTask)'), r'^task\.model: a value is required but not set'),
   'class for a model': (
     TASK.format('task.model = Mine'),
     r'^task\.model: expected the config of a BaseModel, got .*Mine \(type\); write Config\(Mine, \.\.\.\)$',

@@ -59,7 +59,7 @@ def test_an_imported_run_decodes_trains_and_is_exported(tmp_path, capsys):
   config.task.train.set(num_train_steps=2, save_interval_steps=1)
   capsys.readouterr()
   assert run_train(config, run).step == 2
-  assert '13 variables from the checkpoint, 13 of them as they are' in capsys.readouterr().out
+  assert '13 variables from the checkpoint, 13 of them unchanged' in capsys.readouterr().out
   config.task.train.num_train_steps = 3
   assert run_train(config, run).step == 3
   assert 'restored step 2 of 3' in capsys.readouterr().out

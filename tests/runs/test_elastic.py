@@ -59,5 +59,5 @@ def test_a_mesh_that_leaves_a_process_without_a_device_is_refused(monkeypatch):
   mesh = jax.make_mesh((2,), ('data',), devices=jax.devices()[:2])
   check_all_take_part(mesh)
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  with pytest.raises(ConfigError, match=r'has 2 of 8 devices, none of host 1; make it larger, or start fewer'):
+  with pytest.raises(ConfigError, match=r'has 2 of 8 devices, and none on host 1; make it larger, or start fewer'):
     check_all_take_part(mesh)

@@ -232,7 +232,7 @@ def two_exports(tmp_path_factory):
     (folder / name / 'signature.json').unlink()
     for other in ('load.py', 'README.md'):
       (folder / name / other).rename(folder / f'{name}-{other}')
-    signature = exported.sealed({n: x for n, x in with_saved_model.items() if n != 'files'}, folder / name)
+    signature = exported.seal_signature({n: x for n, x in with_saved_model.items() if n != 'files'}, folder / name)
     (folder / name / 'signature.json').write_text(json.dumps(signature))
     for other in ('load.py', 'README.md'):
       (folder / f'{name}-{other}').rename(folder / name / other)
@@ -254,7 +254,7 @@ def read_in_all_ways(folder):
 
 def test_an_export_is_whole(two_exports):
   done, refused = read_in_all_ways(two_exports / 'one')
-  assert (done.returncode, refused) == (0, '') and '3 files, whole and of one export' in done.stdout
+  assert (done.returncode, refused) == (0, '') and '3 files, complete and of one export' in done.stdout
   x = np.ones((4, 10), np.float32)
   one, other = (exported.load_for_jax(two_exports / name)['forward']({'x': x}) for name in ('one', 'other'))
   assert not np.array_equal(one['predictions'], other['predictions'])
@@ -288,14 +288,14 @@ def test_parts_of_two_exports_and_changed_files_are_refused_in_one_line(two_expo
   of_jax = not part.startswith('saved_model')
   assert bool(refused) == of_jax and '\n' not in refused
   with pytest.raises(exported.MixedExportError):
-    exported.check(folder, '' if of_jax else 'saved_model/')
+    exported.check_files(folder, '' if of_jax else 'saved_model/')
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"files": {}}', '[' * 100_000, '{"seal": 3, "files": {}}', '\0'])
 def test_a_signature_that_is_none_is_refused(tmp_path, text):
   (tmp_path / 'signature.json').write_text(text)
   with pytest.raises(exported.MixedExportError, match=r'signature\.json (cannot be read|has no seal|was changed)'):
-    exported.check(tmp_path)
+    exported.check_files(tmp_path)
 
 
 # ---- programs that XLA would compute wrongly on one device

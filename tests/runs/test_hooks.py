@@ -68,7 +68,7 @@ def test_started_again_it_says_once_why_it_has_stopped_and_returns_its_metrics(s
   again = run_train(overfitting(patience=3), directory)
   assert (again.step, again.ended_by) == (result.step, 'stopped')
   assert again.metrics['eval/valid']['loss'] == result.metrics['eval/valid']['loss']
-  assert capsys.readouterr().out.count('stopping early: eval/valid/loss has not improved on ') == 1
+  assert capsys.readouterr().out.count('stopping early: eval/valid/loss did not improve on ') == 1
   assert (directory / 'metrics.jsonl').read_text() == before
 
 
@@ -121,7 +121,7 @@ METRICS = {
     'los',
     r"task\.train\.best_metric = 'los': there is no such metric\. Did you mean '(eval/valid/)?loss'\?",
   ),
-  'of two inputs': ('loss', r"'loss': of which input\? Write eval/valid/loss or eval/wide/loss"),
+  'of two inputs': ('loss', r"'loss': several inputs have it; write eval/valid/loss or eval/wide/loss"),
 }
 
 

@@ -124,7 +124,7 @@ def test_renamed_partial_and_fresh_variables_are_the_same_on_one_device_and_on_t
     runs[devices] = true_values(result.state.mdl_vars, SHAPES)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), runs[1], runs[3])
   told = capsys.readouterr().out.splitlines()
-  start = told.index(f'init_from {directory}/checkpoints/4: 2 variables from the checkpoint, 0 of them as they are')
+  start = told.index(f'init_from {directory}/checkpoints/4: 2 variables from the checkpoint, 0 of them unchanged')
   assert told[start + 1 : start + 4] == [
     '  renamed   body.w <- w',
     f'  partial   head <- v: ({HIDDEN},) of ({HIDDEN + 4},)',
@@ -171,7 +171,10 @@ MISTAKES = {
   'partial matches nothing': ({'partial': ('head', 'x')}, r"partial\[1\]: 'x' matches no variable of this model"),
   'no regex': ({'rules': (('(', None),)}, r"rules\[0\]: '\(' is not a regular expression: "),
   'no group': ({'rules': (('head', r'\2'), *RULES)}, r"rules\[0\]: '\\\\2' is not a path with groups of 'head'"),
-  'not raw': ({'rules': (('(head)', '\1'), *RULES)}, r"rules\[0\]: '\\x01' is no path; write groups in a raw string"),
+  'not raw': (
+    {'rules': (('(head)', '\1'), *RULES)},
+    r"rules\[0\]: '\\x01' is not a path; write groups in a raw string",
+  ),
   'no pair': ({'rules': ('head', 'v')}, r'rules\[0\]: expected a pair \(regex, path in the checkpoint or None\)'),
   'no such source': (
     {'rules': ((r'body\.w', 'ww'), *RULES)},
@@ -184,7 +187,7 @@ MISTAKES = {
   'shape': (
     {'partial': ()},
     rf"head is float32\[{HIDDEN + 4}\] here, and v is float32\[{HIDDEN}\] in .*; \('head', None\) among the rules "
-    rf"starts it from the seed, and 'head' in partial copies the \({HIDDEN},\) that both have",
+    rf"starts it from the seed, and 'head' in partial copies the part \({HIDDEN},\) that both have",
   ),
   'step': ({'step': 7}, r'there is no checkpoint of step 7'),
   'no number': ({'step': 'last'}, r"step = 'last'"),

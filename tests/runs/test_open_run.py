@@ -143,7 +143,9 @@ def test_predict_takes_batches_of_any_size_and_needs_no_labels(run, model):
 def test_per_example_outputs_decoding_a_batch_and_the_pure_call_agree(model):
   batch = examples(5, 1)
   predicted = model.predict(batch)
-  np.testing.assert_allclose(model.per_example(batch)['errors'], (predicted - batch['y']) ** 2, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(
+    model.evaluate_examples(batch)['errors'], (predicted - batch['y']) ** 2, rtol=1e-4, atol=1e-6
+  )
   np.testing.assert_allclose(model.decode(batch)['y'], predicted, rtol=1e-5)
   alone, _ = model.layer.apply(model.variables, batch, method='predict', do_eval=True)
   np.testing.assert_allclose(alone, predicted, rtol=1e-5)
@@ -157,7 +159,7 @@ def test_ids_that_are_not_in_the_vocabulary_are_told_before_anything_is_compiled
   with pytest.raises(DataError, match=r'^ids: -1, at position 0 of row 0, is not'):
     model.predict({'ids': np.array([[-1, 2]])})
   with pytest.raises(DataError, match=r'^ids: \d+, at position 0 of row 0, is not'):
-    model.per_example({'ids': np.array([[size, 2]]), 'labels': np.array([[1, 2]])})
+    model.evaluate_examples({'ids': np.array([[size, 2]]), 'labels': np.array([[1, 2]])})
   prompts = {'ids': np.array([[1, -7]]), 'prompt_lengths': np.array([1]), 'weights': np.ones(1)}
   check_ids(prompts, size)
   check_ids({'ids': np.array([[-1, 2]]), 'weights': np.array([[0, 1]])}, size)
@@ -203,7 +205,7 @@ def mistakes():
   yield lambda run, model: run.load(mesh=(2, 2)), ShardingError, r'has 2 sizes, but mesh_axis_names'
   yield lambda run, model: run.load(mesh=2), ShardingError, r'^load: mesh = 2: expected the size .*, such as \(2,\)'
   wrong = jax.make_mesh((2,), ('mdl',), devices=jax.devices()[:2])
-  told = r"^load: the mesh has the axes \('mdl',\); those of the task are \('data',\)"
+  told = r"^load: the mesh has the axes \('mdl',\); the axes of the task are \('data',\)"
   yield lambda run, model: run.load(mesh=wrong), ShardingError, told
   told = r"^evaluate: there is no dataset 'val'. Did you mean 'valid'\? There are: 'train', 'valid'"
   yield lambda run, model: model.evaluate('val'), ConfigError, told
@@ -219,8 +221,8 @@ def mistakes():
   yield lambda run, model: model.decode([[0.5, 1.7]]), DataError, r'^a prompt is \[0.5, 1.7\]; expected a list of'
   yield lambda run, model: model.decode([[[1, 2]]]), DataError, r'^a prompt is \[\[1, 2\]\]; expected a list of'
   yield lambda run, model: model.export('x', formats='stablehlo'), ConfigError, r"^format: expected a tuple, .*lo',\)"
-  yield lambda run, model: open_beside(run, '..'), UserError, 'is no run; the runs below it are '
-  yield lambda run, model: open_beside(run, 'checkpoints'), UserError, 'is no run; it is a part of the run '
+  yield lambda run, model: open_beside(run, '..'), UserError, 'is not a run; the runs below it are '
+  yield lambda run, model: open_beside(run, 'checkpoints'), UserError, 'is not a run; it is a part of the run '
   yield lambda run, model: model.predict({'x': np.zeros((0, 10))}), DataError, r'^batch: there are no examples'
   yield lambda run, model: model.predict(np.zeros((2, 10))), DataError, r'^batch: expected a dict of arrays, got ndarr'
 

@@ -123,7 +123,7 @@ def test_which_metric_runs_are_compared_by(tmp_path):
   assert best_run([one, two], 'eval/*/loss', 'min') is two
   with (tmp_path / 'b' / 'metrics.jsonl').open('a') as file:
     file.write(json.dumps({'step': 2, 'split': 'eval/valid', 'metrics': {'loss': 2.0}}) + '\n')
-  with pytest.raises(UserError, match=r'of which input\? Write eval/test/loss or eval/valid/loss'):
+  with pytest.raises(UserError, match=r'several inputs have it; write eval/test/loss or eval/valid/loss'):
     metric_to_compare([one, read_run(tmp_path / 'b')], 'loss', None)
   with pytest.raises(UserError, match=r'--metric=los: no run has it\. Did you mean|They have eval/'):
     metric_to_compare([one], 'los', None)

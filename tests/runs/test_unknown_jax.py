@@ -75,7 +75,7 @@ def test_a_step_that_is_not_finite_is_reported_all_the_same(monkeypatch):
   def trace_step(*_):
     raise KeyError('num_consts')
 
-  monkeypatch.setattr(replay, 'trace_step', trace_step)
+  monkeypatch.setattr(replay, 'trace_on_one_device', trace_step)
   state = types.SimpleNamespace(step=jnp.zeros(()), replace=lambda step: None)
-  with pytest.raises(NonFiniteError, match=r'^step 8 is not finite; in which layer is not known: .*num_consts'):
+  with pytest.raises(NonFiniteError, match=r'^step 8 is not finite; the layer is not known: .*num_consts'):
     replay.check_finite(None, 7, state, None, {})

@@ -99,7 +99,7 @@ def test_who_lives():
   assert not failed.is_well and failed.lines[0].startswith('ended (DataError: no file)')
   two = dataclasses.replace(elsewhere, processes=2)
   half = status_of([two], is_held=False, now=1003)
-  assert not half.is_well and '1 of 2 processes have not given a sign of life' in half.lines
+  assert not half.is_well and '1 of 2 processes never gave a sign of life' in half.lines
 
 
 @pytest.mark.usefixtures('shared_programs')

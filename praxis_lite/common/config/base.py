@@ -157,7 +157,7 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
   if missing:
     owner = '' if where == name else f' (a field of {name})'
     hint = _child_hint(build, missing[0])
-    raise ConfigError(f'{where}.{missing[0]}: a value is required and none is set{owner}{hint}')
+    raise ConfigError(f'{where}.{missing[0]}: a value is required but not set{owner}{hint}')
   if keep_nested:
     for check in field_checks:
       check(build, values, where)

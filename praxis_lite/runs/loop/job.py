@@ -16,7 +16,7 @@ from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loop.options import TrainOptions
-from praxis_lite.runs.programs import DecodeProgram, EvalProgram, Program, TaskOnMesh
+from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram, TaskOnMesh
 from praxis_lite.runs.records.record import recorded_seed
 from praxis_lite.runs.records.run_config import RunKeys, build_datasets, check_all_take_part, check_intervals, run_keys
 from praxis_lite.runs.throughput import StartupTimes
@@ -50,8 +50,8 @@ class TrainJob(NamedTuple):
   partitioned: PartitionedTask
   train_input: BaseInput
   batch_struct: Struct
-  evaluation: Sequence[Program]
-  decoding: Sequence[Program]
+  evaluation: Sequence[InputProgram]
+  decoding: Sequence[InputProgram]
   watched: Watched
   lines: Sequence[str]
 

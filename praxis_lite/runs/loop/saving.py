@@ -155,7 +155,7 @@ class RunSaver:
     data: the manifest of the training input.
     watched: the metrics whose values are part of the progress.
     writer: writes the metrics.
-    observers: are told before and after saves, and know the rest of the progress.
+    observers: called before and after saves; they know the rest of the progress.
   """
 
   saving: Saving

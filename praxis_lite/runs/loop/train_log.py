@@ -19,7 +19,7 @@ from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.console import Console
 from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.nonfinite import Hints, SkippedSteps
-from praxis_lite.runs.programs import Program, ProgramResult
+from praxis_lite.runs.programs import InputProgram, ProgramResult
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runs.throughput import StartupTimes, Throughput, peak_flops
 from praxis_lite.runs.trouble import TroubleWatch
@@ -47,7 +47,7 @@ class TrainLog(Observer):
     startup: reported with the first step of this process.
     first_step: steps taken before.
     more: returns further figures for the summaries of a step.
-    trouble: is told of steps that were not finite, and of losses if it needs them.
+    trouble: gets steps that were not finite, and losses if it needs them.
 
   Attributes:
     skipped: how many steps in a row were skipped, as far as their metrics were read.
@@ -86,7 +86,7 @@ class TrainLog(Observer):
   def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
     self.add(run.step, out)
 
-  def on_evaluation(self, run: Run, program: Program, result: ProgramResult) -> None:
+  def on_evaluation(self, run: Run, program: InputProgram, result: ProgramResult) -> None:
     self._console.line(program.result_line(run.step, result))
     self._writer.write(run.step, program.split, result.metrics, result.summaries)
 

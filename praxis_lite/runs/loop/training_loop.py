@@ -24,7 +24,7 @@ from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver
 from praxis_lite.runs.nonfinite import SKIPPED
-from praxis_lite.runs.programs import Program
+from praxis_lite.runs.programs import InputProgram
 from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
 from praxis_lite.runs.records.run_config import is_due
 from praxis_lite.runs.replay import check_finite
@@ -44,7 +44,7 @@ class TrainingLoop:
     directory: of the run; nothing is saved or evaluated if it is lost.
     feed: yields the batches.
     saver: saves the run.
-    observers: are told of all this.
+    observers: called after steps, before pauses and after evaluations.
     stop: says whether a signal ends the run.
     done_at: the step at which each input was last evaluated or decoded, by split, also before a restart.
     metrics: the results of these evaluations, by split.
@@ -145,7 +145,7 @@ class TrainingLoop:
     is_stopped = self.stop.requested_now() or run.stop_reason is not None
     return is_stopped or self.observers.failure(is_over=False) is not None
 
-  def _run(self, programs: Sequence[Program], run: Run) -> None:
+  def _run(self, programs: Sequence[InputProgram], run: Run) -> None:
     """Evaluates or decodes all inputs for which this was not done at this step already."""
     self.directory.check()
     for observer in self.observers:

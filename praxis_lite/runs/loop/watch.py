@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +17,7 @@ from praxis_lite.checkpoints.retention import CHECKPOINTS
 from praxis_lite.common.errors import first_line
 from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.goodput import Goodput, SlowSteps, goodput_line, shares
-from praxis_lite.runs.records.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
+from praxis_lite.runs.records.heartbeat import Heartbeat, HeartbeatFile, read_heartbeats
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.training.steps import TrainStepOutput
 
@@ -116,7 +119,8 @@ class Watch(Observer):
       elif self._earlier is not None:
         saved_step, saved = self._earlier.saved_step, self._earlier.saved
     return Heartbeat(
-      **identity(),
+      pid=os.getpid(),
+      host=socket.gethostname(),
       process=jax.process_index(),
       processes=jax.process_count(),
       time=time.time(),
@@ -144,7 +148,6 @@ def memory_peaks() -> dict[str, float]:
   found = {'speed/device_peak_bytes': float(max(peaks))} if peaks else {}
   try:
     import resource
-    import sys
 
     unit = 1 if sys.platform == 'darwin' else 1024
     found['speed/host_peak_bytes'] = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

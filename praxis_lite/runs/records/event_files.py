@@ -1,7 +1,7 @@
 """Event files for TensorBoard, written synchronously, so a killed run loses no events, and there is no thread to die.
 
-The files and summaries are made by tensorboardX. Its own writer passes them to a thread through a queue that waits by
-the machine's clock, which may be set back. That thread ends at the first disk error.
+tensorboardX makes the files and summaries. Its own writer is not used: it hands them to a thread through a queue that
+waits by the machine's clock, which may be set back, and that thread ends at the first disk error.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def goodput_line(seconds: Mapping[str, float]) -> str:
 
 
 class SlowSteps:
-  """Finds the steps that take more than `factor` times the median of the steps before; None disables it.
+  """Finds the steps that take more than `factor` times the median of the steps before; None disables this.
 
   Attributes:
     count: how many slow steps there were.
@@ -159,7 +159,7 @@ class SlowSteps:
     return f'step {step} took {seconds:.1f} s, {seconds / max(median, 1e-9):.0f} x the median: {cause}{more}'
 
 
-# How many steps the median covers, and how few suffice; steps of fewer seconds are never slow; after this many slow
+# The most and the least number of steps in the median. Shorter steps, in seconds, are never slow. After this many slow
 # steps, only every tenth gets a line.
 _WINDOW, _FEWEST = 101, 8
 _SHORTEST = 0.5

@@ -31,7 +31,7 @@ class Heartbeat:
   """The last report of one process of a run.
 
   Attributes:
-    process, processes: its index, and how many there are.
+    process, processes: the index of the process, and the number of processes.
     pid, host: of the process.
     time, started: when this was written, and when the process began, in seconds since 1970.
     step, total_steps: steps taken so far, and steps of the whole run.
@@ -99,11 +99,6 @@ class HeartbeatFile:
     with contextlib.suppress(OSError):
       folder = self._directory.subfolder(_DIRECTORY)
       replace_file(folder / self._name, json.dumps(dataclasses.asdict(self._current())) + '\n')
-
-
-def identity() -> dict[str, Any]:
-  """Returns the fields of a heartbeat that identify the process."""
-  return {'pid': os.getpid(), 'host': socket.gethostname()}
 
 
 def read_heartbeats(directory: str | os.PathLike[str]) -> list[Heartbeat]:

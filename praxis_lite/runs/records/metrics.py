@@ -37,8 +37,8 @@ _RECORDS = 'metrics.jsonl'
 class MetricsAverage:
   """Weighted means of named metrics over batches of any sizes, equal to those of one batch of all examples.
 
-  This is the algebra of `common/weighted.py`, with sums in float64: a mean of weight zero does not count, even if it
-  is NaN. But here a metric of total weight zero is NaN, so that it is noticed.
+  Computes the same as `common/weighted.py`, with sums in float64: a mean of weight zero does not count, even if it is
+  NaN. But here a metric with a total weight of zero is NaN, so that it is noticed.
   """
 
   def __init__(self) -> None:
@@ -102,7 +102,7 @@ class SummaryWriter:
   Args:
     directory: the run's job_log_dir, which exists.
     resumed_step: the step of the restored checkpoint; 0 for a new run.
-    lost: the `unwritten` lines of the run that is resumed; they are written now.
+    lost: the `unwritten` lines of the process that is resumed; they are written now.
     enabled: False writes nothing; only one of several processes writes.
     report: prints a line when metrics cannot be written, and when they can be written again.
 
@@ -127,7 +127,7 @@ class SummaryWriter:
     self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
     self._unwritten: list[Record] = []
-    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # Records that are not in event files yet.
+    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # Records that no event file has yet.
     self.num_lines = 0
     if enabled:
       path = self._folder.path / _RECORDS

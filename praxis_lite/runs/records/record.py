@@ -41,7 +41,7 @@ from praxis_lite.training.experiment import ExperimentConfig
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
 _PACKAGES = ('praxis_lite', 'jax', 'jaxlib', 'numpy', 'optax', 'orbax-checkpoint')
-_OWN_PACKAGES = ('experiments', 'tasks')  # The user's, in the working directory; `registry` imports them too.
+_OWN_PACKAGES = ('experiments', 'tasks')  # The user's own, in the working directory; `registry` imports them too.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class RunRecord:
     directory: the run directory.
     launches: the processes that wrote to it, in order.
     text: the config as text, with the defaults of the code that wrote it.
-    lost: why a field of the config was left out, by path.
+    lost: for each field of the config that was left out, the reason, by path.
   """
 
   directory: Path
@@ -152,7 +152,7 @@ def write_record(
     config: configs of the run.
     seed, mesh, step: as in `Launch`.
     command: the command line; None uses that of this process.
-    keeps_record: if a record exists, do not change it, but report how the config differs from it.
+    keeps_record: do not change an existing record, but report how the config differs from it.
 
   Raises:
     UserError: the files cannot be written.
@@ -239,7 +239,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
 
 
 def first_launch(record: bytes) -> float | None:
-  """Returns when the run of a run.json was first started, which identifies the run; None if it does not say."""
+  """Returns the start time of the first launch in a run.json, which identifies the run; None if it is unknown."""
   try:
     return float(parse_json(record)['launches'][0]['started'])
   except (ValueError, TypeError, KeyError, IndexError, OverflowError):

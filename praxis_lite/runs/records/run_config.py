@@ -40,7 +40,7 @@ class RunKeys(NamedTuple):
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
-  # Made by a program on the mesh: of several processes, none could put an array on all devices of the mesh.
+  # A program on the mesh makes them: a single process of several could not put an array on all devices of the mesh.
   replicated = NamedSharding(mesh, PartitionSpec())
   return GuardedJit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
 
@@ -55,12 +55,12 @@ def check_intervals(settings: TrainParams) -> None:
 
 
 def check_all_take_part(mesh: Mesh) -> None:
-  """Raises ConfigError if a process of the run has none of the devices of a mesh: it could take no step."""
+  """Raises ConfigError if a process of the run has no device of a mesh: it could not take part in a step."""
   idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
   if idle:
     raise ConfigError(
-      f'task.ici_mesh_shape: the mesh {dict(mesh.shape)} has {mesh.size} of {jax.device_count()} devices, none of host '
-      f'{", ".join(map(str, idle))}; make it larger, or start fewer processes than {jax.process_count()}'
+      f'task.ici_mesh_shape: the mesh {dict(mesh.shape)} has {mesh.size} of {jax.device_count()} devices, and none on '
+      f'host {", ".join(map(str, idle))}; make it larger, or start fewer processes than {jax.process_count()}'
     )
 
 
@@ -91,7 +91,7 @@ class Datasets(NamedTuple):
     return training[0]
 
   def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
-    """Reads a batch of each of `inputs` and lets the model check it; raises UserError if there is none, or it fails."""
+    """Reads a batch of each of `inputs` and lets the model check it; raises UserError if there is none or it fails."""
     for i, data in enumerate(self.inputs):
       if not any(data is wanted for wanted in inputs):
         continue
@@ -99,7 +99,7 @@ class Datasets(NamedTuple):
         try:
           batch = call_in_time(data.get_next, data.label)
         except StopIteration:
-          raise DataError(f'{data.label}: there is no batch in it') from None
+          raise DataError(f'{data.label}: it has no batch') from None
         data.reset()
         model.check_input(data, data.rows_in_memory() or batch)
         for training in self.inputs:
@@ -119,7 +119,7 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
     if missing[i] is not None:
       every = '*' if len(configs) > 1 and len(set(missing)) == 1 else i
       raise ConfigError(
-        f'{name}[{i}].{missing[i]}: a value is required and none is set (a field of {target(config).__qualname__}), '
+        f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {target(config).__qualname__}), '
         f"as in --set '{name}[{every}].{missing[i]}=...'"
       )
     with prefix_errors(f'{name}[{i}]'):
@@ -132,8 +132,8 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   for i, data in enumerate(inputs):
     if data.name in named and not data.is_training:
       raise ConfigError(
-        f'{name}[{named[data.name]}].name and {name}[{i}].name are both {data.name!r}, of training and evaluation '
-        f'data: their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
+        f'{name}[{named[data.name]}].name and {name}[{i}].name, of training and evaluation data, are both '
+        f'{data.name!r}, so their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
       )
   return Datasets(name, inputs)
 
@@ -177,10 +177,10 @@ def _check_task(task: SingleTask, num_devices: int | None) -> None:
 
 @contextlib.contextmanager
 def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
-  """Creates the directory if it does not exist, and tests that it is writable, before anything is compiled.
+  """Creates a directory if it does not exist, and tests that it is writable, before anything is compiled.
 
-  If an error ends the block before anything was written, created directories are removed again. Raises UserError if the
-  directory cannot be created, or is not writable.
+  If an error ends the block before anything was written, directories that were created are removed. Raises UserError if
+  the directory cannot be created or is not writable.
   """
   path = local_path(job_log_dir).absolute()
   created: list[Path] = []
@@ -204,13 +204,13 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _check_checkpoints(folder: Path) -> None:
-  """Raises UserError if no checkpoint could be saved in a folder, which may not exist yet. Runs would find out late."""
+  """Raises UserError if checkpoints cannot be saved in a folder, which may not exist yet, before a run wastes steps."""
   try:
     with tempfile.TemporaryFile(dir=folder):
       pass
   except FileNotFoundError:
     if os.path.lexists(folder):
-      raise UserError(f'{folder} is a symbolic link to what is not there; remove it, or make that') from None
+      raise UserError(f'{folder} is a symbolic link to nothing; remove it, or create its target') from None
   except OSError as error:
     what = 'a file' if folder.is_file() else kind_of_other(folder)
     reason = error.strerror or str(error) if what in ('', 'a directory') else f'{what} is in its place'
@@ -221,8 +221,8 @@ def _check_checkpoints(folder: Path) -> None:
 def held_for_training(path: Path) -> Iterator[None]:
   """Locks a directory for one training run: a second run would delete the checkpoints that the first one is writing.
 
-  Raises UserError if another run is training there. The system releases the lock however the process ends. A file
-  system without locks is not an error.
+  Raises UserError if another run is training there. The operating system releases the lock however the process ends. On
+  a file system without locks, this does nothing.
   """
   if sys.platform == 'win32':  # Windows has no such locks, and the command line does not train there.
     yield
@@ -252,9 +252,9 @@ _WAITS = (0.01, 0.05)
 
 
 def is_held(path: Path) -> bool:
-  """Whether a process is training in a directory. Takes a shared lock to find out, and releases it at once.
+  """Whether a process is training in a directory. Takes a shared lock to find out, and releases it immediately.
 
-  False if this is unknown: on Windows, on file systems without locks, and in directories that cannot be read.
+  False if that is unknown: on Windows, on file systems without locks, and in directories that cannot be read.
   """
   if sys.platform == 'win32':
     return False

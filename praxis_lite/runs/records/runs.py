@@ -77,7 +77,7 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
   for path, folders, files in os.walk(folder):
     if has_record(path) or 'metrics.jsonl' in files or 'checkpoints' in folders:
       found.append(Path(path))
-      folders.clear()  # What is below a run belongs to it.
+      folders.clear()  # Folders below a run belong to it.
     folders[:] = sorted(name for name in folders if not name.startswith('.'))
   return found
 
@@ -145,7 +145,7 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
   found = [name for name in known if name.startswith('eval/') and name.endswith(f'/{wanted}')]
   if metric is not None and len(found) > 1:
     if any(sum(name in run.metrics for name in found) > 1 for run in runs):
-      raise UserError(f'--metric={metric}: of which input? Write {" or ".join(found)}')
+      raise UserError(f'--metric={metric}: several inputs have it; write {" or ".join(found)}')
     return f'eval/*/{metric}', mode
   if metric is not None and not found:
     close = did_you_mean(metric, known)

@@ -38,7 +38,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
   lines = [_life(lives[0], first, now)]
   lines += [f'process {beat.process}: {_life(alive, beat, now)}' for alive, beat in zip(lives[1:], beats[1:])]
   if len(beats) < first.processes:
-    lines.append(f'{first.processes - len(beats)} of {first.processes} processes have not given a sign of life')
+    lines.append(f'{first.processes - len(beats)} of {first.processes} processes never gave a sign of life')
     is_well = is_well and lives[0] == 'ended'
   lines.append(_progress(first, is_running=lives[0] == 'alive'))
   if first.saved_step is None or first.saved is None:
@@ -54,10 +54,10 @@ def _life(alive: str, beat: Heartbeat, now: float) -> str:
   if alive == 'ended':
     return f'ended ({beat.ended}), {when}'
   if alive == 'dead':
-    return f'dead: {who} is gone without having ended; its last sign of life was {when}'
+    return f'dead: {who} has disappeared; its last sign of life was {when}'
   doing = f'{ACTIVITIES.get(beat.doing, beat.doing)} for {duration(beat.doing_for)}'
   if alive == 'silent':
-    return f'silent: {who} exists, and gives no sign of life; the last was {when}, then {doing}'
+    return f'silent: {who} exists, but gives no sign of life; the last was {when}: {doing}'
   return f'alive: {who}, {doing} ({when})'
 
 
