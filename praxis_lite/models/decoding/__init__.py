@@ -1,8 +1,10 @@
 """Decoding: generates whole sequences with a model that predicts the next token."""
 
 from praxis_lite.models.decoding.buckets import Bucket, chunk_of
-from praxis_lite.models.decoding.sampler import Decoded, Sampler, prompt_step, sample_tokens
-from praxis_lite.models.decoding.steps import DecodingSteps, extend_one_by_one
+from praxis_lite.models.decoding.loop import Decoded
+from praxis_lite.models.decoding.sampler import Sampler
+from praxis_lite.models.decoding.sampling import sample_tokens
+from praxis_lite.models.decoding.steps import DecodingSteps, extend_one_by_one, prompt_step
 
 __all__ = [
   'Bucket',

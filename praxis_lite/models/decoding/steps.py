@@ -76,6 +76,22 @@ def extend_one_by_one(
   return jax.lax.scan(read, (jnp.zeros(shape.shape, shape.dtype), state), columns)[0]
 
 
+def prompt_step(
+  ids_BT: jax.Array, lengths_B: jax.Array, start: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the first three arguments of `DecodingSteps.extend` for prompts, or a chunk of them.
+
+  Args:
+    ids_BT: tokens; those after the end of a prompt are arbitrary.
+    lengths_B: int32 lengths of the prompts.
+    start: position of the first of these tokens.
+  """
+  column_T = start + jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
+  pos_BT = jnp.where(column_T < lengths_B[:, None], column_T, -1)
+  known_BT = jnp.where(pos_BT < 0, 0, ids_BT)  # Padding may be an invalid id, whose vector is NaN.
+  return known_BT, pos_BT, jnp.clip(lengths_B - 1 - start, 0, ids_BT.shape[1] - 1)
+
+
 def _choose_rows(condition_B: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
   """Returns the rows of `x` where the condition holds, and those of `y` elsewhere."""
   return jnp.where(condition_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
