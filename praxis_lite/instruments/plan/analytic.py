@@ -26,8 +26,7 @@ from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import DeviceGroups, Links
 from praxis_lite.instruments.plan.local_program import (
   LocalCollective,
-  LocalFusion,
-  LocalProduct,
+  LocalOperation,
   LocalProgram,
   local_program,
 )
@@ -35,6 +34,7 @@ from praxis_lite.instruments.plan.lowering import lower_without_devices
 from praxis_lite.instruments.plan.memory import Live, Memory, StateBytes
 from praxis_lite.instruments.plan.targets import Target
 from praxis_lite.instruments.plan.topology import Topology
+from praxis_lite.instruments.plan.work import CountedProduct, operation_seconds
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 UNCERTAIN = (
@@ -61,8 +61,7 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
   """Returns the cost of a step; see the module docstring. `names` finds layers of the model by operation name."""
   target, links = topology.target, Links(topology)
   groups = functools.cache(functools.partial(groups_over, mesh))
-  operations = [_product(product, target, names) for product in program.products]
-  operations += [_fusion(fusion, target, names) for fusion in program.fusions]
+  operations = [_operation(local, target, names) for local in (*program.products, *program.fusions)]
   collectives = [
     _communication(c, links, groups(c.axes) if c.axes else c.groups, mesh, names) for c in program.collectives
   ]
@@ -79,8 +78,7 @@ def _set_exposed(
 ) -> list[Communication]:
   """Sets how long collectives in loops are exposed: the time that they take beyond the work they may overlap with."""
   work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
-  made: list[LocalProduct | LocalFusion] = [*program.products, *program.fusions]
-  for local, op in zip(made, operations):
+  for local, op in zip((*program.products, *program.fusions), operations):
     work[local.loop] += op.count * op.seconds
   for found, c in zip(program.collectives, collectives):
     waiting[found.loop] += c.count * c.seconds * found.is_beside_work
@@ -98,26 +96,12 @@ def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> DeviceGroups:
   return tuple(map(tuple, last.reshape(-1, math.prod(mesh[a] for a in axes)).tolist()))
 
 
-def _product(product: LocalProduct, target: Target, names: LayerNames) -> Operation:
-  efficiency = target.efficiency
-  reached = efficiency.attention if product.is_attention else efficiency.compute
-  seconds = max(
-    product.flops / (target.peak(product.dtype) * reached),
-    product.bytes / (target.device_bandwidth * efficiency.memory),
-    efficiency.seconds_per_operation,
-  )
-  layer, phase = names.layer(product.name), names.phase(product.name)
-  name = product.name.rpartition('/')[2]
-  return Operation(name, 'dot', layer, phase, product.count, product.flops, product.bytes, seconds)
-
-
-def _fusion(fusion: LocalFusion, target: Target, names: LayerNames) -> Operation:
-  efficiency = target.efficiency
-  seconds = max(fusion.bytes / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
-  layer, phase = names.layer(fusion.name), names.phase(fusion.name)
-  return Operation(
-    fusion.name.rpartition('/')[2], 'fusion', layer, phase, fusion.count, 0.0, float(fusion.bytes), seconds
-  )
+def _operation(local: LocalOperation, target: Target, names: LayerNames) -> Operation:
+  name, opcode = local.name.rpartition('/')[2], 'dot' if local.dtype else 'fusion'
+  products = [CountedProduct(local.flops, local.dtype, local.name, local.is_attention)] if local.dtype else []
+  seconds = operation_seconds(target, products, local.bytes)
+  layer, phase = names.layer(local.name), names.phase(local.name)
+  return Operation(name, opcode, layer, phase, local.count, local.flops, float(local.bytes), seconds)
 
 
 def _communication(

@@ -28,7 +28,7 @@ from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instr
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.targets import Target
-from praxis_lite.instruments.plan.work import bytes_of, products_of
+from praxis_lite.instruments.plan.work import bytes_of, operation_seconds, products_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def cost_of(
     layers: the names of the model's layers.
     hidden: what layers say about work that the program does not show.
   """
-  model = _CostModel(program, target, links, dict(mesh or {}), layers or LayerNames(()), hidden or HiddenWork())
+  model = _CostModel(program, target, links, mesh or {}, layers or LayerNames(()), hidden or HiddenWork())
   step = model.timeline(program.entry)
   return Cost(
     tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops), tuple(step.spans)
@@ -226,18 +226,16 @@ class _Timeline:
     self.seconds += other.seconds * times
 
 
+@dataclasses.dataclass(eq=False)
 class _CostModel:
-  def __init__(
-    self,
-    program: CompiledProgram,
-    target: Target,
-    links: Links,
-    mesh: dict[str, int],
-    names: LayerNames,
-    hidden: HiddenWork,
-  ):
-    self._program, self._target, self._links, self._mesh = program, target, links, mesh
-    self._names, self._hidden = names, hidden
+  program: CompiledProgram
+  target: Target
+  links: Links
+  mesh: Mapping[str, int]
+  names: LayerNames
+  hidden: HiddenWork
+
+  def __post_init__(self) -> None:
     self._done: dict[str, _Timeline] = {}
     self._within: dict[str, str] = {}
     self.unknown_loops: list[str] = []
@@ -300,26 +298,26 @@ class _CostModel:
             finish(key)
           elif 'AsyncCollectiveStart' in marks:
             start(key, found, where, overlapped=True)
-          elif key not in started and not self._program.is_carried_on(found, where):
+          elif key not in started and not self.program.is_carried_on(found, where):
             start(found.name, found, where, overlapped=False)
       elif instruction.opcode == 'while':
-        trips = self._program.trip_count(instruction, computation)
+        trips = self.program.trip_count(instruction, computation)
         within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
         if trips is None:
-          trips = self._hidden.loop_trips(within)
+          trips = self.hidden.loop_trips(within)
         if trips is None:
-          self.unknown_loops.append(self._names.layer(within) or instruction.name)
-        for called in self._program.called_computations(instruction):
+          self.unknown_loops.append(self.names.layer(within) or instruction.name)
+        for called in self.program.called_computations(instruction):
           one_round.append(self.timeline(called, within))
         line.repeat(one_round, 1 if trips is None else trips, instruction.name)
       elif instruction.opcode == 'conditional':
         branches = [
           self.timeline(called, self._within[computation.name])
-          for called in self._program.called_computations(instruction)
+          for called in self.program.called_computations(instruction)
         ]
         line.append(max(branches, key=lambda branch: branch.seconds, default=_Timeline()))
       elif instruction.opcode == 'call':
-        for called in self._program.called_computations(instruction):
+        for called in self.program.called_computations(instruction):
           line.append(self.timeline(called, self._within[computation.name]))
       else:
         line.seconds += self._compute(instruction, computation, line)
@@ -331,31 +329,18 @@ class _CostModel:
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
   ) -> float:
     """Adds an operation that begins at `begins`, by default now, and returns its seconds."""
-    products = list(products_of(instruction, computation, self._program, self._hidden))
-    moved = bytes_of(instruction, computation, self._program)
+    products = list(products_of(instruction, computation, self.program, self.hidden))
+    moved = bytes_of(instruction, computation, self.program)
     if not products and not moved:
       return 0.0
-    target, efficiency = self._target, self._target.efficiency
-    reached = {False: efficiency.compute, True: efficiency.attention}
-    computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
-    seconds = max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
+    seconds = operation_seconds(self.target, products, moved)
     # XLA names a fusion after its last operation. The name of its most expensive product says more about its purpose.
     name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
     flops = sum(p.flops for p in products)
     begins = line.seconds if begins is None else begins
     line.spans.append(Span(instruction.name, begins, begins + seconds))
-    line.operations.append(
-      Operation(
-        instruction.name,
-        instruction.opcode,
-        self._names.layer(name),
-        self._names.phase(name),
-        1,
-        flops,
-        moved,
-        seconds,
-      )
-    )
+    of = self.names.layer(name), self.names.phase(name)
+    line.operations.append(Operation(instruction.name, instruction.opcode, *of, 1, flops, moved, seconds))
     return seconds
 
   def _name(self, instruction: Instruction, computation: Computation) -> str:
@@ -372,23 +357,23 @@ class _CostModel:
 
   def _collectives_below(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
     found = []
-    for called in self._program.called_computations(instruction):
+    for called in self.program.called_computations(instruction):
       for inner in called.instructions:
         found += [(inner, called)] if inner.collective else self._collectives_below(inner)
     return found
 
   def _communication(self, instruction: Instruction, computation: Computation) -> Communication:
-    groups = device_groups(instruction, self._program.num_devices)
+    groups = device_groups(instruction, self.program.num_devices)
     result = instruction.collective_result
     operands = sum(a.bytes for operand in computation.operands(instruction) for a in operand.arrays)
     size = sum(a.bytes for a in result)
-    traffic = self._links.traffic(instruction.collective, groups, operands or size, size)
+    traffic = self.links.traffic(instruction.collective, groups, operands or size, size)
     name = self._name(instruction, computation)
     return Communication(
       instruction.name,
       instruction.collective,
-      self._names.layer(name),
-      self._names.phase(name),
+      self.names.layer(name),
+      self.names.phase(name),
       1,
       result[0].dtype if result else '',
       self._axes(groups),
@@ -402,21 +387,21 @@ class _CostModel:
 
   def _directions(self, instruction: Instruction) -> tuple[str, ...]:
     """Returns the directions of a torus in which a collective uses links; a shift uses only one."""
-    if instruction.collective != 'collective-permute' or not self._target.torus:
+    if instruction.collective != 'collective-permute' or not self.target.torus:
       return _DIRECTIONS
-    up = [pair[0] < pair[1] for pair in device_groups(instruction, self._program.num_devices) if len(pair) > 1]
+    up = [pair[0] < pair[1] for pair in device_groups(instruction, self.program.num_devices) if len(pair) > 1]
     return _DIRECTIONS[:1] if sum(up) * 2 >= len(up) else _DIRECTIONS[1:]
 
   def _axes(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
     """Returns the mesh axes along which the members of a group differ."""
-    sizes = tuple(self._mesh.values())
-    if math.prod(sizes) != self._program.num_devices or not self._mesh:
+    sizes = tuple(self.mesh.values())
+    if math.prod(sizes) != self.program.num_devices or not self.mesh:
       return ()
     differ = np.zeros(len(sizes), bool)
     for group in groups:
       at = np.stack(np.unravel_index(list(group), sizes))
       differ |= (at != at[:, :1]).any(axis=1)
-    return tuple(name for name, is_used in zip(self._mesh, differ) if is_used)
+    return tuple(name for name, is_used in zip(self.mesh, differ) if is_used)
 
 
 def name_of(instruction: Instruction, computation: Computation) -> str:

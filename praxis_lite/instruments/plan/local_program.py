@@ -37,39 +37,25 @@ UNROLLED = 'praxis_lite.unrolled'
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalProduct:
-  """A matrix product, or attention by a fused kernel, on one device.
+class LocalOperation:
+  """A matrix product, attention by a fused kernel, or a guessed fusion of other operations, on one device.
 
   Attributes:
     name: the names of the loops that contain it, then the name that JAX gives the operation.
     count: executions in a step.
-    flops, bytes: FLOPs, and bytes of operands and results, of one execution.
-    dtype: dtype of the operands, in the spelling of HLO.
+    bytes: bytes that one execution reads and writes: for a product, its operands and results.
+    flops: FLOPs of one execution; 0 for a fusion.
+    dtype: dtype of the operands of a product, in the spelling of HLO; '' for a fusion.
     is_attention: whether it is the whole attention in a fused kernel.
     loop: the number of the loop that contains it; 0 if it is in no loop.
   """
 
   name: str
   count: int
-  flops: float
-  bytes: float
-  dtype: str
-  is_attention: bool = False
-  loop: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalFusion:
-  """A guessed fusion: an operation, other than a product or a collective, that writes an array to memory.
-
-  Attributes:
-    name, count, loop: see `LocalProduct`.
-    bytes: bytes that one execution reads and writes.
-  """
-
-  name: str
-  count: int
   bytes: int
+  flops: float = 0.0
+  dtype: str = ''
+  is_attention: bool = False
   loop: int = 0
 
 
@@ -78,7 +64,7 @@ class LocalCollective:
   """A collective.
 
   Attributes:
-    name, count, loop: see `LocalProduct`.
+    name, count, loop: see `LocalOperation`.
     kind: one of `hlo.KINDS`.
     axes: mesh axes that it communicates over; () if the program gives `groups`.
     groups: the devices of each group, or the pairs of a collective-permute; () if the program gives `axes`.
@@ -109,8 +95,8 @@ class LocalProgram:
     unknown_loops: names of loops whose trip count the program does not say; each counts as one iteration.
   """
 
-  products: tuple[LocalProduct, ...]
-  fusions: tuple[LocalFusion, ...]
+  products: tuple[LocalOperation, ...]
+  fusions: tuple[LocalOperation, ...]
   collectives: tuple[LocalCollective, ...]
   temporaries: int
   unknown_loops: tuple[str, ...] = ()
@@ -140,8 +126,8 @@ def local_program(lowered: jax.stages.Lowered, hidden: HiddenWork | None = None)
 class _Reader:
   def __init__(self, sizes: Sizes, functions: Mapping[str, ir.Operation], hidden: HiddenWork):
     self._sizes, self._functions, self._hidden = sizes, functions, hidden
-    self.products: list[LocalProduct] = []
-    self.fusions: list[LocalFusion] = []
+    self.products: list[LocalOperation] = []
+    self.fusions: list[LocalOperation] = []
     self.collectives: list[LocalCollective] = []
     self.unknown_loops: list[str] = []
     self._beside: set[ir.Operation] = set()
@@ -168,7 +154,7 @@ class _Reader:
       if op.name in COLLECTIVES:
         self.collectives += self._collective(op, count, within)
       if moved := memory.add(op, inside):
-        self.fusions.append(LocalFusion(f'{within}/{operation_name(op)}', count, moved, self._loop))
+        self.fusions.append(LocalOperation(f'{within}/{operation_name(op)}', count, moved, loop=self._loop))
     return memory.most_live()
 
   def _read_inside(self, op: ir.Operation, count: int, within: str) -> int:
@@ -189,7 +175,7 @@ class _Reader:
       return live
     return max(self.read(region.blocks[0], count, name) for region in op.regions)
 
-  def _product(self, op: ir.Operation, count: int, within: str) -> LocalProduct:
+  def _product(self, op: ir.Operation, count: int, within: str) -> LocalOperation:
     left, result = op.operands[0], op.results[0]
     shape = self._sizes.shape(left)
     numbers = str(
@@ -199,18 +185,18 @@ class _Reader:
     dims = [int(d) for d in contracted[1].split(',') if d.strip()] if contracted else []
     flops = 2.0 * math.prod(self._sizes.shape(result)) * math.prod(shape[d] for d in dims)
     moved = sum(map(self._sizes.bytes, (*op.operands[:2], result)))
-    return LocalProduct(f'{within}/{operation_name(op)}', count, flops, float(moved), _dtype(left), loop=self._loop)
+    return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, _dtype(left), loop=self._loop)
 
-  def _custom_call(self, op: ir.Operation, count: int, within: str) -> list[LocalProduct]:
+  def _custom_call(self, op: ir.Operation, count: int, within: str) -> list[LocalOperation]:
     """Returns the work of a custom call: fused attention, or what its layer counts."""
     target, name = ir.StringAttr(op.attributes['call_target_name']).value, f'{within}/{operation_name(op)}'
     if target == SPLIT_BY_RULE:
       return self._attention(op, count, within)
     flops = self._hidden.call_flops(name, target, [self._sizes.shape(operand) for operand in op.operands])
     moved = sum(map(self._sizes.bytes, (*op.operands, *op.results)))
-    return [LocalProduct(name, count, flops, float(moved), _dtype(op.operands[0]), loop=self._loop)] if flops else []
+    return [LocalOperation(name, count, moved, flops, _dtype(op.operands[0]), loop=self._loop)] if flops else []
 
-  def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalProduct]:
+  def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalOperation]:
     """Returns the fused attention in a custom call with a rule of its own, which may split its batch and heads."""
     (called,) = ir.ArrayAttr(op.attributes['called_computations'])
     inside = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
@@ -223,9 +209,8 @@ class _Reader:
       if is_fused_attention(target):
         config = json.loads(ir.StringAttr(kernel.attributes['backend_config']).value)
         flops = share * fused_attention_flops(target, config, query.type.shape[-1])
-        found.append(
-          LocalProduct(f'{within}/{operation_name(op)}', count, flops, float(moved), _dtype(query), True, self._loop)
-        )
+        name = f'{within}/{operation_name(op)}'
+        found.append(LocalOperation(name, count, moved, flops, _dtype(query), True, self._loop))
     return found
 
   def _collective(self, op: ir.Operation, count: int, within: str) -> list[LocalCollective]:

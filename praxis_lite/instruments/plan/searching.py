@@ -113,20 +113,20 @@ def search(
   return found.run(verify, estimates, seconds)
 
 
+@dataclasses.dataclass(eq=False)
 class _Search:
-  def __init__(
-    self,
-    config: Configured,
-    fitted: Sequence[str],
-    topology: Topology,
-    batch_sizes: Sequence[int],
-    cache: Path | None,
-    elsewhere: Elsewhere | None,
-    report: Callable[[str], object],
-  ):
-    self._config, self._fitted, self._topology = config, list(fitted), topology
-    self._cache, self._elsewhere, self._report = cache, elsewhere, report
-    self._knobs = knobs_of(config, batch_sizes)
+  """A search; see `search` for its arguments. `fitted` are the overrides that fitted the mesh to the topology."""
+
+  config: Configured
+  fitted: Sequence[str]
+  topology: Topology
+  batch_sizes: Sequence[int]
+  cache: Path | None
+  elsewhere: Elsewhere | None
+  report: Callable[[str], object]
+
+  def __post_init__(self) -> None:
+    self._knobs = knobs_of(self.config, self.batch_sizes)
     self._own: Setting = tuple(knob.own for knob in self._knobs)
     self._estimates: dict[Setting, Plan | None] = {}
     self._verified: dict[Setting, Plan] = {}
@@ -138,7 +138,7 @@ class _Search:
     own = self._estimate(self._own, must=True)
     assert own is not None
     longest = 0.0
-    if missing_compiler(self._topology):
+    if missing_compiler(self.topology):
       verify = 0
     if verify:
       longest = self._verify(self._own)
@@ -171,10 +171,10 @@ class _Search:
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
     """Returns an estimate of a setting. If the setting is invalid, returns None, or raises the error if `must`."""
-    self._report(f'estimating, {len(self._estimates) + 1} settings')
+    self.report(f'estimating, {len(self._estimates) + 1} settings')
     try:
-      config = self._config.change(overrides_of(self._knobs, setting))
-      found: Plan | None = plan(config.explained, config.inputs, self._topology, compile=False)
+      config = self.config.change(overrides_of(self._knobs, setting))
+      found: Plan | None = plan(config.explained, config.inputs, self.topology, compile=False)
     except (UserError, ValueError, TypeError):
       if must:
         raise
@@ -185,14 +185,14 @@ class _Search:
   def _verify(self, setting: Setting) -> float:
     """Compiles a setting and returns the seconds that this took."""
     start, overrides = time.monotonic(), overrides_of(self._knobs, setting)
-    config = self._config.change(overrides)
+    config = self.config.change(overrides)
     number = len(self._verified) + len(self._failed) + 1
-    elsewhere = None if self._elsewhere is None else self._elsewhere([*self._fitted, *overrides])
+    elsewhere = None if self.elsewhere is None else self.elsewhere([*self.fitted, *overrides])
     found = plan(
-      *(config.explained, config.inputs, self._topology),
-      cache=self._cache,
+      *(config.explained, config.inputs, self.topology),
+      cache=self.cache,
       elsewhere=elsewhere,
-      report=lambda stage: self._report(f'{stage} the setting number {number}'),
+      report=lambda stage: self.report(f'{stage} the setting number {number}'),
     )
     estimate = self._estimates[setting]
     if found.mode == 'compiled' or found.is_refused:
@@ -213,7 +213,7 @@ class _Search:
       seconds, peak = self._correction(estimate, setting)
       if verified is not None:
         seconds, peak = verified.step_seconds, float(verified.memory.peak)
-      overrides = (*self._fitted, *overrides_of(self._knobs, setting))
+      overrides = (*self.fitted, *overrides_of(self._knobs, setting))
       found.append(
         (
           setting,

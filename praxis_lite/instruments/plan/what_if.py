@@ -59,50 +59,46 @@ class Change:
   how: str
 
 
+@dataclasses.dataclass(eq=False)
 class WhatIf:
   """Finds changes of one plan.
 
-  Args:
+  Attributes:
     config: the config of the planned experiment.
     planned: its plan.
     cache, elsewhere: see `search`.
     report: called with the name of each stage as it begins.
   """
 
-  def __init__(
-    self,
-    config: Configured,
-    planned: Plan,
-    *,
-    cache: Path | None = None,
-    elsewhere: Elsewhere | None = None,
-    report: Callable[[str], object] = lambda stage: None,
-  ):
-    self._config, self._planned, self._topology = config, planned, planned.topology
-    self._cache, self._elsewhere, self._report = cache, elsewhere, report
+  config: Configured
+  planned: Plan
+  _: dataclasses.KW_ONLY
+  cache: Path | None = None
+  elsewhere: Elsewhere | None = None
+  report: Callable[[str], object] = lambda stage: None
 
   @property
   def _is_of_a_compiler(self) -> bool:
-    return self._planned.mode == 'compiled' or self._planned.is_refused
+    return self.planned.mode == 'compiled' or self.planned.is_refused
 
   @functools.cached_property
   def _own(self) -> Plan:
-    return self._analytic(()) if self._is_of_a_compiler else self._planned
+    return self._analytic(()) if self._is_of_a_compiler else self.planned
 
   @functools.cached_property
   def _correction(self) -> Correction:
     correction = Correction()
     if self._is_of_a_compiler:
-      correction.add(self._own, self._planned)
+      correction.add(self._own, self.planned)
     return correction
 
   def _analytic(self, overrides: Sequence[str]) -> Plan:
-    config = self._config.change(overrides)
-    return plan(config.explained, config.inputs, self._topology, compile=False)
+    config = self.config.change(overrides)
+    return plan(config.explained, config.inputs, self.planned.topology, compile=False)
 
   def _estimate_change(self, what: str, overrides: Sequence[str]) -> Change | None:
     """Returns the estimated change; None if the experiment cannot be changed in this way."""
-    self._report(f'estimating: {what}')
+    self.report(f'estimating: {what}')
     try:
       found = self._analytic(overrides)
     except (UserError, ValueError, TypeError):
@@ -116,23 +112,23 @@ class WhatIf:
   def state_changes(self) -> list[Change]:
     """Returns the exact effects of other moments, moving averages and offloading on the state."""
     found = []
-    before = self._planned.memory.state.total
+    before = self.planned.memory.state.total
     for what, override in self._state_changes():
       try:
         after = state_bytes(self._partition([override])).total
       except UserError:  # The optimizer or the mesh does not support it.
         continue
       if after != before:
-        found.append(Change(what, (override,), self._planned.memory.peak + after - before, None, 'exact'))
+        found.append(Change(what, (override,), self.planned.memory.peak + after - before, None, 'exact'))
     return found
 
   def _partition(self, overrides: Sequence[str]) -> PartitionedTask:
-    config = self._config.change(overrides)
+    config = self.config.change(overrides)
     task, struct = task_and_inputs(config.explained, config.inputs)
     return PartitionedTask(task, dict(struct or {}), mesh=abstract_mesh(task.mesh_sizes()))
 
   def _state_changes(self) -> Iterator[tuple[str, str]]:
-    train = self._config.task.train
+    train = self.config.task.train
     for dtype in MOMENTS:
       if dtype != train.learner.moments:
         yield f'moments in {dtype}', f'task.train.learner.moments={dtype}'
@@ -147,29 +143,29 @@ class WhatIf:
 
   def largest_batch(self) -> Change | None:
     """Returns the largest batch that fits; None if no such batch is found, or if no dataset's field sets the batch."""
-    where = batch_path(self._config)
+    where = batch_path(self.config)
     if where is None:
       return None
     path, rows = where
     # A batch is padded to a multiple of this number of rows.
-    step = self._partition(()).row_parts * self._config.task.train.learner.num_microbatches
+    step = self._partition(()).row_parts * self.config.task.train.learner.num_microbatches
     return self._largest('batch_size', rows, step, lambda size: [f'{path}={size}'])
 
   def largest_length(self) -> Change | None:
     """Returns the largest sequence length that fits; None if no such length is found, or no dataset's field sets it."""
-    datasets = self._config.roots.get('datasets', ())
+    datasets = self.config.roots.get('datasets', ())
     training = next((i for i, dataset in enumerate(datasets) if getattr(dataset, 'is_training', False)), None)
     length = None if training is None else getattr(datasets[training], 'seq_len', None)
-    if not isinstance(length, int) or self._config.inputs is not None:
+    if not isinstance(length, int) or self.config.inputs is not None:
       return None
-    model = self._config.task.instantiate().model
+    model = self.config.task.instantiate().model
     fields = [f'{layer.path_name}.{field}' for layer in model.descendants() for field in layer.length_fields]
     paths = [f'datasets[{training}].seq_len', *(f'task.model.{field}' for field in fields)]
     return self._largest('seq_len', length, 128, lambda size: [f'{path}={size}' for path in paths])
 
   def _largest(self, what: str, size: int, step: int, overrides: Callable[[int], list[str]]) -> Change | None:
     """Extrapolates memory linearly to find the largest size that fits; then compiles that size, at most twice."""
-    capacity = self._planned.memory.capacity
+    capacity = self.planned.memory.capacity
     sizes = {size: self._correction(self._own)[1]}
     best: Change | None = None
     guess = 2 * size
@@ -186,24 +182,24 @@ class WhatIf:
     else:
       if best is not None and guess > _size(best):
         best = dataclasses.replace(best, what=f'{best.what} or more')
-    if best is None or self._planned.mode != 'compiled':
+    if best is None or self.planned.mode != 'compiled':
       return best
     return self._compiled_largest(best, what, size, step, overrides)
 
   def _compiled_largest(
     self, best: Change, what: str, size: int, step: int, overrides: Callable[[int], list[str]]
   ) -> Change:
-    capacity, sizes = self._planned.memory.capacity, {size: float(self._planned.memory.peak)}
+    capacity, sizes = self.planned.memory.capacity, {size: float(self.planned.memory.peak)}
     guess, name, failure = _size(best), best.what, 'which the compiler did not confirm'
     for _ in range(_MOST_COMPILES):
-      config = self._config.change(overrides(guess))
-      self._report(f'compiling: {what} {guess:,}')
-      elsewhere = None if self._elsewhere is None else self._elsewhere(overrides(guess))
-      found = plan(config.explained, config.inputs, self._topology, cache=self._cache, elsewhere=elsewhere)
+      config = self.config.change(overrides(guess))
+      self.report(f'compiling: {what} {guess:,}')
+      elsewhere = None if self.elsewhere is None else self.elsewhere(overrides(guess))
+      found = plan(config.explained, config.inputs, self.planned.topology, cache=self.cache, elsewhere=elsewhere)
       if found.mode == 'compiled':
         sizes[guess] = found.memory.peak
         if found.fits:
-          share = found.step_seconds / self._planned.step_seconds * self._planned.work.flops / found.work.flops
+          share = found.step_seconds / self.planned.step_seconds * self.planned.work.flops / found.work.flops
           name = name if guess == _size(best) else f'{what} {guess:,}'
           return Change(name, tuple(overrides(guess)), found.memory.peak, share, 'compiled')
       elif not found.is_refused:
@@ -222,7 +218,7 @@ class WhatIf:
     It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries as many microbatches, or as
     few rows, as the temporaries require; these two also together with the other changes that save most memory.
     """
-    capacity = self._planned.memory.capacity
+    capacity = self.planned.memory.capacity
     estimated = [self._estimate_change(_describe(overrides), overrides) for overrides in self._single_changes()]
     alone = [change for change in estimated if change is not None]
     fitting = [change for change in alone if change.peak <= capacity]
@@ -232,11 +228,11 @@ class WhatIf:
     return sorted(fitting, key=lambda change: change.time or 0.0)[:_MOST_WAYS]
 
   def _single_changes(self) -> Iterator[tuple[str, ...]]:
-    for knob in knobs_of(self._config):
+    for knob in knobs_of(self.config):
       if knob.kind is not KnobKind.MICROBATCHES:
         is_policy = knob.kind is KnobKind.REMATERIALISATION
         yield from (tuple(knob.overrides(v)) for v in knob.neighbours(knob.own) if v == 'full' or not is_policy)
-    learner = self._config.task.train.learner
+    learner = self.config.task.train.learner
     for dtype in MOMENTS[MOMENTS.index(learner.moments) + 1 :]:
       yield (f'task.train.learner.moments={dtype}',)
     if learner.ema_decay:
@@ -244,16 +240,16 @@ class WhatIf:
 
   def _largest_parts(self, others: tuple[str, ...]) -> list[Change]:
     """Returns the least number of microbatches and the largest batch that fit together with other changes, if any."""
-    capacity, found = self._planned.memory.capacity, list[Change]()
+    capacity, found = self.planned.memory.capacity, list[Change]()
     before = self._analytic(others) if others else self._own
     room = capacity - before.memory.state.total
     if room <= 0:
       return []
     temporaries = self._correction(before)[1] - before.memory.state.total
     parts = 2 ** max(math.ceil(math.log2(temporaries / room)), 1)
-    microbatches = [knob for knob in knobs_of(self._config) if knob.kind is KnobKind.MICROBATCHES]
+    microbatches = [knob for knob in knobs_of(self.config) if knob.kind is KnobKind.MICROBATCHES]
     ways = [[knob.overrides(knob.own * n) for n in (parts, 2 * parts)] for knob in microbatches]
-    if (where := batch_path(self._config)) and where[1] >= 2 * parts:
+    if (where := batch_path(self.config)) and where[1] >= 2 * parts:
       ways.append([[f'{where[0]}={where[1] // n}'] for n in (parts, 2 * parts)])
     for way in ways:
       for lines in way:
@@ -271,10 +267,10 @@ class WhatIf:
 
     Returns None if little communication is exposed, or if no neighbouring mesh that fits saves more than 2 %.
     """
-    planned = self._planned
+    planned = self.planned
     if planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
       return None
-    mesh = knobs_of(self._config)[0]
+    mesh = knobs_of(self.config)[0]
     found = [self._estimate_change(f'mesh {shape}', mesh.overrides(shape)) for shape in mesh.neighbours(mesh.own)]
     fitting = [change for change in found if change is not None and change.peak <= planned.memory.capacity]
     best = min(fitting, key=lambda change: change.time or 1.0, default=None)

@@ -14,6 +14,7 @@ import numpy as np
 from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, HloArray, Instruction, arrays_of
 from praxis_lite.instruments.plan.layer_names import HiddenWork
 from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention, value_in
+from praxis_lite.instruments.plan.targets import Target
 
 # ---------------------------------------------------------------- FLOPs
 
@@ -139,6 +140,14 @@ _FLOPS = {
   'convolution': _convolution_flops,
   'custom-call': _custom_call_flops,
 }
+
+
+def operation_seconds(target: Target, products: Iterable[CountedProduct], moved: float) -> float:
+  """Returns the time of an operation with these products that moves this many bytes: what takes longest sets it."""
+  efficiency = target.efficiency
+  reached = {False: efficiency.compute, True: efficiency.attention}
+  computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
+  return max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
 
 
 # ---------------------------------------------------------------- bytes
