@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
 
@@ -72,176 +71,131 @@ class Accelerator:
 _FLOAT8 = tuple(f'f8{kind}' for kind in ('e4m3fn', 'e5m2', 'e4m3', 'e4m3fnuz', 'e5m2fnuz', 'e4m3b11fnuz'))
 
 
-def _peaks(bf16: float, f32: float, int8: float, float8: float | None, **more: float) -> dict[str, float]:
-  """Returns peaks by dtype, from figures in 1e12/s. If `float8` is None, float8 has the peak of float32."""
-  eight_bit = {} if float8 is None else dict.fromkeys(_FLOAT8, float8)
-  terms = {'bf16': bf16, 'f32': f32, 's8': int8, 'u8': int8, **eight_bit, **more}
-  return {dtype: value * _TERA for dtype, value in terms.items()}
+def _peaks(bf16: str, f32: str, int8: str, float8: str) -> dict[str, float]:
+  """Returns peaks by dtype, from figures in 1e12/s. If `float8` is -, float8 has the peak of float32."""
+  peaks = {'bf16': bf16, 'f32': f32, 's8': int8, 'u8': int8}
+  if float8 != '-':
+    peaks |= dict.fromkeys(_FLOAT8, float8)
+  return {dtype: float(peak) * _TERA for dtype, peak in peaks.items()}
 
 
 # ---------------------------------------------------------------- TPU
 
-# The source of networks that the page of a chip does not document, and of the links of v2 to v4.
-_BOOK = 'How to Scale Your Model (Austin et al., 2025), chapter 2'
+# Peaks in 1e12/s; memory in GiB; bandwidth, a link and the network of a chip in GB/s; chips per host. The figure of a
+# link is for one link in one direction. It follows from the documented bandwidth of a chip over 4 links (2D) or 6 links
+# (3D) in both directions; for v2 to v4, from the bisection bandwidth of a pod.
+_TPU_FIGURES = """
+       bf16  int8  float8  memory  bandwidth  link  network  host  largest   wraps_at  devices  device kinds
+  v2     45    45      45      16        700  62.5     6.25     4  16x16           16        2  tpu v2
+  v3    123   123     123      32        900   100     6.25     4  32x32           32        2  tpu v3
+  v4    275   275     275      32       1200  46.9     6.25     4  12x16x16         4        1  tpu v4
+  v5e   197   393     197      16        819    50    3.125     8  16x16           16        1  tpu v5 lite, tpu v5e
+  v5p   459   918     459      95       2765   100     6.25     4  16x16x24         4        1  tpu v5
+  v6e   918  1836     918      32       1638   100     12.5     8  16x16           16        1  tpu v6
+  7x   2307  4614    4614     192       7380   100     12.5     4  16x24x24         4        2  tpu7x, tpu 7x
+"""
+_TPU_SOURCES = {
+  'v2': 'Google Cloud documentation: TPU v2; link not checked',
+  '7x': 'Google Cloud documentation: TPU7x; int8 as float8, which is assumed',
+}
+_PAGE = 'Google Cloud documentation: TPU7x, comparison with v5p and v6e'
+_TPU_NETWORK_SOURCES = {
+  **dict.fromkeys(('v2', 'v3'), 'assumed: as of v4'),
+  # It documents the links of v2 to v4 too.
+  'v4': 'How to Scale Your Model (Austin et al., 2025), chapter 2',
+  'v5e': 'Google Cloud documentation: TPU v5e, 6.4 Tb/s of a pod of 256 chips',
+  **dict.fromkeys(('v5p', 'v6e', '7x'), _PAGE),
+}
 
 
-def _tpu(
-  name: str, bf16: float, int8: float, float8: float, memory: int, bandwidth: float, link: float, **more: Any
-) -> Accelerator:
+def _tpu(row: str) -> Accelerator:
   """Returns a TPU. A float32 product takes one bfloat16 product by default, 3 at precision 'high', 6 at 'highest'."""
-  fields: dict[str, Any] = {
-    **{'domain': 0, 'chips_per_host': 4, 'network_source': _BOOK},
-    'source': f'Google Cloud documentation: TPU {name}',
-  }
+  name, bf16, int8, float8, *figures, kinds = row.split(maxsplit=12)
+  memory, bandwidth, link, network, host, torus, wraps_at, devices = figures
+  largest = tuple(map(int, torus.split('x')))
   return Accelerator(
     name=name,
     kind='tpu',
+    device_kinds=tuple(kinds.split(', ')),
     peaks=_peaks(bf16, bf16, int8, float8),
-    memory=memory * GIB,
-    bandwidth=bandwidth * _GIGA,
-    link=link * _GIGA,
-    **fields | more,
+    memory=int(memory) * GIB,
+    bandwidth=float(bandwidth) * _GIGA,
+    link=float(link) * _GIGA,
+    domain=0,
+    chips_per_host=int(host),
+    network=float(network) * _GIGA,
+    source=_TPU_SOURCES.get(name, f'Google Cloud documentation: TPU {name}'),
+    network_source=_TPU_NETWORK_SOURCES[name],
+    torus=len(largest),
+    wraps_at=int(wraps_at),
+    largest=largest,
+    devices_per_chip=int(devices),
   )
 
-
-def _torus(largest: tuple[int, ...], wraps_at: int, *kinds: str, devices: int = 1) -> dict[str, Any]:
-  sizes = {'torus': len(largest), 'wraps_at': wraps_at, 'largest': largest}
-  return {**sizes, 'device_kinds': kinds, 'devices_per_chip': devices}
-
-
-_PAGE = 'Google Cloud documentation: TPU7x, comparison with v5p and v6e'
-_TPUS = (
-  # The figure of a link is for one link in one direction. It follows from the documented bandwidth of a chip over 4
-  # links (2D) or 6 links (3D) in both directions; for v2 to v4, from the bisection bandwidth of a pod.
-  _tpu(
-    *('v2', 45, 45, 45, 16, 700, 62.5),
-    **_torus((16, 16), 16, 'tpu v2', devices=2),
-    network=6.25e9,
-    source='Google Cloud documentation: TPU v2; link not checked',
-    network_source='assumed: as of v4',
-  ),
-  _tpu(
-    *('v3', 123, 123, 123, 32, 900, 100),
-    **_torus((32, 32), 32, 'tpu v3', devices=2),
-    network=6.25e9,
-    network_source='assumed: as of v4',
-  ),
-  _tpu(
-    *('v4', 275, 275, 275, 32, 1200, 46.9),
-    **_torus((12, 16, 16), 4, 'tpu v4'),
-    network=6.25e9,
-  ),
-  _tpu(
-    *('v5e', 197, 393, 197, 16, 819, 50),
-    **_torus((16, 16), 16, 'tpu v5 lite', 'tpu v5e'),
-    chips_per_host=8,
-    network=3.125e9,
-    network_source='Google Cloud documentation: TPU v5e, 6.4 Tb/s of a pod of 256 chips',
-  ),
-  _tpu(
-    *('v5p', 459, 918, 459, 95, 2765, 100),
-    **_torus((16, 16, 24), 4, 'tpu v5'),
-    network=6.25e9,
-    network_source=_PAGE,
-  ),
-  _tpu(
-    *('v6e', 918, 1836, 918, 32, 1638, 100),
-    **_torus((16, 16), 16, 'tpu v6'),
-    chips_per_host=8,
-    network=12.5e9,
-    network_source=_PAGE,
-  ),
-  _tpu(
-    *('7x', 2307, 4614, 4614, 192, 7380, 100),
-    **_torus((16, 24, 24), 4, 'tpu7x', 'tpu 7x', devices=2),
-    network=12.5e9,
-    source='Google Cloud documentation: TPU7x; int8 as float8, which is assumed',
-    network_source=_PAGE,
-  ),
-)
 
 # ---------------------------------------------------------------- GPU
 
+# Peaks in 1e12/s; memory in GB; bandwidth, all links and the network of a chip in GB/s. With float32 accumulation,
+# GeForce cards multiply bfloat16 and float8 at half the rate that int8 suggests. Cards without fast links communicate
+# over one x16 slot of PCIe, through the host.
+_GPU_FIGURES = """
+               bf16     f32   int8  float8  memory  bandwidth  links  network  domain  host  device kind
+  a100-40       312     156    624       -   42.33     1555.2    300       25       8     8  a100 sxm4 40gb
+  a100          312     156    624       -   85.10    2039.04    300       25       8     8  a100
+  h100          989   494.5   1979    1979   84.94    3352.32    450       50       8     8  h100
+  h200          989   494.5   1979    1979  151.40       4800    450       50       8     8  h200
+  b200         2250    1125   4500    4500  191.51    7672.32    900       50       8     8  b200
+  gb200        2500    1250   5000    5000  197.90    7928.06    900       50      72     4  gb200
+  l4            121      60    242     242    23.9        300     32    3.125       8     8  l4
+  l40s          362     183    733     733    47.6        864     32    3.125       8     8  l40s
+  rtx3090        71    35.6    284       -    25.3        936     32    3.125       8     8  rtx 3090
+  rtx4090     165.2    82.6  660.6   330.3    25.2       1008     32    3.125       8     8  rtx 4090
+  rtx5090     209.5   104.8    838     419    33.7       1792     64    3.125       8     8  rtx 5090
+  rtx6000ada  364.2   182.1  728.5   728.5    50.9        960     32    3.125       8     8  rtx 6000 ada
+"""
+_DEVICE = '; memory and bandwidth: specs of XLA for its compiler'
+_GPU_SOURCES = {
+  'a100-40': f'NVIDIA A100 data sheet{_DEVICE}',
+  'a100': f'NVIDIA A100 data sheet{_DEVICE}',
+  'h100': f'NVIDIA H100 data sheet, SXM{_DEVICE}',
+  'h200': f'NVIDIA H200 data sheet{_DEVICE}',
+  'b200': f'NVIDIA DGX B200 data sheet{_DEVICE}',
+  'gb200': f'NVIDIA GB200 NVL72 specifications{_DEVICE}',
+  'l4': 'NVIDIA L4 data sheet; memory not checked',
+  'l40s': 'NVIDIA L40S data sheet; memory not checked',
+  'rtx3090': 'NVIDIA Ampere GA102 whitepaper; not checked',
+  'rtx4090': 'NVIDIA Ada whitepaper; memory not checked',
+  'rtx5090': 'NVIDIA RTX Blackwell whitepaper; peaks of bfloat16 and int8 not checked',
+  'rtx6000ada': 'NVIDIA Ada whitepaper for professional cards; not checked',
+}
+_GPU_SYSTEMS = {
+  **dict.fromkeys(('a100-40', 'a100'), 'DGX A100'),
+  **{'h100': 'DGX H100', 'h200': 'DGX H200', 'b200': 'DGX B200', 'gb200': 'GB200 NVL72'},
+}
 
-def _gpu(
-  name: str, peaks: Mapping[str, float], memory: float, bandwidth: float, link: float, source: str, **more: Any
-) -> Accelerator:
+
+def _gpu(row: str) -> Accelerator:
   """Returns a GPU. Its float32 peak is the TF32 peak, because XLA uses TF32 by default."""
-  fields: dict[str, Any] = {'domain': 8, 'chips_per_host': 8, 'device_kinds': (name,)} | more
+  name, bf16, f32, int8, float8, *figures, kind = row.split(maxsplit=11)
+  memory, bandwidth, links, network, domain, host = map(float, figures)
+  peaks, system = _peaks(bf16, f32, int8, float8), _GPU_SYSTEMS.get(name)
   return Accelerator(
     name=name,
     kind='gpu',
+    device_kinds=(kind,),
     peaks={**peaks, 'f16': peaks['bf16']},
     memory=memory * _GIGA,
     bandwidth=bandwidth * _GIGA,
-    link=link * _GIGA,
-    source=source,
-    **fields,
+    link=links * _GIGA,
+    domain=int(domain),
+    chips_per_host=int(host),
+    network=network * _GIGA,
+    source=_GPU_SOURCES[name],
+    network_source=f'NVIDIA {system}: one {8 * network:.0f} Gb/s adapter for each GPU'
+    if system
+    else 'assumed: 200 Gb/s for a host of 8',
   )
 
-
-def _adapters(system: str, gigabits: int) -> dict[str, Any]:
-  return {
-    'network': gigabits / 8 * _GIGA,
-    'network_source': f'NVIDIA {system}: one {gigabits} Gb/s adapter for each GPU',
-  }
-
-
-# PCIe cards communicate over one x16 slot, through the host.
-_CARD: dict[str, Any] = {'network': 3.125 * _GIGA, 'network_source': 'assumed: 200 Gb/s for a host of 8'}
-_DEVICE = '; memory and bandwidth: specs of XLA for its compiler'
-_A100, _HOPPER = _peaks(312, 156, 624, None), _peaks(989, 494.5, 1979, 1979)
-
-_GPUS = (
-  _gpu(
-    *('a100-40', _A100, 42.33, 1555.2, 300, f'NVIDIA A100 data sheet{_DEVICE}'),
-    **_adapters('DGX A100', 200) | {'device_kinds': ('a100 sxm4 40gb',)},
-  ),
-  _gpu(
-    *('a100', _A100, 85.10, 2039.04, 300, f'NVIDIA A100 data sheet{_DEVICE}'),
-    **_adapters('DGX A100', 200) | {'device_kinds': ('a100',)},
-  ),
-  _gpu(
-    *('h100', _HOPPER, 84.94, 3352.32, 450, f'NVIDIA H100 data sheet, SXM{_DEVICE}'),
-    **_adapters('DGX H100', 400) | {'device_kinds': ('h100',)},
-  ),
-  _gpu(
-    *('h200', _HOPPER, 151.40, 4800, 450, f'NVIDIA H200 data sheet{_DEVICE}'),
-    **_adapters('DGX H200', 400) | {'device_kinds': ('h200',)},
-  ),
-  _gpu(
-    *('b200', _peaks(2250, 1125, 4500, 4500), 191.51, 7672.32, 900, f'NVIDIA DGX B200 data sheet{_DEVICE}'),
-    **_adapters('DGX B200', 400),
-  ),
-  _gpu(
-    *('gb200', _peaks(2500, 1250, 5000, 5000), 197.90, 7928.06, 900, f'NVIDIA GB200 NVL72 specifications{_DEVICE}'),
-    **_adapters('GB200 NVL72', 400) | {'chips_per_host': 4, 'domain': 72},
-  ),
-  _gpu(*('l4', _peaks(121, 60, 242, 242), 23.9, 300, 32, 'NVIDIA L4 data sheet; memory not checked'), **_CARD),
-  _gpu(
-    *('l40s', _peaks(362, 183, 733, 733), 47.6, 864, 32, 'NVIDIA L40S data sheet; memory not checked'),
-    **_CARD,
-  ),
-  # With float32 accumulation, GeForce cards multiply bfloat16 and float8 at half the rate that int8 suggests.
-  _gpu(
-    *('rtx3090', _peaks(71, 35.6, 284, None), 25.3, 936, 32, 'NVIDIA Ampere GA102 whitepaper; not checked'),
-    **_CARD | {'device_kinds': ('rtx 3090',)},
-  ),
-  _gpu(
-    *('rtx4090', _peaks(165.2, 82.6, 660.6, 330.3), 25.2, 1008, 32, 'NVIDIA Ada whitepaper; memory not checked'),
-    **_CARD | {'device_kinds': ('rtx 4090',)},
-  ),
-  _gpu(
-    *('rtx5090', _peaks(209.5, 104.8, 838, 419), 33.7, 1792, 64),
-    source='NVIDIA RTX Blackwell whitepaper; peaks of bfloat16 and int8 not checked',
-    **_CARD | {'device_kinds': ('rtx 5090',)},
-  ),
-  _gpu(
-    *('rtx6000ada', _peaks(364.2, 182.1, 728.5, 728.5), 50.9, 960, 32),
-    source='NVIDIA Ada whitepaper for professional cards; not checked',
-    **_CARD | {'device_kinds': ('rtx 6000 ada',)},
-  ),
-)
 
 # Simulated devices on one machine. The figures give only orders of magnitude.
 _CPU = Accelerator(
@@ -257,7 +211,15 @@ _CPU = Accelerator(
   source='assumed',
   network_source='assumed',
 )
-ACCELERATORS: dict[str, Accelerator] = {found.name: found for found in (*_TPUS, *_GPUS, _CPU)}
+
+
+def _rows(table: str) -> list[str]:
+  return table.strip().splitlines()[1:]
+
+
+ACCELERATORS: dict[str, Accelerator] = {
+  found.name: found for found in (*map(_tpu, _rows(_TPU_FIGURES)), *map(_gpu, _rows(_GPU_FIGURES)), _CPU)
+}
 
 _ALIASES = {
   **{'v5litepod': 'v5e', 'v5lite': 'v5e', 'tpuv5e': 'v5e', 'tpuv4': 'v4', 'tpuv5p': 'v5p', 'tpuv6e': 'v6e'},
