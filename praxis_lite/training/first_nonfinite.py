@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from praxis_lite.common.jax_internals.programs import bind, called_program, scan_sizes
+from praxis_lite.common.jax_internals.programs import bind, called_program, run_program, scan_sizes
 
 _NOT_LAYERS = re.compile(r'^(jit|pjit|checkpoint|remat.*|rematted_computation|closed_call|vmap|custom_.*|shard_map|)$')
 
@@ -75,32 +74,27 @@ class Trace:
   def run(self, function: Callable[..., Any], *args: Any) -> Any:
     """Returns function(*args), computed one operation after the other."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    out = self._run(closed.jaxpr, closed.consts, jax.tree.leaves(args), '', {})
+    out = self._run(closed, jax.tree.leaves(args), '', {})
     return jax.tree.unflatten(jax.tree.structure(shape), out)
 
-  def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], stack: str, at: dict[str, str]) -> list[Any]:
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
-      read = [x.val if isinstance(x, core.Literal) else values[x] for x in eqn.invars]
-      path = '/'.join(part for part in (stack, str(eqn.source_info.name_stack)) if part)
-      results = self._apply(eqn, read, path, at)
-      values.update(zip(eqn.outvars, results, strict=True))
-    return [x.val if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
+  def _run(self, program: Any, args: Sequence[Any], stack: str, at: dict[str, str]) -> list[Any]:
+    def apply(eqn: Any, operands: list[Any]) -> list[Any]:
+      return self._apply(eqn, operands, '/'.join(filter(None, (stack, str(eqn.source_info.name_stack)))), at)
+
+    return run_program(program, args, apply)
 
   def _apply(self, eqn: Any, args: list[Any], stack: str, at: dict[str, str]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name == 'scan':
       return self._scan(eqn, args, stack, at)
     if name == 'cond':
-      branch = params['branches'][int(np.clip(int(args[0]), 0, len(params['branches']) - 1))]
-      return self._run(branch.jaxpr, branch.consts, args[1:], stack, at)
+      branch = int(np.clip(int(args[0]), 0, len(params['branches']) - 1))
+      return self._run(params['branches'][branch], args[1:], stack, at)
     if name == 'sharding_constraint':
       return args
     inner = called_program(eqn)
     if inner is not None and name not in ('while', 'shard_map', 'reduce', 'scatter', 'pallas_call'):
-      if isinstance(inner, core.ClosedJaxpr):
-        return self._run(inner.jaxpr, inner.consts, args, stack, at)
-      return self._run(inner, (), args, stack, at)
+      return self._run(inner, args, stack, at)
     results = bind(eqn, args)
     self._look(name, args, results, stack, at)
     return results
@@ -113,7 +107,7 @@ class Trace:
     rows: list[list[Any]] = [[] for _ in body.jaxpr.outvars[carry:]]
     order = range(length - 1, -1, -1) if params['reverse'] else range(length)
     for i in order:
-      out = self._run(body.jaxpr, body.consts, [*fixed, *state, *(x[i] for x in xs)], stack, {**at, where: f'[{i}]'})
+      out = self._run(body, [*fixed, *state, *(x[i] for x in xs)], stack, {**at, where: f'[{i}]'})
       state = out[:carry]
       for row, y in zip(rows, out[carry:], strict=True):
         row.append(y)

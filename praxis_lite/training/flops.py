@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from praxis_lite.common.jax_internals.programs import mapped_axes
+from praxis_lite.common.jax_internals.programs import inner_programs, mapped_axes
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import eval_step_single_learner
 from praxis_lite.training.trips import Bound, Bounds
@@ -51,9 +51,9 @@ def flops_by_scope(
   bounds = Bounds(jaxpr, inputs)
   for equation in jaxpr.eqns:
     name = '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
-    below = [inner for inner in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr) if _is_jaxpr(inner)]
     flops = _equation_flops(equation, bounds)
-    parts = [part for inner in below for part in flops_by_scope(inner, name, bounds.below(equation, inner))]
+    below = [(inner, bounds.below(equation, inner)) for inner in inner_programs(equation)]
+    parts = [part for inner, known in below for part in flops_by_scope(inner, name, known)]
     once = sum(part for _, part in parts)
     if once:
       yield from ((at, flops * part / once) for at, part in parts)
@@ -90,8 +90,7 @@ def _equation_flops(equation: core.JaxprEqn, bounds: Bounds) -> float:
   if name.startswith('dot_product_attention_fwd'):
     query, key = shapes[:2]  # [B, T, N, H] and [B, S, K, H]
     return 4.0 * math.prod(query) * key[1]
-  jaxprs = [jaxpr for jaxpr in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(jaxpr)]
-  flops = [_flops(jaxpr, bounds.below(equation, jaxpr)) for jaxpr in jaxprs]
+  flops = [_flops(jaxpr, bounds.below(equation, jaxpr)) for jaxpr in inner_programs(equation)]
   below = max(flops) if name == 'cond' else sum(flops)
   if name == 'scan':
     return below * params['length']
@@ -100,7 +99,3 @@ def _equation_flops(equation: core.JaxprEqn, bounds: Bounds) -> float:
   if name == 'shard_map':  # Inside, shapes are per device.
     return below * math.prod(mapped_axes(equation).values())
   return below
-
-
-def _is_jaxpr(value: object) -> bool:
-  return isinstance(value, core.ClosedJaxpr | core.Jaxpr)

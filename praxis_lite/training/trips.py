@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from praxis_lite.common.jax_internals.programs import scan_sizes, while_sizes
+from praxis_lite.common.jax_internals.programs import scan_sizes, strip_constants, while_sizes
 
 # The largest possible value of each entry of an array; None if unknown.
 Bound = np.ndarray | None
@@ -37,12 +37,11 @@ class Bounds:
 
   def __init__(self, jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound] = ()):
     self._known: dict[core.Var, np.ndarray] = {}
-    consts = jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
-    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    for var, bound in (*zip(inner.constvars, map(_bound_of_value, consts)), *zip(inner.invars, inputs)):
+    inner, constants = strip_constants(jaxpr), map(_bound_of_value, getattr(jaxpr, 'consts', ()))
+    for var, bound in (*zip(inner.constvars, constants), *zip(inner.invars, inputs)):
       self._set(var, bound)
 
-  def of(self, var: core.Var | core.Literal) -> Bound:
+  def bound_of(self, var: core.Var | core.Literal) -> Bound:
     """Returns the bound of a variable, or of a literal."""
     if isinstance(var, core.Literal):
       return _bound_of_value(var.val)
@@ -54,15 +53,15 @@ class Bounds:
   def add(self, equation: core.JaxprEqn) -> None:
     """Derives the bound of an equation's result, if there is a rule for it."""
     rule = _RULES.get(equation.primitive.name)
-    bounds = [self.of(var) for var in equation.invars] if rule else []
+    bounds = [self.bound_of(var) for var in equation.invars] if rule else []
     if rule and all(bound is not None for bound in bounds):
       self._set(equation.outvars[0], rule(bounds, equation.params))
 
   def below(self, equation: core.JaxprEqn, jaxpr: core.ClosedJaxpr | core.Jaxpr) -> list[Bound]:
     """Returns the bounds of the inputs of a jaxpr that an equation runs."""
     name = equation.primitive.name
-    inputs = [self.of(var) for var in equation.invars]
-    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    inputs = [self.bound_of(var) for var in equation.invars]
+    inner = strip_constants(jaxpr)
     if name == 'while':
       cond, body, _ = while_sizes(equation)
       inputs = inputs[cond : cond + body]
@@ -87,13 +86,13 @@ class Bounds:
     start = equation.invars[of_cond + of_body + number]
     if not isinstance(start, core.Literal) or not _counts_up(body, number + of_body, number):
       return None
-    bound = self.of(limit) if isinstance(limit, core.Literal) else None
+    bound = self.bound_of(limit) if isinstance(limit, core.Literal) else None
     if limit in cond.invars[:of_cond]:
-      bound = self.of(equation.invars[cond.invars.index(limit)])
+      bound = self.bound_of(equation.invars[cond.invars.index(limit)])
     elif limit in cond.invars[of_cond:]:
       carried = cond.invars.index(limit) - of_cond
       if body.outvars[carried] is body.invars[of_body + carried]:
-        bound = self.of(equation.invars[of_cond + of_body + carried])
+        bound = self.bound_of(equation.invars[of_cond + of_body + carried])
     return None if bound is None else max(0, int(bound) - int(start.val))
 
   def _set(self, var: core.Var, bound: Bound) -> None:

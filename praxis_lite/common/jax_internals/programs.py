@@ -10,10 +10,11 @@ Jaxpr       apart from ClosedJaxpr    up to 0.10; since 0.11 both are one class
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from praxis_lite.common.jax_internals import UnknownJax, reading
 
@@ -34,9 +35,19 @@ class WhileSizes(NamedTuple):
   carry: int
 
 
+# Operations that compute each entry of the result from the same entry of each operand.
+_ELEMENTWISE_NAMES = """
+  abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
+  clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+  igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+  polygamma population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+  shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 # The parameters in which operations have the program that they call.
 _CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
-SizesT = TypeVar('SizesT', ScanSizes, WhileSizes)
+_SizesT = TypeVar('_SizesT', ScanSizes, WhileSizes)
+T = TypeVar('T')
 
 
 def scan_sizes(equation: JaxprEqn) -> ScanSizes:
@@ -52,7 +63,7 @@ def scan_sizes(equation: JaxprEqn) -> ScanSizes:
     else:
       consts, carry, _ = (len(part) for part in params['ft_in'].unpack())
     sizes = ScanSizes(consts, carry, len(equation.invars) - consts - carry)
-  return _checked(equation, sizes, min(sizes) >= 0 and carry <= len(equation.outvars))
+  return _check_sizes(equation, sizes, min(sizes) >= 0 and carry <= len(equation.outvars))
 
 
 def while_sizes(equation: JaxprEqn) -> WhileSizes:
@@ -65,10 +76,10 @@ def while_sizes(equation: JaxprEqn) -> WhileSizes:
   with reading("while's parameters"):
     cond, body = params['cond_nconsts'], params['body_nconsts']
     sizes = WhileSizes(cond, body, len(equation.invars) - cond - body)
-  return _checked(equation, sizes, min(sizes) >= 0 and sizes.carry == len(equation.outvars))
+  return _check_sizes(equation, sizes, min(sizes) >= 0 and sizes.carry == len(equation.outvars))
 
 
-def _checked(equation: JaxprEqn, sizes: SizesT, fit: bool) -> SizesT:
+def _check_sizes(equation: JaxprEqn, sizes: _SizesT, fit: bool) -> _SizesT:
   if not fit:
     operands, results = len(equation.invars), len(equation.outvars)
     raise UnknownJax(f'{equation.primitive.name} of {operands} operands and {results} results has {sizes}')
@@ -95,7 +106,42 @@ def called_program(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
 def program_in(params: Mapping[str, Any]) -> Jaxpr | ClosedJaxpr | None:
   """Like `called_program`, for the parameters of an equation."""
   found = next((params[name] for name in _CALLED if name in params), None)
-  return found if isinstance(found, Jaxpr | ClosedJaxpr) else None
+  return found if _is_program(found) else None
+
+
+def inner_programs(equation: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+  """Returns all programs that an equation has: the one that it calls, branches, conditions and bodies of loops."""
+  return [x for x in jax.tree.leaves(equation.params, is_leaf=_is_program) if _is_program(x)]
+
+
+def _is_program(value: object) -> bool:
+  return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def run_program(
+  program: Jaxpr | ClosedJaxpr,
+  arguments: Sequence[T],
+  apply: Callable[[JaxprEqn, list[T]], Sequence[T]],
+  convert: Callable[[Any], T] = lambda constant: constant,
+) -> list[T]:
+  """Runs a program on values of any kind, equation by equation; returns its results.
+
+  Args:
+    program: a jaxpr; one without the values of its constants must have none.
+    arguments: the values of its inputs.
+    apply: returns the results of an equation for its operands.
+    convert: returns the value for a constant or a literal.
+  """
+  inner, constants = strip_constants(program), getattr(program, 'consts', ())
+  known: dict[Any, T] = dict(zip(inner.constvars, map(convert, constants), strict=True))
+  known.update(zip(inner.invars, arguments, strict=True))
+
+  def read(x: Any) -> T:
+    return convert(x.val) if isinstance(x, Literal) else known[x]
+
+  for equation in inner.eqns:
+    known.update(zip(equation.outvars, apply(equation, [read(x) for x in equation.invars]), strict=True))
+  return [read(x) for x in inner.outvars]
 
 
 def strip_constants(program: Jaxpr | ClosedJaxpr) -> Jaxpr:

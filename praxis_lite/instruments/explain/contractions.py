@@ -20,9 +20,8 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.jax_internals.programs import called_program, scan_sizes, scopes, strip_constants
+from praxis_lite.common.jax_internals.programs import ELEMENTWISE, called_program, scan_sizes, scopes, strip_constants
 from praxis_lite.sharding.specs import UNCONSTRAINED, spec_axes
-from praxis_lite.training.learning.probe import ELEMENTWISE
 
 DimAxes = tuple[str, ...]
 
