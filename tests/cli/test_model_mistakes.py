@@ -219,7 +219,7 @@ MISTAKES = {
     SETUP,
     'super().setup(); self.extra = Config(Linear)\n'
     "  def compute_predictions(self, batch): return self.extra(batch['x'])",
-    r'^Mine\.compute_predictions: self\.extra is a Config, which describes a layer and is none; build it in setup\(\) '
+    r'^Mine\.compute_predictions: self\.extra is the Config of a layer, not a layer; build it in setup\(\) '
     r"by self\.create_child\('extra', Config\(Linear, \.\.\.\)\) \(own\.py:38\)$",
   ),
   'list of layers called': (

@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from praxis_lite.common.errors import UserError, did_you_mean
 from praxis_lite.common.importing import MissingModuleError, import_module
@@ -61,25 +61,23 @@ def import_reference(text: str) -> object:
   """Returns the object that `text` names; raises UserError if there is none, or importing its module fails."""
   if ':' in text:
     module, _, name = text.partition(':')
-    return _attribute(import_module(module), name, text)
+    return functools.reduce(attribute_of, name.split('.'), import_module(module))
   parts = text.split('.')
   for split in range(len(parts) - 1, 0, -1):
     try:
-      return _attribute(import_module('.'.join(parts[:split])), '.'.join(parts[split:]), text)
+      return functools.reduce(attribute_of, parts[split:], import_module('.'.join(parts[:split])))
     except MissingModuleError:
       if split == 1:
         raise
   raise UserError(f'{text!r} names no module; write package.module.Name')
 
 
-def _attribute(module: object, name: str, text: str) -> object:
-  value = module
-  for part in name.split('.'):
-    if not hasattr(value, part):
-      where = getattr(value, '__name__', text)
-      raise UserError(f'{where} has no {part!r}.{did_you_mean(part, (n for n in dir(value) if n[:1] != "_"))}')
-    value = getattr(value, part)
-  return value
+def attribute_of(value: Any, name: str) -> Any:
+  """Returns an attribute of a module or class; raises UserError, which suggests the nearest name, if there is none."""
+  if not hasattr(value, name):
+    where = getattr(value, '__name__', repr(value))
+    raise UserError(f'{where} has no {name!r}.{did_you_mean(name, (n for n in dir(value) if n[:1] != "_"))}')
+  return getattr(value, name)
 
 
 def _module_and_name(value: object) -> tuple[str, str]:

@@ -28,8 +28,8 @@ from types import FunctionType, ModuleType
 import numpy as np
 
 from praxis_lite.common.config.configurable import Configurable
-from praxis_lite.common.config.references import is_named
-from praxis_lite.common.errors import ConfigError, UserError, did_you_mean
+from praxis_lite.common.config.references import attribute_of, is_named
+from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.importing import import_module
 from praxis_lite.common.moved import current_name
 
@@ -148,10 +148,7 @@ def _lookup(module: ModuleType, name: str) -> object:
       raise UntrustedError(
         f'{module.__name__}:{name} is not something that a recorded config may name', module.__name__
       )
-    if not hasattr(value, part):
-      where = getattr(value, '__name__', module.__name__)
-      raise UserError(f'{where} has no {part!r}.{did_you_mean(part, (n for n in dir(value) if n[:1] != "_"))}')
-    value = getattr(value, part)
+    value = attribute_of(value, part)
   return value
 
 
