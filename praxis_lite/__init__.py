@@ -36,7 +36,7 @@ if TYPE_CHECKING:
   from praxis_lite.training import (
     partition_spmd_model as partition_spmd_model,
     registry as registry,
-    unpadded as unpadded,
+    unpad as unpad,
   )
   from praxis_lite.training.experiment import BaseExperiment as BaseExperiment
   from praxis_lite.training.learning import Learner as Learner
@@ -54,7 +54,7 @@ __getattr__ = lazy_names(
     'praxis_lite.training.registry': 'registry',
     'praxis_lite.instruments.testing': 'testing',
     'praxis_lite.training.task': 'SingleTask',
-    'praxis_lite.training': 'partition_spmd_model unpadded',
+    'praxis_lite.training': 'partition_spmd_model unpad',
     'praxis_lite.sharding.weights': 'WeightHParams WeightInit',
   },
 )

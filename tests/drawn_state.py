@@ -30,5 +30,5 @@ def drawn_state(partitioned: PartitionedTask, seed: int = 0) -> TrainState[jax.A
   weights = partitioned.jax_task.model.abstract_init()
   variables = drawn_variables(weights, seed)
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), partitioned.unpadded_state_shapes)
-  averages = None if zeros.ema_vars is None else partitioned.jax_task.learner.bind(weights).trained(variables)
-  return partitioned.padded(zeros.replace(mdl_vars=variables, ema_vars=averages))
+  averages = None if zeros.ema_vars is None else partitioned.jax_task.learner.bind(weights).select_trained(variables)
+  return partitioned.pad(zeros.replace(mdl_vars=variables, ema_vars=averages))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
   from praxis_lite.training.state import (
     TrainState as TrainState,
     initialize_partitioned_model_states as initialize_partitioned_model_states,
-    unpadded as unpadded,
+    unpad as unpad,
   )
   from praxis_lite.training.steps import (
     decode_step as decode_step,
@@ -36,7 +36,7 @@ __getattr__ = lazy_names(
     'praxis_lite.training.partitioned_step': 'PartitionedStep',
     'praxis_lite.training.partitioned_task': 'PartitionedModel PartitionedTask '
     'get_partitioned_spmd_model_decode_fn partition_spmd_model',
-    'praxis_lite.training.state': 'TrainState initialize_partitioned_model_states unpadded',
+    'praxis_lite.training.state': 'TrainState initialize_partitioned_model_states unpad',
     'praxis_lite.training.steps': 'decode_step eval_step_single_learner train_step_single_learner',
   },
 )

@@ -72,7 +72,7 @@ class Execution:
     """Returns (loss to differentiate, weight of the whole batch), given the mean loss over the local rows."""
     return loss, weight
 
-  def combined(
+  def combine(
     self, loss: jax.Array, out: LossOutput, gradients: NestedDict
   ) -> tuple[jax.Array, LossOutput, NestedDict]:
     """Returns the whole batch's loss, outputs and gradients; updates and gradients only for this device's parts."""
@@ -90,7 +90,7 @@ class CompilerPlaced(Execution):
     self._task, self._layout = jax_task, layout
     self._names = layout.mesh.axis_names
 
-  def wrapped(self, step: TrainStep) -> TrainStep:
+  def wrap(self, step: TrainStep) -> TrainStep:
     """Converts a step on unpadded arrays to a step on the padded state and padded global inputs."""
 
     def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ class ShardMapped(Execution):
       manual_axes=frozenset(layout.mesh.axis_names),
     )
 
-  def wrapped(self, step: TrainStep) -> TrainStep:
+  def wrap(self, step: TrainStep) -> TrainStep:
     mapping = self._task.train.inputs_split_mapping
     rows, whole = PartitionSpec(self.batch_axes or None), PartitionSpec()
     mapped = jax.shard_map(
@@ -196,7 +196,7 @@ class ShardMapped(Execution):
   def share_of_loss(self, loss: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     return scaled_loss(loss, weight, self.batch_axes)
 
-  def combined(
+  def combine(
     self, loss: jax.Array, out: LossOutput, gradients: NestedDict
   ) -> tuple[jax.Array, LossOutput, NestedDict]:
     specs = map_with_path(lambda path, _: self._specs[path], gradients)

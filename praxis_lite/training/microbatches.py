@@ -27,8 +27,8 @@ from praxis_lite.layers.base.call import Summary
 from praxis_lite.sharding.explicit import ShardedParam, also_named, to_axes
 from praxis_lite.sharding.specs import all_axes
 
-TreeT = TypeVar('TreeT')
-BatchT = TypeVar('BatchT')
+_TreeT = TypeVar('_TreeT')
+_BatchT = TypeVar('_BatchT')
 
 
 class LossOutput(NamedTuple):
@@ -50,17 +50,17 @@ class LossOutput(NamedTuple):
 
 
 # (trained variables, other variables, key, batch) -> (loss, output)
-LossFn = Callable[[TreeT, NestedDict, jax.Array, BatchT], tuple[jax.Array, LossOutput]]
+LossFn = Callable[[_TreeT, NestedDict, jax.Array, _BatchT], tuple[jax.Array, LossOutput]]
 
 
 def value_and_grad(
-  loss_fn: LossFn[TreeT, BatchT],
-  trained: TreeT,
+  loss_fn: LossFn[_TreeT, _BatchT],
+  trained: _TreeT,
   others: NestedDict,
   key: jax.Array,
-  batch: BatchT,
+  batch: _BatchT,
   num_microbatches: int,
-) -> tuple[jax.Array, LossOutput, TreeT]:
+) -> tuple[jax.Array, LossOutput, _TreeT]:
   """Returns (loss, output, gradient with respect to `trained`).
 
   Args:
@@ -82,8 +82,8 @@ def value_and_grad(
   changed: set[Path] = set()
 
   def one(
-    carry: tuple[TreeT, jax.Array, jax.Array, NestedDict], xs: tuple[jax.Array, BatchT]
-  ) -> tuple[tuple[TreeT, jax.Array, jax.Array, NestedDict], LossOutput]:
+    carry: tuple[_TreeT, jax.Array, jax.Array, NestedDict], xs: tuple[jax.Array, _BatchT]
+  ) -> tuple[tuple[_TreeT, jax.Array, jax.Array, NestedDict], LossOutput]:
     gradients, loss, weight, others = carry
     index, microbatch = xs
     (loss_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
@@ -121,7 +121,7 @@ def split_rows(x: jax.Array, parts: int) -> jax.Array:
 
 
 @also_named(grads='gradients', axis_name='axes', axis_names='axes')
-def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = None) -> TreeT:
+def sync_gradients(gradients: _TreeT, axes: str | Sequence[str], specs: object = None) -> _TreeT:
   """Inside `shard_map`: averages each gradient over those of `axes` over which its parameter is replicated.
 
   Over the axes that split a parameter, `gather_array_with_mean_grads` has already averaged its gradient.
@@ -159,13 +159,13 @@ def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tupl
 
 @also_named(axis_name='axes', axis_names='axes', rng='key')
 def accumulate_gradients(
-  loss_fn: Callable[[TreeT, jax.Array, BatchT], tuple[jax.Array, WeightedScalars]],
-  params: TreeT,
+  loss_fn: Callable[[_TreeT, jax.Array, _BatchT], tuple[jax.Array, WeightedScalars]],
+  params: _TreeT,
   key: jax.Array,
-  batch: BatchT,
+  batch: _BatchT,
   num_microbatches: int,
   axes: str | Sequence[str] = (),
-) -> tuple[jax.Array, WeightedScalars, TreeT]:
+) -> tuple[jax.Array, WeightedScalars, _TreeT]:
   """Returns (loss, metrics, gradients) of a batch that is computed in parts, exactly as if it were computed at once.
 
   Args:
@@ -182,11 +182,11 @@ def accumulate_gradients(
   """
   names = to_axes(axes)
 
-  def scaled(params: TreeT, others: NestedDict, key: jax.Array, batch: BatchT) -> tuple[jax.Array, LossOutput]:
+  def loss_of_part(params: _TreeT, others: NestedDict, key: jax.Array, batch: _BatchT) -> tuple[jax.Array, LossOutput]:
     loss, metrics = loss_fn(params, key, batch)
     loss, total = scaled_loss(loss, metrics['loss'][1], names)
     return loss, LossOutput(total, metrics, {}, {}, {})
 
   with jax.named_scope('accumulate_gradients'):
-    loss, output, gradients = value_and_grad(scaled, params, {}, key, batch, num_microbatches)
+    loss, output, gradients = value_and_grad(loss_of_part, params, {}, key, batch, num_microbatches)
   return jax.lax.pmean(loss, names), mean_over_devices(output.metrics, names), gradients

@@ -118,7 +118,7 @@ def _reference(
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      problem = 'one device has not the memory'
+      problem = 'one device has too little memory'
   other = next(name for name in EXECUTIONS if name != own)
   try:
     by_name = {name: _Norms(partitioned, name) for name in ('auto', other)}

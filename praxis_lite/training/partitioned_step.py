@@ -28,10 +28,10 @@ class CompileTimes(NamedTuple):
   compile: float
 
 
-OutT = TypeVar('OutT')
+_OutT = TypeVar('_OutT')
 
 
-class PartitionedStep(Generic[OutT]):
+class PartitionedStep(Generic[_OutT]):
   """A function of (state..., replicated..., inputs) on a mesh.
 
   Args:
@@ -47,7 +47,7 @@ class PartitionedStep(Generic[OutT]):
 
   def __init__(
     self,
-    fn: Callable[..., OutT],
+    fn: Callable[..., _OutT],
     arguments: tuple[Any, ...],
     out_shardings: object,
     *,
@@ -124,7 +124,7 @@ class PartitionedStep(Generic[OutT]):
     self._times = self._times._replace(compile=self._times.compile + time.perf_counter() - start)
     return compiled
 
-  def __call__(self, *args: Any) -> OutT:
+  def __call__(self, *args: Any) -> _OutT:
     *others, inputs = args
     if not is_on_device(inputs, self.arguments[-1]):
       inputs = self.put_inputs(inputs)

@@ -42,7 +42,7 @@ from praxis_lite.training.state import (
 from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
-OutT = TypeVar('OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.DecodeStepOutput)
+_OutT = TypeVar('_OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.DecodeStepOutput)
 
 
 class Partitioner(Protocol):
@@ -200,7 +200,7 @@ class PartitionedTask:
   def _init_state(self) -> Callable[[jax.Array], TrainState[jax.Array]]:
     return state_initializer(self.jax_task, self.layout)  # Cached, so that it is compiled once.
 
-  def unpadded(self, state: StateT) -> StateT:
+  def unpad(self, state: StateT) -> StateT:
     """Returns a train state, or its `mdl_vars`, or a part of either, as NumPy arrays in their true shapes.
 
     Use this for results: `np.asarray` of an array of the state includes the padding that its mesh needs. The returned
@@ -212,8 +212,8 @@ class PartitionedTask:
     """
     return self._layout_of(state).to_host(state)
 
-  def padded(self, state: StateT) -> StateT:
-    """The inverse of `unpadded`: puts arrays of true shapes, from any device or host, on the mesh."""
+  def pad(self, state: StateT) -> StateT:
+    """The inverse of `unpad`: puts arrays of true shapes, from any device or host, on the mesh."""
     return self._layout_of(state).to_mesh(state)
 
   def _layout_of(self, state: object) -> StateLayout:
@@ -245,7 +245,7 @@ class PartitionedTask:
     execution: MeshExecution,
     single_learner_step: Callable[..., steps.TrainStepOutput] = steps.train_step_single_learner,
   ) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
-    step = execution.wrapped(functools.partial(single_learner_step, self.jax_task, execution=execution))
+    step = execution.wrap(functools.partial(single_learner_step, self.jax_task, execution=execution))
     rows = self.train_rows
 
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
@@ -255,13 +255,13 @@ class PartitionedTask:
 
     return train_step, (self.state_shapes, *self._placed_shapes(rows))
 
-  def _inference_step(self, step: Callable[..., OutT], by_row: str) -> PartitionedStep[OutT]:
+  def _inference_step(self, step: Callable[..., _OutT], by_row: str) -> PartitionedStep[_OutT]:
     """Returns a step without a state; `by_row` names the output whose arrays have the batch as dimension 0."""
     rows = self.inference_rows
     shapes: tuple[object, ...] = self._placed_shapes(rows, jax.ShapeDtypeStruct((), jnp.int32))
     placed = self._placed
 
-    def inference_step(mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict) -> OutT:
+    def inference_step(mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict) -> _OutT:
       mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(rows.take_rows(inputs))
       with axis_rules(self.jax_task.logical_axis_rules or ()):
         out = step(self.jax_task, mdl_vars, key, global_step, inputs, placed.surroundings)
@@ -310,7 +310,7 @@ def partition_spmd_model(
     parameters. The steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or
     batches already placed by `step.put_inputs`. If the partitioner has params_on_devices=False, the variables are in
     host memory, and its `move_params_to_devices` makes the state ready for the steps. The result's `partitioned_task`
-    converts states: `unpadded(state)` and `padded(state)`.
+    converts states: `unpad(state)` and `pad(state)`.
 
   Raises:
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.

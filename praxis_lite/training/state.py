@@ -157,10 +157,10 @@ def offload_slots(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
   return StateLayout(*(tree.replace(opt_states=of_slots) for tree, of_slots in zip(layout, slots)))
 
 
-def unpadded(jax_task: Config | SingleTask, state: StateT) -> StateT:
+def unpad(jax_task: Config | SingleTask, state: StateT) -> StateT:
   """Returns a train state, or its `mdl_vars`, as NumPy arrays in their true shapes.
 
-  This is `PartitionedTask.unpadded` for a state without a `PartitionedTask`, such as the state of a `TrainResult`.
+  This is `PartitionedTask.unpad` for a state without a `PartitionedTask`, such as the state of a `TrainResult`.
 
   Args:
     jax_task: the task of the state, or its config.

@@ -143,7 +143,7 @@ def _loss_and_gradients(
   trained, others = learner.split(states.mdl_vars)
   others = execution.updatable(others)
   loss, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches)
-  return execution.combined(loss, out, gradients)
+  return execution.combine(loss, out, gradients)
 
 
 def eval_step_single_learner(

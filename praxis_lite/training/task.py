@@ -17,6 +17,15 @@ from praxis_lite.sharding.xla_flags import Flag, check_xla_flags
 from praxis_lite.training.learning import Learner
 
 
+def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
+  """Replaces the configs in some fields by what they build."""
+  for section in sections:
+    config = getattr(owner, section)
+    if not isinstance(config, Config):
+      raise ConfigError(f'{path}.{section}: expected the config of its settings, got {config!r}')
+    setattr(owner, section, build_at(f'{path}.{section}', config))
+
+
 class EarlyStoppingParams(Configurable):
   """When a run ends early: once a metric of its evaluations no longer improves.
 
@@ -184,11 +193,7 @@ class TrainParams(Configurable):
       raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
     if self.slow_step_factor is not None and not self.slow_step_factor > 1:
       raise ConfigError(f'task.train.slow_step_factor: expected more than 1, or None, got {self.slow_step_factor}')
-    for section in ('loss_spike', 'early_stopping', 'emergency_copies', 'init_from'):
-      config: object = getattr(self, section)
-      if not isinstance(config, Config):
-        raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')
-      setattr(self, section, build_at(f'task.train.{section}', config))
+    _build_sections(self, 'task.train', 'loss_spike', 'early_stopping', 'emergency_copies', 'init_from')
 
 
 class EvalParams(Configurable):
@@ -254,15 +259,10 @@ class SingleTask(Configurable):
         'task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name, as in '
         f'--set "task.mesh_axis_names={names}"'
       )
-    for section in ('train', 'evaluate', 'decode'):
-      config = getattr(self, section)
-      if not isinstance(config, Config):
-        raise ConfigError(f'task.{section}: expected the config of its settings, got {config!r}')
-      settings = build_at(f'task.{section}', config)
-      setattr(self, section, settings)
-      max_batches = getattr(settings, 'max_batches', None)
-      if max_batches is not None and max_batches < 1:
-        raise ConfigError(f'task.{section}.max_batches = {max_batches}: expected at least 1, or None for all')
+    _build_sections(self, 'task', 'train', 'evaluate', 'decode')
+    for section, params in (('evaluate', self.evaluate), ('decode', self.decode)):
+      if params.max_batches is not None and params.max_batches < 1:
+        raise ConfigError(f'task.{section}.max_batches = {params.max_batches}: expected at least 1, or None for all')
     built = target(self.train.learner)
     if not (isinstance(built, type) and issubclass(built, Learner)):
       raise ConfigError(

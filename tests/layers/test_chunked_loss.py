@@ -298,7 +298,7 @@ def trained(mesh, chunk_size, **fields):
       state = out.state
       losses.append(out.weighted_loss)
     evaluated = built.eval_step(state.mdl_vars, key, state.step, batch)
-  return built.unpadded(state.mdl_vars), *jax.device_get((losses, evaluated.mean_metrics))
+  return built.unpad(state.mdl_vars), *jax.device_get((losses, evaluated.mean_metrics))
 
 
 @pytest.fixture(scope='module')

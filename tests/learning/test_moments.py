@@ -175,8 +175,8 @@ def test_a_mesh_trains_as_one_device_and_its_checkpoint_goes_back_to_one(runs, t
   checkpointer.wait()
   restored = checkpointer.restore(alone.state_shapes, alone.unpadded_state_shapes)
   checkpointer.close()
-  expected = partitioned.unpadded(state)
-  jax.tree.map(np.testing.assert_array_equal, alone.unpadded(restored), expected)
+  expected = partitioned.unpad(state)
+  jax.tree.map(np.testing.assert_array_equal, alone.unpad(restored), expected)
   out = alone.train_step(restored, jax.random.key(1), data().get_next())
   assert np.isfinite(out.weighted_loss)
 

@@ -38,7 +38,7 @@ def train(config, steps=20, seed=0):
     state = out.state
     losses.append(float(out.weighted_loss))
     if i in (0, steps - 1):
-      variables.append(task.unpadded(state).mdl_vars)
+      variables.append(task.unpad(state).mdl_vars)
   return np.array(losses), variables, task
 
 

@@ -56,7 +56,7 @@ def after_a_step(config, partitioner=None):
     config.set(mesh_axis_names=partitioner.mesh.axis_names, logical_axis_rules=partitioner.logical_axis_rules)
   model = PartitionedTask(config.instantiate(), jax.eval_shape(lambda: BATCH), partitioner=partitioner)
   out = model.train_step(drawn_state(model), jax.random.key(1), BATCH)
-  return model, float(out.weighted_loss), model.unpadded(out.state).mdl_vars
+  return model, float(out.weighted_loss), model.unpad(out.state).mdl_vars
 
 
 def test_a_step_with_two_data_axes_is_that_of_one_device():

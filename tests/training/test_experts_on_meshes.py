@@ -55,7 +55,7 @@ def after_a_step(model, batch, mesh=None, microbatches=1, **fields):
   task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
   partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
   out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
-  variables = leaves_by_path(partitioned.unpadded(out.state).mdl_vars)
+  variables = leaves_by_path(partitioned.unpad(out.state).mdl_vars)
   metrics = {name: float(mean) for name, (mean, _) in out.mean_metrics.items() if name.startswith('aux/')}
   summaries = {name.rpartition('/')[2]: np.asarray(s.value) for name, s in out.summaries.items()}
   return float(out.weighted_loss), variables, metrics, summaries

@@ -24,7 +24,7 @@ def trained(name, mesh_shape):
     out = model.train_step(state, jax.random.key(1), batch)
     state = out.state
     losses.append(float(out.weighted_loss))
-  return losses, model.unpadded(state).mdl_vars, model.train_step.compiled
+  return losses, model.unpad(state).mdl_vars, model.train_step.compiled
 
 
 @pytest.mark.slow

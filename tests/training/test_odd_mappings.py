@@ -37,7 +37,7 @@ def after_a_step(task, batch):
   """The loss, and the variables after one step of SGD: their first values less their gradients."""
   partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
   out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
-  return float(out.weighted_loss), partitioned.unpadded(out.state).mdl_vars
+  return float(out.weighted_loss), partitioned.unpad(out.state).mdl_vars
 
 
 @functools.cache

@@ -53,7 +53,7 @@ def plain():
   built = partitioned((1, 1, 1), False)
   state, loss = two_steps(built)
   assert memories(state) == {'device'}
-  return built, built.unpadded(state), loss
+  return built, built.unpad(state), loss
 
 
 WAYS = {'compiler': ((2, 2, 2), {}), 'explicit collectives': ((1, 3, 1), {'partitioning': 'shard_map'})}
@@ -71,7 +71,7 @@ def test_a_step_with_everything_offloaded_is_the_step_without(way, plain, tmp_pa
   assert memories(state.opt_states) == {'pinned_host'}
   assert memories(state.mdl_vars) == {'device'}
   np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-  values = offloading.unpadded(state)
+  values = offloading.unpad(state)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), values, expected)
   if fields:
     return
@@ -80,7 +80,7 @@ def test_a_step_with_everything_offloaded_is_the_step_without(way, plain, tmp_pa
   for built, memory in ((without, 'device'), (offloading, 'pinned_host')):
     restored = checkpointer.restore(built.state_shapes, built.unpadded_state_shapes)
     assert memories(restored.opt_states) == {memory}
-    jax.tree.map(np.testing.assert_array_equal, built.unpadded(restored), values)
+    jax.tree.map(np.testing.assert_array_equal, built.unpad(restored), values)
   checkpointer.close()
 
 

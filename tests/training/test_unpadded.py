@@ -44,15 +44,15 @@ def partitioned(devices):
 def one():
   """A state of one device before and after three steps, as a user sees it."""
   task = partitioned(1)
-  before = task.unpadded(task.init_state(jax.random.key(0)))
+  before = task.unpad(task.init_state(jax.random.key(0)))
   return before, three_steps(task, before)
 
 
 def three_steps(task, state):
-  state = task.padded(state)
+  state = task.pad(state)
   for _ in range(3):
     state = task.train_step(state, jax.random.key(1), BATCH).state
-  return task.unpadded(state)
+  return task.unpad(state)
 
 
 @pytest.mark.parametrize('devices', [8, 3])
@@ -71,16 +71,16 @@ def test_a_loop_of_ones_own_takes_and_returns_true_shapes_and_trains_as_on_one_d
 def test_the_way_in_and_out_changes_no_bit_and_out_is_a_copy(one):
   before, _ = one
   task = partitioned(8)
-  state = task.padded(before)
+  state = task.pad(before)
   assert state.mdl_vars['w'].shape == (16, 7) and state.mdl_vars['w'].sharding == task.layout.shardings.mdl_vars['w']
-  assert all(s is t for s, t in zip(jax.tree.leaves(task.padded(state)), jax.tree.leaves(state)))
-  out, by_function = task.unpadded(state), praxis_lite.unpadded(task.jax_task, state)
-  variables = praxis_lite.unpadded(task.jax_task, state.mdl_vars)
+  assert all(s is t for s, t in zip(jax.tree.leaves(task.pad(state)), jax.tree.leaves(state)))
+  out, by_function = task.unpad(state), praxis_lite.unpad(task.jax_task, state)
+  variables = praxis_lite.unpad(task.jax_task, state.mdl_vars)
   task.train_step(state, jax.random.key(1), BATCH)  # Donates the state.
   for kept in (out, by_function):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(before)))
   assert np.array_equal(variables['v'], before.mdl_vars['v'])
-  padding = np.asarray(task.padded({'w': before.mdl_vars['w']})['w'])[10:]
+  padding = np.asarray(task.pad({'w': before.mdl_vars['w']})['w'])[10:]
   assert padding.shape == (6, 7) and not padding.any()
 
 
@@ -88,22 +88,22 @@ def test_partition_spmd_model_leads_to_the_same_functions():
   task = partitioned(8).jax_task
   model = praxis_lite.partition_spmd_model(task, jax.random.key(0), BATCH)
   assert len(model) == 6
-  variables = model.partitioned_task.unpadded(model.partitioned_train_state).mdl_vars
+  variables = model.partitioned_task.unpad(model.partitioned_train_state).mdl_vars
   assert variables['w'].shape == (10, 7)
 
 
 def test_arrays_that_do_not_fit_are_named():
   task = partitioned(8)
   with pytest.raises(ShardingError, match=r'^w has shape \(3, 7\); in the layout it has \(10, 7\), and \(16, 7\) with'):
-    task.padded({'w': np.zeros((3, 7))})
+    task.pad({'w': np.zeros((3, 7))})
   with pytest.raises(ShardingError, match=r"^vv: the layout has no such array. Did you mean 'v'\?"):
-    task.unpadded({'vv': np.zeros(7)})
+    task.unpad({'vv': np.zeros(7)})
 
 
 def test_apply_refuses_padded_variables_and_says_what_to_pass():
   task = partitioned(3)
   state = task.init_state(jax.random.key(0))
-  remedy = r'w has shape \(12, 7\) in the variables, and the layer declares \(10, 7\); .* pass unpadded\(task, state\)'
+  remedy = r'w has shape \(12, 7\) in the variables, and the layer declares \(10, 7\); .* pass unpad\(task, state\)'
   for call in (task.jax_task.model.apply, jax.jit(lambda v, b: task.jax_task.model.apply(v, b)[0])):
     with pytest.raises(ConfigError, match=remedy):
       call(state.mdl_vars, BATCH)

@@ -77,7 +77,7 @@ class Ours(JaxSide):
     self._compiled = self._step.compiled
     state = partitioned.init_state(jax.random.key(0))
     state = state.replace(mdl_vars={})  # Frees their memory before the first weights are placed.
-    self._state = state.replace(mdl_vars=partitioned.padded(our_weights(case)))
+    self._state = state.replace(mdl_vars=partitioned.pad(our_weights(case)))
 
   def take(self, inputs: dict[str, np.ndarray]) -> jax.Array:
     out = self._step(self._state, self._key, inputs)

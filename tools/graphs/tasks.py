@@ -221,7 +221,7 @@ class Task:
           found[f'{kind} {path_name(path)}'] = np.asarray(x).astype(np.float64)
 
     def note_state(prefix: str, state: Any) -> None:
-      unpadded = on_mesh.unpadded(state)
+      unpadded = on_mesh.unpad(state)
       for name in ('mdl_vars', 'opt_states', 'ema_vars'):
         note(f'{prefix}{name}', getattr(unpadded, name))
 
@@ -229,7 +229,7 @@ class Task:
       state = on_mesh.init_state(jax.random.key(0))
       note_state('first_', state)
     else:
-      state = on_mesh.padded(first_state)
+      state = on_mesh.pad(first_state)
     if 'train' in self.steps:
       for i in range(2):
         out = on_mesh.train_step(state, jax.random.key(1 + i), batch)
@@ -325,7 +325,7 @@ _PLAIN: dict[str, Value] = {
 def _results_alone(case: Task, dtype: str) -> tuple[Any, dict[str, np.ndarray]]:
   """Returns the first state of a task on one device, and the results of its steps."""
   on_device = PartitionedTask(case.task(dtype), case.batch())
-  first_state = on_device.unpadded(on_device.init_state(jax.random.key(0)))
+  first_state = on_device.unpad(on_device.init_state(jax.random.key(0)))
   found, _ = case.results(dtype, first_state)
   return first_state, found
 

@@ -130,9 +130,9 @@ class _Writer:
     if kind is float:
       return value if math.isfinite(value) else {'$float': repr(value)}
     if kind is list:
-      return self._each(value, path)
+      return self._entries(value, path)
     if kind is tuple:
-      return {'$tuple': self._each(value, path)}
+      return {'$tuple': self._entries(value, path)}
     if kind is dict:
       if all(type(k) is str and not k.startswith('$') for k in value):
         return self._fields(value, path)
@@ -143,7 +143,7 @@ class _Writer:
       member = value.value if isinstance(value, enum.Flag) else value.name
       return {'$enum': [_reference(kind, path), member]}
     if kind in (set, frozenset):
-      return {f'${kind.__name__}': self._each(sorted(value, key=repr), path)}
+      return {f'${kind.__name__}': self._entries(sorted(value, key=repr), path)}
     if kind is bytes:
       return {'$bytes': base64.b64encode(value).decode()}
     if isinstance(value, np.dtype):
@@ -155,7 +155,7 @@ class _Writer:
     if isinstance(value, pathlib.Path):
       return {'$path': str(value)}
     if isinstance(value, functools.partial):
-      arguments = [self._each(value.args, path), self._fields(value.keywords, path)]
+      arguments = [self._entries(value.args, path), self._fields(value.keywords, path)]
       return {'$partial': [self.write(value.func, path), *arguments]}
     if isinstance(value, tuple) and hasattr(value, '_fields'):
       return {'$object': _reference(kind, path), **self._fields(dict(zip(value._fields, value)), path)}
@@ -185,7 +185,7 @@ class _Writer:
   def _fields(self, fields: Mapping[Any, object], path: str) -> dict[str, Json]:
     return {str(k): self.write(v, child_path(path, k)) for k, v in fields.items()}
 
-  def _each(self, values: Iterable[object], path: str) -> list[Json]:
+  def _entries(self, values: Iterable[object], path: str) -> list[Json]:
     return [self.write(v, child_path(path, i)) for i, v in enumerate(values)]
 
   def _array(self, array: np.ndarray, path: str) -> list[Json]:
@@ -218,10 +218,10 @@ class _Reader:
     self._readers: dict[str, Callable[[dict[str, Json], str], Any]] = {
       '$config': self._config,
       '$object': self._object,
-      '$tuple': lambda e, path: tuple(self._each(e['$tuple'], path)),
+      '$tuple': lambda e, path: tuple(self._entries(e['$tuple'], path)),
       '$dict': self._dict,
-      '$set': lambda e, path: set(self._each(e['$set'], path)),
-      '$frozenset': lambda e, path: frozenset(self._each(e['$frozenset'], path)),
+      '$set': lambda e, path: set(self._entries(e['$set'], path)),
+      '$frozenset': lambda e, path: frozenset(self._entries(e['$frozenset'], path)),
       '$float': lambda e, path: float(e['$float']),
       '$bytes': lambda e, path: base64.b64decode(e['$bytes']),
       '$ref': lambda e, path: self._import(e['$ref'], path),
@@ -236,7 +236,7 @@ class _Reader:
 
   def read(self, encoded: Json, path: str) -> Any:
     if isinstance(encoded, list):
-      return self._each(encoded, path)
+      return self._entries(encoded, path)
     if not isinstance(encoded, dict):
       return encoded
     tag = next((k for k in encoded if k.startswith('$') and k != '$args'), None)
@@ -251,7 +251,7 @@ class _Reader:
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
       raise ConfigError(f'{path or "config"}: cannot be read from JSON: {error}') from error
 
-  def _each(self, encoded: list[Json], path: str) -> list[Any]:
+  def _entries(self, encoded: list[Json], path: str) -> list[Any]:
     return [self.read(v, child_path(path, i)) for i, v in enumerate(encoded)]
 
   def _fields(self, encoded: dict[str, Json], path: str) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class _Reader:
 
   def _partial(self, encoded: dict[str, Json], path: str) -> object:
     function, args, keywords = encoded['$partial']
-    return functools.partial(self.read(function, path), *self._each(args, path), **self._fields(keywords, path))
+    return functools.partial(self.read(function, path), *self._entries(args, path), **self._fields(keywords, path))
 
   def _import(self, name: str, path: str) -> Any:
     try:

@@ -36,7 +36,7 @@ from praxis_lite.common.config.base import (
 )
 from praxis_lite.common.config.configurable import REQUIRED
 from praxis_lite.common.config.text import child_path, fields_of, raise_as_config_error, to_text
-from praxis_lite.common.config.values import Text, describe, fit, members_of
+from praxis_lite.common.config.values import Text, describe_value, fit, members_of
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
 
 _ALL = '*'
@@ -188,7 +188,7 @@ def _slot(container: object, segment: str | int, path: str, hint: object, may_be
     return _index_slot(container, segment, path, hint)
   if dataclasses.is_dataclass(container) and not isinstance(container, type):
     return _field_slot(container, type(container), segment, path)
-  shown = 'REQUIRED and not set' if container is REQUIRED else describe(container)
+  shown = 'REQUIRED and not set' if container is REQUIRED else describe_value(container)
   raise UnknownFieldError(f'{path} is {shown}, so it has no {shown_key(segment)}; set {path} itself')
 
 

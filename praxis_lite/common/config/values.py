@@ -61,7 +61,9 @@ def fit(value: object, hint: object, current: object) -> object:
     if text is not None and value is not text:  # `name=123`, where a string belongs.
       with contextlib.suppress(MismatchError):
         return _fit(text, hint, current)
-    raise ConfigError(f'expected {mismatch}, got {describe(value)}{_guess_meaning(value, hint, current)}') from None
+    raise ConfigError(
+      f'expected {mismatch}, got {describe_value(value)}{_guess_meaning(value, hint, current)}'
+    ) from None
 
 
 def _only_int(hint: object) -> bool:
@@ -121,10 +123,10 @@ field_checks.append(check_types)
 
 
 def _given(value: object) -> str:
-  """Like `describe`, but short."""
+  """Like `describe_value`, but short."""
   if isinstance(value, Config):
     return f'the config of {getattr(target(value), "__qualname__", target(value))}'
-  text = describe(value)
+  text = describe_value(value)
   return text if len(text) < 80 else type(value).__name__
 
 
@@ -148,7 +150,7 @@ def _is_plain(hint: object) -> bool:
   return hint in _PLAIN or _is_config(hint) or _is_configurable(hint) or _is_value_class(hint)
 
 
-def describe(value: object) -> str:
+def describe_value(value: object) -> str:
   """Returns a value as messages show it, with its type."""
   return 'None' if value is None else f'{format_value(value)} ({type(value).__name__})'
 

@@ -335,7 +335,7 @@ class Layer(InCall, Facts, Configurable):
     Args:
       variables: this layer's variables, with the structure and shapes of `abstract_init()`. The variables of a padded
         train state are rejected: padding cannot be told from the weights of a larger model, and outside of a step
-        nothing guards against XLA's faults on meshes. `praxis_lite.unpadded(task, state)` returns their true shapes.
+        nothing guards against XLA's faults on meshes. `praxis_lite.unpad(task, state)` returns their true shapes.
       *args, **kwargs: arguments of the method.
       key: PRNG key; may be None if nothing is drawn.
       do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
@@ -377,7 +377,7 @@ class Layer(InCall, Facts, Configurable):
       given = getattr(lookup(variables, path), 'shape', shape)
       if given != shape:
         larger = len(given) == len(shape) and all(g >= d for g, d in zip(given, shape))
-        padded = '; if it is the padded state of a mesh, pass unpadded(task, state).mdl_vars' if larger else ''
+        padded = '; if it is the padded state of a mesh, pass unpad(task, state).mdl_vars' if larger else ''
         name = path_name((*self._path, *path))
         raise ConfigError(f'{name} has shape {given} in the variables, and the layer declares {shape}{padded}')
 

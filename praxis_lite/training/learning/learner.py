@@ -157,7 +157,7 @@ class BoundLearner:
           f'{path_name(path)} is {jnp.dtype(declared[path].dtype)}, which no optimizer can train; declare it with '
           'create_variable(..., trainable=False)'
         )
-    self._declared = self.trained(weights)
+    self._declared = self.select_trained(weights)
     self._optimizer = grouped_optimizer(
       learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments
     )
@@ -166,9 +166,9 @@ class BoundLearner:
 
   def split(self, tree: NestedDict) -> tuple[NestedDict, NestedDict]:
     """Splits `tree`, a nested dict like the model's variables, into the trained part and the rest."""
-    return self.trained(tree), select(tree, lambda path: path not in self._trained)
+    return self.select_trained(tree), select(tree, lambda path: path not in self._trained)
 
-  def trained(self, tree: NestedDict) -> NestedDict:
+  def select_trained(self, tree: NestedDict) -> NestedDict:
     """Returns the part of `tree` that is trained."""
     return select(tree, self._trained.__contains__)
 
@@ -194,11 +194,11 @@ class BoundLearner:
 
   def init(self, mdl_vars: NestedDict) -> States:
     """Returns the initial optimizer state: slots only for the trained variables."""
-    return self._optimizer.init(self.trained(mdl_vars), self._learner.learning_rate_at(0))
+    return self._optimizer.init(self.select_trained(mdl_vars), self._learner.learning_rate_at(0))
 
   def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
     """Returns the initial moving averages, copies of the trained variables; None if they are disabled."""
-    return jax.tree.map(jnp.copy, self.trained(mdl_vars)) if self._learner.ema_decay else None
+    return jax.tree.map(jnp.copy, self.select_trained(mdl_vars)) if self._learner.ema_decay else None
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
     """Returns, by the path of a slot, the axis of its variable that each of its dimensions runs along, or None."""
@@ -233,12 +233,12 @@ class BoundLearner:
     Raises:
       ConfigError: the optimizer cannot be built from its config, or needs an argument that training steps do not have.
     """
-    learner, variables = self._learner, self.trained(mdl_vars)
+    learner, variables = self._learner, self.select_trained(mdl_vars)
     grad_norm = _global_norm(gradients, sum_parts)
     rate = learner.learning_rate_at(step)
     finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    def changed() -> tuple[NestedDict, States, NestedDict | None]:
+    def change() -> tuple[NestedDict, States, NestedDict | None]:
       prepared = self._clip(gradients, grad_norm, sum_parts)
       if learner.l2_regularizer_weight:
         prepared = self._plus(prepared, learner.l2_regularizer_weight, variables)
@@ -249,9 +249,9 @@ class BoundLearner:
       return new_variables, new_states, self._update_averages(ema_vars, new_variables, step)
 
     if finite is None:
-      new_variables, new_states, ema_vars = changed()
+      new_variables, new_states, ema_vars = change()
     else:
-      new_variables, new_states, ema_vars = _if_finite(finite, changed, (variables, opt_states, ema_vars))
+      new_variables, new_states, ema_vars = _if_finite(finite, change, (variables, opt_states, ema_vars))
     stats = {'learning_rate': rate, 'grad_norm': grad_norm}
     if finite is not None:
       stats['skipped'] = 1.0 - finite.astype(jnp.float32)
