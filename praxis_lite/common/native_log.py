@@ -1,4 +1,4 @@
-"""Captures the log that native libraries, such as XLA, write to stderr. It also works around their import."""
+"""Captures the log that native libraries, such as XLA, write to stderr. It can be used around their import too."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ class Config(fdl.Config[T], Generic[T]):
           setattr(self, name, factory())
 
   def __eq__(self, other: object) -> bool:
-    """Whether both would make the same call, including defaults. One pass; Fiddle's own passes grow with the depth."""
+    """Whether both would make the same call, including defaults."""
+    # This takes one pass; the number of Fiddle's own passes grows with the depth.
     if self is other:
       return True
     if not isinstance(other, Config):
@@ -310,12 +311,12 @@ def _bare_config(fn_or_cls: Callable[..., object]) -> fdl.Config:
   """Returns Fiddle's config of `fn_or_cls` without any field set. It is cached, because it has to read annotations."""
   with history.suspend_tracking():
     try:
-      return _kept_without_fields(fn_or_cls)
+      return _cached_config(fn_or_cls)
     except TypeError:  # It cannot be hashed, or is not callable; for the latter Fiddle raises the error.
       return fdl.Config(fn_or_cls)
 
 
-_kept_without_fields = functools.lru_cache(maxsize=1024)(fdl.Config)
+_cached_config = functools.lru_cache(maxsize=1024)(fdl.Config)
 
 
 def _default_factories(fn_or_cls: object) -> list[tuple[str, Callable[[], Any]]]:

@@ -2,9 +2,10 @@
 
 lower_with                  lowers a traced program with other rules
 lower_scan_as_loop          JAX's own rule for `scan`, ignoring `unroll`
+lower_call                  a call of a program as a call of a function in the module
 sharding_rule_attribute     a rule of `custom_partitioning` as an attribute
-without_cudnn               lets GPU fused attention be traced without cuDNN
-used_inputs                 the inputs on which the outputs of a program depend
+pretend_cudnn               lets GPU fused attention be traced without cuDNN
+used_inputs                 which inputs the outputs of a program depend on
 export_changed              exports a lowered program after a change
 """
 
@@ -99,7 +100,7 @@ def used_inputs(program: Any) -> list[bool]:
   Raises:
     UnknownJax: JAX lacks something that this needs.
   """
-  with reading('what of a program is used'):
+  with reading('which inputs a program uses'):
     from jax.interpreters import partial_eval
 
     _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))

@@ -8,7 +8,7 @@ from praxis_lite.common.jax_internals import UnknownJax, reading
 
 # JAX's files that the main thread executes while it traces, lowers and compiles.
 BUILDING_FILES = ('jax/_src/compiler.py', 'jax/_src/interpreters/partial_eval.py', 'jax/_src/interpreters/mlir.py')
-_OF_THE_SERVICE = ('key_value_set', 'key_value_dir_get', 'key_value_try_get', 'wait_at_barrier')
+_SERVICE_METHODS = ('key_value_set', 'key_value_dir_get', 'key_value_try_get', 'wait_at_barrier')
 
 
 class Client(Protocol):
@@ -30,14 +30,14 @@ def service_client() -> Client | None:
     from jax._src import distributed
 
     client = distributed.global_state.client
-    missing = [] if client is None else [name for name in _OF_THE_SERVICE if not hasattr(client, name)]
+    missing = [] if client is None else [name for name in _SERVICE_METHODS if not hasattr(client, name)]
   if missing:
     raise UnknownJax(f"JAX's service has no {missing[0]}")
   return client
 
 
 def cluster_kinds() -> dict[str, Any]:
-  """Returns by name the kinds of clusters whose processes JAX can find out.
+  """Returns, by name, the kinds of clusters that JAX can detect.
 
   Raises:
     UnknownJax: JAX does not have them.

@@ -63,7 +63,7 @@ class Learner(Configurable):
     clip_gradient_value: upper limit of the absolute value of each gradient entry; 0 disables it.
     l2_regularizer_weight: this times the variable is added to its gradient; 0 disables it.
     decoupled_weight_decay: learning rate times this times the variable is subtracted from it; 0 disables it.
-    bprop_variable_inclusion: regexes that match whole variable paths; only these variables are trained. Empty: all.
+    bprop_variable_inclusion: regexes that match whole variable paths; only these are trained. Empty trains all.
     bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
     ema_decay: decay of the moving averages of trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0
       disables them.

@@ -10,7 +10,7 @@ A state array x with the shape of its variable is stored as codes c of that shap
 
 For more dimensions the scale is the minimum over all of them (rank-1 normalization; Li et al., 2023). An entry that is
 much larger than the others makes only its own code coarse. Maxima over a dimension that is split over devices are small
-reductions, so the codes are split like their variable of any sizes, and a state does not depend on the mesh.
+reductions, so the codes are split like their variable, whatever its sizes, and a state does not depend on the mesh.
 Blocks of a fixed number of entries would depend on it, because they cross the borders between devices. Codes are denser
 near zero:
 
