@@ -165,13 +165,13 @@ class _Programs(NamedTuple):
   state: Any
 
   @property
-  def operations(self) -> list[str]:
+  def operations(self) -> list[tuple[str, object]]:
     return [*_operations(self.init), *_operations(self.update)]
 
   @property
   def draws(self) -> bool:
     """Whether they draw random numbers."""
-    return any(name.startswith(_DRAWS) for name in self.operations)
+    return any(name.startswith(_DRAWS) for name, _ in self.operations)
 
 
 @functools.lru_cache(maxsize=8)  # Several of the functions above ask for the same programs.
@@ -190,10 +190,10 @@ def _trace(
   return _Programs(init, update, state)
 
 
-def _operations(program: Jaxpr | ClosedJaxpr) -> Iterator[str]:
-  """Yields the names of all operations of a program and of the programs in it."""
+def _operations(program: Jaxpr | ClosedJaxpr) -> Iterator[tuple[str, object]]:
+  """Yields the names of all operations of a program and of the programs in it, and the axes that they reduce."""
   for eqn in strip_constants(program).eqns:
-    yield eqn.primitive.name
+    yield eqn.primitive.name, eqn.params.get('axes')
     for inner in inner_programs(eqn):
       yield from _operations(inner)
 
