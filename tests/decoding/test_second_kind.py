@@ -129,7 +129,7 @@ def weights():
 
 def decode(mesh_shape, **sampler):
   task, batch = task_on(mesh_shape, **sampler)
-  mdl_vars = task.padded(weights())
+  mdl_vars = task.pad(weights())
   out = task.decode_step(mdl_vars, jax.random.key(5), np.int32(0), batch)
   return jax.tree.map(np.asarray, (out.decoded, out.metrics))
 
