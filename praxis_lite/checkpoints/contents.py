@@ -25,7 +25,7 @@ class OtherModelError(CheckpointError):
   """A checkpoint does not have the arrays of the task.
 
   Attributes:
-    difference: says which arrays of which checkpoint differ.
+    difference: names the checkpoint and the arrays that differ.
     only_learner: whether the variables of the model are the same.
   """
 

@@ -26,7 +26,7 @@ from praxis_lite.sharding.specs import all_axes
 
 # One entry of a spec: the mesh axes that split a dimension.
 Entry = str | tuple[str, ...] | None
-MeshAxes = PartitionSpec | Sequence[Entry]
+SpecLike = PartitionSpec | Sequence[Entry]
 
 
 class LocalChunkInfo(NamedTuple):
@@ -71,7 +71,7 @@ class LocalChunker:
       dict(zip(global_mesh.axis_names, values.tolist())) for values in (sides, owners.shape // sides, low // sides)
     )
 
-  def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: MeshAxes) -> LocalChunkInfo:
+  def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: SpecLike) -> LocalChunkInfo:
     """Returns the host's part of an array.
 
     Args:
@@ -86,16 +86,16 @@ class LocalChunker:
       self.get_replica_id(mesh_axes),
     )
 
-  def get_shard_id(self, mesh_axes: str | MeshAxes) -> int:
+  def get_shard_id(self, mesh_axes: str | SpecLike) -> int:
     """Returns the host's number, row-major, among the different parts of an array split over these axes."""
     return self._number(self._flatten(mesh_axes))
 
-  def get_replica_id(self, mesh_axes: str | MeshAxes) -> int:
+  def get_replica_id(self, mesh_axes: str | SpecLike) -> int:
     """Returns the host's number among the hosts with the same part: its number over the unused axes."""
     used = self._flatten(mesh_axes)
     return self._number([axis for axis in self.num_chunks if axis not in used])
 
-  def get_num_shards(self, mesh_axes: str | MeshAxes) -> int:
+  def get_num_shards(self, mesh_axes: str | SpecLike) -> int:
     """Returns how many different parts the hosts hold of an array split over these axes."""
     return math.prod(self.num_chunks[axis] for axis in self._flatten(mesh_axes))
 
@@ -124,7 +124,7 @@ class LocalChunker:
       number = number * self.num_chunks[axis] + self.chunk_ids[axis]
     return number
 
-  def _flatten(self, mesh_axes: str | MeshAxes) -> list[str]:
+  def _flatten(self, mesh_axes: str | SpecLike) -> list[str]:
     entries = [mesh_axes] if isinstance(mesh_axes, str) else mesh_axes
     axes = all_axes(entries)
     num_parts(tuple(axes), self.global_mesh)  # Raises an error if the mesh lacks one of them.

@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.bridges.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, remove_boxes, state_axis_names
-from praxis_lite.bridges.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
+from praxis_lite.bridges.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, SpecLike, get_data_layout
 from praxis_lite.bridges.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
 from praxis_lite.common.errors import ShardingError
 from praxis_lite.common.trees import Path, leaves_by_path, map_with_path, path_name, put_into_boxes
@@ -277,7 +277,7 @@ class BasePartitioner(abc.ABC):
     chunker = self._local_chunker if host_index is None else LocalChunker(self.mesh, host_index)
     return get_data_layout(chunker, self.data_axes, batch_size)
 
-  def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: MeshAxes) -> LocalChunkInfo:
+  def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: SpecLike) -> LocalChunkInfo:
     """Returns the part of an array that this host holds."""
     return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
 

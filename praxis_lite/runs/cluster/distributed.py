@@ -37,7 +37,7 @@ def initialize_distributed(
 
   Raises:
     ConfigError: only some of the three are given, a value is invalid, or JAX has already started.
-    LostHostError: some processes have not joined in time.
+    LostHostError: a process did not join in time.
   """
   job = find_job(coordinator_address, num_processes, process_id)
   if job is None or jax.distributed.is_initialized():

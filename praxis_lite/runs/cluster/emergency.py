@@ -57,7 +57,7 @@ from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
 from praxis_lite.runs.records.lineage import LINEAGE
 from praxis_lite.training.state import TrainState
 
-Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
+IndexRanges = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
 
 _INCOMPLETE = '.incomplete'
 _FIELD = 'task.train.emergency_copies'
@@ -69,7 +69,7 @@ class _Shard(NamedTuple):
   """A part of an array in the file of a copy; `at` is its offset in the file."""
 
   name: str
-  bounds: Bounds
+  bounds: IndexRanges
   dtype: np.dtype
   at: int
   checksum: int
@@ -113,7 +113,7 @@ class EmergencyCopy:
 
   def __init__(self, file: Path):
     self._file = file
-    self._shards: dict[tuple[str, Bounds], _Shard] = {}
+    self._shards: dict[tuple[str, IndexRanges], _Shard] = {}
     with open_plain(file) as opened:
       self.record = remove_checksum(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
@@ -128,7 +128,7 @@ class EmergencyCopy:
         shard.read(opened)
         at += shard.nbytes
 
-  def has(self, name: str, index: Bounds) -> bool:
+  def has(self, name: str, index: IndexRanges) -> bool:
     """Whether this contains a part of an array."""
     return (name, index) in self._shards
 
@@ -320,7 +320,7 @@ class EmergencyCopies:
           with contextlib.suppress(OSError):
             file.unlink()
 
-  def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Bounds, np.ndarray]]) -> None:
+  def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, IndexRanges, np.ndarray]]) -> None:
     """Writes a copy to all directories; one must succeed."""
     described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
     header = json.dumps(add_checksum({**record, 'shards': described})).encode() + b'\n'
@@ -384,7 +384,7 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
       yield int(step), file
 
 
-def _local_parts(shapes: TrainState) -> Iterator[tuple[str, Bounds]]:
+def _local_parts(shapes: TrainState) -> Iterator[tuple[str, IndexRanges]]:
   """Yields (name, index) of each part of the state that this process holds; replicas are yielded once."""
   for path, shape in leaves_by_path(shapes).items():
     data = stored_shape(shape)
@@ -397,9 +397,9 @@ def _num_bytes(shapes: TrainState) -> int:
   return sum(sizes[name] * math.prod(stop - start for start, stop in index) for name, index in _local_parts(shapes))
 
 
-def _shards_of(state: TrainState) -> list[tuple[str, Bounds, np.ndarray]]:
+def _shards_of(state: TrainState) -> list[tuple[str, IndexRanges, np.ndarray]]:
   """Returns copies of the parts of the arrays that this process holds, one for all replicas of a part."""
-  shards: dict[tuple[str, Bounds], jax.Array] = {}
+  shards: dict[tuple[str, IndexRanges], jax.Array] = {}
   for path, leaf in leaves_by_path(state).items():
     array = to_stored(leaf)
     for shard in array.addressable_shards:
@@ -409,7 +409,7 @@ def _shards_of(state: TrainState) -> list[tuple[str, Bounds, np.ndarray]]:
   return [(name, index, np.array(np.asarray(data), copy=True)) for (name, index), data in shards.items()]
 
 
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> IndexRanges:
   return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 

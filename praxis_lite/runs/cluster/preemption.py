@@ -1,8 +1,8 @@
 """Preemption: notices that the machine will be taken away, and limits the time to save.
 
 Most platforms send SIGTERM. Others write a file, or change the answer at some address; this process then sends SIGTERM
-to itself. The training loop stops after a step, which all processes agree on, and saves. If the process has not ended
-within the grace period, it ends with the exit code of `LostHostError`, before the platform kills it. The previous
+to itself. The training loop stops after a step, which all processes agree on, and saves. If this takes longer than the
+grace period, the process ends with the exit code of `LostHostError`, before the platform kills it. The previous
 checkpoint is complete.
 """
 

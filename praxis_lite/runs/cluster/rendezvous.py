@@ -31,7 +31,7 @@ def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
     name: the name of this process in messages.
 
   Raises:
-    LostHostError: some of them have not called this in time; the message names them.
+    LostHostError: some of them did not call this in time; the message names them.
   """
   assert job.num_processes is not None and job.process_id is not None
   deadline = time.monotonic() + timeout_s
