@@ -67,7 +67,7 @@ _GONE = 'gone'
 # The step of a checkpoint; None means the newest.
 Step = int | Literal['best'] | None
 
-# What to do if the newest checkpoint is damaged: use the one before, or raise an error.
+# What to do if the newest checkpoint is damaged: use the previous one, or raise an error.
 OnDamage = Literal['previous', 'fail']
 
 T = TypeVar('T')
@@ -83,8 +83,8 @@ class Checkpointer:
     max_to_keep: how many of the newest checkpoints are kept; None keeps all.
     keep_interval_steps: checkpoints at multiples of this step are never deleted; None disables it.
     read_only: never saves or deletes anything, for reading while another process trains.
-    on_damage: 'previous': if the newest checkpoint is damaged, the one before it is read, and the folder of the damaged
-      one is renamed, unless `read_only`. 'fail': an error is raised.
+    on_damage: if the newest checkpoint is damaged, 'previous' reads the one before it and, unless `read_only`, renames
+      the folder of the damaged one; 'fail' raises an error.
 
   Attributes:
     notes: a line for each damaged checkpoint that was skipped.
@@ -344,7 +344,7 @@ class Checkpointer:
   def _read_whole_step(self, read: Callable[[int], T], step: Step) -> T:
     """Returns what `read` returns for a step. If the newest is damaged, `on_damage` decides if the one before is read.
 
-    With several processes, each calls this. If one of them finds the checkpoint damaged, all take it as damaged.
+    With several processes, each calls this. If one of them finds damage, all treat the checkpoint as damaged.
     """
     if self._being_saved:  # By this process: its last save is the newest checkpoint.
       self.wait_until_complete()

@@ -8,7 +8,7 @@ import jax
 
 from praxis_lite.common.errors import CheckpointError
 
-# Beginnings of those TensorStore errors that do not mean damaged data.
+# TensorStore errors that begin so do not mean that data is damaged.
 _NOT_REACHED = ('PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')
 
 

@@ -75,7 +75,7 @@ class Regrouping:
       self.records[name] = saved[source.name] | {'shape': wanted[name]['shape']}
 
   def to_read(self, shapes: object) -> NestedDict:
-    """Returns padded shapes with shardings by their names in the checkpoint, given those of the train state."""
+    """Returns the padded `shapes` of the train state, with shardings, as the checkpoint names and groups them."""
     there: NestedDict = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))

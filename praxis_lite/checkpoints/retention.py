@@ -55,7 +55,7 @@ def steps_in(directory: str | os.PathLike[str]) -> list[int]:
 def steps_to_remove(
   steps: Sequence[int], *, max_to_keep: int | None, keep_interval_steps: int | None, kept: Collection[int] = ()
 ) -> list[int]:
-  """Returns those of `steps` that need not be kept.
+  """Returns the steps that can be removed.
 
   Args:
     steps: all existing steps, in order.
@@ -124,7 +124,7 @@ class Retention:
     self._begin(None)
 
   def _begin(self, steps: Sequence[int] | None) -> None:
-    """Makes `steps` the next ones that the thread removes, in place of those that were next; None keeps those."""
+    """Makes the thread remove `steps` next, replacing the steps that were next; None does not change them."""
     with self._lock:
       self._next = steps if steps is not None else self._next or ()
       if self._thread is None:

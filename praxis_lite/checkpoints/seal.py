@@ -39,7 +39,7 @@ def check_records(folder: Path, step: int) -> None:
   """Checks that the records of the checkpoint in `folder` belong together and to `step`; reads no array.
 
   Raises:
-    DamagedError: they do not, or one of them is damaged.
+    DamagedError: they do not belong together, or one of them is damaged.
     CheckpointError: one of them cannot be read.
   """
   _check(folder, step, _seals_of_records(folder))

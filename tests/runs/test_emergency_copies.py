@@ -112,9 +112,9 @@ def test_a_second_directory_is_read_where_the_first_is_damaged_or_full(disk, lay
   'change, why',
   [
     ({'checkpoint': 6}, ''),
-    ({'checkpoint': 3}, 'there was a checkpoint of step 4 before that of step 6, and it is gone'),
-    ({'devices': 2}, "that of step 6 has other mesh, {'data': 3}"),
-    ({'rows': 11}, 'that of step 6 has other variables'),
+    ({'checkpoint': 3}, 'the copy of step 6 was made after the checkpoint of step 4, which is gone'),
+    ({'devices': 2}, "the copy of step 6 has other mesh, {'data': 3}"),
+    ({'rows': 11}, 'the copy of step 6 has other variables'),
     ({'forget': True}, ''),
   ],
 )

@@ -1,11 +1,17 @@
-"""Orbax stays behind one folder of the package."""
+"""Orbax stays behind one folder of the package, and its next API reads what this one writes."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
 
+import jax
+import numpy as np
 import pytest
+from small_states import layout_on, random_state
+
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints.contents import stored_shape, to_nested_dict, to_stored
 
 PACKAGE = pathlib.Path(__file__).parents[2] / 'praxis_lite'
 ADAPTER = PACKAGE / 'checkpoints' / 'orbax'
@@ -64,3 +70,23 @@ def test_the_adapter_says_how_to_drop_each_of_its_work_arounds():
   (load,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == 'load_orbax')
   called = {n.func.id for n in ast.walk(load) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
   assert called and not [name for name in called if name not in about]
+
+
+def test_the_next_api_of_orbax_reads_what_is_saved(tmp_path):
+  v1 = pytest.importorskip('orbax.checkpoint.experimental.v1')
+  state, target = random_state(layout_on(3)), layout_on(2).shapes  # Padded differently.
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, state, layout_on(3).true_shapes, {'position': 7})
+  checkpointer.close()
+  context = v1.Context()
+  context.array.loading.enable_padding_and_truncation = True
+  context.pytree.loading.partial_load = True
+  with context:
+    reader = v1.training.Checkpointer(tmp_path / 'checkpoints')
+    shapes = to_nested_dict(jax.tree.map(stored_shape, target))
+    read = reader.load_checkpointables(1, {'state': shapes, 'inputs': None})
+    reader.close()
+  assert read['inputs']['input_state'] == {'position': 7}
+  ours = Checkpointer(tmp_path, read_only=True).restore(target, layout_on(2).true_shapes)
+  expected = to_nested_dict(jax.tree.map(to_stored, ours))
+  jax.tree.map(np.testing.assert_array_equal, read['state'], expected)

@@ -137,8 +137,8 @@ def test_the_filter_is_inferred_from_the_definition_of_the_optimizer() -> None:
     assert infer_state_filter_of(inherits) is None
   for definition, message in (
     (MultiOptimizer(Adafactor(), Adafactor(False)), 'all suboptimizers must be either factored or unfactored'),
-    (MultiOptimizer(Adafactor(), OptaxWrapper()), 'of the same type, and they are Adafactor, OptaxWrapper'),
-    (object(), 'object: .* can be inferred for Adafactor, .* pass state_filter_fn='),
+    (MultiOptimizer(Adafactor(), OptaxWrapper()), 'have the same type; they are Adafactor, OptaxWrapper'),
+    (object(), 'object: .* can be inferred only for Adafactor and .* pass state_filter_fn='),
   ):
     with pytest.raises(ShardingError, match=message):
       infer_state_filter_of(definition)

@@ -214,7 +214,7 @@ def check_tensors(
   shapes = {piece.name: piece.view.their_shape for piece in wanted}
   missing = [name for name in shapes if name not in found]
   extra = [name for name in found if name not in shapes and not ignored(name)]
-  for names, what in ((missing, 'lacks'), (extra, 'has, and its config.json does not account for,')):
+  for names, what in ((missing, 'lacks'), (extra, 'has tensors that its config.json does not account for:')):
     if names:
       more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
       raise CheckpointError(f'{where} {what} {", ".join(names[:_SHOWN])}{more}')

@@ -1,8 +1,8 @@
 """Which part of a split array the devices of one host hold, and which part of each batch the host reads.
 
-The devices of a host form a contiguous block of the mesh, its chunk. The number of chunks along each mesh axis, and the
-host's number among these, determine the slice of any array that the host holds, how many hosts hold the same slice, and
-the host's number among those. On the mesh {'data': 8, 'model': 4} of four hosts with 2 x 4 devices each:
+The devices of a host form a contiguous block of the mesh, its chunk. The number of chunks along each mesh axis and the
+position of the host's chunk determine which slice of an array the host holds, how many hosts hold the same slice, and
+the host's number among them. On the mesh {'data': 8, 'model': 4} of four hosts with 2 x 4 devices each:
 
     host 1, chunk ids {'data': 2, 'model': 0}
     array (128, 16) split ('data', 'model'):   rows 64:96, all 16 columns, replica 0

@@ -1,7 +1,7 @@
 """Meshes for a number of model partitions, placed along the links of the hardware.
 
-These meshes have the axes ('data', 'model'), or ('replica', 'data', 'model') if slices are joined. Devices are always a
-parameter, and may be only described.
+These meshes have the axes ('data', 'model'), or ('replica', 'data', 'model') if slices are joined. The devices are
+always a parameter; they may be `DescribedDevice`s, which need not exist.
 
 Devices that share a row of 'model' exchange activations in every layer. So on hardware whose devices form a torus, each
 row is a compact box of chips, the model-parallel submesh, and the submeshes tile the box of all devices. The order of
@@ -288,8 +288,8 @@ def _host_factors(name: str, whole: int, part: int, host: int) -> Sides:
   if part < host and host % part == 0 and whole % host == 0:
     return whole // host, host // part, 1, part
   raise ShardingError(
-    f'side {name} of the submesh is {part}, and that of a host {host}: one must divide the other for each host to hold '
-    'a contiguous part of the mesh'
+    f'side {name} is {part} in the submesh and {host} in a host: one must divide the other, so that each host holds a '
+    'contiguous part of the mesh'
   )
 
 

@@ -76,8 +76,8 @@ def infer_state_filter(opt_states: object) -> str | None:
   # Every optax transformation keeps a tuple; a learner may have several in a dict.
   if any(not isinstance(state, tuple) for state in jax.tree.leaves(opt_states, is_leaf=lambda x: isinstance(x, tuple))):
     raise ShardingError(
-      'the optimizer state with an expert axis can be inferred for Adafactor only, and for what inherits all axes, as '
-      f'the other optimizers of optax do; pass state_filter=, a pattern such as {FACTORED_EXPERT_STATE!r}, or None'
+      'which optimizer state has an expert axis can be inferred for Adafactor only, and for optimizers of optax whose '
+      f'state inherits all axes; pass state_filter=, a pattern such as {FACTORED_EXPERT_STATE!r}, or None'
     )
   return None
 
@@ -95,14 +95,14 @@ def infer_state_filter_of(optimizer_def: Any) -> str | None:
   if several is not None:
     if len({type(optimizer) for optimizer in several}) > 1:
       raise ShardingError(
-        f'{type(optimizer_def).__name__}: which state has an expert axis can be inferred if all suboptimizers '
-        f'are of the same type, and they are {", ".join(type(o).__name__ for o in several)}; pass state_filter_fn='
+        f'{type(optimizer_def).__name__}: which state has an expert axis can be inferred only if all suboptimizers '
+        f'have the same type; they are {", ".join(type(o).__name__ for o in several)}; pass state_filter_fn='
       )
     inferred = [infer_state_filter_of(optimizer) for optimizer in several]
     if len({*inferred}) > 1:
       raise ShardingError(
-        f'{type(optimizer_def).__name__}: all suboptimizers must be either factored or unfactored, for what state has '
-        'an expert axis to be inferred; pass state_filter_fn='
+        f'{type(optimizer_def).__name__}: all suboptimizers must be either factored or unfactored to infer which state '
+        'has an expert axis; pass state_filter_fn='
       )
     return inferred[0] if inferred else None
   if hasattr(optimizer_def, 'optax_optimizer'):
@@ -110,8 +110,8 @@ def infer_state_filter_of(optimizer_def: Any) -> str | None:
   factored = getattr(getattr(optimizer_def, 'hyper_params', None), 'factored', None)
   if factored is None:
     raise ShardingError(
-      f'{type(optimizer_def).__name__}: which state has an expert axis can be inferred for Adafactor, and for '
-      f'what wraps optax; pass state_filter_fn=, a pattern such as {FACTORED_EXPERT_STATE!r} or a function of the path'
+      f'{type(optimizer_def).__name__}: which state has an expert axis can be inferred only for Adafactor and wrappers '
+      f'of optax; pass state_filter_fn=, a pattern such as {FACTORED_EXPERT_STATE!r} or a function of the path'
     )
   return FACTORED_EXPERT_STATE if factored else None
 

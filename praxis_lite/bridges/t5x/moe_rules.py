@@ -169,8 +169,8 @@ def to_expert_axis(resources: object) -> object:
 def _check_parameter_dims(parameter_partitioning_dims: int) -> None:
   if parameter_partitioning_dims != 1:
     raise ShardingError(
-      f'parameter_partitioning_dims={parameter_partitioning_dims} is not supported with experts: splitting parameters '
-      "over 'data' is not supported for MoE, whose experts are split over it themselves; it must be 1"
+      f'parameter_partitioning_dims={parameter_partitioning_dims} is not supported with experts, which are split over '
+      "'data' themselves; it must be 1"
     )
 
 

@@ -368,10 +368,10 @@ class BasePjitPartitioner(BasePartitioner):
 class PjitPartitioner(BasePjitPartitioner):
   """Splits states by logical axis rules.
 
-  A train state here is one of two. It is a `TrainState` whose `mdl_vars` are weight declarations that name logical axes
-  (or mesh axes), or arrays in Flax boxes that do (`LogicallyPartitioned`), and whose other arrays are given as shapes;
-  a state for inference lacks the others. Or it has a method `as_logical_axes()` that returns it with AxisNames.
-  Optimizer slots inherit the names of their variable if they have its shape, and are replicated otherwise.
+  A train state is an object with a method `as_logical_axes()`, which returns it with AxisNames, or a `TrainState`. The
+  `mdl_vars` of a `TrainState` are weight declarations that name logical axes (or mesh axes), or arrays in Flax boxes
+  that do (`LogicallyPartitioned`). Its other arrays are given as shapes; a state for inference lacks them. Optimizer
+  slots inherit the names of their variable if they have its shape, and are replicated otherwise.
 
   Args:
     *args, **mesh: as for `BasePartitioner`.

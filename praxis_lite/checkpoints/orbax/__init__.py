@@ -20,7 +20,7 @@ Each work-around, what would happen without it, and how to drop it:
                                and `test_damage.py` pass.
     _let_the_process_end       A process whose save has failed ends ten minutes later. Drop it if
                                `test_disk_failures.py` passes.
-    _find_folders_of_any_name  What is saved below a folder with `[`, `*` or `?` in its name is lost. Drop it if
+    _find_folders_of_any_name  Checkpoints below a folder with `[`, `*` or `?` in its name are lost. Drop it if
                                `test_odd_paths.py` passes; `check_folder_is_found` stays, as it costs nothing.
     _make_folders_of_metadata  If a run is moved while it saves, its processes wait ten minutes. Drop it if
                                `test_two_processes.py` passes.

@@ -25,7 +25,7 @@ class OrbaxStore:
     barrier: how the processes wait for each other during a save; None for one process.
 
   Raises:
-    CheckpointError: what is saved in `directory` could not be found again, because of its name.
+    CheckpointError: Orbax could not find again what it saves in `directory`, because of special characters in its path.
   """
 
   def __init__(self, directory: str, *, read_only: bool, barrier: SaveBarrier | None):

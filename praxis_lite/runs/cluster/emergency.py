@@ -302,14 +302,14 @@ class EmergencyCopies:
     """Returns why the run cannot be resumed from a complete copy; '' if it can."""
     if copy.record['checkpoint'] > checkpoint:
       return (
-        f'there was a checkpoint of step {copy.record["checkpoint"]} before that of step {copy.step}, and it is gone'
+        f'the copy of step {copy.step} was made after the checkpoint of step {copy.record["checkpoint"]}, which is gone'
       )
     for what, ours in self._about.items():
       if (theirs := copy.record[what]) != ours:
-        return f'that of step {copy.step} has other {what}' + ('' if what == 'variables' else f', {theirs}')
+        return f'the copy of step {copy.step} has other {what}' + ('' if what == 'variables' else f', {theirs}')
     for name, index in _local_parts(self._shapes):
       if not copy.has(name, index):
-        return f'that of step {copy.step} has other parts of {name}'
+        return f'the copy of step {copy.step} has other parts of {name}'
     return ''
 
   def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
