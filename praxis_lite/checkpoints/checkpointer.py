@@ -55,7 +55,7 @@ from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.files import check_plain_below, local_path
 from praxis_lite.common.processes import gather_texts, join_by_host
-from praxis_lite.common.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
+from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, merge, node_at, path_name
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.state import TrainState
 
@@ -275,7 +275,7 @@ class Checkpointer:
       return regrouping.regroup(read, shapes, true_shapes)
 
     arrays = self._read_whole_step(restore_step, step)
-    return map_with_path(lambda path, _: lookup(arrays, path), shapes)
+    return map_with_path(lambda path, _: node_at(arrays, path), shapes)
 
   def restore_arrays(self, shapes: NestedDict, *, step: Step = None) -> NestedDict:
     """Restores some arrays by their names, cut or extended by zeros to `shapes`, in their dtypes and shardings.
@@ -287,11 +287,11 @@ class Checkpointer:
     data_shapes = jax.tree.map(stored_shape, shapes)
     arrays = self._read_arrays(step, data_shapes)
     for path, wanted in leaves_by_path(data_shapes).items():  # The names and types of arrays have no checksum.
-      found = lookup(arrays, path)
+      found = node_at(arrays, path)
       if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise unreadable(self.folder(step), ValueError(f'its entry for {path_name(path)} is not valid'))
     check_seal(Path(self.folder(step)), step)
-    return map_with_path(lambda path, shape: to_leaf(shape, lookup(arrays, path)), shapes)
+    return map_with_path(lambda path, shape: to_leaf(shape, node_at(arrays, path)), shapes)
 
   def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
     """Returns the model's variables as arrays whose parts are read when they are needed, in the stored dtypes.

@@ -72,7 +72,7 @@ def put_into_boxes(boxed: object, tree: object) -> Any:
 # ---------------------------------------------------------------- nested dicts
 
 
-def lookup(tree: Any, path: Path) -> Any:
+def node_at(tree: Any, path: Path) -> Any:
   """Returns the subtree or leaf at `path`, or None if there is none."""
   for name in path:
     if not isinstance(tree, Mapping) or name not in tree:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, lookup, merge, select
+from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, merge, node_at, select
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.blocks import Sums
@@ -357,7 +357,7 @@ class StackedCaches:
 
   def __init__(self, state: NestedDict):
     places = {path[:-1] for path, x in leaves_by_path(state).items() if path[-1:] == ('pos',) and jnp.ndim(x) == 3}
-    self._places = {place for place in places if {'key', 'value', 'slot'} <= lookup(state, place).keys()}
+    self._places = {place for place in places if {'key', 'value', 'slot'} <= node_at(state, place).keys()}
     self.arrays, self.others = self.split(state)
 
   def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:

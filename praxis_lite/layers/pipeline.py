@@ -42,7 +42,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, merge, node_at, path_name, select
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, double_or_halve
@@ -401,7 +401,7 @@ class Pipelined(Repeat):
         new_cache = out.decode_state if cache else {}
         counts = at.counts & (position < P)
         aux = {name: (v, where(counts, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
-        kept = map_with_path(lambda path, old: where(counts, _or(lookup(out.updates, path), old), old), other)
+        kept = map_with_path(lambda path, old: where(counts, _or(node_at(out.updates, path), old), old), other)
         return where(real, y, x), (kept, where(real, new_cache, cache), Reported(out.summaries, aux))
 
       body = self._remat(layer, in_scan=True) if method == '__call__' else layer

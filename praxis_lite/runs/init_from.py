@@ -22,7 +22,7 @@ from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castabl
 from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, prefix_errors
 from praxis_lite.common.files import user_path
-from praxis_lite.common.trees import NestedDict, Path, insert, lookup
+from praxis_lite.common.trees import NestedDict, Path, insert, node_at
 from praxis_lite.runs.records.runs import runs_near
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState
@@ -79,10 +79,10 @@ class WarmStart:
         now = {source: name for name, source in left.items()}  # Several variables may come from one.
         read: NestedDict = {}
         for source, name in now.items():
-          read = insert(read, _path(source), lookup(shapes, _path(name)))
+          read = insert(read, _path(source), node_at(shapes, _path(name)))
         read = checkpointer.restore_arrays(read, step=self._step)
         for source, name in now.items():
-          values = insert(values, _path(name), lookup(read, _path(source)))
+          values = insert(values, _path(name), node_at(read, _path(source)))
           del left[name]
     return self._partitioned.init_state_from(init_key, GivenVariables(values, known))
 

@@ -22,7 +22,7 @@ from jax.extend import core
 from praxis_lite.common.jax_internals.programs import inner_programs, mapped_axes
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import eval_step_single_learner
-from praxis_lite.training.trips import Bound, Bounds
+from praxis_lite.training.trips import Bound, LoopBounds
 
 
 def model_flops(partitioned: PartitionedTask) -> float:
@@ -48,7 +48,7 @@ def flops_by_scope(
   jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '', inputs: Sequence[Bound] = ()
 ) -> Iterator[tuple[str, float]]:
   """Yields for each product its scopes, such as 'jvp(lm)/ff', and its operations in a call, like `count_flops`."""
-  bounds = Bounds(jaxpr, inputs)
+  bounds = LoopBounds(jaxpr, inputs)
   for equation in jaxpr.eqns:
     name = '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
     flops = _equation_flops(equation, bounds)
@@ -63,14 +63,14 @@ def flops_by_scope(
 
 
 def _flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound]) -> float:
-  bounds, total = Bounds(jaxpr, inputs), 0.0
+  bounds, total = LoopBounds(jaxpr, inputs), 0.0
   for equation in jaxpr.eqns:
     total += _equation_flops(equation, bounds)
     bounds.add(equation)
   return total
 
 
-def _equation_flops(equation: core.JaxprEqn, bounds: Bounds) -> float:
+def _equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
   name, params = equation.primitive.name, equation.params
   shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:3]]
   elements = math.prod(getattr(equation.outvars[0].aval, 'shape', ())) if equation.outvars else 0

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, lookup, map_with_path, merge, select
+from praxis_lite.common.trees import NestedDict, Path, map_with_path, merge, node_at, select
 from praxis_lite.sharding.guards import GuardedJit
 from praxis_lite.sharding.host_memory import check_host_memory
 from praxis_lite.sharding.layout import StateLayout, layout_of
@@ -185,7 +185,7 @@ def _use_given(drawn: NestedDict, given: GivenVariables) -> Callable[[Path, jax.
     for dim, size in enumerate(given.known[path]):
       if size < value.shape[dim]:
         known &= jax.lax.broadcasted_iota(jnp.int32, value.shape, dim) < size
-    return value if known is True else jnp.where(known, value, lookup(drawn, path))
+    return value if known is True else jnp.where(known, value, node_at(drawn, path))
 
   return values
 

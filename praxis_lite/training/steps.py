@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.trees import NestedDict, lookup, map_with_path, merge
+from praxis_lite.common.trees import NestedDict, map_with_path, merge, node_at
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
@@ -86,7 +86,7 @@ def train_step_single_learner(
   )
   updates, finite = out.updates, update.finite
   if finite is not None:  # After a step that is not applied, variables that are not trained keep their values.
-    updates = map_with_path(lambda path, new: jnp.where(finite, new, lookup(states.mdl_vars, path)), updates)
+    updates = map_with_path(lambda path, new: jnp.where(finite, new, node_at(states.mdl_vars, path)), updates)
   mdl_vars = merge(update.mdl_vars, updates)
   one = jnp.ones((), jnp.float32)
   metrics = {**out.metrics, **{name: (value, one) for name, value in update.stats.items()}}

@@ -27,7 +27,7 @@ Bound = np.ndarray | None
 _MOST_ENTRIES = 2**20
 
 
-class Bounds:
+class LoopBounds:
   """Bounds of the values in a jaxpr; `add` processes one equation after the other.
 
   Args:

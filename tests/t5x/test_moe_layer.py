@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.bridges.t5x.moe import MoePjitPartitioner
 from praxis_lite.common.config import Config
-from praxis_lite.common.trees import lookup
+from praxis_lite.common.trees import node_at
 from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers import MoeFeedForward
 from praxis_lite.models import transformer_lm
@@ -62,7 +62,7 @@ def after_a_step(config, partitioner=None):
 def test_a_step_with_two_data_axes_is_that_of_one_device():
   partitioner = MoePjitPartitioner(4, num_partitions=1)
   model, loss, variables = after_a_step(named(task()), partitioner=partitioner)
-  assert lookup(model.state_specs.mdl_vars, (*MOE, 'up')) == P(None, 'data', None, None)
+  assert node_at(model.state_specs.mdl_vars, (*MOE, 'up')) == P(None, 'data', None, None)
   assert collectives(model.train_step.compiled)['all-to-all'].count == 4
   _, expected, on_one = after_a_step(task())
   np.testing.assert_allclose(loss, expected, rtol=1e-5)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from praxis_lite.common.trees import lookup
+from praxis_lite.common.trees import node_at
 from praxis_lite.instruments.explain.report import batch_of
 from praxis_lite.instruments.verification.remedies import nearest
 from praxis_lite.instruments.verification.shrink import small_task
@@ -44,11 +44,11 @@ def search(small, is_right, wrong='lm.transformer.layers.ff.linear_in.w', second
 
 def test_an_axis_of_a_weight_in_the_order_of_its_field(small):
   ff = ('lm', 'transformer', 'layers', 'ff')
-  names = list(lookup(small.placements, ff))
+  names = list(node_at(small.placements, ff))
   assert len(names) > 1
 
   def is_right(results):
-    return all('data' not in all_axes(lookup(results[0], (*ff, name, 'w'))) for name in names)
+    return all('data' not in all_axes(node_at(results[0], (*ff, name, 'w'))) for name in names)
 
   assert search(small, is_right) == (
     "right with lm.transformer.layers.ff.weight_split_dims_mapping.wt = (None, 'mdl') instead of ('data', 'mdl')"
@@ -59,7 +59,7 @@ def test_two_causes_far_from_the_variable(small):
   def is_right(results):
     specs, activation = results
     logits = activation('lm.softmax', 'out')
-    return 'mdl' not in all_axes(logits) and 'mdl' not in all_axes(lookup(specs, ('lm', 'embedding', 'w')))
+    return 'mdl' not in all_axes(logits) and 'mdl' not in all_axes(node_at(specs, ('lm', 'embedding', 'w')))
 
   lines = search(small, is_right).splitlines()
   assert sorted(lines) == [

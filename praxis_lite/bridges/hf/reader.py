@@ -25,7 +25,7 @@ from praxis_lite.bridges.hf.files import StoredTensor, read_folder
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_config
 from praxis_lite.bridges.hf.tensors import Piece, check_tensors, pieces
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, boxes
-from praxis_lite.common.trees import NestedDict, Path, insert, lookup
+from praxis_lite.common.trees import NestedDict, Path, insert, node_at
 from praxis_lite.sharding.layout import StateLayout
 
 # Bytes of a variable that are in transit to a device at the same time.
@@ -103,7 +103,7 @@ def streamed_variables(
   """
   variables: NestedDict = {}
   for path, of_variable in found.items():
-    shape: jax.ShapeDtypeStruct = lookup(shapes, path)
+    shape: jax.ShapeDtypeStruct = node_at(shapes, path)
     by_index = {piece.at: piece for piece in of_variable}
     variables = insert(variables, path, _Variable(checkpoint.tensors, by_index, shape.shape, np.dtype(shape.dtype)))
   return variables

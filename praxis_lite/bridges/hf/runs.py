@@ -37,7 +37,7 @@ from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.common.trees import lookup, map_with_path
+from praxis_lite.common.trees import map_with_path, node_at
 from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.models import LanguageModel, set_sharding
@@ -86,7 +86,7 @@ def import_run(
   weights = task.model.abstract_init()
   found = checked_pieces(checkpoint, weights['lm'])
   dtypes = {'lm': stored_dtypes(checkpoint, found)}
-  shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, lookup(dtypes, path)), weights)
+  shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, node_at(dtypes, path)), weights)
   mesh = abstract_mesh(task.mesh_sizes())
   place_task_variables(task, mesh)  # Raises an error if the config cannot split the variables this way.
   with contextlib.ExitStack() as to_close:

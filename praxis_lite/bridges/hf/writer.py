@@ -15,7 +15,7 @@ from praxis_lite.bridges.hf.hf_config import CONFIG_FILE
 from praxis_lite.bridges.hf.tensors import Piece
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole_box
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, lookup
+from praxis_lite.common.trees import NestedDict, Path, node_at
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -46,12 +46,12 @@ def write_checkpoint(
       parts.setdefault(piece.name, []).append(piece)
 
   def dtype_of(name: str) -> np.dtype:
-    return jnp.dtype(dtype or lookup(variables, parts[name][0].path).dtype)
+    return jnp.dtype(dtype or node_at(variables, parts[name][0].path).dtype)
 
   def tensor(name: str) -> np.ndarray:
     theirs = np.empty(parts[name][0].view.their_shape, dtype_of(name))
     for piece in parts[name]:
-      ours, variable = piece.view.within(theirs), lookup(variables, piece.path)
+      ours, variable = piece.view.within(theirs), node_at(variables, piece.path)
       if isinstance(variable, StreamedArray):
         _read_into(ours, variable, piece)
       else:

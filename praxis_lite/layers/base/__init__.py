@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config, Configurable, build_at, config_values, target, template
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
-from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, lookup, map_with_path, path_name
+from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import Constraint, SideOutputs, Surroundings
 from praxis_lite.layers.base.facts import Facts
@@ -374,7 +374,7 @@ class Layer(InCall, Facts, Configurable):
     if manual_axes():  # Inside a `shard_map` of the user, variables are parts.
       return
     for path, shape in self._declared_shapes.items():
-      given = getattr(lookup(variables, path), 'shape', shape)
+      given = getattr(node_at(variables, path), 'shape', shape)
       if given != shape:
         larger = len(given) == len(shape) and all(g >= d for g, d in zip(given, shape))
         padded = '; if it is the padded state of a mesh, pass unpad(task, state).mdl_vars' if larger else ''

@@ -30,7 +30,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, insert, lookup, merge, path_name
+from praxis_lite.common.trees import NestedDict, Path, insert, merge, node_at, path_name
 from praxis_lite.common.weighted import WeightedScalars, mean_of_means
 from praxis_lite.sharding.specs import Placement
 
@@ -157,8 +157,8 @@ class Frame:
 
   def variable(self, path: Path) -> Any:
     """Returns the subtree or array at `path`, as stored; variables updated in this call have their new values."""
-    updated = lookup(self.updates, self._below(path))
-    value = lookup(self.variables, self._below(path))
+    updated = node_at(self.updates, self._below(path))
+    value = node_at(self.variables, self._below(path))
     if updated is None:
       return value
     return merge(value, updated) if isinstance(value, dict) and isinstance(updated, dict) else updated
@@ -167,7 +167,7 @@ class Frame:
     self.updates = insert(self.updates, self._below(path), value)
 
   def cached(self, path: Path) -> Any:
-    return lookup(self.decode_state, self._below(path))
+    return node_at(self.decode_state, self._below(path))
 
   def cache(self, path: Path, value: Any) -> None:
     self.decode_state = insert(self.decode_state or {}, self._below(path), value)
@@ -207,7 +207,7 @@ class Frame:
     for name, aux_loss in side.aux_losses.items():
       self.add_aux_loss(name, *aux_loss)
     if side.updates:
-      self.update(path, merge(lookup(self.updates, self._below(path)) or {}, side.updates))
+      self.update(path, merge(node_at(self.updates, self._below(path)) or {}, side.updates))
     if side.decode_state:
       self.cache(path, side.decode_state)
 

@@ -92,7 +92,7 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
 def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
   """Returns, by path, for each slot that runs along its variable, the variable's axis of each dimension, or None.
 
-  A dimension runs along the axis for which its entries differ if those of the variables differ along that axis alone.
+  A dimension runs along an axis if its entries differ when the entries of the variables differ only along that axis.
   """
   small, found = _shrink(weights), dict[Path, list[list[int]]]()
   if not _acts_alike(build, weights, small):
@@ -153,7 +153,7 @@ def _deal(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray | list
 
 
 def _along(axis: int, path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
-  """Returns an array whose entries differ along one axis alone."""
+  """Returns an array whose entries differ only along one axis."""
   return np.broadcast_to(x[tuple(slice(None if i == axis else 1) for i in range(x.ndim))], x.shape)
 
 
