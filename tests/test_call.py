@@ -68,10 +68,10 @@ def test_update_is_read_back_in_the_same_frame_and_leaves_the_arguments_alone():
 def test_cache_is_written_without_changing_what_was_passed_in():
   state = {'a': {'k': 1}}
   frame = Frame((), {}, decode_state=state)
-  frame.cache(('a', 'k'), 2)
-  frame.cache(('a', 'v'), 3)
-  assert frame.cached(('a', 'k')) == 2
-  assert frame.cached(('b',)) is None
+  frame.write_cache(('a', 'k'), 2)
+  frame.write_cache(('a', 'v'), 3)
+  assert frame.read_cache(('a', 'k')) == 2
+  assert frame.read_cache(('b',)) is None
   assert frame.side_outputs().decode_state == {'a': {'k': 2, 'v': 3}}
   assert state == {'a': {'k': 1}}
 

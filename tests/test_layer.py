@@ -327,7 +327,7 @@ def test_side_outputs_are_named_by_path():
     (jnp.ones(3), 'scalar', r"^child: the summary 's' has shape \(3,\); log its mean, or pass kind='histogram'"),
     (jnp.ones((4, 4)), 'image', r"^child: the summary 's' has shape \(4, 4\); an image is \[..., H, W, C\]"),
     (jnp.ones((2, 4, 4, 2)), 'image', r"^child: the summary 's' has shape \(2, 4, 4, 2\); an image is .* 1, 3 or 4"),
-    (jnp.ones((0, 3)), 'histogram', r"^child: the summary 's' has shape \(0, 3\), and so nothing to log"),
+    (jnp.ones((0, 3)), 'histogram', r"^child: the summary 's' has shape \(0, 3\), so there is nothing to log"),
     (1.0, 'scaler', r"^child: kind of the summary 's': expected .*, got 'scaler'\. Did you mean 'scalar'\?"),
   ],
 )

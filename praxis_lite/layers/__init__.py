@@ -23,10 +23,10 @@ from praxis_lite.layers.masks import (
   Segments,
   SlidingWindow,
   Visibility,
+  key_array,
   make_mask,
-  per_key,
-  per_query,
-  per_row,
+  query_array,
+  row_array,
 )
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, LayerNorm, RMSNorm
@@ -102,8 +102,8 @@ __all__ = [
   'describe_pipelines',
   'dot_product_attention',
   'get_activation',
+  'key_array',
   'make_mask',
-  'per_key',
-  'per_query',
-  'per_row',
+  'query_array',
+  'row_array',
 ]

@@ -91,7 +91,7 @@ class Sums(NamedTuple):
   o: jax.Array
 
 
-class Results(NamedTuple):
+class BackwardInputs(NamedTuple):
   """Results of the forward pass for the backward pass: `lse` and `delta` [I, B, K, G, Q], `do` [I, B, K, G, Q, H]."""
 
   lse: jax.Array
@@ -227,7 +227,7 @@ def add_gradients(
   mask: AttentionMask,
   bias: Any,
   queries: Queries,
-  results: Results,
+  results: BackwardInputs,
   keys: Keys,
   pairs: BlockPairs,
   gradients: Gradients,
@@ -238,7 +238,7 @@ def add_gradients(
     i, j = pairs.table[n, 0], pairs.table[n, 1]
     query, key, mask_ij = _pick(queries, i), _pick(keys, j), _pick_mask(mask, pairs, i, j)
 
-    def attend(of: Results, old: Gradients) -> Gradients:
+    def attend(of: BackwardInputs, old: Gradients) -> Gradients:
       added = _compute_gradients(formula, mask_ij, bias, query, key, of)
       return jax.tree.map(jnp.add, old, added)
 
@@ -250,7 +250,7 @@ def add_gradients(
 
 
 def _compute_gradients(
-  formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys, of: Results
+  formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys, of: BackwardInputs
 ) -> Gradients:
   """Returns the gradients of one pair of blocks, and of the parameters of the bias."""
   logits, slope = _compute_logits(formula, mask, bias, query, key)
@@ -375,7 +375,7 @@ def to_blocks(x: jax.Array, size: int, *, edge: bool = False) -> jax.Array:
   return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
 
-def from_blocks(x: jax.Array, length: int) -> jax.Array:
+def join_blocks(x: jax.Array, length: int) -> jax.Array:
   """The inverse of `to_blocks`: returns [B, length, ...] for [I, B, size, ...]."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
@@ -423,12 +423,12 @@ def mask_blocks(mask: AttentionMask, query_size: int, key_size: int) -> Attentio
 def unblock_queries(x_IBKGQ: jax.Array, length: int) -> jax.Array:
   """Returns [B, T, N, ...] for blocks of queries, [I, B, K, G, Q, ...]."""
   x = jnp.moveaxis(x_IBKGQ, 4, 2)
-  return from_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
+  return join_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
 
 
 def unblock_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
   """Returns [B, S, K, H] for blocks of keys, [J, B, K, S, H]."""
-  return from_blocks(jnp.moveaxis(x_JBKSH, 3, 2), length)
+  return join_blocks(jnp.moveaxis(x_JBKSH, 3, 2), length)
 
 
 def block_indices(length: int, size: int) -> np.ndarray:

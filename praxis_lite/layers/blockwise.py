@@ -146,7 +146,7 @@ def _backward(
       mask,
       heads.bias,
       queries,
-      blocks.Results(lse, delta, do),
+      blocks.BackwardInputs(lse, delta, do),
       keys,
       pairs,
       blocks.zero_gradients(queries, keys, heads.bias),

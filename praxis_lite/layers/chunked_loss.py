@@ -181,7 +181,7 @@ def chunked_cross_entropy(
   return _cross_entropy(x, w, None if b is None else chunks.cut_into_parts(b, 0), labels, chunks)
 
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]  # x, w, b, labels, log normalizer.
+_Residuals = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]  # x, w, b, labels, log normalizer.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -203,7 +203,7 @@ class _Running(NamedTuple):
 
 def _forward(
   x: jax.Array, w: jax.Array, b: jax.Array | None, labels: jax.Array, chunks: ClassChunks
-) -> tuple[CrossEntropy, Residuals]:
+) -> tuple[CrossEntropy, _Residuals]:
   read = _reader(w, labels.size, chunks)
 
   def step(seen: _Running, start_and_first: tuple[jax.Array, jax.Array]) -> tuple[_Running, None]:
@@ -245,7 +245,7 @@ def _forward(
 
 
 def _backward(
-  chunks: ClassChunks, residuals: Residuals, cotangents: CrossEntropy
+  chunks: ClassChunks, residuals: _Residuals, cotangents: CrossEntropy
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
   x, w, b, labels, log_normalizer = residuals
   of_xent, of_normalizer = (c[..., None, None] for c in cotangents[:2])

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from praxis_lite.layers.precision import sum_dtype, widen
 
 
-class Plan(NamedTuple):
+class DispatchPlan(NamedTuple):
   """The slots of choices. Choice k of token t has the number t K + k.
 
   Attributes:
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     return of_choices_NK.reshape(-1).at[self.choice_of_slot].get(mode='fill', fill_value=empty)
 
 
-def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> Plan:
+def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> DispatchPlan:
   """Returns the plan of E C slots; slot e C + c is number c of expert e. Choices of expert E get none."""
   by_expert = _sort_by_expert(experts_NK, num_experts)
   place = by_expert.rank - _start_of_group(by_expert.starts, by_expert.experts)
@@ -61,7 +61,7 @@ def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> Pla
   return _plan(by_expert.experts * capacity + place, fits, num_experts * capacity, *experts_NK.shape)
 
 
-def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[Plan, jax.Array]:
+def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[DispatchPlan, jax.Array]:
   """Returns the plan of N K slots sorted by expert, empty ones at the end, and how many each expert has, [E]."""
   by_expert = _sort_by_expert(experts_NK, num_experts)
   num_slots = experts_NK.size
@@ -69,12 +69,12 @@ def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[Plan, jax.Arra
   return plan, jnp.diff(by_expert.starts)
 
 
-def expert_choice_plan(tokens_EC: jax.Array) -> Plan:
+def expert_choice_plan(tokens_EC: jax.Array) -> DispatchPlan:
   """Returns the plan of E C slots for tokens that experts have chosen; see `routing.ExpertChoice`."""
-  return Plan(tokens_EC.reshape(-1), None)
+  return DispatchPlan(tokens_EC.reshape(-1), None)
 
 
-def plan_of_rows(plans: Plan, num_choices: int, capacity: int) -> Plan:
+def plan_of_rows(plans: DispatchPlan, num_choices: int, capacity: int) -> DispatchPlan:
   """Returns one plan, with slots ordered by expert and then by row, for the stacked plans of B rows of E C slots.
 
   Args:
@@ -88,21 +88,21 @@ def plan_of_rows(plans: Plan, num_choices: int, capacity: int) -> Plan:
   choices = jnp.where(plans.choice_of_slot < num_choices, choices, num_choices * rows)
   choices = jnp.swapaxes(choices.reshape(rows, -1, capacity), 0, 1).reshape(-1)
   if plans.slot_of_choice is None:
-    return Plan(choices, None)
+    return DispatchPlan(choices, None)
   slot, of_row = plans.slot_of_choice, of_row[..., None]
   expert, place = slot // capacity, slot % capacity
   slot = jnp.where(slot < slots, (expert * rows + of_row) * capacity + place, slots * rows)
-  return Plan(choices, slot.reshape(-1, slot.shape[-1]))
+  return DispatchPlan(choices, slot.reshape(-1, slot.shape[-1]))
 
 
 @jax.custom_vjp
-def dispatch(x_ND: jax.Array, plan: Plan) -> jax.Array:
+def dispatch(x_ND: jax.Array, plan: DispatchPlan) -> jax.Array:
   """Returns slots [M, D]; empty ones are zero."""
   return _rows(x_ND, plan.token_of_slot)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def combine(slots_MD: jax.Array, plan: Plan, num_tokens: int) -> jax.Array:
+def combine(slots_MD: jax.Array, plan: DispatchPlan, num_tokens: int) -> jax.Array:
   """Returns [N, D]: for each token, the sum over the slots of its choices; zero if it has none."""
   if plan.slot_of_choice is None:
     zeros = jnp.zeros((num_tokens, *slots_MD.shape[1:]), sum_dtype(slots_MD))
@@ -111,21 +111,21 @@ def combine(slots_MD: jax.Array, plan: Plan, num_tokens: int) -> jax.Array:
   return jnp.sum(choices, axis=1, dtype=sum_dtype(choices)).astype(slots_MD.dtype)
 
 
-def _dispatch_fwd(x_ND: jax.Array, plan: Plan) -> tuple[jax.Array, tuple[Plan, jax.Array]]:
+def _dispatch_fwd(x_ND: jax.Array, plan: DispatchPlan) -> tuple[jax.Array, tuple[DispatchPlan, jax.Array]]:
   # Residuals are arrays: an empty one carries the number of tokens.
   return dispatch(x_ND, plan), (plan, jnp.zeros((x_ND.shape[0], 0)))
 
 
-def _dispatch_bwd(residuals: tuple[Plan, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
+def _dispatch_bwd(residuals: tuple[DispatchPlan, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
   plan, tokens = residuals
   return combine(gradient, plan, tokens.shape[0]), None
 
 
-def _combine_fwd(slots_MD: jax.Array, plan: Plan, num_tokens: int) -> tuple[jax.Array, Plan]:
+def _combine_fwd(slots_MD: jax.Array, plan: DispatchPlan, num_tokens: int) -> tuple[jax.Array, DispatchPlan]:
   return combine(slots_MD, plan, num_tokens), plan
 
 
-def _combine_bwd(num_tokens: int, plan: Plan, gradient: jax.Array) -> tuple[jax.Array, None]:
+def _combine_bwd(num_tokens: int, plan: DispatchPlan, gradient: jax.Array) -> tuple[jax.Array, None]:
   del num_tokens
   return dispatch(gradient, plan), None
 
@@ -161,12 +161,12 @@ def _start_of_group(starts: jax.Array, group: jax.Array) -> jax.Array:
   return starts.at[group].get(mode='clip')
 
 
-def _plan(slot: jax.Array, fits: jax.Array, num_slots: int, num_tokens: int, k: int) -> Plan:
+def _plan(slot: jax.Array, fits: jax.Array, num_slots: int, num_tokens: int, k: int) -> DispatchPlan:
   """Returns the plan of choices in order of priority, each with its slot if there is room."""
   slot_of_choice = jnp.where(fits, slot, num_slots).reshape(k, num_tokens).T
   numbers = jnp.arange(num_tokens * k, dtype=jnp.int32)
   empty = jnp.full(num_slots, num_tokens * k, jnp.int32)
-  return Plan(empty.at[slot_of_choice.reshape(-1)].set(numbers, mode='drop'), slot_of_choice)
+  return DispatchPlan(empty.at[slot_of_choice.reshape(-1)].set(numbers, mode='drop'), slot_of_choice)
 
 
 def _rows(x: jax.Array, rows: jax.Array) -> jax.Array:

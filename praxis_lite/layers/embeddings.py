@@ -68,11 +68,11 @@ def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | N
   wt, out = layer.weight_split_dims_mapping.wt, getattr(layer.activation_split_dims_mapping, field)
   if wt is not None and out is not None and out[-1] is None:
     table_VD = layer.shard(table_VD, wt.pick(0, None))
-  y = lookup(table_VD, ids, style)
+  y = lookup_rows(table_VD, ids, style)
   return layer.shard(y if scale is None else y * scale, field)
 
 
-def lookup(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Array:
+def lookup_rows(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Array:
   """Returns rows [..., D] of a table; NaN for ids out of range."""
   if style == 'matmul':
     in_range = (ids >= 0) & (ids < table_VD.shape[0])

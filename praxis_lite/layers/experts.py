@@ -23,17 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.layers.dispatch import Plan, capacity_plan, combine, dispatch, sorted_plan
+from praxis_lite.layers.dispatch import DispatchPlan, capacity_plan, combine, dispatch, sorted_plan
 from praxis_lite.layers.precision import widen
 from praxis_lite.layers.routing import TokenChoice
 from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.sharding.padding import pad_to, slice_to
 from praxis_lite.sharding.specs import all_axes, spec_axes
 
-Axes = tuple[str, ...]
-Product = Callable[[jax.Array, jax.Array], jax.Array]
+RowProduct = Callable[[jax.Array, jax.Array], jax.Array]
 # (product of rows and weights, rows) -> outputs
-Mlp = Callable[[Product, jax.Array], jax.Array]
+ExpertFn = Callable[[RowProduct, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +48,8 @@ class ExpertSplit:
 
   tokens: PartitionSpec
   weights: Mapping[str, PartitionSpec]
-  expert: Axes
-  tensor: Axes
+  expert: tuple[str, ...]
+  tensor: tuple[str, ...]
 
   @property
   def axes(self) -> frozenset[str]:
@@ -77,7 +76,7 @@ class ExpertSplit:
 
 
 def run_with_capacity(
-  x_ND: jax.Array, plan: Plan, weights_M: jax.Array, mlp: Mlp, experts: int, axes: Axes
+  x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, mlp: ExpertFn, experts: int, axes: tuple[str, ...]
 ) -> jax.Array:
   """Returns [N, D], the weighted sums of the outputs of experts for each token.
 
@@ -99,8 +98,8 @@ def run_with_capacity(
 
 
 def dropless(
-  x_ND: jax.Array, routed: TokenChoice, mlp: Mlp, experts: int, axes: Axes, bound: int
-) -> tuple[jax.Array, Plan]:
+  x_ND: jax.Array, routed: TokenChoice, mlp: ExpertFn, experts: int, axes: tuple[str, ...], bound: int
+) -> tuple[jax.Array, DispatchPlan]:
   """Returns [N, D], the weighted sums of the outputs of experts for each token, and the plan of this device's slots.
 
   Args:
@@ -147,7 +146,7 @@ pad_for_shard_map.defvjp(lambda x, spec, shape, true: (pad_for_shard_map(x, spec
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def sum_outputs(x: jax.Array, axes: Axes) -> jax.Array:
+def sum_outputs(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """Inside `shard_map` without `check_vma`: sums an output over axes that do not split it.
 
   The gradient of such an output arrives in equal shares, which JAX's own rule would add up by communication.
@@ -160,7 +159,7 @@ sum_outputs.defvjp(
 )
 
 
-def _ragged_product(sizes: jax.Array) -> Product:
+def _ragged_product(sizes: jax.Array) -> RowProduct:
   return lambda rows, w: jax.lax.ragged_dot(rows, w, sizes)
 
 

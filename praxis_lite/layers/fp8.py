@@ -60,17 +60,17 @@ def fp8_tensordot(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
 
 Quantized = tuple[jax.Array, jax.Array]  # Values in 8 bits, and their scale, a float32 scalar.
 # x and w in 8 bits, and empty arrays that carry the dtypes of x and w.
-Residuals = tuple[Quantized, Quantized, jax.Array, jax.Array]
+_Residuals = tuple[Quantized, Quantized, jax.Array, jax.Array]
 
 
-def _forward(x: jax.Array, w: jax.Array, axes: int) -> tuple[jax.Array, Residuals]:
+def _forward(x: jax.Array, w: jax.Array, axes: int) -> tuple[jax.Array, _Residuals]:
   of_x, of_w = _quantize(x, _FORWARD), _quantize(w, _FORWARD)
   rows = x.ndim - axes
   y = _dot(of_x, of_w, (tuple(range(rows, x.ndim)), tuple(range(axes))), x.dtype)
   return y, (of_x, of_w, jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype))
 
 
-def _backward(axes: int, residuals: Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(axes: int, residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array]:
   of_x, of_w, like_x, like_w = residuals
   of_g = _quantize(g, _BACKWARD)
   rows, out = of_x[0].ndim - axes, of_w[0].ndim - axes

@@ -33,22 +33,22 @@ from praxis_lite.common.errors import ConfigError
 Array = jax.Array | np.ndarray
 
 
-def per_query() -> Any:
+def query_array() -> Any:
   """Declares a field of a mask with a value for each query: [B, T, ...], or [1, T, ...] for all rows."""
   return dataclasses.field(metadata={'per': 'query'})
 
 
-def per_key() -> Any:
+def key_array() -> Any:
   """Declares a field of a mask with a value for each key: [B, S, ...], or [1, S, ...] for all rows."""
   return dataclasses.field(metadata={'per': 'key'})
 
 
-def per_row() -> Any:
+def row_array() -> Any:
   """Declares a field of a mask with a value for each row: [B, ...]."""
   return dataclasses.field(metadata={'per': 'row'})
 
 
-def _per_part() -> Any:
+def _part_masks() -> Any:
   """Declares a field with the masks that a mask is composed of."""
   return dataclasses.field(metadata={'per': 'part'})
 
@@ -96,12 +96,14 @@ class Known:
     return Known(by_index, operator.or_(self.both, other.both))
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(per_query, per_key, per_row, _per_part))
+@dataclass_transform(
+  frozen_default=True, eq_default=False, field_specifiers=(query_array, key_array, row_array, _part_masks)
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask(abc.ABC):
   """Which keys a query attends to. Subclasses become frozen dataclasses and trees of arrays.
 
-  Fields declared by `per_query`, `per_key` or `per_row` are arrays; other fields of a subclass are static.
+  Fields declared by `query_array`, `key_array` or `row_array` are arrays; other fields of a subclass are static.
   """
 
   def __init_subclass__(cls, **kwargs: object) -> None:
@@ -184,7 +186,7 @@ class AttentionMask(abc.ABC):
 class And(AttentionMask):
   """Allows the keys that all parts allow. At most one part is an `OffsetMask`, and it is the first."""
 
-  parts: tuple[AttentionMask, ...] = _per_part()
+  parts: tuple[AttentionMask, ...] = _part_masks()
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array | None:
     return combine_masks(*(part.allows(query_T, key_S) for part in self.parts))
@@ -199,7 +201,7 @@ class And(AttentionMask):
 class Or(AttentionMask):
   """Allows the keys that any part allows."""
 
-  parts: tuple[AttentionMask, ...] = _per_part()
+  parts: tuple[AttentionMask, ...] = _part_masks()
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array | None:
     masks = [mask for part in self.parts if (mask := part.allows(query_T, key_S)) is not None]
@@ -286,7 +288,7 @@ class FunctionMask(AttentionMask):
 class Prefix(AttentionMask):
   """Allows the first keys of each row: those before index `length_B`, int32 [B]."""
 
-  length_B: jax.Array = per_row()
+  length_B: jax.Array = row_array()
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     return key_S[..., None, :] < self.length_B[:, None, None]
@@ -301,8 +303,8 @@ class Prefix(AttentionMask):
 class Segments(AttentionMask):
   """Allows keys with the query's own segment id, int32; so padding, which has segment 0, attends to padding."""
 
-  ids_BT: jax.Array = per_query()
-  key_ids_BS: jax.Array = per_key()
+  ids_BT: jax.Array = query_array()
+  key_ids_BS: jax.Array = key_array()
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     return self.ids_BT[:, :, None] == self.key_ids_BS[:, None, :]
@@ -328,7 +330,7 @@ class Segments(AttentionMask):
 class Paddings(AttentionMask):
   """Allows keys that are not padding: those where `paddings_BS` is 0."""
 
-  paddings_BS: jax.Array = per_key()
+  paddings_BS: jax.Array = key_array()
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     return (self.paddings_BS == 0)[:, None, :]
@@ -343,7 +345,7 @@ class Paddings(AttentionMask):
 class ArrayMask(AttentionMask):
   """Allows keys by an array: bool [B or 1, T, S], or for dense attention only, [B or 1, N, T, S]."""
 
-  allowed: jax.Array = per_query()
+  allowed: jax.Array = query_array()
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     if self.allowed.ndim == 4:

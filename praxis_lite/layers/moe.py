@@ -40,10 +40,9 @@ from praxis_lite.layers.base import ActivationSplit, Layer
 from praxis_lite.layers.base.facts import Exchange, LayerProblem
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
 from praxis_lite.layers.experts import (
-  Axes,
+  ExpertFn,
   ExpertSplit,
-  Mlp,
-  Product,
+  RowProduct,
   dropless,
   pad_for_shard_map,
   run_with_capacity,
@@ -173,7 +172,7 @@ class MoeFeedForward(Layer):
     x_BTD = self.shard(x_BTD.astype(self.fprop_dtype))
     logits_BTE = checkpoint_name(self.router(x_BTD), 'router_logits')
     out = self._experts(x_BTD, logits_BTE, real_BT)
-    self.router.account(logits_BTE, real_BT, out.load, out.dropped)
+    self.router.record_choices(logits_BTE, real_BT, out.load, out.dropped)
     y_BTD = out.y
     if self.num_shared_experts:
       shared_BTD = self.shared(x_BTD)
@@ -303,7 +302,7 @@ class MoeFeedForward(Layer):
   def _split(self, sizes: Mapping[str, int]) -> ExpertSplit:
     """Returns how tokens and weights are split over the mesh axes of these sizes."""
 
-    def axes_of(mapping: Any, rank: int) -> list[Axes]:
+    def axes_of(mapping: Any, rank: int) -> list[tuple[str, ...]]:
       placement = self._resolve(mapping, self.path_name, rank=rank)
       spec = complete_spec(None if placement is None else placement.spec, rank)
       return [tuple(a for a in spec_axes(entry) if a in sizes) for entry in spec]
@@ -347,7 +346,7 @@ class MoeFeedForward(Layer):
     scores_BTE: jax.Array,
     real_BT: jax.Array,
     bias_E: jax.Array | None,
-    mlp: Mlp,
+    mlp: ExpertFn,
     num_experts: int,
   ) -> ExpertOutputs:
     (B, T, D), E, K = x_BTD.shape, self.num_experts, self.num_experts_per_token
@@ -380,7 +379,7 @@ class MoeFeedForward(Layer):
     x_BTD: jax.Array,
     scores_BTE: jax.Array,
     real_BT: jax.Array,
-    mlp: Mlp,
+    mlp: ExpertFn,
     num_experts: int,
   ) -> ExpertOutputs:
     (B, T, D), E = x_BTD.shape, self.num_experts
@@ -398,7 +397,7 @@ class MoeFeedForward(Layer):
       dropped=jnp.sum(real_BT & ~is_chosen_BT, axis=1, dtype=jnp.float32)[:, None],
     )
 
-  def _mlp(self, weights: dict[str, jax.Array], product: Product, rows: jax.Array) -> jax.Array:
+  def _mlp(self, weights: dict[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
     """Computes experts for their rows."""
     fn = get_activation(self.activation)
     hidden = checkpoint_name(product(rows, weights['up']), 'ffn_up')

@@ -34,7 +34,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ from praxis_lite.layers.pipeline_arrays import (
   where,
 )
 from praxis_lite.layers.pipeline_inputs import SideInputs, argument_names, num_rows
-from praxis_lite.layers.pipeline_reports import AllTicks, Place, Reported, map_over_rows, mean_over_microbatches
+from praxis_lite.layers.pipeline_reports import Place, Reported, TickResults, map_over_rows, mean_over_microbatches
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
@@ -71,10 +71,59 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, all_axes
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 T = TypeVar('T')
-TreeT = TypeVar('TreeT')
 
 # The input of stages without a microbatch. Tests make it NaN.
 BUBBLE = 0.0
+
+
+class _TickState(NamedTuple):
+  """What a tick passes to the next one.
+
+  Attributes:
+    carried: the result of each stage, a tree of arrays [S, mb, ...].
+    queue: the microbatches, [S, M, mb, ...]: stage 0 reads new ones, stage S - 1 writes finished ones.
+    weight_gradients, side_gradients: see `Stacks.gradients`.
+    others, caches: variables that are not trained, and caches, [S, R, c, ...].
+  """
+
+  carried: Any
+  queue: Any
+  weight_gradients: NestedDict
+  side_gradients: list[Any]
+  others: NestedDict
+  caches: NestedDict
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+  """What all ticks of a call read.
+
+  Attributes:
+    method: of the layers.
+    schedule, side: which microbatch is where; the side inputs.
+    surroundings: of each layer.
+    bubble: what stages compute on while they have no microbatch.
+    changed: collects the paths of the variables that layers update.
+    stages: 0, 1, ..., S - 1.
+    key: of random numbers, or None.
+    held: [M] bool, False for microbatches that are only padding; None if there are none.
+    weights: trained variables, [S, R, c, ...].
+    side_rows: rows of side inputs, [M, mb, ...].
+    shared: side inputs without rows that may have gradients, [S, ...].
+  """
+
+  method: str
+  schedule: PipelineSchedule
+  side: SideInputs
+  surroundings: Surroundings
+  bubble: float
+  changed: set[Path] = dataclasses.field(default_factory=set)
+  stages: Any = None
+  key: jax.Array | None = None
+  held: jax.Array | None = None
+  weights: NestedDict = dataclasses.field(default_factory=dict)
+  side_rows: list[jax.Array] = dataclasses.field(default_factory=list)
+  shared: list[jax.Array] = dataclasses.field(default_factory=list)
 
 
 class PipelineWeightSplit(SplitMapping):
@@ -140,7 +189,7 @@ class Pipelined(Repeat):
         f'{self.path_name}.first_tpl: the layers of a pipeline are alike, and none can come first; leave it empty, or '
         'repeat the layers without stages'
       )
-    self._stage_remat = Remat.of(self, field='stage_remat')
+    self._stage_remat = Remat.from_fields(self, field='stage_remat')
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
@@ -249,7 +298,7 @@ class Pipelined(Repeat):
     return self._run('__call__', x, args, kwargs, self.schedule(num_rows(x, self.path_name)))
 
   @property
-  def _decodes_in_line(self) -> bool:
+  def _decodes_unrolled(self) -> bool:
     return False
 
   def init_decode_state(self, *args: object) -> None:
@@ -261,7 +310,7 @@ class Pipelined(Repeat):
     stacked: Callable[[NestedDict], NestedDict] = one
     for size in (self.layers_in_group, self.circular_repeat, self.num_stages):
       stacked = jax.vmap(stacked, axis_size=size)
-    caches = jax.tree.map(self._from_stages, stacked(self._variables_in_stages()))
+    caches = jax.tree.map(self._to_layers, stacked(self._variables_in_stages()))
     self.layers.absorb(SideOutputs({}, {}, {}, caches))
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
@@ -288,27 +337,27 @@ class Pipelined(Repeat):
     parts = M * math.prod(unmapped_axes()[axis] for axis in axes)
     side_rows = side.cut(M, parts)
     queue = jax.tree.map(lambda v: self._constrain_to_stages(broadcast_to_stages(microbatches(v, M, parts), S)), x)
-    changed: set[Path] = set()
     held = side.held(side_rows, self.surroundings.sum_over_rows)
     num_counted = M if held is None else jnp.sum(held, dtype=jnp.float32)
 
-    ticks = map_over_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
+    call = _Call(method, schedule, side, self._surroundings_of_rows(axes), BUBBLE)
+    run = map_over_rows(functools.partial(self._run_ticks, call), axes)
     # Each stage has its own copy, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
     # If nothing is reported, it is not computed which microbatches are only padding, because that takes an all-reduce.
     of_updates = held if others else None
-    queue, others, caches, places, reported = ticks(key, of_updates, weights, others, caches, shared, queue, side_rows)
+    queue, others, caches, places, reported = run(key, of_updates, weights, others, caches, shared, queue, side_rows)
     if held is not None:
       places = places._replace(counts=places.real & held[places.microbatch])
-    updates = select(others, changed.__contains__)
+    updates = select(others, call.changed.__contains__)
     self.layers.absorb(
       SideOutputs(
         summaries={name: self._summary(s, places, schedule, held) for name, s in reported.summaries.items()},
         aux_losses={
           name: mean_over_microbatches(*aux, places, num_counted) for name, aux in reported.aux_losses.items()
         },
-        updates=jax.tree.map(self._from_stages, updates),
-        decode_state=jax.tree.map(self._from_stages, caches),
+        updates=jax.tree.map(self._to_layers, updates),
+        decode_state=jax.tree.map(self._to_layers, caches),
       )
     )
     return jax.tree.map(lambda q: batch(take_last(q))[:B], queue)
@@ -323,13 +372,9 @@ class Pipelined(Repeat):
     names = argument_names(getattr(named, method))
     return SideInputs(args, kwargs, names, marks, B, self.path_name, self.real_rows(B))
 
-  def _ticks(
+  def _run_ticks(
     self,
-    method: str,
-    schedule: PipelineSchedule,
-    side: SideInputs,
-    axes: tuple[str, ...],
-    changed: set[Path],
+    call: _Call,
     key: jax.Array | None,
     held: jax.Array | None,
     weights: NestedDict,
@@ -338,117 +383,132 @@ class Pipelined(Repeat):
     shared: list[jax.Array],
     queue: T,
     side_rows: list[jax.Array],
-  ) -> AllTicks:
-    """Runs all ticks.
-
-    Args:
-      method: the method of the layers to call.
-      schedule, side: the schedule, and the side inputs.
-      axes: mesh axes along which all arrays are one device's part.
-      changed: receives the paths of the variables that layers update.
-      key: PRNG key.
-      held: [M] bool, False for microbatches that contain only padding; None if there are none.
-      weights, others, caches: trained variables, other variables, and caches: [S, R, c, ...].
-      shared: side inputs without rows that may have gradients, [S, ...].
-      queue, side_rows: microbatches [S, M, mb, ...]; rows of side inputs [M, mb, ...].
-    """
-    S, M, R = schedule
-    # Even if the batch has only one row, because a mesh fills it up with others.
-    folds = M > 1 or (method == '__call__' and self.num_microbatches != 1)
-    stages, surroundings = jnp.arange(S), self._surroundings_of_rows(axes)
-
-    def stage(
-      at: Place,
-      x: T,
-      weights: Stacks,
-      side_rows: Stacks,
-      shared: list[jax.Array],
-      others: NestedDict,
-      caches: NestedDict,
-    ) -> tuple[tuple[T, NestedDict, list[Any], NestedDict, NestedDict], Reported]:
-      """What a stage does in a tick: its layers of a round, one after the other, on one microbatch."""
-      own, weight_gradients = weights.read(at.round, at.real)
-      given, side_gradients = side_rows.read(at.microbatch, at.real)
-      key_m = jax.random.fold_in(key, at.microbatch) if key is not None and folds else key
-
-      def layer(
-        x: T, variables: NestedDict, other: NestedDict, cache: NestedDict, index: jax.Array
-      ) -> tuple[T, tuple[NestedDict, NestedDict, Reported]]:
-        position = at.stage * self.layers_in_group + index
-        P = self.num_layers // R
-        real = at.real & (position < P)
-        key_l = None if key_m is None else jax.random.fold_in(key_m, at.round * P + position)
-        its_args, its_kwargs, real_rows = side.layer_arguments(given, shared, real)
-        if self.layers.takes_paddings and real_rows is not None and side.lacks('paddings'):
-          tokens = jax.tree.leaves(x)[0].shape[:2]
-          its_kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
-        y, out = self.layers.apply(
-          merge(variables, jax.lax.stop_gradient(other)),
-          where(real, x, _bubble_like(x)),
-          *its_args,
-          key=key_l,
-          decode_state=cache,
-          method=method,
-          surroundings=dataclasses.replace(
-            surroundings,
-            real_rows=None if real_rows is None else lambda: real_rows,
-            read_outside=functools.partial(read_outside, at.stage, real),
-          ),
-          **its_kwargs,
-        )
-        self._check_result(x, y)
-        changed.update(leaves(out.updates))
-        new_cache = out.decode_state if cache else {}
-        counts = at.counts & (position < P)
-        aux = {name: (v, where(counts, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
-        kept = map_with_path(lambda path, old: where(counts, _or(node_at(out.updates, path), old), old), other)
-        return where(real, y, x), (kept, where(real, new_cache, cache), Reported(out.summaries, aux))
-
-      body = self._remat(layer, in_scan=True) if method == '__call__' else layer
-      xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
-      x, (new_others, new_caches, reported) = jax.lax.scan(
-        lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self._unroll_count(training=False)
-      )
-      others, caches = replace_entry(others, new_others, at.round), replace_entry(caches, new_caches, at.round)
-      return (x, weight_gradients, side_gradients, others, caches), reported
-
-    mapped = jax.vmap(
-      self._add_remat(stage, R if method == '__call__' else 1),
-      # spmd_axis_name is not set, because a `shard_map` inside a layer, such as that of experts, does not support it.
-      # Constraints of layers do not affect the dimension of stages; `_constrain_to_stages` does.
-      in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
-      out_axes=0,
+  ) -> TickResults:
+    """Runs all ticks; `_Call` and `_TickState` describe the arguments."""
+    S, M, _ = call.schedule
+    call = dataclasses.replace(
+      call, stages=jnp.arange(S), key=key, held=held, weights=jax.lax.stop_gradient(weights), shared=shared
     )
-
-    def tick(carry: tuple[Any, ...], now: jax.Array) -> tuple[tuple[Any, ...], tuple[Place, Reported]]:
-      state, queue, weight_gradients, side_gradients, others, caches = carry
-      microbatch = schedule.microbatch(now, stages)
-      real = (microbatch >= 0) & (microbatch < M)
-      counts = real if held is None else real & held[microbatch % M]
-      at = Place(stages, schedule.round(now, stages), microbatch % M, real, counts)
-      with jax.named_scope('shift'):
-        first = schedule.microbatch(now, 0) % M
-        new, queue = unzip(lambda v: take(v, first), queue)
-        starts = (stages == 0) & (at.round == 0)
-        state = where(starts, new, jax.tree.map(shift, state))
-      (state, weight_gradients, side_gradients, others, caches), reported = mapped(
-        at, state, Stacks(fixed, weight_gradients), Stacks(side_rows, side_gradients), shared, others, caches
-      )
-      state, others, caches = jax.tree.map(self._constrain_to_stages, (state, others, caches))
-      last = jnp.clip(schedule.microbatch(now, S - 1), 0, M - 1)
-      # A bubble writes too, but to a place that a later tick writes again.
-      queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, state)
-      return (state, queue, weight_gradients, side_gradients, others, caches), (at, reported)
-
-    fixed = jax.lax.stop_gradient(weights)
-    state = jax.tree.map(lambda q: self._constrain_to_stages(jnp.zeros_like(q[:, 0])), queue)
+    carried = jax.tree.map(lambda q: self._constrain_to_stages(jnp.zeros_like(q[:, 0])), queue)
     side_gradients = [self._constrain_to_stages(broadcast_to_stages(v, S)) if is_float(v) else None for v in side_rows]
     if M == 1:  # All stages read the same rows, and would share them; see `mask_gradients`.
       side_rows = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side_rows]
-    start = (state, queue, weights, side_gradients, others, caches)
-    ticks = jnp.arange(schedule.num_ticks)
-    (_, queue, _, _, others, caches), (places, reported) = jax.lax.scan(tick, start, ticks)
-    return queue, others, caches, places, reported
+    call = dataclasses.replace(call, side_rows=side_rows)
+    start = _TickState(carried, queue, weights, side_gradients, others, caches)
+    tick = functools.partial(self._tick, call)
+    end, (places, reported) = jax.lax.scan(tick, start, jnp.arange(call.schedule.num_ticks))
+    return TickResults(end.queue, end.others, end.caches, places, reported)
+
+  def _tick(self, call: _Call, state: _TickState, now: jax.Array) -> tuple[_TickState, tuple[Place, Reported]]:
+    """Returns the state after tick `now`, what each stage did in it, and what layers report."""
+    (S, M, rounds), stages = call.schedule, call.stages
+    microbatch = call.schedule.microbatch(now, stages)
+    real = (microbatch >= 0) & (microbatch < M)
+    counts = real if call.held is None else real & call.held[microbatch % M]
+    at = Place(stages, call.schedule.round(now, stages), microbatch % M, real, counts)
+    with jax.named_scope('shift'):
+      first = call.schedule.microbatch(now, 0) % M
+      new, queue = unzip(lambda v: take(v, first), state.queue)
+      starts = (stages == 0) & (at.round == 0)
+      carried = where(starts, new, jax.tree.map(shift, state.carried))
+    # spmd_axis_name is not set, because a `shard_map` inside a layer, such as that of experts, does not support it.
+    # Constraints of layers do not affect the dimension of stages; `_constrain_to_stages` does.
+    run_stages = jax.vmap(
+      self._add_remat(functools.partial(self._run_stage, call), rounds if call.method == '__call__' else 1),
+      in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
+    )
+    (carried, weight_gradients, side_gradients, others, caches), reported = run_stages(
+      at,
+      carried,
+      Stacks(call.weights, state.weight_gradients),
+      Stacks(call.side_rows, state.side_gradients),
+      call.shared,
+      state.others,
+      state.caches,
+    )
+    carried, others, caches = jax.tree.map(self._constrain_to_stages, (carried, others, caches))
+    last = jnp.clip(call.schedule.microbatch(now, S - 1), 0, M - 1)
+    # A bubble writes too, but to a place that a later tick writes again.
+    queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, carried)
+    return _TickState(carried, queue, weight_gradients, side_gradients, others, caches), (at, reported)
+
+  def _run_stage(
+    self,
+    call: _Call,
+    at: Place,
+    x: Any,
+    weights: Stacks,
+    side_rows: Stacks,
+    shared: list[jax.Array],
+    others: NestedDict,
+    caches: NestedDict,
+  ) -> tuple[tuple[Any, NestedDict, list[Any], NestedDict, NestedDict], Reported]:
+    """Runs the layers of one stage and round, one after the other, on one microbatch."""
+    own, weight_gradients = weights.read(at.round, at.real)
+    rows, side_gradients = side_rows.read(at.microbatch, at.real)
+    # Even if the batch has only one row, because a mesh fills it up with others.
+    folds = call.schedule.num_microbatches > 1 or (call.method == '__call__' and self.num_microbatches != 1)
+    key = jax.random.fold_in(call.key, at.microbatch) if call.key is not None and folds else call.key
+
+    def run_layer(x: Any, *of_layer: Any) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
+      return self._run_layer(call, key, at, rows, shared, x, *of_layer)
+
+    body = self._remat(run_layer, in_scan=True) if call.method == '__call__' else run_layer
+    xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
+    unroll = self._unroll_count(training=False)
+    x, (new_others, new_caches, reported) = jax.lax.scan(
+      lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=unroll
+    )
+    others, caches = replace_entry(others, new_others, at.round), replace_entry(caches, new_caches, at.round)
+    return (x, weight_gradients, side_gradients, others, caches), reported
+
+  def _run_layer(
+    self,
+    call: _Call,
+    key: jax.Array | None,
+    at: Place,
+    rows: list[jax.Array],
+    shared: list[jax.Array],
+    x: Any,
+    weights: NestedDict,
+    others: NestedDict,
+    cache: NestedDict,
+    index: jax.Array,
+  ) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
+    """Runs layer `index` of a group; returns its result, other variables, cache, and what it reports."""
+    position, P = at.stage * self.layers_in_group + index, self.num_layers // call.schedule.rounds
+    real = at.real & (position < P)
+    if key is not None:
+      key = jax.random.fold_in(key, at.round * P + position)
+    args, kwargs, real_rows = call.side.layer_arguments(rows, shared, real)
+    if self.layers.takes_paddings and real_rows is not None and call.side.lacks('paddings'):
+      tokens = jax.tree.leaves(x)[0].shape[:2]
+      kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
+    y, out = self.layers.apply(
+      merge(weights, jax.lax.stop_gradient(others)),
+      where(real, x, jax.tree.map(lambda v: jnp.full_like(v, call.bubble if is_float(v) else 0), x)),
+      *args,
+      key=key,
+      decode_state=cache,
+      method=call.method,
+      surroundings=dataclasses.replace(
+        call.surroundings,
+        real_rows=None if real_rows is None else lambda: real_rows,
+        read_outside=functools.partial(read_outside, at.stage, real),
+      ),
+      **kwargs,
+    )
+    self._check_result(x, y)
+    counts = at.counts & (position < P)
+    call.changed.update(leaves(out.updates))
+
+    def update(path: Path, old: jax.Array) -> jax.Array:
+      new = node_at(out.updates, path)
+      return where(counts, old if new is None else new, old)
+
+    aux = {name: (v, where(counts, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
+    reported, kept = Reported(out.summaries, aux), map_with_path(update, others)
+    return where(real, y, x), (kept, where(real, out.decode_state if cache else {}, cache), reported)
 
   def _surroundings_of_rows(self, axes: tuple[str, ...]) -> Surroundings:
     """Returns the surroundings of a layer that sees one device's rows along some axes."""
@@ -497,14 +557,14 @@ class Pipelined(Repeat):
     weights = leaves(self.layers.abstract_init())
     prefix = DeclaredSplit.from_field((*(self._stack_mapping or (None,)), None, None), self._stack_field)
 
-    def in_stages(path: Path, x: jax.Array) -> jax.Array:
+    def place_in_stages(path: Path, x: jax.Array) -> jax.Array:
       own, name = weights[path].full_split_dims_mapping, path_name((*self.layers.path, *path))
       if weights[path].tensor_split_dims_mapping is None:
         own = DeclaredSplit((UNCONSTRAINED,) * len(own), own.sources)
       placement = None if self._stages is None else self._resolve(prefix.followed_by(own), name)
       return self._constrain(self._to_stages(x), f'{name} (in stages)', placement)
 
-    return map_with_path(in_stages, self.layers.variables)
+    return map_with_path(place_in_stages, self.layers.variables)
 
   def _to_stages(self, x: jax.Array) -> jax.Array:
     """Converts [layers, ...], or [R, P, ...], to [S, R, c, ...]."""
@@ -515,7 +575,7 @@ class Pipelined(Repeat):
     x = jnp.pad(x, [(0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)]) if missing else x
     return jnp.swapaxes(x.reshape(R, S, c, *x.shape[2:]), 0, 1)
 
-  def _from_stages(self, x: jax.Array) -> jax.Array:
+  def _to_layers(self, x: jax.Array) -> jax.Array:
     """The inverse of `_to_stages`."""
     S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
     x = jnp.swapaxes(x, 0, 1).reshape(R, S * c, *x.shape[3:])[:, : self.num_layers // R]
@@ -532,7 +592,7 @@ class Pipelined(Repeat):
     total = jnp.sum(jnp.where(mask, x[:, :, None], jnp.zeros_like(x[:, :, None])), axis=0, dtype=x.dtype)
     if is_mean:
       total = (total / (M if held is None else jnp.sum(held, dtype=jnp.float32))).astype(x.dtype)
-    stacked = self._from_stages(total)
+    stacked = self._to_layers(total)
     return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
 
 
@@ -558,14 +618,6 @@ def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
 
 
 # ---------------------------------------------------------------- arrays
-
-
-def _or(new: Any, old: Any) -> Any:
-  return old if new is None else new
-
-
-def _bubble_like(x: TreeT) -> TreeT:
-  return jax.tree.map(lambda v: jnp.full_like(v, BUBBLE if is_float(v) else 0), x)
 
 
 _MOVES = {

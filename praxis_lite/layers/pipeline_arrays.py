@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-TreeT = TypeVar('TreeT')
+_TreeT = TypeVar('_TreeT')
 
 
 class Stacks(NamedTuple):
@@ -84,7 +84,7 @@ def may_have_gradient(x: Any) -> bool:
   return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def mask_gradients(real: jax.Array, tree: TreeT) -> TreeT:
+def mask_gradients(real: jax.Array, tree: _TreeT) -> _TreeT:
   """Returns the tree, through which no gradient flows if `real`, a scalar, is False; not even a NaN.
 
   In a `vmap` over stages, each stage must have its own arrays, because the gradients of a shared array are summed
@@ -119,7 +119,7 @@ _mask.defvjp(
 )
 
 
-def where(condition: jax.Array, x: TreeT, y: TreeT) -> TreeT:
+def where(condition: jax.Array, x: _TreeT, y: _TreeT) -> _TreeT:
   return jax.tree.map(lambda a, b: _select(condition, a, b) if is_float(a) else _choose(condition, a, b), x, y)
 
 
@@ -136,7 +136,7 @@ _select.defvjp(
 )
 
 
-def unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tuple[TreeT, TreeT]:
+def unzip(fn: Callable[..., tuple[Any, Any]], tree: _TreeT, *trees: object) -> tuple[_TreeT, _TreeT]:
   """Like `jax.tree.map` for a function that returns pairs; returns a tree of the first values and one of the second."""
   structure: Any = jax.tree.structure(tree)
   pairs = [fn(*xs) for xs in zip(*map(structure.flatten_up_to, (tree, *trees)))]
@@ -144,7 +144,7 @@ def unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tu
   return first, second
 
 
-def entry_at(stack: TreeT, index: jax.Array) -> TreeT:
+def entry_at(stack: _TreeT, index: jax.Array) -> _TreeT:
   """Returns the entry of each array at an index of dimension 0.
 
   If there is only one entry, JAX then knows that the result does not depend on the index.
@@ -154,7 +154,7 @@ def entry_at(stack: TreeT, index: jax.Array) -> TreeT:
   )
 
 
-def replace_entry(stack: TreeT, entry: TreeT, index: jax.Array) -> TreeT:
+def replace_entry(stack: _TreeT, entry: _TreeT, index: jax.Array) -> _TreeT:
   return jax.tree.map(
     lambda x, e: e[None] if x.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(x, e, index, 0), stack, entry
   )

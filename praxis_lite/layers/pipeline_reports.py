@@ -44,27 +44,33 @@ class Reported(NamedTuple):
   aux_losses: dict[str, tuple[jax.Array, jax.Array]]
 
 
-# What `Pipelined._ticks` returns: queue, other variables, caches, what stages did, and what layers report.
-AllTicks = tuple[Any, NestedDict, NestedDict, Place, Reported]
+class TickResults(NamedTuple):
+  """The queue, other variables and caches after all ticks; what stages did in each tick; and what layers report."""
+
+  queue: Any
+  others: NestedDict
+  caches: NestedDict
+  places: Place
+  reported: Reported
 
 
-def map_over_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Callable[..., AllTicks]:
-  """Maps `Pipelined._ticks` by `shard_map` over some axes, to each device's rows of each microbatch.
+def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Callable[..., TickResults]:
+  """Maps a function that runs all ticks by `shard_map` over some axes, to each device's rows of each microbatch.
 
   Gradients of values that are the same on all devices, such as weights, are summed where they enter the `shard_map`.
   """
   if not axes:
-    return ticks
+    return run
 
   def mean(x: jax.Array) -> jax.Array:
     return jax.lax.pmean(x, axes) if is_float(x) else x
 
-  def run_own_rows(key: jax.Array | None, *arrays: Any) -> AllTicks:
+  def run_own_rows(key: jax.Array | None, *arrays: Any) -> TickResults:
     key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
-    queue, others, caches, places, reported = ticks(key, *arrays)
+    queue, others, caches, places, reported = run(key, *arrays)
     aux = {name: _mean_over_devices(*aux, axes) for name, aux in reported.aux_losses.items()}
     summaries = {name: summary_over_devices(summary, axes) for name, summary in reported.summaries.items()}
-    return queue, jax.tree.map(mean, others), caches, places, Reported(summaries, aux)
+    return TickResults(queue, jax.tree.map(mean, others), caches, places, Reported(summaries, aux))
 
   whole, rows = PartitionSpec(), axes_to_entry(axes)
   of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)

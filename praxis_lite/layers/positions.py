@@ -18,7 +18,7 @@ from praxis_lite.common.config import REQUIRED, Config, Configurable, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
-from praxis_lite.layers.embeddings import embedding_weight, lookup
+from praxis_lite.layers.embeddings import embedding_weight, lookup_rows
 from praxis_lite.sharding.weights import WeightHParams
 
 
@@ -69,7 +69,7 @@ class LearnedPositions(Layer):
 
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] for int32 positions [B, T]; NaN for positions from `max_len` on."""
-    return self.shard(lookup(self.theta.w, jnp.maximum(pos_BT, 0)))
+    return self.shard(lookup_rows(self.theta.w, jnp.maximum(pos_BT, 0)))
 
   def token_flops(self, length: int) -> TokenFlops:
     return TokenFlops()  # A lookup multiplies nothing.
@@ -273,7 +273,7 @@ class BucketedBias(NamedTuple):
   def __call__(self, table: jax.Array, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
     """Returns [B, N, T, S] of int32 positions."""
     offset_BTS = key_pos_BS[:, None, :] - query_pos_BT[:, :, None]
-    return jnp.moveaxis(lookup(table, relative_position_bucket(offset_BTS, *self)), -1, 1)
+    return jnp.moveaxis(lookup_rows(table, relative_position_bucket(offset_BTS, *self)), -1, 1)
 
 
 def relative_position_bucket(offset: jax.Array, num_buckets: int, max_distance: int, bidirectional: bool) -> jax.Array:

@@ -90,7 +90,7 @@ class Remat(NamedTuple):
   offload_names: tuple[str, ...]
 
   @classmethod
-  def of(cls, layer: Layer, num_kinds: int = 1, field: str = 'remat') -> Remat:
+  def from_fields(cls, layer: Layer, num_kinds: int = 1, field: str = 'remat') -> Remat:
     """Reads the fields `field`, `<field>_save_names` and `<field>_offload_names` of a layer.
 
     Args:

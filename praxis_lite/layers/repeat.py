@@ -41,7 +41,7 @@ from praxis_lite.sharding.weights import SplitDimsMapping
 
 T = TypeVar('T')
 
-_MOST_IN_LINE = 16  # Number of layers. With more, decoding is a loop, because it compiles faster.
+_MOST_DECODED_UNROLLED = 16  # Number of layers. With more, decoding is a loop, because it compiles faster.
 _MOST_UNROLLED = 48  # Layers.
 
 
@@ -118,7 +118,7 @@ class Repeat(Layer):
     if self.unroll != 'auto' and (not isinstance(self.unroll, int) or self.unroll < 1):
       raise ConfigError(f"{self.path_name}.unroll: expected a number of repetitions, or 'auto', got {self.unroll!r}")
     configs = pattern(self.layers_tpl)
-    self._remat = Remat.of(self, len(configs))
+    self._remat = Remat.from_fields(self, len(configs))
     self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
     self._stack_mapping: SplitDimsMapping = getattr(self.weight_split_dims_mapping, self._stack)
     self._resolve(self._stack_mapping, self._stack_field, rank=1)
@@ -171,23 +171,23 @@ class Repeat(Layer):
 
   def init_decode_state(self, *args: object) -> None:
     """Allocates the caches of all repetitions; the arguments are the same as for the repeated layer."""
-    (self._in_line if self._decodes_in_line else self._scan)('init_decode_state', None, *args)
+    (self._decode_unrolled if self._decodes_unrolled else self._scan)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
     """Like `__call__`, with the repeated layer's `extend_step` and caches."""
-    return (self._in_line if self._decodes_in_line else self._scan)('extend_step', x, *args, **kwargs)
+    return (self._decode_unrolled if self._decodes_unrolled else self._scan)('extend_step', x, *args, **kwargs)
 
   @property
-  def _decodes_in_line(self) -> bool:
-    return self.num_layers <= _MOST_IN_LINE or (isinstance(self.unroll, int) and self.unroll >= self._rounds)
+  def _decodes_unrolled(self) -> bool:
+    return self.num_layers <= _MOST_DECODED_UNROLLED or (isinstance(self.unroll, int) and self.unroll >= self._rounds)
 
-  def in_line(self, variables: NestedDict) -> NestedDict:
+  def unstack_for_decoding(self, variables: NestedDict) -> NestedDict:
     """Returns the layer's variables with an entry for each repetition, by its number, if decoding uses no loop.
 
     Decoding accepts these variables as well as stacks. Use them in a loop of decoding calls: XLA does not move slices
     of stacks out of the loop, so they would copy all weights in each iteration.
     """
-    if not self._decodes_in_line:
+    if not self._decodes_unrolled:
       return variables
     names = {name for name, layer in self.children() if layer in self._blocks}
     turns = range(self._rounds)
@@ -196,7 +196,7 @@ class Repeat(Layer):
     }
     return {**variables, **by_turn}
 
-  def _in_line(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
+  def _decode_unrolled(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
     """Like `_scan`, for decoding: runs the repetitions one by one, each with its own decode state."""
     key = self.next_prng_key() if self.has_prng_key() else None
     sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self._first, *self._blocks, *self._left)}
@@ -271,8 +271,11 @@ class Repeat(Layer):
     return carry
 
 
-def in_line(layer: Layer, variables: NestedDict) -> NestedDict:
-  """Returns the variables of a layer with `Repeat.in_line` of the stacks below it."""
+def unstack_for_decoding(layer: Layer, variables: NestedDict) -> NestedDict:
+  """Returns the variables of a layer with `Repeat.unstack_for_decoding` of the stacks below it."""
   if isinstance(layer, Repeat):
-    return layer.in_line(variables)
-  return {**variables, **{n: in_line(below, variables[n]) for n, below in layer.children() if n in variables}}
+    return layer.unstack_for_decoding(variables)
+  return {
+    **variables,
+    **{n: unstack_for_decoding(below, variables[n]) for n, below in layer.children() if n in variables},
+  }

@@ -23,7 +23,7 @@ from praxis_lite.layers.blocks import Formula, Keys
 from praxis_lite.layers.blockwise import has_all_rows
 from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.precision import sum_dtype, widen
-from praxis_lite.layers.sequence_parts import SequencePlan, cut_local_blocks, from_runs, to_runs
+from praxis_lite.layers.sequence_parts import SequencePlan, cut_local_blocks, join_runs, to_runs
 
 T = TypeVar('T')
 D = TypeVar('D')
@@ -48,7 +48,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
 
     sums, _ = _go_round(plan, keys, mask, blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3])), None, add)
     out, lse = blocks.finish_sums(sums)
-    out_BLNH = from_runs(plan, blocks.unblock_queries(out, queries.at.size), plan.query_len)
+    out_BLNH = join_runs(plan, blocks.unblock_queries(out, queries.at.size), plan.query_len)
     return out_BLNH.astype(heads.query.dtype), lse
 
   out, lse = plan.map_parts(local, heads, integers)(heads, integers)
@@ -64,7 +64,7 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
     do_blocks, delta_blocks = (
       blocks.query_blocks(to_runs(plan, x, plan.query_len), queries.at, heads.key.shape[2]).x for x in (do, delta)
     )
-    results = blocks.Results(lse, delta_blocks, do_blocks)
+    results = blocks.BackwardInputs(lse, delta_blocks, do_blocks)
 
     def add(
       sums: tuple[jax.Array, Any], dkv: jax.Array, keys: Keys, mask: AttentionMask
@@ -79,8 +79,8 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
     (dq, dbias), dkv = _go_round(plan, keys, mask, (zeros.q, zeros.bias), dkv, add)
     dk, dv = (blocks.unblock_keys(x, keys.at.size) for x in dkv)
     dkv = jnp.concatenate([dk.astype(heads.key.dtype), dv.astype(heads.value.dtype)], axis=2)
-    dk, dv = jnp.split(from_runs(plan, dkv, plan.key_len), 2, axis=2)
-    dq = from_runs(plan, blocks.unblock_queries(dq, queries.at.size).astype(heads.query.dtype), plan.query_len)
+    dk, dv = jnp.split(join_runs(plan, dkv, plan.key_len), 2, axis=2)
+    dq = join_runs(plan, blocks.unblock_queries(dq, queries.at.size).astype(heads.query.dtype), plan.query_len)
     dbias = jax.tree.map(
       lambda d, p: jax.lax.psum(d, (plan.split.axis, *plan.split.batch_axes)).astype(p.dtype), dbias, heads.bias
     )

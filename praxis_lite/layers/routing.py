@@ -178,7 +178,7 @@ class Router(Layer):
     """In a call: [E] float32, added to the scores for the choice; None without `bias_update_rate`."""
     return self.theta.bias if self.bias_update_rate else None
 
-  def account(self, logits: jax.Array, real: jax.Array, load: jax.Array, dropped: jax.Array) -> None:
+  def record_choices(self, logits: jax.Array, real: jax.Array, load: jax.Array, dropped: jax.Array) -> None:
     """In a call: adds auxiliary losses and summaries of the choices, and in training updates the biases.
 
     The summaries are `fraction_dropped`, the share of choices without a slot, or if experts choose, of tokens that no

@@ -179,7 +179,7 @@ def to_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False
   return jnp.concatenate([pad(r, padded) for r in runs], axis=1)
 
 
-def from_runs(plan: SequencePlan, x: jax.Array, length: int) -> jax.Array:
+def join_runs(plan: SequencePlan, x: jax.Array, length: int) -> jax.Array:
   """The inverse of `to_runs`: returns the part [B, L, ...] for the runs of a device, [B, held, ...]."""
   run = plan.run_len(length)
   runs = [r[:, :run] for r in jnp.split(x, 2 if plan.zigzag else 1, axis=1)]

@@ -30,7 +30,7 @@ from praxis_lite.sharding.specs import Placement
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
 Losses = tuple[jax.Array, jax.Array]  # Cross entropy, log normalizer.
-Residuals = tuple[jax.Array, jax.Array, jax.Array]  # Logits, labels, log normalizer.
+_Residuals = tuple[jax.Array, jax.Array, jax.Array]  # Logits, labels, log normalizer.
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float = 0.0) -> Losses:
@@ -55,7 +55,7 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float)
   return _forward(logits, labels, label_smoothing)[0]
 
 
-def _forward(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> tuple[Losses, Residuals]:
+def _forward(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> tuple[Losses, _Residuals]:
   log_normalizer = jax.nn.logsumexp(logits, axis=-1)
   index = jnp.where(labels < 0, logits.shape[-1], labels)  # Without this, -1 would select the last class.
   target = jnp.take_along_axis(logits, index[..., None], axis=-1, mode='fill', fill_value=jnp.nan)[..., 0]
@@ -64,7 +64,7 @@ def _forward(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> tu
   return (log_normalizer - target, log_normalizer), (logits, labels, log_normalizer)
 
 
-def _backward(label_smoothing: float, residuals: Residuals, cotangents: Losses) -> tuple[jax.Array, None]:
+def _backward(label_smoothing: float, residuals: _Residuals, cotangents: Losses) -> tuple[jax.Array, None]:
   logits, labels, log_normalizer = residuals
   of_xent, of_normalizer = (c[..., None] for c in cotangents)
   # Unlike a one-hot array, a comparison is computed in the loop that writes the gradient.

@@ -21,7 +21,7 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer, SplitMapping
-from praxis_lite.layers.repeat import in_line
+from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
 from praxis_lite.models.base import BaseModel
@@ -215,7 +215,7 @@ class _CachedSteps:
 
   def __init__(self, lm: Layer, prompt_arguments: tuple[jax.Array, ...]):
     self._lm = lm
-    self._variables = in_line(lm, lm.variables)
+    self._variables = unstack_for_decoding(lm, lm.variables)
     self._prompt_arguments = prompt_arguments
 
   @property

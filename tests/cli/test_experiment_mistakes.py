@@ -79,7 +79,7 @@ MISTAKES = {
   '__post_init__': (BLOCK.format('def __post_init__(self): pass'), r'Block defines __post_init__, .*; write setup\('),
   'arguments of setup': (
     BLOCK.format('def setup(self, dims): pass'),
-    r'Block\.setup takes self alone; what it needs is',
+    r'Block\.setup takes only self; declare what it needs as an attribute',
   ),
   'shared config': (
     BLOCK.format('proj_tpl: Config = Config(Linear)'),

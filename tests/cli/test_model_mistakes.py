@@ -207,7 +207,7 @@ MISTAKES = {
   'assigned weight': (
     PREDICTIONS,
     'self.scale.theta.s = 3',
-    r"^scale\.s: a variable is not assigned to\. .* self\.update_var\('s', value\); the others are trained$",
+    r"^scale\.s: variables cannot be assigned\. self\.update_var\('s', value\) .*; the others are trained$",
   ),
   'weight as an entry': (
     PREDICTIONS,

@@ -23,7 +23,7 @@ def test_gradient_of_a_table_does_not_see_the_padding_of_ids(split):
   def loss(table):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       spec = NamedSharding(mesh, PartitionSpec(*split, None))
-      vectors = jax.lax.with_sharding_constraint(embeddings.lookup(table, ids), spec)
+      vectors = jax.lax.with_sharding_constraint(embeddings.lookup_rows(table, ids), spec)
       return jnp.sum(jax.lax.with_sharding_constraint(jnp.exp(vectors), spec))
 
   counts = np.bincount(ids.ravel(), minlength=vocab)

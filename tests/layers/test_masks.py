@@ -33,9 +33,9 @@ from praxis_lite.layers import (
   context_parallel_attention,
   dot_product,
   dot_product_attention,
-  per_key,
-  per_query,
-  per_row,
+  key_array,
+  query_array,
+  row_array,
 )
 from praxis_lite.layers.masks import BlockRanges, split_offsets, to_mask
 from praxis_lite.sharding import GuardedJit
@@ -46,9 +46,9 @@ B, T, N, K, H = 2, 13, 4, 2, 4
 class Relatives(AttentionMask):
   """A kind of this test only, with arrays of every sort: keys of a family near the query's, and the first keys."""
 
-  family_BT: jax.Array = per_query()
-  key_family_BS: jax.Array = per_key()
-  firsts_B: jax.Array = per_row()
+  family_BT: jax.Array = query_array()
+  key_family_BS: jax.Array = key_array()
+  firsts_B: jax.Array = row_array()
   distance: int
 
   def allows(self, query_T, key_S):

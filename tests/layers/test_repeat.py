@@ -139,7 +139,7 @@ def test_repetitions_draw_different_numbers():
 
 @pytest.mark.parametrize('most_in_line', [LAYERS, LAYERS - 1])
 def test_caches_extend_in_line_or_stacked(most_in_line, monkeypatch):
-  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_IN_LINE', most_in_line)
+  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_DECODED_UNROLLED', most_in_line)
   layer = repeat().instantiate()
   variables = drawn_variables(layer.abstract_init())
   _, side = layer.apply(variables, 2, method='init_decode_state')

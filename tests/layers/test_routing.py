@@ -10,7 +10,7 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.dispatch import (
-  Plan,
+  DispatchPlan,
   capacity_plan,
   combine,
   dispatch,
@@ -25,7 +25,7 @@ LOGITS = np.array([[2, 1, 0], [2, 0, 1], [0, 2, 1], [2, 1, 0]], np.float32)
 REAL = np.array([True, True, True, False])
 
 
-def combine_weights(plan: Plan, weights, num_experts, num_tokens):
+def combine_weights(plan: DispatchPlan, weights, num_experts, num_tokens):
   """[N, E, C]: the weight of each slot in the sum of each token."""
   slots = np.asarray(plan.choices_to_slots(jnp.asarray(weights)))
   out = np.zeros((num_tokens, plan.choice_of_slot.size))
@@ -76,7 +76,7 @@ def test_slots_are_those_of_a_loop_over_choices(k, capacity):
   for row in range(rows):
     expected = placed_by_a_loop(np.asarray(choice.experts[row]), experts, capacity)
     np.testing.assert_array_equal(plans.slot_of_choice[row], expected)
-    plan = Plan(plans.choice_of_slot[row], plans.slot_of_choice[row])
+    plan = DispatchPlan(plans.choice_of_slot[row], plans.slot_of_choice[row])
     table = combine_weights(plan, choice.weights[row], experts, tokens)
     assert (table.sum((1, 2)) <= 1 + 1e-6).all()
     assert not table[~real[row]].any()

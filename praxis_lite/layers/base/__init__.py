@@ -124,7 +124,7 @@ class Layer(InCall, Facts, Configurable):
     super().__init_subclass__(**kwargs)
     if len(inspect.signature(cls.setup).parameters) != 1:
       raise ConfigError(
-        f'{cls.__qualname__}.setup takes self alone; what it needs is an attribute of the class, name: type = default'
+        f'{cls.__qualname__}.setup takes only self; declare what it needs as an attribute, name: type = default'
       )
     for name, method in list(cls.__dict__.items()):
       if inspect.isfunction(method) and (name == '__call__' or not (name.startswith('_') or hasattr(Layer, name))):
@@ -164,8 +164,8 @@ class Layer(InCall, Facts, Configurable):
     """Raises ConfigError if `value` is a JAX array, or has layers without a name, which only a parent gives."""
     if isinstance(value, jax.Array):
       raise ConfigError(
-        f'{self.path_name}.{name}: a layer holds no arrays; a weight is declared by self.create_variable({name!r}, '
-        f'WeightHParams({value.shape})), and a constant is made in the call, or is an array of NumPy'
+        f'{self.path_name}.{name}: a layer holds no arrays; declare a weight by self.create_variable({name!r}, '
+        f'WeightHParams({value.shape})); make a constant in the call, or as an array of NumPy'
       )
     several = list(value.values()) if isinstance(value, dict) else value
     for layer in several if isinstance(several, list | tuple) else [value]:
@@ -200,7 +200,7 @@ class Layer(InCall, Facts, Configurable):
     )
 
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
-    """Builds a child from a copy of `config`, with inherited values; it is `self.<name>`, with path `<path>.<name>`."""
+    """Builds a child from a copy of `config`, with inherited values, as `self.<name>`; its path is `<path>.<name>`."""
     self._claim(name, 'create_child')
     built = target(config) if isinstance(config, Config) else None
     if not (isinstance(built, type) and issubclass(built, Layer)):
@@ -333,9 +333,8 @@ class Layer(InCall, Facts, Configurable):
     """Calls a method of this layer as a pure function.
 
     Args:
-      variables: this layer's variables, with the structure and shapes of `abstract_init()`. The variables of a padded
-        train state are rejected: padding cannot be told from the weights of a larger model, and outside of a step
-        nothing guards against XLA's faults on meshes. `praxis_lite.unpad(task, state)` returns their true shapes.
+      variables: this layer's variables, with the structure and shapes of `abstract_init()`. Variables of a padded train
+        state are rejected; `praxis_lite.unpad(task, state)` returns them in their true shapes.
       *args, **kwargs: arguments of the method.
       key: PRNG key; may be None if nothing is drawn.
       do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
@@ -436,7 +435,7 @@ class Layer(InCall, Facts, Configurable):
     return {field: placement for field, placement in resolved.items() if placement is not None}
 
   def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
-    """Changes fields of one of the two groups of a built layer, to try them. Weights remain as they are declared."""
+    """Changes fields of one of the two groups of a built layer, to try them. Declared weights do not change."""
     getattr(self, group).set(**mappings)
     self.__dict__.pop('_activation_mappings', None)
 

@@ -94,8 +94,7 @@ def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
 class Surroundings:
   """What a call needs to know about its environment. The defaults mean one device with all rows and whole weights.
 
-  A layer that runs another one inside a transform, such as `shard_map`, passes `dataclasses.replace(...)` of its own
-  surroundings to `apply`; no other code needs to know about the transform.
+  A layer that runs another one inside a transform, such as `shard_map`, passes changed surroundings to its `apply`.
 
   Attributes:
     read_weight: (path, stored array, dtype or None) -> the weight as layers use it: cast, gathered or sliced. Inside a
@@ -166,10 +165,10 @@ class Frame:
   def update(self, path: Path, value: Any) -> None:
     self.updates = insert(self.updates, self._below(path), value)
 
-  def cached(self, path: Path) -> Any:
+  def read_cache(self, path: Path) -> Any:
     return node_at(self.decode_state, self._below(path))
 
-  def cache(self, path: Path, value: Any) -> None:
+  def write_cache(self, path: Path, value: Any) -> None:
     self.decode_state = insert(self.decode_state or {}, self._below(path), value)
 
   def next_key(self, path: Path) -> jax.Array:
@@ -209,7 +208,7 @@ class Frame:
     if side.updates:
       self.update(path, merge(node_at(self.updates, self._below(path)) or {}, side.updates))
     if side.decode_state:
-      self.cache(path, side.decode_state)
+      self.write_cache(path, side.decode_state)
 
   def _below(self, path: Path) -> Path:
     return path[len(self.root) :]

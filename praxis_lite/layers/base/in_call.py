@@ -78,9 +78,9 @@ class InCall:
     real = ask()
     if real.shape != (num_rows,):
       raise DataError(
-        f'{self.path_name}: the arrays have {num_rows} rows, and the microbatch of the pipeline around has '
-        f'{real.shape[0]}, some of which only fill it up; which of the rows these are is unknown. Keep the rows '
-        'as dimension 0, or choose num_microbatches so that it divides the batch'
+        f'{self.path_name}: the arrays have {num_rows} rows, and the microbatch of the enclosing pipeline has '
+        f'{real.shape[0]}, including copies that fill it up, so it is unknown which rows are real. Keep the rows as '
+        'dimension 0, or choose num_microbatches so that it divides the batch'
       )
     return real
 
@@ -122,10 +122,10 @@ class InCall:
     shape = jnp.shape(value)
     if kind == 'image' and (len(shape) < 3 or shape[-1] not in _CHANNELS):
       raise ConfigError(
-        f'{self.path_name}: the summary {name!r} has shape {shape}; an image is [..., H, W, C], of 1, 3 or 4 channels'
+        f'{self.path_name}: the summary {name!r} has shape {shape}; an image is [..., H, W, C] with 1, 3 or 4 channels'
       )
     if 0 in shape:
-      raise ConfigError(f'{self.path_name}: the summary {name!r} has shape {shape}, and so nothing to log')
+      raise ConfigError(f'{self.path_name}: the summary {name!r} has shape {shape}, so there is nothing to log')
     self._frame().add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
@@ -159,16 +159,16 @@ class InCall:
 
   def get_decode_state(self, name: str) -> Any:
     """In a call: returns this layer's cache entry `name`, or None if it does not exist yet."""
-    return self._frame().cached((*self._path, name))
+    return self._frame().read_cache((*self._path, name))
 
   def update_decode_state(self, name: str, value: Any) -> None:
     """In a call: sets this layer's cache entry `name`."""
-    self._frame().cache((*self._path, name), value)
+    self._frame().write_cache((*self._path, name), value)
 
   @property
   def decode_state(self) -> NestedDict:
     """In a call: the caches below this layer, as `apply` takes them."""
-    return self._frame().cached(self._path) or {}
+    return self._frame().read_cache(self._path) or {}
 
   def _frame(self) -> call.Frame:
     frame = call.frame_holding(self._path)
@@ -201,7 +201,7 @@ class Theta:
     if value is None:
       raise ConfigError(
         f'{layer.path_name}.{name}: the variables passed to apply() have no such entry. If {type(layer).__name__} is '
-        'part of another layer, build it in the setup() of that one, by self.create_child(name, Config(...))'
+        'part of another layer, build it in the setup() of that layer, by self.create_child(name, Config(...))'
       )
     kept = WeightHParamsCollection.KEEP_FLOAT32 in weight.collections or not jnp.issubdtype(value.dtype, jnp.floating)
     read = frame.surroundings.read_weight(path, value, None if kept else layer.fprop_dtype)
@@ -209,8 +209,8 @@ class Theta:
 
   def __setattr__(self, name: str, value: object) -> NoReturn:
     raise ConfigError(
-      f'{self._layer.path_name}.{name}: a variable is not assigned to. One that is declared with trainable=False is '
-      f'given a new value by self.update_var({name!r}, value); the others are trained'
+      f'{self._layer.path_name}.{name}: variables cannot be assigned. self.update_var({name!r}, value) gives a new '
+      'value to a variable that is declared with trainable=False; the others are trained'
     )
 
   def __getitem__(self, name: str) -> NoReturn:

@@ -19,10 +19,7 @@ class Printed(Protocol):
 
 
 def tree_lines(layer: Printed, name: str, tree: NestedDict) -> Iterator[str]:
-  """Yields the lines of `str(layer)`, under the name `name`.
-
-  `tree` declares the layer's variables, stacked like in the printed root layer.
-  """
+  """Yields the lines of `str(layer)`, called `name`; `tree` declares its variables, stacked as in the root layer."""
   count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(layer).__name__
   yield f'{kind if name == kind else f"{name}: {kind}"}, {count:,} parameter{"s" * (count != 1)}'
   for key in layer._weights:
