@@ -94,6 +94,24 @@ def check_choice(where: str, value: object, choices: Sequence[str]) -> None:
     raise ConfigError(f'{where}: expected {expected}, got {value!r}.{did_you_mean(str(value), choices)}')
 
 
+def check_range(
+  where: str,
+  value: float | None,
+  *,
+  least: float | None = None,
+  above: float | None = None,
+  below: float | None = None,
+) -> None:
+  """Raises a ConfigError that names the field `where`, unless `value` is None or within the limits."""
+  limits = [
+    *([] if least is None else [(f'at least {least}', value is None or value >= least)]),
+    *([] if above is None else [(f'more than {above}', value is None or value > above)]),
+    *([] if below is None else [(f'less than {below}', value is None or value < below)]),
+  ]
+  if not all(fits for _, fits in limits):
+    raise ConfigError(f'{where}: expected {" and ".join(text for text, _ in limits)}, got {value}')
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
   """Returns " Did you mean 'x'?" for the closest of `known`, or the empty string if no name is close."""
   close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -188,8 +188,8 @@ class MultiHeadAttention(Layer):
   def _complete(self) -> tuple[int, int, int, int]:
     """Fills in the hyperparameters that follow from others, rejects inconsistent ones, and returns D, N, K, H."""
     D, N = self.input_dims, self.num_heads
-    if N < 1:
-      raise ConfigError(f'{self.path_name}.num_heads: expected at least 1, got {N}')
+    self._check_range('num_heads', 'sliding_window', 'block_size', 'cache_page_size', least=1)
+    self._check_range('dropout_rate', least=0, below=1)
     if self.num_kv_heads is None:
       self.num_kv_heads = N
     if self.num_kv_heads < 1 or N % self.num_kv_heads:
@@ -202,11 +202,6 @@ class MultiHeadAttention(Layer):
           f'{self.path_name}.dims_per_head: num_heads, {N}, does not divide the model dims, {D}; set dims_per_head'
         )
       self.dims_per_head = D // N
-    for field in ('sliding_window', 'block_size', 'cache_page_size'):
-      if (size := getattr(self, field)) is not None and size < 1:
-        raise ConfigError(f'{self.path_name}.{field}: expected at least 1, got {size}')
-    if not 0 <= self.dropout_rate < 1:
-      raise ConfigError(f'{self.path_name}.dropout_rate: expected at least 0 and less than 1, got {self.dropout_rate}')
     if self.implementation is None:  # In configs that older versions have recorded.
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)

@@ -23,8 +23,7 @@ class Dropout(Layer):
   broadcast_dims: Sequence[int] = ()
 
   def setup(self) -> None:
-    if not 0 <= self.rate < 1:
-      raise ConfigError(f'{self.path_name}.rate: expected at least 0 and less than 1, got {self.rate}')
+    self._check_range('rate', least=0, below=1)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns an array of the shape and dtype of x."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,46 +76,57 @@ class ExpertSplit:
     return weight
 
 
-def run_with_capacity(
-  x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, mlp: ExpertFn, experts: int, axes: tuple[str, ...]
-) -> jax.Array:
+class DeviceExperts(NamedTuple):
+  """The experts of a device.
+
+  Attributes:
+    mlp: computes the outputs of experts for rows, [E / P, R, D] or [M, D], with a product by weights [E / P, ...].
+    num_experts: E, including the padding of the last device.
+    split: how experts are split.
+  """
+
+  mlp: ExpertFn
+  num_experts: int
+  split: ExpertSplit
+
+
+def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, experts: DeviceExperts) -> jax.Array:
   """Returns [N, D], the weighted sums of the outputs of experts for each token.
 
   Args:
     x_ND: tokens.
     plan: a plan with the same number of slots for each expert.
     weights_M: weights of the slots.
-    mlp: function of rows [E / P, R, D] and weights [E / P, ...].
-    experts: E, including the padding of the last device.
-    axes: mesh axes that split the experts.
+    experts: the experts.
   """
-  slots = dispatch(x_ND, plan).reshape(experts, -1, x_ND.shape[1])
+  axes = experts.split.expert
+  slots = dispatch(x_ND, plan).reshape(experts.num_experts, -1, x_ND.shape[1])
   if axes:
     slots = jax.lax.all_to_all(slots, axes, split_axis=0, concat_axis=1, tiled=True)
-  slots = mlp(lambda rows, w: jnp.einsum('erd,edf->erf', rows, w), slots)
+  slots = experts.mlp(lambda rows, w: jnp.einsum('erd,edf->erf', rows, w), slots)
   if axes:
     slots = jax.lax.all_to_all(slots, axes, split_axis=1, concat_axis=0, tiled=True)
   return combine(_scale(slots.reshape(-1, x_ND.shape[1]), weights_M), plan, x_ND.shape[0])
 
 
 def dropless(
-  x_ND: jax.Array, routed: TokenChoice, mlp: ExpertFn, experts: int, axes: tuple[str, ...], bound: int
+  x_ND: jax.Array, routed: TokenChoice, experts: DeviceExperts, bound: int
 ) -> tuple[jax.Array, DispatchPlan]:
   """Returns [N, D], the weighted sums of the outputs of experts for each token, and the plan of this device's slots.
 
   Args:
     x_ND, routed: tokens and their choices, [N, K].
-    mlp: function of rows [M, D] and weights [E / P, ...].
-    experts, axes: see `run_with_capacity`.
-    bound: the maximal number of rows that are exchanged with each device along `axes`.
+    experts: the experts.
+    bound: the maximal number of rows that are exchanged with each device along the axes of experts.
   """
+  axes, mlp = experts.split.expert, experts.mlp
   if not axes:
-    plan, sizes = sorted_plan(routed.experts, experts)
+    plan, sizes = sorted_plan(routed.experts, experts.num_experts)
     slots = mlp(_ragged_product(sizes), dispatch(x_ND, plan))
   else:
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     devices = jax.lax.axis_size(axes)
-    own = experts // devices
+    own = experts.num_experts // devices
     plan = capacity_plan(routed.experts // own, devices, bound)  # Here the plan is over devices, not experts.
     rows, expert_of_row = (
       exchange(dispatch(x_ND, plan)),

@@ -40,7 +40,7 @@ from praxis_lite.layers.base import ActivationSplit, Layer
 from praxis_lite.layers.base.facts import Exchange, LayerProblem
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
 from praxis_lite.layers.experts import (
-  ExpertFn,
+  DeviceExperts,
   ExpertSplit,
   RowProduct,
   dropless,
@@ -146,7 +146,11 @@ class MoeFeedForward(Layer):
     self._check()
     D, F, E = self.input_dims, self.hidden_dims, self.num_experts
     self.create_child('router', self.router_tpl.clone(input_dims=D, num_experts=E))
-    self._check_choice()
+    if self.router.choice == 'expert' and self.dispatch != 'capacity':
+      raise ConfigError(
+        f"{self.path_name}.dispatch: with router_tpl.choice='expert' an expert takes a number of tokens that "
+        "capacity_factor says; set dispatch='capacity'"
+      )
     wt, down = self._weight_splits()
     weight = functools.partial(
       WeightHParams, fan_in_axes=(1,), fan_out_axes=(2,), active_share=self.num_experts_per_token / E
@@ -228,26 +232,14 @@ class MoeFeedForward(Layer):
     get_activation(self.activation, f'{self.path_name}.activation')
     check_choice(f'{self.path_name}.dispatch', self.dispatch, ('dropless', 'capacity'))
     E, K = self.num_experts, self.num_experts_per_token
-    if E < 1:
-      raise ConfigError(f'{self.path_name}.num_experts: expected at least 1, got {E}')
+    self._check_range('num_experts', least=1)
+    self._check_range('num_shared_experts', least=0)
+    self._check_range('capacity_factor', 'exchange_factor', above=0)
     if not 1 <= K <= E:
       raise ConfigError(f'{self.path_name}.num_experts_per_token: expected 1 to num_experts, which is {E}, got {K}')
-    for field in ('capacity_factor', 'exchange_factor'):
-      factor = getattr(self, field)
-      if factor is not None and not factor > 0:
-        raise ConfigError(f'{self.path_name}.{field}: expected more than 0, got {factor}')
-    if self.num_shared_experts < 0:
-      raise ConfigError(f'{self.path_name}.num_shared_experts: expected at least 0, got {self.num_shared_experts}')
     if self.shared_expert_gate and not self.num_shared_experts:
       raise ConfigError(
         f'{self.path_name}.shared_expert_gate: there are no shared experts to gate; set num_shared_experts'
-      )
-
-  def _check_choice(self) -> None:
-    if self.router.choice == 'expert' and self.dispatch != 'capacity':
-      raise ConfigError(
-        f"{self.path_name}.dispatch: with router_tpl.choice='expert' an expert takes a number of tokens that "
-        "capacity_factor says; set dispatch='capacity'"
       )
 
   def _weight_splits(self) -> tuple[DeclaredSplit | None, DeclaredSplit | None]:
@@ -332,40 +324,33 @@ class MoeFeedForward(Layer):
     weights = {name: split.gather_weight(name, w, self._weights[name].shape) for name, w in weights.items()}
     num_experts = weights['up'].shape[0] * split.parts  # Including the padding of the last device.
     scores_BTE = router_scores(logits_BTE, self.router.score)
-    mlp = functools.partial(self._mlp, weights)
+    experts = DeviceExperts(functools.partial(self._mlp, weights), num_experts, split)
     if self.router.choice == 'expert':
-      out = self._expert_choice(split, x_BTD, scores_BTE, real_BT, mlp, num_experts)
+      out = self._expert_choice(experts, x_BTD, scores_BTE, real_BT)
     else:
-      out = self._token_choice(split, x_BTD, scores_BTE, real_BT, bias_E, mlp, num_experts)
+      out = self._token_choice(experts, x_BTD, scores_BTE, real_BT, bias_E)
     return out._replace(y=sum_outputs(out.y, split.tensor)) if split.tensor else out
 
   def _token_choice(
-    self,
-    split: ExpertSplit,
-    x_BTD: jax.Array,
-    scores_BTE: jax.Array,
-    real_BT: jax.Array,
-    bias_E: jax.Array | None,
-    mlp: ExpertFn,
-    num_experts: int,
+    self, experts: DeviceExperts, x_BTD: jax.Array, scores_BTE: jax.Array, real_BT: jax.Array, bias_E: jax.Array | None
   ) -> ExpertOutputs:
     (B, T, D), E, K = x_BTD.shape, self.num_experts, self.num_experts_per_token
     renormalize, scale = self.router.renormalize, self.router.weight_scale
     routed = choose_experts(scores_BTE, real_BT, K, bias=bias_E, renormalize=renormalize, weight_scale=scale)
     wanted_BTKE = routed.experts[..., None] == jnp.arange(E)
-    experts_BTK = jnp.where(routed.experts < E, routed.experts, num_experts)
+    experts_BTK = jnp.where(routed.experts < E, routed.experts, experts.num_experts)
     x_ND, weights_NK = x_BTD.reshape(-1, D), routed.weights.reshape(-1, K)
     if self.dispatch == 'capacity':
       C = expert_capacity(self.capacity_factor, T, K, E)
-      plans = jax.vmap(lambda experts_TK: capacity_plan(experts_TK, num_experts, C))(experts_BTK)
+      plans = jax.vmap(lambda experts_TK: capacity_plan(experts_TK, experts.num_experts, C))(experts_BTK)
       plan = plan_of_rows(plans, T * K, C)
-      y_ND = run_with_capacity(x_ND, plan, plan.choices_to_slots(weights_NK), mlp, num_experts, split.expert)
+      y_ND = run_with_capacity(x_ND, plan, plan.choices_to_slots(weights_NK), experts)
     else:
       bound = B * T * K
       if self.exchange_factor is not None:
-        bound = min(bound, max(math.ceil(self.exchange_factor * bound / split.parts), _FEW_ROWS))
+        bound = min(bound, max(math.ceil(self.exchange_factor * bound / experts.split.parts), _FEW_ROWS))
       choice = TokenChoice(experts_BTK.reshape(-1, K), weights_NK)
-      y_ND, plan = dropless(x_ND, choice, mlp, num_experts, split.expert, bound)
+      y_ND, plan = dropless(x_ND, choice, experts, bound)
     dropped_BTK = real_BT[..., None] & ~plan.has_slot().reshape(B, T, K)
     return ExpertOutputs(
       y_ND.reshape(B, T, D),
@@ -374,22 +359,16 @@ class MoeFeedForward(Layer):
     )
 
   def _expert_choice(
-    self,
-    split: ExpertSplit,
-    x_BTD: jax.Array,
-    scores_BTE: jax.Array,
-    real_BT: jax.Array,
-    mlp: ExpertFn,
-    num_experts: int,
+    self, experts: DeviceExperts, x_BTD: jax.Array, scores_BTE: jax.Array, real_BT: jax.Array
   ) -> ExpertOutputs:
     (B, T, D), E = x_BTD.shape, self.num_experts
     C = expert_capacity(self.capacity_factor, T, self.num_experts_per_token, E)
     chosen = choose_tokens(scores_BTE, real_BT, C, self.router.weight_scale)
-    filling = ((0, 0), (0, num_experts - E), (0, 0))
+    filling = ((0, 0), (0, experts.num_experts - E), (0, 0))
     tokens_BEC = jnp.pad(chosen.tokens, filling, constant_values=T)
     weights_EBC = jnp.swapaxes(jnp.pad(chosen.weights, filling), 0, 1)
     plan = plan_of_rows(jax.vmap(expert_choice_plan)(tokens_BEC), T, C)
-    y_ND = run_with_capacity(x_BTD.reshape(-1, D), plan, weights_EBC.reshape(-1), mlp, num_experts, split.expert)
+    y_ND = run_with_capacity(x_BTD.reshape(-1, D), plan, weights_EBC.reshape(-1), experts)
     is_chosen_BT = jax.vmap(lambda tokens: jnp.zeros(T, bool).at[tokens.reshape(-1)].set(True, mode='drop'))(tokens_BEC)
     return ExpertOutputs(
       y_ND.reshape(B, T, D),

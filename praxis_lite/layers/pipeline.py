@@ -77,53 +77,32 @@ BUBBLE = 0.0
 
 
 class _TickState(NamedTuple):
-  """What a tick passes to the next one.
+  """What a tick passes to the next one."""
 
-  Attributes:
-    carried: the result of each stage, a tree of arrays [S, mb, ...].
-    queue: the microbatches, [S, M, mb, ...]: stage 0 reads new ones, stage S - 1 writes finished ones.
-    weight_gradients, side_gradients: see `Stacks.gradients`.
-    others, caches: variables that are not trained, and caches, [S, R, c, ...].
-  """
-
-  carried: Any
-  queue: Any
-  weight_gradients: NestedDict
+  carried: Any  # The result of each stage, a tree of arrays [S, mb, ...].
+  queue: Any  # The microbatches, [S, M, mb, ...]: stage 0 reads new ones, stage S - 1 writes finished ones.
+  weight_gradients: NestedDict  # See `Stacks.gradients`.
   side_gradients: list[Any]
-  others: NestedDict
-  caches: NestedDict
+  others: NestedDict  # Variables that are not trained, [S, R, c, ...].
+  caches: NestedDict  # [S, R, c, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-  """What all ticks of a call read.
+  """What all ticks of a call read. `stages` and the fields after it are arrays, which are set when the loop begins."""
 
-  Attributes:
-    method: of the layers.
-    schedule, side: which microbatch is where; the side inputs.
-    surroundings: of each layer.
-    bubble: what stages compute on while they have no microbatch.
-    changed: collects the paths of the variables that layers update.
-    stages: 0, 1, ..., S - 1.
-    key: of random numbers, or None.
-    held: [M] bool, False for microbatches that are only padding; None if there are none.
-    weights: trained variables, [S, R, c, ...].
-    side_rows: rows of side inputs, [M, mb, ...].
-    shared: side inputs without rows that may have gradients, [S, ...].
-  """
-
-  method: str
+  method: str  # The method of the layers to call.
   schedule: PipelineSchedule
   side: SideInputs
   surroundings: Surroundings
-  bubble: float
-  changed: set[Path] = dataclasses.field(default_factory=set)
-  stages: Any = None
+  bubble: float  # What stages compute on while they have no microbatch.
+  changed: set[Path] = dataclasses.field(default_factory=set)  # Receives the paths of variables that layers update.
+  stages: Any = None  # 0, 1, ..., S - 1
   key: jax.Array | None = None
-  held: jax.Array | None = None
-  weights: NestedDict = dataclasses.field(default_factory=dict)
-  side_rows: list[jax.Array] = dataclasses.field(default_factory=list)
-  shared: list[jax.Array] = dataclasses.field(default_factory=list)
+  held: jax.Array | None = None  # [M] bool, False for microbatches that contain only padding; None if there are none.
+  weights: NestedDict = dataclasses.field(default_factory=dict)  # Trained variables, [S, R, c, ...].
+  side_rows: list[jax.Array] = dataclasses.field(default_factory=list)  # Rows of side inputs, [M, mb, ...].
+  shared: list[jax.Array] = dataclasses.field(default_factory=list)  # Side inputs that may have gradients, [S, ...].
 
 
 class PipelineWeightSplit(SplitMapping):
@@ -202,10 +181,7 @@ class Pipelined(Repeat):
       self._check_apart(layer)
 
   def _check_sizes(self) -> None:
-    for field in ('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat'):
-      value = getattr(self, field)
-      if value is not None and value < 1:
-        raise ConfigError(f'{self.path_name}.{field}: expected at least 1, got {value}')
+    self._check_range('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat', least=1)
     if (self.num_microbatches is None) == (self.microbatch_size is None):
       given = 'neither is' if self.num_microbatches is None else 'both are'
       raise ConfigError(

@@ -272,7 +272,7 @@ class Repeat(Layer):
 
 
 def unstack_for_decoding(layer: Layer, variables: NestedDict) -> NestedDict:
-  """Returns the variables of a layer with `Repeat.unstack_for_decoding` of the stacks below it."""
+  """Returns the variables of a layer in the form of `Repeat.unstack_for_decoding` for all `Repeat`s in it."""
   if isinstance(layer, Repeat):
     return layer.unstack_for_decoding(variables)
   return {

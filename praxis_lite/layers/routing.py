@@ -151,10 +151,8 @@ class Router(Layer):
     check_choice(f'{self.path_name}.choice', self.choice, CHOICES)
     check_choice(f'{self.path_name}.score', self.score, SCORES)
     check_choice(f'{self.path_name}.load_balance_scope', self.load_balance_scope, ('batch', 'row'))
-    if not 0 <= self.jitter < 1:
-      raise ConfigError(f'{self.path_name}.jitter: expected at least 0 and less than 1, got {self.jitter}')
-    if not self.bias_update_rate >= 0:
-      raise ConfigError(f'{self.path_name}.bias_update_rate: expected at least 0, got {self.bias_update_rate}')
+    self._check_range('jitter', least=0, below=1)
+    self._check_range('bias_update_rate', least=0)
     for field in ('load_balance_loss_weight', 'bias_update_rate'):
       if self.choice == 'expert' and getattr(self, field):
         raise ConfigError(f"{self.path_name}.{field}: with choice='expert' all experts take as many tokens; leave it 0")

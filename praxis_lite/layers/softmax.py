@@ -130,10 +130,7 @@ class FullSoftmax(Layer):
   _classes_axis: ClassVar[int] = 1
 
   def setup(self) -> None:
-    if not 0 <= self.label_smoothing < 1:
-      raise ConfigError(
-        f'{self.path_name}.label_smoothing: expected at least 0 and less than 1, got {self.label_smoothing}'
-      )
+    self._check_range('label_smoothing', least=0, below=1)
     if self.soft_cap is not None and self.soft_cap <= 0:
       raise ConfigError(f'{self.path_name}.soft_cap: expected more than 0, or None, got {self.soft_cap}')
     size = self.chunk_size

@@ -24,6 +24,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
@@ -32,13 +33,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config, Configurable, build_at, config_values, target, template
-from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
+from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import Constraint, SideOutputs, Surroundings
 from praxis_lite.layers.base.facts import Facts
 from praxis_lite.layers.base.in_call import InCall
-from praxis_lite.layers.base.printing import tree_lines
 from praxis_lite.layers.base.scope import run_in_scope
 from praxis_lite.sharding.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.sharding.rules import resolve
@@ -234,6 +234,11 @@ class Layer(InCall, Facts, Configurable):
     setattr(self, names[0], children)
     return children
 
+  def _check_range(self, *fields: str, **limits: float) -> None:
+    """Raises ConfigError if one of these fields is out of range; see `check_range` for the limits."""
+    for field in fields:
+      check_range(f'{self.path_name}.{field}', getattr(self, field), **limits)
+
   def _claim(self, name: str, by: str) -> None:
     """Reserves a name for a variable or child that the method `by` declares; raises ConfigError if it is not valid."""
     if not (isinstance(name, str) and name.isidentifier()):
@@ -297,7 +302,18 @@ class Layer(InCall, Facts, Configurable):
 
   def __str__(self) -> str:
     """Returns the tree of this layer: each layer with its number of parameters, each variable with shape and dtype."""
-    return '\n'.join(tree_lines(self, self.path_name, self.abstract_init()))
+    return '\n'.join(self._lines(self.path_name, self.abstract_init()))
+
+  def _lines(self, name: str, tree: NestedDict) -> Iterator[str]:
+    """Yields the lines of `str(self)`, called `name`; `tree` declares its variables, stacked as in the root layer."""
+    count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(self).__name__
+    yield f'{kind if name == kind else f"{name}: {kind}"}, {count:,} parameter{"s" * (count != 1)}'
+    for key in self._weights:
+      weight: WeightHParams = tree[key]
+      shape = ' x '.join(map(str, weight.full_shape)) or 'scalar'
+      yield f'  {key}: {shape} {weight.as_struct().dtype.name}{"" if weight.trainable else ", not trainable"}'
+    for key, child in self.children():
+      yield from (f'  {line}' for line in child._lines(key, tree.get(key, {})))
 
   # ---------------------------------------------------------------- variables
 
