@@ -74,7 +74,7 @@ def blockwise_attention(
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
 
-  Result and arguments are those of `dot_product_attention`, except that a query gets 0 if all its keys are masked.
+  Computes the same as `dot_product_attention`, from the same arguments, but a query gets 0 if all its keys are masked.
 
   Args:
     split: how the ambient mesh splits rows and heads; None leaves it to the compiler.

@@ -361,7 +361,7 @@ def _logits(
 
 
 def _target(logits: jax.Array, classes: jax.Array, label: jax.Array, is_new: jax.Array | None) -> jax.Array:
-  """Returns the logit of the label in each part [..., S]; 0 if the label is none of the new classes of the chunk.
+  """Returns the logit of the label in each part [..., S]; 0 if no new class of the chunk is the label.
 
   Args:
     logits, classes, is_new: the results of `_logits`.

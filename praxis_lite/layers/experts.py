@@ -7,7 +7,7 @@ tokens to their experts and results back.
     dropless        rows [M, D] sorted by expert, with the size of each group; `jax.lax.ragged_dot`
 
 An all-to-all has a fixed size. With capacities, this is the number of slots. Without, the number of rows for each
-device is bounded, and rows above the bound are dropped. If the bound is the number of rows, none is dropped.
+device is bounded, and rows above the bound are dropped. If the bound is the number of rows, all rows are kept.
 
 N tokens of the device, K experts per token, E experts, P parts of the expert axes, D model dims, F hidden dims, M
 slots.

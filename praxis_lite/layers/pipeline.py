@@ -119,7 +119,7 @@ class Pipelined(Repeat):
   inputs with a name in the layers' `marks_of_padding` mark them as well.
 
   In contrast to `Repeat`, a layer sees one microbatch at a time. Floating scalar summaries are averaged over
-  microbatches, and other summaries are those of the last microbatch. Each microbatch in turn updates non-trainable
+  microbatches, and other summaries have the value of the last microbatch. Each microbatch in turn updates non-trainable
   variables. An auxiliary loss has the same weight as for one microbatch. If side inputs mark all rows of a microbatch
   as padding, it counts in none of these, unless all microbatches are padding. The key of a layer's random numbers
   depends on the layer and the microbatch, not on the stage or the round.
@@ -252,12 +252,12 @@ class Pipelined(Repeat):
     split, P = (self._stack_mapping or (None,))[0], self.num_layers // self.circular_repeat
     rounds = DeclaredSplit((None,), [f'{self.path_name}.circular_repeat: a stage has layers of each round'])
 
-    def stacked(weight: WeightHParams) -> WeightHParams:
+    def stack(weight: WeightHParams) -> WeightHParams:
       weight = weight.repeat(P, split, self._stack_field).repeat(self.circular_repeat)
       prefix = rounds.followed_by(weight.repeat_prefix_split_dims_mapping[1:])
       return dataclasses.replace(weight, repeat_prefix_split_dims_mapping=prefix)
 
-    below = jax.tree.map(stacked, self.layers.abstract_init())
+    below = jax.tree.map(stack, self.layers.abstract_init())
     return {'layers': below} if below else {}
 
   def __call__(self, x: T, *args: object, **kwargs: Any) -> T:

@@ -122,15 +122,14 @@ class Repeat(Layer):
     self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
     self._stack_mapping: SplitDimsMapping = getattr(self.weight_split_dims_mapping, self._stack)
     self._resolve(self._stack_mapping, self._stack_field, rank=1)
-    self._first = self.create_children('first', templates=self.first_tpl)
+    self.create_children('first', templates=self.first_tpl)
     self._rounds, left = divmod(self.num_layers - len(self.first_tpl), len(configs))
-    self._left: list[Layer] = []
     self._blocks: list[Layer]
     if isinstance(self.layers_tpl, Config):
       self._blocks = [self.create_child('layers', self.layers_tpl)]
     else:
       self._blocks = self.create_children('layers', templates=configs if self._rounds else ())
-      self._left = self.create_children('rest', templates=configs[:left])
+    self.create_children('rest', templates=configs[:left])
 
   def knobs(self) -> list[Knob]:
     if not isinstance(self.remat, str) or self.remat_save_names:
@@ -147,7 +146,7 @@ class Repeat(Layer):
 
   def layers_by_turn(self) -> list[Layer]:
     """Returns the layer that is applied at each of the `num_layers` turns."""
-    return [*self._first, *self._blocks * self._rounds, *self._left]
+    return [*self.first, *self._blocks * self._rounds, *self.rest]
 
   def abstract_init(self) -> NestedDict:
     split = (self._stack_mapping or (None,))[0]
@@ -199,7 +198,7 @@ class Repeat(Layer):
   def _decode_unrolled(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
     """Like `_scan`, for decoding: runs the repetitions one by one, each with its own decode state."""
     key = self.next_prng_key() if self.has_prng_key() else None
-    sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self._first, *self._blocks, *self._left)}
+    sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self.first, *self._blocks, *self.rest)}
     for number, layer in enumerate(self.layers_by_turn()):
       turn = len(sides[layer])
       variables, state = layer.variables, layer.decode_state
@@ -252,10 +251,10 @@ class Repeat(Layer):
         sides.append(side._replace(decode_state=state))
       return (x, after), sides
 
-    for number, layer in enumerate(self._first):
+    for number, layer in enumerate(self.first):
       carry, side = body(0, layer, False)(carry, layer.variables, layer.decode_state, number)
       layer.absorb(side)
-    first, layers = len(self._first), []
+    first, layers = len(self.first), []
     after = first + self._rounds * period
     for kind, layer in enumerate(self._blocks):
       layers.append((layer.variables, stacks[kind].others, jnp.arange(first + kind, after, period)))
@@ -265,7 +264,7 @@ class Repeat(Layer):
       for layer, side, arrays in zip(self._blocks, sides, caches):
         aux_losses = {k: mean_of_means(*v) for k, v in side.aux_losses.items()}
         layer.absorb(side._replace(aux_losses=aux_losses, decode_state=merge(side.decode_state, arrays)))
-    for kind, layer in enumerate(self._left):
+    for kind, layer in enumerate(self.rest):
       carry, side = body(kind, layer, False)(carry, layer.variables, layer.decode_state, after + kind)
       layer.absorb(side)
     return carry

@@ -160,7 +160,7 @@ def test_sorted_rows_are_grouped_by_expert_and_counted():
 
 
 def call(router, *args, do_eval=False):
-  return jax.jit(lambda variables, *a: router.apply(variables, *a, method='account', do_eval=do_eval))(*args)
+  return jax.jit(lambda variables, *a: router.apply(variables, *a, method='record_choices', do_eval=do_eval))(*args)
 
 
 def test_losses_biases_and_summaries_by_hand():
