@@ -236,7 +236,7 @@ MISTAKES = {
   'array for a weight': (
     SETUP,
     'self.w = jnp.zeros((6, 1))',
-    r"^Mine\.w: a layer holds no arrays; a weight is declared by self\.create_variable\('w', WeightHParams\(\(6, 1\)",
+    r"^Mine\.w: a layer holds no arrays; declare a weight by self\.create_variable\('w', WeightHParams\(\(6, 1\)",
   ),
   'dict of layers': (
     SETUP,
