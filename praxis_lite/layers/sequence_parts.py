@@ -1,8 +1,8 @@
 """Splits sequences over a mesh axis: which part a device has, and in which blocks.
 
 With a causal mask, the device with the first part of the sequence would have the least work in a ring, and the device
-with the last part the most. So each device takes two half parts, one from each end, which are exchanged before the
-ring:
+with the last part the most. So the sequence is cut into two halves for each device, and a device takes one from each
+end. They are exchanged before the ring:
 
     4 devices, 8 halves      device 0: 0 and 7     device 1: 1 and 6     device 2: 2 and 5     device 3: 3 and 4
 
@@ -64,7 +64,7 @@ class SequencePlan:
     query_len, key_len: T and S, without padding.
     block_size: largest number of queries or keys in a block.
     devices: P.
-    zigzag: whether each device takes two half parts.
+    zigzag: whether each device takes two halves, one from each end of the sequence.
     first, last: a device attends to the parts of the devices `first`, ..., `last` places before it in the ring.
   """
 
