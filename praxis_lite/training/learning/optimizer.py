@@ -27,6 +27,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -144,7 +145,9 @@ class GroupedOptimizer:
     prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
     apart = self._per_layer
     if apart is None:
-      apart = any(prefixes) and not is_stackable(self._build, self._weights)
+      # Checkpoints keep the states of stacks of a single layer, and of stacks of scalars, layer by layer.
+      is_trivial = any(w.repeat_prefix and 1 in (*w.repeat_prefix, math.prod(w.shape)) for w in weights.values())
+      apart = any(prefixes) and (is_trivial or not is_stackable(self._build, self._weights))
     if not apart:
       return {'all': (set(weights), 0)}
     if self._per_layer is None:
@@ -161,7 +164,7 @@ class GroupedOptimizer:
         raise ConfigError(
           f'learner.optimizer: {name} looks at all variables together, but a part of it looks at each variable, and '
           'so repeated layers are updated separately. Clip by learner.clip_gradient_norm_to_value, or set '
-          'learner.per_layer_statistics: True treats each layer separately, False a stack of layers as one variable'
+          'learner.per_layer_statistics: True treats each layer separately, False each stack of layers as one variable'
         )
 
   # ---------------------------------------------------------------- the transformation
@@ -251,7 +254,7 @@ _RECENT: collections.deque[GroupedOptimizer] = collections.deque(maxlen=8)
 def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> GroupedOptimizer:
   """Returns a `GroupedOptimizer` for these arguments, possibly one that was made from equal arguments before.
 
-  It caches what it reads from the programs of its optimizer, which do not depend on how a mesh splits the variables. So
+  It caches what it finds out about its optimizer, which does not depend on how a mesh splits the variables. So
   a search over meshes, or a comparison of a mesh with one device, traces them only once.
   """
   declared = jax.tree.map(_strip_split, weights)
