@@ -316,7 +316,7 @@ class Checkpointer:
     check_seal(Path(where), step)
     return map_with_path(lambda path, _: arrays[names[path]], shapes)
 
-  def has_variables_alone(self, step: int | None = None) -> bool:
+  def has_only_variables(self, step: int | None = None) -> bool:
     """Whether a checkpoint was saved without the state of an optimizer, like imported ones."""
     return bool(self.about(step).get('variables_alone'))
 

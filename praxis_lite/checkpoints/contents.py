@@ -63,7 +63,7 @@ def read_checkpoint_record(folder: Path, item: str) -> dict[str, Any]:
 
 
 def parse_record(data: bytes, item: str) -> dict[str, Any]:
-  """Returns the parsed file of a record; raises ValueError or AttributeError if it has changed since."""
+  """Returns a record, given the bytes of its file; raises ValueError or AttributeError if they have been changed."""
   record = parse_json(data)
   is_old = 'checksum' not in record and record.get('format', 1) == 1
   content = record if is_old else remove_checksum(record, item)

@@ -179,7 +179,7 @@ def _remove_folders(folders: Iterable[Path]) -> None:
 
 
 def take_away(folder: Path) -> Path:
-  """Renames the folder of a step before its removal, so that a kill leaves no half of a step; returns the new name."""
+  """Renames the folder of a step that will be removed, so that it no longer looks like a step; returns the new path."""
   return folder.rename(folder.with_name(f'{folder.name}.{uuid.uuid4().hex[:8]}{_REMOVED}'))
 
 

@@ -168,7 +168,7 @@ def test_the_commands_on_checkpoints(saved, capsys):
   np.testing.assert_array_equal(
     np.asarray(restored.mdl_vars['lm']['w'])[:99], np.asarray(expected.mdl_vars['lm']['w'])[:99]
   )
-  assert copied.has_variables_alone() and copied.input_state() is None
+  assert copied.has_only_variables() and copied.input_state() is None
   assert run('copy', directory, directory / 'whole', '--step=2')[0] == 0
   assert_same(
     true_values(Checkpointer(directory / 'whole').restore(*layout), layout),

@@ -59,7 +59,7 @@ def test_streamed_arrays_are_saved_in_parts_and_restored_on_any_mesh(tmp_path, c
   checkpointer = Checkpointer(tmp_path)
   assert checkpointer.save(0, *of_streamed(true_state()), None)
   checkpointer.wait()
-  assert checkpointer.has_variables_alone() and checkpointer.about()['mesh'] is None
+  assert checkpointer.has_only_variables() and checkpointer.about()['mesh'] is None
   assert len(counted.parts) > 10 and counted.most <= 4  # One is read, two are being written, one has been.
   for devices in (1, 3):
     layout = layout_on(devices)

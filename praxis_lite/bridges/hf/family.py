@@ -39,7 +39,7 @@ class Family:
     raise NotImplementedError
 
   def table(self, tied: bool) -> list[Pair]:
-    """Returns the tensors; `tied` says whether softmax and embedding share a table."""
+    """Returns which tensor has which variable; `tied` says whether softmax and embedding share a table."""
     raise NotImplementedError
 
 

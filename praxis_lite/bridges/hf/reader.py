@@ -175,7 +175,7 @@ def _put_on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_by
 def _put_on_device(
   variable: StreamedArray, device: jax.Device, starts: tuple[int, ...], shape: tuple[int, ...], block_bytes: int
 ) -> jax.Array:
-  """Returns the part of this shape that begins at `starts`."""
+  """Returns the part of a variable that begins at `starts` and has this shape, on a device."""
   box = tuple(slice(s, max(s, min(s + n, size))) for s, n, size in zip(starts, shape, variable.shape))
   blocks = list(boxes(box, variable.part_shape([b.stop - b.start for b in box], block_bytes)))
   if math.prod(shape) * variable.dtype.itemsize <= block_bytes:

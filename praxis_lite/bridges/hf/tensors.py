@@ -206,10 +206,10 @@ _SHOWN = 3
 def check_tensors(
   found: Mapping[str, StoredTensor], wanted: Iterable[Piece], ignored: Callable[[str], bool], where: str
 ) -> None:
-  """Checks that a checkpoint has exactly the tensors of a model, in their shapes.
+  """Checks that a checkpoint has exactly the tensors of a model.
 
   Raises:
-    CheckpointError: it does not; the message names the first ones.
+    CheckpointError: a tensor is missing, left over or of another shape; the message names the first ones.
   """
   shapes = {piece.name: piece.view.their_shape for piece in wanted}
   missing = [name for name in shapes if name not in found]

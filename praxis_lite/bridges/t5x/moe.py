@@ -48,11 +48,14 @@ def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
 
 
 def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisNames) -> T:
-  """Returns a tree of names, or None, in which 'expert' precedes the names of the arrays that the filter accepts.
+  """Returns a tree of names in which 'expert' precedes the names of each array that the filter accepts.
 
-  Names are AxisNames or PartitionSpecs, and keep their type; None becomes an object of type `kind`.
+  Optimizer state that is factored per expert has one more axis than its rules name.
 
-  Optimizer state that is factored per expert has one more axis than its rules name. A filter of None accepts nothing.
+  Args:
+    axes: tree of AxisNames, PartitionSpecs or None. AxisNames and PartitionSpecs keep their type.
+    state_filter: accepts arrays by their path; None accepts no array.
+    kind: the type of names that replaces None.
   """
   accepts = _to_predicate(state_filter)
 

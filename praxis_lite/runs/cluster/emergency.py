@@ -201,7 +201,8 @@ class EmergencyCopies:
     """
     copies: dict[int, EmergencyCopy] = {}
     unfit: list[str] = []
-    ours = [(step, file) for folder in self._folders for step, file in _files(folder) if self._is_ours(step, file)]
+    files = [entry for folder in self._folders for entry in _files(folder)]
+    ours = [(step, file) for step, file in files if file.name == f'{step}.{self._process}']
     for step, file in sorted(ours, key=lambda entry: -entry[0]):
       if step <= checkpoint or step in copies:
         continue
@@ -294,9 +295,6 @@ class EmergencyCopies:
     if self._writing is not None:
       self._writing.join()
       self._writing = None
-
-  def _is_ours(self, step: int, file: Path) -> bool:
-    return file.name == f'{step}.{self._process}'
 
   def _reason_against(self, copy: EmergencyCopy, checkpoint: int) -> str:
     """Returns why the run cannot be resumed from a complete copy; '' if it can."""

@@ -93,12 +93,12 @@ class Mirror(Observer):
       raise error or ConfigError(told)
 
   def _open(self, url: str) -> RemoteRun:
-    remote = RemoteRun(ObjectStore(url, _FIELD), self._go_on)
+    store = ObjectStore(url, _FIELD)
     try:
-      remote.check_writable()
+      store.check_writable()
     except CheckpointError as error:
       raise ConfigError(f'{_FIELD}: {error}') from error
-    return remote
+    return RemoteRun(store, self._go_on)
 
   def _fetch(self, remote: RemoteRun, on_damage: OnDamage) -> None:
     here, rollbacks = saved_steps(self._directory), count_rollbacks(self._directory)

@@ -255,10 +255,6 @@ class RemoteRun:
     best = BestCheckpoint.parse(data, self._known or [c.step for c in self.checkpoints()])
     return None if best is None else best.step
 
-  def check_writable(self) -> None:
-    """Raises StoreError if the store cannot be written to."""
-    self._store.check_writable()
-
 
 def remote_checkpoints(url: str, step: int | None = None) -> list[RemoteCheckpoint]:
   """Returns the complete checkpoints of a run in an object store, or only that of `step`.

@@ -149,7 +149,7 @@ def _newest_checkpoint(job: TrainJob, on_damage: OnDamage) -> tuple[int | None, 
   """Returns the step of the newest checkpoint, or None, and whether it has only imported variables."""
   with contextlib.closing(Checkpointer(job.directory, read_only=True, on_damage=on_damage)) as saved:
     newest = saved.latest_step()
-    return newest, newest is not None and saved.has_variables_alone()
+    return newest, newest is not None and saved.has_only_variables()
 
 
 def _plan_warm_start(job: TrainJob, is_imported: bool) -> WarmStart | None:
