@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ class Dropout(Layer):
     rate: probability that an entry is dropped, at least 0 and less than 1. 0 needs no PRNG key.
     broadcast_dims: dimensions along which the mask is shared, such as (-2,) for all positions of a sequence.
   """
+
+  noise_fields: ClassVar[tuple[str, ...]] = ('rate',)
 
   rate: float = 0.0
   broadcast_dims: Sequence[int] = ()

@@ -251,8 +251,8 @@ def _find_replicated(
       remedy = f'split dimension {dim}, of size {e.shape[dim]}, over {free}'
       problems.append(_warn('replicated weight', e.path, f'{message}: {e.why}', remedy))
     else:
-      remedy = 'keep in the optimizer state trees like that of the parameters, so that slots follow them'
-      problems.append(_warn('replicated slot', e.path, f'{message}, as it is of no variable', remedy))
+      remedy = 'store slots in trees like that of the parameters, so that each slot is split as its parameter'
+      problems.append(_warn('replicated slot', e.path, f'{message}, because it belongs to no variable', remedy))
   return problems
 
 

@@ -193,7 +193,7 @@ class Explanation:
     ]
     parts = self.num_devices // self.replication
     if self.per_device:
-      copies = 'a part of its own on each'
+      copies = 'each device has its own part'
     elif parts == 1:
       copies = 'replicated on every device' if self.num_devices > 1 else 'on the one device'
     else:
@@ -267,7 +267,7 @@ def format_report(report: ShardingReport) -> str:
     found = [('+'.join(e.axes) or '-', e.purpose, field) for field, e in report.exchanges.items()]
     sections.append('\n'.join(align_columns([head, *found])))
   if not report.inputs:
-    sections.append('Activations and inputs: not known, as the shapes of a batch take its data to know')
+    sections.append('Activations and inputs: not known, because the shapes of a batch are known only from its data')
   return '\n\n'.join(sections)
 
 

@@ -222,7 +222,7 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
         why = 'of no variable, so replicated'
         remarks = (why,)
       elif tuple(struct.shape) != tuple(variables[owner].shape):
-        why = f'the dimensions it has left of its variable {name}'
+        why = f'as the dimensions that it keeps of its variable {name}'
         remarks = (f'its variable has shape {tuple(variables[owner].shape)}',)
       elif specs[path] == variable_specs[owner]:
         why = f'as its variable {name}'

@@ -41,7 +41,8 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   before, after = (' x '.join(f'{name} {n:,}' for name, n in mesh.items()) for mesh in (sizes, fitted))
   return overrides, (
     f'the mesh of the experiment, {before}, is made to fit {topology.num_devices:,} devices: {after}. Each axis keeps '
-    f'what of its size divides them, and {rest}, the largest that splits the batch, takes the rest'
+    'the largest factor of its size that divides the number of devices, and '
+    f'{rest}, the largest that splits the batch, takes the rest'
   )
 
 

@@ -164,7 +164,9 @@ def plan(
   topology = parse_topology(topology) if isinstance(topology, str) else topology
   jax_task, struct = task_and_inputs(task, inputs)
   if struct is None:
-    raise ConfigError('plan: the shapes of a batch take its data to know; pass them as inputs, or set datasets[*].path')
+    raise ConfigError(
+      'plan: the shapes of a batch are known only from its data; pass them as inputs, or set datasets[*].path'
+    )
   mesh = jax_task.mesh_sizes()
   check_mesh(mesh, topology)
   missing = missing_compiler(topology)
@@ -230,11 +232,11 @@ def _make_plan(
   target = topology.target
   notes = [*reasons, *_padding(partitioned)]
   if target.kind == 'cpu':
-    notes.append('times on cpu are of an imagined machine: orders of magnitude alone')
+    notes.append('times on cpu are of an imagined machine, and only orders of magnitude')
   elif target.efficiency.calibrated:
-    notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
+    notes.append(f'times assume measured shares of the published figures: {target.efficiency.calibrated}')
   else:
-    notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
+    notes.append(f'times assume shares of the published figures of {target.name} that were not measured')
   if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
     notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
   name, work = partitioned.jax_task.name, model_work(partitioned)
@@ -254,7 +256,7 @@ def _padding(partitioned: PartitionedTask) -> list[str]:
   if true == computed:
     return []
   return [
-    f'a batch of {true:,} rows is filled up to {computed:,} with rows of weight zero, which take as long as others: '
+    f'a batch of {true:,} rows is filled up to {computed:,} with rows of weight zero, which take as long as real ones: '
     f'{1 - true / computed:.0%} of the work; batch_size should be a multiple of {multiple:,}'
   ]
 
@@ -264,7 +266,7 @@ def doubts(cost: Cost) -> list[str]:
   where = ', '.join(dict.fromkeys(cost.unknown_loops))
   if not where:
     return []
-  return [f'nothing says how often some loops run, each counts once, and a step takes longer: those of {where}']
+  return [f'the program does not say how often the loops of {where} run; each counts once, and a step takes longer']
 
 
 def model_work(partitioned: PartitionedTask) -> ModelWork:
@@ -317,6 +319,6 @@ def _bottleneck(cost: Cost, topology: Topology) -> str:
   what = {
     'compute': 'products of matrices',
     'memory': 'reading and writing memory',
-    'overhead': 'starting many small operations',
+    'overhead': 'the start of many small operations',
   }[limit]
   return f'{limit}: {share:.0%} of a step is {what}{where}'

@@ -275,9 +275,9 @@ def format_search(found: Sequence[Ranked], most: int = 12) -> str:
   best = found[0]
   lines = [format_table(rows, right=(1, 2, 3, 4, 5)), '']
   if not best.fits:
-    lines.append('no setting that was found fits')
+    lines.append('no setting was found that fits')
   elif best.is_own:
-    lines.append(f'best: the setting of the experiment, of {len(found):,} that were looked at')
+    lines.append(f'the setting of the experiment is the best of {len(found):,} that were looked at')
   else:
     gain = f'{1 - best.seconds_for_work / own.seconds_for_work:.0%} less time than its own setting'
     gain = gain if own.fits else 'its own setting does not fit'

@@ -79,7 +79,7 @@ class Why:
     if of_weights and instruction.collective not in ('all-reduce', 'reduce-scatter'):
       return self._moved_weight(of_weights, axes, layers)
     if any(a.startswith(('opt_states', 'ema_vars')) for a in arguments):
-      what = f'{", ".join(sorted(filter(None, arguments)))} is split unlike the variable that it is of'
+      what = f'{", ".join(sorted(filter(None, arguments)))} is split unlike its variable'
       return Cause(Reason.STATE_MOVED, layers, ('task.train.learner',), 'give both the same spec', what)
     if written := self._layer_cause(name, layers, instruction, axes):
       return written
@@ -259,8 +259,7 @@ class Why:
         layers = tuple(filter(None, self._names.layers(name[1] if name else '')))
         before, after = (_parts(found[which]) for which in ('before', 'after'))
         what = (
-          f'XLA knows no better way from {before} to {after} than to make all of {found["array"]} on every device '
-          'and cut it again'
+          f'XLA goes from {before} to {after} only by building all of {found["array"]} on every device and slicing it'
         )
         axes = {axis for axis, size in self.declared.sizes.items() if size > 1}
         causes[layers, what] = self._surprise(Reason.REMATERIALIZED, axes, layers, what)

@@ -21,11 +21,11 @@ def format_why(plan: Plan, every: bool = False) -> str:
   """Returns the causes of a plan's collectives: expected ones by kind, then surprises with what to change.
 
   Args:
-    plan: the plan of a compiled step; a plan by formulas has no causes.
+    plan: the plan of a compiled step; other plans have no causes.
     every: lists each collective separately, and also surprises of negligible cost.
   """
   if plan.mode != 'compiled':
-    return 'why it communicates is read from the compiled program, and this plan is by formulas' if every else ''
+    return 'why it communicates is read from the compiled program, and this step was not compiled' if every else ''
   known = [c for c in plan.collectives if c.cause is not None]
   sections = [_expected_table(known, every)] if any(c.expected for c in known) else []
   surprises = _surprises(plan, every)

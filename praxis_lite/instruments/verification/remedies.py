@@ -65,7 +65,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
       return False
 
   if not choices or not right_without(choices):
-    return 'no mapping is the cause: it differs even if nothing but rows is split; look at what layers do with the mesh'
+    return 'no mapping is the cause: results differ even if only rows are split; look at what layers do with the mesh'
   causes: list[Choice] = []
   while time.monotonic() < end:
     if causes and right_without(causes):
@@ -81,7 +81,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
     if high - low > 1:
       break
     causes.append(rest[high - 1])
-  return 'no mapping that is right was found in time'
+  return 'no right mapping was found in time'
 
 
 def _text(causes: Sequence[Choice], mappings: dict[str, tuple[object, ...]]) -> str:

@@ -22,7 +22,6 @@ from praxis_lite.common.config import Config, config_values, nested_configs, tar
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.instruments.verification.shrink import replace_rows
-from praxis_lite.layers.dropout import Dropout
 from praxis_lite.sharding.guards import Guarded
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.sharding.padding import pad_to, slice_to
@@ -179,12 +178,10 @@ def keep_gradients(learning_rate: float | jax.Array) -> optax.GradientTransforma
 
 
 def disable_dropout(config: Config) -> Config:
-  """Returns a copy in which the rate of every Dropout, and every float in a field with 'dropout' in its name, is 0."""
+  """Returns a copy without noise: rates that layers declare, and floats with 'dropout' in their name, are 0."""
 
   def is_rate(owner: Config, name: str, value: object) -> bool:
-    built = target(owner)
-    is_dropout = isinstance(built, type) and issubclass(built, Dropout)
-    return isinstance(value, float) and ((is_dropout and name == 'rate') or 'dropout' in name)
+    return isinstance(value, float) and ('dropout' in name or name in getattr(target(owner), 'noise_fields', ()))
 
   copy = config.clone()
   for nested in nested_configs(copy):

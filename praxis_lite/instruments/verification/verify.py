@@ -96,7 +96,7 @@ class Difference:
     if np.isfinite(self.error):
       size = f'off by {self.error:.2g} times its largest entry'
     else:
-      size = 'not finite, or of another shape, on one of the two only'
+      size = 'not finite, or of another shape, on only one of the two'
     text = f'{self.name}: {size}, in {self.kind} of {self.rows} rows{self.remark and f"; {self.remark}"}'
     if self.placement is None:
       return text

@@ -82,10 +82,12 @@ class Facts:
   Attributes:
     has_microbatches: whether the layer cuts a batch into microbatches, so that the learner should not.
     length_fields: hyperparameters that have to grow with the length of the sequences.
+    noise_fields: rates of random noise, which is off at 0.
   """
 
   has_microbatches: ClassVar[bool] = False
   length_fields: ClassVar[tuple[str, ...]] = ()
+  noise_fields: ClassVar[tuple[str, ...]] = ()
   _weights: dict[str, WeightHParams]
 
   def exchanges(self) -> Sequence[Exchange]:
