@@ -22,6 +22,7 @@ list of all observers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -40,6 +41,7 @@ InputState = dict[str, Any]
 PauseReason = Literal['save', 'copy', 'evaluate', 'rescue']
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Run:
   """A training run as its hooks see it.
 
@@ -50,38 +52,28 @@ class Run:
     step: number of steps taken.
     state: the train state after `step` steps, on the mesh, padded; the next step overwrites its arrays.
     results: the evaluations and decoding runs so far, in order, including those before a restart.
+    save: saves a checkpoint of `step`, unless there is one; returns False if that failed, which has been reported.
+    line: prints a line.
     stop_reason: why the run stops after this step; None if it goes on.
     last_save: step of the last checkpoint that this process knows to be complete, and when it was completed, in
       seconds since 1970; None before the first one.
     ended_by: how the run ended, see `TrainResult`; '' until then.
     error: with several processes, what a hook has raised. It ends the run once the state is saved: a single process
       could neither save nor end, because the others would wait for it.
-    save: saves a checkpoint of `step`, unless there is one; returns False if that failed, which has been reported.
-    line: prints a line.
   """
 
-  def __init__(
-    self,
-    task: SingleTask,
-    directory: Path,
-    state: TrainState,
-    results: Sequence[EvalResult],
-    *,
-    save: Callable[[], bool],
-    line: Callable[[str], object],
-  ):
-    self.task = task
-    self.directory = directory
-    self.total_steps: int = task.train.num_train_steps
-    self.step = int(state.step)
-    self.state = state
-    self.results = list(results)
-    self.stop_reason: str | None = None
-    self.last_save: tuple[int, float] | None = None
-    self.ended_by = ''
-    self.error: Exception | None = None
-    self.save = save
-    self.line = line
+  task: SingleTask
+  directory: Path
+  total_steps: int
+  step: int
+  state: TrainState
+  results: list[EvalResult]
+  save: Callable[[], bool]
+  line: Callable[[str], object]
+  stop_reason: str | None = None
+  last_save: tuple[int, float] | None = None
+  ended_by: str = ''
+  error: Exception | None = None
 
   def stop(self, reason: str) -> None:
     """Ends the run after this step, with a checkpoint; does nothing after the last step. The first reason counts."""

@@ -7,6 +7,7 @@ step 15: finite again, after 12 updates in a row were skipped
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -43,46 +44,39 @@ class Hints(NamedTuple):
   integers: str = ''
 
 
+@dataclasses.dataclass(eq=False)
 class SkippedSteps:
   """The steps that the learner has skipped in a row, and the lines about them.
 
-  Args:
+  Attributes:
     first_step: steps taken before this process.
     limit: how many in a row end the run; None or 0 accepts any number.
     raises: whether the learner is set to raise at the first one.
     line: prints a line.
     tell: called with the first of several skipped steps in a row, and what was wrong with it.
-
-  Attributes:
     in_a_row: the number of steps skipped since the last one that was not.
   """
 
-  def __init__(
-    self,
-    first_step: int,
-    limit: int | None,
-    raises: bool,
-    line: Callable[[str], object],
-    tell: Callable[[int, str], object] | None = None,
-  ):
-    self._tell = tell
-    self._first_step = first_step
-    self._limit = limit or None
-    self._raises = raises
-    self._line = line
-    self._step = first_step
+  first_step: int
+  limit: int | None
+  raises: bool
+  line: Callable[[str], object]
+  tell: Callable[[int, str], object] | None = None
+  in_a_row: int = 0
+
+  def __post_init__(self) -> None:
+    self._step = self.first_step
     self._cause = ''
-    self.in_a_row = 0
 
   @property
   def too_many(self) -> bool:
     """Whether more steps in a row were skipped than a run tolerates."""
-    return self._limit is not None and self.in_a_row >= self._limit
+    return 0 < (self.limit or 0) <= self.in_a_row
 
   @property
   def all_steps(self) -> bool:
     """Whether this process has taken steps, and all were skipped."""
-    return self._limit is not None and 0 < self.in_a_row == self._step - self._first_step
+    return bool(self.limit) and 0 < self.in_a_row == self._step - self.first_step
 
   def add(self, step: int, metrics: DeviceMetrics) -> bool:
     """Takes the metrics of the next step, waits for them, and returns whether it was skipped.
@@ -95,7 +89,7 @@ class SkippedSteps:
       return False
     if not float(np.asarray(metrics[SKIPPED][0])) > 0:
       if self.in_a_row > 1:
-        self._line(f'step {step}: finite again, after {self.in_a_row} updates in a row were skipped')
+        self.line(f'step {step}: finite again, after {self.in_a_row} updates in a row were skipped')
       self.in_a_row = 0
       return False
     self.in_a_row += 1
@@ -103,17 +97,17 @@ class SkippedSteps:
       found = ', '.join(_not_finite(metrics))
       self._cause = f' ({found})' if found else ''
     what = f'step {step}: the loss or a gradient is not finite{self._cause}'
-    if self.in_a_row == 1 and self._tell is not None:
-      self._tell(step, what)
-    if self._raises:
+    if self.in_a_row == 1 and self.tell is not None:
+      self.tell(step, what)
+    if self.raises:
       raise NonFiniteError(
         f'{what}, and task.train.learner is set to raise; lower the learning rate, clip gradients, or let it skip such '
         'steps. The checkpoints before this step are kept'
       )
     if self.in_a_row == 1:
-      self._line(f'{what}; the update was skipped')
+      self.line(f'{what}; the update was skipped')
     elif math.log10(self.in_a_row).is_integer():
-      self._line(f'steps {self._since} to {step}: {self.in_a_row} updates in a row were skipped')
+      self.line(f'steps {self._since} to {step}: {self.in_a_row} updates in a row were skipped')
     return True
 
   @property
@@ -136,7 +130,7 @@ class SkippedSteps:
     return NonFiniteError(
       f'from step {since} on, the loss or a gradient was not finite{self._cause}, so all {self.in_a_row} updates '
       f'up to step {self._step} were skipped. {hints.found or f"Likely causes: {likely}"}. What to do: {remedy}. '
-      f'Step {self._step} is saved, and {kept}. {_LIMIT} = {self._limit} says how many steps in a row may be skipped; '
+      f'Step {self._step} is saved, and {kept}. {_LIMIT} = {self.limit} says how many steps in a row may be skipped; '
       'None allows any number'
     )
 

@@ -6,6 +6,7 @@ directory at the same time.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -88,6 +89,7 @@ class ExportOptions(TypedDict, total=False):
   platforms: tuple[str, ...]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TrainedModel:
   """A model ready to run.
 
@@ -102,19 +104,13 @@ class TrainedModel:
     seed: seed of models that draw random numbers in prediction or evaluation.
   """
 
-  def __init__(
-    self,
-    config: ExperimentConfig,
-    tasks: TaskOnMesh,
-    stored_variables: NestedDict,
-    global_step: jax.Array,
-    seed: int = 0,
-  ):
-    self.config = config
-    self.tasks = tasks
-    self.stored_variables = stored_variables
-    self.global_step = global_step
-    self.seed = seed
+  config: ExperimentConfig
+  tasks: TaskOnMesh
+  stored_variables: NestedDict
+  global_step: jax.Array
+  seed: int = 0
+
+  def __post_init__(self) -> None:
     self._sizes: dict[str, list[int]] = {}  # The batch sizes that were compiled, by the task and the other dimensions.
     self._tasks_by_sampler: dict[str, TaskOnMesh] = {}
     self._has_noted = False

@@ -227,28 +227,22 @@ def held_for_training(path: Path) -> Iterator[None]:
   if sys.platform == 'win32':  # Windows has no such locks, and the command line does not train there.
     yield
     return
-  import fcntl
-
   directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
   try:
-    for seconds in (*_WAITS, None):
-      try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        break
-      except BlockingIOError:
-        if seconds is None:
-          raise UserError(
-            f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
-          ) from None
-        time.sleep(seconds)  # `is_held` may hold the lock for a moment.
-      except OSError:
-        break  # The file system has no locks.
+    waits = iter(_WAITS)
+    while _is_locked_by_others(directory, exclusive=True):
+      seconds = next(waits, None)
+      if seconds is None:
+        raise UserError(
+          f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
+        )
+      time.sleep(seconds)
     yield
   finally:
     os.close(directory)
 
 
-_WAITS = (0.01, 0.05)
+_WAITS = (0.01, 0.05)  # `is_held` may hold the lock for a moment.
 
 
 def is_held(path: Path) -> bool:
@@ -258,18 +252,23 @@ def is_held(path: Path) -> bool:
   """
   if sys.platform == 'win32':
     return False
-  import fcntl
-
   try:
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
   except OSError:
     return False
   try:
-    fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return True
-  except OSError:
-    return False
+    return _is_locked_by_others(directory, exclusive=False)
   finally:
     os.close(directory)
+
+
+def _is_locked_by_others(directory: int, *, exclusive: bool) -> bool:
+  """Locks an open directory, if its file system has locks; returns whether another process holds it instead."""
+  import fcntl
+
+  with contextlib.suppress(OSError):
+    try:
+      fcntl.flock(directory, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return True
   return False
