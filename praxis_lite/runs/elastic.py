@@ -1,8 +1,8 @@
 """Continuing with fewer devices than the mesh of a task has: a smaller mesh, and the same global batch.
 
 The axes that only split the rows of a batch, 'replica' and then 'data', become as small as needed; all others stay.
-Each device then has more rows of a batch. So the number of microbatches grows by the factor by which the number of
-devices shrinks, rounded up: a device never has more rows at a time than before.
+Each device then has more rows of a batch. So the number of microbatches is multiplied by the ratio of the old to
+the new number of devices, rounded up: a device never has more rows at a time than before.
 """
 
 from __future__ import annotations

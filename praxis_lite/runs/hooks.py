@@ -83,7 +83,7 @@ class Run:
 
 
 class Hook:
-  """Is called while a run trains. A subclass defines the methods that it needs."""
+  """Code that is called while a run trains. A subclass defines the methods that it needs."""
 
   def on_start(self, run: Run) -> None:
     """Called once, before the first step of this process; `run.step` is the number of steps taken before."""
@@ -122,7 +122,7 @@ class StateToCopy(NamedTuple):
 
 
 class StateCopy(Protocol):
-  """A copy that an observer has kept of a `StateToCopy`, in another process that has ended."""
+  """A copy of the state that an observer kept in an earlier process of the run."""
 
   step: int
   input_state: InputState | None
@@ -214,7 +214,7 @@ class Observer:
     return {}
 
   def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
-    """Returns a function that makes the error with which the run ends once its state is saved; None if it goes well.
+    """Returns a function that makes the error that ends the run once its state is saved; None if all is well.
 
     `is_over` says that the run has taken its last step: some runs count as failed only then.
     """
