@@ -49,8 +49,8 @@ class Profiler(Hook):
   """Writes traces of steps below the run's directory; a context manager, because a run may end within a trace.
 
   Args:
-    steps: the first and the last step of a trace. With None, SIGUSR1 asks for one of the next steps; but not on Windows
-      and not outside the main thread, where signals cannot be caught.
+    steps: the first and the last step of a trace. With None, SIGUSR1 asks for a trace of the next steps; but not on
+      Windows and not outside the main thread, where signals cannot be caught.
 
   Raises:
     ConfigError: `steps` are not numbers of steps.

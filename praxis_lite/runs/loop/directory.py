@@ -86,7 +86,7 @@ class HeldDirectory:
     raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
 
   def why_lost(self) -> LostDirectoryError | None:
-    """Returns the error that says that the directory was moved or deleted; None if it was not, or if that is unknown."""
+    """Returns the error about a directory that was moved or deleted; None if it was not, or if that is unknown."""
     if self._handle is None:
       return None
     try:
