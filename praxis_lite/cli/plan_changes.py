@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 
-from praxis_lite.cli.command import experiment_arguments
+from praxis_lite.cli.command import configured_experiment, experiment_arguments
 from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError
 
@@ -39,20 +40,15 @@ class PlanJob(NamedTuple):
   report: Callable[[str], None]
 
   def elsewhere(self, overrides: Sequence[str] = ()) -> Callable[[], None] | None:
-    """Returns a function that compiles the experiment with more overrides in a child process."""
+    """Returns a function that compiles the experiment with more overrides in a child process.
+
+    Returns None for simulated devices, which compile in this process.
+    """
+    from praxis_lite.instruments.plan.child import compile_in_child
+
     arguments = experiment_arguments(self.values, [*self.values.set, *self.fitted, *overrides])
-    return compiled_elsewhere(arguments, self.topology, self.cache)
-
-
-def compiled_elsewhere(arguments: Sequence[str], topology: Topology, cache: Path) -> Callable[[], None] | None:
-  """Returns a function that compiles an experiment in another process; None for simulated devices.
-
-  Simulated devices compile in this process. `arguments` are the flags that name the experiment.
-  """
-  from praxis_lite.instruments.plan.child import compile_in_child
-
-  command = [sys.executable, '-m', 'praxis_lite', 'plan', *arguments, f'--topology={topology.name}']
-  return None if topology.target.kind == 'cpu' else lambda: compile_in_child(command, cache)
+    command = [sys.executable, '-m', 'praxis_lite', 'plan', *arguments, f'--topology={self.topology.name}']
+    return None if self.topology.target.kind == 'cpu' else lambda: compile_in_child(command, self.cache)
 
 
 def add_change_flags(values: CommandFlags) -> None:
@@ -128,34 +124,21 @@ def _other_plan(job: PlanJob) -> Plan:
   from praxis_lite.common.config.overrides import apply_overrides
   from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology, plan
   from praxis_lite.instruments.plan.fitting import made_to_fit
-  from praxis_lite.training import registry
-  from praxis_lite.training.experiment import configure
 
   named = {part.partition('=')[0]: part.partition('=')[2] for part in job.values.compare if _names(part)}
   overrides = [part for part in job.values.compare if not _names(part)]
+  values = copy.deepcopy(job.values)
+  values['set'].value = overrides if 'exp' in named else [*values.set, *overrides]
+  values['exp'].value = named.get('exp', values.exp)
   topology = job.topology
   if 'topology' in named:
     topology = apply_calibration(parse_topology(named['topology']), calibration_file())
-  if 'exp' in named:
-    config = configure(registry.get(named['exp']))
-    arguments = [f'--exp={named["exp"]}']
-  else:
-    from praxis_lite.cli.command import configured_experiment
-
-    overrides = [*job.values.set, *overrides]
-    config = configured_experiment(job.values, [])
-    arguments = experiment_arguments(job.values, [])
-  apply_overrides(config.roots(), overrides)
-  fitted = [] if any('mesh_shape' in part for part in overrides) else made_to_fit(config.task, topology)[0]
+  config = configured_experiment(values)
+  fitted = [] if any('mesh_shape' in part for part in values.set) else made_to_fit(config.task, topology)[0]
   apply_overrides(config.roots(), fitted)
+  other = job._replace(values=values, config=config, topology=topology, fitted=fitted)
   return plan(
-    *(config, None, topology),
-    compile=job.values.compile,
-    cache=job.cache,
-    elsewhere=compiled_elsewhere(
-      [*arguments, *(f'--set={part}' for part in [*overrides, *fitted])], topology, job.cache
-    ),
-    report=job.report,
+    config, None, topology, compile=values.compile, cache=job.cache, elsewhere=other.elsewhere(), report=job.report
   )
 
 
