@@ -68,7 +68,7 @@ class _Progress(NamedTuple):
 
   @property
   def continues(self) -> jax.Array:
-    """Whether any row has not ended."""
+    """Whether any row still continues."""
     return ~jnp.all(self.done_B)
 
 
