@@ -151,46 +151,37 @@ def _places_of_lengths(data: bytes) -> Iterator[int]:
 
 def _stream_ends(file: str, compression: str) -> bool:
   """Whether a compressed file ends exactly where its stream ends, and the stream exactly after a record."""
-  header, left, is_over = b'', 0, False  # The bytes read of a record's 12-byte header; bytes left after it.
-  for data in _decompress(file, compression):
-    if data is None:
-      is_over = True
-      break
-    at = 0
-    while at < len(data):
-      if left:
-        step = min(left, len(data) - at)
-        left, at = left - step, at + step
-        continue
-      step = min(12 - len(header), len(data) - at)
-      header, at = header + data[at : at + step], at + step
-      if len(header) == 12:
-        end = _end_of_record(header, 0)
-        if end is None:
-          return False
-        header, left = b'', end - 12
-  return is_over and not header and not left
+  header, left = b'', 0  # The bytes read of a record's 12-byte header; the bytes left after it.
+  try:
+    for block in _decompress(file, compression):
+      rest = memoryview(block)
+      while rest:
+        if left:
+          left, rest = max(left - len(rest), 0), rest[left:]
+          continue
+        header, rest = header + rest[: 12 - len(header)], rest[12 - len(header) :]
+        if len(header) == 12:
+          end = _end_of_record(header, 0)
+          if end is None:
+            return False
+          header, left = b'', end - 12
+  except (zlib.error, EOFError):
+    return False
+  return not header and not left
 
 
-def _decompress(file: str, compression: str) -> Iterator[bytes | None]:
-  """Yields the decompressed content of a file in parts, and None at its end if the file is complete."""
+def _decompress(file: str, compression: str) -> Iterator[bytes]:
+  """Yields the decompressed content of a file in blocks; raises zlib.error or EOFError if it is not complete."""
   wbits = zlib.MAX_WBITS | (16 if compression == 'GZIP' else 0)
   with open(file, 'rb') as opened:
-    stream, data, has_begun = zlib.decompressobj(wbits), b'', False
-    try:
-      while data or (data := opened.read(_BLOCK)):
-        has_begun = True
-        yield stream.decompress(data, _BLOCK)
-        data = stream.unconsumed_tail
-        if stream.eof:  # Another stream may follow.
-          data, has_begun = stream.unused_data, False
-          stream = zlib.decompressobj(wbits)
-      if has_begun:
-        yield stream.flush()
-    except zlib.error:
-      return
-    if not has_begun or stream.eof:
-      yield None
+    stream = zlib.decompressobj(wbits)
+    while data := stream.unconsumed_tail or stream.unused_data or opened.read(_BLOCK):
+      if stream.eof:  # Another stream follows.
+        stream = zlib.decompressobj(wbits)
+      yield stream.decompress(data, _BLOCK)
+    yield stream.flush()
+    if not stream.eof and opened.tell():
+      raise EOFError
 
 
 def _end_of_record(header: bytes, at: int) -> int | None:
