@@ -13,7 +13,7 @@ import numpy as np
 from praxis_lite.checkpoints.stored import checkpoints_at
 from praxis_lite.checkpoints.streamed import stored_arrays, whole_box
 
-# Metrics of the time that things took, and of the machine.
+# Metrics of durations and of the machine, which differ in every run.
 _OF_THE_MACHINE = ('speed/', 'goodput/', 'memory/', 'time/', 'input/')
 
 Line = tuple[int, str, str]  # step, split, the metrics as JSON
@@ -25,9 +25,9 @@ class Results(NamedTuple):
 
   Attributes:
     step: of its newest checkpoint.
-    arrays: the bytes of each array there, by name.
-    lines: of metrics.jsonl, in order.
-    curves: of its event files, as TensorBoard shows them.
+    arrays: the bytes of each array of that checkpoint, by name.
+    lines: the lines of metrics.jsonl, in order.
+    curves: the curves of its event files, as TensorBoard shows them.
   """
 
   step: int
@@ -45,12 +45,12 @@ def results_of(directory: Path) -> Results:
 
 
 def differences(ours: Results, expected: Results, *, lost_before: int | None = None) -> list[str]:
-  """Returns how a run differs from the undisturbed one, a line each.
+  """Returns the differences of a run from the undisturbed one, one line for each.
 
   Args:
-    ours: of the run.
-    expected: of the undisturbed one.
-    lost_before: metrics up to this step may be missing, since a fault has damaged their files.
+    ours: results of the run.
+    expected: results of the undisturbed run.
+    lost_before: metrics up to this step may be missing, because a fault has damaged their files.
   """
   found = [] if ours.step == expected.step else [f'it ended at step {ours.step}']
   found += [f'{n} differs' for n in expected.arrays | ours.arrays if ours.arrays.get(n) != expected.arrays.get(n)]
@@ -85,7 +85,7 @@ def _lines(path: Path) -> list[Line]:
 
 
 def curves_of(folder: Path) -> Curves:
-  """Reads event files as TensorBoard does: in the order of their names; a start drops what is there from its step."""
+  """Reads event files as TensorBoard does: in the order of their names; a restart at a step removes later points."""
   from tensorboardX.proto import event_pb2
 
   curves: Curves = {}
@@ -94,7 +94,7 @@ def curves_of(folder: Path) -> Curves:
       for record in _event_records(file):
         try:
           event = event_pb2.Event.FromString(record)
-        except Exception:  # A changed byte; records have checksums, which readers of damaged files use.
+        except Exception:  # A byte of the record was changed.
           continue
         if event.session_log.status == event_pb2.SessionLog.START:
           for name, points in curves.items():
@@ -108,7 +108,7 @@ def curves_of(folder: Path) -> Curves:
 
 
 def _event_records(file: Path) -> Iterator[bytes]:
-  """Yields the records of an event file up to the first that is damaged, where TensorBoard stops as well."""
+  """Yields the records of an event file up to the first damaged one, where TensorBoard stops too."""
   from tensorboardX.crc32c import crc32c
 
   data, at = file.read_bytes(), 0

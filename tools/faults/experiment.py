@@ -33,7 +33,7 @@ def examples(count: int = NUM_EXAMPLES) -> dict[str, np.ndarray]:
 
 
 class SlowInput(ArrayInput):
-  """Reads a batch in a time in which a fault can happen.
+  """Takes some time to read a batch, so that a fault can happen meanwhile.
 
   Attributes:
     seconds: for each batch.
@@ -48,7 +48,7 @@ class SlowInput(ArrayInput):
 
 
 class NoisyModel(BaseModel):
-  """y = tanh(x w) v with noise on x, so that random numbers have to come back too; 7 does not divide by 2."""
+  """y = tanh(x w) v with noise on x, so that a resumed run must restore random numbers. 7 dims do not divide by 2."""
 
   def setup(self) -> None:
     self.create_variable('w', WeightHParams((10, 7), tensor_split_dims_mapping=(None, 'data')))
@@ -94,7 +94,7 @@ class FaultsOnFour(Faults):
 
 @registry.register
 class FaultsStopping(Faults):
-  """The same, which ends at a step that its evaluations decide."""
+  """The same, but its evaluations decide when it ends."""
 
   def task(self) -> Config:
     task = super().task()
@@ -105,7 +105,7 @@ class FaultsStopping(Faults):
 
 @registry.register
 class FaultsInFiles(Faults):
-  """The same of records in a file."""
+  """The same with data in a file of records."""
 
   def datasets(self) -> list[Config]:
     features = {'x': Config(Feature, shape=(10,), dtype='float32'), 'y': Config(Feature, dtype='float32')}

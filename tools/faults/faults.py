@@ -173,7 +173,7 @@ def disk_full(lab: Lab) -> None:
     run = lab.start()
     run.wait_for(lambda: run.last_step >= step)
     _fill(lab.directory / 'filler', room)
-    if lab.rng.random() < 0.5:  # There is room again while it trains.
+    if lab.rng.random() < 0.5:  # Frees the disk while the run trains.
       run.wait_for(lambda: run.last_step >= min(step + 6, NUM_STEPS))
       (lab.directory / 'filler').unlink()
       lab.seen.where += ', for a while'
@@ -187,7 +187,7 @@ def disk_full(lab: Lab) -> None:
 
 
 def _fill(file: Path, room: int) -> None:
-  """Fills a file system but for some bytes."""
+  """Fills a file system except for `room` bytes."""
   with open(file, 'wb', buffering=0) as f:
     for size in (1 << 16, 1 << 12, 1 << 8):
       try:
@@ -199,7 +199,7 @@ def _fill(file: Path, room: int) -> None:
 
 
 def _disk_quota(lab: Lab) -> None:
-  """Where nothing can be mounted: no file may be longer than a limit, as on a disk that is full for long files."""
+  """Used where nothing can be mounted: limits the length of files, like a disk that has no room for long files."""
   limit = int(lab.rng.integers(300, 6000))
   lab.seen.where = f'no file above {limit} bytes'
   _ended_as_promised(lab.start(FAULTS_FILE_LIMIT=str(limit)))
@@ -207,7 +207,7 @@ def _disk_quota(lab: Lab) -> None:
 
 
 def _ended_as_promised(run: Training) -> None:
-  """A run whose disk fails goes on to its end, and says so: 0 if all could be written in the end, else 2."""
+  """Checks the end of a run whose disk failed: code 0 if everything was written in the end, else 2 and a message."""
   code = run.wait()
   told = 'error: ' in run.text or 'failed' in run.text or 'cannot be written' in run.text
   if code not in (0, 2) or (code == 2 and not told):
@@ -241,13 +241,13 @@ def permission_lost(lab: Lab) -> None:
     raise SurvivalError(f'it ended with {run.wait()}: {run.lines[-2:]}')
   with _read_only(path):
     _ended_as_promised(run)
-  # Metrics that could not be written until the end are lost, and the run has said so.
+  # Metrics that could not be written until the end are lost. Then the last line says so.
   is_told = 'metrics cannot be written' in run.lines[-1]
   lab.go_on(run if run.process.returncode == 0 else None, lost_before=NUM_STEPS if is_told else None)
 
 
 class _read_only:
-  """Takes the permission to write: from root too, where the file system has the attribute `immutable`."""
+  """Takes away the permission to write. Root loses it by the attribute `immutable`, if the file system has it."""
 
   def __init__(self, path: Path):
     self._path = path
@@ -392,7 +392,7 @@ def _flip(file: Path, rng: np.random.Generator) -> str:
   return f'bit {bit} of byte {at} flipped'
 
 
-# By how often each is drawn, in parts of the sum.
+# The weight with which each fault is drawn.
 FAULTS: dict[Callable[[Lab], None], int] = {
   killed: 12,
   terminated: 8,
@@ -420,5 +420,5 @@ FAULTS: dict[Callable[[Lab], None], int] = {
 
 
 def interrupted_steps(rng: np.random.Generator, count: int) -> Iterator[int]:
-  """Steps at which the runs of `Baseline.interrupted` are killed."""
+  """Yields the steps at which the runs of `Baseline.interrupted` are killed."""
   yield from (int(rng.integers(2 * SAVE_INTERVAL + 2, NUM_STEPS - 1)) for _ in range(count))

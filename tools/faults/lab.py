@@ -14,23 +14,23 @@ from tools.faults.comparison import Results, differences, results_of
 from tools.faults.experiment import NUM_STEPS, SAVE_INTERVAL
 from tools.faults.processes import EXPERIMENT, Training, environment
 
-# Of a run that saves every `SAVE_INTERVAL` steps, about how many imports, files made, and files read there are.
+# About how many imports, files written and files read there are in a run that saves every `SAVE_INTERVAL` steps.
 IMPORTS, FILES_MADE, FILES_READ = 2500, 220, 30
 
 
 class SurvivalError(Exception):
-  """A run did not do what it promises."""
+  """A run did not keep a promise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-  """Runs that nothing disturbs, and some that were killed in the middle.
+  """Undisturbed runs, and runs that were killed in the middle.
 
   Attributes:
-    results: of each experiment by name.
-    interrupted: directories of runs that SIGKILL has ended, with at least two checkpoints.
+    results: the results of each experiment, by name.
+    interrupted: directories of killed runs with at least two checkpoints.
     records: the file of records.
-    cache: compiled programs.
+    cache: a directory for compiled programs.
   """
 
   results: dict[str, Results]
@@ -45,10 +45,10 @@ class Seen:
 
   Attributes:
     where: the moment, and what else was drawn.
-    lost: steps that were taken twice; None where that is not known.
-    bound: how many these may be.
-    copies: there were emergency copies.
-    too_late: the run had ended before.
+    lost: how many steps were taken twice; None if this is not known.
+    bound: the largest allowed value of `lost`.
+    copies: whether there were emergency copies.
+    too_late: whether the run had already ended.
   """
 
   where: str = ''
@@ -63,10 +63,10 @@ class Lab:
 
   Args:
     directory: of the run; it does not exist yet.
-    rng: of this fault alone.
+    rng: random numbers of this fault.
     baseline: what to compare with.
     experiment: class name in `experiment.py`.
-    copies: the runs make emergency copies, in a folder beside their directory.
+    copies: whether the runs make emergency copies, in a folder beside their directory.
   """
 
   def __init__(
@@ -88,7 +88,7 @@ class Lab:
     self.started: list[Training] = []
 
   def start(self, **env: str) -> Training:
-    """Starts a run, or goes on with it."""
+    """Starts or continues a run."""
     command = ['train', f'--exp={EXPERIMENT}:{self.experiment}', f'--job_log_dir={self.directory}', '--noverify']
     if self.experiment == 'FaultsInFiles':
       command += [f'--set=datasets[0].path={self.directory.parent / "data.array_record"}']
@@ -103,46 +103,46 @@ class Lab:
       ]
       command += ['--hang_timeout_s=30']
     devices = environment(self.baseline.cache, 2)
-    if self.hosts > 1:  # `launch --devices` says how many; all else is as in one process, so that bits are the same.
+    if self.hosts > 1:  # `launch --devices` sets the number. Other flags must be as in one process, for the same bits.
       devices['XLA_FLAGS'] = re.sub(r'--xla_force_host_platform_device_count=\d+', '', devices['XLA_FLAGS']).strip()
     self.started.append(Training(command, devices | env))
     return self.started[-1]
 
   def take(self, interrupted: int | None = None) -> Path:
-    """Makes the directory a copy of a run that was killed; returns that run."""
+    """Copies a killed run into the directory, and returns the original."""
     number = int(self.rng.integers(len(self.baseline.interrupted))) if interrupted is None else interrupted
     source = self.baseline.interrupted[number]
     shutil.copytree(source, self.directory, symlinks=True)
     return source
 
   def checkpoints(self) -> list[Path]:
-    """Folders of complete checkpoints, in order."""
+    """Returns the folders of complete checkpoints, in order."""
     folder = self.directory / 'checkpoints'
     return sorted((p for p in folder.glob('*') if p.name.isdecimal()), key=lambda p: int(p.name))
 
   def copies(self) -> list[Path]:
-    """Files of complete emergency copies, by step and process."""
+    """Returns the files of complete emergency copies, by step and process."""
     files = (p for p in self.folder_of_copies.rglob('*.*') if not p.name.endswith('incomplete'))
     return sorted(files, key=lambda p: tuple(map(int, p.name.split('.'))))
 
   def bound(self, damaged: int = 0) -> int:
-    """How many steps a run may lose that is ended now, and whose newest checkpoints or copies are damaged."""
+    """Returns how many steps a run may lose if it ends now, and its newest checkpoints or copies are damaged."""
     return SAVE_INTERVAL * (1 + damaged + (self.is_saving() and not self.seen.copies))
 
   def is_saving(self) -> bool:
-    """Whether a checkpoint is not complete."""
+    """Whether a checkpoint is being written."""
     return any('tmp' in p.name for p in (self.directory / 'checkpoints').glob('*'))
 
   def go_on(
     self, before: Training | None = None, *, damaged: int = 0, lost_before: int | None = None, clock: str = ''
   ) -> None:
-    """Goes on to the end, and compares.
+    """Continues the run to its end, and compares its results.
 
     Args:
       before: the run that the fault has ended.
       damaged: how many of the newest checkpoints the fault has damaged.
-      lost_before: as in `differences`.
-      clock: of the run that goes on, as `inside/sitecustomize.py` says.
+      lost_before: see `differences`.
+      clock: how to change the clock of the continued run; see `inside/sitecustomize.py`.
     """
     self.seen.bound = self.bound(damaged)
     run = self.start(FAULTS_CLOCK=clock)
@@ -157,7 +157,7 @@ class Lab:
     self.compare(lost_before)
 
   def compare(self, lost_before: int | None = None) -> None:
-    """Raises SurvivalError unless the run has come to what the undisturbed one has, and nothing was ugly."""
+    """Raises SurvivalError if results differ from those of the undisturbed run, or if a run printed a traceback."""
     for run in self.started:
       if 'Traceback (most recent' in run.text:
         raise SurvivalError(f'a traceback: {run.lines[-3:]}')
@@ -169,7 +169,7 @@ class Lab:
   # ---- moments
 
   def at_a_moment(self, number: int, kinds: tuple[str, ...] = ()) -> Training:
-    """Starts a run and lets a signal come at a random moment of a random kind; returns it then."""
+    """Starts a run that gets a signal at a random moment of a random kind, and returns it."""
     kind = str(self.rng.choice(kinds or ('start', 'compile', 'step', 'step', 'save', 'saving', 'restore')))
     if kind in ('start', 'save', 'restore'):
       most = {'start': IMPORTS, 'save': FILES_MADE, 'restore': FILES_READ}[kind]

@@ -34,7 +34,7 @@ _ODD_NAMES = (
 
 
 def _expect_refusal(lab: Lab, *words: str, code: int = 2) -> Training:
-  """Starts a run that has to be refused in one line with some words."""
+  """Starts a run that must be refused in one line that contains some words."""
   run = lab.start()
   if run.wait() != code:
     raise SurvivalError(f'it was not refused, and ended with {run.process.returncode}: {run.lines[-2:]}')
@@ -44,7 +44,7 @@ def _expect_refusal(lab: Lab, *words: str, code: int = 2) -> Training:
   return run
 
 
-# ---- checkpoints whose parts are whole
+# ---- checkpoints whose parts are intact
 
 
 def mixed_parts(lab: Lab) -> None:
@@ -72,7 +72,7 @@ def renamed_step(lab: Lab) -> None:
 
 
 def _restored_before(lab: Lab, step: int) -> None:
-  """The checkpoint before is used, and no other one."""
+  """Checks that the run continued from the checkpoint before the damaged one of `step`."""
   restored = lab.started[-1].restored_step or 0
   lab.seen.lost, lab.seen.bound = step - restored, SAVE_INTERVAL
   if not 0 < lab.seen.lost <= SAVE_INTERVAL:
@@ -103,7 +103,7 @@ def host_stopped_when_ended(lab: Lab) -> None:
     while time.monotonic() < end and any(process_state(pid) not in 'TZ' for pid in hosts):
       time.sleep(0.01)
     run.send(signal.SIGTERM)
-  code = run.wait(150)  # The watchdogs have 30 s, the launcher 40 s for both at once.
+  code = run.wait(150)  # The watchdogs have 30 s, and the launcher 40 s for both of them.
   lab.seen.too_late = code == 0
   told = 'killed' in run.text or 'saved in' in run.text or not run.last_step
   if code not in (0, 75, 128 + signal.SIGTERM, 128 + signal.SIGKILL) or not told:
@@ -185,7 +185,7 @@ def _move(lab: Lab) -> None:
     raise SurvivalError(f'it made its directory anew: {left[:5]}')
   if not is_deleted:
     elsewhere.rename(lab.directory)
-  shutil.rmtree(lab.folder_of_copies, ignore_errors=True)  # They may be newer than what was moved.
+  shutil.rmtree(lab.folder_of_copies, ignore_errors=True)  # They may be newer than the moved directory.
   lab.go_on()
 
 
@@ -234,7 +234,7 @@ def metrics_emptied(lab: Lab) -> None:
   lab.seen.where = how
   if metrics.exists():
     os.truncate(metrics, 0) if how == 'emptied' else metrics.unlink()
-  # The step at which it ends, and so all arrays, depend on evaluations from before.
+  # The last step, and so all arrays, depend on earlier evaluations.
   lab.go_on(lost_before=NUM_STEPS)
 
 

@@ -25,11 +25,11 @@ _RESTORED = re.compile(r'(?:host \d+: )?restored step (\d+) of ')
 
 
 class HangError(Exception):
-  """A process has not ended, or not come to where it was waited for, in the time that it has."""
+  """A process has not ended, or has not reached an awaited state, in time."""
 
 
 def environment(cache: Path, devices: int = 2) -> dict[str, str]:
-  """Environment of a training process with simulated devices, and compiled programs in `cache`."""
+  """Returns the environment of a training process with simulated devices, and compiled programs in `cache`."""
   flags = {
     'xla_force_host_platform_device_count': devices,
     'xla_backend_optimization_level': 0,
@@ -47,7 +47,7 @@ def environment(cache: Path, devices: int = 2) -> dict[str, str]:
   }
 
 
-# `python -m praxis_lite` in a process that has imported it, where what Python imports when it starts comes late.
+# `python -m praxis_lite` in a process that has already imported it. So `sitecustomize` has to be run by hand.
 _WARM = """
 import runpy, sys
 runpy.run_path({inside!r})
@@ -57,9 +57,9 @@ runpy.run_module('praxis_lite', run_name='__main__')
 
 
 class Training:
-  """A process of `praxis-lite train`, or of `launch`, and what it has printed.
+  """A process of `praxis-lite train` or `launch`, and what it has printed.
 
-  It is forked from one that has made the imports, but where a fault is to happen while it makes them.
+  It is forked from a process that has made the imports, unless the fault happens during imports.
   """
 
   def __init__(self, command: Sequence[str], env: Mapping[str, str]):
@@ -95,11 +95,11 @@ class Training:
 
   @property
   def restored_step(self) -> int | None:
-    """The step that it went on from; None if it began at the beginning, or not at all."""
+    """The step from which it continued; None if it started from the beginning, or not at all."""
     return next((int(m[1]) for line in list(self.lines) if (m := _RESTORED.match(line))), None)
 
   def wait_for(self, what: Callable[[], bool], seconds: float = 240.0) -> bool:
-    """Waits until something is so; returns False if the process has ended before."""
+    """Waits until `what` is true. Returns False if the process ends before."""
     end = time.monotonic() + seconds
     while not what():
       if self.process.poll() is not None:
@@ -119,7 +119,7 @@ class Training:
       self.process.send_signal(number)
 
   def wait(self, seconds: float = 300.0) -> int:
-    """Waits for its end and returns the exit code; negative is the signal that ended it."""
+    """Waits for the end of the process and returns its exit code; minus a signal's number if that ended it."""
     try:
       code = self.process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -136,7 +136,7 @@ class Training:
 
 
 def process_state(pid: int) -> str:
-  """Returns the letter that the system has for what a process is doing; '' if there is none."""
+  """Returns the system's letter for the state of a process; '' if there is no such process."""
   try:
     return Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2][:1]
   except OSError:
@@ -144,7 +144,7 @@ def process_state(pid: int) -> str:
 
 
 def children(pid: int) -> list[int]:
-  """Returns the processes that a process has started, the first one first."""
+  """Returns the processes that a process has started, in order."""
   try:
     return [int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
   except OSError:

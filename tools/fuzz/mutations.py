@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# Values that parsers trip over.
+# Values that often break parsers.
 _VALUES: tuple[Any, ...] = (
   *(None, True, False, 0, 1, -1, 2**31, -(2**63), 10**40, 0.5, 1e308, -0.0, float('nan'), float('inf')),
   *('', ' ', '0', '-1', 'nan', 'None', '\x00', '\ud800', 'ü', '../../x', '/etc/passwd', 'a' * 300, '{', '%s', '$(id)'),
@@ -50,7 +50,7 @@ _TOKENS = (
 
 
 def mutated_bytes(data: bytes, rng: np.random.Generator) -> bytes:
-  """Flips bits, cuts, repeats, inserts and removes."""
+  """Returns the bytes with flipped bits, and with parts removed, repeated or inserted."""
   out = bytearray(data)
   for _ in range(int(rng.integers(1, 5))):
     at = int(rng.integers(len(out) + 1))
@@ -75,7 +75,7 @@ def mutated_bytes(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def mutated_text(text: str, rng: np.random.Generator) -> str:
-  """Inserts tokens, removes, repeats and replaces parts."""
+  """Returns the text with tokens inserted, and with parts removed, repeated or replaced."""
   for _ in range(int(rng.integers(1, 5))):
     at = int(rng.integers(len(text) + 1))
     end = at + int(rng.integers(1, 9))
@@ -95,7 +95,7 @@ def mutated_text(text: str, rng: np.random.Generator) -> str:
 
 
 def mutated_json(value: Any, rng: np.random.Generator) -> Any:
-  """Replaces, removes, renames and repeats entries of nested lists and dicts."""
+  """Returns nested lists and dicts with entries replaced, removed, renamed or repeated."""
   value = copy.deepcopy(value)
   for _ in range(int(rng.integers(1, 4))):
     places = list(_places(value))
@@ -125,7 +125,7 @@ def mutated_json(value: Any, rng: np.random.Generator) -> Any:
 
 
 def mutated_json_text(value: Any, rng: np.random.Generator) -> bytes:
-  """JSON whose values are changed, or whose text is, or that is nested deeply."""
+  """Returns JSON with changed values or changed text, or very deeply nested JSON."""
   kind = rng.random()
   if kind < 0.02:
     depth = int(rng.choice([900, 5000, 200_000]))

@@ -53,7 +53,7 @@ Draw = Callable[[np.random.Generator], Any]
 
 
 class Parser(NamedTuple):
-  """Draws bad input, and reads it: in a folder of its own, which it may write files of input to."""
+  """Draws bad input, and reads it. Each input has its own folder, in which a parser may need files."""
 
   draw: Draw
   read: Callable[[Any, Path], object]
@@ -152,7 +152,7 @@ def _complete(data: bytes, folder: Path) -> None:
 def _draw_about(rng: np.random.Generator) -> bytes:
   if rng.random() < 0.5:
     return mutated_json_text(add_checksum(_ABOUT), rng)
-  changed = mutated_json(_ABOUT, rng)  # With a checksum that is right.
+  changed = mutated_json(_ABOUT, rng)  # With a correct checksum.
   return json.dumps(add_checksum(changed) if isinstance(changed, dict) else changed).encode()
 
 
@@ -312,7 +312,7 @@ def _safetensors(data: bytes, folder: Path) -> None:
   file = folder / 'model.safetensors'
   file.write_bytes(data)
   for tensor in read_header(str(file)).values():
-    with contextlib.suppress(UserError):  # Of a dtype that is not known.
+    with contextlib.suppress(UserError):  # With an unknown dtype.
       tensor.read(tuple(slice(0, 1) for _ in tensor.shape))
 
 
@@ -403,7 +403,7 @@ def _file_of_copy(folder: Path) -> Path:
 
 @functools.cache
 def _copy() -> tuple[dict[str, Any], bytes]:
-  """The header of an emergency copy, without its checksum, and the bytes after it."""
+  """Returns the header of an emergency copy, without its checksum, and the bytes after it."""
   with tempfile.TemporaryDirectory() as name:
     copies, _ = _copies(Path(name))
     copies.write(3, jax.device_put(_state(), _one_device_sharding()), _input().get_state(), 0)
@@ -416,7 +416,7 @@ def _draw_copy(rng: np.random.Generator) -> bytes:
   header, data = _copy()
   if rng.random() < 0.2:
     return mutated_bytes(json.dumps(add_checksum(header)).encode() + b'\n' + data, rng)
-  changed = mutated_json(header, rng)  # With a checksum that is right.
+  changed = mutated_json(header, rng)  # With a correct checksum.
   return json.dumps(add_checksum(changed) if isinstance(changed, dict) else changed).encode() + b'\n' + data
 
 

@@ -11,20 +11,20 @@ from praxis_lite.sharding.guards.arrays import join_axes
 from praxis_lite.sharding.guards.products import is_nearly_local
 from praxis_lite.sharding.propagation import ArraySplit, Axis
 
-# The name of each dimension of each array: the operands, then the results. Where the operation is local to each device,
-# dimensions with the same name are split alike; one without a name is whole.
+# The name of each dimension of each array: of the operands, then of the results. If an operation is local to each
+# device, dimensions with the same name are split alike, and dimensions without a name are not split.
 Dims = tuple[tuple[str | None, ...], ...]
 # How each array of an operation is split.
 Splits = tuple[ArraySplit, ...]
 
 
 def axes_of_mesh(shape: Sequence[int]) -> tuple[Axis, ...]:
-  """The axes 'a', 'b', ... of a mesh; one of 4 or 6, say, as its parts of 2 and 2, or 2 and 3."""
+  """Returns the axes 'a', 'b', ... of a mesh. A composite axis is returned in two parts: 4 as 2 and 2, 6 as 2 and 3."""
   return ways_to_part(shape)[0]
 
 
 def ways_to_part(shape: Sequence[int]) -> list[tuple[Axis, ...]]:
-  """Every way to take apart each axis of a mesh that is no prime number; one of 6, say, as 2 and 3 or as 3 and 2."""
+  """Returns every way to take apart the composite axes of a mesh: 6, for example, as 2 and 3 or as 3 and 2."""
   ways: list[list[tuple[Axis, ...]]] = []
   for name, size in zip('abcdef', shape):
     divisors = [d for d in range(2, size) if size % d == 0]
@@ -33,7 +33,7 @@ def ways_to_part(shape: Sequence[int]) -> list[tuple[Axis, ...]]:
 
 
 def arrangements(axes: Sequence[Axis], places: int) -> list[ArraySplit]:
-  """Every way to put some of the axes, in every order, into a number of dimensions."""
+  """Returns every way to place some of the axes, in every order, on a number of dimensions."""
   if not places:
     return [()]
   found: dict[ArraySplit, None] = {}
@@ -45,7 +45,7 @@ def arrangements(axes: Sequence[Axis], places: int) -> list[ArraySplit]:
 
 
 def local(axes: Sequence[Axis], dims: Dims) -> list[Splits]:
-  """The splits with which an operation is local to each device, but for sums: those of one name are alike."""
+  """Returns the splits for which an operation is local to each device, except for sums: equal names are split alike."""
   names = list(dict.fromkeys(name for array in dims for name in array if name is not None))
   found = []
   for split in arrangements(axes, len(names)):
@@ -55,7 +55,7 @@ def local(axes: Sequence[Axis], dims: Dims) -> list[Splits]:
 
 
 def nearly_local(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
-  """Local splits with one array that is split further over other axes; at most so many, drawn at random."""
+  """Returns at most `most` random local splits in which one array is split further over other axes."""
   rng, every, found = random.Random(0), local(axes, dims), dict[Splits, None]()
   for _ in range(most):
     splits, i = rng.choice(every), rng.randrange(len(dims))
@@ -71,12 +71,12 @@ def _overlap(axis: Axis, part: Axis) -> bool:
 
 
 def left_as_stated(shape: Sequence[int], dims: Dims) -> list[Splits]:
-  """All splits of a product on a mesh that the guards leave as they are: the class of `is_nearly_local`.
+  """Returns all splits of a product on a mesh that the guards do not change: the class of `is_nearly_local`.
 
-  These are all assignments of axes, and of two parts of an axis, to the dimensions of an operation with which it is
-  local, in all orders where several axes split one dimension; and then all assignments of the axes that are left to
-  one of its arrays. No case is left out for a symmetry: XLA numbers devices in the order of the mesh, so two axes of
-  the same size differ.
+  These are all assignments of axes, and of the two parts of an axis, to the dimensions of a local operation, in all
+  orders if several axes split one dimension. To each of them, the remaining axes are added in all ways in one of its
+  arrays. No case is left out because of a symmetry: XLA numbers devices in the order of the mesh, so two axes of the
+  same size differ.
   """
   mesh = [Axis(name, size) for name, size in zip('abcdef', shape)]
   found = dict[Splits, None]()
@@ -93,7 +93,7 @@ def left_as_stated(shape: Sequence[int], dims: Dims) -> list[Splits]:
 
 
 def any_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
-  """Every combination of splits of the arrays; if there are more than `most`, as many of them, drawn at random."""
+  """Returns all combinations of splits of the arrays; if there are more than `most`, that many random ones."""
   ways = [arrangements(axes, len(array)) for array in dims]
   if math.prod(map(len, ways)) <= most:
     return [*itertools.product(*ways)]
@@ -102,7 +102,7 @@ def any_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
 
 
 def format_splits(splits: Splits) -> str:
-  """Splits as a line, such as "(a)(b c) (b c)() (a)()"; parts of axes as "b/2" for the minor half of an axis of 4."""
+  """Returns splits as a line such as "(a:1x2)(b:1x3) (a:2x2)()"; 1x2 is the major half of an axis of 4, 2x2 the minor."""
   return ' '.join(''.join(f'({" ".join(map(_format_axis, axes))})' for axes in split) or '-' for split in splits)
 
 
@@ -111,7 +111,7 @@ def _format_axis(axis: Axis) -> str:
 
 
 def all_cases(axes: Sequence[Axis], dims: Dims, most: int) -> Iterator[Splits]:
-  """All local splits (at most `most`), as many that are nearly so, and as many others; each once."""
+  """Yields up to `most` local splits, as many nearly local ones, and as many others, each once."""
   every = local(axes, dims)
   first = every if len(every) <= most else random.Random(0).sample(every, most)
   yield from dict.fromkeys([*first, *nearly_local(axes, dims, most), *any_splits(axes, dims, most)])

@@ -17,24 +17,24 @@ from praxis_lite.sharding.guards.arrays import make_constant
 from praxis_lite.sharding.propagation import Propagation, Site, inline_calls
 from tools.splits.assign import Dims, Splits
 
-# Instead of the name of an operation: a function of several, whose arguments and result are split as stated.
+# Takes the place of the name, for a function of several operations. Its arguments and result are split as stated.
 SEVERAL = 'stablehlo.optimization_barrier'
-# What stands in an operand where a dimension was padded to be split: XLA pads with 0 where it splits what was whole,
-# which hides that an operation reads it.
+# The padding of operands. XLA would pad with 0, which would hide that an operation reads padding. So operands are split
+# with this number subtracted, and it is added again afterwards.
 _PADDING = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A function that makes one operation of a kind, or several.
+  """A function that makes one operation of a kind, or several operations.
 
   Attributes:
-    name: what it is, such as 'bv,vc->bc b=4 v=8 c=12'.
-    op: the name of its operation, such as 'stablehlo.dot_general'; it makes one of these. Or `SEVERAL`.
+    name: such as 'bv,vc->bc b=4 v=8 c=12'.
+    op: the name of its operation, such as 'stablehlo.dot_general', of which it makes exactly one; or `SEVERAL`.
     fn: the function; it returns an array.
     args: its arguments, whose sums and products are exact.
     expected: the result.
-    dims: of the operation's operands, then of its results; of a function of several, of its arguments and result.
+    dims: names of the dimensions of the operands, then of the results; with `SEVERAL`, of arguments and result.
   """
 
   name: str
@@ -46,12 +46,12 @@ class Program:
 
 
 class Found(NamedTuple):
-  """What became of a case.
+  """The result of a case.
 
   Attributes:
     outcome: 'right', 'wrong', 'refused', 'failed' or 'aborted'.
     guarded: whether the guards changed how its arrays are split.
-    is_reached: whether the arrays are split as stated; Shardy splits the results of some products otherwise.
+    is_reached: whether the arrays are split as stated. Shardy splits the results of some products differently.
   """
 
   outcome: str
@@ -60,7 +60,7 @@ class Found(NamedTuple):
 
 
 def run(program: Program, mesh_shape: Sequence[int], cases: Sequence[Splits], guarded: bool = True) -> list[Found]:
-  """Runs a program once for each case, all in one, and compares each result on each device."""
+  """Runs all cases of a program as one program, and compares each result on each device."""
   names = 'abcdef'[: len(mesh_shape)]
   devices = jax.devices()[: int(np.prod(mesh_shape))]
   mesh = jax.make_mesh(tuple(mesh_shape), (*names,), devices=devices, axis_types=(AxisType.Auto,) * len(names))
@@ -94,11 +94,11 @@ def _number(where: str) -> int:
 
 
 def _state(lowered: jax.stages.Lowered, program: Program, cases: Sequence[Splits]) -> list[Splits]:
-  """States how the arrays of each operation are split, and returns how they are."""
+  """States how the arrays of each operation are split, and returns how they are then split."""
   module: Any = lowered.compiler_ir('stablehlo')
   with module.context:
     inline_calls(module.operation)
-    run_passes('builtin.module(symbol-dce)', module.operation)  # The functions that were called.
+    run_passes('builtin.module(symbol-dce)', module.operation)  # Removes the functions that were inlined.
     propagation = Propagation(module, {program.op})
     sites = propagation.sites = [site for site in propagation.sites if 'case_' in site.where]
     if program.op == SEVERAL:
@@ -113,7 +113,7 @@ def _state(lowered: jax.stages.Lowered, program: Program, cases: Sequence[Splits
 
 
 def _state_ends(first: Site, last: Site, splits: Splits) -> None:
-  """States how arguments are split before and after a barrier, and a result before one, after which it is whole."""
+  """States splits around two barriers: of the arguments at the first one, and of the result at the second."""
   for i, (result, split) in enumerate(zip([*first.op.results], splits)):
     with ir.InsertionPoint(first.op), first.op.location:
       first.op.operands[i] = first.insert_constraint(_add_number(first.op.operands[i], -_PADDING), split).result
@@ -130,7 +130,7 @@ def _state_ends(first: Site, last: Site, splits: Splits) -> None:
 
 
 def _state_one(site: Site, splits: Splits) -> None:
-  """Barriers keep what is stated of an operation apart from what is stated of it later, and its results whole after."""
+  """States the splits of one operation. Barriers separate them from later ones; results are replicated afterwards."""
   op = site.op
   with ir.InsertionPoint(op), op.location:
     before = [site.insert_constraint(_add_number(x, -_PADDING), split).result for x, split in zip(op.operands, splits)]
@@ -145,6 +145,6 @@ def _state_one(site: Site, splits: Splits) -> None:
 
 
 def _add_number(x: ir.Value, number: int) -> ir.Value:
-  """Adds a number to an array of real numbers."""
+  """Adds a number to an array of integers or floats."""
   is_real = isinstance(x.type.element_type, ir.FloatType | ir.IntegerType)
   return stablehlo.AddOp(x, make_constant(x.type, number)).result if is_real and x.type.rank else x

@@ -18,7 +18,7 @@ def sorts() -> Iterator[Program]:
 
 
 def transforms() -> Iterator[Program]:
-  """Of 2 and 4 entries, which are exact."""
+  """Yields Fourier transforms of 2 and 4 entries, which are exact."""
   for shape, lengths in (((6, 4), (4,)), ((3, 5, 4), (4,)), ((5, 2, 4), (2, 4))):
     x = np.random.default_rng(0).integers(-3, 4, shape).astype(np.complex64)
     names = tuple('tuv'[: len(shape) - len(lengths)]) + (None,) * len(lengths)

@@ -91,7 +91,7 @@ def _reorder(x: np.ndarray, before: str, after: str) -> np.ndarray:
 
 
 def _convolve(x: np.ndarray, w: np.ndarray, case: _Convolution) -> np.ndarray:
-  """The convolution in NumPy, group by group."""
+  """Computes the convolution in NumPy, group by group."""
   groups = case.feature_groups * case.batch_groups
   parts = np.split(x, groups, axis=3 if case.feature_groups > 1 else 0)
   x_w = zip(parts, np.split(w, groups, axis=3))
@@ -104,7 +104,7 @@ def _convolve(x: np.ndarray, w: np.ndarray, case: _Convolution) -> np.ndarray:
 
 
 def windows() -> Iterator[Program]:
-  """Maxima and sums over windows, of which some are padded, overlap or move along one dimension alone."""
+  """Yields maxima and sums over windows. Some windows are padded, overlap, or move along only one dimension."""
   for shape, size, stride, edges in (
     ((6, 8, 5), (1, 2, 1), (1, 2, 1), ((0, 0),) * 3),
     ((3, 7, 4), (1, 3, 2), (1, 1, 2), ((0, 0), (1, 1), (0, 0))),
@@ -132,7 +132,7 @@ def _maximum(size: Sizes, stride: Sizes, edges: Sequence[tuple[int, int]]) -> Ca
 
 
 def pads() -> Iterator[Program]:
-  """Edges, crops and padding between entries."""
+  """Yields pads with edges, crops, and padding between entries."""
   for shape, edges in (
     ((6, 4), ((1, 1, 0), (0, 0, 0))),
     ((5, 3), ((2, 0, 0), (0, 3, 0))),
@@ -162,7 +162,7 @@ def _padded(x: np.ndarray, dim: int, low: int, high: int, between: int) -> np.nd
 
 
 def window_gradients() -> Iterator[Program]:
-  """Gradients of maxima over windows, each of which is added to the first of the largest entries."""
+  """Yields gradients of maxima over windows. Each is added to the first of the largest entries."""
   for shape, size, stride in (
     ((6, 8, 5), (1, 2, 1), (1, 2, 1)),
     ((3, 7, 4), (1, 3, 1), (1, 1, 1)),

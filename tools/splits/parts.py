@@ -49,7 +49,7 @@ def reversals() -> Iterator[Program]:
     yield Program(f'{shape} {dims}', 'stablehlo.reverse', _reverse(dims), (x,), np.flip(x, dims), (names, names))
 
 
-# Of each function the shapes of its arguments.
+# Functions with the shapes of their arguments.
 _FUNCTIONS: tuple[tuple[str, Function, tuple[tuple[int, ...], ...]], ...] = (
   ('stack', lambda *x: jnp.stack(x), ((5, 3),) * 3),
   ('stack along the last dimension', lambda *x: jnp.stack(x, -1), ((7, 4),) * 2),
@@ -74,13 +74,13 @@ def functions() -> Iterator[Program]:
 
 
 def function_program(name: str, fn: Function, args: tuple[np.ndarray, ...]) -> Program:
-  """The program of a function of several operations, whose one-device result is expected."""
+  """Returns the program of a function of several operations. Its expected result is that of one device."""
   expected = np.asarray(jax.jit(fn)(*args))
   return Program(f'{name} {shapes_of(args)}', SEVERAL, fn, args, expected, tuple(map(names_of, (*args, expected))))
 
 
 def gradient_program(name: str, fn: Function, args: tuple[np.ndarray, ...], number: int) -> Program:
-  """The program of a function's gradient by one of its arguments, whose sums and products are exact."""
+  """Returns the program of a function's gradient with respect to one argument. Its sums and products are exact."""
   out = jax.eval_shape(fn, *args)
   weights = np.random.default_rng(1).integers(-3, 4, out.shape).astype(np.float32)
 
@@ -95,7 +95,7 @@ def shapes_of(args: Sequence[np.ndarray]) -> str:
 
 
 def names_of(x: np.ndarray) -> tuple[str, ...]:
-  """Names of dimensions, the same for arrays of as many dimensions."""
+  """Returns names of dimensions; arrays of equal rank get equal names."""
   return tuple(_NAMES[: x.ndim])
 
 

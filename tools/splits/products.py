@@ -14,7 +14,7 @@ _EQUATIONS = (
   *('bv,vc->bc', 'vb,cv->bc', 'gbv,gcv->gbc', 'btd,dnh->btnh'),
   *('btnh,nhd->btd', 'ghbv,ghv->ghb', 'v,vc->c', 'b,c->bc'),
 )
-# Which of the operands is larger decides, and whether dimensions divide.
+# It matters which operand is larger, and whether dimensions divide evenly.
 _SIZES: tuple[Mapping[str, int], ...] = (
   dict.fromkeys('bvcgtdnh', 12),
   {'b': 3, 'v': 5, 'c': 7, 'g': 5, 't': 2, 'd': 6, 'n': 3, 'h': 4},
@@ -24,7 +24,7 @@ _SIZES: tuple[Mapping[str, int], ...] = (
 
 def programs() -> Iterator[Program]:
   for equation, sizes in itertools.product(_EQUATIONS, _SIZES):
-    # Arrays with many dimensions are small, or what they are would take longer than how they are split.
+    # Arrays with many dimensions are small, because a program computes hundreds of cases.
     yield _product(equation, {name: min(size, 6) for name, size in sizes.items()} if len(equation) > 12 else sizes)
 
 

@@ -64,7 +64,7 @@ def largest() -> Iterator[Program]:
 
 
 def _programs(functions: tuple[tuple[str, Function, tuple[int, ...], bool], ...]) -> Iterator[Program]:
-  """Of each function its values, and its gradient if that is true of it."""
+  """Yields for each function the program of its values, and that of its gradient if the flag asks for it."""
   for name, fn, shape, has_gradient in functions:
     yield function_program(name, fn, (_distinct(shape),))
     if has_gradient:

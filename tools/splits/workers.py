@@ -15,7 +15,7 @@ from tools.splits.assign import Splits
 from tools.splits.batches import Found, run
 from tools.splits.kinds import KINDS
 
-# Programs that are quick to compile; and a simulated device may be late on a busy machine.
+# They make compiling fast. The timeout allows for a busy machine.
 _FLAGS = {
   'xla_backend_optimization_level': '0',
   'xla_cpu_use_fusion_emitters': 'false',
@@ -26,10 +26,10 @@ _PROCESSES = multiprocessing.get_context('spawn')
 
 
 class Worker:
-  """A process with the devices of a mesh.
+  """A process with simulated devices for a mesh.
 
   Args:
-    mesh_shape: of the mesh.
+    mesh_shape: the shape of the mesh.
   """
 
   def __init__(self, mesh_shape: Sequence[int]):
@@ -37,11 +37,11 @@ class Worker:
     self._connection: Connection | None = None
 
   def run(self, kind: str, number: int, cases: Sequence[Splits], guarded: bool = True) -> list[Found]:
-    """Runs the cases of a kind's program; where they do not run together, each half by itself."""
+    """Runs the cases of a kind's program together. If that fails, it runs each half separately."""
     found = self._ask(kind, number, cases, guarded)
     if isinstance(found, list):
       return found
-    if isinstance(found, Exception):  # Neither XLA's nor the guards'.
+    if isinstance(found, Exception):  # An error of this tool, not of XLA or the guards.
       raise found
     if len(cases) == 1:
       return [Found(found)]
@@ -94,7 +94,7 @@ def _serve(connection: Connection) -> None:
         print(str(error)[:200], file=sys.stderr)
       found = 'failed'
     except Exception as error:
-      found = RuntimeError(f'{type(error).__name__}: {error}')  # Some of MLIR cannot be sent.
+      found = RuntimeError(f'{type(error).__name__}: {error}')  # Some errors of MLIR cannot be sent to another process.
     connection.send(found)
     jax.clear_caches()
 

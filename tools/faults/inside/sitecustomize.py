@@ -44,11 +44,11 @@ def _set_clock(offset: float, after: float) -> None:
   time.time_ns = lambda: nanoseconds() + int(shift() * 1e9)
 
 
-# Taken out of the environment, so that processes that this one starts are left alone.
+# Removed from the environment, so that child processes are not disturbed.
 if _what := os.environ.pop('FAULTS_SIGNAL', ''):
   _kind, _number, _number_of_signal = _what.split(':')
   _signal_at(_kind, int(_number), int(_number_of_signal))
 if _what := os.environ.pop('FAULTS_FILE_LIMIT', ''):
-  resource.setrlimit(resource.RLIMIT_FSIZE, (int(_what), int(_what)))  # Python ignores the signal, SIGXFSZ.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (int(_what), int(_what)))  # Python ignores SIGXFSZ.
 if _what := os.environ.pop('FAULTS_CLOCK', ''):
   _set_clock(*map(float, _what.split(':')))
