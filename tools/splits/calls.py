@@ -1,4 +1,4 @@
-"""Sorts, Fourier transforms and calls of LAPACK: each of vectors or matrices that other dimensions only repeat."""
+"""Sorts, Fourier transforms and calls of LAPACK: other dimensions only repeat their vectors or matrices."""
 
 from __future__ import annotations
 
