@@ -14,11 +14,11 @@ def test_a_process_that_is_alone_has_no_service():
   assert processes.service_client() is None
 
 
-@pytest.mark.parametrize('missing', [None, *processes._OF_THE_SERVICE])
+@pytest.mark.parametrize('missing', [None, *processes._SERVICE_METHODS])
 def test_the_service_offers_what_is_used(monkeypatch, missing):
   from jax._src import distributed
 
-  client = types.SimpleNamespace(**{name: print for name in processes._OF_THE_SERVICE if name != missing})
+  client = types.SimpleNamespace(**{name: print for name in processes._SERVICE_METHODS if name != missing})
   monkeypatch.setattr(distributed.global_state, 'client', client)
   if missing is None:
     assert processes.service_client() is client
@@ -30,7 +30,7 @@ def test_the_service_offers_what_is_used(monkeypatch, missing):
 def test_the_client_of_this_jaxlib_offers_it():
   from jax._src.lib import _jax
 
-  assert not {*processes._OF_THE_SERVICE} - {*dir(_jax.DistributedRuntimeClient)}
+  assert not {*processes._SERVICE_METHODS} - {*dir(_jax.DistributedRuntimeClient)}
 
 
 def test_a_service_that_has_moved(monkeypatch):
