@@ -201,15 +201,17 @@ class MoePjitPartitioner(PjitPartitioner):
     if getattr(axes, 'opt_states', None) is not None:
       state_filter = self._filter_of(getattr(train_state, 'opt_states', None))
       return dataclasses.replace(axes, opt_states=prepend_expert(axes.opt_states, state_filter))
-    named: Any = getattr(axes, '_optimizer', None)  # T5X's train state.
-    if named is None:
-      return axes
-    inferred = self._state_filter == 'infer'
-    state_filter = infer_state_filter_of(_optimizer_of(train_state)) if inferred else self._state_filter
-    slots = prepend_expert(named.state.param_states, state_filter, PartitionSpec)
-    state = dataclasses.replace(named.state, param_states=slots)
-    changed: Any = {'_optimizer': dataclasses.replace(named, state=state)}
-    return dataclasses.replace(axes, **changed)
+    return axes if getattr(axes, '_optimizer', None) is None else self._t5x_axes(axes, train_state)
+
+  def _t5x_axes(self, axes: Any, train_state: Any) -> Any:
+    """Returns the axes of a T5X train state, with the expert axis of its optimizer's state."""
+    state_filter = self._state_filter
+    if state_filter == 'infer':
+      state_filter = infer_state_filter_of(train_state._optimizer.optimizer_def)
+    state = axes._optimizer.state
+    slots = prepend_expert(state.param_states, state_filter, PartitionSpec)
+    optimizer = dataclasses.replace(axes._optimizer, state=dataclasses.replace(state, param_states=slots))
+    return dataclasses.replace(axes, _optimizer=optimizer)
 
   def _override_specs(self, resources: object) -> object:
     if self._num_expert_partitions is not None:
@@ -223,11 +225,6 @@ class MoePjitPartitioner(PjitPartitioner):
 
   def _filter_of(self, opt_states: object) -> StateFilter | None:
     return infer_state_filter(opt_states) if self._state_filter == 'infer' else self._state_filter
-
-
-def _optimizer_of(train_state: Any) -> Any:
-  """Returns the definition of the optimizer of a T5X train state."""
-  return train_state._optimizer.optimizer_def
 
 
 def _to_predicate(state_filter: StateFilter | None) -> Callable[[str], bool]:

@@ -146,14 +146,10 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
     in_slice, of_slice = number('TPU_WORKER_ID'), _number('MEGASCALE_SLICE_ID', environ) or 0
     count = len(workers.split(','))
     return Job('Cloud TPU', count * slices, of_slice * count + in_slice, method='gketpu')
-  if _is_cloud_tpu_machine():
+  # JAX reads the names of the other machines from the metadata of this one.
+  if is_cloud_tpu_machine() and 'TPU_SKIP_MDS_QUERY' not in os.environ:
     return Job('Cloud TPU', None, None, method='gcetpu')
   return None
-
-
-def _is_cloud_tpu_machine() -> bool:
-  """Whether this is a machine with TPUs, whose metadata name the other machines."""
-  return is_cloud_tpu_machine() and 'TPU_SKIP_MDS_QUERY' not in os.environ
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int | None:

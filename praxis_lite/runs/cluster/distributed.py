@@ -46,7 +46,8 @@ def initialize_distributed(
     raise ConfigError('cannot join the other processes: JAX has already started; call initialize_distributed first')
   job, address = resolve_job(job, math.ceil(hang_timeout_s))
   assert job.process_id is not None
-  _print_job(job, address)
+  if job.process_id == 0:
+    print(f'{job.num_processes} processes, found by {job.found_by}; process 0 is at {address}', flush=True)
   names = meet(job, address, hang_timeout_s, f'{socket.gethostname()}, process {os.getpid()}')
   jax.distributed.initialize(
     address,
@@ -60,9 +61,3 @@ def initialize_distributed(
   )
   watch_hosts(names, job.process_id, hang_timeout_s)
   return job
-
-
-def _print_job(job: Job, address: str) -> None:
-  """Prints the first line of the log: how many processes there are, and how they were found."""
-  if job.process_id == 0:
-    print(f'{job.num_processes} processes, found by {job.found_by}; process 0 is at {address}', flush=True)
