@@ -102,7 +102,7 @@ def any_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
 
 
 def format_splits(splits: Splits) -> str:
-  """Returns a line such as "(a:1x2)(b:1x3) (a:2x2)()", in which 1x2 is the major half of an axis of 4, and 2x2 the minor."""
+  """Returns a line such as "(a:1x2)(b:1x3) (a:2x2)()". 1x2 is the major half of an axis of 4, and 2x2 the minor."""
   return ' '.join(''.join(f'({" ".join(map(_format_axis, axes))})' for axes in split) or '-' for split in splits)
 
 
