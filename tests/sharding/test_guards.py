@@ -461,6 +461,19 @@ def test_lookup_with_ids_that_are_split_twice():
 
 
 @GUARDED
+@pytest.mark.parametrize('sizes', [(2, 3, 2), (2, 4, 2), (3, 2, 2)], ids=str)
+@pytest.mark.parametrize('num_ids', [6, 48])
+def test_lookup_of_a_few_ids_over_three_axes(guarded, sizes, num_ids):
+  """A table over two axes, ids over a third: XLA adds up the rows of other devices where the second axis is longer."""
+  table, ids = integers(24, 12), np.arange(num_ids, dtype=np.int32) * 7 % 24
+  mesh = mesh_of('a', 'b', 'c', sizes=sizes)
+  program = constrained(mesh, lambda t, i: jnp.take(t, i, axis=0), [P('b', 'a'), P('c')], P('c', 'a'))
+  found, changes = run(program, (table, ids), guarded)
+  assert np.array_equal(found, table[ids]) == (guarded or num_ids == 48 or sizes[1] == 2)
+  assert any(change.op == 'gather' for change in changes) == (guarded and num_ids == 6)
+
+
+@GUARDED
 def test_diagonal(guarded):
   x = np.array([[[3], [5]]], np.float32)
   program = constrained(mesh_of('a', 'b', sizes=(2, 4)), jnp.diagonal, [P(None, 'a')], P('a', 'b'))

@@ -45,6 +45,25 @@ def test_reshapes_of_several_dimensions_that_do_not_divide():
   np.testing.assert_array_equal(program.compile()(x), x.reshape(3, 3, 6, 2))
 
 
+def test_reshapes_to_one_row():
+  """A row that is split over 2 devices, of entries that are split over 3: XLA ended the process."""
+  program = lowered((3, 7, 3), {'a': 2, 'b': 3}, P('b', 'a'), (1, 63), P('a', 'b'))
+  x = np.arange(63, dtype=np.float32).reshape(3, 7, 3)
+  assert 'reshape' in {change.op for change in guard(program)}
+  np.testing.assert_array_equal(program.compile()(x), x.reshape(1, 63))
+
+
+@pytest.mark.parametrize(
+  'reshape', [((25, 1, 1), 2, (5, 5)), ((10, 1, 1), 5, (2, 5)), ((5, 5), 2, (25, 1, 1))], ids=str
+)
+def test_reshapes_of_dimensions_of_one_entry(reshape):
+  before, size, after = reshape
+  program = lowered(before, {'a': size}, P('a'), after, P('a'))
+  x = np.arange(np.prod(before), dtype=np.float32).reshape(before)
+  assert 'reshape' in {change.op for change in guard(program)}
+  np.testing.assert_array_equal(program.compile()(x), x.reshape(after))
+
+
 def test_reshapes_of_one_dimension_that_does_not_divide_stay_as_they_are():
   """Such as of the dims of 6 heads over 4 devices: these are right, and need no communication that XLA does not."""
   program = lowered((4, 5, 24), {'a': 2, 'b': 4}, P('a', None, 'b'), (4, 5, 6, 4), P('a', None, 'b'))

@@ -26,7 +26,7 @@ _LOOKUPS: tuple[Any, ...] = (
       (1, dims),
       ((None, 'd'), ('n', None), ('n', 'd')),
     )
-    for rows, dims, ids in ((12, 12, 12), (5, 7, 3), (6, 4, 1), (1, 6, 2))
+    for rows, dims, ids in ((12, 12, 12), (5, 7, 3), (6, 4, 1), (1, 6, 2), (24, 6, 2), (24, 4, 6))
   ),
   *(
     (
@@ -37,7 +37,7 @@ _LOOKUPS: tuple[Any, ...] = (
       (1, dims),
       ((None, 'd'), ('b', 't', None), ('b', 't', 'd')),
     )
-    for rows, dims, batch, length in ((6, 6, 6, 4), (5, 3, 3, 5))
+    for rows, dims, batch, length in ((6, 6, 6, 4), (5, 3, 3, 5), (30, 4, 3, 2))
   ),
   (
     'entries by two ids',
@@ -56,7 +56,7 @@ _LOOKUPS: tuple[Any, ...] = (
       (1, 1, 4),
       (('b', None, 'd'), ('b', 'n', None), ('b', 'n', 'd')),
     )
-    for batch, rows, ids in ((6, 4, 6), (3, 5, 2))
+    for batch, rows, ids in ((6, 4, 6), (3, 5, 2), (4, 24, 3))
   ),
   *(
     (

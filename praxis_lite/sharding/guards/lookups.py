@@ -23,13 +23,27 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
   The dimension that is looked up, such as the rows of an embedding, may be split over axes that split neither ids nor
   rows. Otherwise it is gathered, as for `jnp.diagonal(x)`. Test: `test_diagonal`. A dimension that is read as a whole
   does not count as looked up, even if ids say where the read begins.
+
+  A few ids that are split, of rows that are split, in a table whose other dimensions are split as well: XLA adds up the
+  parts of other devices. On a mesh a 2 x b 3 x c 2: `jnp.take(table, ids, axis=0)` of 6 ids over 'c', the table [24, 12]
+  over ('b', 'a'). Each device then looks up all of these ids. Test: `test_lookup_of_a_few_ids_over_three_axes`.
   """
   op, (table, ids, rows) = lookup.site.op, lookup.compatible
   numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
   is_read_whole = [n == size for n, size in zip(integers(op, 'slice_sizes'), lookup.site.shapes[0])]
   looked_up = [dim for dim in numbers.start_index_map if not is_read_whole[dim]]
-  conflicting = [dim for dim in looked_up if axes_of([table[dim]]) & axes_of((*ids, *rows))]
-  return if_changed(lookup, (whole(table, conflicting), ids, rows))
+  table = whole(table, [dim for dim in looked_up if axes_of([table[dim]]) & axes_of((*ids, *rows))])
+  pairs = _pairs(lookup, numbers.offset_dims, numbers.index_vector_dim)
+  others = [split for dim, split in enumerate(table) if dim not in looked_up]
+  if axes_of(others) and axes_of(table[dim] for dim in looked_up) and _are_few(lookup, pairs, looked_up):
+    ids, rows = whole(ids, pairs.values()), whole(rows, pairs)
+  return if_changed(lookup, (table, ids, rows))
+
+
+def _are_few(lookup: Instance, pairs: Iterable[int], looked_up: Iterable[int]) -> bool:
+  """Whether XLA might look up rows by ids first: seen for up to half as many ids as there are rows."""
+  num_ids = math.prod(lookup.site.shapes[ROWS][dim] for dim in pairs)
+  return num_ids <= 2 * math.prod(lookup.site.shapes[0][dim] for dim in looked_up)
 
 
 def keeps_ids(lookup: Instance) -> bool:

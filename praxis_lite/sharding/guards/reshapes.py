@@ -12,10 +12,15 @@ RESHAPE = 'stablehlo.reshape'
 
 
 def guard_reshape(reshape: Instance) -> tuple[ArraySplit, ...] | None:
-  """Gathers uneven dimensions that a reshape merges or divides, if it changes several dimensions that are split.
+  """Gathers dimensions that a reshape merges or divides, if one of them is split unevenly.
 
-  XLA would abort the process. Example: on a mesh a 3 x b 4, `x.reshape(8, 4, 6, 2)` of x [32, 12] over ('a', 'b'), the
-  result over (None, None, 'b'). Test: `test_reshapes_of_several_dimensions_that_do_not_divide`.
+  XLA aborts the process in many of these cases. On a mesh a 3 x b 4: `x.reshape(8, 4, 6, 2)` of x [32, 12] over
+  ('a', 'b'), the result over (None, None, 'b'). On a mesh a 2 x b 3: `x.reshape(1, 63)` of x [3, 7, 3] over
+  ('b', 'a'), the result over ('a', 'b'). On a mesh a 2: `x.reshape(5, 5)` of x [25, 1, 1], both over 'a'. If only the
+  first of the dimensions is sharded, such as for 6 heads over 4 devices, and no dimension of the array has one entry,
+  XLA is right, and the reshape stays as it is.
+  Tests: `test_reshapes_of_several_dimensions_that_do_not_divide`, `test_reshapes_to_one_row`,
+  `test_reshapes_of_dimensions_of_one_entry`.
   """
   before, after = reshape.splits
   shapes = reshape.site.shapes
@@ -23,10 +28,11 @@ def guard_reshape(reshape: Instance) -> tuple[ArraySplit, ...] | None:
     return None
   groups = [(i, j) for i, j in factor_groups(*shapes) if _long(shapes[0], i) != _long(shapes[1], j)]
   split = [(i, j) for i, j in groups if any(before[dim] for dim in i) or any(after[dim] for dim in j)]
-  if len(split) < 2:
-    return None
+  is_known = len(split) == 1 and 1 not in (*shapes[0], *shapes[1])
   for i, j in split:
-    if _is_uneven(shapes[0], before, i) or _is_uneven(shapes[1], after, j):
+    is_first = not any(before[dim] for dim in i[1:]) and not any(after[dim] for dim in j[1:])
+    is_uneven = _is_uneven(shapes[0], before, i) or _is_uneven(shapes[1], after, j)
+    if is_uneven and not (is_known and is_first):
       before, after = whole(before, i), whole(after, j)
   return before, after
 

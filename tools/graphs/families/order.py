@@ -1,14 +1,21 @@
-"""Sorts, and other operations that compare entries."""
+"""Sorts, and other operations that compare entries.
+
+The sign of a zero may differ between devices, and sorts and top_k place -0 before 0: zeros are made positive first.
+"""
 
 from __future__ import annotations
 
 import functools
 
-from tools.graphs.drawing import Graph, Operation
+from tools.graphs.drawing import Graph, Line, Operation
 from tools.graphs.families.register import Families, family
 
 FAMILIES: Families = {}
 _family = functools.partial(family, FAMILIES)
+
+
+def _unsigned(x: Line) -> str:
+  return f'jnp.where({x.name} == 0, 0, {x.name})'
 
 
 @_family(2)
@@ -16,9 +23,9 @@ def _sort(g: Graph) -> Operation:
   x = g.pick(1, 3)
   axis = g.axis(x)
   if g.is_exact:  # The sort is stable, so equal entries have a determined order and gradient.
-    text = f'jnp.sort({x.name}, axis={axis}, stable=True, descending={g.chance(0.3)})'
+    text = f'jnp.sort({_unsigned(x)}, axis={axis}, stable=True, descending={g.chance(0.3)})'
   else:
-    text = f'jnp.sort({x.name}, axis={axis})'
+    text = f'jnp.sort({_unsigned(x)}, axis={axis})'
   return Operation(text, g.bound(x))
 
 
@@ -33,14 +40,14 @@ def _sort_by_keys(g: Graph) -> Operation:
 @_family(1)
 def _sort_rows(g: Graph) -> Operation:
   x = g.pick(2, 3)
-  order = f'jnp.argsort({x.name}[(slice(None),) + (0,) * {len(x.shape) - 1}], stable=True)'
+  order = f'jnp.argsort({_unsigned(x)}[(slice(None),) + (0,) * {len(x.shape) - 1}], stable=True)'
   return Operation(f'{x.name}[{order}]', g.bound(x), size=2)
 
 
 @_family(1)
 def _top_k(g: Graph) -> Operation:
   x = g.pick(1, 3)
-  return Operation(f'lax.top_k({x.name}, {g.rng.integers(1, x.shape[-1] + 1)})[0]', g.bound(x))
+  return Operation(f'lax.top_k({_unsigned(x)}, {g.rng.integers(1, x.shape[-1] + 1)})[0]', g.bound(x))
 
 
 @_family(0.7)
@@ -48,7 +55,7 @@ def _ranks(g: Graph) -> Operation:
   x = g.pick(1, 3)
   axis = g.axis(x)
   form = g.one('jnp.argsort({x}, axis={a}, stable=True)', 'jnp.argmax({x}, axis={a})', 'jnp.argmin({x}, axis={a})')
-  text = form.format(x=x.name, a=axis)
+  text = form.format(x=_unsigned(x), a=axis)
   return Operation(f'{text}.astype({x.name}.dtype)', float(x.shape[axis]))
 
 
