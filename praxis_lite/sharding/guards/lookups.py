@@ -24,9 +24,9 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
   rows. Otherwise it is gathered, as for `jnp.diagonal(x)`. Test: `test_diagonal`. A dimension that is read as a whole
   does not count as looked up, even if ids say where the read begins.
 
-  A few ids that are split, of rows that are split, in a table whose other dimensions are split as well: XLA adds up the
-  parts of other devices. On a mesh a 2 x b 3 x c 2: `jnp.take(table, ids, axis=0)` of 6 ids over 'c', the table [24, 12]
-  over ('b', 'a'). Each device then looks up all of these ids. Test: `test_lookup_of_a_few_ids_over_three_axes`.
+  A few sharded ids, in a table whose rows and other dimensions are sharded too: XLA adds up the rows of other devices.
+  On a mesh a 2 x b 3 x c 2: `jnp.take(table, ids, axis=0)` of 6 ids over 'c', the table [24, 12] over ('b', 'a'). Each
+  device then looks up all of these ids. Test: `test_lookup_of_a_few_ids_over_three_axes`.
   """
   op, (table, ids, rows) = lookup.site.op, lookup.compatible
   numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
