@@ -888,7 +888,7 @@ def test_a_release_for_which_guards_were_not_shown(monkeypatch, capsys):
   assert not capsys.readouterr().out  # On one device nothing is split.
   compile_on(mesh_of('a'), 6)
   (line,) = capsys.readouterr().out.splitlines()
-  assert 'JAX 0.10 to 0.12, not for 0.13.1' in line and 'praxis-lite verify' in line
+  assert 'JAX 0.10 to 0.12, not with 0.13.1' in line and 'praxis-lite verify' in line
   compile_on(mesh_of('a'), 8)
   assert not capsys.readouterr().out
 
