@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from praxis_lite.common.errors import ShardingError, ShardingFault, UserError
 from praxis_lite.common.figures import format_bytes
@@ -200,12 +200,11 @@ def _shadowed_rules(jax_task: SingleTask) -> list[Problem]:
   ]
 
 
-def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a problem for each pattern of the strategy that decides no variable."""
+def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> Iterator[Problem]:
+  """Yields a problem for each pattern of the strategy that decides no variable."""
   placements = leaves_by_path(place_task_variables(jax_task, sizes))
   strategy = jax_task.strategy or ()
   by_strategy = {path: placement for path, placement in placements.items() if placement.pattern is not None}
-  problems = []
   for i in unused_patterns(by_strategy, strategy):
     pattern = strategy[i][0]
     if any(path_matches(pattern, path) for path in by_strategy):
@@ -215,8 +214,7 @@ def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Pro
       remedy = 'remove those, or the pattern'
     else:
       why, remedy = 'no variable has a path that it matches', 'correct it (it must match the whole path), or remove it'
-    problems.append(_warn('unused pattern', f'task.strategy[{i}]', f'{pattern!r} decides nothing: {why}', remedy))
-  return problems
+    yield _warn('unused pattern', f'task.strategy[{i}]', f'{pattern!r} decides nothing: {why}', remedy)
 
 
 def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Problem]:
@@ -238,9 +236,8 @@ def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Probl
 
 def _find_replicated(
   variables: Sequence[Explanation], slots: Sequence[Explanation], limits: WarningLimits
-) -> list[Problem]:
-  """Returns a problem for each large replicated weight, and each large replicated slot that belongs to no weight."""
-  problems = []
+) -> Iterator[Problem]:
+  """Yields a problem for each large replicated weight, and each large replicated slot that belongs to no weight."""
   for e in (*variables, *slots):
     if e.owner or e.num_devices == 1 or e.replication < e.num_devices or e.bytes < limits.replicated_bytes:
       continue
@@ -249,31 +246,27 @@ def _find_replicated(
       dim = max(range(len(e.shape)), key=lambda i: (e.shape[i], i))
       free = ' or '.join(repr(axis) for axis, size in e.mesh_sizes.items() if size > 1)
       remedy = f'split dimension {dim}, of size {e.shape[dim]}, over {free}'
-      problems.append(_warn('replicated weight', e.path, f'{message}: {e.why}', remedy))
+      yield _warn('replicated weight', e.path, f'{message}: {e.why}', remedy)
     else:
       remedy = 'store slots in trees like that of the parameters, so that each slot is split as its parameter'
-      problems.append(_warn('replicated slot', e.path, f'{message}, because it belongs to no variable', remedy))
-  return problems
+      yield _warn('replicated slot', e.path, f'{message}, because it belongs to no variable', remedy)
 
 
-def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Problem]:
-  """Returns a problem for each slot that has the shape of its weight and is split in another way."""
+def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> Iterator[Problem]:
+  """Yields a problem for each slot that has the shape of its weight and is split in another way."""
   shapes = {path_name(p): s.shape for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
   specs = {path_name(p): s for p, s in leaves_by_path(layout.specs.mdl_vars).items()}
-  problems = []
   for e in slots:
     if not e.owner or e.shape != shapes[e.owner]:
       continue
     if splitting_axes(e.spec, e.mesh_sizes) != splitting_axes(specs[e.owner], e.mesh_sizes):
       message = f'is split as {tuple(e.spec)!r}, and its variable {e.owner} as {tuple(specs[e.owner])!r}'
       remedy = 'give both the same spec: otherwise each step moves the one to the other'
-      problems.append(_warn('slot unlike its weight', e.path, message, remedy))
-  return problems
+      yield _warn('slot unlike its weight', e.path, message, remedy)
 
 
-def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> list[Problem]:
-  """Returns a problem for each array with too much padding."""
-  problems = []
+def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterator[Problem]:
+  """Yields a problem for each array with too much padding."""
   for e in explained:
     if e.wasted_fraction <= limits.wasted_fraction or e.wasted_bytes < limits.wasted_bytes:
       continue
@@ -283,8 +276,7 @@ def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> list[Pr
       f'and is split in {dim.parts}'
     )
     remedy = f'make it a multiple of {dim.parts}, such as {dim.padded}, or split it over fewer devices ({dim.source})'
-    problems.append(_warn('padding', e.path, message, remedy))
-  return problems
+    yield _warn('padding', e.path, message, remedy)
 
 
 def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> list[Problem]:

@@ -29,17 +29,22 @@ def summarize(config: ExperimentConfig) -> str:
   task: SingleTask = config.task.instantiate()
   sizes = task.mesh_sizes()
   report = report_of(task, state_layout(task, abstract_mesh(sizes)), None)
-  model = type(task.model).__name__
+  model, num_devices = type(task.model).__name__, math.prod(sizes.values())
+  training = _training_dataset(config.datasets)
+  examples = None if training is None else _number(training, 'batch_size')
+  tokens = None if training is None else _sequence_length(training)
   rows = [
     ('model', f'{task.name} ({model}): {format_counts(report.variables)}'),
     ('mesh', format_mesh(sizes)),
     ('on each device', _memory(report.variables, report.slots, task.train.offload_optimizer_state)),
-    ('batch', _batch(config.datasets, task.learner.num_microbatches)),
-    ('training', _training(config, task)),
+    ('batch', _batch(examples, tokens, task.learner.num_microbatches)),
+    ('training', _training(task, examples, tokens)),
   ]
-  rows += [('attention', line) for line in _attention(config.datasets, task)]
-  rows += [('pipeline', line) for line in _pipelines(config.datasets, task, math.prod(sizes.values()))]
-  flags = describe_flags(math.prod(sizes.values()), task.xla_flags, use_defaults=task.default_xla_flags)
+  if tokens is not None:
+    lines = describe_attention(task.model, tokens, bool(getattr(task.model, 'packed', False)))
+    rows += [('attention', line) for line in lines]
+  rows += [('pipeline', line) for line in describe_pipelines(task.model, _microbatch_rows(task, examples, num_devices))]
+  flags = describe_flags(num_devices, task.xla_flags, use_defaults=task.default_xla_flags)
   rows += [('XLA flags', line) for line in flags]
   width = max(len(name) for name, _ in rows)
   return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows if text)
@@ -52,43 +57,24 @@ def _memory(variables: Sequence[Explanation], slots: Sequence[Explanation], offl
   return f'{state}: {format_bytes(on_each[0])} of parameters, {format_bytes(on_each[1])} of slots and averages{where}'
 
 
-def _batch(datasets: Iterable[Config], microbatches: int) -> str:
-  training = _training_dataset(datasets)
-  if training is None:
-    return ''
-  examples = _number(training, 'batch_size')
+def _batch(examples: int | None, tokens: int | None, microbatches: int) -> str:
   if examples is None:
     return ''
-  tokens = _sequence_length(training)
   parts = f', in {microbatches} microbatches' if microbatches > 1 else ''
   if tokens is None:
     return f'{examples:,} examples{parts}'
   return f'{examples:,} examples x {tokens:,} tokens = {examples * tokens:,} tokens a step{parts}'
 
 
-def _attention(datasets: Iterable[Config], task: SingleTask) -> list[str]:
-  training = _training_dataset(datasets)
-  tokens = None if training is None else _sequence_length(training)
-  return [] if tokens is None else describe_attention(task.model, tokens, bool(getattr(task.model, 'packed', False)))
+def _microbatch_rows(task: SingleTask, examples: int | None, num_devices: int) -> int | None:
+  microbatches = task.learner.num_microbatches
+  return None if examples is None else padded_rows(examples, num_devices * microbatches) // microbatches
 
 
-def _pipelines(datasets: Iterable[Config], task: SingleTask, num_devices: int) -> list[str]:
-  training, microbatches = _training_dataset(datasets), task.learner.num_microbatches
-  examples = None if training is None else _number(training, 'batch_size')
-  rows = None if examples is None else padded_rows(examples, num_devices * microbatches) // microbatches
-  return describe_pipelines(task.model, rows)
-
-
-def _training(config: ExperimentConfig, task: SingleTask) -> str:
-  steps, training = task.train.num_train_steps, _training_dataset(config.datasets)
-  parts = [f'{steps:,} steps']
-  if training is not None:
-    examples, tokens = _number(training, 'batch_size'), _sequence_length(training)
-    if examples and tokens:
-      parts[0] += f' = {steps * examples * tokens:,} tokens'
-  learner = task.learner
-  parts.append(f'{dotted_name(target(learner.optimizer))}, learning rate {learner.learning_rate:g}')
-  return '; '.join(parts)
+def _training(task: SingleTask, examples: int | None, tokens: int | None) -> str:
+  steps, learner = task.train.num_train_steps, task.learner
+  length = f' = {steps * examples * tokens:,} tokens' if examples and tokens else ''
+  return f'{steps:,} steps{length}; {dotted_name(target(learner.optimizer))}, learning rate {learner.learning_rate:g}'
 
 
 def _training_dataset(datasets: Iterable[Config]) -> Config | None:

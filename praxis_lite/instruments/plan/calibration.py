@@ -34,7 +34,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.common.files import parse_json
+from praxis_lite.common.files import parse_json, replace_file
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.targets import TARGETS, Efficiency, Target
 from praxis_lite.instruments.plan.topology import Topology
@@ -234,10 +234,9 @@ def _efficiency(fields: dict[str, Any]) -> Efficiency:
 
 
 def _write(file: Path, found: dict[str, Efficiency]) -> None:
+  text = json.dumps({name: dataclasses.asdict(e) for name, e in found.items()}, indent=2) + '\n'
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f'.{os.getpid()}')
-    part.write_text(json.dumps({name: dataclasses.asdict(e) for name, e in found.items()}, indent=2) + '\n')
-    part.replace(file)
+    replace_file(file, text)
   except OSError as error:
     raise UserError(f'{file}: what was measured cannot be written: {error}') from error

@@ -234,9 +234,9 @@ def _make_plan(
   if target.kind == 'cpu':
     notes.append('times on cpu are of an imagined machine, and only orders of magnitude')
   elif target.efficiency.calibrated:
-    notes.append(f'times assume measured shares of the published figures: {target.efficiency.calibrated}')
+    notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
   else:
-    notes.append(f'times assume shares of the published figures of {target.name} that were not measured')
+    notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
   if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
     notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
   name, work = partitioned.jax_task.name, model_work(partitioned)
