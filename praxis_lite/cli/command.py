@@ -30,7 +30,7 @@ class Command(NamedTuple):
     flags: absl flags, each with an example in its help.
     run: takes the parsed flags and returns the exit code.
     bare: name of the flag that the first argument without a flag sets; '' if the command takes no such argument. If it
-      is `exp` and the argument is a directory, that sets `job_log_dir`.
+      is `exp`, a directory sets `job_log_dir` instead.
     bare_rest: name of the repeatable flag that further such arguments set.
     usage: the arguments, as the first line of the help shows them.
   """

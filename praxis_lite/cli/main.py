@@ -209,7 +209,11 @@ def _bare_flag(argument: str, command: Command) -> str:
   """Returns the name of the flag that an argument without one sets, or ''. Experiment commands also take a run."""
   if command.bare != 'exp':
     return command.bare
-  return 'job_log_dir' if os.path.isdir(argument) else '' if '=' in argument else 'exp'
+  if os.path.isdir(argument):
+    return 'job_log_dir'
+  if '=' in argument:  # An override without --set.
+    return ''
+  return 'job_log_dir' if '/' in argument and '.py' not in argument else 'exp'
 
 
 def _meant_by(argument: str, command: Command) -> str:

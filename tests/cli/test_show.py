@@ -35,6 +35,38 @@ def test_the_summary_comes_first(capsys):
   ]
 
 
+def test_an_experiment_or_a_run_needs_no_flag(capsys, tmp_path):
+  by_flag = shown(capsys, TINY, '--set=task.name=other')
+  assert 'other' in by_flag
+  assert shown(capsys, 'lm.SyntheticLmTiny', '--set=task.name=other') == by_flag
+  write_record(tmp_path, configure(registry.get('lm.SyntheticLmTiny')))
+  assert 'task.model.model_dims' in shown(capsys, str(tmp_path), '--nosummary')
+  assert main(['show', str(tmp_path / 'typo')]) == 2
+  assert f'{tmp_path}/typo records none' in capsys.readouterr().err
+  assert main(['show', 'lm.SyntheticLmTiny', 'task.name=other']) == 2
+  assert 'as in --set=task.name=other' in capsys.readouterr().err
+
+
+def test_the_table_of_one_device_has_no_columns_about_splits(capsys):
+  tables = [
+    shown(capsys, exp, '--nosummary', '--noconfig') for exp in ('--exp=lm.StdlibLmTiny', '--exp=lm.StdlibLmData')
+  ]
+  one, eight = (table.splitlines() for table in tables)
+  assert one[0].split() == ['variable', 'shape', 'dtype', 'bytes'] and max(map(len, one)) <= 80
+  assert eight[0].split() == [
+    'variable',
+    'shape',
+    'dtype',
+    'split',
+    'local',
+    'shape',
+    'padding',
+    'bytes',
+    'per',
+    'device',
+  ]
+
+
 def test_frozen_variables_are_counted_as_such(capsys):
   exclusion = "--set=task.train.learner.bprop_variable_exclusion=('network.*',)"
   out = shown(capsys, '--exp=digits.DigitsConvNet', exclusion)
