@@ -177,6 +177,12 @@ class Observer:
     `read_from` is the state of the training input from which the batch of this step was read.
     """
 
+  def on_metrics(self, step: int, metrics: DeviceMetrics) -> None:
+    """Called once the metrics of a step are computed, some steps later; not called if the step was not finite."""
+
+  def on_nonfinite(self, step: int, what: str) -> None:
+    """Called for the first of several steps in a row that were not finite; `what` says what was not finite."""
+
   def on_pause(self, run: Run, reason: PauseReason) -> None:
     """Called before the run does anything but take steps; raises an error if the steps so far must not be kept."""
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints import saved_steps
@@ -30,6 +31,7 @@ from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.lineage import forget_copies
+from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.training.steps import TrainStepOutput
 from praxis_lite.training.task import LossSpikeParams
 
@@ -161,9 +163,6 @@ class TroubleWatch(Observer):
     first_step: number of steps taken before this process.
     describe: returns the names of the examples of a batch, from the state of the input before it.
     losses: (step, loss) of the last steps before this process; None reads them from `losses.json`.
-
-  Attributes:
-    needs_losses: whether `add_loss` must be called after each step.
   """
 
   def __init__(
@@ -180,7 +179,6 @@ class TroubleWatch(Observer):
     self._on_spike, self._spike_steps = loss_spike.action, loss_spike.steps
     self._describe = describe
     self._spikes = LossSpikes(loss_spike) if loss_spike.factor is not None else None
-    self.needs_losses = self._spikes is not None
     self._batches: dict[int, InputState] = {}
     self._losses: deque[tuple[int, float]] = deque(maxlen=_KEPT)
     if self._spikes is not None:
@@ -204,13 +202,15 @@ class TroubleWatch(Observer):
     losses = tuple(self._losses) if self._spikes is not None else None
     return {'losses': losses, 'troubles': read_rollbacks(self._directory.path)}
 
-  def add_nonfinite(self, step: int, what: str) -> None:
+  def on_nonfinite(self, step: int, what: str) -> None:
     """Records a step that was not finite; raises GoBack if the run goes back."""
     self._record_or_go_back(step, step, what, self._on_nonfinite)
 
-  def add_loss(self, step: int, loss: float) -> None:
+  def on_metrics(self, step: int, metrics: DeviceMetrics) -> None:
     """Adds the loss of a step that was finite; raises GoBack or LossSpikeError after a jump."""
-    assert self._spikes is not None
+    if self._spikes is None:
+      return
+    loss = float(np.asarray(metrics['loss'][0]))
     self._losses.append((step, loss))
     what = self._spikes.add(step, loss)
     if what is not None:

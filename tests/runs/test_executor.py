@@ -342,7 +342,7 @@ def test_what_cannot_be_run_is_told_before_anything_is_compiled(tmp_path):
     run_train(config._replace(datasets=[config.datasets[0], *config.datasets]), tmp_path)
   with pytest.raises(ConfigError, match="2 inputs are called 'valid'"):
     run_train(config._replace(datasets=[*config.datasets, config.datasets[1]]), tmp_path)
-  both_named = r"datasets\[0\]\.name and datasets\[1\]\.name are both 'train', of training and evaluation data"
+  both_named = r"datasets\[0\]\.name and datasets\[1\]\.name, of training and evaluation data, are both 'train'"
   with pytest.raises(ConfigError, match=both_named):
     run_train(config._replace(datasets=[config.datasets[0], config.datasets[1].clone(name='train')]), tmp_path)
   with pytest.raises(ConfigError, match=r'task\.train\.save_interval_steps = 0'):

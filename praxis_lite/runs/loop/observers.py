@@ -79,8 +79,8 @@ def attach_observers(
   settings, on_nonfinite, first_step = job.settings, job.task.learner.on_nonfinite, start.step
   describe, losses = job.train_input.examples_at, start.progress.losses
   trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
-  task, batch, more = job.partitioned, job.batch_struct, observers.figures
-  log = TrainLog(task, batch, console, writer, startup, first_step=first_step, more=more, trouble=trouble)
+  task, batch = job.partitioned, job.batch_struct
+  log = TrainLog(task, batch, console, writer, startup, first_step=first_step, observers=observers)
   stop_all = stop.request_of_all if jax.process_count() > 1 else None
   with Profiler(options.profile_steps) as profiler:
     own: list[Hook] = [profiler, BadRecordLines(job.train_input)]
@@ -89,7 +89,7 @@ def attach_observers(
     if job.watched.stopping is not None:
       own.append(EarlyStopping(job.watched.stopping, settings.early_stopping))
     observers.all = [
-      trouble,  # Before the log, which asks it for the batch of a step that was not finite.
+      trouble,  # Before the log, which reports steps that were not finite: then this knows their batches.
       log,  # Before the timer: the log waits for an earlier step, and that time belongs to the step.
       observers.timer,
       saving,

@@ -7,22 +7,20 @@ so that the devices always have work. Reading them also bounds how far the host 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from praxis_lite.common.jax_internals import reading, unless_unknown
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.console import Console
-from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.runs.hooks import InputState, Observer, Observers, PauseReason, Run
 from praxis_lite.runs.nonfinite import Hints, SkippedSteps
 from praxis_lite.runs.programs import InputProgram, ProgramResult
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runs.throughput import StartupTimes, Throughput, peak_flops
-from praxis_lite.runs.trouble import TroubleWatch
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import TrainStepOutput
@@ -46,8 +44,7 @@ class TrainLog(Observer):
     console, writer: receive the logged steps.
     startup: reported with the first step of this process.
     first_step: steps taken before.
-    more: returns further figures for the summaries of a step.
-    trouble: gets steps that were not finite, and losses if it needs them.
+    observers: called when the metrics of a step have been computed; they know further figures for its summaries.
 
   Attributes:
     skipped: how many steps in a row were skipped, as far as their metrics were read.
@@ -62,8 +59,7 @@ class TrainLog(Observer):
     startup: StartupTimes,
     *,
     first_step: int,
-    more: Callable[[], Mapping[str, float]] = dict,
-    trouble: TroubleWatch | None = None,
+    observers: Observers | None = None,
   ):
     settings = partitioned.jax_task.train
     self._interval: int = settings.log_interval_steps
@@ -72,12 +68,10 @@ class TrainLog(Observer):
     self._writer = writer
     self._startup = startup
     self._first_step = first_step
-    self._more = more
-    self._trouble = trouble
+    self._observers = observers or Observers(Observer())
     raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
-    self.skipped = SkippedSteps(
-      first_step, settings.max_skipped_steps, raises, console.line, trouble.add_nonfinite if trouble else None
-    )
+    limit = settings.max_skipped_steps
+    self.skipped = SkippedSteps(first_step, limit, raises, console.line, self._report_nonfinite)
     self._in_flight: deque[_Step] = deque()
     self._throughput = Throughput(
       batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat
@@ -118,6 +112,10 @@ class TrainLog(Observer):
     """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
     self._read_all_but(0)
 
+  def _report_nonfinite(self, step: int, what: str) -> None:
+    for observer in self._observers:
+      observer.on_nonfinite(step, what)
+
   def _is_logged(self, step: int) -> bool:
     return step % self._interval == 0 or step in (1, self._last_step)
 
@@ -125,11 +123,11 @@ class TrainLog(Observer):
     while len(self._in_flight) > count:
       step, means, summaries = self._in_flight.popleft()
       was_skipped = self.skipped.add(step, means)
-      if self._trouble is not None and self._trouble.needs_losses and not was_skipped:
-        self._trouble.add_loss(step, float(np.asarray(means['loss'][0])))
+      for observer in () if was_skipped else self._observers:
+        observer.on_metrics(step, means)
       if self._is_logged(step) or step == self._first_step + 1:
         metrics, rates = mean_values(means), self._throughput.rates(step)
-        metrics = {**metrics, **(rates.to_metrics() if rates else {}), **self._more()}
+        metrics = {**metrics, **(rates.to_metrics() if rates else {}), **self._observers.figures()}
         if was_skipped:
           self._console.progress(step)
         else:
