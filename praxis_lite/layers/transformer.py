@@ -120,15 +120,18 @@ class TransformerBlock(Layer):
     feed_forward: Callable[..., jax.Array] = self.ff
     if self.ff.takes_paddings:
       feed_forward = functools.partial(feed_forward, paddings=self.mark_filler_rows(paddings, x_BTD.shape[:2]))
-    for name, sublayer in (('attention', attend), ('ff', feed_forward)):
-      norm = getattr(self, f'{name}_norm')
-      y_BTD = sublayer(x_BTD if self.norm_policy == 'post' else norm(x_BTD))
-      if self.norm_policy == 'primer_hybrid':
-        y_BTD = getattr(self, f'{name}_out_norm')(y_BTD)
-      x_BTD = self.shard(x_BTD + self.residual_dropout(y_BTD))
-      if self.norm_policy == 'post':
-        x_BTD = norm(x_BTD)
-    return x_BTD
+    hybrid = self.norm_policy == 'primer_hybrid'
+    x_BTD = self._add_sublayer(x_BTD, attend, self.attention_norm, self.attention_out_norm if hybrid else None)
+    return self._add_sublayer(x_BTD, feed_forward, self.ff_norm, self.ff_out_norm if hybrid else None)
+
+  def _add_sublayer(
+    self, x_BTD: jax.Array, sublayer: Callable[[jax.Array], jax.Array], norm: Norm, out_norm: Norm | None
+  ) -> jax.Array:
+    y_BTD = sublayer(x_BTD if self.norm_policy == 'post' else norm(x_BTD))
+    if out_norm is not None:
+      y_BTD = out_norm(y_BTD)
+    x_BTD = self.shard(x_BTD + self.residual_dropout(y_BTD))
+    return norm(x_BTD) if self.norm_policy == 'post' else x_BTD
 
 
 class StackedTransformer(Layer):
