@@ -87,22 +87,26 @@ class _TickState(NamedTuple):
   caches: NestedDict  # [S, R, c, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
-  """What all ticks of a call read. `stages` and the fields after it are arrays, which are set when the loop begins."""
+class _TickInputs(NamedTuple):
+  """The arrays that all ticks read."""
+
+  stages: jax.Array  # 0, 1, ..., S - 1
+  key: jax.Array | None
+  held: jax.Array | None  # [M] bool, False for microbatches that contain only padding; None if there are none.
+  weights: NestedDict  # Trained variables, [S, R, c, ...].
+  side_rows: list[jax.Array]  # Rows of side inputs, [M, mb, ...].
+  shared: list[jax.Array]  # Side inputs without rows that may have gradients, [S, ...].
+
+
+class _Call(NamedTuple):
+  """What else is the same in all ticks."""
 
   method: str  # The method of the layers to call.
   schedule: PipelineSchedule
   side: SideInputs
   surroundings: Surroundings
-  bubble: float  # What stages compute on while they have no microbatch.
-  changed: set[Path] = dataclasses.field(default_factory=set)  # Receives the paths of variables that layers update.
-  stages: Any = None  # 0, 1, ..., S - 1
-  key: jax.Array | None = None
-  held: jax.Array | None = None  # [M] bool, False for microbatches that contain only padding; None if there are none.
-  weights: NestedDict = dataclasses.field(default_factory=dict)  # Trained variables, [S, R, c, ...].
-  side_rows: list[jax.Array] = dataclasses.field(default_factory=list)  # Rows of side inputs, [M, mb, ...].
-  shared: list[jax.Array] = dataclasses.field(default_factory=list)  # Side inputs that may have gradients, [S, ...].
+  bubble: float  # The input of stages without a microbatch.
+  changed: set[Path]  # Receives the paths of variables that layers update.
 
 
 class PipelineWeightSplit(SplitMapping):
@@ -316,7 +320,7 @@ class Pipelined(Repeat):
     held = side.held(side_rows, self.surroundings.sum_over_rows)
     num_counted = M if held is None else jnp.sum(held, dtype=jnp.float32)
 
-    call = _Call(method, schedule, side, self._surroundings_of_rows(axes), BUBBLE)
+    call = _Call(method, schedule, side, self._surroundings_of_rows(axes), BUBBLE, set())
     run = map_over_rows(functools.partial(self._run_ticks, call), axes)
     # Each stage has its own copy, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
@@ -360,27 +364,27 @@ class Pipelined(Repeat):
     queue: T,
     side_rows: list[jax.Array],
   ) -> TickResults:
-    """Runs all ticks; `_Call` and `_TickState` describe the arguments."""
+    """Runs all ticks; `_TickInputs` and `_TickState` describe the arguments."""
     S, M, _ = call.schedule
-    call = dataclasses.replace(
-      call, stages=jnp.arange(S), key=key, held=held, weights=jax.lax.stop_gradient(weights), shared=shared
-    )
+    stages, fixed = jnp.arange(S), jax.lax.stop_gradient(weights)
     carried = jax.tree.map(lambda q: self._constrain_to_stages(jnp.zeros_like(q[:, 0])), queue)
     side_gradients = [self._constrain_to_stages(broadcast_to_stages(v, S)) if is_float(v) else None for v in side_rows]
     if M == 1:  # All stages read the same rows, and would share them; see `mask_gradients`.
       side_rows = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side_rows]
-    call = dataclasses.replace(call, side_rows=side_rows)
+    inputs = _TickInputs(stages, key, held, fixed, side_rows, shared)
     start = _TickState(carried, queue, weights, side_gradients, others, caches)
-    tick = functools.partial(self._tick, call)
+    tick = functools.partial(self._tick, call, inputs)
     end, (places, reported) = jax.lax.scan(tick, start, jnp.arange(call.schedule.num_ticks))
     return TickResults(end.queue, end.others, end.caches, places, reported)
 
-  def _tick(self, call: _Call, state: _TickState, now: jax.Array) -> tuple[_TickState, tuple[Place, Reported]]:
+  def _tick(
+    self, call: _Call, inputs: _TickInputs, state: _TickState, now: jax.Array
+  ) -> tuple[_TickState, tuple[Place, Reported]]:
     """Returns the state after tick `now`, what each stage did in it, and what layers report."""
-    (S, M, rounds), stages = call.schedule, call.stages
+    (S, M, rounds), stages = call.schedule, inputs.stages
     microbatch = call.schedule.microbatch(now, stages)
     real = (microbatch >= 0) & (microbatch < M)
-    counts = real if call.held is None else real & call.held[microbatch % M]
+    counts = real if inputs.held is None else real & inputs.held[microbatch % M]
     at = Place(stages, call.schedule.round(now, stages), microbatch % M, real, counts)
     with jax.named_scope('shift'):
       first = call.schedule.microbatch(now, 0) % M
@@ -390,15 +394,15 @@ class Pipelined(Repeat):
     # spmd_axis_name is not set, because a `shard_map` inside a layer, such as that of experts, does not support it.
     # Constraints of layers do not affect the dimension of stages; `_constrain_to_stages` does.
     run_stages = jax.vmap(
-      self._add_remat(functools.partial(self._run_stage, call), rounds if call.method == '__call__' else 1),
+      self._add_remat(functools.partial(self._run_stage, call, inputs.key), rounds if call.method == '__call__' else 1),
       in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
     )
     (carried, weight_gradients, side_gradients, others, caches), reported = run_stages(
       at,
       carried,
-      Stacks(call.weights, state.weight_gradients),
-      Stacks(call.side_rows, state.side_gradients),
-      call.shared,
+      Stacks(inputs.weights, state.weight_gradients),
+      Stacks(inputs.side_rows, state.side_gradients),
+      inputs.shared,
       state.others,
       state.caches,
     )
@@ -411,6 +415,7 @@ class Pipelined(Repeat):
   def _run_stage(
     self,
     call: _Call,
+    key: jax.Array | None,
     at: Place,
     x: Any,
     weights: Stacks,
@@ -424,7 +429,7 @@ class Pipelined(Repeat):
     rows, side_gradients = side_rows.read(at.microbatch, at.real)
     # Even if the batch has only one row, because a mesh fills it up with others.
     folds = call.schedule.num_microbatches > 1 or (call.method == '__call__' and self.num_microbatches != 1)
-    key = jax.random.fold_in(call.key, at.microbatch) if call.key is not None and folds else call.key
+    key = jax.random.fold_in(key, at.microbatch) if key is not None and folds else key
 
     def run_layer(x: Any, *of_layer: Any) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
       return self._run_layer(call, key, at, rows, shared, x, *of_layer)
