@@ -54,7 +54,7 @@ class SkippedSteps:
     raises: whether the learner is set to raise at the first one.
     line: prints a line.
     tell: called with the first of several skipped steps in a row, and what was wrong with it.
-    in_a_row: the number of steps skipped since the last one that was not.
+    in_a_row: how many steps have been skipped since the last step that was taken.
   """
 
   first_step: int
