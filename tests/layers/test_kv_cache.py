@@ -202,7 +202,7 @@ def test_a_loop_over_layers_extends_its_caches_in_place(fields, monkeypatch):
     return jnp.where(pos[..., None] < 0, 0, y), jax.lax.scan(step, side.decode_state, jnp.arange(STEPS))[1]
 
   expected = jax.jit(outputs)(variables, x)
-  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_IN_LINE', 0)
+  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_DECODED_UNROLLED', 0)
   in_loop = jax.jit(functools.partial(outputs)).lower(variables, x).compile()
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), in_loop(variables, x), expected)
   slots = layer.layers._cached_attention().empty(B, PROMPT + STEPS, 2, 4).num_slots

@@ -137,15 +137,15 @@ def test_repetitions_draw_different_numbers():
     layer.apply(variables, x_BD())
 
 
-@pytest.mark.parametrize('most_in_line', [LAYERS, LAYERS - 1])
-def test_caches_extend_in_line_or_stacked(most_in_line, monkeypatch):
-  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_DECODED_UNROLLED', most_in_line)
+@pytest.mark.parametrize('most_unrolled', [LAYERS, LAYERS - 1])
+def test_caches_extend_one_by_one_or_stacked(most_unrolled, monkeypatch):
+  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_DECODED_UNROLLED', most_unrolled)
   layer = repeat().instantiate()
   variables = drawn_variables(layer.abstract_init())
   _, side = layer.apply(variables, 2, method='init_decode_state')
   shapes = jax.tree.map(jnp.shape, side.decode_state['layers'], is_leaf=lambda x: hasattr(x, 'shape'))
-  in_line = {str(i): {'sum': (2, D)} for i in range(LAYERS)}
-  assert shapes == (in_line if most_in_line == LAYERS else {'sum': (LAYERS, 2, D)})
+  by_number = {str(i): {'sum': (2, D)} for i in range(LAYERS)}
+  assert shapes == (by_number if most_unrolled == LAYERS else {'sum': (LAYERS, 2, D)})
   caches, steps = [np.zeros((2, D))] * LAYERS, np.random.default_rng(9).standard_normal((3, 2, D)).astype(np.float32)
   for x in steps:
     y, side = layer.apply(variables, x, decode_state=side.decode_state, method='extend_step')
