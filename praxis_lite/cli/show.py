@@ -76,7 +76,7 @@ def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
 
   found = plan(config, None, name, cache=cache_of_plans())
   if found.mode != 'compiled':
-    raise UserError(f'--compiled: {found.notes[0]}')
+    raise UserError(f'--compiled: {found.failure}')
   report = explain_task(config)
   return dataclasses.replace(report, activations=list(found.activations))
 

@@ -267,7 +267,7 @@ def test_a_compiler_without_memory_is_told(tmp_path):
 
 
 def test_a_refusal_of_another_process_is_that_of_this_one(planned, tmp_path):
-  refused = dataclasses.replace(planned, is_refused=True, notes=('no room; the numbers are analytic',))
+  refused = dataclasses.replace(planned, is_refused=True, failure='no room')
   says_so = killed_by(f'print({child.outcome_of(refused)!r})')
   with pytest.raises(compilers.CompileError, match='no room') as error:
     child.compile_in_child(says_so, tmp_path)

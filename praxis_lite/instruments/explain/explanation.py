@@ -89,6 +89,7 @@ class Explanation:
     trainable: for a variable, whether an optimizer may change it.
     frozen: for a trainable variable, whether the task's learner leaves it unchanged.
     per_device: whether the shape describes the part of one device, as inside `shard_map`.
+    of_weight: for an activation, whether it is a weight, split as its layer uses it.
     num_active: for a variable, the number of entries that one token uses; None if it uses all of them.
     compiled: for an activation, its shape on each device in a compiled program; None if that is not known.
   """
@@ -103,6 +104,7 @@ class Explanation:
   trainable: bool = True
   frozen: bool = False
   per_device: bool = False
+  of_weight: bool = False
   num_active: int | None = None
   compiled: tuple[int, ...] | None = None
 

@@ -240,7 +240,8 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
   found = []
   for constraint in constraints:
     name = constraint.field.replace('.activation_split_dims_mapping.', '.')
-    if '.weight_split_dims_mapping.' in name:
+    of_weight = '.weight_split_dims_mapping.' in name
+    if of_weight:
       name = name.replace('.weight_split_dims_mapping.', '.') + ' (as used)'
     counts[name] += 1
     if counts[name] > 1:
@@ -259,7 +260,8 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
       remarks = (f'left to the compiler: dimension {free}',)
     remarks = (*remarks, *filter(None, [constraint.remark]))
     dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
-    found.append(Explanation(name, ArrayKind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device))
+    row = Explanation(name, ArrayKind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device)
+    found.append(dataclasses.replace(row, of_weight=of_weight))
   return found
 
 

@@ -38,7 +38,7 @@ def explain_compiled(
 
 def _found(e: Explanation, results: dict[str, collections.Counter[LocalShape]]) -> Explanation:
   layer = e.path.partition('[')[0].rpartition('.')[0]
-  if e.per_device or '(as used)' in e.path or not e.shape:
+  if e.per_device or e.of_weight or not e.shape:
     return e
   seen: collections.Counter[LocalShape] = collections.Counter()
   for path, counted in results.items():

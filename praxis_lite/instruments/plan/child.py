@@ -49,9 +49,7 @@ def compile_in_child(command: Sequence[str], cache: Path) -> None:
 
 def outcome_of(plan: Plan) -> str:
   """Returns the line that a child prints: its error, and whether the step does not fit, as JSON."""
-  failed = plan.mode != 'compiled'
-  error = plan.notes[0].removesuffix('; the numbers are analytic') if failed else ''
-  return json.dumps({'error': error, 'does_not_fit': plan.is_refused})
+  return json.dumps({'error': plan.failure, 'does_not_fit': plan.is_refused})
 
 
 def go_first_when_memory_is_short() -> None:

@@ -86,9 +86,7 @@ class Declarations:
     self._tokens = [{e.shape[i] for e in report.inputs if len(e.shape) > i} for i in (0, 1)]
     self._padded = [{e.padded_shape[i] for e in report.inputs if len(e.shape) > i} for i in (0, 1)]
     self.weights = [self._declaration(e, stacks.get(e.path, 0)) for e in report.variables]
-    self.activations = [
-      self._declaration(e, 0) for e in report.activations if not e.per_device and '(as used)' not in e.path
-    ]
+    self.activations = [self._declaration(e, 0) for e in report.activations if not (e.per_device or e.of_weight)]
 
   def _declaration(self, e: Explanation, stack: int) -> Declaration:
     dims = e.dims[stack:]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.common.errors import ConfigError
@@ -23,7 +23,6 @@ from praxis_lite.instruments.plan.activations import explain_compiled
 from praxis_lite.instruments.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
 from praxis_lite.instruments.plan.cause import Cause
 from praxis_lite.instruments.plan.compilers import (
-  CompiledStep,
   CompileError,
   compile_step,
   devices_of,
@@ -43,6 +42,7 @@ from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
+from praxis_lite.training.task import SingleTask
 
 # The share of a GPU's memory that JAX takes by default.
 _DEFAULT_GPU_FRACTION = 0.75
@@ -81,6 +81,7 @@ class Plan:
     is_cached: whether an earlier plan compiled the step.
     is_refused: whether the compiler refused the step because it needs more memory than a device has.
     notes: what is uncertain, and why.
+    failure: why the compiler did not compile the step; '' if it did, or was not asked to.
     findings: surprises other than collectives, such as work that several devices repeat.
     weights, activations: their splits, as in `explain`; for activations also the split that the compiler chose.
   """
@@ -92,10 +93,11 @@ class Plan:
   memory: Memory
   cost: Cost
   work: ModelWork
-  compile_seconds: float
-  is_cached: bool
-  is_refused: bool
-  notes: tuple[str, ...]
+  compile_seconds: float = 0.0
+  is_cached: bool = False
+  is_refused: bool = False
+  notes: tuple[str, ...] = ()
+  failure: str = ''
   findings: tuple[Cause, ...] = ()
   weights: tuple[Explanation, ...] = ()
   activations: tuple[Explanation, ...] = ()
@@ -169,84 +171,104 @@ def plan(
     )
   mesh = jax_task.mesh_sizes()
   check_mesh(mesh, topology)
-  missing = missing_compiler(topology)
-  layers = list(jax_task.model.descendants())
-  names, hidden = LayerNames(layer.path for layer in layers), HiddenWork(layers)
-  notes: list[str] = []
-  refused: CompileError | None = None
-  if compile and not missing:
-    devices = devices_of(topology)
-    partitioned = PartitionedTask(jax_task, dict(struct), mesh=jax_task.create_mesh(devices))
+  planner = _Planner(jax_task, dict(struct), topology, report)
+  missing = missing_compiler(topology) if compile else ''
+  if not compile or missing:
+    return planner.analytic(missing, [missing] if missing else [])
+  try:
+    return planner.compiled(cache, elsewhere)
+  except CompileError as error:
+    return planner.analytic(str(error), [f'{error}; the numbers are analytic'], error)
+
+
+class _Planner:
+  """Plans a task on a topology, with the compiler or without it; see `plan`."""
+
+  def __init__(
+    self,
+    jax_task: SingleTask,
+    inputs: dict[str, object],
+    topology: Topology,
+    report: Callable[[str], object],
+  ):
+    self._task, self._inputs, self._topology, self._report = jax_task, inputs, topology, report
+    self._mesh = jax_task.mesh_sizes()
+    self._layers = list(jax_task.model.descendants())
+    self._names, self._hidden = LayerNames(layer.path for layer in self._layers), HiddenWork(self._layers)
+
+  def compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> Plan:
+    """Returns the plan of the compiled step. Raises CompileError if the compiler refuses the step."""
+    topology, names = self._topology, self._names
+    mesh = self._task.create_mesh(devices_of(topology))
+    partitioned = PartitionedTask(self._task, self._inputs, mesh=mesh)
     links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
-    try:
-      step = compile_step(
-        partitioned.train_step,
-        topology,
-        layers=[path_name(layer.path) for layer in layers],
-        cache=cache,
-        elsewhere=elsewhere,
-        report=report,
-      )
-    except CompileError as error:
-      refused = error
-      notes.append(f'{error}; the numbers are analytic')
+    paths = [path_name(layer.path) for layer in self._layers]
+    step = compile_step(
+      partitioned.train_step, topology, layers=paths, cache=cache, elsewhere=elsewhere, report=self._report
+    )
+    program = parse(step.text)
+    cost = cost_of(program, topology.target, links, mesh=self._mesh, layers=names, hidden=self._hidden)
+    memory = Memory(
+      int(topology.target.device_memory),
+      state_bytes(partitioned),
+      *(step.arguments, step.outputs, step.aliased, step.temporaries, step.code),
+      live=live_at_peak(program, names),
+      over_time=live_over_time(program),
+    )
+    with pretend_cudnn_for_plans():
+      layout = state_layout(self._task, abstract_mesh(self._mesh, topology.target.kind))
+      why = Why(trace_task(self._task, layout, self._inputs), names)
+    found = self._make(partitioned, 'compiled', memory, why.add_causes(cost, program), [])
+    findings = why.find_rematerialized(step.messages)
+    findings += why.find_replicated(cost.operations, topology.num_devices, self._hidden.paths)
+    return dataclasses.replace(
+      found,
+      compile_seconds=step.seconds,
+      is_cached=step.is_cached,
+      findings=tuple(findings),
+      activations=tuple(explain_compiled(why.report.activations, program, names)),
+    )
+
+  def analytic(self, failure: str, notes: Sequence[str], refused: CompileError | None = None) -> Plan:
+    """Returns the plan of the lowered step.
+
+    Args:
+      failure, notes: why the step was not compiled, as in `Plan`.
+      refused: the error of the compiler, which may say how much memory the step needs; None if it did not run.
+    """
+    topology = self._topology
+    self._report('tracing')
+    partitioned = PartitionedTask(self._task, self._inputs, mesh=abstract_mesh(self._mesh, topology.target.kind))
+    lowered = program_for(partitioned, topology, self._hidden)
+    state, needs = state_bytes(partitioned), refused.needs if refused else None
+    memory = analytic_memory(max(needs - state.total, 0) if needs else lowered.temporaries, state, topology.target)
+    cost = analytic_cost(lowered, self._mesh, topology, self._names)
+    found = self._make(partitioned, 'analytic', memory, cost, [*notes, UNCERTAIN])
+    return dataclasses.replace(found, failure=failure, is_refused=refused is not None and refused.does_not_fit)
+
+  def _make(self, partitioned: PartitionedTask, mode: str, memory: Memory, cost: Cost, notes: Sequence[str]) -> Plan:
+    target = self._topology.target
+    notes = [*notes, *doubts(cost), *_padding(partitioned)]
+    if target.kind == 'cpu':
+      notes.append('times on cpu are of an imagined machine, and only orders of magnitude')
+    elif target.efficiency.calibrated:
+      notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
     else:
-      program = parse(step.text)
-      cost = cost_of(program, topology.target, links, mesh=mesh, layers=names, hidden=hidden)
-      memory = Memory(
-        int(topology.target.device_memory),
-        state_bytes(partitioned),
-        *(step.arguments, step.outputs, step.aliased, step.temporaries, step.code),
-        live=live_at_peak(program, names),
-        over_time=live_over_time(program),
-      )
-      with pretend_cudnn_for_plans():
-        traced = trace_task(jax_task, state_layout(jax_task, abstract_mesh(mesh, topology.target.kind)), struct)
-      why = Why(traced, names)
-      found = _make_plan(partitioned, topology, step, memory, why.add_causes(cost, program), doubts(cost))
-      findings = why.find_rematerialized(step.messages)
-      findings += why.find_replicated(cost.operations, topology.num_devices, hidden.paths)
-      activations = explain_compiled(why.report.activations, program, names)
-      return dataclasses.replace(found, findings=tuple(findings), activations=tuple(activations))
-  elif compile:
-    notes.append(missing)
-  report('tracing')
-  partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh, topology.target.kind))
-  lowered = program_for(partitioned, topology, hidden)
-  state, needs = state_bytes(partitioned), refused.needs if refused else None
-  memory = analytic_memory(max(needs - state.total, 0) if needs else lowered.temporaries, state, topology.target)
-  cost = analytic_cost(lowered, mesh, topology, names)
-  is_refused = refused is not None and refused.does_not_fit
-  return _make_plan(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN, *doubts(cost)], is_refused)
-
-
-def _make_plan(
-  partitioned: PartitionedTask,
-  topology: Topology,
-  step: CompiledStep | None,
-  memory: Memory,
-  cost: Cost,
-  reasons: list[str],
-  is_refused: bool = False,
-) -> Plan:
-  target = topology.target
-  notes = [*reasons, *_padding(partitioned)]
-  if target.kind == 'cpu':
-    notes.append('times on cpu are of an imagined machine, and only orders of magnitude')
-  elif target.efficiency.calibrated:
-    notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
-  else:
-    notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
-  if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
-    notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
-  name, work = partitioned.jax_task.name, model_work(partitioned)
-  mesh = dict(partitioned.mesh.shape)
-  compiler = ('analytic', 0.0, False) if step is None else ('compiled', step.seconds, step.is_cached)
-  mode, seconds, is_cached = compiler
-  weights = tuple(parameter_table(partitioned.jax_task, mesh))
-  return Plan(
-    name, topology, mesh, mode, memory, cost, work, seconds, is_cached, is_refused, tuple(notes), weights=weights
-  )
+      notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
+    if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
+      notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
+    mesh = dict(partitioned.mesh.shape)
+    return Plan(
+      self._task.name,
+      self._topology,
+      mesh,
+      mode,
+      memory,
+      cost,
+      model_work(partitioned),
+      notes=tuple(notes),
+      weights=tuple(parameter_table(self._task, mesh)),
+    )
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:
@@ -319,6 +341,6 @@ def _bottleneck(cost: Cost, topology: Topology) -> str:
   what = {
     'compute': 'products of matrices',
     'memory': 'reading and writing memory',
-    'overhead': 'the start of many small operations',
+    'overhead': 'starting many small operations',
   }[limit]
-  return f'{limit}: {share:.0%} of a step is {what}{where}'
+  return f'{limit}: {share:.0%} of a step goes to {what}{where}'

@@ -200,7 +200,7 @@ class _Search:
       if estimate is not None:
         self._correction.add(estimate, found, setting)
     else:
-      self._failed[setting] = found.notes[0]
+      self._failed[setting] = found.failure
     return time.monotonic() - start
 
   def _rank(self, by_estimate: bool = False) -> list[tuple[Setting, Ranked]]:

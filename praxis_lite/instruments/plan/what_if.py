@@ -203,7 +203,7 @@ class WhatIf:
           name = name if guess == _size(best) else f'{what} {guess:,}'
           return Change(name, tuple(overrides(guess)), found.memory.peak, share, 'compiled')
       elif not found.is_refused:
-        failure = f'not compiled: {found.notes[0]}'
+        failure = f'not compiled: {found.failure}'
         break
       guess = min(_interpolate(sizes, capacity) if len(sizes) > 1 else int(0.8 * guess), guess - step) // step * step
       if guess <= size:
