@@ -51,7 +51,7 @@ _Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
 _View = Callable[[Path, WeightHParams, np.ndarray], Any]
 
 _PRIME = 2**31 - 1  # The product of two numbers fits in 64 bits.
-_SMALLEST = 3  # Of which a part is still larger than 1.
+_SMALLEST = 3  # A part of a dimension of this size is still larger than 1.
 _MAX_LOOP = 64
 _EXTREMES = {'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
 _CALLS = ('jit', 'pjit', 'closed_call', 'custom_jvp_call', 'custom_vjp_call', 'remat', 'checkpoint')
