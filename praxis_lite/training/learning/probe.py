@@ -134,7 +134,7 @@ def _whole(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
 def _part(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
   """Returns what a device could have of a variable: of each, another part. A dimension of size 1 is never split."""
   for dim, size in enumerate(x.shape):
-    x = x if size == 1 else np.delete(x, _secret(path, dim) % size, dim)
+    x = np.delete(x, _secret(path, dim) % size, dim) if size > 1 else x
   return x
 
 
