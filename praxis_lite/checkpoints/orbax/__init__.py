@@ -8,11 +8,12 @@ Nothing outside this folder imports Orbax or relies on how it works; a test says
     work_arounds.py    changes to Orbax itself, made once when it is imported
     on_disk.py         the files that Orbax writes, for readers that do not need Orbax
 
-Each work-around, what would happen without it, and how to drop it:
+Each work-around, what would happen without it, and how to drop it. Without any of them, the test that is named with it
+fails with Orbax 0.12.8:
 
     StreamedArrayHandler       Orbax saves only arrays that are in memory. Needed as long as this is so.
     StateHandler               If reading fails in one process, the others wait for it at the next barrier. Also, all
-                               chunks of a state are in memory at once. Drop it if `test_two_processes.py` passes and
+                               chunks of a state are in memory at once. Drop it if `test_failing_host.py` passes and
                                `tools/benchmark_checkpoints.py` shows the same memory; v1 has an option for the latter.
     SaveBarrier                If saving fails in one process, the others wait for minutes. Drop it if
                                `test_failing_host.py` passes.
@@ -25,7 +26,8 @@ Each work-around, what would happen without it, and how to drop it:
     _make_folders_of_metadata  If a run is moved while it saves, its processes wait ten minutes. Drop it if
                                `test_two_processes.py` passes.
     _read_only_regular_files   Opening a run with a named pipe in it never returns. Drop it if `test_waits.py` passes.
-    _write_checksums           Damage to an array is not noticed. Drop it when Orbax has an option; v1 has none.
+    _write_checksums           Damage to an array is not noticed. Drop it if `test_damage.py` passes with an option of
+                               Orbax; v1 has none.
 
 Three more are outside of this folder. `Checkpointer` tries to create a file before each save, and opens a new store
 after a save that failed, because Orbax's threads wait for each other after an error. `retention.py` removes old steps,

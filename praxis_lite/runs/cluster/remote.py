@@ -32,10 +32,11 @@ from praxis_lite.checkpoints.seal import check_seal, check_seal_of
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import parse_json, read_plain, remove_all
 from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreError, sum_of_file
+from praxis_lite.runs.records.lineage import LINEAGE
 
 _COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
 # Entries of a run directory that are useful on one machine only.
-_OF_THE_MACHINE = ('stacks', 'profile', 'emergency_copies.json')
+_OF_THE_MACHINE = ('stacks', 'profile', LINEAGE)
 # How many files of a checkpoint are copied at once.
 _STREAMS = 4
 
