@@ -9,10 +9,10 @@ A state array x with the shape of its variable is stored as codes c of that shap
     scale[i, j] = min(max_j |x[i, j]|, max_i |x[i, j]|)
 
 For more dimensions the scale is the minimum over all of them (rank-1 normalization; Li et al., 2023). An entry that is
-much larger than the others makes only its own code coarse. Maxima over a dimension that is split over devices are small
-reductions, so the codes are split like their variable, whatever its sizes, and a state does not depend on the mesh.
-Blocks of a fixed number of entries would depend on it, because they cross the borders between devices. Codes are denser
-near zero:
+much larger than the others makes only its own code coarse. If a dimension is split over devices, its maxima need only
+small reductions. So codes of any shape are split like their variable, and a state does not depend on the mesh. Blocks
+of a fixed number of entries would depend on it, because they cross the borders between devices. Codes are denser near
+zero:
 
     x = sign(c) scale (c / 127)^2      of any sign
     x = scale (c / 255)^4              second moments (named nu), which are not negative, and stay above zero
