@@ -77,7 +77,7 @@ def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Cal
   return jax.shard_map(
     run_own_rows,
     in_specs=(whole, whole, whole, whole, whole, whole, of_queue, of_side),
-    out_specs=(of_queue, whole, whole, whole, whole),
+    out_specs=TickResults._make((of_queue, whole, whole, whole, whole)),
     axis_names={*axes},
     check_vma=False,  # Replicated values are replicated by construction.
   )
