@@ -74,7 +74,7 @@ class StopSignals:
       os.kill(os.getpid(), number)
       return
     self.received, self.since = signal.Signals(number).name, time.monotonic()
-    text = f'{self.received}: finishing the step and saving; once more ends the run at once\n'
+    text = f'{self.received}: finishing the step and saving; a second signal ends the run immediately\n'
     if os.isatty(2):
       text = f'\n{text}\n'  # The progress bar, two lines high, is redrawn over the last line and the one before.
     # Not print: a handler may interrupt another print, and buffered files are not re-entrant.

@@ -43,7 +43,7 @@ def test_a_signal_ends_the_loop_between_steps_and_the_process_well(run_python, n
   out, err = process.communicate(timeout=3000)
   assert out == f'received {name}\nsaved\n'
   assert process.returncode == 0
-  assert name in err and 'once more ends the run at once' in err and len(err.splitlines()) == 1
+  assert name in err and 'a second signal ends the run immediately' in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])

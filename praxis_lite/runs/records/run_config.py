@@ -214,7 +214,7 @@ def _check_checkpoints(folder: Path) -> None:
   except OSError as error:
     what = 'a file' if folder.is_file() else kind_of_other(folder)
     reason = error.strerror or str(error) if what in ('', 'a directory') else f'{what} is in its place'
-    raise UserError(f'no checkpoint could be saved in {folder}: {reason}') from None
+    raise UserError(f'checkpoints cannot be saved in {folder}: {reason}') from None
 
 
 @contextlib.contextmanager
