@@ -16,6 +16,7 @@ from praxis_lite.instruments.explain.report import batch_of
 from praxis_lite.instruments.verification.shrink import small_task, specs_of
 from praxis_lite.instruments.verification.small_mesh import small_mesh
 from praxis_lite.layers import Mlp
+from praxis_lite.layers.linears import Linear
 from praxis_lite.models import ClassificationModel
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
@@ -130,3 +131,23 @@ def test_what_bounds_decoding_is_no_size_of_the_model():
   small = small_task(config.task, batch_of(config.datasets))
   assert small.config.model.decoder_tpl.max_decode_steps == 8
   assert small.config.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_page_size == 8
+
+
+class Chunked(Linear):
+  """Multiplies chunks of the rows one after the other."""
+
+  count_fields = ('num_chunks',)
+
+  num_chunks: int = 48
+
+  def __call__(self, x_BD):
+    return jax.numpy.concatenate([Linear.__call__(self, x) for x in jax.numpy.array_split(x_BD, self.num_chunks)])
+
+
+def test_a_count_that_a_layer_declares_stays_as_it_is():
+  network = Config(Mlp, input_dims=96, hidden_dims=(48,), linear_tpl=Config(Chunked))
+  task = Config(SingleTask, model=Config(ClassificationModel, num_classes=48, network_tpl=network))
+  leaves = {'image': ((64, 96), np.float32), 'label': ((64,), np.int32), 'weights': ((64,), np.float32)}
+  small = small_task(task, {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()})
+  network = small.config.model.network_tpl
+  assert network.linear_tpl.num_chunks == 48 and network.hidden_dims[0] == small.sizes[48] < 48

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.config import Config, config_values
+from praxis_lite.common.config import Config, config_values, target
 from praxis_lite.common.trees import NestedDict, leaves_by_path
 from praxis_lite.instruments.explain.report import trace_task
 from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES, small_mesh
@@ -334,7 +334,10 @@ def _change_integers(config: Config, change: Callable[[str, int], int]) -> Confi
 
 
 def _change_fields(config: Config, change: Callable[[str, object], object]) -> Config:
-  """Returns a copy of a config tree with each value changed; values in lists, tuples and dicts change one by one."""
+  """Returns a copy of a config tree with each value changed; values in lists, tuples and dicts change one by one.
+
+  Counts that layers declare do not change.
+  """
 
   def new_value(name: str, value: object) -> object:
     if isinstance(value, Config):
@@ -345,8 +348,10 @@ def _change_fields(config: Config, change: Callable[[str, object], object]) -> C
       return {key: new_value(str(key), entry) for key, entry in value.items()}
     return change(name, value)
 
-  copy = config.clone()
+  copy, counts = config.clone(), getattr(target(config), 'count_fields', ())
   for name, value in config_values(config).items():
+    if name in counts:  # Not a size that has to shrink with others.
+      continue
     new = new_value(str(name), value) if isinstance(name, str) else value
     if isinstance(name, str) and new is not value:
       setattr(copy, name, new)
