@@ -21,21 +21,14 @@ from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMesh:
-  """The fields of an attention layer that are about the mesh.
+  """The fields of an attention layer that are about the mesh."""
 
-  Attributes:
-    path: path of the layer, for messages.
-    resolve: (mapping of four dimensions, its field) -> the placement on the mesh.
-    context_axis, context_method: see `MultiHeadAttention`.
-    blnh, blkh: mappings of queries, and of keys and values.
-  """
-
-  path: str
-  resolve: Callable[[SplitDimsMapping, str], Placement | None]
-  context_axis: str | None
+  path: str  # Path of the layer, for messages.
+  resolve: Callable[[SplitDimsMapping, str], Placement | None]  # Places a mapping of four dimensions from a field.
+  context_axis: str | None  # See `MultiHeadAttention`.
   context_method: ContextMethod
-  blnh: SplitDimsMapping
-  blkh: SplitDimsMapping
+  blnh: SplitDimsMapping  # Mapping of queries.
+  blkh: SplitDimsMapping  # Mapping of keys and values.
 
   def check(self, implementation: str) -> None:
     """Raises ConfigError or ShardingError if `context_axis` cannot split the length."""

@@ -47,19 +47,12 @@ class OffsetBias(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-  """How products of queries and keys become probabilities.
+  """How products of queries and keys become probabilities."""
 
-  Attributes:
-    scale: factor of the products.
-    soft_cap: bounds the logits smoothly, soft_cap * tanh(logits / soft_cap); None disables it.
-    bias: added then; None disables it.
-    dropout_rate: share of the probabilities that is set to 0; the others are scaled by 1 / (1 - rate).
-  """
-
-  scale: float
-  soft_cap: float | None = None
-  bias: OffsetBias | None = None
-  dropout_rate: float = 0.0
+  scale: float  # Factor of the products.
+  soft_cap: float | None = None  # Bounds the logits smoothly, soft_cap * tanh(logits / soft_cap); None disables it.
+  bias: OffsetBias | None = None  # Added then; None disables it.
+  dropout_rate: float = 0.0  # Share of the probabilities that is set to 0; the others are scaled by 1 / (1 - rate).
 
 
 class Queries(NamedTuple):
@@ -109,18 +102,12 @@ class Gradients(NamedTuple):
 
 
 class BlockPairs(NamedTuple):
-  """Pairs of blocks to compute.
+  """Pairs of blocks to compute."""
 
-  Attributes:
-    table: [P, 2], pairs (i, j); only the first `used` count.
-    flags: [P], False for pairs that are empty because of data; None if the mask knows of no such data.
-    masked: whether a pair may be partly masked.
-  """
-
-  table: jax.Array
+  table: jax.Array  # [P, 2], pairs (i, j); only the first `used` count.
   used: int | jax.Array
-  flags: jax.Array | None = None
-  masked: bool = True
+  flags: jax.Array | None = None  # [P], False for pairs that data empties; None if the mask knows of no such data.
+  masked: bool = True  # Whether a pair may be partly masked.
 
 
 # ---------------------------------------------------------------- which pairs matter

@@ -47,40 +47,24 @@ _AUTO_LEAST = 1024
 
 
 class CrossEntropy(NamedTuple):
-  """The cross entropy of labels, and other values computed from their logits.
+  """The cross entropy of labels, and other values computed from their logits."""
 
-  Attributes:
-    xent: [...] float32, in nats; NaN if the label is not in [0, V).
-    log_normalizer: [...] float32.
-    correct: [...] bool, whether the label is the class with the largest logit; the first one if several are equal.
-  """
-
-  xent: jax.Array
-  log_normalizer: jax.Array
-  correct: jax.Array
+  xent: jax.Array  # [...] float32, in nats; NaN if the label is not in [0, V).
+  log_normalizer: jax.Array  # [...] float32.
+  correct: jax.Array  # [...] bool, whether the label has the largest logit; of several equal ones, only the first.
 
 
 @dataclasses.dataclass(frozen=True)
 class ClassChunks:
-  """How classes are cut into chunks, and how logits are processed.
+  """How classes are cut into chunks, and how logits are processed."""
 
-  Attributes:
-    num_classes: V.
-    chunk_size: C, at most K.
-    axes: mesh axes that split the classes.
-    dims_axes: mesh axes that split dimension D of w.
-    rows: how the leading dimensions of the logits are split, one entry each; None leaves them to the compiler.
-    classes_first: whether w is [V, D], not [D, V].
-    label_smoothing, soft_cap: see `FullSoftmax`.
-  """
-
-  num_classes: int
-  chunk_size: int
-  axes: tuple[str, ...] = ()
-  dims_axes: tuple[str, ...] = ()
-  rows: tuple[object, ...] | None = None
-  classes_first: bool = False
-  label_smoothing: float = 0.0
+  num_classes: int  # V.
+  chunk_size: int  # C, at most K.
+  axes: tuple[str, ...] = ()  # Mesh axes that split the classes.
+  dims_axes: tuple[str, ...] = ()  # Mesh axes that split dimension D of w.
+  rows: tuple[object, ...] | None = None  # How the leading dimensions of logits are split; None leaves it to XLA.
+  classes_first: bool = False  # Whether w is [V, D], not [D, V].
+  label_smoothing: float = 0.0  # See `FullSoftmax`, also for `soft_cap`.
   soft_cap: float | None = None
 
   @property

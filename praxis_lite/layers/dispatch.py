@@ -135,17 +135,11 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 class _ByExpert(NamedTuple):
-  """Choices in order of priority: the first choices of all tokens, then the second ones, and so on.
+  """Choices in order of priority: the first choices of all tokens, then the second ones, and so on."""
 
-  Attributes:
-    experts: [K N] int32.
-    rank: [K N] int32, the place of each choice in the order by expert.
-    starts: [E + 1] int32, the first rank of each expert, and at the end the number of choices that have an expert.
-  """
-
-  experts: jax.Array
-  rank: jax.Array
-  starts: jax.Array
+  experts: jax.Array  # [K N] int32.
+  rank: jax.Array  # [K N] int32, the place of each choice in the order by expert.
+  starts: jax.Array  # [E + 1] int32, the first rank of each expert; at the end, the number of choices with an expert.
 
 
 def _sort_by_expert(experts_NK: jax.Array, num_experts: int) -> _ByExpert:

@@ -49,32 +49,20 @@ _MOST_MASKED = 8192 * 8192
 
 
 class AttentionCase(NamedTuple):
-  """The properties of a call that decide how attention is computed.
+  """The properties of a call that decide how attention is computed."""
 
-  Attributes:
-    platform: 'cpu', 'gpu' or 'tpu'.
-    dtype: of the queries.
-    query_len, key_len, dims_per_head: T, S and H.
-    causal, window: whether the mask is causal, and whether it has a window.
-    by_rows: whether the mask also depends on rows, by segments or prefixes, so that the fused kernel needs an array.
-    arrays: whether a mask or a bias is given as an array of queries and keys.
-    split: whether `context_axis` splits the sequence over a mesh axis.
-    partly_mapped: whether the call is in a `shard_map` over some mesh axes, while others may split its arrays.
-    logit_bias, soft_cap, dropout: whether there is a bias that depends on positions, a soft cap, or dropout.
-  """
-
-  platform: str
-  dtype: jnp.dtype
-  query_len: int
-  key_len: int
-  dims_per_head: int
-  causal: bool = False
-  window: bool = False
-  by_rows: bool = False
-  arrays: bool = False
-  split: bool = False
-  partly_mapped: bool = False
-  logit_bias: bool = False
+  platform: str  # 'cpu', 'gpu' or 'tpu'.
+  dtype: jnp.dtype  # Of the queries.
+  query_len: int  # T.
+  key_len: int  # S.
+  dims_per_head: int  # H.
+  causal: bool = False  # Whether the mask is causal.
+  window: bool = False  # Whether the mask has a window.
+  by_rows: bool = False  # Whether the mask also depends on rows, so that the fused kernel needs it as an array.
+  arrays: bool = False  # Whether a mask or a bias is given as an array of queries and keys.
+  split: bool = False  # Whether `context_axis` splits the sequence over a mesh axis.
+  partly_mapped: bool = False  # Whether a `shard_map` maps some mesh axes, while others may split the arrays.
+  logit_bias: bool = False  # Whether there is a bias that depends on positions.
   soft_cap: bool = False
   dropout: bool = False
 

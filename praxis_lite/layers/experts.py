@@ -38,19 +38,12 @@ ExpertFn = Callable[[RowProduct, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSplit:
-  """How tokens and experts are split over the mesh axes that a `shard_map` maps.
+  """How tokens and experts are split over the mesh axes that a `shard_map` maps."""
 
-  Attributes:
-    tokens: spec of [B, T].
-    weights: spec of each weight, as it is stored.
-    expert: axes over which tokens are exchanged; () without expert parallelism.
-    tensor: axes that split the hidden dims while experts compute, so that outputs must be summed.
-  """
-
-  tokens: PartitionSpec
-  weights: Mapping[str, PartitionSpec]
-  expert: tuple[str, ...]
-  tensor: tuple[str, ...]
+  tokens: PartitionSpec  # Spec of [B, T].
+  weights: Mapping[str, PartitionSpec]  # Spec of each weight, as it is stored.
+  expert: tuple[str, ...]  # Axes over which tokens are exchanged; () without expert parallelism.
+  tensor: tuple[str, ...]  # Axes that split the hidden dims while experts compute, so that outputs must be summed.
 
   @property
   def axes(self) -> frozenset[str]:
@@ -77,17 +70,11 @@ class ExpertSplit:
 
 
 class DeviceExperts(NamedTuple):
-  """The experts of a device.
+  """The experts of a device."""
 
-  Attributes:
-    mlp: computes the outputs of experts for rows, [E / P, R, D] or [M, D], with a product by weights [E / P, ...].
-    num_experts: E, including the padding of the last device.
-    split: how experts are split.
-  """
-
-  mlp: ExpertFn
-  num_experts: int
-  split: ExpertSplit
+  mlp: ExpertFn  # Computes outputs for rows, [E / P, R, D] or [M, D], with a product by weights [E / P, ...].
+  num_experts: int  # E, including the padding of the last device.
+  split: ExpertSplit  # How experts are split.
 
 
 def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, experts: DeviceExperts) -> jax.Array:

@@ -106,21 +106,13 @@ class KVCache(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CachedAttention:
-  """How an attention layer stores and reads its cache.
+  """How an attention layer stores and reads its cache."""
 
-  Attributes:
-    dtype: of the entries; int8 stores a scale for each vector.
-    window: number of last tokens that are kept, which makes the cache a ring; None keeps all.
-    page_size: slots and tokens of a prompt that are read at once; None means all, as if a mesh splits the slots.
-    spec: how attention is computed; its `implementation` is not used.
-    bias: bias of the logits; None disables it.
-  """
-
-  dtype: DTypeLike
-  window: int | None = None
-  page_size: int | None = None
-  spec: AttentionSpec = DEFAULT_SPEC
-  bias: PositionBias | None = None
+  dtype: DTypeLike  # Of the entries; int8 stores a scale for each vector.
+  window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
+  page_size: int | None = None  # Slots, or tokens of a prompt, that are read at once; None means all.
+  spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
+  bias: PositionBias | None = None  # Bias of the logits; None disables it.
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
     """Returns an empty cache for sequences of up to `max_len` tokens, padding between them included."""

@@ -70,17 +70,11 @@ _MANY_DEVICES = 4
 
 
 class ExpertOutputs(NamedTuple):
-  """The results of experts for this device's tokens.
+  """The results of experts for this device's tokens."""
 
-  Attributes:
-    y: [B, T, D].
-    load: [B, 1, E] float32, number of tokens of a row that chose an expert, or that it chose.
-    dropped: [B, 1] float32, number of these choices without a slot, or of tokens that no expert chose.
-  """
-
-  y: jax.Array
-  load: jax.Array
-  dropped: jax.Array
+  y: jax.Array  # [B, T, D].
+  load: jax.Array  # [B, 1, E] float32, number of tokens of a row that chose an expert, or that it chose.
+  dropped: jax.Array  # [B, 1] float32, number of these choices without a slot, or of tokens that no expert chose.
 
 
 class MoeWeightSplit(FeedForwardWeightSplit):

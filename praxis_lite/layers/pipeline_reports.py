@@ -20,21 +20,13 @@ from praxis_lite.sharding.specs import axes_to_entry
 
 
 class Place(NamedTuple):
-  """What stages do in a tick: arrays [S] or [ticks, S], or one entry of them.
-
-  Attributes:
-    stage, round: the layers that are computed.
-    microbatch: number in [0, M), also in a bubble.
-    real: False in a bubble.
-    counts: False in a bubble, and for a microbatch that contains only padding, which is left out of means and updates
-      no variable.
-  """
+  """What stages do in a tick: arrays [S] or [ticks, S], or one entry of them."""
 
   stage: jax.Array
   round: jax.Array
-  microbatch: jax.Array
-  real: jax.Array
-  counts: jax.Array
+  microbatch: jax.Array  # Number in [0, M), also in a bubble.
+  real: jax.Array  # False in a bubble.
+  counts: jax.Array  # False in a bubble, and for microbatches of padding, which means and variables leave out.
 
 
 class Reported(NamedTuple):

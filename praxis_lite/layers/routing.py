@@ -30,27 +30,17 @@ CHOICES = ('token', 'expert')
 
 
 class TokenChoice(NamedTuple):
-  """The experts of each token.
+  """The experts of each token."""
 
-  Attributes:
-    experts: [..., K] int32, best first; E stands for none, as for padding.
-    weights: [..., K] float32, weights of these experts in the sum of their outputs; 0 for none.
-  """
-
-  experts: jax.Array
-  weights: jax.Array
+  experts: jax.Array  # [..., K] int32, best first; E stands for none, as for padding.
+  weights: jax.Array  # [..., K] float32, weights of these experts in the sum of their outputs; 0 for none.
 
 
 class ExpertChoice(NamedTuple):
-  """The tokens of each expert in a row.
+  """The tokens of each expert in a row."""
 
-  Attributes:
-    tokens: [..., E, C] int32, best first; T stands for none, as in rows with less than C tokens.
-    weights: [..., E, C] float32, weight of this expert in the token's sum of outputs; 0 for none.
-  """
-
-  tokens: jax.Array
-  weights: jax.Array
+  tokens: jax.Array  # [..., E, C] int32, best first; T stands for none, as in rows with less than C tokens.
+  weights: jax.Array  # [..., E, C] float32, weight of this expert in the token's sum of outputs; 0 for none.
 
 
 def router_scores(logits: jax.Array, score: str) -> jax.Array:

@@ -58,23 +58,15 @@ class SequenceSplit:
 
 @dataclasses.dataclass(frozen=True)
 class SequencePlan:
-  """The static properties of a call.
-
-  Attributes:
-    query_len, key_len: T and S, without padding.
-    block_size: largest number of queries or keys in a block.
-    devices: P.
-    zigzag: whether each device takes two halves, one from each end of the sequence.
-    first, last: a device attends to the parts of the devices `first`, ..., `last` places before it in the ring.
-  """
+  """The static properties of a call."""
 
   split: SequenceSplit
-  query_len: int
-  key_len: int
-  block_size: int
-  devices: int
-  zigzag: bool
-  first: int
+  query_len: int  # T, without padding.
+  key_len: int  # S, without padding.
+  block_size: int  # Largest number of queries or keys in a block.
+  devices: int  # P.
+  zigzag: bool  # Whether each device takes two halves, one from each end of the sequence.
+  first: int  # A device attends to the parts of the devices `first`, ..., `last` places before it in the ring.
   last: int
 
   @classmethod
