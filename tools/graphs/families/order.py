@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 
-from tools.graphs.drawing import Graph, Line, Operation
+from tools.graphs.drawing import Graph, Operation
 from tools.graphs.families.register import Families, family
+from tools.graphs.programs import Line
 
 FAMILIES: Families = {}
 _family = functools.partial(family, FAMILIES)
