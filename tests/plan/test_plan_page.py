@@ -12,7 +12,7 @@ from praxis_lite.instruments.plan.cost import cost_of
 from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.links import Links
-from praxis_lite.instruments.plan.memory import Memory, StateArray, StateBytes, live_at_peak, live_over_time
+from praxis_lite.instruments.plan.memory import Memory, StateArray, StateBytes, live_memory
 from praxis_lite.instruments.plan.page import render_plan_page
 from praxis_lite.instruments.plan.planning import ModelWork, Plan
 from praxis_lite.instruments.plan.topology import parse_topology
@@ -81,10 +81,10 @@ def plan():
       StateArray('inputs', '', 'ids', 's32[25]', 100),
     ),
   )
-  live = live_at_peak(program, names)
+  live, over_time = live_memory(program, names)
   temporaries = sum(part.bytes for part in live) + 1000  # Of which the schedule does not tell 1000.
   sizes = (state.total, state.total, state.total, temporaries, 0)
-  memory = Memory(2**23, state, *sizes, live, live_over_time(program))
+  memory = Memory(2**23, state, *sizes, live, over_time)
   work = ModelWork(10**6, 10**6, 4096, 6e9, 5e9)
   return Plan('lm', topology, mesh, 'compiled', memory, cost, work, 1.0, False, False, ('assumed </script>',))
 

@@ -62,9 +62,7 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
   target, links = topology.target, Links(topology)
   groups = functools.cache(functools.partial(groups_over, mesh))
   operations = [_operation(local, target, names) for local in (*program.products, *program.fusions)]
-  collectives = [
-    _communication(c, links, groups(c.axes) if c.axes else c.groups, mesh, names) for c in program.collectives
-  ]
+  collectives = [_communication(c, links, groups(c.axes) if c.axes else c.groups, names) for c in program.collectives]
   if target.kind != 'cpu':
     collectives = _set_exposed(program, operations, collectives)
   seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
@@ -104,9 +102,7 @@ def _operation(local: LocalOperation, target: Target, names: LayerNames) -> Oper
   return Operation(name, opcode, layer, phase, local.count, local.flops, float(local.bytes), seconds)
 
 
-def _communication(
-  found: LocalCollective, links: Links, groups: DeviceGroups, mesh: Mapping[str, int], names: LayerNames
-) -> Communication:
+def _communication(found: LocalCollective, links: Links, groups: DeviceGroups, names: LayerNames) -> Communication:
   traffic = links.traffic(found.kind, groups, found.operand_bytes, found.result_bytes)
   return Communication(
     f'{found.kind} of {found.name.rpartition("/")[2]}',

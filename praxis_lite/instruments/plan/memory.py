@@ -209,10 +209,14 @@ _FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
 
-def live_at_peak(program: CompiledProgram, names: LayerNames) -> tuple[Live, ...]:
-  """Returns what is live when the temporaries of a scheduled program take most memory, the largest first."""
+def live_memory(program: CompiledProgram, names: LayerNames) -> tuple[tuple[Live, ...], dict[str, int]]:
+  """Returns what is live when the temporaries of a scheduled program take most memory, and the live bytes over time.
+
+  The largest come first. See `Memory.live` and `Memory.over_time`.
+  """
+  liveness = _Liveness(program)
   groups: dict[tuple[str, str, str], list[_Buffer]] = collections.defaultdict(list)
-  for buffer in _Liveness(program).peak(program.entry, is_entry=True)[1]:
+  for buffer in liveness.peak(program.entry)[1]:
     if buffer.array.bytes:
       groups[buffer.kind, names.layer(buffer.op_name), names.phase(buffer.op_name)].append(buffer)
   found = []
@@ -220,7 +224,13 @@ def live_at_peak(program: CompiledProgram, names: LayerNames) -> tuple[Live, ...
     alike = _alike(buffers)
     largest = max(buffers, key=lambda buffer: buffer.array.bytes).shape
     found.append(Live(*key, sum(b.bytes for b in alike), largest, alike))
-  return tuple(sorted(found, key=lambda live: -live.bytes))
+  over_time = {
+    instruction.name: size
+    for computation, sizes in liveness.live.items()
+    for instruction, size in zip(program.computations[computation].instructions, sizes)
+    if size
+  }
+  return tuple(sorted(found, key=lambda live: -live.bytes)), over_time
 
 
 def _alike(buffers: Iterable[_Buffer]) -> tuple[Buffers, ...]:
@@ -236,31 +246,19 @@ def _operation(op_name: str) -> str:
   return op_name.rpartition('/')[2].rstrip(')')
 
 
-def live_over_time(program: CompiledProgram) -> dict[str, int]:
-  """Returns the live bytes when each instruction of a scheduled program runs; see `Memory.over_time`."""
-  liveness = _Liveness(program)
-  liveness.peak(program.entry, is_entry=True)
-  return {
-    instruction.name: size
-    for computation, sizes in liveness.live.items()
-    for instruction, size in zip(program.computations[computation].instructions, sizes)
-    if size
-  }
-
-
 class _Liveness:
   def __init__(self, program: CompiledProgram):
     self._program = program
     self._peaks: dict[str, tuple[int, list[_Buffer]]] = {}
     self.live: dict[str, list[int]] = {}  # For each computation, the live bytes when each of its instructions runs.
 
-  def peak(self, computation: Computation, is_entry: bool = False) -> tuple[int, list[_Buffer]]:
+  def peak(self, computation: Computation) -> tuple[int, list[_Buffer]]:
     """Returns the peak bytes of a computation without its arguments, and the buffers that are live at the peak."""
     if computation.name not in self._peaks:
-      self._peaks[computation.name] = self._find_peak(computation, is_entry)
+      self._peaks[computation.name] = self._find_peak(computation)
     return self._peaks[computation.name]
 
-  def _find_peak(self, computation: Computation, is_entry: bool) -> tuple[int, list[_Buffer]]:
+  def _find_peak(self, computation: Computation) -> tuple[int, list[_Buffer]]:
     held: dict[str, _Held] = {}
     buffers: list[_Buffer] = []
     inside: dict[int, tuple[int, list[_Buffer]]] = {}

@@ -34,7 +34,7 @@ from praxis_lite.instruments.plan.cost import Communication, Cost, cost_of
 from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
-from praxis_lite.instruments.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
+from praxis_lite.instruments.plan.memory import Memory, live_memory, state_bytes
 from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -208,13 +208,9 @@ class _Planner:
     )
     program = parse(step.text)
     cost = cost_of(program, topology.target, links, mesh=self._mesh, layers=names, hidden=self._hidden)
-    memory = Memory(
-      int(topology.target.device_memory),
-      state_bytes(partitioned),
-      *(step.arguments, step.outputs, step.aliased, step.temporaries, step.code),
-      live=live_at_peak(program, names),
-      over_time=live_over_time(program),
-    )
+    sizes = step.arguments, step.outputs, step.aliased, step.temporaries, step.code
+    capacity, state = int(topology.target.device_memory), state_bytes(partitioned)
+    memory = Memory(capacity, state, *sizes, *live_memory(program, names))
     with pretend_cudnn_for_plans():
       layout = state_layout(self._task, abstract_mesh(self._mesh, topology.target.kind))
       why = Why(trace_task(self._task, layout, self._inputs), names)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -143,7 +143,7 @@ def _count(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]
 _ARRANGED = {'tpu': _torus, 'gpu': _hosts, 'cpu': _count}
 
 
-def check_mesh(sizes: Mapping[str, int], topology: Topology, names: Sequence[str] = ()) -> None:
+def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
   """Raises ShardingError if a mesh has more or fewer devices than a topology; the message says which mesh would fit."""
   devices = math.prod(sizes.values())
   if devices == topology.num_devices:

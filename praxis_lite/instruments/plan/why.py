@@ -89,7 +89,7 @@ class Why:
       return exchange
     if instruction.collective in ('all-reduce', 'reduce-scatter'):
       return self._sum(c, axes, layers, arrays)
-    return self._activation_cause(c, axes, layers, arrays, name)
+    return self._activation_cause(c, axes, layers, arrays)
 
   def _moved_weight(self, weights: Sequence[Declaration], axes: set[str], layers: tuple[str, ...]) -> Cause:
     fields = self.declared.fields_of(weights, axes)
@@ -156,7 +156,7 @@ class Why:
     return self._surprise(Reason.ACTIVATION_MOVED, axes, layers, what)
 
   def _activation_cause(
-    self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]], name: str
+    self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]]
   ) -> Cause:
     """Returns the cause of a collective that moves computed values."""
     declared = self.declared

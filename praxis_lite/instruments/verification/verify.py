@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -307,8 +307,7 @@ class _Comparison:
     on_mesh = Runner(case, mesh or self.mesh, specs_of(self.small))
     with ThreadPoolExecutor(2) as pool:  # Compiles both at the same time, because each takes seconds.
       mesh_results = pool.submit(on_mesh.results)
-      one_results = pool.submit(self._run_on_one_device, case)
-      expected, noise = self._results_of_one_device(case, one_results)
+      expected, noise = pool.submit(self._run_on_one_device, case).result()
       failure = mesh_results.exception()
     if not np.isfinite(expected.get(Name('loss', ''), 0.0)).all():
       raise ConfigError(
@@ -339,16 +338,15 @@ class _Comparison:
     if different and self.failed is None and mesh is None:
       self.failed = case, lambda results: not _differences(results, expected, noise)
 
-  def _results_of_one_device(
-    self, case: Case, results: Future[tuple[StepResults, list[StepResults]]]
-  ) -> tuple[StepResults, list[StepResults]]:
-    """Returns the results of one device.
+  def _run_on_one_device(self, case: Case) -> tuple[StepResults, list[StepResults]]:
+    """Returns the results of one device, and its results from variables with rounding noise.
 
     Raises:
       UserError: the step fails on one device.
     """
     try:
-      return results.result()
+      runner = Runner(case, self._one)
+      return runner.results(), [runner.results(seed) for seed in _NOISE_SEEDS]
     except UserError:
       raise
     except Exception as error:  # A layer or XLA may raise any error.
@@ -384,11 +382,6 @@ class _Comparison:
     placements = leaves_by_path(self.small.placements)
     owner = None if name.what in _OF_NO_VARIABLE else owner_of(tuple(name.of.split('.')), placements)
     return None if owner is None else placements[owner]
-
-  def _run_on_one_device(self, case: Case) -> tuple[StepResults, list[StepResults]]:
-    """Returns the results of one device, and its results from variables with rounding noise."""
-    runner = Runner(case, self._one)
-    return runner.results(), [runner.results(seed) for seed in _NOISE_SEEDS]
 
 
 class _Verdict(NamedTuple):
