@@ -38,7 +38,7 @@ from praxis_lite.instruments.plan.work import CountedProduct, operation_seconds
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 UNCERTAIN = (
-  'analytic: the step was not compiled. State, FLOPs and collectives are those of the program before XLA optimizes it, '
+  'analytic: the step was not compiled. State, FLOPs and collectives are of the program before XLA optimizes it, '
   'and temporaries, what is fused and what overlaps are estimates'
 )
 

@@ -174,11 +174,11 @@ def plan(
   planner = _Planner(jax_task, dict(struct), topology, report)
   missing = missing_compiler(topology) if compile else ''
   if not compile or missing:
-    return planner.analytic(missing, [missing] if missing else [])
+    return planner.plan_lowered(missing, [missing] if missing else [])
   try:
-    return planner.compiled(cache, elsewhere)
+    return planner.plan_compiled(cache, elsewhere)
   except CompileError as error:
-    return planner.analytic(str(error), [f'{error}; the numbers are analytic'], error)
+    return planner.plan_lowered(str(error), [f'{error}; the numbers are analytic'], error)
 
 
 class _Planner:
@@ -196,7 +196,7 @@ class _Planner:
     self._layers = list(jax_task.model.descendants())
     self._names, self._hidden = LayerNames(layer.path for layer in self._layers), HiddenWork(self._layers)
 
-  def compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> Plan:
+  def plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> Plan:
     """Returns the plan of the compiled step. Raises CompileError if the compiler refuses the step."""
     topology, names = self._topology, self._names
     mesh = self._task.create_mesh(devices_of(topology))
@@ -225,7 +225,7 @@ class _Planner:
       activations=tuple(explain_compiled(why.report.activations, program, names)),
     )
 
-  def analytic(self, failure: str, notes: Sequence[str], refused: CompileError | None = None) -> Plan:
+  def plan_lowered(self, failure: str, notes: Sequence[str], refused: CompileError | None = None) -> Plan:
     """Returns the plan of the lowered step.
 
     Args:
