@@ -36,7 +36,6 @@ from praxis_lite.layers.normalizations import Norm
 from praxis_lite.layers.positions import RelativeBias, RotaryPositions
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
 from praxis_lite.sharding.mesh import platform
-from praxis_lite.sharding.specs import all_axes
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N, H], [B, S, K, H] and [B, S, K, H].
@@ -432,9 +431,8 @@ class MultiHeadAttention(Layer):
     return choose_attention(self.implementation, case, f'{self.path_name}.implementation')
 
   def exchanges(self) -> list[Exchange]:
-    placement = None if self.context_axis is None else self._resolve((self.context_axis,), self.path_name, rank=1)
-    axes = () if placement is None else all_axes(placement.spec)
-    return [Exchange('exchange of a sequence', 'context_axis', tuple(axes))] if axes else []
+    axes = self._resolve_axes('context_axis')
+    return [Exchange('exchange of a sequence', 'context_axis', axes)] if axes else []
 
   def token_flops(self, length: int) -> TokenFlops:
     return TokenFlops(attention=4.0 * self.num_heads * (self.dims_per_head or 0) * length)

@@ -60,7 +60,7 @@ from praxis_lite.layers.routing import (
 )
 from praxis_lite.sharding.constraints import unmapped_axes
 from praxis_lite.sharding.padding import pad_to, padded_shape
-from praxis_lite.sharding.specs import all_axes, axes_to_entry, complete_spec, spec_axes
+from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit
 
 # The exchange has room for at least this number of rows for each device: fewer would save little.
@@ -186,9 +186,8 @@ class MoeFeedForward(Layer):
   # ---------------------------------------------------------------- for tools
 
   def exchanges(self) -> list[Exchange]:
-    placement = None if self.expert_axis is None else self._resolve((self.expert_axis,), self.path_name, rank=1)
-    axes = () if placement is None else all_axes(placement.spec)
-    return [Exchange('exchange between experts', 'expert_axis', tuple(axes))] if axes else []
+    axes = self._resolve_axes('expert_axis')
+    return [Exchange('exchange between experts', 'expert_axis', axes)] if axes else []
 
   def problems(self, mesh_sizes: Mapping[str, int]) -> Iterator[LayerProblem]:
     parts, exchanged = self.expert_parts(mesh_sizes)

@@ -176,9 +176,7 @@ class Pipelined(Repeat):
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
-    batch = None if self.batch_axes is None else (self.batch_axes,)
-    rows = self._resolve(batch, f'{self.path_name}.batch_axes', rank=1)
-    self._row_axes: tuple[str, ...] = () if rows is None else tuple(all_axes(rows.spec))
+    self._row_axes = self._resolve_axes('batch_axes')
     if both := {*self._row_axes} & {*self.stage_axes}:
       raise ConfigError(f'{self.path_name}.batch_axes: {min(both)!r} splits the stages, so it cannot split the batch')
     for layer in self.layers.descendants():

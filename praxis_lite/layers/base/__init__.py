@@ -42,7 +42,7 @@ from praxis_lite.layers.base.in_call import InCall
 from praxis_lite.layers.base.scope import run_in_scope
 from praxis_lite.sharding.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.sharding.rules import resolve
-from praxis_lite.sharding.specs import Placement, place_by_rank
+from praxis_lite.sharding.specs import Placement, all_axes, place_by_rank
 from praxis_lite.sharding.weights import (
   DeclaredSplit,
   SplitDimsMapping,
@@ -487,6 +487,12 @@ class Layer(InCall, Facts, Configurable):
     if mapping is None or self.mesh_axis_names is None:
       return None
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
+
+  def _resolve_axes(self, field: str) -> tuple[str, ...]:
+    """Returns the mesh axes of a field that is one entry of a mapping; () for None, or if no mesh axes have names."""
+    entry = getattr(self, field)
+    placement = None if entry is None else self._resolve((entry,), f'{self.path_name}.{field}', rank=1)
+    return () if placement is None else tuple(all_axes(placement.spec))
 
 
 def _overrides_a_setup(cls: type[Layer]) -> bool:
