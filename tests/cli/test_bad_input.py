@@ -275,7 +275,8 @@ OTHER_MODELS = {
 def test_a_checkpoint_of_another_model_is_refused_and_left_alone(capsys, trained, arguments):
   before = sorted(trained.rglob('*'))
   told = fails(capsys, *arguments, f'--job_log_dir={trained}')
-  assert re.search(r'checkpoints/2 is a checkpoint of another model: mdl_vars\.lm\.\S+ is float32\[.*\] in it', told)
+  difference = r'mdl_vars\.lm\.\S+ is float32\[.*\] in the checkpoint'
+  assert re.search(rf'checkpoints/2 is a checkpoint of another model: {difference}', told)
   assert 'What differs from the recorded config: task.model.' in told
   assert 'so leave out --exp' in told and 'start a new run in another --job_log_dir' in told
   assert sorted(trained.rglob('*')) == before
