@@ -486,6 +486,21 @@ for sizes in (2, 3, 2), (2, 4, 2), (3, 2, 2):
 
 
 @GUARDED
+def test_gradient_of_the_largest_of_all(guarded):
+  """XLA splits the updates over the axis that is not used, and writes their padding to the first entry."""
+  x, mesh = np.array([-0.5, 2, 3], np.float32), mesh_of('a', 'b')
+
+  def gradient(x):
+    def total(x):
+      x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('a')))
+      return jnp.sum(jax.lax.top_k(jnp.abs(x), 3)[0] * (jnp.arange(3) + 1))
+
+    return jax.grad(total)(x)
+
+  assert np.array_equal(run(gradient, (x,), guarded)[0], [-3, 2, 1]) == guarded
+
+
+@GUARDED
 def test_diagonal(guarded):
   x = np.array([[[3], [5]]], np.float32)
   program = constrained(mesh_of('a', 'b', sizes=(2, 4)), jnp.diagonal, [P(None, 'a')], P('a', 'b'))

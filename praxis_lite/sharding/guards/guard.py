@@ -15,7 +15,7 @@ from praxis_lite.common.jax_internals.flags import jaxlib_release
 from praxis_lite.common.jax_internals.lowering import export_changed
 from praxis_lite.common.jax_internals.programs import scopes
 from praxis_lite.sharding.guards import images, lapack, lookups, products, reshapes, results, transforms
-from praxis_lite.sharding.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
+from praxis_lite.sharding.guards.arrays import GATHER, IDS, PRODUCT, ROWS, SCATTER, TRANSPOSE, integer
 from praxis_lite.sharding.guards.crops import crop_before_convolutions, pad_only_between_entries
 from praxis_lite.sharding.guards.starts import clamp_starts
 from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, Site
@@ -242,6 +242,9 @@ def _keep(instances: Sequence[Instance]) -> None:
   for instance in instances:
     if instance.site.op.name == GATHER and lookups.keeps_ids(instance):
       instance.site.keep(IDS, instance.splits[IDS])
+    if instance.site.op.name == SCATTER and lookups.keeps_updates(instance):
+      instance.site.keep(IDS, instance.splits[IDS])
+      instance.site.keep(ROWS, instance.splits[ROWS])
     is_cut = has_empty and instance.site.op.name == 'stablehlo.slice' and lookups.is_cut_where_split(instance)
     if instance.site.op.name == images.CONVOLUTION or is_cut:
       for number, split in enumerate(instance.splits):

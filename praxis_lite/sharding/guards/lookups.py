@@ -54,6 +54,17 @@ def keeps_ids(lookup: Instance) -> bool:
   return bool(axes_of(lookup.splits[0]) and axes_of(lookup.splits[IDS]))
 
 
+def keeps_updates(scatter: Instance) -> bool:
+  """Whether XLA might split updates that are whole, into a table that is split.
+
+  It splits them over an unused axis, and writes the padding of what does not divide to row 0. On a mesh a 2 x b 2:
+  the gradient of `lax.top_k(jnp.abs(x), 3)` with 3 entries over 'a'. Test: `test_gradient_of_the_largest_of_all`.
+  """
+  pairs = _scatter_pairs(scatter)
+  sizes, updates = scatter.site.shapes[ROWS], scatter.splits[ROWS]
+  return bool(axes_of(scatter.splits[0])) and any(sizes[dim] > 1 and not updates[dim] for dim in pairs)
+
+
 def guard_slice(dynamic: Instance) -> None:
   """Clamps the start of a slice along split dimensions, as the operation itself should.
 
