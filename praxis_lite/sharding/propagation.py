@@ -340,12 +340,12 @@ def _meshes(module: ir.Module) -> Iterator[tuple[str, tuple[Axis, ...]]]:
       yield ir.StringAttr(op.operation.attributes['sym_name']).value, sizes
 
 
-def operations(root: ir.Operation, names: Collection[str]) -> list[ir.Operation]:
-  """Returns the operations in `root` with one of `names`; nested operations precede those around them."""
+def operations(root: ir.Operation, names: Collection[str] | None = None) -> list[ir.Operation]:
+  """Returns the operations in `root` with one of `names`, or all; nested operations precede those around them."""
   found = []
 
   def visit(op: ir.Operation) -> ir.WalkResult:
-    if op.name in names:
+    if names is None or op.name in names:
       found.append(op.operation)
     return ir.WalkResult.ADVANCE
 

@@ -73,6 +73,34 @@ def integers(*shape):
   return RNG.integers(-3, 4, shape).astype(np.float32)  # Their sums and products are exact.
 
 
+RESHARDS = """
+shape, aborts = (8, 4, 4, 4), [
+  (('d', ('a', 'b')), (None, 'b', ('c', 'd'), 'a')),
+  (('b', None, ('d', 'a'), 'c'), (None, 'c', 'b', ('d', 'a'))),
+  ((('d', 'c'), 'b'), ('b', None, ('a', 'c'), 'd')),
+]
+x, mesh = integers(*shape), mesh_of('a', 'b', 'c', 'd')
+for before, after in aborts:
+  for between in jnp.abs, lambda x: x:  # Another operation than the constraints needs the reshard, or one of these.
+    program = constrained(mesh, lambda x: jnp.abs(between(x)), [P(*before)], P(*after))
+    assert np.array_equal(run(program, (x,), {guarded})[0], abs(x))
+    program = constrained(mesh, lambda x: x + 1, [P(*before)], P(*after))
+    assert np.array_equal(run(lambda x: 2 * program(x), (x,), {guarded})[0], 2 * x + 2)
+"""
+
+
+@pytest.mark.slow
+def test_reshards_over_four_axes():
+  run_on_devices(16, RESHARDS.format(guarded=True))
+
+
+@pytest.mark.slow
+def test_reshards_over_four_axes_abort_without_guards():
+  with pytest.raises(subprocess.CalledProcessError) as error:
+    run_on_devices(16, RESHARDS.format(guarded=False))
+  assert error.value.returncode < 0
+
+
 # ---------------------------------------------------------------- products
 
 

@@ -17,6 +17,7 @@ from praxis_lite.common.jax_internals.programs import scopes
 from praxis_lite.sharding.guards import images, lapack, lookups, products, reshapes, results, transforms
 from praxis_lite.sharding.guards.arrays import GATHER, IDS, PRODUCT, ROWS, SCATTER, TRANSPOSE, integer
 from praxis_lite.sharding.guards.crops import crop_before_convolutions, pad_only_between_entries
+from praxis_lite.sharding.guards.reshards import reshard_in_two_steps
 from praxis_lite.sharding.guards.starts import clamp_starts
 from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, Site
 
@@ -140,6 +141,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     for site in propagation.sites:
       if site.op.name == transforms.FFT:
         transforms.order_entries(site.op)
+    reshard_in_two_steps(module)
     final = [instance._replace(splits=last.get(instance.site, instance.splits)) for instance in instances]
     lapack.call_one_matrix_at_a_time(module.operation, final, num_devices)
     return guarded
@@ -245,6 +247,9 @@ def _keep(instances: Sequence[Instance]) -> None:
     if instance.site.op.name == SCATTER and lookups.keeps_updates(instance):
       instance.site.keep(IDS, instance.splits[IDS])
       instance.site.keep(ROWS, instance.splits[ROWS])
+    if instance.site.op.name == GATHER and lookups.keeps_batch(instance):
+      for number, split in enumerate(instance.splits):
+        instance.site.keep(number, split)
     is_cut = has_empty and instance.site.op.name == 'stablehlo.slice' and lookups.is_cut_where_split(instance)
     if instance.site.op.name == images.CONVOLUTION or is_cut:
       for number, split in enumerate(instance.splits):
