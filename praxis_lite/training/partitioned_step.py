@@ -140,7 +140,8 @@ def _check_no_strangers(traced: jax.stages.Traced) -> jax.stages.Traced:
   if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(traced.in_avals)):
     raise ConfigError(
       f'task.model: {traced.fun_name} uses an array that another step has left in a global or in an object, where it '
-      'has no value; return it, or keep it in a variable: create_variable(name, ..., trainable=False) and update_var'
+      'has no value; return it, or keep it in a variable: create_variable(name, ..., trainable=False) and update_var. '
+      'Or a layer adds a summary, a loss or an update in the body of its own jax.lax.scan; add it after the loop'
     )
   return traced
 

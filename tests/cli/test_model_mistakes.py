@@ -355,6 +355,13 @@ MISTAKES = {
     'jax.eval_shape(KEPT.append, jnp.ones(4))',
     r'^task\.model: train_step uses an array that another step has left in a global or in an object, ',
   ),
+  'a loss of a loop': (
+    PREDICTIONS,
+    "jax.lax.scan(lambda c, y: (self.add_aux_loss('size', y), (c, y))[1], 0.0, batch['y'])\n"
+    '    return super().compute_predictions(batch)',
+    r'^task\.model: train_step uses an array .* Or a layer adds a summary, a loss or an update in the body of its own '
+    r'jax\.lax\.scan; add it after the loop$',
+  ),
   # What is returned, and in which dtype.
   'integers for labels': (
     LOSS,

@@ -101,7 +101,10 @@ class InCall:
     return filler if paddings is None else filler | (paddings != 0)
 
   def next_prng_key(self) -> jax.Array:
-    """In a call: returns a new PRNG key, a function of the call's key, this layer's path and its number of draws."""
+    """In a call: returns a new PRNG key, a function of the call's key, this layer's path and its number of draws.
+
+    In the body of a `jax.lax.scan` of the layer it is the same in each iteration; split a key before the loop.
+    """
     return self._frame().next_key(self._path)
 
   def has_prng_key(self) -> bool:
@@ -110,6 +113,8 @@ class InCall:
 
   def add_summary(self, name: str, value: jax.Array, kind: str = 'scalar') -> None:
     """In a call: logs `value` as `<path>/<name>`; if the layer is used again, as `<path>/<name>_1`, and so on.
+
+    A value from the body of a `jax.lax.scan` of the layer has to be returned by the body, and logged after the loop.
 
     Raises:
       ConfigError: the kind is unknown, the value has no entries, or it is not a valid 'scalar' or 'image'.
