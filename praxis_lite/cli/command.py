@@ -28,7 +28,7 @@ class Command(NamedTuple):
     name, example: its name on the command line, and a valid command line.
     summary, description: a line for the list of commands, and a paragraph for its help.
     flags: absl flags, each with an example in its help.
-    run: takes the parsed flags and returns the exit code.
+    run: takes the parsed flags and returns the exit code. It imports what it needs, such as JAX, itself.
     bare: name of the flag that the first argument without a flag sets; '' if the command takes no such argument. If it
       is `exp`, a directory sets `job_log_dir` instead.
     bare_rest: name of the repeatable flag that further such arguments set.
@@ -71,6 +71,9 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
 
 def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> ExperimentConfig:
   """Returns the configs of --exp, or of the record of the run in --job_log_dir, with overrides applied.
+
+  It does not set up the devices of --devices; `configured_run` does. A command that uses no accelerator calls
+  `leave_accelerators_alone` first, so that it can run beside a training that holds them.
 
   Args:
     values: the parsed flags.

@@ -43,25 +43,24 @@ from praxis_lite.common.errors import UserError, did_you_mean
 from praxis_lite.common.foreign_text import PrintableStream, printable, remove_secrets
 from praxis_lite.common.importing import user_code_error
 
+# In the order of the list that `praxis-lite help` prints.
 _MODULES = (
-  *(
-    list_experiments,
-    show,
-    check,
-    plan,
-    verify,
-    train,
-    status,
-    replay,
-    launch,
-    sweep,
-    runs,
-    evaluate,
-    decode,
-    export,
-    import_hf,
-    export_hf,
-  ),
+  list_experiments,
+  show,
+  check,
+  plan,
+  verify,
+  train,
+  status,
+  replay,
+  launch,
+  sweep,
+  runs,
+  evaluate,
+  decode,
+  export,
+  import_hf,
+  export_hf,
   checkpoints,
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}

@@ -83,7 +83,8 @@ def _peaks(bf16: str, f32: str, int8: str, float8: str) -> dict[str, float]:
 
 # Peaks in 1e12/s; memory in GiB; bandwidth, a link and the network of a chip in GB/s; chips per host. The figure of a
 # link is for one link in one direction. It follows from the documented bandwidth of a chip over 4 links (2D) or 6 links
-# (3D) in both directions; for v2 to v4, from the bisection bandwidth of a pod.
+# (3D) in both directions; for v2 to v4, from the bisection bandwidth of a pod. Each row needs an entry in
+# `_TPU_NETWORK_SOURCES`.
 _TPU_FIGURES = """
        bf16  int8  float8  memory  bandwidth  link  network  host  largest   wraps_at  devices  device kinds
   v2     45    45      45      16        700  62.5     6.25     4  16x16           16        2  tpu v2
@@ -135,9 +136,11 @@ def _tpu(row: str) -> Accelerator:
 
 # ---------------------------------------------------------------- GPU
 
-# Peaks in 1e12/s; memory in GB; bandwidth, all links and the network of a chip in GB/s. With float32 accumulation,
-# GeForce cards multiply bfloat16 and float8 at half the rate that int8 suggests. Cards without fast links communicate
-# over one x16 slot of PCIe, through the host.
+# Each row needs an entry in `_GPU_SOURCES`, and a line in `_CUDA` of `instruments/plan/targets.py`. Peaks in 1e12/s;
+# f32 is the peak of TF32, which XLA uses by default. Memory in GB; bandwidth, all links and the network of a chip in
+# GB/s; number of GPUs that fast links connect (domain) and in a host. With float32 accumulation, GeForce cards multiply
+# bfloat16 and float8 at half the rate that int8 suggests. Cards without fast links communicate over one x16 slot of
+# PCIe, through the host.
 _GPU_FIGURES = """
                bf16     f32   int8  float8  memory  bandwidth  links  network  domain  host  device kind
   a100-40       312     156    624       -   42.33     1555.2    300       25       8     8  a100 sxm4 40gb
