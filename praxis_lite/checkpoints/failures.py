@@ -1,4 +1,4 @@
-"""Decides from errors of Orbax, TensorStore and the disk if a checkpoint is damaged, or only cannot be read now."""
+"""Decides from an error of Orbax, TensorStore or the disk if a checkpoint is damaged or just cannot be read now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of `praxis-lite plan` about changes: search, comparison, what-if, ways out, and the cost of training."""
+"""The parts of `praxis-lite plan` about changes: search, comparison, what-if, remedies, and the cost of training."""
 
 from __future__ import annotations
 

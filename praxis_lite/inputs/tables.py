@@ -202,7 +202,7 @@ class _Chunks:
     return len(self.epochs) * self._per_epoch - self.first
 
   def chunk_groups(self, epoch: int) -> list[np.ndarray]:
-    """Returns the numbers of the groups of each chunk."""
+    """Returns, for each chunk of an epoch, the indices of the groups in it."""
     order = np.arange(len(self.groups)) if self.seed is None else permutation(len(self.groups), self.seed, epoch)
     return [order[i : i + self.groups_of_chunk] for i in range(0, len(order), self.groups_of_chunk)]
 

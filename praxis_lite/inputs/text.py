@@ -250,7 +250,10 @@ def check_split(split: str, where: str) -> None:
 
 
 def split_of_name(name: str, heldout_fraction: float, test_fraction: float) -> str:
-  """Returns the split of a file by its relative path. Each fraction is the share of all names that is held out."""
+  """Returns the split that a file belongs to, drawn from a hash of its relative path.
+
+  The fractions are the shares of files in the splits 'validation' and 'test'.
+  """
   u = stable_hash(name) / 2**64
   if u < test_fraction:
     return 'test'

@@ -270,8 +270,8 @@ class MultiHeadAttention(Layer):
   ) -> AttentionMask:
     """Returns which keys each query attends to. A subclass may add its own: `super().attention_mask(**rows) & ...`.
 
-    In one pass, the arguments are the same as for `__call__`, and the mask is called with indices in the row. In
-    decoding, the only argument is `prefix_lengths`, the mask is called with positions in the sequence, and it must have
+    In `__call__`, the arguments are those of the call, and the mask's `allows` receives indices in the row. In
+    decoding, the only argument is `prefix_lengths`, `allows` receives positions in the sequence, and the mask must have
     no arrays of queries or keys.
     """
     return make_mask(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)

@@ -454,7 +454,7 @@ class Pipelined(Repeat):
     cache: NestedDict,
     index: jax.Array,
   ) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
-    """Runs layer `index` of a group; returns its result, other variables, cache, and what it reports."""
+    """Runs layer `index` of a group; returns its result, its new `others` and cache, and what it reports."""
     position, P = at.stage * self.layers_in_group + index, self.num_layers // call.schedule.rounds
     real = at.real & (position < P)
     if key is not None:

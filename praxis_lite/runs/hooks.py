@@ -103,7 +103,7 @@ class Hook:
 
 
 class StateToCopy(NamedTuple):
-  """What a copy of a run between checkpoints has to hold.
+  """What an emergency copy, which is made between checkpoints, has to contain.
 
   Attributes:
     step, state: the padded state on the mesh, and its step; the next step overwrites its arrays.
@@ -162,7 +162,7 @@ class Observer:
     return contextlib.nullcontext()
 
   def while_training(self, stop: StopSignals) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager for the time in which `stop` catches signals."""
+    """Returns a context manager that is entered for the whole training, while `stop` catches signals."""
     return contextlib.nullcontext()
 
   def on_start(self, run: Run) -> None:
@@ -196,7 +196,7 @@ class Observer:
     """Called once the checkpoint of `step` is complete in `folder`, some steps after that step."""
 
   def on_copy(self, run: Run, snapshot: StateToCopy) -> None:
-    """Called every `emergency_copies.every_n_steps` steps with what a copy of the run has to hold."""
+    """Called every `emergency_copies.every_n_steps` steps; `snapshot` is what an emergency copy has to contain."""
 
   def on_saved(self, run: Run) -> None:
     """Called once the checkpoint of the last step is complete: copies of the state are no longer needed."""

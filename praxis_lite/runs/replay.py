@@ -74,10 +74,10 @@ def replay(
 ) -> Trace:
   """Runs a step of a run again and prints what each layer computes; nothing in the directory is changed.
 
-  The run is taken up from the checkpoint before the step, with the batches of that time.
+  It restores the checkpoint before the step, and reads the same batches as the run did.
 
   Raises:
-    UserError: there is no way to that step: the checkpoints before it are gone and the run did not start from its seed.
+    UserError: the step cannot be reached: there is no checkpoint before it, and the run did not begin from its seed.
   """
   directory = user_path(job_log_dir).absolute()
   if step < 1:

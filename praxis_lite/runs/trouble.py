@@ -69,7 +69,10 @@ class Trouble(NamedTuple):
 
 
 class GoBack(BaseException):
-  """Ends this attempt to train: the run continues from an earlier checkpoint. No handler of errors must catch it."""
+  """Ends this attempt to train: the run continues from an earlier checkpoint.
+
+  It derives from BaseException, so that code which handles errors does not catch it.
+  """
 
   def __init__(self, trouble: Trouble):
     super().__init__(trouble.what)

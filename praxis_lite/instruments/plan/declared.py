@@ -58,7 +58,7 @@ class Declaration:
     return [source for own, source in zip(self.axes, self.sources) if set(own) & set(axes)]
 
   def votes(self, axis: str, batch_axes: Collection[str]) -> list[tuple[Role, bool]]:
-    """Returns its votes about an axis: roles, each with whether it splits the role over the axis."""
+    """Returns (role, whether this array splits the role over `axis`) for each role that it has an opinion on."""
     if self.is_weight and axis in batch_axes:
       return []
     split = [axis in axes for axes in self.axes]

@@ -150,10 +150,10 @@ class Watchdog:
       os._exit(code)
 
   def _is_awaited(self, host: _Host, since: float) -> bool:
-    """Whether this process, which is ending, waits for another one.
+    """Whether this process, which is ending, still waits for the process of `host`.
 
-    It waits for one that does not know yet that this one is ending. Host 0 also waits for one that is ending too: JAX's
-    service is in host 0, and without it the other one would be aborted.
+    It waits until that process knows that this one is ending. Host 0 also waits until that process has cleaned up,
+    because host 0 runs JAX's service, and JAX aborts the other processes when the service ends.
     """
     now = time.monotonic()
     if host.state in ('', 'running'):

@@ -187,7 +187,7 @@ def _uneven_updates(scatter: Instance, splits: Sequence[ArraySplit]) -> dict[int
 
 
 def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
-  """Returns, for each dimension of the rows outside of slices, the corresponding dimension of the ids.
+  """Returns which dimension of the rows corresponds to which dimension of the ids; dimensions of slices have none.
 
   Args:
     lookup: a gather or a scatter.

@@ -201,7 +201,10 @@ class BoundLearner:
     return jax.tree.map(jnp.copy, self.select_trained(mdl_vars)) if self._learner.ema_decay else None
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, by the path of a slot, the axis of its variable that each of its dimensions runs along, or None."""
+    """Returns, by the path of a slot, an entry for each of its dimensions: the variable's axis along which it runs.
+
+    The entry is None if the dimension runs along no single axis.
+    """
     return self._optimizer.slot_axes()
 
   def not_elementwise(self) -> list[str]:

@@ -127,7 +127,7 @@ class GroupedOptimizer:
     return at_fault or [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, by the path of a slot in the state, the axis of its variable that each of its dimensions runs along."""
+    """Returns, by the path of a slot in the state, the variable's axis along which each of its dimensions runs."""
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
       layers = jax.tree.map(

@@ -90,9 +90,10 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
 
 
 def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
-  """Returns, by path, for each slot that runs along its variable, the variable's axis of each dimension, or None.
+  """Returns, by the path of a slot, an entry for each of its dimensions: the variable's axis along which it runs.
 
-  A dimension runs along an axis if its entries differ when the entries of the variables differ only along that axis.
+  The entry is None if the dimension runs along no single axis; slots with only such dimensions are left out. A
+  dimension runs along an axis if its entries differ when the entries of the variables differ only along that axis.
   """
   small, found = _shrink(weights), dict[Path, list[list[int]]]()
   if not _acts_alike(build, weights, small):

@@ -27,10 +27,10 @@ Schedule = Callable[[jax.Array | int], ArrayLike]
 
 
 def to_schedule(schedule: object, where: str) -> Schedule:
-  """Returns the function of the step that a config describes, or a function unchanged.
+  """Returns the schedule, a function of the step, that a config describes; returns a function unchanged.
 
-  A config of a function whose first argument is not set means that function, with its other arguments set. Any other
-  config is instantiated.
+  In a config of a function, a first argument that is not set is the step: the schedule is that function, with the other
+  arguments set. Any other config is instantiated, and makes the schedule.
 
   Raises:
     ConfigError: the value is neither. `where` is the path of the field, for the message.
