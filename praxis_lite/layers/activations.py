@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Activation] = {
   'leaky_relu': jax.nn.leaky_relu,
   'elu': jax.nn.elu,
   'gelu': functools.partial(jax.nn.gelu, approximate=False),  # x Phi(x) (Hendrycks and Gimpel, 2016).
-  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),  # Its approximation by tanh, as in GPT-2.
+  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),  # The tanh approximation of GELU, as in GPT-2.
   'silu': jax.nn.silu,  # x sigmoid(x), also known as swish.
   'sigmoid': jax.nn.sigmoid,
   'tanh': jnp.tanh,
@@ -29,11 +29,11 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def get_activation(name: str, where: str = 'activation') -> Activation:
-  """Returns the function of that name.
+  """Returns the activation function called `name`.
 
   Args:
     name: a key of `ACTIVATIONS`.
-    where: path of the field that names it, for the message.
+    where: path of the field that sets `name`, for the error message.
 
   Raises:
     ConfigError: there is no such function.

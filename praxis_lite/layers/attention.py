@@ -1,4 +1,4 @@
-"""Multi-head attention: grouped, causal or not, in one pass or token by token with a cache.
+"""Multi-head attention with grouped heads, causal or not: in one pass, or token by token with a cache.
 
     query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
     out = softmax(query . key / sqrt(H)) . value  W_o [N, H, D]
@@ -42,7 +42,7 @@ QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N, H], [B, S, K
 
 
 class ProjectionWeightSplit(WeightSplit):
-  """`wt`: the weight, of rank in + out; `bias`: of rank out."""
+  """`wt`: one entry per dimension of `in_shape` and `out_shape`; `bias`: one per dimension of `out_shape`."""
 
   bias: SplitDimsMapping = None
 
@@ -77,7 +77,7 @@ class Projection(Layer):
       self.create_variable('b', bias_weight(self.out_shape, self.weight_split_dims_mapping.bias))
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., *out_shape] of x [..., *in_shape]."""
+    """Returns [..., *out_shape] for x [..., *in_shape]."""
     axes, field = len(self.in_shape), f'{self.path_name}.matmul'
     y = matmul(x.astype(self.fprop_dtype), self.theta.w, axes, self.matmul, field)
     if self.use_bias:
@@ -123,7 +123,8 @@ class MultiHeadAttention(Layer):
       heads. See `context_parallel.py`.
     cache_dtype: dtype of keys and values in the cache; int8 stores a scale with each vector; None means `fprop_dtype`.
     cache_page_size: number of cache slots that decoding reads at once. It reads only pages that contain tokens.
-    weight_split_dims_mapping: `wt`, [D, N, H], splits the projections, and the weight [N, H, D] of the output alike.
+    weight_split_dims_mapping: `wt`, [D, N, H]: how the weights of queries, keys and values are split; the output's
+      weight, [N, H, D], is split along the same dimensions.
   """
 
   input_dims: int = REQUIRED
@@ -201,7 +202,7 @@ class MultiHeadAttention(Layer):
           f'{self.path_name}.dims_per_head: num_heads, {N}, does not divide the model dims, {D}; set dims_per_head'
         )
       self.dims_per_head = D // N
-    if self.implementation is None:  # In configs that older versions have recorded.
+    if self.implementation is None:  # Configs recorded by older versions may contain None.
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
     self._mesh = self._attention_mesh()
@@ -283,7 +284,7 @@ class MultiHeadAttention(Layer):
     self._keep(self._cached_attention().empty(batch_size, max_len, *self._kv_heads))
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, prefix_lengths: jax.Array | None = None) -> jax.Array:
-    """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
+    """Appends tokens to the cache and returns [B, T, D]; a token attends to all cached tokens up to its own position.
 
     The caller ensures that the cache has room; see `KVCache`.
 
@@ -380,7 +381,7 @@ class MultiHeadAttention(Layer):
     dropout: ProbabilityDropout | None,
     split: SequenceSplit | None,
   ) -> jax.Array:
-    """Returns the output, [B, T, D]. A relative bias takes the positions of queries for those of keys too."""
+    """Returns the output, [B, T, D]. A relative bias uses `pos_BT` as the positions of both queries and keys."""
     (B, T, _, _), (_, S, K, _) = heads[0].shape, heads[1].shape
     name, reason = self._choose(T, S, mask, split is not None)
     bias: LogitBias | jax.Array | None = None
@@ -403,10 +404,10 @@ class MultiHeadAttention(Layer):
     """Returns [B, T, D].
 
     Args:
-      context_BTNH: results by head.
-      split: how their length is split; None if it is not.
-      remark: how they were computed.
-      tagged: whether they already have the tag 'context'.
+      context_BTNH: results of attention.
+      split: how the mesh splits their length; None if it does not.
+      remark: how the results were computed, for `explain`.
+      tagged: whether the results already have the tag 'context'.
     """
     context_BTNH = self.shard(
       context_BTNH, 'blnh' if split is None else self._mesh.context_mapping('blnh'), remark=remark
@@ -459,7 +460,7 @@ def describe_attention(model: Layer, length: int, packed: bool) -> list[str]:
 def _split_projection(
   projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
 ) -> Config[Projection]:
-  """Splits a projection like the dimensions `dims` of the mapping `wt` of D, N, H."""
+  """Sets the mapping of a projection's weight to dimensions `dims` of `wt`, the mapping of [D, N, H]; see `pick`."""
   if wt is not None:
     split = wt.pick(*dims)
     projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])

@@ -24,7 +24,7 @@ class AttentionMesh:
   """The fields of an attention layer that are about the mesh."""
 
   path: str  # Path of the layer, for messages.
-  resolve: Callable[[SplitDimsMapping, str], Placement | None]  # Places a mapping of four dimensions from a field.
+  resolve: Callable[[SplitDimsMapping, str], Placement | None]  # (mapping of rank 4, its field) -> placement.
   context_axis: str | None  # See `MultiHeadAttention`.
   context_method: ContextMethod
   blnh: SplitDimsMapping  # Mapping of queries.
@@ -78,9 +78,9 @@ class AttentionMesh:
     return SequenceSplit(axes[0], self.context_method, batch, heads, others_split=self.blnh is None)
 
   def row_split(self, num_rows: int, num_kv_heads: int) -> RowSplit | None:
-    """Returns how the mesh splits rows and heads; None if it also splits something else, or splits unevenly.
+    """Returns how the mesh splits rows and heads; None if it also splits another dimension, or splits unevenly.
 
-    Without it, no device knows which blocks are empty in all of its rows, and no block is skipped because of its data.
+    With None, no device knows which blocks are empty in all of its rows, so no block is skipped because of its data.
     """
     placement = self.resolve(self.blnh, f'{self.path}.activation_split_dims_mapping.blnh')
     sizes = unmapped_axes()

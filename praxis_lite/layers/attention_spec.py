@@ -101,7 +101,7 @@ class Integers(NamedTuple):
 def argument_specs(
   heads: Heads, integers: Integers, rows: SplitAxes, length: SplitAxes, head: SplitAxes
 ) -> tuple[Heads, Integers]:
-  """Returns the specs of arguments whose rows, lengths and heads these axes split.
+  """Returns the specs of the arguments if these mesh axes split rows, lengths and heads.
 
   An array [1, ...], which holds for all rows, is not split over the axes of rows.
   """

@@ -51,7 +51,7 @@ class Formula:
 
   scale: float  # Factor of the products.
   soft_cap: float | None = None  # Bounds the logits smoothly, soft_cap * tanh(logits / soft_cap); None disables it.
-  bias: OffsetBias | None = None  # Added then; None disables it.
+  bias: OffsetBias | None = None  # Bias added to the bounded logits; None disables it.
   dropout_rate: float = 0.0  # Share of the probabilities that is set to 0; the others are scaled by 1 / (1 - rate).
 
 
@@ -161,7 +161,7 @@ def zero_sums(shape: tuple[int, ...], dtype: jnp.dtype) -> Sums:
 def add_blocks(
   formula: Formula, mask: AttentionMask, bias: Any, queries: Queries, keys: Keys, pairs: BlockPairs, sums: Sums
 ) -> Sums:
-  """Adds some pairs of blocks to the sums, and returns these; the arrays of the mask are in blocks."""
+  """Returns the sums with these pairs of blocks added; the arrays of the mask are in blocks."""
 
   def add(n: jax.Array, sums: Sums) -> Sums:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
@@ -177,7 +177,7 @@ def add_blocks(
 
 
 def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array | float = 1.0) -> Sums:
-  """Adds a block of keys to the sums of a block of queries, and returns these.
+  """Returns the sums of a block of queries with a block of keys added.
 
   Args:
     sums: the sums so far, [B, K, G, Q, ...].
@@ -219,7 +219,7 @@ def add_gradients(
   pairs: BlockPairs,
   gradients: Gradients,
 ) -> Gradients:
-  """Adds some pairs of blocks to the gradients, and returns these."""
+  """Returns the gradients with these pairs of blocks added."""
 
   def add(n: jax.Array, sums: Gradients) -> Gradients:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
@@ -281,7 +281,7 @@ def _pick_mask(mask: AttentionMask, pairs: BlockPairs, i: jax.Array, j: jax.Arra
 def _compute_logits(
   formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys
 ) -> tuple[jax.Array, jax.Array | float]:
-  """Returns the float32 logits [B, K, G, Q, S] of a pair of blocks, and their derivative by the scaled products."""
+  """Returns the float32 logits [B, K, G, Q, S] of a pair of blocks, and their derivative (1, or that of the cap)."""
   logits = formula.scale * _product('BKGQH,BKSH->BKGQS', query.x, key.k)
   slope: jax.Array | float = 1.0
   if formula.soft_cap is not None:

@@ -16,9 +16,9 @@ the log-sum-exp and dx are in float32. Sums of dw over devices are in the dtype 
 reduce-scatter for each chunk, because a loop cannot carry sums that are still to be added over devices.
 
 If a mesh splits the classes into S parts, each part is cut into its own chunks, and step i of the loop computes chunk i
-of every part. So no step moves logits or weights along that axis. Only the maxima and sums [...] do, once after the
-loop, and dx. If the chunks do not divide a part evenly, the last one begins earlier, and the repeated classes count
-once. If a mesh splits D too (fully sharded), each pass gathers w once; see `_reader`.
+of every part. So no step moves logits or weights along that axis: the only communication is of the maxima and sums
+[...], once after the loop, and of dx. If the chunks do not divide a part evenly, the last one begins earlier, and the
+repeated classes count once. If a mesh splits D too (fully sharded), each pass gathers w once; see `_reader`.
 
 V classes, D model dims, S parts of the classes, K classes of a part, C classes of a chunk.
 """
@@ -278,16 +278,16 @@ def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
 
 
 def _layout(chunks: ClassChunks) -> tuple[int, str]:
-  """Returns the axis of the classes in a part of w, and the letters of its dimensions."""
+  """Returns the dimension of w, cut into parts, that holds the classes, and the einsum letters of its dimensions."""
   return (1, 'skd') if chunks.classes_first else (2, 'sdk')
 
 
 def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.Array], jax.Array]:
-  """Returns a function that reads the chunk of each part of w at a start, [S, D, C] or [S, C, D], with D gathered.
+  """Returns a function of `start` that reads one chunk of each part of w, [S, D, C] or [S, C, D], with D gathered.
 
-  If w is fully sharded, D is gathered, once for each entry in a pass. If w takes no more memory than the logits of a
-  chunk, it is gathered before the loop, in one collective, whose result the forward and the backward pass may share. A
-  larger w is gathered chunk by chunk, because as a whole it would take the memory that chunks are meant to save.
+  If w is fully sharded, each pass gathers each entry of w once. If w takes no more memory than the logits of a chunk,
+  one collective gathers it before the loop, and the forward and the backward pass may share the result. A larger w is
+  gathered chunk by chunk, because as a whole it would take the memory that chunks are meant to save.
 
   Args:
     w: in parts.

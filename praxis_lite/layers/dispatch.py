@@ -54,7 +54,7 @@ class DispatchPlan(NamedTuple):
 
 
 def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> DispatchPlan:
-  """Returns the plan of E C slots; slot e C + c is number c of expert e. Choices of expert E get none."""
+  """Returns the plan of E C slots; slot e C + c is slot c of expert e. Expert number E means none: it has no slots."""
   by_expert = _sort_by_expert(experts_NK, num_experts)
   place = by_expert.rank - _start_of_group(by_expert.starts, by_expert.experts)
   fits = (by_expert.experts < num_experts) & (place < capacity)
@@ -62,7 +62,7 @@ def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> Dis
 
 
 def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[DispatchPlan, jax.Array]:
-  """Returns the plan of N K slots sorted by expert, empty ones at the end, and how many each expert has, [E]."""
+  """Returns the plan of N K slots sorted by expert, empty ones at the end, and the number of slots per expert, [E]."""
   by_expert = _sort_by_expert(experts_NK, num_experts)
   num_slots = experts_NK.size
   plan = _plan(by_expert.rank, by_expert.experts < num_experts, num_slots, *experts_NK.shape)

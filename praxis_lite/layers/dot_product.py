@@ -40,10 +40,10 @@ from praxis_lite.sharding.mesh import platform
 
 Chosen = Literal['dense', 'blockwise', 'cudnn']
 IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'xla')  # 'xla' is an older name of 'dense'.
-# From this number of logits per head on, 'auto' does not compute them all at once.
+# 'auto' does not choose dense attention if a head has at least this number of logits.
 _MANY_LOGITS = 2048 * 2048
-# From this number of queries and keys on, it uses the fused kernel; with a mask as an array, up to this number of
-# logits.
+# 'auto' chooses the fused kernel for at least this number of queries and of keys; and if the mask is an array, for at
+# most this number of logits.
 _FUSED_FROM = 256
 _MOST_MASKED = 8192 * 8192
 

@@ -1,4 +1,4 @@
-"""Embedding: vectors of ids.
+"""Embedding: a table of one vector per id.
 
 V number of ids, D dims of a vector.
 """

@@ -32,7 +32,7 @@ from praxis_lite.sharding.padding import pad_to, slice_to
 from praxis_lite.sharding.specs import all_axes, spec_axes
 
 RowProduct = Callable[[jax.Array, jax.Array], jax.Array]
-# (product of rows and weights, rows) -> outputs
+# (function that multiplies rows by weights, rows) -> outputs
 ExpertFn = Callable[[RowProduct, jax.Array], jax.Array]
 
 

@@ -85,7 +85,7 @@ class Conv2D(Layer):
 
 
 class Pooling(Layer):
-  """The maximum or the mean of each channel in each window; a mean is over the part of the window inside the image.
+  """The maximum or the mean of each channel in each window; a mean leaves out the padding of the image.
 
   Attributes:
     kind: 'max' or 'mean'.

@@ -158,7 +158,7 @@ class CachedAttention:
     if cache.turn is not None:  # If loops over pages wrote to the stack and read it, XLA would copy it.
       context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.unstack(), mask)
       return context_BTNH, cache.restack(own)
-    if sees_later:  # The first page may attend to the last one.
+    if sees_later:  # Tokens of the first page may attend to tokens of the last one.
       cache = _append(cache, new)
 
       def attend(carry: None, page_of: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
@@ -286,7 +286,7 @@ def _join_slots(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _append(cache: KVCache, new: KVCache) -> KVCache:
-  """Writes tokens to the next slots of a growing cache; columns at the end that are only padding take none."""
+  """Writes tokens to the next slots of a growing cache; columns of padding at the end take no slots."""
   turn, columns = cache.turn, new.num_slots
   assert cache.slot is not None
   slot = cache.slot if turn is None else cache.slot[turn]
@@ -318,7 +318,7 @@ def _write_ring(cache: KVCache, new: KVCache) -> KVCache:
   row_B1 = jnp.arange(len(slot_BT))[:, None]
 
   def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    heads = () if tokens.ndim == 2 else (slice(None),)  # Tokens are [B, T, ...], as this indexing takes them.
+    heads = () if tokens.ndim == 2 else (slice(None),)  # The indexed shape is [B, T, K, ...], like the tokens.
     turn = () if cache.turn is None else (cache.turn,)
     return slots.at[*turn, row_B1, *heads, slot_BT].set(tokens, mode='drop')
 

@@ -298,7 +298,7 @@ class MoeFeedForward(Layer):
     tensor = weights['up'][2]
     if tensor != weights['down'][1] or {*tensor} & {*batch, *expert}:
       tensor = ()
-    # Capacities apply to rows, so rows must be whole; so must be tokens if the hidden dims are split.
+    # A capacity applies to a whole row, so no axis splits the length. Nor do the axes that split the hidden dims.
     time = () if self.dispatch == 'capacity' else tuple(a for a in time if a not in tensor)
     batch += tuple(a for a in expert if a not in (*batch, *time))
     specs = {name: PartitionSpec(*map(axes_to_entry, axes)) for name, axes in weights.items()}

@@ -99,7 +99,7 @@ class _TickInputs(NamedTuple):
 
 
 class _Call(NamedTuple):
-  """What else is the same in all ticks."""
+  """What all ticks share besides arrays."""
 
   method: str  # The method of the layers to call.
   schedule: PipelineSchedule
@@ -244,7 +244,7 @@ class Pipelined(Repeat):
     if self.microbatch_size is not None:
       M = -(-batch_size // self.microbatch_size)
     else:
-      # The requested number, even if fewer would do: auxiliary losses depend on it.
+      # The number that was set, even if fewer microbatches would do, because auxiliary losses depend on it.
       M = min(self.num_microbatches or 1, batch_size)
     return PipelineSchedule(self.num_stages, M, self.circular_repeat)
 
@@ -342,7 +342,7 @@ class Pipelined(Repeat):
 
   def _side_inputs(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object], B: int) -> SideInputs:
     named: Layer = self.layers
-    while isinstance(named, Repeat):  # It passes on its arguments, so their names are unknown.
+    while isinstance(named, Repeat):  # A `Repeat` takes *args; the layer that it repeats names them.
       named = named.layers_by_turn()[0]
     marks: dict[str, int] = {}
     for layer in self.layers.descendants():
@@ -367,7 +367,7 @@ class Pipelined(Repeat):
     stages, fixed = jnp.arange(S), jax.lax.stop_gradient(weights)
     carried = jax.tree.map(lambda q: self._constrain_to_stages(jnp.zeros_like(q[:, 0])), queue)
     side_gradients = [self._constrain_to_stages(broadcast_to_stages(v, S)) if is_float(v) else None for v in side_rows]
-    if M == 1:  # All stages read the same rows, and would share them; see `mask_gradients`.
+    if M == 1:  # All stages read the same rows, but each needs its own copy; see `mask_gradients`.
       side_rows = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side_rows]
     inputs = _TickInputs(stages, key, held, fixed, side_rows, shared)
     start = _TickState(carried, queue, weights, side_gradients, others, caches)
@@ -425,7 +425,7 @@ class Pipelined(Repeat):
     """Runs the layers of one stage and round, one after the other, on one microbatch."""
     own, weight_gradients = weights.read(at.round, at.real)
     rows, side_gradients = side_rows.read(at.microbatch, at.real)
-    # Even if the batch has only one row, because a mesh fills it up with others.
+    # Also for a batch of one row: it is one microbatch here, but several where a mesh adds rows to it.
     folds = call.schedule.num_microbatches > 1 or (call.method == '__call__' and self.num_microbatches != 1)
     key = jax.random.fold_in(key, at.microbatch) if key is not None and folds else key
 

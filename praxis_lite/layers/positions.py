@@ -232,7 +232,7 @@ class RelativeBias(Layer):
     num_heads: N.
     num_buckets: number of buckets of offsets.
     max_distance: all offsets of at least this size share the last bucket.
-    bidirectional: whether keys may come after the query; half of the buckets are then for them.
+    bidirectional: whether keys may come after the query; if so, half of the buckets are for such keys.
     weight_split_dims_mapping: `wt`, [num_buckets, N].
     activation_split_dims_mapping: `out`, [B, N, T, S].
   """

@@ -40,7 +40,7 @@ class SequenceSplit:
     axis: the mesh axis that splits the length.
     method: one of `CONTEXT_METHODS`.
     batch_axes, head_axes: mesh axes that split the batch and the heads.
-    others_split: whether the compiler may split them over other axes; if False, other axes hold copies.
+    others_split: whether the compiler may split the arrays over other axes too; if False, other axes hold copies.
   """
 
   axis: str
@@ -120,7 +120,7 @@ class SequencePlan:
     return [jnp.where(even, x, y), jnp.where(even, y, x)]
 
   def map_parts(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool = False, keeps: bool = True) -> Any:
-    """Returns a pass mapped over the devices; `keeps` says whether it is a forward pass that returns (output, lse)."""
+    """Returns the forward or backward pass mapped over the devices; with `keeps`, the forward pass also returns lse."""
     rows, head = axes_to_entry(self.split.batch_axes), axes_to_entry(self.split.head_axes)
     specs = argument_specs(heads, integers, rows, self.split.axis, head)
     queries, lse = specs[0].query, PartitionSpec(self.split.axis, rows, head)

@@ -161,7 +161,7 @@ class Layer(InCall, Facts, Configurable):
     super().__setattr__(name, value)
 
   def _check_built_here(self, name: str, value: object) -> None:
-    """Raises ConfigError if `value` is a JAX array, or has layers without a name, which only a parent gives."""
+    """Raises ConfigError if `value` is a JAX array, or contains a layer that `create_child` did not build."""
     if isinstance(value, jax.Array):
       raise ConfigError(
         f'{self.path_name}.{name}: a layer holds no arrays; declare a weight by self.create_variable({name!r}, '
@@ -188,7 +188,7 @@ class Layer(InCall, Facts, Configurable):
     self._claim(name, 'create_variable')
     check_weight(weight, f'{self.path_name}.{name}')
     mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
-    if mapping is None:  # The user would set the layer's first field, which maps its main weight.
+    if mapping is None:  # Names the field that a user would set: the layer's first one, which maps its main weight.
       field = next(iter(self.split_mappings('weight_split_dims_mapping')), field)
     self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))
     self._weights[name] = dataclasses.replace(
@@ -255,7 +255,7 @@ class Layer(InCall, Facts, Configurable):
       )
 
   def _declare_split_mappings(self) -> None:
-    """Checks the split mappings, and makes each remember its field, unless it came from a field of a parent."""
+    """Checks the split mappings, and records in each the field that set it, unless a parent's field set it."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
       mappings = {}
       for field, mapping in self.split_mappings(group).items():
@@ -305,7 +305,7 @@ class Layer(InCall, Facts, Configurable):
     return '\n'.join(self._lines(self.path_name, self.abstract_init()))
 
   def _lines(self, name: str, tree: NestedDict) -> Iterator[str]:
-    """Yields the lines of `str(self)`, called `name`; `tree` declares its variables, stacked as in the root layer."""
+    """Yields the lines of this layer's tree under `name`; `tree` declares the variables, stacked as in the root."""
     count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(self).__name__
     yield f'{kind if name == kind else f"{name}: {kind}"}, {count:,} parameter{"s" * (count != 1)}'
     for key in self._weights:
@@ -397,7 +397,7 @@ class Layer(InCall, Facts, Configurable):
         raise ConfigError(f'{name} has shape {given} in the variables, and the layer declares {shape}{padded}')
 
   def _check_keeps_nothing(self) -> None:
-    """Raises ConfigError if an attribute of a layer holds an array of a trace, which is invalid after it."""
+    """Raises ConfigError if an attribute of a layer holds a tracer, which becomes invalid when the trace ends."""
     for layer in self.descendants():
       for name, value in vars(layer).items():
         if isinstance(value, jax.core.Tracer | list | dict) and any(

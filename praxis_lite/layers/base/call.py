@@ -124,7 +124,7 @@ def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
 
 
 def fold_in_paths(key: jax.Array, paths: Sequence[Path]) -> dict[Path, jax.Array]:
-  """Returns `fold_in_path(key, path)` for each path. Under a trace it is one operation: many compile slowly."""
+  """Returns `fold_in_path(key, path)` for each path. Traced as one operation, because many would compile slowly."""
   # Other PRNG implementations may draw differently for several keys at a time.
   together = isinstance(key, jax.core.Tracer) and jax.random.key_impl(key) == 'threefry2x32'
   if not (paths and together):
@@ -239,7 +239,7 @@ def frame_holding(path: Path) -> Frame | None:
 
 
 def read_through(frame: Frame, value: jax.Array) -> jax.Array:
-  """Returns a weight of `frame` in the form in which calls nested in it read weights outside of their own trees."""
+  """Returns a weight of `frame`, converted by `read_outside` of each call nested in it, the outermost first."""
   frames = _frames.get()
   for inner in frames[frames.index(frame) + 1 :]:
     if inner.surroundings.read_outside is not None:

@@ -1,4 +1,4 @@
-"""What a layer tells the tools that explain, check and plan a step, where these cannot see it in the program.
+"""What a layer tells the tools that explain, check and plan a step, because the program does not show it.
 
 exchanges     communication that the layer programs itself, and the field that asks for it
 token_flops   FLOPs that its formula has for one token
@@ -36,7 +36,7 @@ class Exchange(NamedTuple):
 
 
 class TokenFlops(NamedTuple):
-  """FLOPs of a forward pass for one token: in products with weights, and in attention that no mask shortens."""
+  """FLOPs of a forward pass for one token: of products with weights, and of attention without a mask."""
 
   products: float = 0.0
   attention: float = 0.0
@@ -57,8 +57,8 @@ class Knob:
   Attributes:
     field: the field of the layer.
     value: its value, which is hashable.
-    neighbours: returns the values to try next to a value.
-    kind: what it trades. A search sets all layers with the same policy of rematerialisation together.
+    neighbours: (a value) -> the values that a search tries after it.
+    kind: what it trades. A search changes a rematerialisation policy in all layers that have that policy at once.
   """
 
   field: str
@@ -77,7 +77,7 @@ class LayerProblem(NamedTuple):
 
 
 class Facts:
-  """The part of a `Layer` that tools ask about it. A layer overrides what the defaults do not say.
+  """The fields and methods of a `Layer` that tools read. A layer overrides those whose defaults are wrong for it.
 
   Attributes:
     has_microbatches: whether the layer cuts a batch into microbatches, so that the learner should not.
@@ -106,7 +106,7 @@ class Facts:
     return TokenFlops(2.0 * sum(weight.num_active for weight in self._weights.values() if len(weight.shape) > 1))
 
   def loop_trips(self, loop: str) -> int | None:
-    """Returns how often a loop runs whose number of iterations the program does not show; None if it is not known.
+    """Returns the number of iterations of a loop that the program does not show; None if it is unknown.
 
     Args:
       loop: the scopes of the loop inside the layer: 'while', or 'search/while' below `jax.named_scope('search')`.

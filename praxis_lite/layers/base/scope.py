@@ -32,7 +32,7 @@ class Scoped(Protocol):
 
 
 def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a layer's method in a named scope, with its input sharded on entry; not if the layer's own method calls it."""
+  """Returns a method that runs in a named scope with its input sharded, except when its own layer calls it."""
   first = (*inspect.signature(method).parameters, '')[1]  # The parameter after self; '' if there is none.
 
   @functools.wraps(method)
