@@ -42,7 +42,7 @@ _USES = {
 
 
 def _found(directory: str, step: int | None) -> Sequence[StoredCheckpoint | RemoteCheckpoint]:
-  """Returns the checkpoints of a run, on a disk or in an object store."""
+  """Returns the checkpoints of a run, from a disk or an object store; with `step`, only that one."""
   if is_url(directory):
     from praxis_lite.runs.cluster.remote import remote_checkpoints
 
@@ -63,7 +63,7 @@ def _best_step(directory: str) -> int | None:
 
 
 def _newest(directory: str, step: int | None) -> StoredCheckpoint:
-  """Returns the checkpoint of a step on a disk; by default the newest checkpoint that is not set aside."""
+  """Returns the checkpoint of `step` on a disk; without `step`, the newest one that is not set aside."""
   from praxis_lite.checkpoints.stored import checkpoints_at
 
   found = checkpoints_at(directory, step)
@@ -84,14 +84,14 @@ def _list(values: flags.FlagValues) -> int:
           rows.append((name, *_describe(checkpoint, is_best=checkpoint.step == best)))
       except RemovedError:  # A training run may remove it at any time.
         continue
-      except DamagedError:  # It cannot be opened.
+      except DamagedError:  # A damaged checkpoint cannot be opened.
         rows.append((name, '-', '-', '-', 'damaged'))
   _print_columns(rows)
   return 0
 
 
 def _kept(checkpoint: StoredCheckpoint | RemoteCheckpoint) -> contextlib.AbstractContextManager[None]:
-  """Protects a checkpoint on a disk from removal while it is read. Raises RemovedError if it was already removed."""
+  """Protects a checkpoint on a disk from removal while it is read. Raises RemovedError if it is already gone."""
   from praxis_lite.checkpoints.retention import being_read
 
   return contextlib.nullcontext() if is_url(checkpoint.folder) else being_read(checkpoint.folder)

@@ -1,6 +1,6 @@
-"""What commands have in common: their definition, their help, and the config of the experiment that their flags name.
+"""What commands share: their definition, their help, and the config of the experiment that their flags name.
 
-Functions import experiments, configs and JAX themselves, so that help appears immediately.
+Experiments, configs and JAX are imported inside functions, so that help appears immediately.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Command(NamedTuple):
     name, example: its name on the command line, and a valid command line.
     summary, description: a line for the list of commands, and a paragraph for its help.
     flags: absl flags, each with an example in its help.
-    run: takes the parsed flags and returns the exit code. It imports what it needs, such as JAX, itself.
-    bare: name of the flag that the first argument without a flag sets; '' if the command takes no such argument. If it
-      is `exp`, a directory sets `job_log_dir` instead.
-    bare_rest: name of the repeatable flag that further such arguments set.
+    run: takes the parsed flags and returns the exit code. Slow imports, such as JAX, happen inside it.
+    bare: name of the flag that the first positional argument sets; '' if the command takes none. If the flag is `exp`,
+      an argument that is a directory sets `job_log_dir` instead.
+    bare_rest: name of the repeatable flag that further positional arguments set.
     usage: the arguments, as the first line of the help shows them.
   """
 
@@ -52,12 +52,12 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   Must be called before JAX looks for devices.
 
   Raises:
-    UserError: --job_log_dir is missing, or `configured_experiment` raises it.
+    UserError: --job_log_dir is missing, or `configured_experiment` fails.
   """
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
 
-  local_path(values.job_log_dir)  # Reports a wrong directory before any other mistake.
+  local_path(values.job_log_dir)  # Reports an invalid directory before any other mistake.
 
   from praxis_lite.common.devices import simulate_cpu_devices
   from praxis_lite.runs.compilation_cache import set_up_compilation_cache
@@ -73,11 +73,11 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
   """Returns the configs of --exp, or of the record of the run in --job_log_dir, with overrides applied.
 
   It does not set up the devices of --devices; `configured_run` does. A command that uses no accelerator calls
-  `leave_accelerators_alone` first, so that it can run beside a training that holds them.
+  `leave_accelerators_alone` first, so that it can run while a training run holds the accelerators.
 
   Args:
     values: the parsed flags.
-    overrides: overrides to use in place of the values of --set.
+    overrides: replace the values of --set.
 
   Raises:
     UserError: the flags name no experiment and no recorded run, or a flag is not valid.
@@ -96,14 +96,14 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
 
 
 def experiment_arguments(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> list[str]:
-  """Returns the flags with which `configured_experiment` returns the same configs in another process."""
+  """Returns the command-line flags that give another process the same `configured_experiment`."""
   trust = [f'--trust={module}' for module in values.trust]
   named = [f'--exp={values.exp}'] if values.exp else [f'--job_log_dir={values.job_log_dir}', *trust]
   return [*named, *(f'--set={override}' for override in (values.set if overrides is None else overrides))]
 
 
 def _read_recorded(values: flags.FlagValues) -> ExperimentConfig:
-  """Returns the configs that the run in --job_log_dir recorded; prints on stderr which parts are not in the record."""
+  """Returns the configs that the run in --job_log_dir recorded; prints on stderr which parts the record lacks."""
   if not values.job_log_dir:
     raise UserError(
       '--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '

@@ -9,7 +9,7 @@ from absl import flags
 
 
 class CommandFlags(flags.FlagValues):
-  """The flags of a command. Each is added with what it does and an example of its value."""
+  """The flags of a command. Each flag has a text that says what it does, and an example value."""
 
   def add_text(self, name: str, does: str, example: str, default: str | None = None) -> None:
     flags.DEFINE_string(name, default, _help(name, does, example), flag_values=self)
@@ -48,7 +48,7 @@ class CommandFlags(flags.FlagValues):
     flags.DEFINE_float(name, default, _help(name, does, example), lower_bound=least, flag_values=self)
 
   def add_parsed(self, name: str, does: str, example: str, parser: flags.ArgumentParser[Any]) -> None:
-    """Adds a flag whose value is what `parser` returns."""
+    """Adds a flag whose value `parser` parses."""
     flags.DEFINE(parser, name, None, _help(name, does, example), flag_values=self)
 
   def list_flags(self) -> list[flags.Flag]:
@@ -78,13 +78,13 @@ def run_flags(*, seed: str = '', restores: bool = False) -> CommandFlags:
   """Returns the flags of all commands that run an experiment: `experiment_flags`, and the compilation cache.
 
   Args:
-    seed: the help of --seed; if it is empty, the command has no such flag.
-    restores: whether the command restores a checkpoint, and so has --step.
+    seed: help text of --seed; '' omits the flag.
+    restores: adds --step, for a command that restores a checkpoint.
   """
   values = experiment_flags()
   cache = 'Keep compiled programs in ~/.cache/praxis_lite.'
   values.add_switch('compilation_cache', cache, default=True)
-  if seed:  # JAX uses 32 bits of it, so larger seeds would repeat the draws of smaller ones.
+  if seed:  # JAX uses 32 bits, so a larger seed would repeat the random numbers of a smaller one.
     values.add_integer('seed', seed, 1, 0, least=0, most=2**32 - 1)
   if restores:
     values.add_parsed('step', 'Step of the checkpoint, or best; by default the newest.', 'best', _StepParser())

@@ -73,7 +73,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 class _Prompt(NamedTuple):
-  """A prompt to continue; without a tokenizer, the text is empty."""
+  """A prompt, as text and token ids. The text is empty if there is no tokenizer."""
 
   text: str
   ids: list[int]

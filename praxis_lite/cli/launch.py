@@ -1,4 +1,4 @@
-"""`praxis-lite launch`: trains in several processes on this machine, and restarts them when one is lost.
+"""`praxis-lite launch`: trains in several processes on this machine, and restarts them if one dies.
 
 With --jobset, it prints a JobSet that starts them on a Kubernetes cluster instead.
 """
@@ -44,7 +44,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _directory(arguments: Sequence[str]) -> Path | None:
-  """Returns the run directory in the arguments of `train`; None if they are invalid, which `train` itself reports."""
+  """Returns the run directory that the arguments of `train` give; None if they are invalid, which `train` reports."""
   try:
     name = _train_flags(arguments).job_log_dir
     return local_path(name).absolute() if name else None

@@ -1,6 +1,6 @@
-"""Entry point of `praxis-lite`: finds the command, parses its flags, and reports a user's mistakes in one line.
+"""Entry point of `praxis-lite`: finds the command, parses its flags, and reports a user's mistake in one line.
 
-Before a command runs, it imports nothing heavier than absl's flags, so that help appears immediately.
+This module imports nothing heavier than absl's flags until a command runs, so that help appears immediately.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from praxis_lite.common.errors import UserError, did_you_mean
 from praxis_lite.common.foreign_text import PrintableStream, printable, remove_secrets
 from praxis_lite.common.importing import user_code_error
 
-# In the order of the list that `praxis-lite help` prints.
+# `praxis-lite help` lists the commands in this order.
 _MODULES = (
   list_experiments,
   show,
@@ -95,7 +95,7 @@ Example:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs one command and returns its exit code. It prints a user's mistake on stderr in one line and returns 2."""
+  """Runs one command and returns its exit code. For a user's mistake, prints one line on stderr and returns 2."""
   name, *arguments = argv or ['--help']
   if name in ('--help', '-h', '-help', 'help', '--helpfull'):
     width = max(map(len, COMMANDS))
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     return 130
   except Exception as error:
-    # Compares the name of the type, because JAX is not imported here. JAX raises it for every failure of a program.
+    # JAX raises this type for every failure of a program. It is compared by name, because JAX may not be imported.
     if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
       failure = user_code_error(error)
       if failure is None and isinstance(error, ModuleNotFoundError) and f'{error.name}'.startswith('praxis_lite.'):
@@ -153,10 +153,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run() -> None:
-  """Runs the console script, and exits with its exit code."""
+  """Runs the console script and exits the process with its exit code."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   sys.path.insert(0, os.getcwd())
-  # Imports and tracing make many long-lived objects. Searching them for garbage takes a tenth of a short command.
+  # Imports and tracing make many long-lived objects. Garbage collection of these takes a tenth of a short command.
   gc.set_threshold(20_000, 20, 100)
   # Ctrl-C ends the process immediately, even during an import or a compilation, which would swallow Python's own
   # exception or delay it for minutes. Training handles the signal itself, to save first; other commands save nothing.
@@ -167,7 +167,7 @@ def run() -> None:
     sys.stdout.flush()
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    code = 0  # The reader needs no more output, as in `show | head`.
+    code = 0  # The reader of the pipe has closed it, as in `show | head`.
     if sys.argv[1:2] == ['train']:
       stopped = 'the process that read its output has ended, so training stopped'
       code = _report_failure('train', f'{stopped}; the same command resumes from the last checkpoint')
@@ -176,20 +176,20 @@ def run() -> None:
 
 
 def _leave_others(code: int) -> None:
-  """Ends a failed process of a group immediately. Otherwise JAX makes it wait for the others, which wait for it."""
+  """Ends a failed process of a multi-process run at once. In a normal exit, JAX would wait for the other processes."""
   watchdog = sys.modules.get('praxis_lite.runs.cluster.watchdog')
   running = watchdog.the_watchdog() if watchdog is not None else None
   if running is not None and code in (1, UserError.exit_code):
     running.end(code)
 
 
-# These commands run users' code, which may print anything. They filter text from other sources where they print it.
+# These commands run users' code, whose output is not filtered. They filter other text themselves where they print it.
 _RUN_CODE_OF_USERS = ('train', 'eval', 'decode', 'replay', 'launch')
 
 
 @contextlib.contextmanager
 def _filter_output(command: Command) -> Iterator[None]:
-  """Filters control sequences from a command's output, because records that it prints may come from anyone."""
+  """Filters control sequences from a command's output, because the records it prints may be untrusted."""
   if command.name in _RUN_CODE_OF_USERS:
     yield
     return
@@ -205,7 +205,7 @@ def _report_failure(command: str, message: str, code: int = UserError.exit_code)
 
 
 def _bare_flag(argument: str, command: Command) -> str:
-  """Returns the name of the flag that an argument without one sets, or ''. Experiment commands also take a run."""
+  """Returns the name of the flag that a positional argument sets, such as 'exp' or 'job_log_dir'; '' if none."""
   if command.bare != 'exp':
     return command.bare
   if os.path.isdir(argument):
@@ -216,7 +216,7 @@ def _bare_flag(argument: str, command: Command) -> str:
 
 
 def _meant_by(argument: str, command: Command) -> str:
-  """Returns a hint that names the flag for an argument without one, as the end of a message; '' if no flag fits."""
+  """Returns the end of an error message: a hint at the flag for a positional argument; '' if no flag fits."""
   path = argument.partition(':')[0]
   if os.path.isdir(argument):
     flag = 'job_log_dir'
@@ -229,7 +229,7 @@ def _meant_by(argument: str, command: Command) -> str:
 
 def _one_line(error: Exception, command: str) -> str:
   text = ' '.join(str(error).split())
-  # absl reports these with Python's own errors, or incompletely.
+  # For these mistakes, absl passes on Python's own message or an incomplete one.
   text = re.sub(r"invalid literal for int\(\) with base 10: '.*'", 'expected an integer', text)
   text = re.sub(r"could not convert string to float: '.*'", 'expected a number', text)
   text = re.sub(r"\('Non-boolean argument to boolean flag', '.*'\)", 'expected true or false', text)

@@ -42,7 +42,7 @@ def _run(values: flags.FlagValues) -> int:
   topology, *others = (apply_calibration(parse_topology(name), calibration_file()) for name in topologies_of(values))
   prepare(topology, *others)
   config = configured_experiment(values)
-  if VARIABLE in os.environ:  # This process compiles for another one.
+  if VARIABLE in os.environ:  # This is a child process that only compiles.
     go_first_when_memory_is_short()
     print(outcome_of(plan(config, None, topology, cache=Path(os.environ[VARIABLE]))))
     return 0
@@ -54,7 +54,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _search(job: PlanJob) -> Callable[[], bool]:
-  """Searches, and returns a function to call after the live line: it prints the table and says if any setting fits."""
+  """Searches. Returns a function that prints the table, once the live line is gone, and returns if any setting fits."""
   table, fits = search_table(job)
 
   def show() -> bool:
@@ -65,9 +65,9 @@ def _search(job: PlanJob) -> Callable[[], bool]:
 
 
 def _plan(job: PlanJob) -> Callable[[], bool]:
-  """Plans, and returns a function that prints and writes the results.
+  """Makes the plan, and returns a function that prints and writes it.
 
-  That function returns whether the step fits and is not worse than the snapshot of --check.
+  The returned function returns whether the step fits and is not worse than the snapshot of --check.
   """
   from praxis_lite.instruments.plan import format_plan, plan
 
@@ -121,7 +121,7 @@ def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: T
 
 @contextlib.contextmanager
 def _cache(kept: bool) -> Iterator[Path]:
-  """Yields the directory of compiled programs; a temporary one if they are not `kept`."""
+  """Yields the directory of compiled programs; a temporary one if `kept` is False."""
   if kept:
     yield cache_of_plans()
     return
@@ -140,7 +140,7 @@ def _named_by_snapshot(values: flags.FlagValues) -> None:
 
 
 def _compare_with_snapshot(values: flags.FlagValues, found: Plan) -> bool:
-  """Writes a snapshot of a plan if asked, and compares it with an earlier one. Returns False if it has become worse."""
+  """Writes a snapshot of a plan if asked, and compares it with an earlier one. Returns False if it is worse."""
   from praxis_lite.instruments.plan.snapshot import keep, read, regressions, snapshot_of
 
   new = snapshot_of(found, values.exp or '', values.set)
@@ -197,7 +197,7 @@ def _calibrate() -> int:
 
 @contextlib.contextmanager
 def _live_line(name: str) -> Iterator[Callable[[str], None]]:
-  """If stderr is a terminal, shows the current stage and the elapsed time on it."""
+  """Yields a function that sets the stage. If stderr is a terminal, shows the stage and the elapsed time there."""
   if not sys.stderr.isatty():
     yield lambda stage: None
     return

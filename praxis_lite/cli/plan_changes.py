@@ -1,4 +1,4 @@
-"""The parts of `praxis-lite plan` about changes: search, comparison, what-if, remedies, and the cost of training."""
+"""The sections of `praxis-lite plan` beyond one plan: search, comparison, what-if, remedies, and training cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PlanJob(NamedTuple):
-  """The job of a command.
+  """One invocation of `praxis-lite plan`.
 
   Attributes:
     values: the parsed flags.
@@ -40,9 +40,9 @@ class PlanJob(NamedTuple):
   report: Callable[[str], None]
 
   def elsewhere(self, overrides: Sequence[str] = ()) -> Callable[[], None] | None:
-    """Returns a function that compiles the experiment with more overrides in a child process.
+    """Returns a function that compiles the experiment, with these further overrides, in a child process.
 
-    Returns None for simulated devices, which compile in this process.
+    Returns None for simulated devices, for which this process compiles.
     """
     from praxis_lite.instruments.plan.child import compile_in_child
 
@@ -87,7 +87,7 @@ def search_table(job: PlanJob) -> tuple[str, bool]:
 
 
 def more_about(job: PlanJob, found: Plan) -> list[str]:
-  """Returns further sections about a plan."""
+  """Returns the sections after the plan itself: training cost, comparison, and changes."""
   from praxis_lite.instruments.plan.compare import format_comparison
   from praxis_lite.instruments.plan.price import format_price
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   from praxis_lite.runs.records.runs import RunState
 
 _MOST_FIELDS, _MOST_CHARACTERS = 6, 24  # Largest number of fields in a row, and of characters in a value.
-_CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module before the name of a class or function.
+_CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module path in front of the name of a class or function.
 _HEADER = ('run', 'step', 'age', 'loss', 'best', 'differs in')
 
 
@@ -57,7 +57,7 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
 
 
 def _short(value: str) -> str:
-  """Returns a value without the module of a class, shortened if it is long."""
+  """Returns the text of a value, without the module path of a class and cut if it is long."""
   value = _CLASS.sub('', value)
   return value if len(value) <= _MOST_CHARACTERS else f'{value[: _MOST_CHARACTERS - 3]}...'
 

@@ -64,12 +64,12 @@ def _run(values: flags.FlagValues) -> int:
     task = config.task.instantiate()
     sizes = task.mesh_sizes()
     parts.append(format_parameter_table(parameter_table(task, sizes), sizes))
-  print('\n\n'.join(parts))  # Prints at the end, so that an error in the config is the only output.
+  print('\n\n'.join(parts))  # Print only now, so that a config error is the only output.
   return 0
 
 
 def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
-  """Explains the splits that the compiler of some chips chose for a step; uses a cached program if there is one."""
+  """Explains how a compiler split the arrays of a step on the chips `name`. Uses a cached program if there is one."""
   from praxis_lite.cli.plan import cache_of_plans
   from praxis_lite.instruments.explain import explain_task
   from praxis_lite.instruments.plan import plan

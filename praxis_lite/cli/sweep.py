@@ -19,7 +19,7 @@ if TYPE_CHECKING:
   from praxis_lite.runs.sweep import Point
 
 
-# Exit codes of a process that a signal ended: positive from `train`, which saves first; negative before it trains.
+# Exit codes after a signal: positive if `train` saved and exited, negative if the signal killed it before training.
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
 
 
@@ -41,7 +41,7 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runs.records.run_config import check_configs, job_directory
   from praxis_lite.runs.sweep import FinishedPoints, grid, last_line, run_points
 
-  leave_accelerators_alone()  # The training processes use them.
+  leave_accelerators_alone()  # The training processes use the accelerators.
   points = grid(values.set)
   experiments = {}
   for point in points:

@@ -39,17 +39,17 @@ def _run(values: flags.FlagValues) -> int:
 
     initialize_distributed(*hosts, hang_timeout_s=values.hang_timeout_s)
   options: dict[str, Any] = {name: values[name].value for name in TrainOptions.names() if name in values}
-  del options['devices']  # The flag of this name counts simulated devices.
+  del options['devices']  # The --devices flag counts simulated devices, and is no option of `train`.
   if not values['seed'].present:
     del options['seed']
   options |= {'profile_steps': profile_steps, 'advise': _warnings}
   result = run_train(config, job_log_dir, TrainOptions(**options))
-  # The same code as a shell reports for a process that a signal ended, so that `train && eval` stops.
+  # The exit code that a shell reports for a process killed by this signal, so that `train && eval` stops.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
 
 
 def _find_job(address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
-  """Returns the job that this process belongs to; None for a run of one process, or without `runs/cluster`."""
+  """Returns the job that this process belongs to; None for a single process, or if `runs/cluster` is missing."""
   try:
     from praxis_lite.runs.cluster.clusters import find_job
   except ModuleNotFoundError:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
   from praxis_lite.common.config import Config
   from praxis_lite.training.task import SingleTask
 
-# XLA partitions programs as usual but does not optimize them, because they run only a few times.
+# Programs run only a few times, so XLA partitions them as usual but does not optimize them.
 _QUICK_TO_COMPILE = {'xla_backend_optimization_level': '0', 'xla_cpu_use_fusion_emitters': 'false'}
 # On a busy machine, a simulated device may be more than 40 s late for a collective; by default, XLA then aborts.
 _PATIENT = {
@@ -30,14 +30,14 @@ _PATIENT = {
 }
 # The prefix of progress lines.
 _PROGRESS = 'verify: '
-# The least number of steps of a run that is verified before training, and the time limit of that verification.
+# A run of at least this many steps is verified before training, for at most this many seconds.
 _LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
 
 
 def is_worth_verifying(config: Config[SingleTask]) -> bool:
   """Whether a training run is long and uses several devices."""
   steps = config.train.num_train_steps
-  is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # A later check rejects values that are not numbers.
+  is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # A later check reports a value that is not an integer.
   return is_long and math.prod(config.instantiate().mesh_sizes().values()) > 1
 
 
@@ -75,7 +75,7 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
 
 
 def _describe_unfinished(progress: bytes | str | None, experiment: Sequence[str]) -> str:
-  """Returns the message for a check that took too long: its progress, and the command that completes it."""
+  """Returns the message for a verification that timed out: its progress, and the command that runs it in full."""
   text = progress.decode(errors='replace') if isinstance(progress, bytes) else progress or ''
   lines = [line.removeprefix(_PROGRESS) for line in text.splitlines() if line.startswith(_PROGRESS)]
   done = [line for line in lines if line.startswith('compared ')]

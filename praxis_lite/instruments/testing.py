@@ -1,4 +1,4 @@
-"""Helpers for the tests of your own project: checks of a step's plan, and of its collectives.
+"""Assertions for the tests of your own project, on the plan of a step and on its collectives.
 
     from praxis_lite.instruments.testing import assert_collectives, assert_plan_matches
 
@@ -8,7 +8,7 @@
     def test_the_step_gathers_nothing():
       assert_collectives(step.compiled, {'all-reduce': 2, 'all-gather': 0})
 
-UPDATE_GOLDEN=1 rewrites the files of plans.
+UPDATE_GOLDEN=1 rewrites the snapshots of plans.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def assert_plan_matches(
   Args:
     task, topology, inputs, compile, cache: see `plan`. 'cpu:8' needs 8 simulated devices but no other compiler.
     path: path of the snapshot; UPDATE_GOLDEN=1 writes it.
-    limits: limits to use in place of those in the file.
+    limits: replace the limits in the snapshot.
 
   Raises:
-    AssertionError: the step is worse by more than the limits, and the message names layers and fields; or the
-      snapshot is missing.
+    AssertionError: the snapshot is missing, or the step is worse than it by more than the limits; the message names
+      layers and fields.
   """
   path, updates = Path(path), os.environ.get('UPDATE_GOLDEN') == '1'
   if not updates and not path.exists():
@@ -61,7 +61,7 @@ def assert_plan_matches(
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """How often one kind of collective runs, and how many bytes its results have on one device."""
+  """How often one kind of collective runs in a step, and the bytes of its results on one device."""
 
   count: int
   bytes: int

@@ -1,9 +1,9 @@
-"""check: finds problems of a task's shardings before anything is compiled, each with its remedy.
+"""check: finds problems in a task's shardings before anything is compiled, and proposes a remedy for each.
 
 error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
 warning   unused axis, large replicated weight, padding, a product whose operands are split differently, shadowed rule,
-          unused pattern, optimizer slot split unlike its weight, experts that are gathered, unbalanced or see later
-          tokens, a number of stages that is not a multiple of its mesh axis
+          unused pattern, optimizer slot split unlike its weight, experts that are gathered, are unbalanced or see
+          later tokens, a number of stages that is not a multiple of its mesh axis
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Severity(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """A problem of a sharding.
+  """A problem with a sharding.
 
   Attributes:
-    severity, kind: whether it keeps the task from running, and its kind, such as 'unused axis'.
-    path: the field, rule, variable or axis that it is about.
+    severity: whether the problem keeps the task from running.
+    kind: the kind of problem, such as 'unused axis'.
+    path: the field, rule, variable or axis that has the problem.
     message, remedy: what was found, and what to change.
   """
 
@@ -87,10 +88,11 @@ def check(
   limits: WarningLimits | None = None,
   layout: StateLayout | None = None,
 ) -> list[Problem]:
-  """Returns the problems of a task's shardings, errors first. It uses no device and compiles nothing.
+  """Returns the problems in a task's shardings, errors first. Uses no device and compiles nothing.
 
   Args:
-    task_or_experiment, inputs_struct, mesh_sizes: see `explain`; without inputs, it does not check activations either.
+    task_or_experiment, inputs_struct, mesh_sizes: see `explain`. Activations are checked only if
+      the shapes of a batch are known.
     limits: thresholds of warnings.
     layout: layout of the train state; by default the task's own.
   """
@@ -140,7 +142,7 @@ def format_problems(problems: Sequence[Problem]) -> str:
 
 
 def _error(error: UserError, path: str = 'task') -> Problem:
-  """Returns an exception as a problem. Messages begin with the path that they are about."""
+  """Converts an exception to a problem. The path comes from the start of the message, or else from `path`."""
   head, separator, text = str(error).partition(': ')
   if separator and ' ' not in head:
     path = head
@@ -153,7 +155,7 @@ def _error(error: UserError, path: str = 'task') -> Problem:
 def _placing_errors(
   jax_task: SingleTask, inputs_struct: Mapping[str, object] | None, sizes: Mapping[str, int]
 ) -> list[Problem]:
-  """Returns a problem for every variable and input that cannot be placed, without repeated messages."""
+  """Returns a problem for every variable and input that cannot be placed; each message occurs once."""
   rules, strategy, mapping = jax_task.logical_axis_rules, jax_task.strategy, jax_task.train.inputs_split_mapping
   variables, inputs = leaves_by_path(jax_task.model.abstract_init()), leaves_by_path({'inputs': inputs_struct})
   found: dict[str, Problem] = {}
@@ -237,7 +239,7 @@ def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Probl
 def _find_replicated(
   variables: Sequence[Explanation], slots: Sequence[Explanation], limits: WarningLimits
 ) -> Iterator[Problem]:
-  """Yields a problem for each large replicated weight, and each large replicated slot that belongs to no weight."""
+  """Yields a problem for each large replicated weight, and for each large replicated slot without a weight."""
   for e in (*variables, *slots):
     if e.owner or e.num_devices == 1 or e.replication < e.num_devices or e.bytes < limits.replicated_bytes:
       continue
@@ -253,7 +255,7 @@ def _find_replicated(
 
 
 def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> Iterator[Problem]:
-  """Yields a problem for each slot that has the shape of its weight and is split in another way."""
+  """Yields a problem for each slot that has the shape of its weight but is split differently."""
   shapes = {path_name(p): s.shape for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
   specs = {path_name(p): s for p, s in leaves_by_path(layout.specs.mdl_vars).items()}
   for e in slots:
@@ -280,7 +282,7 @@ def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterato
 
 
 def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> list[Problem]:
-  """Returns a problem if a batch has too many rows of padding; all arrays of a batch have the same rows."""
+  """Returns a problem if a batch has too many padding rows. All arrays of a batch have the same number of rows."""
   for e in inputs:
     if e.wasted_fraction > limits.wasted_fraction:
       size, rows = e.dims[0].size, e.dims[0].padded
@@ -293,7 +295,7 @@ def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> list
 
 
 def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a problem for each product that moves an operand; see `contractions.py`."""
+  """Returns a problem for each matrix product that needs an operand moved; see `contractions.py`."""
   by_path = {e.path: e for e in variables}
   splits: list[Split | None] = [None] * len(step.jaxpr.in_avals)
   for i, path in enumerate(leaves_by_path(step.task.state_shapes)):

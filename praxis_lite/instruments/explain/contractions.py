@@ -1,14 +1,15 @@
 """Finds matrix products whose operands are split so that one of them has to be moved.
 
-It follows known splits through the traced train step: specs of weights, constraints of layers, and operations that keep
-a split, such as casts, transposes and elementwise operations. A product of the forward pass can be
+The specs of weights and the constraints of layers give the first splits. These are followed through the traced train
+step, across operations that keep a split: casts, transposes and elementwise operations. A product of the forward pass
+can be
 
     x [B, T, F/mdl]  w [F/mdl, D]    a sum over parts of F: one reduction, nothing moves
     x [B/data, T, D] w [D/data, F]   w is gathered: fully sharded training, as intended
-    x [B, T, F/mdl]  w [F/data, D]   the parts of F are not the same: one operand has to be moved
+    x [B, T, F/mdl]  w [F/data, D]   the operands split F differently: one operand has to be moved
     x [B, T, F/mdl]  w [F, D/mdl]    the same axis splits F of x and D of w: one operand has to be moved
 
-It reports only the last two. It drops a split as soon as it is uncertain, so it reports no move that does not happen.
+Only the last two are reported. A split that becomes uncertain is dropped, so every reported move really happens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, spec_axes
 
 DimAxes = tuple[str, ...]
 
-# Operations whose result is split like their operands of the same shape.
+# Operations whose result is split like its operands of the same shape.
 _KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
 
 

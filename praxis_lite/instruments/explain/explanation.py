@@ -1,4 +1,4 @@
-"""Explanation: how one array is split over a mesh, what decided the split, and its cost; and tables of explanations.
+"""Explanation: how one array is split over a mesh, what decided the split, and what it costs. Also formats tables.
 
 dimension   size   mesh axes   parts   each device   padding   why
 0           50257  mdl         4       12565         3         lm.softmax.weight_split_dims_mapping.wt
@@ -36,8 +36,8 @@ class Dimension:
   """One dimension of an array on a mesh.
 
   Attributes:
-    size, entry: its size without padding, and its entry in the spec.
-    parts, local: the number of its parts, and the size of each part with padding.
+    size, entry: the size without padding, and the entry of the spec for this dimension.
+    parts, local: the number of parts, and the size of each part with padding.
     source: the field, rule or strategy that decided the split, or the reason why it is not split.
   """
 
@@ -49,12 +49,12 @@ class Dimension:
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """Mesh axes that split it."""
+    """The mesh axes that split the dimension."""
     return spec_axes(self.entry)
 
   @property
   def free(self) -> bool:
-    """Whether the compiler decides its split."""
+    """Whether the compiler decides how the dimension is split."""
     return self.entry is UNCONSTRAINED
 
   @property
@@ -88,8 +88,8 @@ class Explanation:
     owner: for an optimizer slot, the variable that it belongs to.
     trainable: for a variable, whether an optimizer may change it.
     frozen: for a trainable variable, whether the task's learner leaves it unchanged.
-    per_device: whether the shape describes the part of one device, as inside `shard_map`.
-    of_weight: for an activation, whether it is a weight, split as its layer uses it.
+    per_device: whether the shape is that of the part on one device, as inside `shard_map`.
+    of_weight: for an activation, whether it is a weight that its layer constrains where it is used.
     num_active: for a variable, the number of entries that one token uses; None if it uses all of them.
     compiled: for an activation, its shape on each device in a compiled program; None if that is not known.
   """
@@ -110,19 +110,19 @@ class Explanation:
 
   @property
   def differs(self) -> bool:
-    """Whether the compiler has split it in another way than declared."""
+    """Whether the compiler split the array differently than declared."""
     return self.compiled is not None and any(
       part != dim.local and not dim.free for part, dim in zip(self.compiled, self.dims)
     )
 
   @property
   def constrained(self) -> bool:
-    """Whether its split is stated; False if the compiler decides it, or each device has an array of its own."""
+    """Whether the split is declared. False if the compiler decides it, or if each device has its own array."""
     return not self.per_device and not (self.dims and all(d.free for d in self.dims))
 
   @property
   def at_most(self) -> bool:
-    """Whether its bytes on each device are an upper bound."""
+    """Whether the bytes on each device are an upper bound, because the compiler decides a dimension."""
     return any(d.free for d in self.dims)
 
   @property
@@ -131,7 +131,7 @@ class Explanation:
 
   @property
   def mesh_axes(self) -> tuple[str, ...]:
-    """All mesh axes that split it."""
+    """All mesh axes that split the array."""
     return tuple(axis for d in self.dims for axis in d.axes)
 
   @property
@@ -215,10 +215,10 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-  """An `Explanation` of every array of a task, in tree order; activations in the order of the train step.
+  """An `Explanation` of every array of a task, in tree order; and activations in the order of the train step.
 
-  Activations and inputs are empty if the shapes of a batch are not known. `exchanges` is the communication that layers
-  declare, by the path of the field that asks for it.
+  Activations and inputs are empty if the shapes of a batch are not known. `exchanges` maps the path of a
+  field to the communication that its layer declares there.
   """
 
   mesh_sizes: Mapping[str, int]

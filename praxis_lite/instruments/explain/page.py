@@ -1,4 +1,4 @@
-"""The report as one HTML page, without a server: a layer tree, a treemap of bytes, and the parts of each array."""
+"""The report as one self-contained HTML page: a layer tree, a treemap of bytes, and the parts of each array."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _HERE = 'praxis_lite.instruments.explain'
 def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:
   """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
-  It makes missing directories above the file. `title` says what the report describes. The page shows `problems`, which
-  `check` has found, above the report.
+  Creates missing parent directories. `title` says what the report describes. The page lists `problems`, as returned by
+  `check`, above the report.
   """
   return write_file(path, render_page(report, title, problems))
 
@@ -51,14 +51,14 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
 
 
 def fill_page(package: str, title: str, data: Mapping[str, object], name: str, scripts: Sequence[str]) -> str:
-  """Returns a self-contained page from the template, style and scripts of a package, and its data.
+  """Returns a self-contained HTML page: a package's template, style and scripts, with the data filled in.
 
   Args:
     package: the package with `assets/{name}.html`, `assets/{name}.css` and the scripts.
     title: title of the page.
     data: the data that the scripts read from the element `data`; must be serializable as JSON.
     name: name of the template and the style.
-    scripts: names of the page's own scripts, in their order; the scripts that all pages share come before them.
+    scripts: names of the page's own scripts, in order; the scripts that all pages share come first.
   """
   # HTML ends a script at the first '</', even inside a string.
   text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')

@@ -1,7 +1,7 @@
-"""explain: says how and why each variable, optimizer slot, activation or input of a task is split.
+"""explain: tells how each variable, optimizer slot, activation and input of a task is split, and why.
 
-It needs only shapes, so a model and a mesh may have any size. Activations are those that the train step constrains; the
-step is traced on a mesh without devices.
+It needs only shapes, so the model and the mesh may have any size. It traces the train step on a mesh without devices,
+and covers the activations that this step constrains.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Subject(NamedTuple):
 
 
 def subject_of(named: object, inputs_struct: Mapping[str, object] | None = None) -> Subject:
-  """Returns the task and batches of anything that `Explained` allows; by default the batches of its data."""
+  """Returns the task of a task or experiment, and its batches. `inputs_struct` replaces the training batch."""
   if isinstance(named, type) and issubclass(named, BaseExperiment):
     named = configure(named)
   if not isinstance(named, ExperimentConfig):
@@ -141,7 +141,7 @@ def subject_of(named: object, inputs_struct: Mapping[str, object] | None = None)
 def task_and_inputs(
   task_or_experiment: Explained, inputs_struct: Mapping[str, object] | None = None
 ) -> tuple[SingleTask, Mapping[str, object] | None]:
-  """Returns the built task and the shapes of a batch, for anything that `Explained` allows."""
+  """Returns the instantiated task, and the shapes of a batch if they are known."""
   named, inputs, _ = subject_of(task_or_experiment, inputs_struct)
   task = named.instantiate() if isinstance(named, Config) else named
   if not isinstance(task, SingleTask):
@@ -150,7 +150,7 @@ def task_and_inputs(
 
 
 def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
-  """Returns the shapes and dtypes of a global batch, preferably for training; None if only the data could tell them."""
+  """Returns the shapes and dtypes of a global batch, preferably a training batch; None if they depend on the data."""
   training = [c for c in datasets if getattr(c, 'is_training', False)] or datasets
   for config in training:
     try:
@@ -161,7 +161,7 @@ def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
 
 
 def _fill_required(config: Config) -> Config:
-  """Returns a copy in which missing required values, such as the path of a file to read, are replaced by a text."""
+  """Returns a copy in which missing required values, such as the path of a file to read, become a placeholder."""
   config = config.clone()
   for name, value in config_values(config).items():
     if not isinstance(name, str) or name == 'batch_size':
@@ -188,7 +188,7 @@ def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
   def listener(constraint: Constraint) -> None:
     key = (constraint.field, constraint.shape, str(constraint.dtype))
-    if constraint.remark or key not in found:  # If a field maps several arrays, keeps the one with a remark.
+    if constraint.remark or key not in found:  # If one field splits several arrays, keep the array with a remark.
       found[key] = constraint
 
   jaxpr = task.trace_train_step(listener)
@@ -196,7 +196,7 @@ def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
 
 def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None) -> ShardingReport:
-  """Returns explanations of all arrays of a task whose state has this layout; without `step`, only of its state."""
+  """Explains all arrays of a task whose state has this layout; without `step`, only the state."""
   sizes = dict(layout.mesh.shape)
   traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
   state = parameter_table(jax_task, sizes), _slots(layout, sizes)
@@ -204,7 +204,7 @@ def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None
 
 
 def declared_exchanges(model: Layer) -> dict[str, Exchange]:
-  """Returns the communication that the layers of a model declare, by the path of the field that asks for it."""
+  """Returns the communication that layers of a model declare, by the path of the config field that causes it."""
   return {f'{layer.path_name}.{e.field}': e for layer in model.descendants() for e in layer.exchanges()}
 
 
@@ -266,7 +266,7 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
 
 
 def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation]:
-  """Explains how each array of a batch is split inside a step; rows that only fill up the mesh are padding."""
+  """Explains how a step splits each array of a batch. Rows added to make the batch divide evenly are padding."""
   rows = task.train_rows
   over = 'all mesh axes' if rows.apart or task.row_parts == task.mesh.size else f'{task.row_parts} parts'
   taken = f'; the step takes {task.batch_size} of them, and computes {rows.computed}' if rows.apart else ''

@@ -82,7 +82,7 @@ def _training_dataset(datasets: Iterable[Config]) -> Config | None:
 
 
 def _sequence_length(dataset: Config) -> int | None:
-  """Returns the tokens of an example; None unless the input, or the inputs that it mixes, give exactly one length."""
+  """Returns the tokens in an example; None if the input, or the inputs of a mixture, set none or several."""
   lengths = {n for c in nested_configs(dataset) if (n := _number(c, 'seq_len')) is not None}
   return lengths.pop() if len(lengths) == 1 else None
 

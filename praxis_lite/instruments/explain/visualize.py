@@ -10,8 +10,8 @@
      pad 1  |..........|..........|
             +----------+----------+
 
-The last two dimensions are rows and columns; each part of the dimensions before them gets a picture of its own. A cell
-lists the devices that hold it; dots are padding.
+The last two dimensions are rows and columns; each part of the leading dimensions gets its own picture. A cell lists
+the devices that hold it; dots are padding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def visualize_sharding(
   Args:
     shape, spec: shape and spec of the array, which has 1 to 4 dimensions; mesh axes need not divide them.
     mesh: the mesh, or the sizes of its axes. Devices are numbered in the order of the mesh.
-    max_parts: largest number of drawn parts of a dimension; if it has more, the first ones and the last one are drawn.
+    max_parts: largest number of parts to draw in a dimension; of more parts, it draws the first ones and the last one.
     file: the file to print to; standard output by default.
 
   Raises:
@@ -86,7 +86,7 @@ def device_grid(spec: PartitionSpec, mesh: MeshLike) -> np.ndarray:
 
 
 class _Part(NamedTuple):
-  """A part of a dimension: its number, its slice of the array without padding, its size, and its padding."""
+  """A part of a dimension: its number, its slice of the unpadded array, its size, and its padding."""
 
   number: int
   name: str
@@ -140,7 +140,7 @@ def _picture(devices: np.ndarray, shape: Sequence[int], max_parts: int) -> list[
 
 
 def _cell(text: str, part: _Part, width: int) -> str:
-  """Returns a text with dots for the part's padding, in proportion to it, at least one if there is any."""
+  """Returns the text of a cell, with dots in proportion to the part's padding; any padding gives at least one dot."""
   dots = 0
   if part.padding:
     proportion = max(1, round(width * part.padding / part.size))

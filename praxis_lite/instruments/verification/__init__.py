@@ -1,4 +1,4 @@
-"""Checks that an experiment computes the same on its mesh as on one device, with a smaller copy of the model."""
+"""Checks, on a smaller copy of the model, that an experiment computes the same on its mesh as on one device."""
 
 from praxis_lite.instruments.verification.verify import Difference, Verification, format_verification, verify
 

@@ -1,7 +1,7 @@
-"""Runs a step on one device in float64, which tells which of two float32 results is wrong.
+"""Runs a step on one device in float64, to decide which of two float32 results is wrong.
 
-One device in float32 is not a reliable reference: it rounds, and XLA also has faults on one CPU device, such as in the
-gradient of a convolution with groups of rows.
+One device in float32 is not a reliable reference: it rounds, and XLA also has faults on one CPU device, for example
+in the gradient of a convolution with batch groups.
 """
 
 from __future__ import annotations

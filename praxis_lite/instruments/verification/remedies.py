@@ -1,8 +1,8 @@
-"""Finds the smallest change of mappings that gives right results: mesh axes to remove from fields.
+"""Finds the fewest mesh axes to remove from the fields of mappings so that results become right.
 
 A choice is one mesh axis in one field. Choices are ordered by how near their fields are to the variables that differ. A
 binary search finds the smallest number of leading choices to remove; the last of these is a cause. The search keeps it
-removed and goes on until nothing differs.
+removed and repeats until nothing differs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Choice(NamedTuple):
 
 
 def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: Sequence[Name], seconds: float) -> str:
-  """Returns lines that say which axes to remove from which fields so that the results of a case become right.
+  """Returns lines that say which axes to remove from which fields to make the results of a case right.
 
   Args:
-    small, case, mesh: the task, and its case that is wrong on the mesh.
-    is_right: says whether results are right.
+    small, case, mesh: the small task, and the case whose results are wrong on the mesh.
+    is_right: returns whether results are right.
     wrong: the names of wrong results.
     seconds: time limit of the search.
   """
@@ -61,7 +61,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
     specs = map_with_path(lambda _, placement: _spec_without(placement, left_out), small.placements)
     try:
       return is_right(case._replace(task=task).run(mesh, specs))
-    except Exception:  # A layer may require an axis; then that axis cannot be removed.
+    except Exception:  # A layer may require this axis, so keep it.
       return False
 
   if not choices or not right_without(choices):
@@ -98,7 +98,7 @@ def _show_entries(entries: tuple[object, ...]) -> str:
 
 
 def _distance(field: str, variables: Sequence[str]) -> int:
-  """Returns the distance of a field from the nearest of some variables: minus the number of common leading names."""
+  """Returns the distance of a field from the nearest variable: minus the number of leading names they share."""
 
   def common(name: str) -> int:
     pairs = zip(field.split('.'), name.split('.'))
@@ -117,7 +117,7 @@ def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...
     for field in dict.fromkeys(placement.why):
       entries = tuple(e for e, why in zip(placement.spec, placement.why) if why == field)
       found.setdefault(field, entries)
-  for layer in task.model.descendants():  # Prefers the order of the field; a projection back has a transposed weight.
+  for layer in task.model.descendants():  # Use the field's order of entries; a transposed weight has another order.
     for field, placement in layer.placements('weight_split_dims_mapping').items():
       if field in found:
         found[field] = tuple(placement.spec)
@@ -146,7 +146,7 @@ def _leave_out_axes(task: SingleTask, left_out: Collection[Choice]) -> SingleTas
 
 
 def _leave_out_of_weights(layer: Layer, left_out: Collection[Choice]) -> None:
-  """Removes axes from the mappings of weights, with which some layers also constrain weights where they use them."""
+  """Removes axes from the weight mappings of a layer, because some layers constrain weights again in a step."""
   for name, mapping in config_values(layer.weight_split_dims_mapping).items():
     if isinstance(mapping, DeclaredSplit) and isinstance(name, str):
       entries = (_entry_without(e, source, left_out) for e, source in zip(mapping, mapping.sources))
@@ -164,7 +164,7 @@ def _entry_without(entry: object, field: str, left_out: Collection[Choice]) -> o
 
 
 def _activations(layer: Layer) -> list[tuple[str, str, Placement]]:
-  """Returns (field name, path of the deciding field, placement) for each mapping of an activation that is set."""
+  """Returns (field name, path of the field that decides, placement) for each activation mapping that is set."""
   mappings, placements = layer.split_mappings(_ACTIVATIONS), layer.placements(_ACTIVATIONS)
   return [(f.rpartition('.')[2], _source(mappings[f], f), placement) for f, placement in placements.items()]
 

@@ -1,7 +1,7 @@
 """Shrinks an experiment to sizes and a mesh that compile and run on a few simulated devices in seconds.
 
-Equal sizes of the model and its inputs become the same small size, so that fields that must be equal stay equal. The
-properties that decide how an array is split do not change:
+Equal sizes in the model and its inputs become the same small size, because fields with equal sizes may have to agree.
+The properties that decide how an array is split do not change:
 
     order            a larger size stays larger
     divisors         a multiple of another size stays a multiple of it, and even quotients stay even
@@ -37,11 +37,11 @@ from praxis_lite.training.task import SingleTask
 
 # Sizes up to this one stay as they are.
 _SMALL = 12
-# Fields that count layers. Two layers test as much as many, unless the stack is split.
+# Fields that count layers. Two layers test as much as many layers do, unless the mesh splits the stack.
 _LAYERS = ('num_layers', 'unroll')
 # Fields of a pipeline that are not sizes of arrays.
 _SCHEDULE = ('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat')
-# Fields of decoding that are not sizes of the model. A few steps, or slots of a page, test as much as hundreds.
+# Fields of decoding that are not sizes of the model. A few steps, or a few slots of a page, are enough for a test.
 _DECODING = ('max_decode_steps', 'cache_page_size')
 _FEW = 8
 
@@ -76,7 +76,7 @@ class _Split(NamedTuple):
 
 
 class _Stages(NamedTuple):
-  """The stages of a pipeline: their number, their number in the small task, and the rounds of layers in each."""
+  """A pipeline: its number of stages, the number in the small task, and the rounds of layers in each stage."""
 
   number: int
   small: int
@@ -141,7 +141,7 @@ def small_task(
 
 
 def _find_stages(layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
-  """Returns the stages of `layer`. Their small number divides over `mesh` iff the real one divides over `real`."""
+  """Returns the stages of `layer`. `mesh` divides the small number evenly iff `real` divides the real one."""
   S = layer.num_stages
   parts, few = (math.prod(sizes[axis] for axis in layer.stage_axes) for sizes in (real, mesh))
   small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
@@ -149,7 +149,7 @@ def _find_stages(layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, i
 
 
 def to_float32(config: Config[SingleTask]) -> Config[SingleTask]:
-  """Returns a copy that stores and computes in float32 without fused kernels, so that rounding hides no fault."""
+  """Returns a copy that stores and computes in float32 without fused kernels, because rounding could hide a fault."""
 
   def new_value(name: str, value: object) -> object:
     return 'dense' if name == 'implementation' and value == 'cudnn' else value
@@ -223,7 +223,7 @@ def _small_count(
   real: Mapping[str, int],
   mesh: Mapping[str, int],
 ) -> int:
-  """Returns a small number of layers that divides as evenly as `n`, also over the stages of pipelines."""
+  """Returns a small number of layers. Mesh axes and pipeline stages divide it evenly iff they divide `n` evenly."""
   fits = (
     k
     for k in range(max(2, *(p.small * p.rounds for p in pipelines), 2), n)
@@ -334,9 +334,9 @@ def _change_integers(config: Config, change: Callable[[str, int], int]) -> Confi
 
 
 def _change_fields(config: Config, change: Callable[[str, object], object]) -> Config:
-  """Returns a copy of a config tree with each value changed; values in lists, tuples and dicts change one by one.
+  """Returns a copy of a config tree with `change` applied to each value, also inside lists, tuples and dicts.
 
-  Counts that layers declare do not change.
+  Fields that layers declare as counts keep their values.
   """
 
   def new_value(name: str, value: object) -> object:
@@ -350,7 +350,7 @@ def _change_fields(config: Config, change: Callable[[str, object], object]) -> C
 
   copy, counts = config.clone(), getattr(target(config), 'count_fields', ())
   for name, value in config_values(config).items():
-    if name in counts:  # Not a size that has to shrink with others.
+    if name in counts:  # A count is not a size, so it does not shrink.
       continue
     new = new_value(str(name), value) if isinstance(name, str) else value
     if isinstance(name, str) and new is not value:

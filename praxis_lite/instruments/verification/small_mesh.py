@@ -1,12 +1,12 @@
 """Chooses the mesh for verification: the experiment's own, or a smaller one that shows the same faults.
 
 XLA's partitioner groups devices by the sizes of axes, so its faults depend on how sizes divide each other: a product
-can be wrong if another axis has size 3 or 5 and right if that axis has size 2, 4 or 6. As far as possible, a smaller
-mesh keeps
+can be wrong if another axis has size 3 or 5 and right if that axis has size 2, 4 or 6. A smaller mesh keeps as many of
+these properties as possible:
 
     parity       odd axes stay odd, even axes stay even
-    parts        an axis of composite size, which a reshape can split in part, stays composite: 64 becomes 4, 12 becomes
-                 6
+    parts        a composite size stays composite, because a reshape can split such an axis in part: 64 becomes 4, 12
+                 becomes 6
     odd factors  an even axis with an odd factor keeps an odd factor
     divisors     whether one axis divides another, and whether two axes have a common factor
     order        a larger axis does not become the smaller one
@@ -24,7 +24,7 @@ from praxis_lite.common.errors import ConfigError
 
 # Two cores compile and run a small model on this many simulated devices in seconds.
 MOST_DEVICES = 24
-# Penalties for losing the parity, the parts and the odd factor of an axis. A lost relation of two axes costs 1.
+# Penalties for a lost parity, lost parts and a lost odd factor of an axis. A lost relation of two axes costs 1.
 _PRICES = 4, 2, 2
 
 
@@ -54,7 +54,7 @@ def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> di
 
 
 def _candidates(real: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-  """Yields all sizes of the axes, at most the real ones, whose product is at most `most`."""
+  """Yields all meshes of at most `most` devices in which no axis is larger than the real one."""
   if not real:
     yield ()
     return
@@ -86,5 +86,5 @@ def _kind(size: int) -> tuple[bool, bool, bool]:
 
 
 def _compare_divisors(n: int, m: int) -> tuple[bool, bool]:
-  """Returns whether one of two sizes divides the other, and whether they have a common factor."""
+  """Returns whether either size divides the other, and whether they have a common factor."""
   return max(n, m) % min(n, m) == 0, math.gcd(n, m) > 1

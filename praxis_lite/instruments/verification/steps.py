@@ -32,7 +32,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState, state_layout
 from praxis_lite.training.task import SingleTask
 
-# The least learning rate for comparing updates. With less, updates would be little larger than rounding errors.
+# The least learning rate for comparing updates: with less, rounding errors are almost as large as the updates.
 _LEARNING_RATE = 0.01
 
 
@@ -75,7 +75,7 @@ class Case(NamedTuple):
   batch: NestedDict
 
   def run(self, mesh: Mesh, specs: NestedDict | None = None) -> StepResults:
-    """Returns the results of the step on a mesh, with these specs of variables; None takes the task's own specs."""
+    """Returns the results of the step on a mesh, with these specs for the variables; None uses the task's own specs."""
     return Runner(self, mesh, specs).results()
 
 
@@ -89,7 +89,7 @@ class Runner:
     self._partitioned = PartitionedTask(case.task, struct, layout=self._layout)
 
   def trace(self) -> None:
-    """Traces the step; raises any error of the model for such a batch."""
+    """Traces the step. Raises whatever the model raises for a batch of these shapes."""
     self._step.trace()
 
   @property
@@ -104,10 +104,10 @@ class Runner:
     return self._step.guarded
 
   def results(self, noise: int = 0, seed: int = 0) -> StepResults:
-    """Returns the results.
+    """Runs the step and returns its results.
 
     Args:
-      noise: seed of relative changes of the variables by about a rounding error of float32; 0 changes nothing.
+      noise: seed for relative changes of the variables by about one float32 rounding error; 0 changes nothing.
       seed: seed of the step's random draws.
     """
     case, variables = self._case, self._case.state.mdl_vars
@@ -158,7 +158,7 @@ def _batch_results(metrics: WeightedScalars, by_row: NestedDict) -> StepResults:
 
 
 def task_of(config: Config[SingleTask], kind: StepKind) -> SingleTask:
-  """Builds the task for a step of this kind, with the same model; for gradients, its learner keeps them."""
+  """Builds the task for a step of this kind, with the same model. For gradients, the learner stores the gradients."""
   config = config.clone()
   learner = config.train.learner
   if kind is StepKind.UPDATE:
@@ -195,7 +195,7 @@ def disable_dropout(config: Config) -> Config:
 
 
 def values_of_variables(task: SingleTask, seed: int = 0) -> NestedDict:
-  """Returns values of all variables on the host, with noise, because initial values are often zero and hide faults."""
+  """Returns initial values of all variables, on the host. Weights get noise, because zeros could hide faults."""
   rng = np.random.default_rng(seed)
   with jax.default_device(jax.devices('cpu')[0]):
     variables = jax.jit(task.model.init)(jax.random.key(seed))
@@ -222,8 +222,8 @@ def values_of_state(task: SingleTask, variables: NestedDict) -> TrainState:
 def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int = 0) -> NestedDict:
   """Returns a batch of random values.
 
-  Integers are ids below the smallest `vocab_size` or `num_classes` of the model's layers. Leaves that have a meaning in
-  language models get suitable values: `segment_ids` number two segments, `prompt_lengths` are at least 1, and some
+  Integers are ids below the smallest `vocab_size` or `num_classes` of the model's layers. Leaves that language models
+  know get valid values: `segment_ids` number two segments, `prompt_lengths` are at least 1, and some
   `weights` are zero.
   """
   ids = [
@@ -256,7 +256,7 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
 
   batch = map_with_path(value, replace_rows(inputs, rows))
   if 'weights' in batch:
-    batch['weights'].reshape(-1)[0] = 1.0  # The weight of a batch of one row must not be zero.
+    batch['weights'].reshape(-1)[0] = 1.0  # A batch of one row needs a weight above zero.
   return batch
 
 
@@ -282,7 +282,7 @@ def _rounded_otherwise(path: Path, x: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _store_on_mesh(tree: object, layout: StateLayout) -> object:
-  """Returns arrays of the host, padded and put on the mesh as copies, because steps reuse the memory of their state."""
+  """Pads host arrays and copies them to the mesh. They must not alias, because a step donates its state."""
   return jax.device_put(pad_to(tree, layout.padded_shapes), layout.shardings, may_alias=False)
 
 

@@ -1,13 +1,13 @@
-"""verify: checks that an experiment, with its mappings on its mesh, computes what it computes on one device.
+"""verify: checks that an experiment computes the same on its mesh, with its mappings, as on one device.
 
 A small version of the task (`shrink.py`) runs each of its steps (`steps.py`) on simulated devices and on one device,
 from the same values. A wrong sharding shows first in gradients and small batches, and hardly ever in the loss.
 
 To measure how much rounding may change a result, one device runs the step again from variables that differ by a
-rounding error of float32. A result that this changes much, such as Adam's update where the gradient is zero, may differ
-as much on the mesh.
+rounding error of float32. A result that this noise changes much, such as Adam's update where the gradient is zero, may
+differ as much on the mesh.
 
-If the mesh and one device differ, one device also runs the step in float64, which tells which of the two is wrong.
+If the mesh and one device differ, one device also runs the step in float64, to decide which of the two is wrong.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig
 from praxis_lite.training.state import state_layout, train_state_shapes
 from praxis_lite.training.task import SingleTask
 
-# The allowed error: this share of the largest entry, plus this multiple of the change by rounding on one device.
+# The allowed error is a share of the largest entry, plus a multiple of the change that rounding causes on one device.
 _TOLERANCE = 1e-4
 _TIMES_NOISE = 30.0
 _NOISE_SEEDS = (1, 2)
 # If rounding changes a result on one device by more than this share of its largest entry, float64 decides.
 _UNSTEADY = 0.03
-# The name of a difference that concerns no result: the step does not run on the mesh.
+# The name of the difference if the step does not run on the mesh, and so has no results.
 _STEP = 'step'
 _NOT_JUDGED = 'not compared with float64'
-# The largest number of guarded operations that are named.
+# The largest number of guarded operations that the text names.
 _MOST_GUARDED = 6
 
 
@@ -79,8 +79,8 @@ class Difference:
     kind, rows: the kind of step, and the number of rows of its batch.
     error: largest difference of an entry, as a share of the largest entry on one device; infinite if only one of the
       two is finite.
-    placement: how its variable is split, and why; None if the result belongs to no variable.
-    remark: the verdict of float64 if it disagrees with one device, or the error that ended the step on the mesh.
+    placement: how the variable of the result is split, and why; None if it has no variable.
+    remark: what float64 shows if it disagrees with one device, or the error that ended the step on the mesh.
   """
 
   name: Name
@@ -113,10 +113,10 @@ class Verification:
     sizes: maps real sizes to the sizes in the verification where they differ.
     compared: the compared steps, with their numbers of rows.
     not_compared: what was not compared, and why.
-    guarded: operations that XLA would compute wrongly on the mesh without a guard, with their layers, no duplicates.
+    guarded: operations, with their layers, that XLA would compute wrongly on the mesh without a guard.
     differences: results that differ from one device and are wrong on the mesh; empty if everything is right.
-    not_of_the_mesh: results that differ from one device although the mesh agrees with float64, and why.
-    remedy: the nearest mappings that are right; '' if nothing differs or no such mappings were found.
+    not_of_the_mesh: results for which one device is wrong, because the mesh agrees with float64; and why.
+    remedy: the smallest change of mappings that makes the results right; '' if nothing differs or none was found.
     seconds: duration of the verification.
   """
 
@@ -244,9 +244,9 @@ class _Comparison:
     self._variables = values_of_variables(self.task)
 
   def compare_training(self, few: int, many: Sequence[int]) -> None:
-    """Compares gradients of `few` rows and of each number in `many`; if these agree, also an update of `few` rows.
+    """Compares gradients for a batch of `few` rows, and for a batch of each number of rows in `many`.
 
-    An empty `many` skips the update.
+    If they agree, also compares an update for `few` rows. An empty `many` skips the update.
     """
     config = self.small.config
     if self.task.partitioning == 'shard_map' and self._draws(self._case(config, StepKind.GRADIENT, 1)):
@@ -258,7 +258,7 @@ class _Comparison:
         return
     for rows in (few, *many):
       self._compare(self._case(config, StepKind.GRADIENT, rows))
-    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ, too.
+    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ.
       self._compare(self._case(config, StepKind.UPDATE, few))
 
   def compare_inference(self, rows: int) -> None:
@@ -284,7 +284,7 @@ class _Comparison:
     return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
   def _draws(self, case: Case) -> bool:
-    """Whether the results depend on the key. False if they also differ for the same key, which is a fault."""
+    """Whether the results depend on the random key. False if they differ for the same key, which is a fault."""
     runner = Runner(case, self._one)
     first, again, other = (runner.results(seed=seed) for seed in (0, 0, 1))
     return all(np.array_equal(x, again[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()) and any(
@@ -292,9 +292,9 @@ class _Comparison:
     )
 
   def _compare_equal_draws(self, rows: int) -> None:
-    """Under `shard_map`, compares a step with dropout on only the axes that do not split rows.
+    """For a step under `shard_map` with dropout, checks the mesh axes that do not split rows.
 
-    Along these axes, all devices must draw the same numbers.
+    Along these axes, all devices must draw the same random numbers.
     """
     case = self._case(self.small.config, StepKind.GRADIENT, rows)
     rows_over = ShardMapped(case.task, state_layout(case.task, self.mesh, specs_of(self.small))).batch_axes
@@ -358,10 +358,10 @@ class _Comparison:
   def _judge(
     self, case: Case, found: StepResults, expected: StepResults, noise: list[StepResults], different: dict[Name, float]
   ) -> _Verdict:
-    """Decides which results of the mesh are wrong, by comparison with float64 on one device."""
+    """Decides which results of the mesh are wrong: those that differ from float64 on one device."""
     undecided = _Verdict(different, dict.fromkeys(different, _NOT_JUDGED), expected, noise)
     if self._draws(case):
-      return undecided  # A step in float64 draws other random numbers.
+      return undecided  # In float64, a step draws different random numbers.
     try:
       exact, exact_noise = results_in_float64(case, self._one, _NOISE_SEEDS)
     except Exception as error:  # Some layers do not support float64, which says nothing about the mesh.
@@ -385,7 +385,7 @@ class _Comparison:
 
 
 class _Verdict(NamedTuple):
-  """The results that are wrong on the mesh, remarks on some of them, and the right results without and with noise."""
+  """The results that are wrong on the mesh, remarks on them, and reference results without and with noise."""
 
   wrong: dict[Name, float]
   remarks: dict[Name, str]
@@ -409,7 +409,7 @@ _OF_NO_VARIABLE = ('loss', 'metric', 'output')
 
 
 def _differences(found: StepResults, expected: StepResults, noise: Iterable[StepResults]) -> dict[Name, float]:
-  """Returns the error of each result that differs by more than rounding explains, the largest errors first."""
+  """Returns the error of each result that differs by more than rounding can explain, largest first."""
   largest: dict[str, float] = {}
   for name, x in expected.items():
     if np.issubdtype(x.dtype, np.floating) and x.size:
@@ -443,7 +443,7 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
 def _configure(
   experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig, inputs: Mapping[str, object] | None
 ) -> tuple[Config[SingleTask], NestedDict, NestedDict | None]:
-  """Returns the config of the task, the shapes of a batch to train on, and of a batch to decode, None if not known."""
+  """Returns the config of the task, and the shapes of a training batch and of a batch to decode, if known."""
   named, inputs, prompts = subject_of(experiment, inputs)
   if not isinstance(named, Config):
     raise ConfigError(
@@ -467,7 +467,7 @@ def _mesh(sizes: Mapping[str, int]) -> Mesh:
 
 
 def _check_memory(small: SmallTask) -> None:
-  """Raises ConfigError if memory cannot hold the copies of the state: split, whole, and the new state of an update."""
+  """Raises ConfigError if the machine's memory is too small for the copies of the state that a comparison needs."""
   shapes = jax.tree.leaves(train_state_shapes(small.config.instantiate()))
   state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended))
   needed, there = 10 * state, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
