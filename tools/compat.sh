@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 # What a new release of JAX or Python breaks first: programs that are traced, lowered and partitioned.
 SHORT='tests/jax_internals tests/test_call.py tests/test_layer.py tests/sharding/test_unknown_programs.py
-  tests/sharding/test_xla_flags.py tests/sharding/test_hlo.py tests/training/test_flops.py
+  tests/sharding/test_xla_flags.py tests/plan/test_collectives.py tests/training/test_flops.py
   tests/training/test_partitioned_task.py tests/explain/test_check.py tests/learning/test_probe.py
   tests/decoding/test_sampler.py tests/runs/test_unknown_jax.py'
 PYTHONS='' SETS='oldest newest' TESTS=$SHORT FRESH=''

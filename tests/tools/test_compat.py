@@ -17,6 +17,12 @@ DECLARED = [c.rpartition(' ')[2] for c in PROJECT['classifiers'] if 'Python :: 3
 HERE = f'python3.{sys.version_info.minor}'
 
 
+def test_the_short_set_of_tests_exists():
+  script = (ROOT / 'tools' / 'compat.sh').read_text()
+  short = re.search(r"^SHORT='(.*?)'$", script, re.MULTILINE | re.DOTALL)[1].split()
+  assert len(short) > 5 and [name for name in short if not (ROOT / name).exists()] == []
+
+
 def script(path, text):
   path.parent.mkdir(exist_ok=True)
   path.write_text(f'#!/bin/sh\n{text}\n')
