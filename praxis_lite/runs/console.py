@@ -20,7 +20,7 @@ from praxis_lite.common.figures import digits, short_number
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.throughput import Rates
 
-# The metrics in a training line, and their labels there; the others are only in the summaries.
+# The metrics that a training line shows, and their labels; other metrics are only in the summaries.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
 # The share of time that devices wait for input, and the least share that a training line shows.
 _INPUT_WAIT, _LEAST_WAIT = 'speed/input_wait', 0.05
@@ -45,7 +45,7 @@ class Console:
     """Shows that a step was taken, without a line."""
 
   def line(self, text: str) -> None:
-    """Prints a line of any kind."""
+    """Prints `text` as a line."""
     if self._enabled:
       print(printable(text), file=self._stream, flush=True)
 
@@ -54,7 +54,7 @@ class Console:
 
 
 class LiveConsole(Console):
-  """A `Console` on a terminal: a bar with the time left, and the latest figures below it, are redrawn in place."""
+  """A `Console` on a terminal: redraws a bar with the time left, and the latest figures below it, in place."""
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, first_step: int = 0):
     super().__init__(total_steps, stream=stream)
@@ -74,7 +74,7 @@ class LiveConsole(Console):
     shown = console.Group(self._progress, self._figures)
     self._live = live.Live(shown, console=self._screen, refresh_per_second=4)
     self._live.start()
-    self._screen.show_cursor(True)  # It would stay hidden after a kill.
+    self._screen.show_cursor(True)  # Else it stays hidden if the run is killed.
 
   def train_step(self, step: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> None:
     self.progress(step)
@@ -106,7 +106,7 @@ def train_line(step: int, total: int, metrics: Mapping[str, ArrayLike], rates: R
 
 
 def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list[str]:
-  """Returns the figures of a training line after the step."""
+  """Returns the figures that follow the step number in a training line."""
   figures = [f'{label} {_format(name, metrics[name])}' for name, label in _TRAIN_COLUMNS.items() if name in metrics]
   if rates is not None:
     examples, tokens = rates.examples_per_second, rates.tokens_per_second

@@ -62,7 +62,10 @@ def step_twice(
 
 
 def bit_differences(first: TrainState, second: TrainState) -> list[str]:
-  """Returns a text for each part on a local device where two states differ in bits: device, array, number of values."""
+  """Compares two states bit by bit; returns a line for each shard on a local device that differs.
+
+  A line names the device and the array, and says how many values differ.
+  """
   found = []
   others = leaves_by_path(second)
   for path, a in leaves_by_path(first).items():

@@ -1,8 +1,8 @@
-"""Continuing with fewer devices than the mesh of a task has: a smaller mesh, and the same global batch.
+"""Fits the mesh of a task to fewer devices, and keeps the global batch.
 
 The axes that only split the rows of a batch, 'replica' and then 'data', become as small as needed; all others stay.
 Each device then has more rows of a batch. So the number of microbatches is multiplied by the ratio of the old to
-the new number of devices, rounded up: a device never has more rows at a time than before.
+the new number of devices, rounded up, so that no device computes more rows at a time than before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _AXES = ('replica', 'data')
 
 
 def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTask], str]:
-  """Returns the config of a task that fits `num_devices`, and a line about what changed; '' if nothing did.
+  """Returns the config of a task with a mesh for `num_devices`, and a line about what changed ('' if nothing did).
 
   Raises:
     ConfigError: the mesh needs more devices even if the axes that may shrink have size 1.

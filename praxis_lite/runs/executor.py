@@ -74,17 +74,17 @@ def run_train(
       `options`.
 
   Raises:
-    TypeError: there is no option of such a name.
+    TypeError: `changes` has a name that is not an option.
     DeterminismError: a step that was run twice gave different bits; nothing is saved after it.
     UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, something
       could not be written: the last checkpoint, or metrics.
     HungInputError: no batch came for `input_timeout_s`; the state is saved.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     LossSpikeError: the loss jumped and `task.train.loss_spike` is set to raise, or the run went back too often.
-    NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
-      steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
+    NonFiniteError: a step was not finite, and the learner is set to raise; that step is not saved. Or all steps, or
+      more than `max_skipped_steps` in a row, were not finite; the last step is saved.
     Exception: what a hook raised, with a note that names the hook; the state has been saved. With several processes,
-      the others return, with ended_by='SIGTERM'.
+      the other processes return with ended_by='SIGTERM'.
   """
   if not isinstance(config, ExperimentConfig):
     experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
@@ -128,7 +128,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     writer = SummaryWriter(path, resumed_step=first_step, lost=start.lost_metrics, enabled=is_primary, report=line)
     stack.callback(writer.close)
     results, lost = start.recover_results(path, job.watched, writer)
-    # A run that takes no step keeps its record, because nothing in it was made with the config of this call.
+    # If no step remains, an existing record stays: the config of this call has made nothing in the directory.
     is_finished = start.is_restored and first_step >= total
     changes = _record(job, path, first_step, keeps_record=is_finished) if is_primary else ()
     advice = _advise(job, options.advise, startup)
@@ -141,7 +141,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     feed = opened(Feed(job.train_input, put_batch, skip, observers, line, options.input_timeout_s))
     saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, line)
     saver = RunSaver(saving, directory, feed, start.data, job.watched, writer, observers)
-    # Only process 0 has read the files; all must evaluate the same inputs.
+    # Only process 0 has read which inputs were already evaluated. It tells the others: all must evaluate the same ones.
     splits = [program.split for program in (*job.evaluation, *job.decoding)]
     done_at = {split: first_step for split in splits if broadcast_decision(writer.was_written(split))}
     metrics = {r.split: r.metrics for r in results if r.step == first_step and r.split in done_at}
@@ -171,7 +171,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     # ---- the end
     run.ended_by = _ended_by(run, stop)
-    with observers.measure('saving'):  # A mirror copies the last checkpoint.
+    with observers.measure('saving'):  # At the end, a mirror copies the last checkpoint.
       for observer in observers:
         observer.on_end(run)
     if run.error is not None:

@@ -1,6 +1,6 @@
 """Exporting a trained model: programs and variables that run without praxis_lite.
 
-    OUT/README.md              what is in it, and how it is loaded and called
+    OUT/README.md              what the export contains, and how to load and call it
         load.py                checks that all files belong to this export, and loads it: a copy of `exported.py`
         signature.json         the names, shapes and dtypes of inputs, outputs and variables; digests of all files
         variables.npz          the variables, by path            } for JAX
@@ -129,7 +129,7 @@ def export_model(
   settings: ExportSettings,
   about: Mapping[str, object],
 ) -> Path:
-  """Writes a model; see the top of this file. The directory appears complete or not at all.
+  """Writes the files listed at the top of this file. The directory appears complete or not at all.
 
   Args:
     model, variables: the model, and its variables in their true shapes, on the host.
@@ -140,7 +140,7 @@ def export_model(
     about: recorded in signature.json.
 
   Raises:
-    UserError: `check_export` raises it, or the model cannot be exported with these settings.
+    UserError: `check_export` rejects the settings, or the model cannot be exported with them.
   """
   check_export(model, directory, settings)
   if settings.what == 'decode':
@@ -290,7 +290,7 @@ def _batch_dim(settings: ExportSettings) -> Any:
 
 
 def _like(inputs: Arrays, shape: Sequence[Any]) -> tuple[Any, ...]:
-  """Returns `shape` with the batch size of `inputs`."""
+  """Returns `shape` with dimension 0 replaced by the batch size of `inputs`."""
   return (next(iter(inputs.values())).shape[0], *shape[1:])
 
 
@@ -332,7 +332,7 @@ def _write_saved_model(path: Path, programs: Sequence[_Program], variables: Arra
     return tf.function(run, autograph=False).get_concrete_function(**specs)
 
   signatures = {program.name: signature(program) for program in programs}
-  if len(signatures) == 1:  # Servers call this one when no name is given.
+  if len(signatures) == 1:  # Servers use this name for requests that name no program.
     signatures['serving_default'] = signatures[programs[0].name]
   tf.saved_model.save(module, str(path), signatures=signatures)
 

@@ -24,7 +24,7 @@ PROGRAM = '.stablehlo'
 SAVED_MODEL = 'saved_model'
 _FILES, _SEAL = 'files', 'seal'
 
-Arrays = dict[str, Any]  # By name: arrays, or their shapes and dtypes.
+Arrays = dict[str, Any]  # Arrays, or their shapes and dtypes, by name.
 
 
 class MixedExportError(ValueError):
@@ -32,7 +32,7 @@ class MixedExportError(ValueError):
 
 
 def seal_signature(signature: dict[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
-  """Adds to a signature the SHA-256 of each file of programs and variables in `folder`, and its own; returns it."""
+  """Adds to a signature the SHA-256 of each program and variables file in `folder`, then its own; returns it."""
   root = Path(folder)
   names = sorted(str(path.relative_to(root).as_posix()) for path in root.rglob('*') if path.is_file())
   full = {**signature, _FILES: {name: _digest(root / name) for name in names}}
@@ -120,7 +120,7 @@ def _digest(path: Path) -> str:
 
 
 def _open_file(path: str, flags: int) -> int:
-  handle = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # Does not wait for the other end of a named pipe.
+  handle = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # Else a named pipe waits for its other end.
   if not stat.S_ISREG(os.fstat(handle).st_mode):
     os.close(handle)
     raise OSError(errno.EINVAL, 'it is not a file', path)

@@ -10,9 +10,9 @@ Hooks are the code of a user:
 
 Early stopping and the best checkpoint are hooks too: see `improvement.py`.
 
-Hooks are called in the order of the list, in the thread that trains. What a hook raises ends the run, after the state
-has been saved. With several processes each calls its own hooks, and all must save and stop at the same step; if a hook
-raises, all processes stop after a step that they agree on, and save.
+Hooks are called in the order of the list, in the thread that trains. If a hook raises an error, the state is saved and
+the run ends. With several processes, each calls its own hooks, and all must save and stop at the same step; if a hook
+raises an error, all processes agree on a step, stop after it, and save.
 
 Observers are parts of the run itself, such as its log, its heartbeat and its mirror. They see more than hooks, and an
 error that they raise ends the run immediately. `Hooks` is the observer that calls hooks. `loop/observers.py` has the
@@ -58,8 +58,8 @@ class Run:
     last_save: step of the last checkpoint that this process knows to be complete, and when it was completed, in
       seconds since 1970; None before the first one.
     ended_by: how the run ended, see `TrainResult`; '' until then.
-    error: with several processes, what a hook has raised. It ends the run once the state is saved: a single process
-      could neither save nor end, because the others would wait for it.
+    error: with several processes, the error that a hook raised. It ends the run only after all processes have saved
+      together: one process cannot save or end alone, because the others would wait for it.
   """
 
   task: SingleTask
@@ -92,7 +92,7 @@ class Hook:
     """Called after each step.
 
     `metrics` are pairs (mean, weight) by name, on the devices, which may still be computing them. Reading a value waits
-    for that, so read them only every hundredth step or so.
+    for the devices, so read values only every hundredth step or so.
     """
 
   def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
@@ -136,28 +136,28 @@ class StateCopy(Protocol):
 class Observer:
   """Takes part in a run; a subclass defines the methods that it needs, and the others do nothing.
 
-  All methods are called in the thread that trains. What one of them raises ends the run.
+  All methods are called in the thread that trains. An error in one of them ends the run.
   """
 
   def on_open(self, on_damage: OnDamage) -> None:
-    """Called once the run's directory is this process's own, before anything in it is read.
+    """Called once this process owns the run's directory, before it reads anything in it.
 
     `on_damage` is what to do if the newest checkpoint is damaged; see `TrainOptions`.
     """
 
   def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[StateCopy | None, str]:
-    """Returns the newest copy of the state that this observer has kept, and a line about copies not used, or ''.
+    """Returns the newest copy of the state that this observer has kept, and a line about rejected copies, or ''.
 
     Args:
       checkpoint: step of the newest checkpoint, 0 if there is none: only newer copies count.
-      shapes, true_shapes: shapes of the state with and without padding; the first have shardings.
+      shapes, true_shapes: shapes of the state with and without padding; `shapes` have shardings.
     """
     return None, ''
 
   def while_running(self, why_lost: Callable[[], UserError | None]) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager for the time from restoring to the end; it sees the error that ends the run.
 
-    `why_lost` returns the error that says that the run's directory is not where it was; None if it is.
+    `why_lost` returns the error for a run directory that is no longer at its path; None if it still is.
     """
     return contextlib.nullcontext()
 
@@ -172,7 +172,7 @@ class Observer:
     """Called once, before the first batch is read."""
 
   def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
-    """Called after each step, which `run.step` counts, was dispatched: the devices may still be computing `out`.
+    """Called after each step is dispatched, with its number as `run.step`; devices may still be computing `out`.
 
     `read_from` is the state of the training input from which the batch of this step was read.
     """
@@ -181,10 +181,10 @@ class Observer:
     """Called once the metrics of a step are computed, some steps later; not called if the step was not finite."""
 
   def on_nonfinite(self, step: int, what: str) -> None:
-    """Called for the first of several steps in a row that were not finite; `what` says what was not finite."""
+    """Called for a step that was not finite and follows one that was; `what` says what was not finite."""
 
   def on_pause(self, run: Run, reason: PauseReason) -> None:
-    """Called before the run does anything but take steps; raises an error if the steps so far must not be kept."""
+    """Called before the run pauses its steps, as to save; raises an error if the steps so far must not be kept."""
 
   def on_resume(self, run: Run) -> None:
     """Called before the steps that follow a pause."""
@@ -208,7 +208,7 @@ class Observer:
     """Called once at the very end, also if an error ends the run."""
 
   def measure(self, activity: str) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager whose time belongs to an activity, one of `records.goodput.ACTIVITIES`."""
+    """Returns a context manager that counts its time as an activity, one of `records.goodput.ACTIVITIES`."""
     return contextlib.nullcontext()
 
   def figures(self) -> Mapping[str, float]:
@@ -232,7 +232,7 @@ class Observers:
 
   Attributes:
     timer: measures time, from the start of the run.
-    others: the other observers that are there from the start.
+    others: the other observers that exist from the start.
     all: all observers, in the order in which they are called. More are added before the first step.
     measure: measures time; see `Observer.measure`.
   """

@@ -1,7 +1,6 @@
 """Whether a run still improves: early stopping, and the best checkpoint.
 
-Both are hooks, and decide from the evaluations of the whole run, including those before a restart. So they have no
-state that a kill could lose.
+Both are hooks. They decide from the recorded evaluations of the whole run, so a kill loses none of their state.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class EarlyStopping(Hook):
     self._settings = settings
 
   def on_start(self, run: Run) -> None:
-    self._decide(run)  # A run that has stopped early does not continue when it is started again.
+    self._decide(run)  # A run that stopped early stays stopped when it is started again.
 
   def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
     if split == self._watched.split:

@@ -1,4 +1,4 @@
-"""Evaluating and decoding whole datasets, and continuing prompts, with a checkpoint: on any mesh.
+"""Evaluates and decodes whole datasets, and continues prompts, with a checkpoint on any mesh.
 
 Another process may train in the same directory at the same time.
 """

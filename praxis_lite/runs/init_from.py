@@ -48,7 +48,8 @@ class WarmStart:
   """The plan of where each variable of a new run comes from, made before anything is compiled.
 
   Raises:
-    CheckpointError: there is no such checkpoint; or a variable is neither in it nor covered by a rule, or differs.
+    CheckpointError: there is no such checkpoint; or a variable is neither in it nor covered by a rule, or has another
+      shape there.
     ConfigError: a rule is not valid, or matches nothing.
   """
 
@@ -76,7 +77,7 @@ class WarmStart:
     values: NestedDict = {}
     with being_read(self._where), contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
       while left:
-        now = {source: name for name, source in left.items()}  # Several variables may come from one.
+        now = {source: name for name, source in left.items()}  # Several variables may share a source.
         read: NestedDict = {}
         for source, name in now.items():
           read = insert(read, _path(source), node_at(shapes, _path(name)))
@@ -179,7 +180,7 @@ def _regex(field: str, pattern: str) -> re.Pattern[str]:
 
 
 def _expand(match: re.Match[str], replacement: str, field: str) -> str:
-  if not replacement.isprintable():  # '\1' in a string that is not raw.
+  if not replacement.isprintable():  # The user wrote '\1' in a string that is not raw.
     raise ConfigError(f"{field}: {replacement!r} is not a path; write groups in a raw string, as in r'lm.\\1'")
   try:
     return match.expand(replacement)

@@ -53,7 +53,7 @@ class SkippedSteps:
     limit: how many in a row end the run; None or 0 accepts any number.
     raises: whether the learner is set to raise at the first one.
     line: prints a line.
-    tell: called with the first of several skipped steps in a row, and what was wrong with it.
+    tell: called with each skipped step that follows one that was not skipped, and with what was wrong.
     in_a_row: how many steps have been skipped since the last step that was taken.
   """
 
@@ -157,7 +157,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
     model.check_input(data, {name: np.asarray(x) for name, x in batch.items()})
   except UserError as error:
     return Hints(f'The last batch does not fit the model: {error}')
-  except Exception:  # A user's own check has failed, and the error of the run is more useful than that.
+  except Exception:  # A check in the user's code has failed. The error that ends the run is more useful than that one.
     pass
   integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
   labels = labels_in(batch)

@@ -2,7 +2,7 @@
 
     job_log_dir/profile/plugins/profile/<time>/*.xplane.pb
 
-A trace is of the steps that are named when the run starts, or of the next ones after `kill -USR1 <pid>`.
+A trace covers the steps chosen when the run starts, or the next steps after `kill -USR1 <pid>`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class ProfiledSteps(NamedTuple):
 
   @classmethod
   def parse(cls, steps: str | tuple[int, int]) -> ProfiledSteps:
-    """Returns the steps of a text like '10:15', or of a pair; raises ConfigError if they are not."""
+    """Returns the steps of a text like '10:15', or of a pair; raises ConfigError if `steps` is neither."""
     ends = steps.split(':') if isinstance(steps, str) else [str(step) for step in steps]
     if len(ends) != 2 or not all(end.isdecimal() for end in ends) or not 1 <= int(ends[0]) <= int(ends[1]):
       raise ConfigError(f'profile_steps = {steps!r}: expected the first and the last step, as in 10:15')
     return cls(*map(int, ends))
 
 
-# Steps of a trace that a signal asks for.
+# The number of steps in a trace that a signal asks for.
 STEPS_OF_A_SIGNAL = 5
 
 
@@ -79,7 +79,7 @@ class Profiler(Hook):
     self._start_if_due(run)
 
   def _start_if_due(self, run: Run) -> None:
-    """Starts before the first of the steps, or later in a run that resumes among them."""
+    """Starts the trace before its first step, or later if the run resumes after that step."""
     if self._first is None and self._steps is not None and self._steps.first <= run.step + 1 <= self._steps.last:
       jax.block_until_ready(run.state)
       jax.profiler.start_trace(run.directory / _PROFILE)
@@ -110,11 +110,11 @@ class Profiler(Hook):
       self._run.line(f'no step from {self._steps.first} to {self._steps.last} was taken, so there is no profile')
 
   def _ask(self, number: int, frame: FrameType | None) -> None:
-    self._is_asked = self._steps is None  # A signal during a trace asks for nothing.
+    self._is_asked = self._steps is None  # A signal during a trace has no effect.
 
 
 def _stop_without_trace(folder: Path) -> None:
-  """Ends a trace of a run whose directory is gone, and removes the files that JAX nevertheless writes for it."""
+  """Ends the trace of a run whose directory is gone, and removes the files that JAX writes anyway."""
 
   def parts() -> set[Path]:
     return {folder, *folder.parents, *folder.rglob('*')}

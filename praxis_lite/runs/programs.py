@@ -43,7 +43,7 @@ class TaskOnMesh:
 
   Attributes:
     jax_task, mesh: the task and the mesh.
-    layout: how the train state of the task is stored there; without `opt_states`, it is only for inference.
+    layout: how the train state of the task is stored on the mesh; without `opt_states`, it is only for inference.
   """
 
   def __init__(self, jax_task: SingleTask, mesh: Mesh, layout: StateLayout | None = None):

@@ -22,7 +22,7 @@ def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
   """Returns the tokenizer of the first dataset that has one; None if there is none."""
   for i, dataset in enumerate(config.datasets):
     template = getattr(dataset, 'tokenizer_tpl', None)
-    if isinstance(template, Config):  # Without reading data, which may be missing.
+    if isinstance(template, Config):  # Avoids reading data, which may be missing.
       with prefix_errors(f'datasets[{i}].tokenizer_tpl'):
         return template.instantiate()
     tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
@@ -32,7 +32,7 @@ def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
 
 
 def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -> list[int]:
-  """Returns the tokens of a text to continue; raises UserError if it is not text. `name` is its name in messages."""
+  """Returns the tokens of `prompt`; raises UserError if it is not text. Messages call the prompt `name`."""
   return _encode(tokenizer.prompt_ids, prompt, name)
 
 
@@ -91,14 +91,14 @@ def _tokens(prompt: Sequence[int]) -> np.ndarray:
 
 
 def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:
-  """Returns a batch of prompts in the shapes of a bucket, which asks for `max_tokens` tokens after each."""
+  """Returns a batch of prompts, padded to a bucket's width, that asks for `max_tokens` tokens after each prompt."""
   count, width = batch['ids'].shape
   ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - width)))
   return batch | {'ids': ids, 'max_tokens': np.full(count, max_tokens, np.int32)}
 
 
 def check_ids(rows: Rows, vocab_size: int | None) -> None:
-  """Raises DataError if a batch has ids outside of the vocabulary of a language model: JAX would read other entries.
+  """Raises DataError if a batch has ids outside of a language model's vocabulary: devices report no such error.
 
   Args:
     rows: a batch with `ids` [B, T] and `weights`, and `prompt_lengths` [B] if they are prompts. Padding may be any

@@ -37,7 +37,7 @@ def trace_on_one_device(
     state, prng_key, batch: the arguments of the step, which are not donated.
 
   Raises:
-    ConfigError: there are several hosts, so that no device can hold all arrays.
+    ConfigError: there are several hosts, so that one device cannot receive all arrays.
   """
   if jax.process_count() > 1:
     raise ConfigError('a step can be traced on one host only; run `praxis-lite replay` on one host')
@@ -53,11 +53,11 @@ def trace_on_one_device(
 def check_finite(
   partitioned: PartitionedTask, before: int, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> None:
-  """Raises NonFiniteError, which names the layer, for a step that was not finite.
+  """Raises NonFiniteError for a step that was not finite; its message names the layer.
 
   Args:
-    before: number of steps taken before it.
-    state: the state after it, in which the learner has only changed the step.
+    before: number of steps taken before that step.
+    state: the state after that step; the learner has changed only the step number in it.
   """
   step = jax.device_put(np.asarray(before, np.int32), state.step.sharding)
   try:

@@ -1,4 +1,4 @@
-"""Runs from Python: `open_run` reads a run directory, and `load` restores its model.
+"""Access to saved runs from Python: `open_run` reads a run directory, and `load` restores its model.
 
 run = praxis_lite.open_run('runs/demo')
 run.config.task, run.metrics['eval/validation/loss'], run.checkpoints.steps

@@ -26,7 +26,7 @@ class StopSignals:
 
   Attributes:
     received: name of the signal that this process received, or None.
-    since: when it came, by `time.monotonic`.
+    since: when that signal came, by `time.monotonic`.
   """
 
   def __init__(self) -> None:
@@ -76,7 +76,7 @@ class StopSignals:
     self.received, self.since = signal.Signals(number).name, time.monotonic()
     text = f'{self.received}: finishing the step and saving; a second signal ends the run immediately\n'
     if os.isatty(2):
-      text = f'\n{text}\n'  # The progress bar, two lines high, is redrawn over the last line and the one before.
+      text = f'\n{text}\n'  # The progress bar is redrawn over the last two lines.
     # Not print: a handler may interrupt another print, and buffered files are not re-entrant.
     os.write(2, text.encode())
     if self._several_processes:

@@ -31,7 +31,7 @@ from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
 from praxis_lite.runs.records.runs import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
-_STOP_SECONDS = 600.0  # To save and end after a signal.
+_STOP_SECONDS = 600.0  # How long processes may take to save and end after a signal.
 _MOST_NAME = 120  # Characters; file systems allow 255 bytes.
 
 
@@ -46,7 +46,8 @@ def grid(overrides: Sequence[str]) -> list[Point]:
   """Returns all combinations of the values of overrides; see `overrides.alternatives`.
 
   Raises:
-    ConfigError: none has several values, a value is given twice, or two overrides with several values have one path.
+    ConfigError: no override has several values, a value is given twice, or two overrides with several values have the
+      same path.
   """
   options = [alternatives(override) for override in overrides]
   varied = [choices[0].partition('=')[0] for choices in options if len(choices) > 1]
@@ -111,8 +112,8 @@ def run_points(
 ) -> bool:
   """Runs a process for each point, `parallel` at a time.
 
-  After SIGINT or SIGTERM no more processes are started, and the running ones get SIGTERM, so they save. A second signal
-  kills them, and so do ten minutes after the first one.
+  After SIGINT or SIGTERM no more processes are started, and the running ones get SIGTERM, so that they save. They are
+  killed after a second signal, or ten minutes after the first one.
 
   Args:
     points: in the order to run them in.
@@ -133,7 +134,7 @@ def run_points(
         directory = folder / point.name
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / _LOG, 'ab') as log:
-          # In a session of its own: a terminal sends Ctrl-C to all processes of this one.
+          # The process gets its own session, because a terminal sends Ctrl-C to all processes of a session.
           process = subprocess.Popen(
             command(point), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
           )
@@ -158,7 +159,7 @@ def _passing_signals(running: Mapping[Point, tuple[subprocess.Popen[bytes], floa
   def handle(number: int, frame: FrameType | None) -> None:
     for process, _ in list(running.values()):
       process.send_signal(signal.SIGKILL if stop.is_set() else signal.SIGTERM)
-      process.send_signal(signal.SIGCONT)  # A stopped process handles SIGTERM only when it continues.
+      process.send_signal(signal.SIGCONT)  # A suspended process handles SIGTERM only after SIGCONT.
     stop.set()
 
   before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""Where the time goes: the start-up; then steps, examples and tokens per second, and the share of the peak FLOP/s."""
+"""Measures the phases of the start-up, then steps, examples and tokens per second, and the share of peak FLOP/s."""
 
 from __future__ import annotations
 

@@ -319,7 +319,10 @@ class TrainedModel:
     return min(fitting, default=count)
 
   def _fit_to_bucket(self, batch: Rows, settings: dict[str, Any], stop: tuple[str, ...]) -> tuple[TaskOnMesh, Rows]:
-    """Returns the task and the batch for prompts; with a language model, prompts of similar lengths share both."""
+    """Returns the task and the batch for prompts.
+
+    A language model has the same task and shapes for prompts of similar lengths, so that they share compiled programs.
+    """
     if not isinstance(self.layer, LanguageModel) or type(self.layer).decode is not LanguageModel.decode:
       return self._set_sampler(settings, stop), batch
     max_tokens: int = settings.get('max_tokens', self.layer.decoder.max_decode_steps)
@@ -344,7 +347,7 @@ class TrainedModel:
     return self._tasks_by_sampler[name]
 
   def _note_short_context(self, model: LanguageModel, most: int) -> None:
-    """Prints, once, that a language model does not see all of a prompt and its continuation, up to `most` tokens."""
+    """Prints once that a language model's context is shorter than a prompt and its continuation of `most` tokens."""
     seen = model.context
     if seen is not None and most > seen and not self._has_noted and is_primary_process():
       self._has_noted = True
@@ -393,7 +396,8 @@ def restore_model(
     create_mesh: returns the mesh for the task; None uses the task's own, of `devices`.
     use_ema: whether to use the moving averages, if the learner keeps them; or the section of the task that says so.
     check: called with the model before anything is restored.
-    meanwhile: called before restoring with the result, whose variables are shapes, for example to start compiling.
+    meanwhile: called before restoring, for example to start compiling. Its argument is the model that is returned
+      later, with shapes as variables.
 
   Raises:
     UserError: there is no checkpoint, or it does not fit the config, or the mesh does not fit the devices.
@@ -421,7 +425,7 @@ def restore_model(
 
 
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:
-  """Returns the dataset of a name or number. A dataset without a name goes by the name of its class."""
+  """Returns the dataset with this name or number. The name of its class stands for a missing name."""
   names = [str(getattr(data, 'name', None) or getattr(target(data), '__name__', '')) for data in datasets]
   if isinstance(wanted, str) and names.count(wanted) > 1:
     numbers = [i for i, name in enumerate(names) if name == wanted]

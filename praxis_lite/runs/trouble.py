@@ -39,7 +39,7 @@ _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
 _MOST_RECORDED = 1000
 # The number of steps, in addition to those of a jump, whose batches are remembered: metrics are read some steps later.
 _IN_FLIGHT = 16
-# The least number of losses that have a meaningful median; the number of losses that are kept for a restart.
+# The least number of losses that have a meaningful median, and the number of losses kept for a restart.
 _FEWEST, _KEPT = 20, 2000
 
 
@@ -80,7 +80,7 @@ class GoBack(BaseException):
 
 
 def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
-  """Returns the troubles of a run in order, without damaged lines."""
+  """Returns the recorded troubles of a run, in order; skips damaged lines of the file."""
   found = []
   with contextlib.suppress(OSError, UnicodeDecodeError):
     for line in read_plain(Path(directory, _FILE)).decode().splitlines():
@@ -239,8 +239,8 @@ class TroubleWatch(Observer):
 def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
   """Removes the checkpoints from the first bad step on and all emergency copies, and records the batches to skip.
 
-  All processes call this, once nothing is being saved or read. After a kill between the two, the run resumes from the
-  earlier checkpoint, meets the same trouble and calls this again.
+  All processes call this, once nothing is being saved or read. If the run is killed after the removal and before the
+  record, it resumes from the earlier checkpoint, meets the same trouble and calls this again.
 
   Raises:
     LossSpikeError: the run has already gone back `max_rollbacks` times.
@@ -269,7 +269,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
 def _record(directory: Path, trouble: Trouble) -> None:
   known = read_troubles(directory)
   if any(_place(earlier) == _place(trouble) for earlier in known) or len(known) >= _MOST_RECORDED:
-    return  # A restart has repeated the step.
+    return  # A restart has repeated the step, or the file is full.
   _write(directory, [*known, trouble])
 
 

@@ -1,9 +1,9 @@
-"""The vocabulary of a run: the characters that a tokenizer finds in a text are kept in the directory of the run.
+"""Keeps the vocabulary of a run, the characters that its tokenizer finds in a text, in the run's directory.
 
     job_log_dir/vocabulary.json      {"vocabulary": the characters in the order of their ids}
 
-So the ids keep their meaning for the weights of a run, even if the text changes. A config with another vocabulary is an
-error. In a directory without a checkpoint, the file is written again.
+So ids keep their meaning for the weights, even if the text changes. A config with another vocabulary is an error. If
+the directory has no checkpoint, the file is overwritten.
 """
 
 from __future__ import annotations

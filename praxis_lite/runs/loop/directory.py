@@ -19,12 +19,12 @@ from praxis_lite.common.processes import gather_texts
 
 _DELETED = ' (deleted)'  # Linux appends this to the path of an open directory that was deleted.
 _RESCUED = '.rescued'
-# The most bytes that processes tell each other about a directory that was lost: three paths, and some words.
+# The longest message, in bytes, that processes exchange about a lost directory: three paths, and some words.
 _PATH_BYTES = 16_384
 
 
 def gather_paths(text: str) -> list[str]:
-  """Returns the texts of all processes as `gather_texts` does, however long the paths in them are."""
+  """Returns the texts of all processes, like `gather_texts`, with room for long paths."""
   return gather_texts(text, _PATH_BYTES)
 
 
@@ -41,13 +41,13 @@ class LostDirectoryError(UserError):
 
 
 class HeldDirectory:
-  """A directory that exists, identified whatever happens to its name; a context manager.
+  """An existing directory, which is recognized even if it is moved or deleted; a context manager.
 
   If an OSError ends the block and the directory was lost, a LostDirectoryError is raised instead. If the OSError is
   about a file in the directory, a UserError is raised.
 
   Attributes:
-    path: of the directory, absolute.
+    path: the absolute path of the directory.
   """
 
   def __init__(self, path: Path):
@@ -55,7 +55,7 @@ class HeldDirectory:
     self._handle: int | None = None
 
   def __enter__(self) -> Self:
-    if sys.platform != 'win32':  # A directory cannot be opened there, nor moved while a file in it is open.
+    if sys.platform != 'win32':  # Windows cannot open a directory, nor move one with open files.
       self._handle = os.open(self.path, os.O_RDONLY)
     return self
 
@@ -64,7 +64,7 @@ class HeldDirectory:
     lost = self.why_lost() if is_os_error and not isinstance(error, LostDirectoryError) else None
     if self._handle is not None:
       os.close(self._handle)
-    if lost is not None:  # This is why something could not be read or written.
+    if lost is not None:  # The OSError was only a consequence.
       raise lost from error
     if isinstance(error, OSError) and (file := self._file_of(error)) is not None:
       raise UserError(f'{file}: {error.strerror or error}') from error
@@ -77,7 +77,7 @@ class HeldDirectory:
     return None
 
   def check(self) -> None:
-    """Raises LostDirectoryError if the directory is not where it was. With several processes, each calls this."""
+    """Raises LostDirectoryError if the directory is no longer at its path. All processes must call this together."""
     lost = self.why_lost()
     if not any(gather_texts('' if lost is None else 'lost')):
       return
@@ -86,7 +86,7 @@ class HeldDirectory:
     raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
 
   def why_lost(self) -> LostDirectoryError | None:
-    """Returns the error about a directory that was moved or deleted; None if it was not, or if that is unknown."""
+    """Returns the error for a directory that was moved or deleted; None if it was not, or if that is unknown."""
     if self._handle is None:
       return None
     try:
@@ -105,7 +105,7 @@ class HeldDirectory:
     return None  # Its disk is no longer mounted.
 
   def _find_again(self, handle: int) -> tuple[Path | None, bool]:
-    """Returns the path of an open directory now, None if unknown, and whether it was deleted."""
+    """Returns the current path of an open directory (None if unknown), and whether it was deleted."""
     for name_of in (_name_on_linux, _name_on_mac):
       try:
         name = name_of(handle)
@@ -116,7 +116,7 @@ class HeldDirectory:
     try:
       is_deleted = os.fstat(handle).st_nlink == 0 or _name_on_linux(handle).endswith(_DELETED)
     except OSError as error:
-      is_deleted = error.errno == errno.ESTALE  # On a network file system.
+      is_deleted = error.errno == errno.ESTALE  # Network file systems report a deletion so.
     return None, is_deleted
 
 

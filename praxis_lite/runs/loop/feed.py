@@ -1,4 +1,4 @@
-"""The training input as the loop reads it: batches on the mesh, waiting for them, and bad records that are skipped."""
+"""Reads the training input for the loop: puts batches on the mesh, waits for them, and reports skipped bad records."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOST_BAD_RECORDS = 10
 
 
 class Feed:
-  """The batches of the training input, read ahead; a context manager. Reading begins when it is constructed.
+  """Reads batches of the training input ahead, from its construction on; a context manager.
 
   Args:
-    data: the training input, at the position to read from.
+    data: the training input, already at the position to read from.
     put: puts a batch on the mesh.
     skip: the states of the input before the batches to skip.
     observers: measure how long the devices wait for input.
@@ -108,7 +108,7 @@ def _is_computed(x: jax.Array) -> bool:
 
 
 class BadRecordLines(Hook):
-  """Prints the bad records of the training input that were skipped: the first ones, and then only how many."""
+  """Prints the bad records that the training input skips: each of the first ones, then only their number."""
 
   def __init__(self, data: BaseInput):
     self._data = data

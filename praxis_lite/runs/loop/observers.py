@@ -29,13 +29,13 @@ from praxis_lite.training.task import TrainParams
 
 @contextlib.contextmanager
 def observe_start(settings: TrainParams, directory: Path, options: TrainOptions) -> Iterator[Observers]:
-  """Yields the observers that are there from the start: what measures time, and the observers of `runs/cluster`."""
+  """Yields the observers that exist from the start: `Watch`, which measures time, and those of `runs/cluster`."""
   with contextlib.ExitStack() as stack:
     others = _cluster_observers(settings, directory, options)
     for observer in others:
       stack.callback(observer.close)
       observer.on_open(options.on_damage)
-    watch = stack.enter_context(Watch(directory))  # It reads files that have just been fetched from a mirror.
+    watch = stack.enter_context(Watch(directory))  # After `on_open`, which may fetch files that it reads.
     yield Observers(watch, others)
 
 
@@ -43,7 +43,7 @@ def _cluster_observers(settings: TrainParams, directory: Path, options: TrainOpt
   """Returns the observers of `runs/cluster`; none if that folder is not installed.
 
   Raises:
-    ConfigError: it is not installed, and the config or an option asks for what it does.
+    ConfigError: the folder is not installed, but the config or an option needs it.
   """
   try:
     from praxis_lite.runs.cluster.observers import cluster_observers
@@ -89,12 +89,12 @@ def attach_observers(
     if job.watched.stopping is not None:
       own.append(EarlyStopping(job.watched.stopping, settings.early_stopping))
     observers.all = [
-      trouble,  # Before the log, which reports steps that were not finite: then this knows their batches.
-      log,  # Before the timer: the log waits for an earlier step, and that time belongs to the step.
+      trouble,  # Before the log: it must know the batch of a step before the log reports that step.
+      log,  # Before the timer: the log waits for an earlier step, and this wait is part of the step's time.
       observers.timer,
       saving,
       Hooks(own, stop_all, observers.measure),
-      *observers.others,  # After our hooks, which may mark another checkpoint as the best: a mirror copies that.
+      *observers.others,  # After `own`, which may choose a new best checkpoint for the mirror to copy.
       Hooks(options.hooks, stop_all, observers.measure),  # Last, so that they see what all others have done.
     ]
     with stop, observers.while_training(stop):

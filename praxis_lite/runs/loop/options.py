@@ -1,4 +1,4 @@
-"""How a run is trained, besides its config: the options of `run_train`."""
+"""The options of `run_train`: how to train, apart from the config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Advice = Callable[[SingleTask, Struct], Iterable[str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-  """How `run_train` trains a config. `run_train` also takes each of these as a keyword argument.
+  """How `run_train` trains a config. `run_train` also takes each option as a keyword argument.
 
   Attributes:
     devices: the devices to build the mesh from; None means all devices.

@@ -1,4 +1,4 @@
-"""What else decides how a run goes on, besides its state: saved in each checkpoint, and in emergency copies.
+"""What decides how a run goes on besides its train state; checkpoints and emergency copies contain it.
 
     evaluations    the metrics that decide about early stopping and the best checkpoint, at each step
     losses         the last losses, against which a jump is measured
@@ -24,7 +24,7 @@ ValuesByStep = dict[int, float]  # NaN where a value was not a number.
 
 
 class Progress(NamedTuple):
-  """What else decides how a run goes on, as it was saved.
+  """What decides how a run goes on besides its train state, as it was saved.
 
   Attributes:
     evaluations: the values of each watched metric, by its path.
@@ -84,8 +84,8 @@ def merge_saved(
 ) -> tuple[list[EvalResult], int]:
   """Returns the evaluations of a run that goes on after `step`, and how many of them its files have lost or changed.
 
-  For earlier steps the checkpoint decides, because it was saved after all of them. The evaluation of `step` itself may
-  have been made after the checkpoint was saved.
+  For earlier steps the saved values replace those in the files. An evaluation of `step` that only the files have is
+  kept, because it may have been made after the checkpoint was saved.
   """
   merged, changed = {(result.step, result.split): result for result in results}, 0
   for metric in {metric for metric in watched if metric is not None and metric.path in saved.evaluations}:

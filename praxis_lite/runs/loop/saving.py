@@ -27,7 +27,7 @@ from praxis_lite.runs.trouble import GoBack, LossSpikeError
 from praxis_lite.training.state import TrainState
 
 JsonDict = dict[str, Any] | None
-# Seconds after the last file that a failed save has written, until no more are expected.
+# A failed save counts as ended if it has written nothing for this many seconds.
 _LATE_S = 1.0
 
 
@@ -131,7 +131,7 @@ def _remove_save(directory: Path, folder: Path, step: int, seconds: float) -> No
   until nothing was created for some `seconds`.
   """
   end = time.monotonic() + seconds
-  while not has_record(directory):  # Another run may be there by now.
+  while not has_record(directory):  # Another run may use the directory by now.
     with contextlib.suppress(OSError):
       for made in folder.iterdir():
         if made.name.split('.')[0] == str(step):
@@ -149,8 +149,8 @@ class RunSaver:
   """Saves a run, with its position in the input and its progress.
 
   Attributes:
-    saving: saves.
-    directory: of the run; nothing is saved if it is lost.
+    saving: saves the state.
+    directory: the run's directory; nothing is saved if it is lost.
     feed: knows the position in the input.
     data: the manifest of the training input.
     watched: the metrics whose values are part of the progress.
@@ -167,7 +167,7 @@ class RunSaver:
   observers: Observers
 
   def copy(self, run: Run) -> None:
-    """Hands the observers what they need for a copy of the state."""
+    """Gives the observers what they need for an emergency copy of the state."""
     self._pause(run, 'copy')
     with self.observers.measure('saving'):
       step, state, position, progress = self._position(run)
@@ -203,18 +203,18 @@ class RunSaver:
 
     Args:
       run: its state is saved.
-      lost: what has happened.
+      lost: how the directory was lost.
       make: makes a new directory, if the old one is gone.
     """
     self.saving.abandon(self.directory.path)
-    lost = self.directory.why_lost() or lost  # The save itself may have made what was in the directory's place.
+    lost = self.directory.why_lost() or lost  # `lost` may be about a folder that the save has created.
     unwritten = ''
     try:
       if lost.moved_to is not None:
         self.writer.move(lost.moved_to)
-      for observer in self.observers:  # The lines of the last steps.
+      for observer in self.observers:  # Writes the metrics of the last steps.
         observer.on_pause(run, 'rescue')
-    except OSError as error:  # Only in the process that writes metrics; it must go on, because all save together.
+    except OSError as error:  # Only one process writes metrics. It must go on, because all save together.
       unwritten = f'; the metrics of its last steps could not be written: {error}'
     except (GoBack, LossSpikeError, NonFiniteError) as error:
       return f'{lost}; step {run.step} is not saved: {error.trouble.what if isinstance(error, GoBack) else error}'
@@ -242,7 +242,7 @@ class RunSaver:
   def _pause(self, run: Run, reason: PauseReason) -> None:
     self.directory.check()
     note_progress(f'saving step {run.step}')
-    for observer in self.observers:  # Raises if one of the steps until now was not finite, and so must not be saved.
+    for observer in self.observers:  # Raises an error if a step was not finite and must not be saved.
       observer.on_pause(run, reason)
 
   def _position(self, run: Run) -> tuple[int, TrainState, InputState, dict[str, Any]]:

@@ -29,7 +29,7 @@ from praxis_lite.training.state import TrainState
 
 
 class Start(NamedTuple):
-  """Where a run starts, and what it will be saved in. The training input is at its position.
+  """Where a run starts. The training input is already at the position for the next step.
 
   Attributes:
     step: number of steps taken before.
@@ -37,7 +37,7 @@ class Start(NamedTuple):
     is_restored: whether it comes from a checkpoint or an emergency copy of this run.
     checkpointer: the checkpoints of the run, for saving.
     lost_metrics: lines of metrics until that step that could not be written to the disk.
-    progress: whatever else decides how the run goes on, as it was saved.
+    progress: what else decides how the run goes on, as it was saved; see `Progress`.
     data: the manifest of the files of the training input, as they are now.
     origins: lines that say where the variables come from, if they come from another run or an import.
     notes: lines about checkpoints and copies.
@@ -74,7 +74,7 @@ class Start(NamedTuple):
         where = directory / 'trouble.jsonl'
         lines.append(f'{where} had lost {rollbacks} lines; the checkpoint knows which batches to skip')
     if saved.troubles:
-      meet_others()  # They read the file.
+      meet_others()  # The other processes read the file, so they wait until it is written.
     return results, lines
 
 
@@ -85,7 +85,7 @@ def find_start(
   """Yields where a run starts, with its checkpoints open. The first of these that exists is used:
 
     1. a copy that an observer has kept, newer than all checkpoints: the state, and the position in the input
-    2. the run's newest complete checkpoint: the same
+    2. the run's newest complete checkpoint: also the state, and the position in the input
     3. variables from another run's checkpoint, or imported ones in its directory; the input from its beginning
     4. initial values from the seed; the input from its beginning
 

@@ -44,10 +44,10 @@ class TrainLog(Observer):
     console, writer: receive the logged steps.
     startup: reported with the first step of this process.
     first_step: steps taken before.
-    observers: called when the metrics of a step have been computed; they know further figures for its summaries.
+    observers: called when the metrics of a step have been computed; they add figures to its summaries.
 
   Attributes:
-    skipped: how many steps in a row were skipped, as far as their metrics were read.
+    skipped: counts the steps skipped in a row, among the steps whose metrics were read.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""The training loop: a batch, a step, what is due after it, and so on until the end.
+"""The training loop: it reads a batch, takes a step, does what is due, and repeats this until the end.
 
 host     dispatch 8 | dispatch 9, read 7 | dispatch 10, read 8 | ...
 devices     step 7  |       step 8       |        step 9       |
@@ -41,12 +41,12 @@ class TrainingLoop:
 
   Attributes:
     job, options: what is trained, and how.
-    directory: of the run; nothing is saved or evaluated if it is lost.
+    directory: the run's directory; nothing is saved or evaluated if it is lost.
     feed: yields the batches.
     saver: saves the run.
     observers: called after steps, before pauses and after evaluations.
     stop: says whether a signal ends the run.
-    done_at: the step at which each input was last evaluated or decoded, by split, also before a restart.
+    done_at: the step at which each input was last evaluated or decoded, by split, including before a restart.
     metrics: the results of these evaluations, by split.
   """
 
@@ -65,7 +65,7 @@ class TrainingLoop:
 
     Raises:
       NumericsError, DeterminismError: see `TrainOptions.verify_numerics` and `check_determinism`.
-      NonFiniteError: too many steps in a row, or all, were not finite; the state is saved. Or see `debug_nans`.
+      NonFiniteError: too many steps in a row, or all, were not finite; the state is saved. Also with `debug_nans`.
     """
     for observer in self.observers:
       observer.on_ready(run)
@@ -95,7 +95,7 @@ class TrainingLoop:
 
   def run_due(self, run: Run) -> None:
     """Saves, evaluates and decodes if that is due now; raises LostDirectoryError if the directory is lost."""
-    if jax.process_count() == 1:  # Several processes check it together, when there is something to do.
+    if jax.process_count() == 1:  # Several processes check it together, and only when something is due.
       self.directory.check()
     settings, job = self.job.settings, self.job
     # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
@@ -133,7 +133,7 @@ class TrainingLoop:
       try:
         batch = self.feed.next()
       except Exception:
-        if jax.process_count() == 1:  # Only all processes together can save, and the others do not know of the error.
+        if jax.process_count() == 1:  # Saving takes all processes, and the others do not know of the error.
           self.saver.save(run)
         raise
       if batch is None:
@@ -146,7 +146,7 @@ class TrainingLoop:
     return is_stopped or self.observers.failure(is_over=False) is not None
 
   def _run(self, programs: Sequence[InputProgram], run: Run) -> None:
-    """Evaluates or decodes all inputs for which this was not done at this step already."""
+    """Evaluates or decodes all inputs that were not yet evaluated or decoded at this step."""
     self.directory.check()
     for observer in self.observers:
       observer.on_pause(run, 'evaluate')

@@ -1,7 +1,7 @@
-"""Event files for TensorBoard, written synchronously, so a killed run loses no events, and there is no thread to die.
+"""Event files for TensorBoard, written synchronously, so that a killed run loses no events.
 
-tensorboardX makes the files and summaries. Its own writer is not used: it hands them to a thread through a queue that
-waits by the machine's clock, which may be set back, and that thread ends at the first disk error.
+tensorboardX makes the files and summaries. Its own writer is not used: it writes in a thread, which ends at the first
+disk error, and waits by the machine's clock, which may be set back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EventFile:
   """A file of curves in a folder. Events that cannot be written yet are kept, and written with the next ones.
 
   Args:
-    folder: exists.
+    folder: an existing folder.
     purge_step: TensorBoard hides the entries of earlier files from this step on.
 
   Raises:
@@ -85,13 +85,13 @@ class EventFile:
 
 @functools.cache
 def _bins() -> np.ndarray:
-  """Returns the edges of histogram bins: each bin is a tenth wider than the next one towards zero, 1e-12 to 1e20."""
+  """Returns the edges of histogram bins: 0, and +-1e-12 to +-1e20, each edge 1.1 times the one before."""
   positive = 1e-12 * 1.1 ** np.arange(774)
   return np.concatenate([-positive[::-1], [0], positive])
 
 
 class _PatientFiles:
-  """Opens the files whose path begins with `_PATIENT` for tensorboardX; `opened` is the last one."""
+  """Opens the files whose path begins with `_PATIENT` for tensorboardX; `opened` is the file opened last."""
 
   opened: PatientFile
 
@@ -101,9 +101,9 @@ class _PatientFiles:
 
 
 def _later_than_others(file: Path) -> Path:
-  """Returns an event file's name with a later second than all others, because TensorBoard reads them in that order.
+  """Returns a name for an event file with a later time than those of all others: TensorBoard reads them by time.
 
-  The clock may have been set back since they were written.
+  The clock may have been set back since the others were written.
   """
   seconds = [int(m[1]) for other in file.parent.glob('*') if (m := _NAME.match(other.name))]
   ours = _NAME.match(file.name)

@@ -2,9 +2,9 @@
 
     goodput 91% of 3 h: saving 2%, compiling 3%, waiting for input 1%, lost to restarts 3%
 
-All time of the training thread belongs to one activity. Time that no other activity claims counts as starting before
-training has begun, and as productive afterwards. If a restart has to repeat steps, their time is no longer productive:
-it counts as lost.
+Each second of the training thread belongs to exactly one activity. Time that no other activity claims counts as
+starting until training begins, and as productive afterwards. If a restart repeats steps, the time that they took before
+counts as lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from praxis_lite.common.figures import duration
 
-# Their names on the console and in the command `status`.
+# The activities, and their names on the console and in the command `status`.
 ACTIVITIES = {
   'productive': 'training',
   'starting': 'starting',
@@ -159,8 +159,8 @@ class SlowSteps:
     return f'step {step} took {seconds:.1f} s, {seconds / max(median, 1e-9):.0f} x the median: {cause}{more}'
 
 
-# The most and the least number of steps in the median. Shorter steps, in seconds, are never slow. After this many slow
-# steps, only every tenth gets a line.
+# The largest and the smallest number of steps for a median; the seconds below which a step is never slow; the number of
+# slow steps after which only every tenth gets a line.
 _WINDOW, _FEWEST = 101, 8
 _SHORTEST = 0.5
 _MOST_LINES = 10

@@ -1,4 +1,4 @@
-"""Heartbeats: a small file, rewritten every few seconds, that shows that a process of a run is alive and what it does.
+"""Heartbeats: each process of a run rewrites a small file every few seconds, which says what the process is doing.
 
     job_log_dir/heartbeats/<process>.json
 
@@ -32,7 +32,7 @@ class Heartbeat:
 
   Attributes:
     process, processes: the index of the process, and the number of processes.
-    pid, host: of the process.
+    pid, host: the id of the process, and the name of its host.
     time, started: when this was written, and when the process began, in seconds since 1970.
     step, total_steps: steps taken so far, and steps of the whole run.
     rate: recent steps per second; 0 if unknown.

@@ -1,8 +1,8 @@
-"""The lineage of a run's emergency copies, a number: copies of another lineage are never read.
+"""The lineage number of a run's emergency copies: copies of another lineage are never read.
 
     job_log_dir/emergency_copies.json    {"lineage": 2715493}
 
-A run that goes back to an earlier checkpoint removes the file, and so begins a new lineage.
+A run that goes back to an earlier checkpoint removes this file, which begins a new lineage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Metrics on the host: averages over batches, and curves on disk.
 
     job_log_dir/metrics.jsonl        {"step": 10, "split": "train", "time": 1760000000.0, "metrics": {"loss": 2.3, ...}}
-    job_log_dir/summaries/<split>/   event files for TensorBoard: one folder per split, so that it overlays the splits
+    job_log_dir/summaries/<split>/   event files for TensorBoard, which draws the splits in one chart
 
 A run that resumes at step s drops what was written for later steps, so curves continue without repeated points.
 """
@@ -27,7 +27,7 @@ from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.records.event_files import EventFile
 
 Record = dict[str, Any]  # A line of metrics.jsonl.
-HostMetrics = dict[str, float | np.ndarray]  # Single numbers are plain floats, because these print as numbers.
+HostMetrics = dict[str, float | np.ndarray]  # Single numbers are Python floats, which print plainly.
 DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
 # How many steps are dispatched before the metrics of the first are read. This keeps devices busy and bounds memory.
 MAX_STEPS_IN_FLIGHT = 2
@@ -154,7 +154,7 @@ class SummaryWriter:
   ) -> None:
     """Writes scalars, and summaries of any kind, for one step.
 
-    If it cannot be written, for example because the disk is full, that is reported, and it is written with later ones.
+    If this fails, for example because the disk is full, it is reported, and the values are written with later ones.
 
     Args:
       step: number of steps taken.
@@ -208,7 +208,7 @@ class SummaryWriter:
       events.add(record['step'], name, summary.kind, np.asarray(summary.value))
 
   def move(self, directory: Path) -> None:
-    """Sets the new path of the run's directory after it was moved: further files are created there."""
+    """Sets the new path of the run's directory after a move; further files are created there."""
     if self._enabled:
       self._folder = KnownFolder(directory)
 
@@ -232,7 +232,7 @@ class SummaryWriter:
     return [self._jsonl, *self._event_files.values()]
 
   def _tell(self, error: OSError | None) -> None:
-    """Reports a change: metrics cannot be written, or can be written again."""
+    """Reports when metrics can no longer be written, and when they can be written again."""
     line = '' if error is None else _not_written(self._folder.path, error)
     if line != self._reported:
       later = '' if self._folder.is_elsewhere() else '; they are kept, and written later'
@@ -242,7 +242,7 @@ class SummaryWriter:
   def _events(self, split: str, step: int) -> EventFile:
     if split not in self._event_files:
       # TensorBoard hides the entries after the resumed step. If metrics.jsonl has lost an evaluation of the resumed
-      # step itself, which is then repeated, it hides the entries of that step too.
+      # step itself, that evaluation is repeated, and TensorBoard hides the entries of that step too.
       purge_step = min(step, self._resumed_step + 1)
       self._event_files[split] = EventFile(self._folder.subfolder(f'summaries/{split}'), purge_step)
     return self._event_files[split]

@@ -41,7 +41,7 @@ from praxis_lite.training.experiment import ExperimentConfig
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
 _PACKAGES = ('praxis_lite', 'jax', 'jaxlib', 'numpy', 'optax', 'orbax-checkpoint')
-_OWN_PACKAGES = ('experiments', 'tasks')  # The user's own, in the working directory; `registry` imports them too.
+_OWN_PACKAGES = ('experiments', 'tasks')  # Packages of the user in the working directory; see `registry`.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class RunRecord:
     directory: the run directory.
     launches: the processes that wrote to it, in order.
     text: the config as text, with the defaults of the code that wrote it.
-    lost: for each field of the config that was left out, the reason, by path.
+    lost: the reason for each field of the config that was left out, by the field's path.
   """
 
   directory: Path
@@ -204,7 +204,7 @@ def _lines_about(changes: Sequence[str], kept: str = '') -> list[str]:
 
 
 def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
-  """Returns the first `most` lines, and how many more there are."""
+  """Returns the first `most` lines; if there are more, also a line with the number of the others."""
   return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
 
 
@@ -260,7 +260,7 @@ def recorded_seed(job_log_dir: str | os.PathLike[str]) -> int:
 
 @contextlib.contextmanager
 def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> Iterator[None]:
-  """Adds to an OtherModelError what differs from the record: the config or, if it is equal, the code."""
+  """Adds to an OtherModelError how the config or, if that is equal, the code differs from the recorded one."""
   try:
     yield
   except OtherModelError as error:
@@ -273,7 +273,7 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
 
 
 def _deciding(changes: Sequence[str], section: str) -> list[str]:
-  """Returns the lines of a diff that are in `section` and may decide which arrays there are."""
+  """Returns the lines of a diff that are in `section` and may change which arrays a model has."""
   lines = [line for line in changes if line.removeprefix('+ ').removeprefix('- ').startswith(section)]
   lines = [line for line in lines if '.decoder_tpl' not in line]  # A decoder has no variables of its own.
   return [line for line in lines if not _DECIDES_NO_SHAPE.search(line)] or lines
@@ -290,7 +290,7 @@ def _differing_config(changes: Sequence[str]) -> str:
 
 
 def _differing_code(record: RunRecord) -> str:
-  """Returns what to say if the config is as recorded, but the arrays are not."""
+  """Returns the message for a checkpoint with other arrays although the config is as recorded."""
   launch = record.launches[-1] if record.launches else Launch()
   then, now = (
     ', '.join(map(_describe_source, sources)) or 'sources that are not known'

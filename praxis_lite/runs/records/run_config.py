@@ -40,7 +40,7 @@ class RunKeys(NamedTuple):
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
-  # A program on the mesh makes them: a single process of several could not put an array on all devices of the mesh.
+  # A program on the mesh makes the keys: with several processes, none can put an array on all devices by itself.
   replicated = NamedSharding(mesh, PartitionSpec())
   return GuardedJit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
 
@@ -55,7 +55,7 @@ def check_intervals(settings: TrainParams) -> None:
 
 
 def check_all_take_part(mesh: Mesh) -> None:
-  """Raises ConfigError if a process of the run has no device of a mesh: it could not take part in a step."""
+  """Raises ConfigError if a process of the run has no device in the mesh, because it could not take part in a step."""
   idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
   if idle:
     raise ConfigError(
@@ -204,7 +204,7 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _check_checkpoints(folder: Path) -> None:
-  """Raises UserError if checkpoints cannot be saved in a folder, which may not exist yet, before a run wastes steps."""
+  """Raises UserError if checkpoints cannot be saved in a folder, which may not exist yet."""
   try:
     with tempfile.TemporaryFile(dir=folder):
       pass
@@ -263,7 +263,7 @@ def is_held(path: Path) -> bool:
 
 
 def _is_locked_by_others(directory: int, *, exclusive: bool) -> bool:
-  """Locks an open directory, if its file system has locks; returns whether another process holds it instead."""
+  """Tries to lock an open directory; returns True only if another process holds the lock."""
   import fcntl
 
   with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ class RunState(NamedTuple):
 
   Attributes:
     directory: the run directory.
-    step, num_steps: the last step that the run has written about, and the number of steps in its config, if known.
+    step, num_steps: the last step in the run's files, and the number of steps in its config, if known.
     is_running: whether a process is training in it.
     written: when the run last wrote something, in seconds since 1970.
     metrics: all metrics.
@@ -125,7 +125,7 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
   Args:
     runs: the runs.
     metric: a full name, such as 'eval/validation/loss', or the end of one. None uses the `best_metric` that the configs
-      agree on, or otherwise the loss. If several inputs have it, the one that most runs have is used.
+      agree on, or otherwise the loss; if several inputs have that metric, the input that most runs have.
     mode: 'min' if lower is better, otherwise 'max'. None uses 'max' for `accuracy`, the mode of the configs for their
       own metric, and 'min' for other metrics.
 
@@ -191,12 +191,12 @@ def differing_fields(runs: Sequence[RunState]) -> list[dict[str, str]]:
 
 
 def _is_class(fields: Mapping[str, str], path: str) -> bool:
-  """Whether the entry at a path is the class of a config, which has fields below it."""
+  """Whether the entry at a path names the class of a config, so that fields below the path belong to it."""
   return any(other.startswith(f'{path}.') for other in fields)
 
 
 def _importance(path: str) -> tuple[int, int]:
-  """Returns a sort key: fields that change results first, the nearest to the root foremost; shardings last."""
+  """Returns a sort key: fields that change results come first, from the root down; shardings come last."""
   if re.search(r'split|mesh|axis_rules|strategy|partitioning', path):
     return 2, 0
   if path == 'task.model':

@@ -17,7 +17,7 @@ _HARMLESS = (
   *('-c', 'core.fsmonitor=false', '-c', 'core.hooksPath=/dev/null', '-c', 'core.pager=cat'),
   *('-c', 'submodule.recurse=false', '-c', 'diff.external=', '-c', 'core.sshCommand=false', '-c', 'core.askPass='),
 )
-# Forbids all transports, and so their programs, to fetch objects that a partial clone lacks.
+# Forbids all transports, which would run programs to fetch objects that a partial clone lacks.
 _NO_TRANSPORT = {'GIT_ALLOW_PROTOCOL': 'none', 'GIT_NO_LAZY_FETCH': '1', 'GIT_TERMINAL_PROMPT': '0'}
 _PROGRAMS_OF_FILTERS = ('clean', 'smudge', 'process')
 
@@ -40,7 +40,7 @@ def _is_clean(folder: str) -> bool | None:
   for name in sorted(
     {name.rpartition('.')[0] for name in configured.split('\0') if name.lower().startswith('filter.')}
   ):
-    if '=' in name:  # `-c` could not name such a filter.
+    if '=' in name:  # `git -c` could not disable such a filter.
       return None
     without_filters += [argument for program in _PROGRAMS_OF_FILTERS for argument in ('-c', f'{name}.{program}=')]
     without_filters += ['-c', f'{name}.required=false']
