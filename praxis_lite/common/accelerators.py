@@ -1,9 +1,8 @@
 """Accelerators: their published figures, and the lookup of a JAX device's accelerator.
 
 Peaks are dense, in operations per second of one chip; bandwidths are for one direction, in bytes per second. Memory and
-bandwidth of GPUs are what the device itself reports, which differs a little from its name. Figures that are not
-published are marked as assumed. Figures that could not be found in a source when the table was made are marked as not
-checked.
+bandwidth of GPUs are those that the device reports, so they may differ a little from its name, as in 'A100 40GB'.
+Figures that are not published are marked as assumed. Figures without a source are marked as not checked.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ _TPU_SOURCES = {
 _PAGE = 'Google Cloud documentation: TPU7x, comparison with v5p and v6e'
 _TPU_NETWORK_SOURCES = {
   **dict.fromkeys(('v2', 'v3'), 'assumed: as of v4'),
-  # It documents the links of v2 to v4 too.
+  # This book also documents the links of v2 to v4.
   'v4': 'How to Scale Your Model (Austin et al., 2025), chapter 2',
   'v5e': 'Google Cloud documentation: TPU v5e, 6.4 Tb/s of a pod of 256 chips',
   **dict.fromkeys(('v5p', 'v6e', '7x'), _PAGE),

@@ -205,13 +205,13 @@ def _missing_entry(error: KeyError, place: _Place) -> str | None:
 
 
 def _describe_non_array(error: AttributeError, own: list[_Place]) -> str | None:
-  """Returns what an argument is that a layer's code uses like an array; None if there is no such argument."""
+  """Returns a message about a dict, list or tuple that a layer's code uses like an array; None if there is none."""
   value = error.obj
   if not isinstance(value, dict | list | tuple) or not hasattr(jax.Array, error.name or ''):
     return None
   argument = next((n for place in reversed(own) for n, v in place.frame.f_locals.items() if v is value), 'its input')
   entries = [f'{argument}[{key!r}]' for key, x in value.items() if _is_array(x)] if isinstance(value, dict) else []
-  entries.sort(key=lambda entry: 'weights' in entry)  # Last: all batches have weights, and few layers mean them.
+  entries.sort(key=lambda entry: 'weights' in entry)  # Weights last: every batch has them, and few layers read them.
   remedy = f'; pass one of its entries, such as {entries[0]}' if entries else ''
   return f'{argument} is a {type(value).__name__}, where an array is expected{remedy}'
 
@@ -248,7 +248,7 @@ def _entries_read(place: _Place) -> dict[str, jax.Array | np.ndarray]:
 
 
 def _running_methods() -> Iterator[_Place]:
-  """Yields where layers' methods are that are running, the innermost first."""
+  """Yields the current line of each running method of a layer, the innermost first."""
   for frame, line in traceback.walk_stack(sys._getframe()):
     if isinstance(frame.f_locals.get('self'), Configurable):
       yield _Place(frame, line)

@@ -1,4 +1,4 @@
-"""Communication between the processes of a run: short texts, decisions and meetings; and how far this one has got."""
+"""Communication between the processes of a run (texts, decisions, barriers), and the progress of this process."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
     return checked_outputs(self, self.compute_loss(predictions, batch))
 
   def predict(self, batch: NestedDict) -> Any:
-    """Returns what a user of the trained model wants to know about a batch: a tree of arrays, the batch as dimension 0.
+    """Returns what a user of the trained model wants to know: a tree of arrays with the batch as dimension 0.
 
     By default this is the result of `compute_predictions`. Override it if the predictions need the labels, or contain
     more than a user wants.

@@ -69,7 +69,7 @@ def transformer_lm(
     remat: see `layers/remat.py`.
     experts: a mixture of experts, with `hidden_dims` each, for the feed-forward layer of each block; with None, the
       layer is dense.
-    first_hidden_dims: hidden dims of the dense feed-forward layers of the blocks before those with experts, one each.
+    first_hidden_dims: hidden dims of each dense block that comes before the blocks with experts.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
     matmul: for the projections of attention and the linear layers of dense feed-forward layers: 'fprop', or 'fp8' as in
       `layers/fp8.py`. The softmax stays in `fprop_dtype`.

@@ -114,7 +114,7 @@ class Site:
 
 
 class Instance(NamedTuple):
-  """An operation with the splits of one place; the operations of a function that is called twice have two instances.
+  """An operation with its splits in one call of its function; a function that is called twice gives two instances.
 
   Attributes:
     site: the operation. Its arrays are the operands, then the results.
@@ -216,7 +216,7 @@ def operation_name(op: ir.Operation) -> str:
 
 
 def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
-  """Returns the name of an operation, preceded by the name of a call of its function."""
+  """Returns the name of an operation, preceded by the names of the calls that it is in."""
   name, parent = operation_name(op), op.parent
   while parent is not None and parent.operation.name != 'func.func':
     parent = parent.operation.parent
@@ -249,7 +249,7 @@ def inline_calls(module: ir.Operation) -> None:
 
 
 def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
-  """Turns broadcasts that only add dimensions of size 1 into reshapes, like XLA: Shardy propagates those earlier."""
+  """Turns broadcasts that only add dimensions of size 1 into reshapes, as XLA does: Shardy propagates these earlier."""
   for op in operations(module, {'stablehlo.broadcast_in_dim'}):
     (before,), (after,) = op.operands, op.results
     if math.prod(before.type.shape) == math.prod(after.type.shape):
@@ -275,7 +275,7 @@ def _hide(reshapes: Iterable[ir.Operation]) -> None:
 
 
 def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool:
-  """Whether axes split a dimension that combines several others, but not each of these evenly.
+  """Whether axes split a dimension that a reshape merges from several others, and do not split each of these evenly.
 
   An example is a reshape of float32[4, 3, 36] to [432] over ('b', 'c', 'd'), on a mesh b 3 x c 2 x d 2.
   """
@@ -292,7 +292,7 @@ def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool
 
 
 def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> bool:
-  """Whether axes split a dimension's factors, the major ones first, each given by two bounds, without remainder."""
+  """Whether axes split a dimension's factors evenly; each factor, major ones first, is the quotient of two bounds."""
   factors, left = iter(bounds), 1
   for axis in axes:
     size = axis.size

@@ -1,4 +1,4 @@
-"""Converts split mappings to PartitionSpecs; and `Placement`: a spec with what decided it.
+"""Converts split mappings to PartitionSpecs, and defines `Placement`: a spec, and what decided each of its entries.
 
 `weights.py` defines the entries of split mappings. With mesh axes ('replica', 'data', 'mdl'):
 

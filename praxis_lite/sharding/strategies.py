@@ -326,7 +326,7 @@ def explain_sharding(
 
 
 def unused_patterns(params: object, strategy: Strategy) -> list[int]:
-  """Returns the patterns that decide no variable, because they match none, or earlier ones match first."""
+  """Returns the indices of the patterns that decide no variable: they match none, or earlier ones match first."""
   numbered = [(pattern, i) for i, (pattern, _) in enumerate(strategy)]
   used = [first_match(path, numbered) for path in leaves_by_path(params, is_leaf=is_named_box)]
   return [i for pattern, i in numbered if (pattern, i) not in used]

@@ -75,11 +75,11 @@ class Execution:
   def combine(
     self, loss: jax.Array, out: LossOutput, gradients: NestedDict
   ) -> tuple[jax.Array, LossOutput, NestedDict]:
-    """Returns the whole batch's loss, outputs and gradients; updates and gradients only for this device's parts."""
+    """Returns loss, outputs and gradients of the whole batch; gradients and updates are of this device's parts."""
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    """Completes sums over parts of variables, by variable: scalars, or arrays with one sum per repeated layer."""
+    """Adds up each variable's sum over all devices' parts: scalars, or arrays with one sum per repeated layer."""
     return sums
 
 

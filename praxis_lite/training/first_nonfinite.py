@@ -28,7 +28,7 @@ class Origin:
     where: the path of the layer, with the number of a repeated one, as in 'lm.transformer[3].layers.mlp'.
     is_backward: whether it is an operation of the gradient.
     operation: its name in JAX, such as 'exp'.
-    found: what its result has: 'nan' or 'inf'.
+    found: the kind of value in its result that is not finite: 'nan' or 'inf'.
     inputs: the range of each of its inputs.
   """
 
@@ -117,7 +117,7 @@ class Trace:
 
   def _look(self, name: str, args: list[Any], results: list[Any], stack: str, at: dict[str, str]) -> None:
     where, is_backward = _path(stack), 'transpose' in stack
-    # The longest path that a scan has numbered shows which of its layers this is.
+    # The scan with the longest matching path is the innermost one; it gives the number of the repeated layer.
     for prefix in sorted(at, key=len, reverse=True):
       if where.startswith(prefix):
         where = f'{prefix}{at[prefix]}{where[len(prefix) :]}'

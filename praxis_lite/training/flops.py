@@ -5,8 +5,8 @@
     conv_general_dilated    2 * output elements * kernel elements per output channel
     fused attention         4 * B * N * T * S * H, for its two products
 
-In blockwise attention, only the blocks that its mask does not empty count: for a causal mask half of the blocks, and
-those on the diagonal. Dense attention computes all blocks, so all count.
+In blockwise attention, blocks that are fully masked do not count: a causal mask leaves the blocks on and below the
+diagonal. Dense attention computes all logits, so all count.
 """
 
 from __future__ import annotations

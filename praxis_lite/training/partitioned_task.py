@@ -163,7 +163,7 @@ class PartitionedTask:
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:
     """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
     fn, arguments = self._train_fn(self.execution)
-    # Shardings in place of the step's arrays.
+    # The structure of the step's result, with a sharding for each array.
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
     return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,), flags=self._flags)
 

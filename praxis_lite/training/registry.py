@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 ExperimentT = TypeVar('ExperimentT', bound=type)
 
-# The packages whose modules `load_all` imports: the built-in one, and the one named so in the working directory.
+# The packages whose modules `load_all` imports: the built-in one, and `experiments` in the working directory.
 _BUILT_IN, _OWN = 'praxis_lite.experiments', 'experiments'
 PACKAGES = (_BUILT_IN, _OWN)
 
 
 class _Entry(NamedTuple):
-  """A registered class, and the code object of the module body that registered it. Each execution has a new one."""
+  """A registered class, and the code of the module body that registered it: a new object whenever the module runs."""
 
   experiment: type[BaseExperiment]
   code: CodeType

@@ -65,7 +65,7 @@ class GivenVariables(NamedTuple):
 
   Attributes:
     values: a part of the variable tree; arrays have the shapes of the variables.
-    known: by path, a shape: the entries before these indices are given, and the others are drawn.
+    known: the shape of the given part of each variable, by path. The part begins at index 0; other entries are drawn.
   """
 
   values: NestedDict
@@ -195,7 +195,7 @@ def state_initializer(
 ) -> Callable[..., TrainState[jax.Array]]:
   """Returns a jitted function of the init key that creates a padded train state; each device makes its own part.
 
-  If some variables are given, `known` says which of their entries, and the function also takes their padded values.
+  With `known`, as in `GivenVariables`, the function also takes the padded values of the given variables.
   """
 
   def init(key: jax.Array, values: NestedDict | None = None) -> TrainState[jax.Array]:

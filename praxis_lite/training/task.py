@@ -18,7 +18,7 @@ from praxis_lite.training.learning import Learner
 
 
 def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
-  """Replaces the configs in some fields by what they build."""
+  """Builds the configs in some fields of `owner`, and stores the results in these fields."""
   for section in sections:
     config = getattr(owner, section)
     if not isinstance(config, Config):

@@ -116,7 +116,7 @@ class Config(fdl.Config[T], Generic[T]):
     return copied
 
   def _copy_state(self, other: fdl.Config, arguments: dict[str | int, object]) -> None:
-    """Copies all that Fiddle keeps in another config except its arguments. Its signature does not change."""
+    """Copies everything that Fiddle keeps in another config, but with other arguments; the target stays the same."""
     self.__dict__.update(other.__dict__)
     for name in ('__argument_history__', '__argument_tags__'):  # Usually they are empty.
       value = other.__dict__[name]
@@ -241,8 +241,8 @@ def unknown_field(
 ) -> UnknownFieldError:
   """Returns the error for a field `name` that a class or function does not have, or for an index instead of a field.
 
-  `path` is the config's path, if the field was named in a path: there the ending _tpl may be left out. `below` is the
-  config, if a config nested in it may have the field.
+  `path` is set if the field was named in an override path, which may leave out the ending _tpl: the config's path.
+  `below` is the config; if it is set, the message suggests configs nested in it that have the field.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]
@@ -312,7 +312,7 @@ def _bare_config(fn_or_cls: Callable[..., object]) -> fdl.Config:
   with history.suspend_tracking():
     try:
       return _cached_config(fn_or_cls)
-    except TypeError:  # It cannot be hashed, or is not callable; for the latter Fiddle raises the error.
+    except TypeError:  # `fn_or_cls` cannot be hashed; or it is not callable, and Fiddle raises the error.
       return fdl.Config(fn_or_cls)
 
 

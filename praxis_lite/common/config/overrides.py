@@ -68,7 +68,7 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
 
 def _elsewhere(root: object, segments: list[str | int], message: str) -> str:
   """Returns existing paths that a path may mean, judging by its last name; '' if no name is close."""
-  if ' has no entry [' in message:  # An index that is too large; that says enough.
+  if ' has no entry [' in message:  # An index is too large; the message needs no suggestion.
     return ''
   name = next((str(s) for s in reversed(segments) if isinstance(s, str) and s != _ALL), '')
   values = fields_of(to_text(root))
@@ -79,7 +79,7 @@ def _elsewhere(root: object, segments: list[str | int], message: str) -> str:
   if close[0] not in by_name and 'Did you mean' not in message:
     close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
   found = [path for near in close for path in by_name.get(near, ())]
-  # Required fields of a template are filled in by its parent, so they are not suggested; the user sets those of inputs.
+  # Parents fill in the required fields of their templates, so these are not suggested. Users set those of inputs.
   found = [path for path in found if values[path] != repr(REQUIRED) or path.startswith('datasets[')] or found
   more = f' and {len(found) - _MOST_SHOWN} more' if len(found) > _MOST_SHOWN else ''
   return f' Did you mean {", ".join(found[:_MOST_SHOWN])}{more}?' if found else ''
@@ -289,7 +289,7 @@ def _fit(value: object, slot: _Slot, hint: object) -> Any:
 
 
 def _carry_over(old: Config, untouched: Config, new: Config) -> None:
-  """Sets on `new` the fields that it shares with `old`, of another class, if they differ from `untouched`, its default.
+  """Copies edited fields from `old` to `new`, a config of another class; `untouched` is `old` before it was edited.
 
   If both classes have a template, only its edited fields are carried over, even if the template's class differs.
   """

@@ -2,7 +2,7 @@
 
 Building a config calls what it names, with arguments from the same file. So only this is imported and returned:
 
-    praxis_lite           Configurables, values (dataclasses, named tuples, enums), functions of the rooms that compute
+    praxis_lite           Configurables, values (dataclasses, named tuples, enums), functions of `_OWN_ROOMS`
     optax                 what it exports
     jax.nn, jax.lax, ...  functions that compute, and dtypes of jax.numpy, numpy and ml_dtypes
     builtins              types of plain values, and a few functions without side effects
@@ -48,7 +48,7 @@ class UntrustedError(ConfigError):
 
 _REFERENCE = re.compile(r'(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)')
 
-# Functions in these packages compute, or read the package's own data. Functions in others may write files, or import.
+# Functions in these packages and modules only compute, or read the package's own data; others may write files.
 _OWN = 'praxis_lite'
 _OWN_ROOMS = ('experiments', 'layers', 'models', 'tasks', 'training.learning', 'sharding.weights')
 _OWN_FUNCTIONS = {'praxis_lite.inputs.text:stdlib_files'}
@@ -96,7 +96,7 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
 
 
 def is_of_others(module: str) -> bool:
-  """Whether a module is Python's own, or of a package that this one uses, so that it is not the user's code to trust.
+  """Whether a module belongs to Python or to a package that this one uses, so a user must not declare it as trusted.
 
   Trusting such a module would allow a file to call anything in it, such as `os.system`.
   """

@@ -58,7 +58,7 @@ def fit(value: object, hint: object, current: object) -> object:
   try:
     return _fit(value, hint, current)
   except MismatchError as mismatch:
-    if text is not None and value is not text:  # `name=123`, where a string belongs.
+    if text is not None and value is not text:  # `name=123`, where a string is expected.
       with contextlib.suppress(MismatchError):
         return _fit(text, hint, current)
     raise ConfigError(
@@ -283,7 +283,7 @@ def _convert(value: Any, hint: Any) -> object:
 
 
 _NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # NumPy registers its types as these.
-# A string is a sequence of its letters too, but nobody means it as one.
+# A string is a sequence too, but is not accepted as one.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
 

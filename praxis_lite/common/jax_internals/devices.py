@@ -29,13 +29,13 @@ def mesh_platform(mesh: Mesh | AbstractMesh) -> str | None:
 
 
 def device_platform(device: Any) -> str | None:
-  """Returns the platform of a device, abstract or not; None if unknown. Up to JAX 0.10.0 the kind decides."""
+  """Returns the platform of a device, abstract or not; None if unknown. Up to JAX 0.10.0, it follows from the kind."""
   platform = getattr(device, 'platform', None)
   if platform is not None:
     return str(platform)
   kind = str(getattr(device, 'device_kind', '')).lower()
   known = (name for start, name in ({name: name for name in _PLATFORMS} | _KINDS).items() if kind.startswith(start))
-  # The ambient mesh of a program for this process's devices has their kind.
+  # If the program is for this process's devices, the ambient mesh has their kind.
   return next(known, None) or _platform_here(kind)
 
 

@@ -127,7 +127,7 @@ def run_program(
   """Runs a program on values of any kind, equation by equation; returns its results.
 
   Args:
-    program: a jaxpr; one without the values of its constants must have none.
+    program: a jaxpr; unless it is closed, it must have no constants.
     arguments: the values of its inputs.
     apply: returns the results of an equation for its operands.
     convert: returns the value for a constant or a literal.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _LEAST_SLOTS, _LEAST_WIDTH = 256, 512
-_CHUNKS = 16  # Prompts are read in this many chunks, unless these would be too small or too large:
+_CHUNKS = 16  # Number of chunks of a prompt that takes all slots, if their size is within the next two limits.
 _LEAST_CHUNK, _MOST_CHUNK = 32, 256
 
 
@@ -27,7 +27,7 @@ class Bucket(NamedTuple):
     Args:
       prompt_length: the longest prompt.
       max_tokens: the largest number of tokens after a prompt.
-      context: how many tokens the model sees at once; None means all.
+      context: the number of tokens that the model sees at once; None means all.
     """
     slots = _LEAST_SLOTS
     while slots < prompt_length + max_tokens - 1:  # The last token needs no slot.
@@ -39,6 +39,6 @@ class Bucket(NamedTuple):
 
 
 def chunk_of(slots: int) -> int:
-  """Returns how many tokens of a prompt are read at once into caches of `slots` slots; it divides `slots`."""
+  """Returns the number of tokens of a prompt that are read at once into `slots` slots, a divisor of `slots`."""
   most = min(max(slots // _CHUNKS, _LEAST_CHUNK), _MOST_CHUNK, slots)
   return next((size for size in range(most, most // 2, -1) if slots % size == 0), slots)

@@ -9,9 +9,8 @@ B batch, P length of the prompts, M maximum number of tokens to decode, T tokens
 Values that differ between calls are arrays, not constants of the program: lengths of prompts, and numbers of tokens.
 Prompts may be read in chunks, up to the end of the longest one, so arrays much wider than the prompts cost nothing.
 
-A model may see only a limited number of tokens, its context. If prompts and continuations are longer, each token for
-which the state has no room is drawn after a pass over the last tokens of its row, at positions from 0 on, from the
-state at the start.
+A model may see only a limited number of tokens, its context. Once the state is full, each further token is drawn after
+a new pass over the last tokens of its row, which begins with the initial state and at position 0.
 
 Decoding is a pure function that runs inside jit. The program contains the model twice: for prompts and for the loop.
 """
@@ -52,7 +51,7 @@ class Decoded(NamedTuple):
 
 
 class _Progress(NamedTuple):
-  """What has become of the rows so far, besides the state of the model.
+  """The progress of the rows, besides the state of the model.
 
   Attributes:
     number: int32, the number of the next token.
@@ -81,8 +80,8 @@ class DecodingLoop(Generic[DecodingState]):
     draw: (logits [B, V], a key for each row or None) -> tokens [B].
     stop_ids: tokens that end a row.
     num_steps: M.
-    slots: for how many tokens the state has room.
-    chunk: how many tokens of a prompt are read at once; None reads all of it.
+    slots: number of tokens per row for which the state has room.
+    chunk: number of tokens of a prompt that are read at once; None reads whole prompts.
     prompt_ids_BP, prompt_lengths_B, key: see `Sampler.decode`.
     limits_B: int32, the largest number of tokens after each prompt, at most M.
   """
@@ -123,7 +122,7 @@ class DecodingLoop(Generic[DecodingState]):
     return self.slots == self.prompt_ids_BP.shape[1] + self.num_steps - 1
 
   def _read(self, progress: _Progress, state: DecodingState) -> tuple[jax.Array, DecodingState, jax.Array]:
-    """Reads as many last tokens of each row as there are slots; returns logits, state, and the slots taken."""
+    """Reads the last tokens of each row, as many as the slots can hold; returns logits, state, and the slots taken."""
     length_B = jnp.where(progress.done_B, 0, self.prompt_lengths_B + progress.number)
     kept_B = jnp.minimum(length_B, self.slots)
     taken = jnp.max(kept_B)
@@ -148,7 +147,7 @@ class DecodingLoop(Generic[DecodingState]):
     return logits_BV, state, taken
 
   def _tokens(self, place_BT: jax.Array, progress: _Progress) -> jax.Array:
-    """Returns the tokens at these places of each row: of its prompt, and of what follows it."""
+    """Returns the tokens at these indices of each row, which consists of its prompt and its continuation."""
     ids_BT = jnp.take_along_axis(self.prompt_ids_BP, place_BT, axis=1, mode='clip')
     if self._fits:  # Only prompts are read.
       return ids_BT

@@ -47,12 +47,12 @@ class Sampler(Configurable):
         raise ConfigError(f'Sampler.{field}: expected {expected}, got {getattr(self, field)}')
 
   def context(self, num_positions: int | None = None) -> int | None:
-    """Returns how many tokens a model with `num_positions` positions sees at once; None means all."""
+    """Returns the number of tokens that a model with `num_positions` positions sees at once; None means all."""
     limits = [limit for limit in (self.max_context, num_positions) if limit is not None]
     return min(limits, default=None)
 
   def num_slots(self, prompt_length: int, context: int | None = None) -> int:
-    """Returns for how many tokens a state needs room, after prompts padded to `prompt_length`: all but the last one."""
+    """Returns the slots per row for prompts padded to `prompt_length`: at most `context`; the last token needs none."""
     length = prompt_length + self.max_decode_steps - 1
     return length if context is None else min(length, context)
 

@@ -15,7 +15,7 @@ DecodingState = TypeVar('DecodingState')  # a tree of arrays
 
 
 class DecodingSteps(Protocol[DecodingState]):
-  """A model that predicts the next token of each row, from a state that the tokens before it have made.
+  """A model that predicts the next token of each row from a state, which it has computed from the earlier tokens.
 
   The state is any tree of arrays: caches of keys and values, the hidden state of a recurrence, the output of an
   encoder. The sampler only passes it on. Loops carry it, so its structure, shapes and dtypes stay the same.

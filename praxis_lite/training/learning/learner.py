@@ -201,14 +201,14 @@ class BoundLearner:
     return jax.tree.map(jnp.copy, self.select_trained(mdl_vars)) if self._learner.ema_decay else None
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, by the path of a slot, an entry for each of its dimensions: the variable's axis along which it runs.
+    """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along.
 
-    The entry is None if the dimension runs along no single axis.
+    The axis is None for a dimension that runs along no single axis.
     """
     return self._optimizer.slot_axes()
 
   def not_elementwise(self) -> list[str]:
-    """Returns the names of those functions in the optimizer's config whose results may differ on parts of variables."""
+    """Returns the names of the functions in the optimizer's config that may treat a part of a variable differently."""
     return self._optimizer.not_elementwise()
 
   # ---------------------------------------------------------------- the update

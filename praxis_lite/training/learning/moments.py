@@ -113,7 +113,7 @@ def _to_bfloat16(x: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(x), up_or_down, x).astype(jnp.bfloat16)
 
 
-# Traced once for all moments of a shape: an optimizer's program has dozens of them, and is read several times.
+# jit traces it once for all moments of a shape: an optimizer has dozens of moments, and is traced several times.
 @functools.partial(jax.jit, static_argnames=('power', 'most', 'dtype'))
 def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any) -> tuple[jax.Array, ...]:
   size = jnp.abs(x)
@@ -124,7 +124,7 @@ def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any)
   low, high = (below / most) ** power, ((below + 1) / most) ** power
   uniform = (_random_bits(x, count) >> 8).astype(jnp.float32) * 2.0**-24
   code = below + (uniform < (relative - low) / (high - low))
-  if power == 4:  # If it were rounded down to zero, the root of a second moment would no longer bound the step.
+  if power == 4:  # A second moment that is rounded down to zero would no longer bound the step by its root.
     code = jnp.maximum(code, jnp.where(size > 0, 1.0, 0.0))
   code = jnp.minimum(code, float(most))
   return ((code if power == 4 else jnp.sign(x) * code).astype(dtype), *maxima)

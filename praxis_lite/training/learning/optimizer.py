@@ -48,7 +48,7 @@ States = dict[str, object]
 
 _RATE = 'learning_rate'
 
-# For each argument that decays weights, the masks that exempt some of them.
+# For each argument that sets a weight decay, the arguments that take its mask.
 _MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
 
 
@@ -127,7 +127,7 @@ class GroupedOptimizer:
     return at_fault or [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, by the path of a slot in the state, the variable's axis along which each of its dimensions runs."""
+    """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along."""
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
       layers = jax.tree.map(
@@ -330,7 +330,7 @@ def _update(
 
 
 def _state_axes(optimizer: Transformation, variables: NestedDict, state: object) -> list[int | None]:
-  """Returns for each array of a layer's state (given as shapes): 0 if each layer has its own, None if all share one."""
+  """Returns, for each array of a layer's state, 0 if each layer has its own, or None if all layers share one."""
   known = leaves_by_path(variables)
   slots, structure = leaves_by_path(state), jax.tree.structure(state)
   axes = [None if owner_of(path, known) is None else 0 for path in slots]

@@ -7,14 +7,14 @@
 
 The programs (jaxprs) of `init` and `update` are traced on variables that keep their ranks and the order of their sizes,
 but are small. Then a few steps are computed on random numbers modulo a prime, and compared: a stack with its layers, a
-variable with its part. Additions and multiplications are exact, in any order. Every other operation gives a random
-number for each combination of its operands: so a maximum, or a choice, depends on all that it looks at, whatever the
-values are. Results are equal if the formulas are, and otherwise differ, but for one chance in 10^9. An operation that
-is not known gives numbers that depend on all of its operands and on their shapes. So if in doubt, the answer is no:
-L-BFGS is not understood, because it writes to rows of its slots in a loop.
+variable with its part. Additions and multiplications are exact, in any order. Every other operation returns a random
+number for each combination of its operands, so the result of a maximum or a choice depends on all of its operands,
+whatever their values. Equal formulas give equal results; different ones give different results, except with a
+probability of 10^-9. The result of an unknown operation depends on all of its operands and on their shapes. So in doubt
+the answer is no, as for L-BFGS, which writes to rows of its slots in a loop.
 
-Where an optimizer acts on small variables in another way than on large ones, as Adafactor does, its programs consist of
-other operations. Then what is found on small ones does not count.
+An optimizer that treats small variables differently from large ones, such as Adafactor, has other operations in its
+programs for small ones. Then the answers for small variables do not count.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
 
 
 def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
-  """Returns, by the path of a slot, an entry for each of its dimensions: the variable's axis along which it runs.
+  """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along.
 
-  The entry is None if the dimension runs along no single axis; slots with only such dimensions are left out. A
+  The axis is None for a dimension that runs along no single axis; slots with only such dimensions are left out. A
   dimension runs along an axis if its entries differ when the entries of the variables differ only along that axis.
   """
   small, found = _shrink(weights), dict[Path, list[list[int]]]()
@@ -133,17 +133,17 @@ def _whole(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
 
 
 def _part(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
-  """Returns what a device could have of a variable: of each, another part. A dimension of size 1 is never split."""
+  """Returns a part that a device could have of this variable. A dimension of size 1 is never split."""
   for dim, size in enumerate(x.shape):
     x = np.delete(x, _secret(path, dim) % size, dim) if size > 1 else x
   return x
 
 
 def _deal(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray | list[np.ndarray]:
-  """Returns the layers of a stack, with their entries in another order; other variables as they are.
+  """Returns the layers of a stack, with their entries in another order; returns other variables unchanged.
 
-  The entries of vectors are dealt out among all layers, and each axis of other layers is permuted. So what depends on
-  places, or on a whole vector, shows.
+  The entries of vectors are dealt out among all layers; in arrays of higher rank, each axis is permuted. So results
+  change if they depend on the positions of entries, or on a whole vector.
   """
   if not weight.repeat_prefix:
     return x
@@ -238,9 +238,9 @@ def _train(
 
   Args:
     build, small: the transformation, and the declarations of variables.
-    view: what it sees of each variable.
-    changed: gives every second array other numbers, starting with the first (0) or the second (1); None changes none.
-    num_steps: number of steps. What a slot that starts as zero is multiplied by shows in the second one.
+    view: makes the entry of each variable that the transformation sees.
+    changed: 0 or 1 gives other numbers to every second array, beginning with this index; None changes none.
+    num_steps: number of steps. A factor of a slot that starts as zero has an effect only from the second step on.
   """
 
   def struct(path: Path, weight: WeightHParams) -> Any:
@@ -267,7 +267,7 @@ def _train(
 
 
 def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run | None) -> bool:
-  """Whether the updates of a view of variables are the same view of their updates."""
+  """Whether the updates computed on a view of the variables equal the view of the updates of whole variables."""
   if whole is None or seen is None:
     return False
   expected = [map_with_path(view, small, tree) for tree in whole.updates]
@@ -275,7 +275,7 @@ def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run
 
 
 def _are_stacks(small: NestedDict, stacks: _Run | None, layers: _Run | None) -> bool:
-  """Whether slots are stacks of the slots of layers, or belong to no stack, or are scalars."""
+  """Whether each slot of a stack has the shape of its layers' slots, stacked; other slots and scalars do not matter."""
   if stacks is None or layers is None:
     return False
   declared = leaves(small)
@@ -380,7 +380,7 @@ def _entrywise(eqn: JaxprEqn, name: str, operands: list[np.ndarray]) -> np.ndarr
 
 
 def _power(x: np.ndarray, exponent: int) -> np.ndarray:
-  """Returns a power of x; that of _PRIME - 2 is its inverse."""
+  """Returns x to a power; with the exponent _PRIME - 2, this is the inverse of x."""
   power = x
   for bit in f'{exponent:b}'[1:]:
     power = power * power % _PRIME
@@ -390,7 +390,7 @@ def _power(x: np.ndarray, exponent: int) -> np.ndarray:
 
 
 def _extreme(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-  """Stands for a maximum, minimum, ..., of any number of operands in any order: an associative function of two."""
+  """Stands for a maximum or minimum of two operands; associative, so that it serves any number in any order."""
   offset = _secret(name)
   return ((x + offset) % _PRIME * ((y + offset) % _PRIME) + (_PRIME - offset)) % _PRIME
 
