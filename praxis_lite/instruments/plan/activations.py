@@ -1,8 +1,8 @@
-"""How the compiler has split each activation. `explain` shows this next to the declared split.
+"""Finds how the compiler split each activation. `explain` shows this next to the declared split.
 
-An activation is matched by its layer and its shape: operations of the layer and of its children have results of that
-shape on each device. If one of these shapes is the declared part, the activation is split as declared. Otherwise the
-compiler has chosen the shape in which the operations compute most bytes.
+An activation is found in the program by its layer and its shape: among the results of the layer and its children, it
+looks for shapes that a part of the activation can have. If one of them is the declared part, the activation is split as
+declared. Otherwise its part has the shape that makes up most bytes of these results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LocalShape = tuple[int, ...]
 def explain_compiled(
   activations: Iterable[Explanation], program: CompiledProgram, names: LayerNames
 ) -> list[Explanation]:
-  """Returns explanations of activations, completed with the part that each device holds in a compiled program."""
+  """Returns explanations of activations, with the shape that each device holds in a compiled program."""
   results: dict[str, collections.Counter[LocalShape]] = {}
   for computation in program.computations.values():
     for instruction in computation.instructions:

@@ -1,13 +1,13 @@
-"""Estimates the cost of a step from its lowered program, without the compiler of its target.
+"""Estimates the cost of a step from its lowered program, without the compiler of the target.
 
-It is used when that compiler is not installed, refuses the step or would take too long.
+Plans use this if that compiler is not installed, refuses the step or would take too long.
 
     FLOPs, collectives    as Shardy splits the program: exact, except where XLA combines, moves or removes operations
     memory                the state is exact; temporaries are the live values, with guesses of what XLA fuses
-    seconds               products and fusions run one after the other; a collective of a loop that can overlap with
-                          the loop's work is exposed only for the time that it takes longer than that work
+    seconds               products and fusions run one after the other; of a collective that can overlap with the work
+                          of its loop, only the time beyond that work is exposed
 
-This takes a second or two for a model and a mesh of any size. Fields set to 'auto' take their value on the target.
+An estimate takes a second or two for any model and mesh. Fields set to 'auto' get the value for the target.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNCERTAIN = (
 
 
 def program_for(task: PartitionedTask, topology: Topology, hidden: HiddenWork) -> LocalProgram:
-  """Returns the program of each device of a topology for a task's train step. The task's mesh needs no devices."""
+  """Returns the program that each device runs for a task's train step. The task's mesh may lack devices."""
   step = task.train_step
   with pretend_cudnn_for_plans():
     lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
@@ -52,13 +52,13 @@ def program_for(task: PartitionedTask, topology: Topology, hidden: HiddenWork) -
 
 
 def analytic_memory(temporaries: int, state: StateBytes, target: Target) -> Memory:
-  """Returns the memory of a step on each device; see the module docstring."""
+  """Returns the estimated memory of a step on each device."""
   live = Live('temporaries', '', '', temporaries, '')
   return Memory(int(target.device_memory), state, state.total, state.total, state.total, temporaries, live=(live,))
 
 
 def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topology, names: LayerNames) -> Cost:
-  """Returns the cost of a step; see the module docstring. `names` finds layers of the model by operation name."""
+  """Returns the estimated cost of a step. `names` finds the layer of an operation by its name."""
   target, links = topology.target, Links(topology)
   groups = functools.cache(functools.partial(groups_over, mesh))
   operations = [_operation(local, target, names) for local in (*program.products, *program.fusions)]
@@ -74,7 +74,7 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
 def _set_exposed(
   program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
 ) -> list[Communication]:
-  """Sets how long collectives in loops are exposed: the time that they take beyond the work they may overlap with."""
+  """Sets the exposed time of collectives in loops: their time beyond the work that they may overlap with."""
   work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
   for local, op in zip((*program.products, *program.fusions), operations):
     work[local.loop] += op.count * op.seconds

@@ -1,4 +1,4 @@
-"""Measures which share of their published figures programs reach on local devices, and stores it for plans.
+"""Measures how much of the published figures of local devices programs reach, and stores the shares for plans.
 
     praxis-lite plan --calibrate
 
@@ -11,7 +11,7 @@
     seconds_per_hop         an all-gather of 64 bytes a device
 
 Each program runs for a second, so that power and clock rates settle as in a long run. One host cannot measure the
-network between hosts, so that figure stays assumed. One file stores the measurements of several kinds of accelerators.
+network between hosts, so that share stays an assumption. One file stores the measurements of all kinds of accelerators.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def calibrate(
   seconds: float = 1.0,
   report: Callable[[str], object] = lambda stage: None,
 ) -> Target:
-  """Measures the efficiency of programs on devices, and returns a target with that efficiency.
+  """Measures the efficiency that programs reach on devices, and returns a target with that efficiency.
 
   Args:
-    file: the file to store it in; the efficiency of other targets in the file is kept. None stores nothing.
+    file: the file to store the efficiency in; other targets in the file stay. None stores nothing.
     devices: devices of one kind; None uses the local devices of this process.
     matrix: number of rows and of columns of the matrices that are multiplied.
     megabytes: size of the arrays that are read, written or gathered; at most 1/16 of a device's memory is used.
     seconds: run time of each program.
-    report: called with the name of the next measurement.
+    report: called with the name of each measurement before it begins.
 
   Raises:
     ConfigError: the published figures of these devices are not known.
@@ -141,7 +141,7 @@ _OPERATIONS = 64
 
 
 def _time(step: Callable[..., jax.Array], x: jax.Array, *more: jax.Array, seconds: float) -> float:
-  """Returns the seconds of one x = step(i, x, *more), averaged over one program that loops for about `seconds`."""
+  """Returns the seconds of one x = step(i, x, *more), averaged over a program that loops for about `seconds`."""
   loop = jax.jit(lambda n, x, *more: jax.lax.fori_loop(0, n, lambda i, x: step(i, x, *more), x))
 
   def run(times: int) -> float:
@@ -171,12 +171,12 @@ def _increment(i: jax.Array, x: jax.Array) -> jax.Array:
 
 def _repeat(i: jax.Array, x: jax.Array) -> jax.Array:
   for _ in range(_OPERATIONS):
-    x = jax.lax.optimization_barrier(x + 1)  # Without the barrier, XLA fuses all of them into one operation.
+    x = jax.lax.optimization_barrier(x + 1)  # Without the barrier, XLA fuses all additions into one operation.
   return x
 
 
 def _gather(mesh: Mesh, i: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns a part of a gathered array. The barrier keeps XLA from sending only that part."""
+  """All-gathers `x` and returns a part of the result. A barrier keeps XLA from sending only that part."""
 
   @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P('x')), out_specs=P('x'), check_vma=False)
   def gather(i: jax.Array, x: jax.Array) -> jax.Array:

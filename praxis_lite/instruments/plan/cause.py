@@ -31,14 +31,14 @@ class Reason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-  """Why something is communicated, or computed more than once.
+  """Why a step communicates something, or computes it more than once.
 
   Attributes:
     reason: the kind of cause.
-    layers: paths of the layers concerned.
-    fields: the config fields that declare it. For a surprise: the suspect field, then the fields that contradict it.
-    remedy: what to change, for a surprise; '' if that is not known.
-    what: for a surprise, what happens; for an exchange that a layer declares, its purpose.
+    layers: paths of the layers involved.
+    fields: the config fields that ask for it. For a surprise: the suspect field, then the fields that contradict it.
+    remedy: for a surprise, what to change; '' if unknown.
+    what: for a surprise, what happens; for communication that a layer declares, its purpose.
   """
 
   reason: Reason

@@ -13,14 +13,14 @@ from pathlib import Path
 from praxis_lite.instruments.plan.compilers import CompileError
 from praxis_lite.instruments.plan.planning import Plan
 
-# The environment variable that names the directory in which the child stores its program.
+# The environment variable that tells a child the directory for its compiled program.
 VARIABLE = 'PRAXIS_LITE_PLAN_CHILD'
-# Time limit of the compiler.
+# Time limit of a compilation.
 _SECONDS = 3 * 3600.0
 
 
 def compile_in_child(command: Sequence[str], cache: Path) -> None:
-  """Runs a command that makes the same plan and stores its compiled program in `cache`.
+  """Runs `command`, which makes the same plan and stores its compiled program in `cache`.
 
   Raises:
     CompileError: the compiler refused the step, the process ended early, or it exceeded the time limit.
@@ -48,7 +48,7 @@ def compile_in_child(command: Sequence[str], cache: Path) -> None:
 
 
 def outcome_of(plan: Plan) -> str:
-  """Returns the line that a child prints: its error, and whether the step does not fit, as JSON."""
+  """Returns the JSON line that a child prints: the compiler's error, and whether the step does not fit."""
   return json.dumps({'error': plan.failure, 'does_not_fit': plan.is_refused})
 
 

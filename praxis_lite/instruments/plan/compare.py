@@ -55,7 +55,7 @@ def verdict(first: Plan, second: Plan) -> str:
     over = -(first, second)[other].memory.room
     by = f', by {format_bytes(over)}' if over > 0 else ''
     return f'{names[fits]} is better: {names[other]} does not fit{by}'
-  # Compares chip time for the same work, since models and numbers of chips may differ.
+  # Compares chip time for equal work, because models and numbers of chips may differ.
   costs = [plan.step_seconds * plan.topology.num_chips / plan.work.flops for plan in (first, second)]
   better = 0 if costs[0] <= costs[1] else 1
   if max(costs) <= 1.01 * min(costs):
@@ -92,7 +92,7 @@ _WHY = {
 
 
 def _most_waiting(won: Plan, lost: Plan) -> str:
-  """Names the kind of collectives whose exposed time differs most in favour of the better plan."""
+  """Names the kind of collective on which the worse plan waits longest compared with the better one."""
   before, after = _collectives(lost), _collectives(won)
   most = max(before, key=lambda key: before[key] - after.get(key, 0.0), default='')
   return f' ({most}: {format_seconds(before[most])} against {format_seconds(after.get(most, 0.0))})' if most else ''

@@ -45,7 +45,7 @@ _UNITS = {'K': 10, 'M': 20, 'G': 30, 'T': 40}
 _MOST_SHOWN = 400  # Characters of a compiler's error.
 _CUDNN_VERSION = 91000  # The same version as in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
-# Without these, the compilers look for their own hardware on this machine.
+# Without these variables, the compilers look for TPUs or GPUs on this machine.
 _ENVIRONMENT = {
   'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # Allows several plans at a time.
@@ -76,7 +76,7 @@ class CompileError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-  """A compiled step, as text and numbers.
+  """What plans keep of a compiled step.
 
   Attributes:
     text: XLA's optimized HLO.
@@ -126,7 +126,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
   for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
   try:
-    with collected_log():  # Hides the log, which says that this machine has no such devices.
+    with collected_log():  # Hides log lines about missing devices.
       return _gpu_devices(topology) if target.kind == 'gpu' else _tpu_devices(topology)
   except (RuntimeError, ValueError, NotImplementedError) as error:
     raise ConfigError(f'topology {topology.name}: {first_line(error)[:_MOST_SHOWN].rstrip(".")}') from error
@@ -135,7 +135,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 def _gpu_devices(topology: Topology) -> list[jax.Device]:
   domains, per_domain = topology.shape
   per_host = topology.target.chips_per_host
-  # Numbers of domains of fast links, of hosts in a domain, and of GPUs in a host.
+  # The numbers of domains of fast links, of hosts in a domain, and of GPUs in a host.
   sizes = (1, domains, per_domain)
   if per_domain > per_host and per_domain % per_host == 0:
     sizes = (domains, per_domain // per_host, per_host)
@@ -156,18 +156,18 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
   kind = {'v5e': 'v5litepod'}.get(target.name, f'{prefix}{target.name}')
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{kind}-{cores}')
   options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
-  # A host has 2 x 2 chips. In a direction in which the slice has an odd number of chips, it has one.
+  # A host has 2 x 2 chips, but only one in a dimension in which the slice has an odd number of chips.
   if any(size % 2 for size in topology.shape[:2]):
     options['chips_per_host_bounds'] = tuple([2 - size % 2 for size in topology.shape[:2]] + [1])
   name = f'{prefix}{target.name}:{"x".join(map(str, topology.shape))}'
   devices = topologies.get_topology_desc(platform='tpu', topology_name=name, **options).devices
-  if target.devices_per_chip == 1:  # The two cores of a chip of v4 are one device.
+  if target.devices_per_chip == 1:  # JAX sees the two cores of such a chip as one device.
     return [d for d in devices if getattr(d, 'core_on_chip', 0) == 0]
   return list(devices)
 
 
 def places_of(topology: Topology, devices: Iterable[jax.Device]) -> np.ndarray:
-  """Returns the places of devices, in the order of `devices`; see `Topology.places`."""
+  """Returns the place of each device in `devices`, in that order; see `Topology.places`."""
   target = topology.target
   if target.kind == 'tpu':
     coordinates: list[Any] = [d.coords for d in devices]
@@ -212,7 +212,7 @@ def compile_step(
   try:
     with collected_log() as log:
       compiled, text = _compile(lowered, step.flags, topology)
-  except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
+  except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for any failure.
     why = first_line(error)[:_MOST_SHOWN].rstrip('.')
     refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {why}')
     refused.does_not_fit = 'RESOURCE_EXHAUSTED' in str(error) and 'hbm' in str(error)
@@ -233,7 +233,7 @@ def compile_step(
 
 
 def pretend_cudnn_for_plans() -> contextlib.AbstractContextManager[None]:
-  """Lets fused attention be traced without cuDNN. JAX asks for its version; the compiler does not need the library."""
+  """Allows tracing fused attention without cuDNN. JAX asks for its version, but compiling does not need the library."""
   return pretend_cudnn(_CUDNN_VERSION)
 
 
@@ -245,7 +245,7 @@ def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -
   except RuntimeError:
     if topology.target.kind != 'tpu':
       raise
-    # Asynchronous collectives that are spread over several fusions cannot be printed. This compiles without them.
+    # A program with asynchronous collectives that span several fusions cannot be printed, so compile without them.
     text = flags.compile(lowered, xla_tpu_enable_async_collective_fusion=False).as_text() or ''
   if not text:
     raise NotImplementedError('the compiled program has no text')
@@ -253,19 +253,19 @@ def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -
 
 
 def _written_down(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, str]:
-  """Returns a TPU program, and its text as the compiler dumps it to a file; '' if the compiler dumps nothing."""
+  """Returns a TPU program, and the text that the compiler dumps to a file; '' if it dumps nothing."""
   with tempfile.TemporaryDirectory() as folder:
     compiled = flags.compile(lowered, xla_dump_to=folder, xla_dump_hlo_as_text=True)
     texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
   return compiled, max(texts, key=len, default='')
 
 
-# The address of a partitioning rule in the memory of the process, which JAX passes to XLA. It differs in every process.
+# The memory address of a partitioning rule, which JAX passes to XLA. It is different in each process.
 _ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
 
 
 def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
-  """Returns a hash of everything that a compiled program depends on, and of the layers that name its operations."""
+  """Returns a cache key: a hash of everything that a compiled program depends on, and of the paths of layers."""
   digest = hashlib.sha256()
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
@@ -285,7 +285,7 @@ def _version(package: str) -> str:
 
 
 def _read(file: Path | None) -> CompiledStep | None:
-  """Returns a cached program; None if it is missing or unreadable, and the step must be compiled again."""
+  """Returns a cached program; None if it is missing or unreadable."""
   try:
     return None if file is None else CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
   except (OSError, ValueError, TypeError, EOFError):

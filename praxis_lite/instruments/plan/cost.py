@@ -2,16 +2,16 @@
 
 The cost of an instruction is multiplied by the trip counts of the loops that contain it:
 
-    FLOPs        of dot, convolution (a multiplication and an addition for each pair of elements that meet), ragged-dot,
-                 and library calls for products and attention; other instructions are limited by memory and have none
-    bytes        operands and results in main memory; slices and in-place updates, also those inside a fusion, count
-                 only the part that they touch
-    seconds      the longer of compute time and memory time at the efficiency of the target, and at least
+    FLOPs        counted for dot, ragged-dot, convolution, and library calls for products and attention: two for each
+                 pair of elements that are multiplied; other instructions are limited by memory and count none
+    bytes        operands and results in main memory; slices and in-place updates, inside fusions too, count only
+                 the part that they touch
+    seconds      the longer of compute time and memory time, at the efficiency of the target, but at least
                  `seconds_per_operation`
     collectives  see `links.py`
 
 Instructions run in the order of the schedule. A collective overlaps with the instructions between its start and its
-end; the time that it takes beyond them is exposed. Collectives wait for each other, except shifts in opposite
+end; its time beyond theirs is exposed. Collectives wait for each other, except shifts in opposite
 directions on a torus, which use separate links.
 """
 
@@ -33,11 +33,11 @@ from praxis_lite.instruments.plan.work import bytes_of, operation_seconds, produ
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """An instruction of one device, or a fusion of several instructions.
+  """An instruction that each device runs, or a fusion of several instructions.
 
   Attributes:
     name, opcode: as in the program.
-    layer: path of the layer that it belongs to; '' if it belongs to no layer.
+    layer: path of its layer; '' if it has none.
     phase: 'forward', 'backward', 'recomputed' (rematerialized in the backward pass) or 'update'.
     count: executions in a step.
     flops, bytes, seconds: cost of one execution.
@@ -53,7 +53,7 @@ class Operation:
   seconds: float
 
   def limit(self, target: Target) -> str:
-    """What limits it: 'compute', 'memory', or 'overhead', the minimal time of every operation."""
+    """What limits the operation: 'compute', 'memory', or 'overhead' (the minimal time of any operation)."""
     at_memory = self.bytes / (target.device_bandwidth * target.efficiency.memory)
     if self.seconds > max(at_memory, target.efficiency.seconds_per_operation):
       return 'compute'
@@ -67,14 +67,14 @@ class Communication:
   Attributes:
     name, phase, count: see `Operation`.
     kind: the kind of collective, one of `hlo.KINDS`.
-    layer: path of its layer; if it combines collectives of several layers, their common parent.
+    layer: path of its layer; if XLA combined collectives of several layers, the path of their common parent.
     dtype: dtype of the first array.
     axes: mesh axes that it communicates over.
     group_size: number of devices in a group.
     result_bytes: bytes of the result on one device.
     fast_bytes, network_bytes: what a device sends over fast links, and between domains of fast links.
     seconds, exposed: time of one execution, and the part of it in which nothing else runs.
-    cause: why the step has it; None if causes were not searched for.
+    cause: why the step has it; None if no cause was looked for.
   """
 
   name: str
@@ -94,7 +94,7 @@ class Communication:
 
   @property
   def expected(self) -> bool:
-    """Whether the declarations ask for it; True if the cause is not known."""
+    """Whether the declarations ask for this collective; True if its cause is not known."""
     return self.cause is None or self.cause.expected
 
   @property
@@ -129,8 +129,8 @@ class Cost:
     operations, collectives: in the order of the schedule.
     seconds: time of a step.
     unknown_loops: loops whose trip count the program does not say, by layer, or by name if they belong to no layer.
-      Each is counted as one iteration.
-    schedule: when each operation and collective runs; empty without a compiler, which makes the schedule.
+      Each counts as one iteration.
+    schedule: when each operation and collective runs; empty if no compiler made a schedule.
   """
 
   operations: tuple[Operation, ...]
@@ -241,7 +241,7 @@ class _CostModel:
     self.unknown_loops: list[str] = []
 
   def timeline(self, computation: Computation, within: str = '') -> _Timeline:
-    """Returns the timeline of one run of a computation; `within` is the name of the loop that contains it."""
+    """Returns the timeline of one run of a computation; `within` is the name of the loop around it."""
     if computation.name not in self._done:
       self._within[computation.name] = within
       self._done[computation.name] = self._run(computation)
@@ -328,7 +328,7 @@ class _CostModel:
   def _compute(
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
   ) -> float:
-    """Adds an operation that begins at `begins`, by default now, and returns its seconds."""
+    """Adds an operation that begins at `begins`, by default at the end of `line`. Returns its seconds."""
     products = list(products_of(instruction, computation, self.program, self.hidden))
     moved = bytes_of(instruction, computation, self.program)
     if not products and not moved:
@@ -344,7 +344,7 @@ class _CostModel:
     return seconds
 
   def _name(self, instruction: Instruction, computation: Computation) -> str:
-    """Returns the name of an operation. If XLA dropped it: of an operand in the same loop, otherwise of the loop."""
+    """Returns the name of an operation. If XLA dropped it, returns that of an operand in the loop, or of the loop."""
     name, loop = name_of(instruction, computation), self._within.get(computation.name, '')
     of_loop = not loop or name.startswith(loop.rpartition('/')[0])
     return name if instruction.op_name or of_loop else loop
@@ -386,7 +386,7 @@ class _CostModel:
     )
 
   def _directions(self, instruction: Instruction) -> tuple[str, ...]:
-    """Returns the directions of a torus in which a collective uses links; a shift uses only one."""
+    """Returns the torus directions whose links a collective uses; a shift uses only one."""
     if instruction.collective != 'collective-permute' or not self.target.torus:
       return _DIRECTIONS
     up = [pair[0] < pair[1] for pair in device_groups(instruction, self.program.num_devices) if len(pair) > 1]

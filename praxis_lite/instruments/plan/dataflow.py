@@ -1,6 +1,7 @@
 """Traces values of a program back to its arguments, through casts, slices, transposes, fusions and loops.
 
-A computed value has no argument. This tells a gathered weight from a gathered activation, however XLA transforms it.
+A computed value comes from no argument. So a gathered weight can be told from a gathered activation, however XLA
+transforms them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instruction
 
-# Operations whose result has the elements of their first operand, or some of them.
+# Operations whose result consists of elements of their first operand.
 _KEEPS = {'bitcast', 'bitcast-convert', 'convert', 'copy', 'reshape', 'transpose', 'slice', 'dynamic-slice', 'pad'}
 _KEEPS |= {'optimization-barrier', 'copy-start', 'copy-done', 'slice-start', 'slice-done', 'domain', 'reverse'}
 _KEEPS |= {'all-gather', 'all-gather-start', 'all-gather-done', 'dynamic-slice-start', 'dynamic-slice-done'}
@@ -32,19 +33,19 @@ class Dataflow:
           self._callers.setdefault(called.name, (instruction, computation))
 
   def collectives(self) -> Iterator[tuple[Instruction, Computation]]:
-    """Yields each collective and its computation; for a collective spread over several fusions, each part."""
+    """Yields each collective with its computation. A collective that spans several fusions gives each of its parts."""
     for computation in self._program.computations.values():
       for instruction in computation.instructions:
         if instruction.collective:
           yield instruction, computation
 
   def arguments(self, instruction: Instruction, computation: Computation) -> list[str]:
-    """Returns the argument that each operand comes from, in the form of `argument_path`; '' for a computed operand."""
+    """Returns the path of the argument that each operand comes from (see `argument_path`); '' if it is computed."""
     return [self.argument(operand, computation) for operand in computation.operands(instruction)]
 
   def argument(self, instruction: Instruction, computation: Computation, index: Index = ()) -> str:
-    """Returns the argument that a value, or its element at `index`, comes from; '' if the value is computed."""
-    for _ in range(200):  # A limit against endless chains.
+    """Returns the path of the argument that a value, or its element at `index`, comes from; '' if it is computed."""
+    for _ in range(200):  # Bounds the search, in case of a cycle.
       opcode, operands = instruction.opcode, computation.operands(instruction)
       if opcode == 'parameter':
         if computation is self._program.entry:
@@ -86,7 +87,7 @@ class Dataflow:
     return ''
 
   def _carries(self, body: Computation, element: int) -> bool:
-    """Whether a loop passes an element of its state to the next iteration unchanged."""
+    """Whether the body of a loop passes an element of its state on unchanged."""
     root = body.root
     if root.opcode != 'tuple' or element >= len(root.operands):
       return False
@@ -99,6 +100,6 @@ class Dataflow:
 
 
 def argument_path(op_name: str) -> str:
-  """Returns 'mdl_vars.lm.out.w' for "state.mdl_vars['lm']['out']['w']", the name that JAX gives a step's argument."""
+  """Returns 'mdl_vars.lm.out.w' for "state.mdl_vars['lm']['out']['w']", as JAX names an argument of a step."""
   name = op_name.replace('\\', '').removeprefix('state.')
   return '.'.join(re.findall(r"[^\[\]'.]+", name))

@@ -1,9 +1,9 @@
 """How a task declares the use of each mesh axis, and which declaration contradicts the others.
 
 Every dimension of a weight or activation has a role: the rows of a batch, the positions of its sequences, or features
-of some size. Declarations should split dimensions of the same role over the same axes. For one axis and role, each
-declaration votes whether it splits the role over the axis; the declarations in the minority are the suspects. These
-abstain:
+of some size. Declarations should split dimensions of one role over the same axes. For each axis and role, every
+declaration votes on whether the role is split over the axis; those in the minority are the suspects. No vote comes
+from:
 
     features of an array that splits another dimension over the axis
     weights, about the axes of the batch, because fully sharded training gathers weights where they are used
@@ -25,11 +25,11 @@ Role = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-  """The declared split of a weight of one layer or of an activation, without the dimensions that stack layers.
+  """The declared split of a weight or an activation. Dimensions that stack layers are left out.
 
   Attributes:
     path, layer: paths of the array and of its layer.
-    field: the config field of its last dimension, whether it is set or not.
+    field: the config field that declares the split of its last dimension, even if that field is not set.
     shape: size of each dimension.
     axes: for each dimension, the mesh axes larger than 1 that split it.
     sources: for each dimension, the config field that declares its split.
@@ -58,7 +58,7 @@ class Declaration:
     return [source for own, source in zip(self.axes, self.sources) if set(own) & set(axes)]
 
   def votes(self, axis: str, batch_axes: Collection[str]) -> list[tuple[Role, bool]]:
-    """Returns (role, whether this array splits the role over `axis`) for each role that it has an opinion on."""
+    """Returns (role, whether this array splits it over `axis`) for each role that the array votes on."""
     if self.is_weight and axis in batch_axes:
       return []
     split = [axis in axes for axes in self.axes]
@@ -74,8 +74,8 @@ class Declarations:
 
   Args:
     report: the report of `explain`.
-    stacks: for each path of a variable, the number of its leading dimensions that stack layers.
-    manual: whether the whole step runs inside `shard_map`, where each device has rows of its own.
+    stacks: for the path of each variable, the number of its leading dimensions that stack layers.
+    manual: whether the whole step runs inside `shard_map`, where each device has its own rows.
   """
 
   def __init__(self, report: ShardingReport, stacks: Mapping[str, int], manual: bool = False):
@@ -109,20 +109,20 @@ class Declarations:
     return [w for w in self.weights if w.path in wanted]
 
   def weights_near(self, layers: Collection[str]) -> list[Declaration]:
-    """Returns the weights of some layers and their children; if there are none, those of the layers around them."""
+    """Returns the weights of some layers and their children; if they have none, the weights of their parents."""
     found = [w for w in self.weights if any(is_below(w.layer, layer) for layer in layers)]
     return found or [w for w in self.weights if any(is_below(layer, w.layer) for layer in layers if w.layer)]
 
   def fields_of(self, declarations: Iterable[Declaration], axes: Collection[str]) -> tuple[str, ...]:
-    """Returns the fields that split some arrays over any of `axes`, without duplicates."""
+    """Returns the fields by which some declarations split arrays over any of `axes`, without duplicates."""
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
-    """Returns the declarations that an array on one device may be a part of, in any order of its dimensions."""
+    """Returns the declared arrays of which an array with these `dims`, in any order, may be the part on one device."""
     local = tuple(sorted(d for d in dims if d != 1))
     return [d for d in declarations if self._fits(local, tuple(s for s in d.shape if s != 1))]
 
-  @functools.cache  # noqa: B019 - the object lives only as long as a plan.
+  @functools.cache  # noqa: B019 - the object does not outlive its plan.
   def _fits(self, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     if len(local) != len(shape):
       return False
@@ -137,8 +137,8 @@ class Declarations:
   def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
     """Returns the declaration nearest to `layers` that contradicts others about `axes`, and those others.
 
-    If several are equally near, it returns the one that contradicts others most often. It returns None and an empty
-    list if all declarations agree. The others declare the same role; the nearest come first.
+    Of equally near ones, it returns the one with most contradicting votes. The others declare the same role and come
+    nearest first. If all declarations agree, it returns None and an empty list.
     """
     voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
     for declaration in (*self.weights, *self.activations):
@@ -159,7 +159,7 @@ class Declarations:
       return -nearness(item[0].layer, layers), -counts[item[0].path]
 
     suspect, others = min(accused.values(), key=order)
-    # Sorts by nearness; at equal nearness, stated fields before unset ones, then arrays of the same kind first.
+    # Nearest first; of equally near ones, fields that are set, then arrays of the same kind as the suspect.
     near = sorted(
       dict.fromkeys(others),
       key=lambda d: (-nearness(d.layer, [suspect.layer]), d.field != d.sources[-1], d.is_weight != suspect.is_weight),
@@ -169,7 +169,7 @@ class Declarations:
 
 @functools.cache
 def parts_of(size: int, mesh: tuple[int, ...]) -> frozenset[int]:
-  """Returns the sizes that a dimension may have on one device, split over any of the mesh axes, padded or not."""
+  """Returns the sizes that a dimension can have on one device, for any choice of mesh axes, padded or not."""
   products = {1}
   for n in mesh:
     products |= {p * n for p in products}
@@ -178,7 +178,7 @@ def parts_of(size: int, mesh: tuple[int, ...]) -> frozenset[int]:
 
 
 def is_below(path: str, layer: str) -> bool:
-  """Whether a path names a layer or something below it."""
+  """Whether a path names `layer` or something below it."""
   return path == layer or path.startswith(f'{layer}.')
 
 

@@ -1,8 +1,8 @@
 """Fits the mesh of an experiment to another number of chips.
 
 Each axis keeps the largest factor of its size that divides the number of chips. The largest axis that splits the rows
-of a batch takes the rest. So tensor, expert, context and stage axes keep their sizes where possible. With several TPU
-slices, the axis that takes the rest also extends across them.
+of a batch takes the remaining factor. So tensor, expert, context and stage axes keep their sizes where possible. With
+several TPU slices, the same batch axis also extends across the slices.
 
     replica 1, data 16, mdl 4    on 4,096 chips    1 x 1024 x 4
                                  on 2 chips        1 x 1 x 2
@@ -20,9 +20,9 @@ from praxis_lite.sharding.specs import all_axes
 
 
 def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
-  """Returns overrides that fit the mesh of a task to the devices of a topology, and a sentence that says what changes.
+  """Returns overrides that fit the mesh of a task to the devices of a topology, and a sentence about the change.
 
-  Both are empty if the mesh already has the right number of devices.
+  Both are empty if the mesh has the right number of devices already.
   """
   names: tuple[str, ...] = task.mesh_axis_names or ('data',)
   ici = task.ici_mesh_shape or (1,) * len(names)
@@ -47,7 +47,7 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
 
 
 def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, int]:
-  """Returns a mesh of `devices` devices: each axis keeps what it can of its size, `rest` takes what is left."""
+  """Returns a mesh of `devices` devices: each axis keeps what it can of its size, and axis `rest` takes the rest."""
   fitted, left = dict(sizes), devices
   for name in sizes:
     if name != rest:
@@ -57,9 +57,9 @@ def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, 
 
 
 def largest_batch_axis(sizes: Mapping[str, int], task: Config) -> str:
-  """Returns the largest mesh axis that splits the rows of a batch; of all axes, if the task does not say.
+  """Returns the largest mesh axis that splits the rows of a batch, or the largest axis if the task names none.
 
-  If several are equally large, it prefers the axis named 'data', which by convention splits the weights, too.
+  Of equally large axes, it prefers the one named 'data', which by convention also splits the weights.
   """
   mapping: Mapping[str, Any] = task.train.inputs_split_mapping or {}
   rows = {axis for entries in mapping.values() if entries for axis in all_axes(tuple(entries)[:1])}

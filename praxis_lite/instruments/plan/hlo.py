@@ -36,7 +36,7 @@ _IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,
 _MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}')
 _MESH_AXIS = re.compile(
   r"'([^']+)'(?::\((\d+)\)(\d+))?"
-)  # A part of an axis is given by the size of the parts before it, and its own size.
+)  # A part of an axis is written as the size of the parts before it, and its own size.
 _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
 
 
@@ -45,7 +45,7 @@ _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HloArray:
-  """An array in a program on one device; `space` is its memory: 0 is the main one, the target numbers the others."""
+  """An array of a program on one device. `space` is the number of its memory; 0 is main memory."""
 
   dtype: str
   dims: tuple[int, ...]
@@ -109,36 +109,36 @@ class Instruction:
 
   @property
   def collective(self) -> str:
-    """Its kind of collective, from `KINDS`; '' if it is not a collective, or only the end of one."""
+    """The kind of collective, from `KINDS`; '' if this is no collective, or only the end of one."""
     kind = self.opcode.removesuffix('-start')
     return kind if kind in KINDS else ''
 
   @property
   def collective_result(self) -> list[HloArray]:
-    """The results of a collective: an asynchronous start also returns its operands."""
+    """The results of a collective, without the operands that an asynchronous start also returns."""
     if self.opcode.endswith('-start') and self.opcode != 'all-reduce-start' and not isinstance(self.shape, HloArray):
       return arrays_of(self.shape[1])
     return self.arrays
 
   @property
   def called_computations(self) -> list[str]:
-    """Names of the computations that it runs, without those that it applies to elements."""
+    """Names of the computations that it runs, except those that it applies to each element."""
     if self.collective or self.opcode in _APPLIES_TO_ELEMENTS or self.opcode.endswith(('-done', '-update')):
       return []
     groups = _CALLED.findall(self.attributes)
     return [name.strip().lstrip('%') for group in groups for name in group.split(',')]
 
   def attribute(self, name: str) -> str:
-    """Returns the value of an attribute without commas or spaces, or in braces; '' if there is none."""
+    """Returns the text of an attribute, which is one word or in braces; '' if there is no such attribute."""
     found = re.search(rf'\b{name}=(\{{[^}}]*\}}|[^,\s]+)', self.attributes)
     return found[1].strip('{}') if found else ''
 
   def integers(self, name: str) -> list[int]:
-    """Returns the value of an attribute such as `dimensions={0,2}`."""
+    """Returns the integers of an attribute such as `dimensions={0,2}`."""
     return [int(n) for n in self.attribute(name).split(',') if n]
 
 
-# Their computations are on scalars: a sum, a comparison.
+# Instructions whose computation works on scalars, such as a sum or a comparison.
 _APPLIES_TO_ELEMENTS = ('reduce', 'reduce-window', 'scatter', 'sort', 'map', 'select-and-scatter', 'reduce-scatter')
 
 
@@ -199,7 +199,7 @@ class CompiledProgram:
     return [self.computations[name] for name in instruction.called_computations if name in self.computations]
 
   def origin(self, instruction: Instruction, computation: Computation) -> Instruction:
-    """Returns the value behind renamings: bitcasts, and copies that TPU fusions make in place."""
+    """Returns the instruction behind bitcasts and in-place copies of TPU fusions, which only rename its value."""
     while self.is_view(instruction) and (operands := computation.operands(instruction)):
       instruction = operands[0]
     return instruction
@@ -213,8 +213,8 @@ class CompiledProgram:
   def trip_count(self, loop: Instruction, computation: Computation) -> int | None:
     """Returns how often the body of a `while` runs; None if the program does not say.
 
-    XLA records it on GPU and CPU. On TPU it is derived from the condition, `counter < constant`, from the initial value
-    of the counter, and from what the body adds to it.
+    XLA records the count on GPU and CPU. On TPU, it follows from the condition `counter < constant`, the initial value
+    of the counter, and what the body adds to it.
     """
     if known := _TRIP_COUNT.search(loop.attributes):
       return int(known[1])
@@ -233,7 +233,7 @@ class CompiledProgram:
 
   @functools.cached_property
   def _started_in_fusions(self) -> set[str]:
-    """Channels of the collectives that a TPU fusion starts; other fusions continue and end them."""
+    """Channels of the collectives that TPU fusions start. Other fusions continue and end these collectives."""
     starts = (c for c in self.computations.values() if 'AsyncCollectiveStart' in c.custom_calls)
     return {channel_of(i) for c in starts for i in c.instructions if i.collective}
 
@@ -244,7 +244,8 @@ class CompiledProgram:
   def executed_instructions(self) -> Iterator[tuple[Instruction, int]]:
     """Yields each instruction that runs, and how often; for a conditional, the instructions of all branches.
 
-    A loop with unknown trip count runs once. A collective that several fusions carry on counts where it starts.
+    A loop with an unknown trip count counts as one iteration. A collective that spans several fusions counts where it
+    starts.
     """
     yield from self._executed_in(self.entry, 1, set(), fused=False)
 
@@ -253,7 +254,7 @@ class CompiledProgram:
   ) -> Iterator[tuple[Instruction, int]]:
     for instruction in computation.instructions:
       if instruction.collective and (channel := channel_of(instruction)):
-        # Outside of fusions, different collectives may share a channel.
+        # Only inside fusions does a channel identify one collective.
         if fused and (channel in started or self.is_carried_on(instruction, computation)):
           continue
         started.add(channel)
@@ -306,7 +307,7 @@ def device_groups(instruction: Instruction, num_devices: int) -> tuple[tuple[int
 
 
 def _device_ids(dims: Sequence[int], transposed: str | None) -> np.ndarray:
-  """Returns all ids in order, [*dims], transposed as in '1,0'."""
+  """Returns the device ids 0, 1, ... in the shape `dims`, transposed by a text such as '1,0'."""
   ids = np.arange(math.prod(dims)).reshape(dims)
   return ids.transpose([int(n) for n in transposed.split(',')]) if transposed else ids
 
@@ -344,7 +345,7 @@ def _shape(text: str) -> ResultShape:
 
 
 def _comparison(program: CompiledProgram, condition: Computation) -> tuple[int, int] | None:
-  """Returns (index, bound) of a condition `element index < bound`; None for other conditions."""
+  """Returns (index, bound) of a condition `state[index] < bound`; None for other conditions."""
   root, compared = condition.root, condition
   given = condition.operands(root)
   if root.opcode == 'fusion' and (called := program.called_computations(root)):
@@ -362,7 +363,7 @@ def _comparison(program: CompiledProgram, condition: Computation) -> tuple[int, 
 
 
 def _increment(program: CompiledProgram, body: Computation, index: int) -> int | None:
-  """Returns the constant that a loop's body adds to an element of its state; None if it is not that simple."""
+  """Returns the constant that a loop's body adds to an element of its state; None if it does something else."""
   results = body.operands(body.root)
   result, computation = results[index] if index < len(results) else body.root, body
   if result.opcode == 'get-tuple-element' and (operands := body.operands(result)) and operands[0].opcode == 'fusion':
@@ -379,7 +380,7 @@ def _increment(program: CompiledProgram, body: Computation, index: int) -> int |
 
 
 def _constant(instruction: Instruction | None, computation: Computation) -> int | None:
-  """Returns the value of an integer constant, possibly copied."""
+  """Returns the value of an integer constant, or of a copy of one; None for other instructions."""
   while instruction is not None and instruction.opcode in ('copy', 'bitcast', 'convert'):
     instruction = next(iter(computation.operands(instruction)), None)
   if instruction is None or instruction.opcode != 'constant':

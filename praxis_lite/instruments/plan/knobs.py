@@ -25,13 +25,13 @@ Setting = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class SharedKnob:
-  """Config fields that a search sets together, to the same value.
+  """Config fields that a search always sets to the same value.
 
   Attributes:
     paths: paths of the fields.
-    own: the experiment's own value.
-    neighbours: returns the neighbours of a value.
-    kind: what the knob trades.
+    own: the value in the experiment.
+    neighbours: function that returns the neighbours of a value.
+    kind: what the knob trades off.
   """
 
   paths: tuple[str, ...]
@@ -45,7 +45,7 @@ class SharedKnob:
 
 @dataclasses.dataclass(frozen=True)
 class Configured:
-  """The configs of an experiment, or only the config of a task, and the shapes of a batch if they were given."""
+  """The configs of an experiment, or only that of a task; and the shapes of a batch if the caller gave them."""
 
   roots: Mapping[str, Any]
   inputs: Mapping[str, object] | None = None
@@ -56,7 +56,7 @@ class Configured:
     return task
 
   def change(self, overrides: Sequence[str]) -> Configured:
-    """Returns a copy with some fields set. Raises ConfigError if a field cannot be set."""
+    """Returns a copy with overrides applied. Raises ConfigError if a field cannot be set."""
     roots = copy.deepcopy(dict(self.roots))
     apply_overrides(roots, overrides)
     return dataclasses.replace(self, roots=roots)
@@ -82,8 +82,8 @@ def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[Shared
   """Returns the knobs of an experiment.
 
   Args:
-    config: the experiment; its mesh fits the chips.
-    batch_sizes: more sizes of a global batch to try, in rows. They change what the experiment learns.
+    config: the experiment, with a mesh that fits the chips.
+    batch_sizes: further global batch sizes to try, in rows. They change what the experiment learns.
   """
   task = config.task
   names = task.mesh_axis_names or ('data',)

@@ -1,4 +1,4 @@
-"""Finds the layer of an operation by the name that JAX gave it, and asks layers about work that the program hides."""
+"""Finds the layer of an operation by its JAX name, and asks layers about work that a program does not show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from praxis_lite.layers.base import Layer
 
 
 class LayerNames:
-  """Finds the layer, and the phase, of an operation by the name that JAX gave it.
+  """Finds the layer and the phase of an operation by the name that JAX gave it.
 
   Args:
     paths: the paths of the model's layers.
@@ -24,7 +24,7 @@ class LayerNames:
       for part in path:
         below = below.setdefault(part, {})
 
-  @functools.cache  # noqa: B019 - the object lives only as long as a plan.
+  @functools.cache  # noqa: B019 - the object does not outlive its plan.
   def layer(self, op_name: str) -> str:
     """Returns the path of the layer of an operation; '' if it belongs to no layer.
 
@@ -76,10 +76,10 @@ class HiddenWork:
   def __init__(self, layers: Iterable[Layer] = ()):
     self._layers = {path_name(layer.path): layer for layer in layers}
     self._names = LayerNames(layer.path for layer in self._layers.values())
-    self.paths: set[str] = set()  # Of the layers that had an answer.
+    self.paths: set[str] = set()  # Paths of the layers that answered.
 
   def loop_trips(self, op_name: str) -> int | None:
-    """Returns how often a loop runs, as its layer says; None if the layer does not know."""
+    """Returns the trip count of a loop, as its layer gives it; None if the layer does not know."""
     path, inside = self._names.split_scopes(scopes(op_name))
     trips = self._layers[path].loop_trips(inside) if path in self._layers else None
     if trips is not None:
@@ -87,11 +87,11 @@ class HiddenWork:
     return trips
 
   def call_flops(self, op_name: str, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the FLOPs of a custom call, as its layer says.
+    """Returns the FLOPs of a custom call, as its layer gives them.
 
     Args:
-      op_name, target: its name and its target.
-      shapes: the shapes of its operands on one device.
+      op_name, target: name and target of the call.
+      shapes: shapes of the operands on one device.
     """
     path = self._names.layer(op_name)
     flops = self._layers[path].call_flops(target, shapes) if path in self._layers else 0.0

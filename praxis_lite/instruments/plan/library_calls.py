@@ -1,4 +1,4 @@
-"""Reads the FLOPs of library calls from their description in programs: the fused attention of cuDNN."""
+"""Reads the FLOPs of a library call, the fused attention of cuDNN, from its description in a program."""
 
 from __future__ import annotations
 

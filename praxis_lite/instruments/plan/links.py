@@ -1,4 +1,4 @@
-"""How long collectives take on the links that their groups of devices use.
+"""Computes how long collectives take on the links that their groups of devices use.
 
 A group has n devices, m in each of s domains of fast links (n = m s). Each device sends, in bytes:
 
@@ -11,8 +11,8 @@ A group has n devices, m in each of s domains of fast links (n = m s). Each devi
 
 Both transfers run at the same time, in pieces, so the slower one sets the time. On a torus, a group that forms a box
 uses the links of all dimensions that it extends over: in both directions if the dimension is a ring, in one if it is a
-line. If the members are k places apart, k groups share the links. An all-to-all on a torus is limited by the links
-across its longest dimension.
+line. If members are k places apart, k groups share the links. On a torus, the links across the longest dimension of the
+group limit an all-to-all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DeviceGroups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-  """The bytes that each device sends in one collective, over each kind of links, and its seconds."""
+  """The bytes that each device sends over each kind of link in one collective, and the time of the collective."""
 
   fast_bytes: float
   network_bytes: float
@@ -43,14 +43,14 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class _Extent:
-  """How the members of a group are placed, and their share of the fast links.
+  """The placement of the members of a group, and their share of the fast links.
 
   Attributes:
-    members: members in each domain of fast links.
-    domains: number of domains.
+    members: number of members in each domain of fast links.
+    domains: number of domains that the group spans.
     links: bandwidth of a device for sums and gathers, in units of one link; may be a fraction.
-    across: the same for an all-to-all.
-    hops: number of places that the farthest message passes.
+    across: bandwidth of a device for an all-to-all, in the same units.
+    hops: number of hops of the farthest message.
   """
 
   members: float
@@ -74,7 +74,7 @@ class Links:
     self._extents: dict[DeviceGroups, _Extent] = {}
 
   def traffic(self, kind: str, groups: DeviceGroups, operand_bytes: float, result_bytes: float) -> Traffic:
-    """Returns what one collective costs.
+    """Returns the bytes and the time of one collective.
 
     Args:
       kind: one of `hlo.KINDS`.
@@ -97,11 +97,11 @@ class Links:
     return self._add_time(fast, network, links, extent.hops)
 
   def hops(self, groups: DeviceGroups) -> float:
-    """Returns the number of places that the farthest message of a group passes."""
+    """Returns the number of hops of the farthest message in the groups."""
     return self._slowest_extent(groups).hops
 
   def _permute(self, pairs: DeviceGroups, operand_bytes: float) -> Traffic:
-    """Every device sends to one other device. On a ring, messages of h hops load each link h times."""
+    """Returns the traffic if every device sends to one other. On a ring, messages of h hops use each link h times."""
     moving = [(a, b) for a, b in (pair[:2] for pair in pairs if len(pair) > 1) if a != b]
     if not moving:
       return Traffic(0.0, 0.0, 0.0)
@@ -134,7 +134,7 @@ class Links:
     if not self._target.torus:
       return _Extent(members, len(domains), 1.0, 1.0, math.log2(max(len(group), 2)))
     chips = np.unique(first[:, 1:], axis=0)
-    share = len(first) / len(chips) / self._target.devices_per_chip  # Devices of a chip share its links.
+    share = len(first) / len(chips) / self._target.devices_per_chip  # The devices of a chip share its links.
     links, across, hops, box = 0.0, math.inf, 0.0, 1
     for dim in range(self._target.torus):
       at = np.unique(chips[:, dim])
@@ -149,7 +149,7 @@ class Links:
       box *= len(at)
     if not links:  # All members are on one chip.
       return _Extent(members, len(domains), float(self._target.torus), float(self._target.torus), 1.0)
-    filled = len(chips) / box  # If the group does not fill a box, other groups share its links.
+    filled = len(chips) / box  # If the group does not fill its box, other groups share the links.
     busiest = across * (members - 1) / members  # A device sends n - 1 of the n parts of an all-to-all.
     return _Extent(members, len(domains), links * filled * share, busiest * filled * share, hops)
 

@@ -1,9 +1,9 @@
-"""Guesses which results of a lowered program XLA stores in memory and which it fuses, and the bytes that this moves.
+"""Guesses which results of a lowered program XLA stores and which it fuses, and how many bytes are moved.
 
-stored    results of products, collectives, loops and similar operations; inputs that these read whole; sums; and values
-          with several readers, if storing a value moves no more bytes than computing it again for each reader
-fused     all other values: computed where they are read, so that their own inputs stay in memory until then
-a view    shares the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice
+stored    results of products, collectives, loops and similar operations; values that these read whole; sums; and
+          values with several readers, if storing them moves no more bytes than computing them for each reader
+fused     all other values: they are computed where they are read, so their inputs stay in memory until then
+view      values in the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SLICES = {'stablehlo.slice', 'stablehlo.dynamic_slice'}
 
 
 class Sizes:
-  """The sizes of the part of an array on each device of a mesh with these axes."""
+  """Computes the bytes of the part of a value on each device of a mesh."""
 
   def __init__(self, mesh: Mapping[str, int]):
     self.mesh = mesh
@@ -59,10 +59,10 @@ class _Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-  """The memory behind a value.
+  """The memory that a value needs.
 
   Attributes:
-    held: buffers that must stay in memory until the value has been read.
+    held: buffers that must stay in memory until the value is read.
     read: the arrays in memory that a reader of the value reads, and their bytes.
   """
 
@@ -75,12 +75,12 @@ class _Value:
 
 
 class BlockMemory:
-  """The memory of the values of one block.
+  """Follows the memory of the values in one block.
 
   Args:
-    block: a block of a propagated program.
+    block: a block of a program with propagated shardings.
     sizes: the sizes of arrays on each device.
-    fills_in_place: whether parts of an array are computed in place instead of copied into it.
+    fills_in_place: whether the parts of an array are computed in place, not copied into the array.
   """
 
   def __init__(self, block: ir.Block, sizes: Sizes, fills_in_place: bool = False):
@@ -96,7 +96,7 @@ class BlockMemory:
     self._returned = set(last.operation.operands)
 
   def add(self, op: ir.Operation, inside: int = 0) -> int:
-    """Adds the next operation, and returns the bytes that it moves as a fusion; 0 if it is not a fusion.
+    """Adds the next operation. Returns the bytes that it moves if it becomes a fusion; 0 if it does not.
 
     Args:
       op: the operation.
@@ -116,7 +116,7 @@ class BlockMemory:
     return moved
 
   def same(self, result: ir.Value, other: ir.Value) -> None:
-    """Records that a result is the same value as another one."""
+    """Records that `result` is the same value as `other`."""
     self._values[result] = self._values[other]
 
   def most_live(self) -> int:
@@ -129,7 +129,7 @@ class BlockMemory:
     return max((int(live[at]) + inside for at, inside in self._inside.items()), default=0)
 
   def _result(self, op: ir.Operation, number: int, result: ir.Value, used: list[_Value]) -> tuple[_Value, int]:
-    """Returns the memory behind a result, and the bytes that it moves as a fusion."""
+    """Returns the memory of a result, and the bytes that it moves if it becomes a fusion."""
     size = self._sizes.bytes(result)
     if op.name == 'stablehlo.while' and not _is_copied(op, number):
       return _Value(used[number].held, {result: size}), 0
@@ -183,6 +183,6 @@ def _readers(value: ir.Value) -> Iterator[ir.Operation]:
 
 
 def _is_copied(loop: ir.Operation, number: int) -> bool:
-  """Whether a loop needs a copy of an operand, because several buffers that it fills start as the same constant."""
+  """Whether a loop copies an operand, because several buffers that the loop fills start as the same constant."""
   operands = list(loop.operands)
   return operands[number] in operands[:number] and 'broadcast_in_dim' in getattr(operands[number].owner, 'name', '')

@@ -1,9 +1,9 @@
 """Guesses which collectives of a lowered program XLA can overlap with work, and which all-reduces it joins.
 
 Work means operations that take long: products, loops and library calls. In an iteration of a loop, two kinds of
-collectives can overlap with the work: collectives of values that no work of the iteration computes, such as the weights
-of a layer, which XLA can fetch early; and collectives with results that neither the work of the iteration nor the next
-iteration needs, such as gradients.
+collectives can overlap with the work. The first moves values that no work of the iteration computes, such as the
+weights of a layer: XLA can start it early. The second has a result that neither the work of the iteration nor the next
+iteration needs, such as a gradient: XLA can end it late.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORK = PRODUCTS | (LOOPS - {MAPPED}) | {'stablehlo.custom_call', 'stablehlo.con
 
 
 def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
-  """Returns the collectives that may overlap with the work in the body of a loop, without those of inner loops."""
+  """Returns the collectives in the body of a loop, outside inner loops, that may overlap with its work."""
   made, needed = set[ir.Value](), set[ir.Value]()
   *_, last = body.operations
   for argument, passed in zip(body.arguments, last.operation.operands):
@@ -32,7 +32,7 @@ def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
 
 
 def is_joined(op: ir.Operation) -> bool:
-  """Whether a collective is an all-reduce in a sum of all-reduces, except the last. XLA reduces only the sum, once."""
+  """Whether a collective is an all-reduce in a sum of all-reduces, but not the last. XLA joins them into the last."""
   if op.name != 'sdy.all_reduce':
     return False
   axes = str(op.attributes['reduction_axes'])

@@ -1,8 +1,8 @@
 """Reads the work of each device from a lowered program: its products, collectives and live arrays.
 
-Shardy propagates the shardings of a lowered step and makes each communication an operation, which takes a second for a
-model of any size. The reader then takes arrays at their sizes on one device, and loops with their trip counts. It does
-not see what XLA does later: it guesses fusions, and does not know what XLA combines, reorders and overlaps.
+Shardy propagates the shardings of a lowered step and makes each communication an operation; this takes a second for a
+model of any size. The reader then counts arrays by their size on one device, and loops by their trip counts. It does
+not see what XLA does later: it guesses fusions, and does not know what XLA combines and reorders.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from praxis_lite.sharding.propagation import (
 
 # The target of a custom call that the compiler splits by a rule of its own; see `lower_without_devices`.
 SPLIT_BY_RULE = 'praxis_lite.split_by_rule'
-# Marks a loop that the real program unrolls, so that the results of its iterations are not copied into one array.
+# Marks a loop that the real program unrolls. There, the results of iterations are not copied into one array.
 UNROLLED = 'praxis_lite.unrolled'
 
 
@@ -43,11 +43,11 @@ class LocalOperation:
   Attributes:
     name: the names of the loops that contain it, then the name that JAX gives the operation.
     count: executions in a step.
-    bytes: bytes that one execution reads and writes: for a product, its operands and results.
+    bytes: bytes that one execution reads and writes.
     flops: FLOPs of one execution; 0 for a fusion.
-    dtype: dtype of the operands of a product, in the spelling of HLO; '' for a fusion.
-    is_attention: whether it is the whole attention in a fused kernel.
-    loop: the number of the loop that contains it; 0 if it is in no loop.
+    dtype: HLO name of the dtype of a product's operands; '' for a fusion.
+    is_attention: whether it is a fused kernel for the whole attention.
+    loop: number of the loop around it; 0 outside loops.
   """
 
   name: str
@@ -61,7 +61,7 @@ class LocalOperation:
 
 @dataclasses.dataclass(frozen=True)
 class LocalCollective:
-  """A collective.
+  """A collective of a lowered program.
 
   Attributes:
     name, count, loop: see `LocalOperation`.
@@ -70,7 +70,7 @@ class LocalCollective:
     groups: the devices of each group, or the pairs of a collective-permute; () if the program gives `axes`.
     operand_bytes, result_bytes: sizes on one device.
     dtype: dtype of the communicated array.
-    is_beside_work: whether it can overlap with the work of an iteration of its loop; see `local_overlap.py`.
+    is_beside_work: whether it can overlap with the work of its loop; see `local_overlap.py`.
   """
 
   name: str
@@ -111,7 +111,7 @@ def local_program(lowered: jax.stages.Lowered, hidden: HiddenWork | None = None)
   """
   module = lowered.compiler_ir('stablehlo')
   assert module is not None
-  root = make_collectives_explicit(module)  # Keep a reference: its parts do not outlive it.
+  root = make_collectives_explicit(module)  # Keep a reference: the operations in it do not outlive it.
   functions = functions_of(root)
   reader = _Reader(Sizes(mesh_axes(module)), functions, hidden or HiddenWork())
   temporaries = reader.read(functions['main'].regions[0].blocks[0], 1, '')
@@ -134,7 +134,7 @@ class _Reader:
     self._loop, self._loops = 0, 0
 
   def read(self, block: ir.Block, count: int, within: str, *, fills_in_place: bool = False) -> int:
-    """Adds the work of a block that runs `count` times, and returns its peak of live bytes without its arguments."""
+    """Adds the work of a block that runs `count` times. Returns its peak of live bytes, without its arguments."""
     memory = BlockMemory(block, self._sizes, fills_in_place)
     communicated: dict[object, ir.Value] = {}
     for op in (op.operation for op in block.operations):
@@ -145,7 +145,7 @@ class _Reader:
         self.products.append(self._product(op, count, within))
       elif op.name == 'stablehlo.custom_call':
         self.products += self._custom_call(op, count, within)
-      elif op.name in STARTED:  # XLA runs one collective for all uses of the same array with the same split.
+      elif op.name in STARTED:  # If several uses split an array in the same way, XLA runs one collective.
         key = (op.name, op.operands[0], split_of(op.results[0], self._sizes.mesh))
         if key in communicated:
           memory.same(op.results[0], communicated[key])
@@ -158,7 +158,7 @@ class _Reader:
     return memory.most_live()
 
   def _read_inside(self, op: ir.Operation, count: int, within: str) -> int:
-    """Adds the work of an operation's regions; if they are branches, the work of all of them."""
+    """Adds the work of an operation's regions; for a conditional, of all branches."""
     name = f'{within}/{operation_name(op)}'
     if op.name == 'stablehlo.while':
       outside, body = self._loop, op.regions[1].blocks[0]
@@ -188,7 +188,7 @@ class _Reader:
     return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, _dtype(left), loop=self._loop)
 
   def _custom_call(self, op: ir.Operation, count: int, within: str) -> list[LocalOperation]:
-    """Returns the work of a custom call: fused attention, or what its layer counts."""
+    """Returns the work of a custom call: fused attention, or the FLOPs that its layer gives."""
     target, name = ir.StringAttr(op.attributes['call_target_name']).value, f'{within}/{operation_name(op)}'
     if target == SPLIT_BY_RULE:
       return self._attention(op, count, within)
@@ -197,7 +197,7 @@ class _Reader:
     return [LocalOperation(name, count, moved, flops, _dtype(op.operands[0]), loop=self._loop)] if flops else []
 
   def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalOperation]:
-    """Returns the fused attention in a custom call with a rule of its own, which may split its batch and heads."""
+    """Returns the fused attention in a custom call whose own sharding rule may split batch and heads."""
     (called,) = ir.ArrayAttr(op.attributes['called_computations'])
     inside = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
     query = op.operands[0]
@@ -214,7 +214,7 @@ class _Reader:
     return found
 
   def _collective(self, op: ir.Operation, count: int, within: str) -> list[LocalCollective]:
-    """Returns a list with the collective; an empty list if nothing moves."""
+    """Returns the collective in a list, which is empty if nothing moves."""
     operand, result = op.operands[0], op.results[0]
     users = [use.owner.operation for use in result.uses]
     kind = op.name.partition('.')[2].replace('_', '-')
@@ -230,7 +230,7 @@ class _Reader:
       groups = tuple(map(tuple, np.array(ir.DenseIntElementsAttr(op.attributes[name])).tolist()))
     if is_joined(op) or (not axes and not groups):
       return []
-    # An operation in a function that JAX traced separately, such as a lookup, has only the name of that function.
+    # In a function that JAX traced separately, such as a lookup, an operation has only the name of the function.
     name = f'{within}/{next((name for name in map(operation_name, (op, *users)) if "/" in name), operation_name(op))}'
     return [
       LocalCollective(name, count, kind, axes, groups, sent, received, _dtype(result), self._loop, op in self._beside)
@@ -255,7 +255,7 @@ class _Reader:
 
 
 def _dtype(value: ir.Value) -> str:
-  """Returns the dtype of a value in the spelling of HLO."""
+  """Returns the HLO name of the dtype of a value."""
   text = str(value.type.element_type).lower()
   return {'i8': 's8', 'i16': 's16', 'i32': 's32', 'ui8': 'u8', 'i1': 'pred'}.get(text, text)
 

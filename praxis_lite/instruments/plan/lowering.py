@@ -1,4 +1,4 @@
-"""Lowers a step for chips that this machine does not have: for a mesh with a platform, without devices or compiler.
+"""Lowers a step for a platform that this machine does not have, without devices or a compiler.
 
 JAX lowers `custom_partitioning`, which the fused attention of GPUs uses, only for real devices. This module lowers it
 to a custom call with its sharding rule, so that Shardy propagates shardings as it does for devices.
@@ -26,11 +26,11 @@ _PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 def lower_without_devices(traced: jax.stages.Traced, kind: str) -> jax.stages.Lowered:
   """Lowers a program that was traced on an abstract mesh, for chips of a kind: 'cpu', 'gpu' or 'tpu'.
 
-  Each `custom_partitioning` becomes a custom call named `SPLIT_BY_RULE`, whose called function computes it on one
+  Each `custom_partitioning` becomes a custom call named `SPLIT_BY_RULE`, which calls its function for one
   device.
 
   Raises:
-    UnknownJax: this release of JAX lowers programs in another way.
+    UnknownJax: this release of JAX lowers programs in a way that this module does not know.
   """
   return lower_with(traced, _PLATFORMS[kind], {'custom_partitioning': _lower_with_rule, 'scan': _lower_as_loop})
 
@@ -48,7 +48,7 @@ def _lower_as_loop(context: Any, *values: ir.Value, unroll: int, **params: Any) 
 def _lower_with_rule(
   context: Any, *values: ir.Value, call: Any, sharding_rule: Any, static_args: Any, **others: Any
 ) -> Sequence[ir.Value]:
-  """Lowers `custom_partitioning` to a custom call of the function that JAX lowers it to on one device."""
+  """Lowers `custom_partitioning` to a custom call of the function that JAX uses for one device."""
   outputs = lower_call(context, call, *values)
   made: Any
   (made,) = {output.owner for output in outputs}
