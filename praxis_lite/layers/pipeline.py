@@ -14,9 +14,9 @@ device in each tick (Xu et al., 2021, GSPMD, section 3.3).
 With R = `circular_repeat` > 1, stage s has the R groups of layers s, S + s, 2 S + s, ...; see `pipeline_schedule.py`.
 
 A bubble is a stage without a microbatch in a tick, or a layer that its stage lacks. It computes on `BUBBLE`, and its
-results reach no output, gradient, variable or cache. This is done by selecting the inputs of a bubble, and in the
-backward pass the gradients of everything that it read: weights, side inputs, and weights of layers outside of the
-pipeline. So a NaN cannot survive as 0 * NaN.
+results reach no output, gradient, variable or cache. A select replaces the inputs of a bubble and, in the backward
+pass, the gradients of everything that the bubble read: weights, side inputs, and weights of layers outside of the
+pipeline. A multiplication by 0 would let NaNs pass.
 
 Weights are stored like those of `Repeat`, so a checkpoint depends neither on stages nor on microbatches. Inside a step
 they are used as [S, R, layers in a group, ...]; layers that the last stages lack are computed and dropped.
@@ -322,7 +322,7 @@ class Pipelined(Repeat):
     run = map_over_rows(functools.partial(self._run_ticks, call), axes)
     # Each stage has its own copy, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
-    # If nothing is reported, it is not computed which microbatches are only padding, because that takes an all-reduce.
+    # Finding the microbatches that contain only padding takes an all-reduce, so it is done only if layers report.
     of_updates = held if others else None
     queue, others, caches, places, reported = run(key, of_updates, weights, others, caches, shared, queue, side_rows)
     if held is not None:

@@ -95,7 +95,7 @@ def mask_gradients(real: jax.Array, tree: _TreeT) -> _TreeT:
 
 @jax.custom_vjp
 def _mark_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns x, in a `vmap` over stages as an array of this stage's own; `stage` is its number."""
+  """In a `vmap` over stages, makes x an array of its own for each stage; `stage` is the number of the stage."""
   return jnp.where(stage >= 0, x, x)
 
 

@@ -1,4 +1,4 @@
-"""The reports of the layers of a pipeline, and how they are combined over microbatches, and over devices with own rows.
+"""The reports of a pipeline's layers, and how they are combined over microbatches, and over devices that split rows.
 
 M microbatches, S stages, c layers in a group.
 """

@@ -64,7 +64,7 @@ def kinds_of_stack(stack: Config) -> tuple[Config, ...]:
 def check_pattern(
   layers_tpl: Config | tuple[Config, ...], num_layers: int, where: str, first_tpl: tuple[Config, ...] = ()
 ) -> None:
-  """Raises ConfigError, naming the layer `where`, for no layer beside the first ones, or an empty pattern."""
+  """Raises ConfigError, naming the layer `where`, if the pattern is empty or all layers are first ones."""
   if num_layers < 1 + len(first_tpl):
     with_first = f', since first_tpl has {len(first_tpl)}' if first_tpl else ''
     raise ConfigError(f'{where}.num_layers: expected at least {1 + len(first_tpl)}{with_first}, got {num_layers}')

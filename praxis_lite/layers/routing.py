@@ -116,8 +116,8 @@ class Router(Layer):
     weight_scale: factor of the weights.
     jitter: in training, router inputs are multiplied by numbers in [1 - jitter, 1 + jitter] (Fedus et al., 2022).
     z_loss_weight, load_balance_loss_weight: weights of the auxiliary losses; 0 disables a loss.
-    load_balance_scope: 'batch'; or 'row', the mean of the losses of all rows (DeepSeek-AI, 2024), which for a row does
-      not depend on other rows of the batch.
+    load_balance_scope: 'batch': one loss for the tokens of all rows. 'row': the mean of one loss per row (DeepSeek-AI,
+      2024), so that a row's loss does not depend on the other rows.
     bias_update_rate: change of the biases of the choice in a step. These biases keep experts equally loaded without an
       auxiliary loss; 0 disables them.
     weight_split_dims_mapping: `wt`, [D, E].

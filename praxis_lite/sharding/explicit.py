@@ -209,11 +209,11 @@ def _is_sharded(x: object) -> bool:
 
 @also_named(axis_name='axis', min_weight_size='min_size')
 def shard_params(params: T, axis: str | Sequence[str], min_size: int = 2**18) -> T:
-  """Inside `shard_map`: returns a tree in which each parameter above a size is only this device's part.
+  """Inside `shard_map`: returns a tree with only this device's part of each parameter of more than `min_size` elements.
 
-  Each is split along its largest dimension that the number of devices divides, the last one if several are equally
-  large. If there is none, it is split along its largest dimension, which is padded. A parameter that is already split
-  over another axis is split along a free dimension.
+  A parameter is split along its largest dimension that the number of devices divides, the last one if several are
+  equally large. If there is none, it is split along its largest dimension, which is padded. A parameter that is already
+  split over another axis is split along a free dimension.
 
   Args:
     params: tree of whole arrays, the same on all devices along the axis, or of `ShardedParam`s.

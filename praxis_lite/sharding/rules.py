@@ -128,7 +128,8 @@ def resolve(
 ) -> Placement:
   """Like `to_partition_spec`, but with reasons, and for mappings that may name logical axes as well as mesh axes.
 
-  Mesh axes that the mapping names itself are taken before any rule is tried. A name that is both is a logical name.
+  Mesh axes in the mapping are taken before any rule is tried. If a name is a mesh axis and also has a rule, it is a
+  logical name.
 
   Args: those of `to_partition_spec`, and
     rules: the logical axis rules.

@@ -87,7 +87,7 @@ def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
 
 
 def decode(encoded: Json, trusted: Collection[str] = ()) -> object:
-  """Returns the value of what `encode_readable`, or `json.loads` of `to_json`, returned; raises like `from_json`."""
+  """Returns the value of parsed JSON from `to_json`, or of a result of `encode_readable`; raises like `from_json`."""
   try:
     return _Reader(trusted).read(encoded, '')
   except RecursionError:

@@ -226,7 +226,7 @@ def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path
 
 
 def _entry_hint(hint: object, argument: int, index: int = 0) -> object:
-  """Returns the annotation of the entries of a container whose annotation is `hint`, or Any if that does not say."""
+  """Returns the annotation of the entries of a container whose annotation is `hint`; Any if `hint` has none."""
   for member in members_of(hint):
     origin, arguments = typing.get_origin(member), typing.get_args(member)
     if origin is tuple and argument == 0 and Ellipsis not in arguments:

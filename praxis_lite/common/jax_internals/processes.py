@@ -12,7 +12,7 @@ _SERVICE_METHODS = ('key_value_set', 'key_value_dir_get', 'key_value_try_get', '
 
 
 class Client(Protocol):
-  """The used part of JAX's service: a key-value store of texts, and barriers, shared by all processes of a run."""
+  """The methods of JAX's service used here: a key-value store of texts, and barriers, for all processes of a run."""
 
   def key_value_set(self, key: str, value: str, allow_overwrite: bool = ...) -> None: ...
   def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...

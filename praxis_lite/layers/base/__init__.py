@@ -276,7 +276,7 @@ class Layer(InCall, Facts, Configurable):
     for _, child in self.children():
       yield from child.descendants()
 
-  if TYPE_CHECKING:  # So that a child of any class can be called, while an attribute that does not exist is an error.
+  if TYPE_CHECKING:  # Type checkers accept calls of a child of any class, and reject attributes that do not exist.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -286,7 +286,7 @@ class Layer(InCall, Facts, Configurable):
       if name.startswith('_'):
         raise AttributeError(name)
       if isinstance(inspect.getattr_static(type(self), name, None), property | functools.cached_property):
-        object.__getattribute__(self, name)  # A property that lacks another attribute raises its own error here.
+        object.__getattribute__(self, name)  # Evaluates a failed property again, to raise its own error.
       where = f'{self.path_name} ({type(self).__name__})'
       if name in self._weights:
         raise UnknownFieldError(f'{where}: {name!r} is a variable; read it in a call as self.theta.{name}')

@@ -2,7 +2,7 @@
 
 exchanges     communication that the layer programs itself, and the field that asks for it
 token_flops   FLOPs that its formula has for one token
-loop_trips    iterations of a loop that ends when its data say so
+loop_trips    iterations of a loop whose end depends on data
 call_flops    FLOPs of a custom call
 knobs         hyperparameters that a search may change
 problems      settings that waste memory, time or communication

@@ -47,7 +47,7 @@ class InCall:
     return Theta(self)
 
   def absorb(self, side: SideOutputs) -> None:
-    """In a call: takes over the side outputs of a `self.apply(...)` that an enclosing layer has run in a transform."""
+    """In a call: takes over the side outputs that a `self.apply(...)` inside a transform has returned."""
     self._frame().absorb(self._path, side)
 
   @property

@@ -254,8 +254,8 @@ _RECENT: collections.deque[GroupedOptimizer] = collections.deque(maxlen=8)
 def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> GroupedOptimizer:
   """Returns a `GroupedOptimizer` for these arguments, possibly one that was made from equal arguments before.
 
-  It caches what it finds out about its optimizer, which does not depend on how a mesh splits the variables. So
-  a search over meshes, or a comparison of a mesh with one device, traces them only once.
+  A `GroupedOptimizer` caches what it finds out about its optimizer, which does not depend on how a mesh splits the
+  variables. So a search over meshes, or a comparison of a mesh with one device, traces the optimizer only once.
   """
   declared = jax.tree.map(_strip_split, weights)
   for known in _RECENT:
