@@ -1,10 +1,10 @@
-"""What occupies the memory of each device during a step: the state, which is exact, and what the compiler adds.
+"""Tells what fills the memory of each device during a step: the state, which is exact, and what the compiler adds.
 
     peak = arguments + outputs + temporaries - outputs in the memory of donated arguments
 
-as XLA's `memory_analysis` reports. The content of the temporaries is estimated from the schedule: the results that are
-live when they take most memory. Buffers that a loop fills layer by layer are saved activations in the forward pass and
-gradients in the backward pass.
+XLA's `memory_analysis` reports these sizes. What the temporaries contain is an estimate from the schedule: the results
+that are live when live results take most memory. Buffers that a loop fills layer by layer are saved activations in the
+forward pass and gradients in the backward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-  """Equal buffers: how many of one shape, such as 'bf16[4, 512, 128]', an operation makes, and their total bytes."""
+  """Buffers of one shape, such as 'bf16[4, 512, 128]', that one operation makes: their number and total bytes."""
 
   operation: str
   shape: str
@@ -46,8 +46,8 @@ class Live:
     kind: 'saved activations', 'gradients' or 'temporaries'.
     layer, phase: see `Operation`.
     bytes: total bytes on each device.
-    largest: shape of the largest, such as 'bf16[4, 512, 128]'.
-    buffers: the buffers, the largest first.
+    largest: shape of the largest buffer, such as 'bf16[4, 512, 128]'.
+    buffers: the buffers, largest first.
   """
 
   kind: str
@@ -60,12 +60,12 @@ class Live:
 
 @dataclasses.dataclass(frozen=True)
 class StateArray:
-  """An argument array of a step.
+  """An array among the arguments of a step.
 
   Attributes:
     kind: 'parameters', 'optimizer slots', 'moving averages' or 'inputs'.
     layer: path of its layer; for a slot, path of the layer of its variable.
-    name: name in its layer; for a slot, the name of its variable and its own name.
+    name: name in its layer; for a slot, the name of its variable, then that of the slot.
     shape, bytes: shape and bytes of the part on each device.
   """
 
@@ -78,7 +78,7 @@ class StateArray:
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-  """Bytes of a step's arguments on each device, exact and with padding, and each argument array."""
+  """The arrays among a step's arguments, and their bytes on each device: exact, with padding."""
 
   parameters: int
   slots: int
@@ -99,9 +99,9 @@ class Memory:
     capacity: memory of a device.
     state: memory of the arguments.
     arguments, outputs, aliased, temporaries, code: reported by the compiler; aliased outputs reuse donated arguments.
-    live: the temporaries at their peak, the largest first; an estimate.
-    over_time: for each instruction, the bytes of its computation's temporaries that are live when it runs. The
-      temporaries of a loop's body come on top of those of the computation that contains the loop. An estimate.
+    live: an estimate of the temporaries at their peak, largest first.
+    over_time: an estimate, for each instruction, of the live temporaries of its computation when it runs, in bytes. In
+      the body of a loop, the live temporaries of the computation around the loop come on top.
   """
 
   capacity: int
@@ -124,13 +124,13 @@ class Memory:
     return self.capacity - self.peak
 
   def bytes_by_kind(self) -> dict[str, int]:
-    """Bytes of the peak by kind; 'other' is what the schedule does not explain, and may be negative."""
+    """Bytes at the peak by kind. 'other' is what the schedule does not explain; it may be negative."""
     state = self.state
     parts = {
       'parameters': state.parameters,
       'optimizer slots': state.slots,
       'moving averages': state.averages,
-      'inputs': self.arguments - state.total + state.inputs,  # Without inputs that the step does not use.
+      'inputs': self.arguments - state.total + state.inputs,  # The compiler drops inputs that the step does not use.
       'saved activations': 0,
       'gradients': 0,
       'temporaries': 0,
@@ -145,7 +145,7 @@ _KINDS = ('parameters', 'optimizer slots', 'moving averages', 'inputs')
 
 
 def state_bytes(task: PartitionedTask) -> StateBytes:
-  """Returns the bytes of a train step's arguments on each device; arrays in the host's memory do not count."""
+  """Returns the bytes of a train step's arguments on each device, without arrays in host memory."""
   arrays = tuple(_state_arrays(task))
   parameters, slots, averages, inputs = (sum(a.bytes for a in arrays if a.kind == kind) for kind in _KINDS)
   return StateBytes(parameters, slots, averages, inputs, arrays)
@@ -167,7 +167,7 @@ def _state_arrays(task: PartitionedTask) -> Iterator[StateArray]:
 
 
 def bytes_on_each(tree: Any) -> int:
-  """Returns the bytes on each device of a tree of shapes with shardings, without arrays in the host's memory."""
+  """Returns the bytes on each device of a tree of shapes with shardings, without arrays in host memory."""
   total = 0
   for struct in jax.tree.leaves(tree):
     if not is_on_host(struct.sharding):
@@ -188,15 +188,15 @@ def _hlo_name(dtype: Any) -> str:
 
 @dataclasses.dataclass
 class _Buffer:
-  """Memory of the result of an instruction, described by that instruction or by the operation that fills it."""
+  """The memory of an instruction's result, labeled with that instruction or with the operation that fills it."""
 
   array: HloArray
   defined: int
   op_name: str
   kind: str = 'temporaries'
   last_use: int = -1
-  given: bool = False  # Not a temporary: the caller's, or an argument, a result or a constant of the program.
-  operands: tuple[_Buffer, ...] = ()  # A fusion's operands of equal size; it may overwrite one that it uses last.
+  given: bool = False  # Not a temporary: an argument, a result or a constant.
+  operands: tuple[_Buffer, ...] = ()  # Operands of equal size, one of which a fusion may overwrite.
 
   @property
   def shape(self) -> str:
@@ -204,16 +204,13 @@ class _Buffer:
 
 
 _Held = _Buffer | tuple['_Held', ...]
-# The content of buffers that a loop over layers fills, by the phase of the loop. A loop that recomputes keeps nothing.
+# What buffers that a loop over layers fills contain, by the phase of the loop. A recomputing loop keeps nothing.
 _FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
 
 def live_memory(program: CompiledProgram, names: LayerNames) -> tuple[tuple[Live, ...], dict[str, int]]:
-  """Returns what is live when the temporaries of a scheduled program take most memory, and the live bytes over time.
-
-  The largest come first. See `Memory.live` and `Memory.over_time`.
-  """
+  """Returns `Memory.live` and `Memory.over_time` of a scheduled program."""
   liveness = _Liveness(program)
   groups: dict[tuple[str, str, str], list[_Buffer]] = collections.defaultdict(list)
   for buffer in liveness.peak(program.entry)[1]:
@@ -250,10 +247,10 @@ class _Liveness:
   def __init__(self, program: CompiledProgram):
     self._program = program
     self._peaks: dict[str, tuple[int, list[_Buffer]]] = {}
-    self.live: dict[str, list[int]] = {}  # For each computation, the live bytes when each of its instructions runs.
+    self.live: dict[str, list[int]] = {}  # By computation, the live bytes at each instruction.
 
   def peak(self, computation: Computation) -> tuple[int, list[_Buffer]]:
-    """Returns the peak bytes of a computation without its arguments, and the buffers that are live at the peak."""
+    """Returns the peak bytes of a computation, without its arguments, and the buffers that are live then."""
     if computation.name not in self._peaks:
       self._peaks[computation.name] = self._find_peak(computation)
     return self._peaks[computation.name]
@@ -315,7 +312,7 @@ class _Liveness:
       return buffer
 
     if opcode.endswith('-start') and not isinstance(instruction.shape, HloArray) and len(used) == 1:
-      return (used[0], *map(new, instruction.shape[1:]))  # The result contains the operand, too.
+      return (used[0], *map(new, instruction.shape[1:]))  # The result contains the operand as well.
     return new(instruction.shape)
 
   def _tell_loop(self, loop: Instruction, carried: _Held) -> None:
@@ -330,7 +327,7 @@ class _Liveness:
 
 
 def _phase_of(loop: Instruction, body: Computation) -> str:
-  """Returns the phase of a loop; if XLA dropped its name, the phase of its body, in which 'backward' comes first."""
+  """Returns the phase of a loop. If XLA dropped its name, takes a phase found in its body, 'backward' first."""
   if loop.op_name:
     return LayerNames.phase(loop.op_name)
   phases = {LayerNames.phase(instruction.op_name) for instruction in body.instructions}
@@ -338,7 +335,7 @@ def _phase_of(loop: Instruction, body: Computation) -> str:
 
 
 def _updated_in_place(instruction: Instruction, program: CompiledProgram) -> int | None:
-  """Returns the number of the operand whose memory holds the result; None if the result is in new memory."""
+  """Returns the index of the operand whose memory the result reuses; None if the result is in new memory."""
   if instruction.opcode == 'dynamic-update-slice':
     return 0
   called = program.called_computations(instruction) if instruction.opcode == 'fusion' else []

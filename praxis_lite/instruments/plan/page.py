@@ -1,4 +1,4 @@
-"""A plan as one HTML page, without a server: memory, the timeline of a step, the roofline, and collectives."""
+"""A plan as one self-contained HTML page: memory, the timeline of a step, the roofline, and collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 def write_plan_page(path: str, plan: Plan, title: str) -> pathlib.Path:
   """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
-  It makes missing directories above the file. `title` says what was planned.
+  Creates missing parent directories. `title` says what was planned.
   """
   return write_file(path, render_plan_page(plan, title))
 
@@ -29,7 +29,7 @@ def render_plan_page(plan: Plan, title: str) -> str:
 
 
 def page_data(plan: Plan, title: str) -> dict[str, object]:
-  """Returns the data of the page, ready for JSON. Times are in seconds; other figures are for each device."""
+  """Returns the data of the page, ready for JSON. Times are in seconds; figures are for one device."""
   memory, cost, target = plan.memory, plan.cost, plan.topology.target
   return {
     'title': title,
@@ -106,13 +106,13 @@ def _operation(op: Operation, plan: Plan) -> list[object]:
 
 
 def _places(operations: Iterable[Operation], collectives: Iterable[Communication]) -> dict[str, int]:
-  """Returns the index of each operation in its list; collectives count down from -1."""
+  """Returns an index by name: 0, 1, ... for operations, and -1, -2, ... for collectives."""
   places = {c.name: -1 - i for i, c in enumerate(collectives)}
   return places | {op.name: i for i, op in enumerate(operations)}
 
 
 def _schedule(spans: Sequence[Span], places: Mapping[str, int], live: Mapping[str, int]) -> list[list[object]]:
-  """Returns spans as [operation or collective, start, end, live bytes]; loops as [..., iterations, inner spans]."""
+  """Returns a row for each span: [index or name, start, end, live bytes], and for a loop [..., iterations, rows]."""
   found: list[list[object]] = []
   for span in spans:
     row: list[object] = [places.get(span.name, span.name), span.start, span.end, live.get(span.name, 0)]

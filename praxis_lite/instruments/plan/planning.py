@@ -4,8 +4,8 @@
     found.fits, found.memory.peak, found.step_seconds, found.bottleneck
     print(format_plan(found))
 
-The compiler of the target compiles the step. It reports the memory; a cost model reads the program to predict the time.
-If the compiler is missing or refuses the step, formulas take its place; `Plan.mode` and `Plan.notes` say so.
+The compiler of the target compiles the step and reports its memory. A cost model reads the compiled program to predict
+the time. If the compiler is missing or refuses the step, formulas replace it, and `Plan.mode` and `Plan.notes` say so.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _DEFAULT_GPU_FRACTION = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-  """The work of a step that the model requires, on all devices together, without other work of the program.
+  """The work that the model requires in a step, on all devices together. Other work of the program is left out.
 
   Attributes:
-    parameters, active_parameters: all parameters, and those that one token uses.
+    parameters, active_parameters: numbers of all parameters, and of those that one token uses.
     tokens: tokens of a step; None if the batch has no `ids` of shape [B, T].
     flops: 6 N + 12 L d S for each token, with N weights in matrix products, S keys, L layers and d = heads x dims.
       Without tokens, three times the FLOPs of the forward pass.
@@ -82,8 +82,8 @@ class Plan:
     is_refused: whether the compiler refused the step because it needs more memory than a device has.
     notes: what is uncertain, and why.
     failure: why the compiler did not compile the step; '' if it did, or was not asked to.
-    findings: surprises other than collectives, such as work that several devices repeat.
-    weights, activations: their splits, as in `explain`; for activations also the split that the compiler chose.
+    findings: surprises that are not collectives, such as work that several devices repeat.
+    weights, activations: the splits of arrays, as in `explain`; for activations also the compiler's split.
   """
 
   name: str
@@ -121,12 +121,12 @@ class Plan:
 
   @property
   def mfu(self) -> float:
-    """The used share of the bfloat16 peak, by `ModelWork.flops`."""
+    """Model FLOPs utilization: the used share of the bfloat16 peak, by `ModelWork.flops`."""
     return self._share_of_peak(self.work.flops)
 
   @property
   def causal_mfu(self) -> float:
-    """The used share of the bfloat16 peak, by `ModelWork.causal_flops`."""
+    """Model FLOPs utilization by `ModelWork.causal_flops`."""
     return self._share_of_peak(self.work.causal_flops)
 
   def _share_of_peak(self, flops: float) -> float:
@@ -134,7 +134,7 @@ class Plan:
 
   @property
   def bottleneck(self) -> str:
-    """What takes most of a step, and in which layer, in words."""
+    """What takes most of the time of a step, and in which layer, as text."""
     return _bottleneck(self.cost, self.topology)
 
 
@@ -154,7 +154,7 @@ def plan(
     task: a task or its config, an experiment class, or the result of `configure` for one.
     inputs: shapes and dtypes of a global batch; None takes those of the experiment's data.
     topology: the chips, such as 'v5p:4x4x4'; see `instruments/plan/topology.py`.
-    compile: False uses only formulas, which takes a second.
+    compile: False uses only formulas, which takes about a second.
     cache: a directory for compiled programs.
     elsewhere: makes another process compile the step into the cache; see `child.py`. None compiles in this process.
     report: called with the name of each stage as it begins: 'tracing', 'compiling'.
@@ -229,7 +229,7 @@ class _Planner:
     """Returns the plan of the lowered step.
 
     Args:
-      failure, notes: why the step was not compiled, as in `Plan`.
+      failure, notes: as in `Plan`; why the step was not compiled, and what is uncertain.
       refused: the error of the compiler, which may say how much memory the step needs; None if it did not run.
     """
     topology = self._topology
@@ -288,7 +288,7 @@ def doubts(cost: Cost) -> list[str]:
 
 
 def model_work(partitioned: PartitionedTask) -> ModelWork:
-  """Returns the work that a step of a task does for its model."""
+  """Returns the work that the model of a task requires in a step."""
   jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
   parameters, active = partitioned.total_num_params, partitioned.active_num_params
   if ids is None or len(ids.shape) != 2:
@@ -309,7 +309,7 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
 
 
 def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHParams]) -> int:
-  """Returns how often the layer at `path` is repeated: as often as the nearest weights, of its own or around it."""
+  """Returns how often the layer at `path` is repeated, from the stacking of the nearest weights at or above it."""
   for length in range(len(path), 0, -1):
     near = next((w for p, w in weights.items() if p[:length] == path[:length]), None)
     if near is not None:

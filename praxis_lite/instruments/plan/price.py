@@ -7,7 +7,7 @@ import dataclasses
 from praxis_lite.common.figures import duration, short_number
 from praxis_lite.instruments.plan.planning import Plan
 
-# The number of tokens for each parameter that gives the best model for a training cost (Hoffmann et al., 2022).
+# Tokens per parameter that give the best model at a given training cost (Hoffmann et al., 2022).
 CHINCHILLA = 20
 
 
@@ -18,8 +18,8 @@ class Price:
   Attributes:
     tokens: number of tokens.
     steps: number of steps with the planned batch.
-    seconds: time of all steps, without evaluation, checkpoints and failures.
-    chip_hours: chip-hours of all chips together.
+    seconds: time of all steps. Evaluation, checkpoints and failures are not included.
+    chip_hours: total over all chips.
     money: cost at the given price of a chip-hour; None if no price was given.
   """
 
@@ -36,7 +36,7 @@ def chinchilla_tokens(plan: Plan) -> float:
 
 
 def price_of(plan: Plan, tokens: float | None = None, per_chip_hour: float | None = None) -> Price | None:
-  """Returns the cost of training on `tokens`, by default `chinchilla_tokens`; None if a batch has no tokens."""
+  """Returns the cost of training on `tokens`, by default `chinchilla_tokens`; None if the plan has no tokens."""
   if plan.work.tokens is None:
     return None
   tokens = chinchilla_tokens(plan) if tokens is None else tokens
@@ -47,7 +47,7 @@ def price_of(plan: Plan, tokens: float | None = None, per_chip_hour: float | Non
 
 
 def format_price(plan: Plan, tokens: float | None = None, per_chip_hour: float | None = None) -> str:
-  """Returns the cost as one or two lines; '' if a batch has no tokens."""
+  """Returns the cost as one or two lines; '' if the plan has no tokens."""
   price = price_of(plan, tokens, per_chip_hour)
   if price is None:
     return ''

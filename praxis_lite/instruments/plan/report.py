@@ -20,7 +20,7 @@ def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
 
   Args:
     plan: the plan.
-    every_cause: lists the cause of each collective, instead of one for each kind; see `format_why`.
+    every_cause: lists each collective with its cause, instead of a line for each kind; see `format_why`.
   """
   topology, work = plan.topology, plan.work
   active = '' if work.active_parameters == work.parameters else f' ({work.active_parameters:,} active for each token)'
@@ -66,7 +66,7 @@ def mode_text(plan: Plan) -> str:
 
 def _fits(plan: Plan) -> str:
   memory = plan.memory
-  if plan.is_refused and memory.room >= 0:  # The compiler did not say how much memory the step needs.
+  if plan.is_refused and memory.room >= 0:  # The compiler did not say how much it needs.
     return f'the compiler needs more than {format_bytes(memory.capacity)} on each device; see the note'
   of = f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device'
   return f'{of}, {format_bytes(abs(memory.room))} {"left" if plan.fits else "too much"}'
@@ -132,7 +132,7 @@ def _time_table(plan: Plan) -> str:
 
 
 def _bar(below: float, size: float, whole: float, letter: str = '#', width: int = _BAR) -> str:
-  """Returns a bar from `below` to `below + size` of `whole`; at least one letter if size > 0."""
+  """Returns a bar that marks `below` to `below + size` of `whole`, by at least one letter if size > 0."""
   start, end = (round(width * value / whole) for value in (below, below + size))
   return ' ' * min(start, width - 1) + letter * max(end - start, size > 0)
 
@@ -163,7 +163,7 @@ def _collectives_table(plan: Plan) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int | None = None) -> str:
-  """Returns rows of cells as a table, the first row as its head; columns in `right` are aligned to the right.
+  """Returns rows of cells as a table; the first row is the head, and columns in `right` are aligned to the right.
 
   If a line would be too long for a terminal, the cells of column `cut` are shortened at their beginning.
   """

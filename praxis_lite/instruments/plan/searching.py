@@ -1,12 +1,12 @@
 """search: finds the best mesh, rematerialisation and microbatches for an experiment on some chips.
 
-    estimates       start at the experiment's own setting and always continue with the neighbours of the best one so
-                    far; each reads a lowered program and takes a second or two
+    estimates       start at the experiment's own setting, then take the neighbours of the best setting so far, and so
+                    on; an estimate reads a lowered program and takes a second or two
     verification    compiles the experiment's own setting first. The difference between its compiled program and its
-                    estimate corrects the other estimates. Then the best settings are compiled, one after the other
+                    estimate corrects the other estimates. Then it compiles the best settings, one after the other
 
 A setting is better if a token takes less time; a setting that does not fit is worse than all that fit. The search keeps
-the experiment's batch size unless other sizes are given, because they change what the experiment learns.
+the experiment's batch size unless the caller gives others, because the batch size changes what the experiment learns.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from praxis_lite.instruments.plan.topology import Topology, parse_topology
 # A function that returns `plan`'s argument `elsewhere` for some overrides.
 Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
-# The search ends when all neighbours of this many of the best settings were estimated.
+# The search ends when the best settings, this many, have estimates of all their neighbours.
 _MOST_PROMISING = 5
-# The share of the time for estimates, and the number of estimates that are made even if they take longer.
+# The share of the time limit for estimates, and the number of estimates to make even if they take longer.
 _FOR_ESTIMATES = 0.4
 _LEAST_ESTIMATES = 8
 
@@ -43,12 +43,12 @@ class Ranked:
   """A setting and its cost.
 
   Attributes:
-    overrides: the overrides that apply it; empty for the experiment's own setting, unless its mesh had to be fitted.
-    estimate: its plan, from its lowered program.
-    verified: its plan, from its compiled program; None if it was not compiled.
+    overrides: overrides that apply the setting; empty for the experiment's own, unless its mesh had to be fitted.
+    estimate: plan from the lowered program.
+    verified: plan from the compiled program; None if it was not compiled.
     seconds, peak: seconds of a step and peak bytes on each device, compiled or from the corrected estimate.
-    is_own: whether it is the experiment's own setting, with a fitted mesh.
-    failure: why the compiler failed, other than for lack of memory; '' if it did not fail or did not run.
+    is_own: whether this is the experiment's own setting, with a fitted mesh.
+    failure: why compiling failed, other than for lack of memory; '' if it did not fail or was not tried.
   """
 
   overrides: tuple[str, ...]
@@ -69,12 +69,12 @@ class Ranked:
 
   @property
   def seconds_for_work(self) -> float:
-    """Seconds of a step for each FLOP of the model, which compares batches of different sizes."""
+    """Seconds per FLOP of the model, which makes batches of different sizes comparable."""
     return self.seconds / self.estimate.work.flops
 
   @property
   def order(self) -> tuple[bool, bool, float]:
-    """The sort key: settings that fit come first, then verified ones, then those that take less time."""
+    """The sort key: settings that fit come first; among them, compiled ones; among these, faster ones."""
     return (not self.fits, self.verified is None, self.seconds_for_work if self.fits else self.peak)
 
 
@@ -115,7 +115,7 @@ def search(
 
 @dataclasses.dataclass(eq=False)
 class _Search:
-  """A search; see `search` for its arguments. `fitted` are the overrides that fitted the mesh to the topology."""
+  """The state of a search; see `search` for arguments. `fitted`: overrides that fitted the mesh to the topology."""
 
   config: Configured
   fitted: Sequence[str]
@@ -152,7 +152,7 @@ class _Search:
     return [ranked for _, ranked in self._rank()]
 
   def _explore(self, most: int, end: float) -> None:
-    """Estimates the neighbours of the most promising settings until all of them are estimated or a limit is reached."""
+    """Estimates neighbours of the most promising settings until none is left or a limit is reached."""
     expanded: set[Setting] = set()
 
     def may_go_on() -> bool:
@@ -170,7 +170,7 @@ class _Search:
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
-    """Returns an estimate of a setting. If the setting is invalid, returns None, or raises the error if `must`."""
+    """Returns an estimate of a setting. For an invalid setting, returns None; with `must`, raises the error."""
     self.report(f'estimating, {len(self._estimates) + 1} settings')
     try:
       config = self.config.change(overrides_of(self._knobs, setting))
@@ -204,7 +204,7 @@ class _Search:
     return time.monotonic() - start
 
   def _rank(self, by_estimate: bool = False) -> list[tuple[Setting, Ranked]]:
-    """Returns all settings, the best first; `by_estimate` does not put compiled settings before the others."""
+    """Returns all settings in `Ranked.order`. `by_estimate` gives compiled settings no precedence."""
     found = []
     for setting, estimate in self._estimates.items():
       if estimate is None:
@@ -226,9 +226,9 @@ class _Search:
 
 
 class Correction:
-  """Corrects estimates by factors between compiled programs and their estimates: operations, collectives, temporaries.
+  """Corrects estimates by the ratios of compiled programs to their estimates: operations, collectives, temporaries.
 
-  For a setting, it takes the factors from the compiled settings that differ from it in the fewest knobs.
+  The ratios for a setting come from the compiled settings that differ from it in the fewest knobs.
   """
 
   def __init__(self) -> None:

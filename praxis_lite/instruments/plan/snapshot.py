@@ -1,10 +1,10 @@
-"""A plan as a text file to keep: splits of weights, memory and collectives; and a comparison with a later plan.
+"""Stores a plan as a text file (splits of weights, memory, collectives), and compares a later plan with it.
 
     keep(snapshot_of(found, 'lm_sizes.Llama8B'), path)
     regressions(read(path), snapshot_of(found, 'lm_sizes.Llama8B'))
 
-People read the file: each entry has one line, so that a diff shows each change. Two or more spaces separate columns.
-The file contains the limits of the comparison, which may be edited there.
+The file is for people to read: each entry has one line, so that a diff shows each change. Two or more spaces separate
+columns. The file also contains the limits of the comparison, which users may edit.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Group:
   """Collectives of one kind, over the same axes, in one layer and phase of a step.
 
   Attributes:
-    times: how many of them a step runs.
-    sent: bytes that each device sends in all of them together.
-    why, fields: the reason, and the fields that declare it.
+    times: number of collectives in a step.
+    sent: total bytes that each device sends.
+    why, fields: the reason for the collectives, and the fields that declare them.
   """
 
   times: int
@@ -74,10 +74,10 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-  """The part of a plan that is stored.
+  """The part of a plan that a file stores.
 
   Attributes:
-    experiment, overrides: name of the experiment, and the overrides that were set.
+    experiment, overrides: name of the experiment, and its overrides.
     topology, mesh, mode: see `Plan`; mode is 'declared' for a snapshot that was made without a trace.
     limits: how much worse a later plan may be.
     memory: bytes on each device by kind; 'peak' is the total.
@@ -128,7 +128,7 @@ def snapshot_of(
     sent, cause = round(c.count * c.sent_bytes), c.cause
     why, fields = (str(cause), ', '.join(cause.fields[:2])) if cause else ('unknown', '')
     old = groups.get(key, Group(0, 0, why, fields))
-    if cause is not None and not cause.expected:  # A surprise describes the whole group.
+    if cause is not None and not cause.expected:  # One surprise makes the whole group a surprise.
       old = dataclasses.replace(old, why=why, fields=fields)
     groups[key] = dataclasses.replace(old, times=old.times + c.count, sent=old.sent + sent)
   least = sum(group.sent for group in groups.values()) / 1e5
@@ -153,11 +153,11 @@ def _memory(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def declared_snapshot(task: Explained, kept: Snapshot) -> Snapshot:
-  """Returns a snapshot of only weights and the memory of the state, computed from shapes in milliseconds.
+  """Returns a snapshot with only the weights and the memory of the state. Uses shapes, and takes milliseconds.
 
   Args:
     task: a task or its config, an experiment class, or the result of `configure` for one.
-    kept: the snapshot that it will be compared with.
+    kept: the snapshot to compare the result with.
   """
   jax_task, _ = task_and_inputs(task)
   sizes = jax_task.mesh_sizes()
@@ -182,7 +182,7 @@ def weights_of(explained: Iterable[Explanation]) -> dict[str, Weight]:
 
 
 def keep(snapshot: Snapshot, path: Path) -> None:
-  """Writes a snapshot. If it replaces another one, it takes over the limits of that one."""
+  """Writes a snapshot. If it replaces an older one, it keeps the limits in the older file."""
   if path.exists():
     snapshot = dataclasses.replace(snapshot, limits=read(path).limits)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,13 +252,13 @@ def _limits(text: str) -> GrowthLimits:
 
 
 def regressions(kept: Snapshot, new: Snapshot, limits: GrowthLimits | None = None) -> list[str]:
-  """Returns one text for each thing that has become worse; an empty list if everything is within the limits.
+  """Returns a text for each regression; an empty list if everything is within the limits.
 
   If the modes of the snapshots differ, it compares only the splits of weights and the memory of the state.
 
   Args:
     kept, new: snapshots on the same topology and mesh.
-    limits: limits to use in place of those of `kept`.
+    limits: replace the limits of `kept`.
   """
   limits = limits or kept.limits
   found = [
@@ -266,7 +266,7 @@ def regressions(kept: Snapshot, new: Snapshot, limits: GrowthLimits | None = Non
     for name, before, now in (('topology', kept.topology, new.topology), ('mesh', kept.mesh, new.mesh))
     if before != now
   ]
-  if found:  # Other figures cannot be compared.
+  if found:  # With other chips or another mesh, no figures can be compared.
     return found
   found += _weights(kept.weights, new.weights)
   if kept.mode == new.mode:

@@ -1,6 +1,6 @@
-"""The accelerators that a step can be planned for: their published figures, and the shares that programs reach.
+"""The accelerators that plans know: their published figures, and the shares of these figures that programs reach.
 
-The shares are assumptions unless they were measured. `praxis-lite plan --calibrate` measures them on local devices; see
+The shares are assumptions unless `praxis-lite plan --calibrate` has measured them on local devices; see
 `calibration.py`.
 """
 
@@ -21,8 +21,8 @@ class Efficiency:
     attention: share of the peak in a fused kernel for attention.
     memory, links, network: shares of the bandwidth of memory, of fast links, and of links between hosts.
     seconds_per_operation: minimal time of an operation.
-    seconds_per_hop: minimal time of a message, between neighbours and between hosts.
-    calibrated: where the shares were measured, and which are still assumed; '' if all are assumed.
+    seconds_per_hop: minimal time of a message between neighbours, or between hosts.
+    calibrated: where the shares were measured, and which are still assumptions; '' if all are assumed.
   """
 
   compute: float
@@ -37,7 +37,7 @@ class Efficiency:
 
 # The best matrix products reach 86 % on A100, 80 % on H100 and H200, 78 % on B200 (Machine Learning Engineering Open
 # Book, "Maximum Achievable Matmul FLOPS"). We assume 0.9 of that for the products of a step, because their shapes are
-# not the best ones and they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s;
+# not optimal and they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s;
 # links of 8 H100 reach 370 of 450 GB/s (How to Scale Your Model, chapters 2 and 12). The other shares are assumptions.
 _TPU = Efficiency(0.9, 0.9, 0.85, 0.9, 0.8, 0.5e-6, 1e-6)
 _GPU = Efficiency(0.70, 0.5, 0.85, 0.8, 0.8, 3e-6, 4e-6)

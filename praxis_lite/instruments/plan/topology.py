@@ -1,7 +1,7 @@
-"""The chips that a step is planned for: `v5p:8x16x16`, `v5e:16x16:2`, `h100:512x8`, `a100:8`, `cpu:64`.
+"""The chips that a plan is for: `v5p:8x16x16`, `v5e:16x16:2`, `h100:512x8`, `a100:8`, `cpu:64`.
 
-TPU     sizes of the torus of a slice; a third part is the number of slices
-GPU     hosts x GPUs in a host (in a rack for gb200), or the number of GPUs
+TPU     sizes of the torus of a slice; an optional second number, after `:`, is the number of slices
+GPU     hosts x GPUs in a host (for gb200, racks x GPUs in a rack), or the number of GPUs
 cpu     the number of simulated devices
 """
 
@@ -108,7 +108,7 @@ def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _nearest_torus(target: Target, chips: int) -> tuple[int, ...]:
-  """Returns the sizes of a torus of about `chips` chips, as near to a cube as powers of two allow."""
+  """Returns the sizes of a torus of about `chips` chips, as close to a cube as powers of two allow."""
   sizes, left = [1] * target.torus, max(round(math.log2(chips)), 0)
   for i in range(left):
     sizes[-1 - i % target.torus] *= 2
@@ -144,7 +144,7 @@ _ARRANGED = {'tpu': _torus, 'gpu': _hosts, 'cpu': _count}
 
 
 def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
-  """Raises ShardingError if a mesh has more or fewer devices than a topology; the message says which mesh would fit."""
+  """Raises ShardingError if a mesh has more or fewer devices than a topology; the message names meshes that fit."""
   devices = math.prod(sizes.values())
   if devices == topology.num_devices:
     return
@@ -158,7 +158,7 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
 
 
 def fitting_meshes(sizes: Mapping[str, int], devices: int) -> list[dict[str, int]]:
-  """Returns up to two meshes of `devices` devices that change one axis of a mesh; the largest axis comes first."""
+  """Returns up to two meshes of `devices` devices that differ from a mesh in one axis; tries its largest axis first."""
   fits = []
   for axis in sorted(sizes, key=lambda name: -sizes[name]):
     others = math.prod(size for name, size in sizes.items() if name != axis)

@@ -1,12 +1,12 @@
-"""What changes of an experiment would save, and which changes make a step fit, without compiling each of them.
+"""Tells what changes of an experiment save, and which make a step fit, without compiling each of them.
 
     state           moments in other dtypes, moving averages, offloading: exact
-    batch, length   the largest that fits: memory is nearly linear in them; estimated, then compiled at most twice
-    ways out        the nearest settings that fit, if the step does not; estimated from their lowered programs
-    less waiting    the neighbouring mesh that takes least time, if communication is exposed
+    batch, length   the largest that fits, by an estimate that is linear in size; then compiled, at most twice
+    ways out        if the step does not fit, the nearest settings that do; estimated from their lowered programs
+    less waiting    if communication is exposed, the neighbouring mesh that takes least time
 
-The difference between the compiled program of the plan and its estimate corrects the other estimates. If the compiler
-refuses the step, the memory that it reports corrects them.
+The difference between the compiled program of the plan and its estimate corrects all estimates. If the compiler refused
+the step, the memory in its error message corrects them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
 _MOST_COMBINED = 2
-# Extrapolation from small sizes is uncertain. These limit the factor to the next size, and the number of sizes.
+# Extrapolation from small sizes is uncertain. These limit the growth from size to size, and the number of sizes.
 _MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
 _MOST_SIZES = 6
 _MOST_COMPILES = 2
@@ -48,8 +48,8 @@ class Change:
     what: the change in words.
     overrides: the overrides that make it.
     peak: peak bytes of memory after the change.
-    time: time for the same work after the change, as a share of the time before; None if it is not known.
-    how: 'exact', 'estimated' or 'compiled'.
+    time: time for the same work after the change, divided by the time before; None if it is not known.
+    how: how the effect is known: 'exact', 'estimated' or 'compiled'.
   """
 
   what: str
@@ -61,11 +61,11 @@ class Change:
 
 @dataclasses.dataclass(eq=False)
 class WhatIf:
-  """Finds changes of one plan.
+  """Finds changes of the experiment of a plan.
 
   Attributes:
     config: the config of the planned experiment.
-    planned: its plan.
+    planned: the plan of the experiment.
     cache, elsewhere: see `search`.
     report: called with the name of each stage as it begins.
   """
@@ -110,13 +110,13 @@ class WhatIf:
   # ---------------------------------------------------------------- state
 
   def state_changes(self) -> list[Change]:
-    """Returns the exact effects of other moments, moving averages and offloading on the state."""
+    """Returns changes of moments, moving averages and offloading, with their exact effect on the state."""
     found = []
     before = self.planned.memory.state.total
     for what, override in self._state_changes():
       try:
         after = state_bytes(self._partition([override])).total
-      except UserError:  # The optimizer or the mesh does not support it.
+      except UserError:  # The optimizer or the mesh does not support this change.
         continue
       if after != before:
         found.append(Change(what, (override,), self.planned.memory.peak + after - before, None, 'exact'))
@@ -142,7 +142,7 @@ class WhatIf:
   # ---------------------------------------------------------------- batch and length
 
   def largest_batch(self) -> Change | None:
-    """Returns the largest batch that fits; None if no such batch is found, or if no dataset's field sets the batch."""
+    """Returns the largest batch that fits; None if none is found, or if no field of a dataset sets the batch."""
     where = batch_path(self.config)
     if where is None:
       return None
@@ -152,7 +152,7 @@ class WhatIf:
     return self._largest('batch_size', rows, step, lambda size: [f'{path}={size}'])
 
   def largest_length(self) -> Change | None:
-    """Returns the largest sequence length that fits; None if no such length is found, or no dataset's field sets it."""
+    """Returns the largest sequence length that fits; None if none is found, or if no field of a dataset sets it."""
     datasets = self.config.roots.get('datasets', ())
     training = next((i for i, dataset in enumerate(datasets) if getattr(dataset, 'is_training', False)), None)
     length = None if training is None else getattr(datasets[training], 'seq_len', None)
@@ -164,7 +164,7 @@ class WhatIf:
     return self._largest('seq_len', length, 128, lambda size: [f'{path}={size}' for path in paths])
 
   def _largest(self, what: str, size: int, step: int, overrides: Callable[[int], list[str]]) -> Change | None:
-    """Extrapolates memory linearly to find the largest size that fits; then compiles that size, at most twice."""
+    """Returns the largest size that fits, by linear extrapolation of memory; compiles at most two sizes to check."""
     capacity = self.planned.memory.capacity
     sizes = {size: self._correction(self._own)[1]}
     best: Change | None = None
@@ -215,8 +215,8 @@ class WhatIf:
   def ways_out(self) -> list[Change]:
     """Returns at most three settings that fit, by one change or two; the fastest comes first.
 
-    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries as many microbatches, or as
-    few rows, as the temporaries require; these two also together with the other changes that save most memory.
+    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries more microbatches, or fewer
+    rows, as far as the temporaries require, alone and together with those other changes that save most memory.
     """
     capacity = self.planned.memory.capacity
     estimated = [self._estimate_change(_describe(overrides), overrides) for overrides in self._single_changes()]
@@ -239,7 +239,7 @@ class WhatIf:
       yield ('task.train.learner.ema_decay=0.0',)
 
   def _largest_parts(self, others: tuple[str, ...]) -> list[Change]:
-    """Returns the least number of microbatches and the largest batch that fit together with other changes, if any."""
+    """Returns changes that make the step fit, on top of `others`: more microbatches, or a smaller batch."""
     capacity, found = self.planned.memory.capacity, list[Change]()
     before = self._analytic(others) if others else self._own
     room = capacity - before.memory.state.total
@@ -286,7 +286,7 @@ def _size(change: Change) -> int:
 
 
 def _interpolate(sizes: dict[int, float], capacity: float) -> int:
-  """Returns the size that reaches the capacity, on the line through the two sizes whose memory is nearest to it."""
+  """Returns the size that fills the capacity, on the line through the two sizes with the memory nearest to it."""
   (a, at_a), (b, at_b) = sorted(sizes.items(), key=lambda pair: abs(pair[1] - capacity))[:2]
   slope = (at_b - at_a) / (b - a)
   return int(a + (capacity - at_a) / slope) if slope > 0 else max(a, b)

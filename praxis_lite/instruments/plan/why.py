@@ -1,11 +1,11 @@
-"""Finds the cause of each collective of a compiled step, and work that several devices repeat.
+"""Finds the cause of each collective of a compiled step, and the work that several devices repeat.
 
-A cause follows from four questions:
+Four questions give the cause of a collective:
 
 what moves          an argument of the step, traced through casts, slices and loops (`dataflow.py`), or a computed value
 over which axes     axes of the batch, axes of the layer's weights, or other axes
 in which layer      the layer in the name that JAX gave the operation
-what declares it    the fields of weights and activations of the layer; the odd one out if they disagree (`declared.py`)
+what declares it    the fields of weights and activations of the layer; if they disagree, the odd one (`declared.py`)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from praxis_lite.training.flops import flops_by_scope
 # Collectives that layers write themselves, inside `shard_map`.
 _WRITTEN = {'ppermute', 'all_to_all', 'psum', 'psum_invariant', 'psum_scatter', 'reduce_scatter', 'all_gather'}
 _WRITTEN |= {'pmax', 'pmin', 'all_gather_invariant', 'all_gather_reduced', 'unreduced_psum', 'pbroadcast'}
-_SMALL = 1 << 16  # Bytes. Scalars and values for each example are smaller.
+_SMALL = 1 << 16  # In bytes; scalars and per-example values are smaller.
 _REMATERIALIZED = re.compile(
   r'Involuntary full rematerialization\. The compiler cannot go from sharding \{(?P<before>[^}]*)\} to '
   r'\{(?P<after>[^}]*)\}.*?for HLO operation %?\S+ = (?P<array>\w+\[[\d,]*\]).*?(?:op_name="(?P<name>[^"]*)")?'
@@ -121,7 +121,7 @@ class Why:
     return self._exchange(axes, layers) or Cause(Reason.OTHER, layers, layers)
 
   def _exchange(self, axes: set[str], layers: tuple[str, ...], by_compiler: bool = False) -> Cause | None:
-    """Returns the exchange over `axes` that the nearest layer declares; `by_compiler` asks for those that XLA adds."""
+    """Returns the communication over `axes` that the nearest layer declares; `by_compiler`: only if XLA adds it."""
     for path in (p for layer in layers for p in _upward(layer)):
       for exchange in self._layers[path].exchanges() if path in self._layers and axes else ():
         if axes <= set(exchange.axes) and (exchange.by_compiler or not by_compiler):
@@ -131,7 +131,7 @@ class Why:
   def _sum(self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]]) -> Cause:
     declared, batch = self.declared, self.declared.batch_axes
     weights, large = declared.weights_near(layers), [dims for dims in arrays if _rank(dims) > 1]
-    # XLA combines gradients of several layers under the name of some of them. Parts of a table fit no declared shape.
+    # XLA combines gradients of several layers under the names of some layers. Parts of a table fit no declared shape.
     of_weights = all(declared.fitting(dims, declared.weights) for dims in large)
     of_activations = any(declared.fitting(dims, declared.activations) for dims in large)
     if axes <= batch:
@@ -160,7 +160,7 @@ class Why:
   ) -> Cause:
     """Returns the cause of a collective that moves computed values."""
     declared = self.declared
-    # XLA may gather a weight or reduce its gradient piece by piece, overlapped with the product.
+    # XLA may gather a weight, or reduce its gradient, in pieces that overlap with the product.
     large = [dims for dims in arrays if _rank(dims) > 1]
     near = declared.weights_near(layers)
     weights = [w for dims in large for w in declared.fitting(dims, near)]
@@ -186,7 +186,7 @@ class Why:
     return self._surprise(Reason.ACTIVATION_MOVED, axes, layers, what)
 
   def _surprise(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """Returns a cause that names the declaration that contradicts others about `axes`, or else the layers' fields."""
+    """Returns a cause that blames the declaration that contradicts others about `axes`, or else the layers' fields."""
     suspect, others = self.declared.suspects(axes, layers)
     if suspect is None:
       return self._unsaid(reason, axes, layers, what)
@@ -200,7 +200,7 @@ class Why:
     return Cause(reason, layers, fields, remedy, what)
 
   def _unsaid(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """Returns a cause for which declarations do not contradict each other; it names fields that could say more."""
+    """Returns a cause for which no declaration contradicts another. Its remedy names fields that could say more."""
     activations = [d for d in self.declared.activations if any(is_below(d.layer, p) for p in layers)]
     near = [*activations, *self.declared.weights_near(layers)]
     fields = self.declared.fields_of(near, axes) or tuple(dict.fromkeys(d.field for d in near))
@@ -212,11 +212,11 @@ class Why:
   def find_replicated(
     self, operations: Iterable[Operation], num_devices: int, uncounted: Collection[str] = ()
   ) -> list[Cause]:
-    """Returns work that several devices repeat: layers whose FLOPs exceed their share by the size of idle mesh axes.
+    """Returns layers whose work several devices repeat: their FLOPs exceed their share by the size of idle mesh axes.
 
     Args:
       operations, num_devices: the operations of one device, and the number of devices.
-      uncounted: layers with work that the traced step does not show, and that cannot be compared with it.
+      uncounted: layers to skip, because the traced step does not show all of their work.
     """
     whole, done = dict[str, float](), dict[str, float]()
     for scope, flops in flops_by_scope(self._step.jaxpr):
@@ -241,7 +241,7 @@ class Why:
     return causes
 
   def _idle_axes(self, layer: str, ratio: float) -> tuple[str, ...]:
-    """Returns the axes along which devices repeat a layer's work: no activation uses them, and they explain `ratio`."""
+    """Returns the axes along which devices repeat a layer's work: its activations leave them unused."""
     idle: list[str] = []
     for axis, size in sorted(self.declared.sizes.items(), key=lambda item: -item[1]):
       used = any(axis in d.all_axes for d in self.declared.activations if _are_near(d.layer, [layer]))
@@ -251,7 +251,7 @@ class Why:
     return tuple(idle)
 
   def find_rematerialized(self, messages: Iterable[str]) -> list[Cause]:
-    """Returns the arrays that XLA says it replicates in order to split them in another way, without duplicates."""
+    """Returns the arrays that XLA, by its messages, replicates in order to split them differently; no duplicates."""
     causes = {}
     for message in messages:
       if found := _REMATERIALIZED.search(message):
@@ -289,7 +289,7 @@ def _and(axes: Iterable[str]) -> str:
 
 
 def _parts(sharding: str) -> str:
-  """Returns '2x4x1 parts' for 'devices=[2,4,1]<=[2,2,2]T(0,2,1)'; drops a last dimension of copies."""
+  """Returns '2x4x1 parts' for 'devices=[2,4,1]<=[2,2,2]T(0,2,1)'; drops a last dimension that counts copies."""
   found = re.match(r'devices=\[([\d,]+)\]', sharding)
   if not found:
     return sharding

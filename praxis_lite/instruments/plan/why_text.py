@@ -1,4 +1,4 @@
-"""Why a step communicates, as text for a terminal."""
+"""Formats why a step communicates, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEGLIGIBLE = 1e-3
 
 
 def format_why(plan: Plan, every: bool = False) -> str:
-  """Returns the causes of a plan's collectives: expected ones by kind, then surprises with what to change.
+  """Returns the causes of a plan's collectives as text: expected ones by kind, then surprises and their remedies.
 
   Args:
     plan: the plan of a compiled step; other plans have no causes.
@@ -59,7 +59,7 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
 
 
 def _declared_by(found: Iterable[Communication], width: int | None) -> str:
-  """Returns the fields of some collectives. With a `width`, returns only the first, shortened at its beginning."""
+  """Returns the fields of some collectives. With a `width`, returns only the first one, cut at its start."""
   fields = list(dict.fromkeys(f for c in found if c.cause for f in c.cause.fields))
   if width is None or not fields:
     return ', '.join(fields) or '-'
@@ -69,7 +69,7 @@ def _declared_by(found: Iterable[Communication], width: int | None) -> str:
 
 
 def _surprises(plan: Plan, every: bool) -> list[str]:
-  """Returns texts of surprises, grouped by remedy; groups that send most bytes come first."""
+  """Returns texts of surprises, grouped by remedy; the group that sends most bytes comes first."""
   least = 0.0 if every else _NEGLIGIBLE * plan.cost.communicated_bytes
   groups: dict[tuple[Reason, str], list[Communication]] = {}
   for c in plan.collectives:

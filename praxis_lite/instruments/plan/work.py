@@ -1,4 +1,4 @@
-"""The work of one instruction of a compiled program: FLOPs of products, and bytes of main memory that it moves."""
+"""Counts the work of an instruction in a compiled program: FLOPs of products, and bytes moved in main memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def products_of(
 ) -> Iterable[CountedProduct]:
   """Yields the products that an instruction computes, including those inside a fusion.
 
-  For a custom call whose FLOPs the program does not show, its layer counts them.
+  If the program does not show the FLOPs of a custom call, the layer of the call gives them.
   """
   if instruction.opcode == 'fusion':
     for called in program.called_computations(instruction):
@@ -57,14 +57,14 @@ def _dot_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
 
 
 def _ragged_dot_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
-  """Each row is multiplied by the weights of its group. If the summed dimension is ragged, each group sums its part."""
+  """Returns the FLOPs of a ragged dot. If the summed dimension is ragged, each group sums only its own part."""
   summed = instruction.integers('lhs_contracting_dims')
   groups = operands[2].dims[-1] if set(instruction.integers('lhs_ragged_dims')) & set(summed) else 1
   return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in summed) / groups
 
 
 def _convolution_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
-  """Counts pairs of elements that are multiplied, without kernel positions over padding or between dilated elements."""
+  """Returns the FLOPs of a convolution. Products with padding, or with gaps between dilated elements, do not count."""
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   if labels is None or len(operands) < 2:
     return 0.0
@@ -95,9 +95,9 @@ _WINDOW = ('size', 'stride', 'pad', 'lhs_dilate', 'rhs_dilate')
 
 @functools.cache
 def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, apart: int) -> int:
-  """Returns the number of pairs (output, kernel position) of one dimension that meet an element of the image."""
+  """Returns the number of (output, kernel position) pairs that meet an element of the image, in one dimension."""
   last = (image - 1) * spread
-  if spread == 1:  # `first` and `end` are the outputs between which each kernel position meets the image.
+  if spread == 1:  # Each kernel position meets the image in outputs `first` to `end`.
     shift = pad - np.arange(kernel) * apart
     first, end = -(-shift // stride), (last + shift) // stride
     return int(np.maximum(np.minimum(end, out - 1) - np.maximum(first, 0) + 1, 0).sum())
@@ -143,7 +143,7 @@ _FLOPS = {
 
 
 def operation_seconds(target: Target, products: Iterable[CountedProduct], moved: float) -> float:
-  """Returns the time of an operation with these products that moves this many bytes: what takes longest sets it."""
+  """Returns the time of an operation: the longest of its compute time, its memory time and the minimal time."""
   efficiency = target.efficiency
   reached = {False: efficiency.compute, True: efficiency.attention}
   computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
@@ -152,7 +152,7 @@ def operation_seconds(target: Target, products: Iterable[CountedProduct], moved:
 
 # ---------------------------------------------------------------- bytes
 
-# Instructions that move no memory themselves.
+# Instructions that move no memory.
 _FREE = {'parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'add-dependency'}
 _FREE |= {'domain', 'partition-id', 'replica-id', 'optimization-barrier'}
 _FREE |= {'call', 'while', 'conditional', 'async-update'}
@@ -189,7 +189,7 @@ def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program:
 
 
 def _read(parameter: Instruction, whole: float, inside: Computation, program: CompiledProgram) -> float:
-  """Returns the bytes that a fusion, and the fusions in it, read from a parameter of `whole` bytes."""
+  """Returns the bytes that a fusion, with its inner fusions, reads from a parameter of `whole` bytes."""
   parts = 0.0
   for user in _uses(parameter.name, inside, program):
     given = [program.origin(operand, inside) is parameter for operand in inside.operands(user)]
@@ -199,7 +199,7 @@ def _read(parameter: Instruction, whole: float, inside: Computation, program: Co
       parts += sum(_read(one, whole, called[0], program) for one in inner)
     elif user.opcode in _SLICES and given[0]:
       parts += sum(a.bytes for a in user.arrays)
-    elif not (user.opcode == 'dynamic-update-slice' and given[0]):  # It is updated in place.
+    elif not (user.opcode == 'dynamic-update-slice' and given[0]):  # An in-place update does not read it.
       parts += whole
   return min(parts, whole)
 
@@ -213,7 +213,7 @@ def _uses(name: str, inside: Computation, program: CompiledProgram) -> list[Inst
 
 
 def _bytes_written(result: Instruction, inside: Computation, program: CompiledProgram) -> float:
-  """Returns the bytes that a fusion writes for a result; for an in-place update, only those of the updated part."""
+  """Returns the bytes that a fusion writes for a result; for an in-place update, only the updated part."""
   result = program.origin(result, inside)
   if result.opcode == 'fusion' and (called := program.called_computations(result)) and called[0].root.opcode != 'tuple':
     return _bytes_written(called[0].root, called[0], program)
