@@ -42,8 +42,8 @@ class BestRecord:
   """The best checkpoint, and the file that names it. The file is updated only when that checkpoint is complete.
 
   Args:
-    path: of the file.
-    steps: steps of the existing checkpoints. A file that names another step is ignored.
+    path: the path of the file.
+    steps: the steps of the existing checkpoints. A file that names another step is ignored.
 
   Attributes:
     value: the best checkpoint; None if there is none.
@@ -51,7 +51,7 @@ class BestRecord:
 
   def __init__(self, path: Path, steps: Collection[int]):
     self._path = path
-    self._folder = KnownFolder(path.parent) if path.parent.is_dir() else None  # A reader may be given any path.
+    self._folder = KnownFolder(path.parent) if path.parent.is_dir() else None  # A reader may have a wrong path.
     self.value = self._written = self._read(steps)
 
   def _read(self, steps: Collection[int]) -> BestCheckpoint | None:

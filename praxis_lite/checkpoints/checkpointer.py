@@ -61,7 +61,7 @@ from praxis_lite.training.state import TrainState
 
 # Bytes that must be free on the disk before a save begins.
 _LEAST_ROOM = 1 << 14
-# What processes tell each other about a checkpoint that has been removed.
+# The message of a process that finds a checkpoint removed.
 _GONE = 'gone'
 
 # The step of a checkpoint; None means the newest.
@@ -140,7 +140,7 @@ class Checkpointer:
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
       input_state: `get_state()` of the training input after the batch of this step.
-      progress: everything else that is needed to resume the run, as values for JSON.
+      progress: everything else that is needed to resume the run, as JSON values.
 
     Raises:
       CheckpointError: this save, or the one before, failed.
@@ -150,7 +150,7 @@ class Checkpointer:
     with self._saving():
       if self._is_broken:
         self._remove_incomplete()
-        self._retention.wait()  # The disk may have no room for both.
+        self._retention.wait()  # The disk may have no room for old and new ones.
       if failed := join_by_host(gather_texts(self._reason_against_files())):
         raise CheckpointError(failed)
       if self._is_broken:
@@ -190,17 +190,17 @@ class Checkpointer:
     if not self._is_broken:
       with self._saving():
         self._store.wait()
-    with contextlib.suppress(OSError):  # The checkpoint is kept all the same, and the next save writes the file again.
+    with contextlib.suppress(OSError):  # The checkpoint is kept anyway, and the next save writes the file again.
       self._best.write()
     if self._being_saved and not self._read_only and jax.process_index() == 0:
       self._retention.start(self.kept_steps())
 
   def best(self) -> BestCheckpoint | None:
-    """Returns the last argument of `keep_best`, which an earlier process may have given; None if that step is gone."""
+    """Returns the last argument of `keep_best`, even from an earlier process; None if that checkpoint is gone."""
     return self._best.value
 
   def keep_best(self, best: BestCheckpoint | None) -> None:
-    """Protects a checkpoint, whose save has at least begun, as the best one. None stops protecting any checkpoint."""
+    """Keeps the best checkpoint from being removed; its save must have begun. None stops protecting any checkpoint."""
     self._best.value = best
     if best is None or not self._store.is_saving():
       self._best.write()
@@ -226,9 +226,9 @@ class Checkpointer:
     return [step for step in steps_in(self.directory) if step not in self._damaged]
 
   def existing_step(self, step: Step = None, remedy: str = 'train first, with the same --job_log_dir') -> int:
-    """Returns the number of a step, by default the newest; raises CheckpointError if there is no such checkpoint.
+    """Returns the step number that `step` means; raises CheckpointError if there is no such checkpoint.
 
-    `remedy` is the advice of the error if the run has no checkpoints.
+    If the run has no checkpoints, the error gives `remedy` as advice.
     """
     steps = self.steps()
     if not steps:
@@ -260,8 +260,8 @@ class Checkpointer:
 
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be read.
-      DamagedError: it is damaged, and `step` names it, or it is the only one, or `on_damage` is 'fail'.
-      OtherModelError: it belongs to another model.
+      DamagedError: the checkpoint is damaged, and `step` names it, or it is the only one, or `on_damage` is 'fail'.
+      OtherModelError: the checkpoint belongs to another model.
     """
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
@@ -294,7 +294,7 @@ class Checkpointer:
     return map_with_path(lambda path, shape: to_leaf(shape, node_at(arrays, path)), shapes)
 
   def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
-    """Returns the model's variables as arrays whose parts are read when they are needed, in the stored dtypes.
+    """Returns the model's variables as arrays in the stored dtypes, whose parts are read when needed.
 
     Args:
       shapes: the true shapes of all variables.
@@ -338,15 +338,15 @@ class Checkpointer:
     return self._read_json(step, 'about').get('progress')
 
   def folder(self, step: int) -> str:
-    """Returns where the checkpoint of a step is."""
+    """Returns the path of the checkpoint of a step."""
     return os.path.join(self.directory, str(step))
 
   def _read_whole_step(self, read: Callable[[int], T], step: Step) -> T:
-    """Returns what `read` returns for a step. If the newest is damaged, `on_damage` decides if the one before is read.
+    """Returns the result of `read` for a step. If the newest is damaged, `on_damage` decides if the previous is read.
 
     With several processes, each calls this. If one of them finds damage, all treat the checkpoint as damaged.
     """
-    if self._being_saved:  # By this process: its last save is the newest checkpoint.
+    if self._being_saved:  # The last save of this process is the newest checkpoint.
       self.wait_until_complete()
     while True:
       number, error, said = self.existing_step(step), None, ''
@@ -393,11 +393,11 @@ class Checkpointer:
   def _reason_against_files(self) -> str:
     """Returns why this process cannot create files; '' if it can.
 
-    If Orbax hits that error itself, some of its threads wait for others until they time out after minutes.
+    If Orbax met the same error itself, some of its threads would wait for others until a timeout of minutes.
     """
     try:
       with contextlib.suppress(FileExistsError):
-        os.mkdir(self.directory)  # Without parents: the directory of the run exists unless its disk went away.
+        os.mkdir(self.directory)  # Not its parents: the run's directory exists, unless its disk is gone.
       with tempfile.TemporaryFile(dir=self.directory) as file:
         file.write(bytes(_LEAST_ROOM))
       return ''
@@ -414,7 +414,7 @@ class Checkpointer:
     with contextlib.suppress(Exception):
       self._store.close()
     self._store = self._open_store()
-    self._retention.wait()  # The next save may need the room.
+    self._retention.wait()  # The next save may need the space.
     self._is_broken = False
 
   @contextlib.contextmanager
@@ -426,7 +426,7 @@ class Checkpointer:
       self._best.take_back()
       if jax.process_count() == 1:
         with contextlib.suppress(Exception):
-          self._mend()  # For reading. Its background work on the folder may fail, so the next save mends again.
+          self._mend()  # Allows reading. Background work in the folder may fail again, so the next save mends again.
       self._is_broken = True
       why = str(error) if isinstance(error, CheckpointError) else error_summary(error)
       raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error
@@ -451,7 +451,7 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
 
 
 def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
-  """Returns the model's variables; with `use_ema`, those that have a moving average are replaced by it."""
+  """Returns the model's variables; `use_ema` replaces those that have a moving average by that average."""
   return merge(state.mdl_vars, state.ema_vars) if use_ema and state.ema_vars is not None else state.mdl_vars
 
 

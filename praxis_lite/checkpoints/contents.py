@@ -25,8 +25,8 @@ class OtherModelError(CheckpointError):
   """A checkpoint does not have the arrays of the task.
 
   Attributes:
-    difference: names the checkpoint and the arrays that differ.
-    only_learner: whether the variables of the model are the same.
+    difference: a text that names the checkpoint and the arrays that differ.
+    only_learner: whether only the learner's arrays differ, and the model's variables are the same.
   """
 
   def __init__(self, difference: str, remedy: str, only_learner: bool):
@@ -72,7 +72,7 @@ def parse_record(data: bytes, item: str) -> dict[str, Any]:
 
 
 def _check_content(record: dict[str, Any], item: str) -> None:
-  """Raises ValueError if a record lacks what readers need: a checksum does not show who wrote it."""
+  """Raises ValueError if a record lacks what readers need; anyone can write a record with a valid checksum."""
   if item == 'inputs' and 'input_state' not in record:
     raise ValueError('it has no input_state')
   if item != 'about':
@@ -99,7 +99,7 @@ def _is_dtype(name: object) -> bool:
 
 
 def _checksum(record: dict[str, Any]) -> str:
-  text = json.dumps(json.loads(json.dumps(record)), sort_keys=True)  # The same keys as after reading: strings.
+  text = json.dumps(json.loads(json.dumps(record)), sort_keys=True)  # Keys become strings, as after reading.
   return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Decides from an error of Orbax, TensorStore or the disk if a checkpoint is damaged or just cannot be read now."""
+"""Decides from an error of Orbax, TensorStore or the disk if a checkpoint is damaged, or cannot be read at present."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 from praxis_lite.common.errors import CheckpointError
 
-# TensorStore errors that begin so do not mean that data is damaged.
+# TensorStore errors that begin with one of these words do not mean that data is damaged.
 _NOT_REACHED = ('PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')
 
 
@@ -17,7 +17,7 @@ class DamagedError(CheckpointError):
 
 
 class PartedError(CheckpointError):
-  """A save failed in this process while the others wait for it. Unlike after other errors, all processes must stop."""
+  """A save failed in this process while the others wait for it. All processes must stop, unlike after other errors."""
 
 
 def unreadable(folder: object, error: Exception) -> CheckpointError:

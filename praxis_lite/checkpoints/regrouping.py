@@ -28,12 +28,12 @@ _GROUP = re.compile(r'^(opt_states\.)repeated(?:_\d+)+(?=\.)')
 
 
 class _Source(NamedTuple):
-  """Where the checkpoint has an array.
+  """Where the checkpoint has an array of the train state.
 
   Attributes:
-    name, shape: in the checkpoint.
-    stack_here, stack_there: how many leading dimensions index the layers of its stack, in the state and in the
-      checkpoint; 0 if it is in no stack.
+    name, shape: the name and shape of the array in the checkpoint.
+    stack_here, stack_there: how many leading dimensions index the layers of its stack, in the state (here) and in the
+      checkpoint (there); 0 if the array is in no stack.
   """
 
   name: str
@@ -43,7 +43,7 @@ class _Source(NamedTuple):
 
 
 class Regrouping:
-  """What to read from a checkpoint for the arrays of a train state, and how to convert it to them.
+  """Decides what to read from a checkpoint for the arrays of a train state, and converts it.
 
   Args:
     saved: shape and dtype of each array of the checkpoint by name, without padding.
@@ -51,7 +51,7 @@ class Regrouping:
     weights: the declarations of the model's variables, which show what is a stack of layers.
 
   Attributes:
-    records: shape and dtype of each array of the checkpoint, as if its stacks were grouped like the train state's.
+    records: shape and dtype of each array of the checkpoint, as if its stacks were grouped as in the train state.
   """
 
   def __init__(self, saved: dict[str, ArrayRecord], wanted: dict[str, ArrayRecord], weights: NestedDict):
@@ -68,14 +68,14 @@ class Regrouping:
     groups = {match[0] for source in self._sources.values() if (match := _GROUP.match(source.name))}
     read = {source.name for source in self._sources.values()}
     tails = set(map(_tail, wanted))
-    # Each group has its own copy of shared values, such as a count. One of them is read.
+    # Each group has its own copy of shared values, such as a count. One of the copies is read.
     read |= {n for n in saved if n not in wanted and _tail(n) in tails and (m := _GROUP.match(n)) and m[0] in groups}
     self.records: dict[str, ArrayRecord] = {name: record for name, record in saved.items() if name not in read}
     for name, source in self._sources.items():
       self.records[name] = saved[source.name] | {'shape': wanted[name]['shape']}
 
   def to_read(self, shapes: object) -> NestedDict:
-    """Returns the padded `shapes` of the train state, with shardings, as the checkpoint names and groups them."""
+    """Returns the padded shapes to read, with shardings: `shapes` with the names and groups of the checkpoint."""
     there: NestedDict = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))
@@ -83,21 +83,21 @@ class Regrouping:
     return there
 
   def regroup(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
-    """Returns the arrays of the train state, with these padded and true shapes, from the arrays that were read."""
+    """Converts the arrays that were read to those of the train state, which have these padded and true shapes."""
     read, true = leaves(arrays), leaves_by_path(true_shapes)
     here: NestedDict = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))
       value = read[_path(source.name)] if source else read[path]
       if source and source.stack_here:
-        # No other array needs this source, so it is popped: source and result coexist only during the reshape.
+        # No other array needs this source. Popping it frees its memory right after the reshape.
         value = _reshape(read.pop(_path(source.name)), source.shape, true[path].shape, x)
       here = insert(here, path, value)
     return here
 
 
 def _tail(name: str) -> str:
-  """Returns the name without the sizes of a stack."""
+  """Returns the part of a name that is the same for all groupings of a stack."""
   return _GROUP.sub(r'\1repeated', name)
 
 
@@ -117,7 +117,7 @@ def _source(name: str, shape: tuple[int, ...], stack: tuple[int, ...], wanted: t
 
 
 def _source_struct(x: jax.ShapeDtypeStruct, source: _Source) -> jax.ShapeDtypeStruct:
-  """Returns the padded shape in the checkpoint, with the axes that split the stack on its last dimension."""
+  """Returns the padded shape to read, whose last stack dimension is split over the axes that split the stack in `x`."""
   assert isinstance(x.sharding, NamedSharding)
   if not source.stack_here:
     return x

@@ -2,9 +2,9 @@
 
 Readers share a lock on the folder of a step. Before a step is removed, its folder is locked exclusively and renamed, so
 a kill during the removal leaves nothing that looks like a checkpoint. The system releases the locks of a process when
-it ends. If the file system has no locks, a reader that finds the newest step removed reads the next one. A removal
-holds the lock only for a moment. If another program holds it, readers wait, print a line after a while, and finally
-raise an error.
+it ends. A removal holds its lock only for a moment. If another program holds an exclusive lock, readers wait, print a
+line after a while, and finally raise an error. On a file system without locks, a reader that finds the newest step
+removed reads the step that is the newest then.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _DAMAGED = '.damaged'
 # Seconds to wait for a lock before printing a line, and before giving up.
 _QUIET, _PATIENCE = 2.0, 60.0
 _POLL = 0.05
-# Seconds after which a line says that removing takes long; how many folders are removed at once.
+# Seconds until a line says that a removal takes long, and how many folders are removed at once.
 _LONG, _AT_ONCE = 30.0, 8
-# The folder of a run directory that has a folder for each step.
+# The folder in a run directory that contains a folder for each step.
 CHECKPOINTS = 'checkpoints'
 
 
@@ -83,7 +83,7 @@ def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
         to_release.enter_context(_hold_lock(folder, shared=True))
       except FileNotFoundError:
         raise
-      except OSError as error:  # Such as a symbolic link to itself.
+      except OSError as error:  # For example, `folder` is a symbolic link to itself.
         raise unreadable(folder, error) from error
       yield
   except FileNotFoundError:
@@ -108,14 +108,14 @@ class Retention:
   def start(self, kept: Collection[int]) -> None:
     """Starts to remove the steps that need not be kept, except `kept`, and finishes removals of earlier processes.
 
-    Does not wait. If another removal is running, this one follows it.
+    Does not wait. If another removal is running, this one begins after it.
     """
     self._begin(steps_to_remove(steps_in(self._directory), **self._rule, kept=kept))
 
   def start_with_incomplete(self) -> None:
     """Starts to remove the remains of saves that were killed or failed. Call it only while nothing is being saved.
 
-    A failed save may still be writing. Its folder is renamed first, so that further writes go nowhere.
+    A failed save may still be writing. Its folder is renamed first, so that further writes do not recreate files.
     """
     for folder in self._directory.glob(f'*{INCOMPLETE}*'):
       if not folder.name.endswith(_REMOVED):
@@ -124,7 +124,7 @@ class Retention:
     self._begin(None)
 
   def _begin(self, steps: Sequence[int] | None) -> None:
-    """Makes the thread remove `steps` next, replacing the steps that were next; None does not change them."""
+    """Makes the thread remove `steps` next, instead of those that were to be next; None keeps those."""
     with self._lock:
       self._next = steps if steps is not None else self._next or ()
       if self._thread is None:
@@ -153,14 +153,14 @@ class Retention:
   def _remove(self, steps: Sequence[int]) -> None:
     for step in steps:
       folder = self._directory / str(step)
-      # If it is being read, or cannot be removed now, the next call tries again.
+      # If the step is being read, or cannot be removed now, the next call tries again.
       with contextlib.suppress(OSError), _hold_lock(folder, shared=False):
         take_away(folder)
     _remove_folders(self._directory.glob(f'*{_REMOVED}'))
 
 
 def _remove_folders(folders: Iterable[Path]) -> None:
-  """Removes folders, several at once: a file system may take milliseconds for each, but not longer for several."""
+  """Removes folders in parallel: a file system may need milliseconds for one, but no longer for several at once."""
   waiting = collections.deque(folders)
 
   def remove() -> None:
@@ -169,7 +169,7 @@ def _remove_folders(folders: Iterable[Path]) -> None:
         remove_all(waiting.popleft())
 
   helpers = [threading.Thread(target=remove) for _ in range(min(_AT_ONCE, len(waiting)) - 1)]
-  with contextlib.suppress(RuntimeError):  # At interpreter exit no thread can start: this thread removes all.
+  with contextlib.suppress(RuntimeError):  # At interpreter exit no thread can start, so this one removes all.
     for helper in helpers:
       helper.start()
   remove()
@@ -225,7 +225,7 @@ def _hold_lock(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None
       raise
     except OSError:
       pass  # The file system has no locks.
-    if not os.path.samestat(os.fstat(handle), os.stat(folder)):  # It was replaced before it was locked.
+    if not os.path.samestat(os.fstat(handle), os.stat(folder)):  # The folder was replaced before it was locked.
       raise FileNotFoundError(folder)
     yield
   finally:

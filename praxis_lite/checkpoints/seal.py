@@ -20,7 +20,7 @@ from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.streamed import stored_arrays, whole_box
 from praxis_lite.common.errors import CheckpointError
 
-# Its name in the records and among the arrays.
+# The name of the seal in the records and among the arrays.
 SEAL = 'seal'
 _RECORDS = ('about', 'inputs')
 
@@ -39,8 +39,8 @@ def check_records(folder: Path, step: int) -> None:
   """Checks that the records of the checkpoint in `folder` belong together and to `step`; reads no array.
 
   Raises:
-    DamagedError: they do not belong together, or one of them is damaged.
-    CheckpointError: one of them cannot be read.
+    DamagedError: the records do not belong together, or one of them is damaged.
+    CheckpointError: a record cannot be read.
   """
   _check(folder, step, _seals_of_records(folder))
 
@@ -48,8 +48,8 @@ def check_records(folder: Path, step: int) -> None:
 def check_seal(folder: Path, step: int, where: object = None) -> None:
   """Checks that all parts of the checkpoint in `folder` belong together and to `step`; raises like `check_records`.
 
-  Call it if the arrays can be read: this does not look for damage in them. `where` is the name of the checkpoint in
-  errors, by default the folder.
+  The arrays must be readable: this does not look for damage in them. `where` is the name of the checkpoint in errors;
+  the default is the folder.
   """
   _check(where or folder, step, {**_seals_of_records(folder), STATE: _seal_of_state(folder)})
 
@@ -64,7 +64,7 @@ def _seals_of_records(folder: Path) -> dict[str, str | None]:
 
 
 def _seal_of_state(folder: Path) -> str | None:
-  """Returns the seal among the arrays; None if they have none."""
+  """Returns the seal that is stored among the arrays; None if there is none."""
   try:
     array = stored_arrays(str(folder / STATE), {SEAL: None})[SEAL]
     return array.read(whole_box(array.shape)).tobytes().decode(errors='replace')

@@ -37,7 +37,7 @@ class StoredCheckpoint:
   """The checkpoint in a folder.
 
   Attributes:
-    folder: `job_log_dir/checkpoints/<step>`, or where a damaged one was renamed to.
+    folder: `job_log_dir/checkpoints/<step>`, or the new name of a damaged checkpoint.
   """
 
   def __init__(self, folder: Path):
@@ -49,7 +49,7 @@ class StoredCheckpoint:
 
   @property
   def is_set_aside(self) -> bool:
-    """Whether a run has found it damaged, and renamed it."""
+    """Whether a run has found this checkpoint damaged, and renamed its folder."""
     return is_set_aside(self.folder)
 
   @property
@@ -61,7 +61,7 @@ class StoredCheckpoint:
     """Returns its record: `variables` (true shape and dtype by name), `mesh`, versions, `saved_at`.
 
     Raises:
-      DamagedError: it is damaged, or belongs to another checkpoint.
+      DamagedError: the record is damaged, or belongs to another checkpoint.
     """
     check_records(self.folder, self.step)
     return read_checkpoint_record(self.folder, 'about')
@@ -72,7 +72,7 @@ class StoredCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads all of it; returns a description of each part that is damaged, by name."""
+    """Reads the whole checkpoint; returns a description of each damaged part, by name."""
     damaged: dict[str, str] = {}
     with contextlib.ExitStack() as to_release:
       try:
@@ -99,7 +99,7 @@ class StoredCheckpoint:
     return stored_arrays(str(self.folder / STATE), {name: None})[name]
 
   def differences(self, other: StoredCheckpoint) -> Iterator[ArrayDifference]:
-    """Yields the difference of each array that is in both with the same true shape."""
+    """Yields the difference of each array that both checkpoints have with the same true shape."""
     theirs = other.variables()
     with being_read(self.folder), being_read(other.folder):
       for name, record in self.variables().items():
@@ -109,7 +109,7 @@ class StoredCheckpoint:
           yield _difference(name, shape, self._array(name), other._array(name))
 
   def copy(self, job_log_dir: Path, *, optimizer: bool = True) -> Path:
-    """Copies it, and the record of its run, to another run directory; returns the folder of the copy.
+    """Copies the checkpoint, and the record of its run, to another run directory; returns the folder of the copy.
 
     Args:
       job_log_dir: the other directory, which is created if it does not exist.
@@ -117,7 +117,7 @@ class StoredCheckpoint:
         checkpoint: a run in that directory starts at step 0 with these variables.
 
     Raises:
-      CheckpointError: a checkpoint of this step exists already, this one is damaged, or writing fails.
+      CheckpointError: the directory has a checkpoint of this step, this checkpoint is damaged, or writing fails.
     """
     target = step_folder(job_log_dir, self.step)
     if target.exists():
@@ -154,8 +154,8 @@ class ArrayDifference(NamedTuple):
   """The difference of an array in two checkpoints.
 
   Attributes:
-    name: of the array.
-    largest: the largest absolute difference of an element; NaN if one of them is finite and the other is not.
+    name: the name of the array.
+    largest: the largest absolute difference of an element; NaN if an element is finite in only one checkpoint.
     relative: `largest`, divided by the largest absolute value in the first checkpoint.
   """
 

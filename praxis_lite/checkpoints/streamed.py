@@ -45,7 +45,7 @@ class StreamedArray(abc.ABC):
     """Returns a copy of a part."""
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns the shape of parts of about `part_bytes` or less for a box of these sizes; by default whole rows."""
+    """Returns a shape for parts of a box of these sizes: as many whole rows as `part_bytes` allow, or part of a row."""
     shape = [max(1, size) for size in sizes]
     for axis, size in enumerate(sizes):
       below = math.prod(sizes[axis + 1 :]) * self.dtype.itemsize
@@ -64,7 +64,7 @@ class StreamedArray(abc.ABC):
 
 
 def boxes(box: Box, part_shape: Sequence[int]) -> Iterator[Box]:
-  """Yields boxes of this shape, or smaller at the end, that make up `box`."""
+  """Yields boxes that tile `box`: of shape `part_shape`, or smaller at its ends."""
   starts = [range(b.start, b.stop, step) for b, step in zip(box, part_shape)]
   for corner in itertools.product(*starts):
     yield tuple(slice(at, min(at + step, b.stop)) for at, step, b in zip(corner, part_shape, box))
@@ -80,8 +80,8 @@ class StoredArray(StreamedArray):
 
   Args:
     store: the array in the file.
-    shape: its true shape.
-    where: its name in messages.
+    shape: the true shape of the array.
+    where: the name of the array in messages.
   """
 
   def __init__(self, store: ts.TensorStore, shape: tuple[int, ...], where: str):
@@ -89,7 +89,7 @@ class StoredArray(StreamedArray):
     self._store, self._where = store, where
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns the shape of the chunks in the file; if they exceed `part_bytes`, the shape of parts of them."""
+    """Returns the shape of the file's chunks or, if a chunk exceeds `part_bytes`, of smaller parts of it."""
     if _chunk_bytes(self._store) > part_bytes:
       return super().part_shape(sizes, part_bytes)
     return tuple(max(1, min(size, n)) for size, n in zip(sizes, _chunk_shape(self._store)))
@@ -105,7 +105,7 @@ class StoredArray(StreamedArray):
 def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> dict[str, StreamedArray]:
   """Returns arrays of a checkpoint by name.
 
-  If a stored chunk is larger than the parts that are read, it is kept until another chunk is read.
+  A stored chunk that is larger than the parts to read stays in memory until another chunk is read.
 
   Args:
     folder: the folder with the arrays of a step.

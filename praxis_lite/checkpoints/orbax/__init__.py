@@ -1,20 +1,20 @@
-"""Orbax, which writes and reads the arrays of checkpoints, behind one class: `store.OrbaxStore`.
+"""Wraps Orbax, which writes and reads the arrays of checkpoints, in one class: `store.OrbaxStore`.
 
-Nothing outside this folder imports Orbax or relies on how it works; a test says so.
+Nothing outside this folder imports Orbax or relies on how it works; a test checks this.
 
     store.py           what checkpoints need of Orbax: save in the background, wait, read arrays onto a mesh
-    handlers.py        classes that Orbax calls: arrays that are written in parts, and reads that return their error
+    handlers.py        classes that Orbax calls: they write arrays in parts, and return errors of reading
     save_barrier.py    how processes wait for each other during a save; Orbax calls it
     work_arounds.py    changes to Orbax itself, made once when it is imported
     on_disk.py         the files that Orbax writes, for readers that do not need Orbax
 
-Each work-around, what would happen without it, and how to drop it. Without any of them, the test that is named with it
-fails with Orbax 0.12.8:
+The list says what would happen without each work-around, and when it can be dropped. With Orbax 0.12.8, the test named
+for a work-around fails without it:
 
-    StreamedArrayHandler       Orbax saves only arrays that are in memory. Needed as long as this is so.
+    StreamedArrayHandler       Orbax saves only arrays that are in memory. Drop it when this changes.
     StateHandler               If reading fails in one process, the others wait for it at the next barrier. Also, all
                                chunks of a state are in memory at once. Drop it if `test_failing_host.py` passes and
-                               `tools/benchmark_checkpoints.py` shows the same memory; v1 has an option for the latter.
+                               `tools/benchmark_checkpoints.py` shows the same memory; v1 has an option for that.
     SaveBarrier                If saving fails in one process, the others wait for minutes. Drop it if
                                `test_failing_host.py` passes.
     _silence_repeated_errors   An error that is raised is also logged by each thread. Drop it if `test_disk_failures.py`
@@ -37,5 +37,5 @@ takes for object stores.
 Orbax's next API is `orbax.checkpoint.experimental.v1` today, and reads the same files. There `OrbaxStore` will hold a
 `training.Checkpointer`: `save` will call `save_checkpointables_async`, and `read_arrays` `load_checkpointables`, in a
 `Context` with `array.saving.use_zarr3`, `array.loading.enable_padding_and_truncation`, `pytree.loading.partial_load`.
-The other methods have almost the same names there.
+The other methods exist there under almost the same names.
 """

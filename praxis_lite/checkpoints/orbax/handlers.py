@@ -16,7 +16,7 @@ from etils import epath
 from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole_box
 
-# Parts that are being compressed and written while the next one is read.
+# The number of parts that are compressed and written while the next one is read.
 _IN_FLIGHT = 2
 # Bytes of chunks that are read and decoded at once while a state is restored.
 _RESTORED_AT_ONCE = 128 << 20
@@ -31,7 +31,7 @@ class StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
     infos: Sequence[ocp.type_handlers.ParamInfo],
     args: Sequence[ocp.SaveArgs] | None = None,
   ) -> Sequence[ocp.future.Future]:
-    del args  # They say how to cut an array in memory.
+    del args  # They only concern arrays in memory.
     return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, infos), name='streamed_arrays')]
 
 
@@ -45,7 +45,7 @@ async def _write(values: Sequence[StreamedArray], infos: Sequence[ocp.type_handl
         await _write_parts(value, info, pending)
     while pending:
       await pending.popleft()
-  finally:  # If one write fails, the others must not go on after the folder is removed.
+  finally:  # After a failed write, the others must end before the folder is removed.
     await asyncio.gather(*pending, return_exceptions=True)
 
 
@@ -71,14 +71,14 @@ async def _write_parts(
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-  """Restores with little memory, and returns an error instead of raising it.
+  """Restores with little memory, and returns an error of reading instead of raising it.
 
-  So all processes reach the barrier that follows. `OrbaxStore` raises the error then.
+  So all processes reach the next barrier. After it, `OrbaxStore` raises the error.
   """
 
   def restore(self, directory: epath.Path, item: Any = None, *, args: ocp.args.PyTreeRestore) -> Any:
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args.item)]
-    # One chunk of an array must fit. With the padding of the mesh that saved it, it is less than twice the array.
+    # One chunk of an array must fit. It is less than twice the array, even with the padding of the mesh that saved it.
     in_flight = max([_RESTORED_AT_ONCE, *(2 * size for size in sizes)])
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_types(), restore_concurrent_gb=in_flight / 1e9)
     try:
@@ -93,7 +93,7 @@ def _types() -> ocp.type_handlers.TypeHandlerRegistry:
 
 
 def make_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
-  """Returns Orbax's default handlers, except for the item with the arrays, which may have streamed arrays."""
+  """Returns Orbax's default handlers, with a `StateHandler` for the item with the arrays."""
   handler = StateHandler(type_handler_registry=_types(), use_zarr3=True)
   handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
   handlers.add(STATE, ocp.args.PyTreeSave, handler)

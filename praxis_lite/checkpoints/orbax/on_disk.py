@@ -1,4 +1,4 @@
-"""The files of a step that Orbax writes, as they are on disk. Knows nothing of Orbax's classes."""
+"""The files that Orbax writes for a step. This module does not use Orbax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from praxis_lite.common.files import read_plain
 
 # The item of a step that has the arrays. All other items are records.
 STATE = 'state'
-# In the names of folders that Orbax is writing. It renames each when it is complete.
+# A part of the names of incomplete folders. Orbax renames a folder when it is complete.
 INCOMPLETE = '.orbax-checkpoint-tmp'
 
 
@@ -27,6 +27,6 @@ def array_specs(folder: str | os.PathLike[str], names: Iterable[str]) -> dict[st
   Raises OSError or ValueError if the folder does not say in which format its arrays are.
   """
   about = json.loads(read_plain(Path(folder, '_METADATA')))
-  driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # zarr: earlier versions, without checksums.
+  driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # Earlier versions wrote zarr 2, without checksums.
   base = {'driver': 'file', 'path': f'{os.path.realpath(folder)}/'}  # TensorStore does not accept `..`.
   return {name: {'driver': driver, 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in names}

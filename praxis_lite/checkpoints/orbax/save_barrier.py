@@ -9,8 +9,8 @@ Orbax makes them meet after each part of a save:
 
 A process in which a save fails goes directly to the last meetings. With Orbax's own barrier, the others would then wait
 at 3 or 4 for many minutes. Here the failing process first publishes its error, and also attends the meeting that it
-would skip. So every process attends all meetings. After each meeting, a process checks if another one has failed, and
-then fails too.
+would skip. So every process attends all meetings. After each meeting, each process checks if another one has failed,
+and if so fails too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SaveBarrier:
     self._has_failed = False
 
   def begin(self) -> None:
-    """Marks the start of the next save; the previous one is over in this process."""
+    """Marks the start of the next save. The previous save must be over in this process."""
     self._save = next(_numbers)
     self._meetings, self._has_failed = 0, False
 
@@ -66,7 +66,7 @@ class SaveBarrier:
     return f'{_KEY}/{self._save}/{self._meetings + 1}'
 
   def _meet(self, timeout_ms: int) -> str:
-    """Waits for the others; returns which of them have failed so far, and why."""
+    """Waits for the other processes; returns which of them have failed so far, and why."""
     meeting = self._next()
     self._meetings += 1
     self._client.wait_at_barrier(meeting, timeout_ms)

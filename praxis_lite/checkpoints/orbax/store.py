@@ -1,4 +1,4 @@
-"""What checkpoints need of Orbax, and nothing else of it."""
+"""The part of Orbax that checkpoints need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OrbaxStore:
 
   Args:
     directory: has a folder for each step.
-    read_only: neither creates `directory` nor saves.
+    read_only: if true, the store neither creates `directory` nor saves.
     barrier: how the processes wait for each other during a save; None for one process.
 
   Raises:
@@ -53,7 +53,7 @@ class OrbaxStore:
     items = {name: args.JsonSave(dict(record)) for name, record in records.items()}
     if self._barrier is not None:
       self._barrier.begin()
-    # force: the caller decides which steps to save.
+    # `force`, because the caller decides which steps to save.
     return bool(self._manager.save(step, args=args.Composite(**{STATE: args.PyTreeSave(arrays)}, **items), force=True))
 
   def is_saving(self) -> bool:
@@ -61,15 +61,15 @@ class OrbaxStore:
     return bool(self._manager.is_saving_in_progress())
 
   def wait(self) -> None:
-    """Waits until all saves are complete; raises what their threads raised."""
+    """Waits until all saves are complete; raises any error of their threads."""
     self._manager.wait_until_finished()
 
   def read_arrays(self, step: int, shapes: NestedDict) -> Any:
-    """Returns arrays of a step by name; raises what reading raises.
+    """Returns arrays of a step by name; raises whatever error reading them raises.
 
     Args:
       shapes: `jax.ShapeDtypeStruct`s with shardings by name. Arrays are cut or extended by zeros to these shapes, and
-        cast to these dtypes. Others are not read.
+        cast to these dtypes. Arrays without an entry are not read.
     """
     ocp = self._ocp
     restore_args = jax.tree.map(

@@ -25,7 +25,7 @@ _TO_BE_SEEN = 10.0
 
 @functools.cache
 def load_orbax() -> ModuleType:
-  """Imports Orbax, which takes a second, and changes it; returns `orbax.checkpoint`."""
+  """Imports Orbax, which takes a second, and applies all work-arounds; returns `orbax.checkpoint`."""
   import orbax.checkpoint
 
   _silence_repeated_errors()
@@ -45,7 +45,7 @@ def _silence_repeated_errors() -> None:
   """
   folder = os.path.join(os.sep, 'orbax', 'checkpoint', '')
   logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
-  # asyncio names the coroutine whose exception was never retrieved, and its file, or what TensorStore tried to open.
+  # asyncio's message names the file of the coroutine with an unretrieved exception, or what TensorStore tried to open.
   theirs = (folder, 'tensorstore')
   logging.getLogger('asyncio').addFilter(lambda record: not any(name in _text(record) for name in theirs))
   report = sys.unraisablehook
@@ -61,7 +61,9 @@ def _silence_repeated_errors() -> None:
 
 
 def _let_the_process_end() -> None:
-  """Makes the threads of a save daemons: if it fails before its folder exists, they wait ten minutes for that folder.
+  """Makes the threads of a save daemons, so that a process whose save has failed can end.
+
+  If a save fails before its folder exists, these threads wait ten minutes for the folder.
 
   Saves that can complete are awaited in `Checkpointer.close`.
   """
@@ -93,10 +95,10 @@ def _find_folders_of_any_name() -> None:
 
 
 def _make_folders_of_metadata() -> None:
-  """Lets each process create the folder for its array metadata, in the checkpoint's folder, which exists.
+  """Lets each process create the folder for array metadata, in the folder of the checkpoint, which exists.
 
-  In Orbax the other processes wait up to ten minutes until the first one has created it. If the run has been moved in
-  the meantime, they would wait in vain.
+  In Orbax only the first process creates it, and the others wait for it for up to ten minutes, even if the run has been
+  moved in the meantime.
   """
   import jax
   from orbax.checkpoint._src.metadata import array_metadata_store
@@ -127,7 +129,7 @@ def _read_only_regular_files() -> None:
 
 
 def _make_below(folder: Path, seconds: float) -> None:
-  """Creates a folder in another one, for which it waits some time; raises OSError if that fails."""
+  """Waits up to `seconds` for the parent of a folder, then creates the folder; raises OSError if that fails."""
   end = time.monotonic() + seconds
   while True:
     try:
@@ -170,9 +172,10 @@ def _write_checksums() -> None:
 def add_chunk_checksums(spec: dict[str, Any]) -> dict[str, Any]:
   """Returns the TensorStore spec of an array to write, with a checksum of each chunk if the array is in Zarr 3.
 
-  Every reader of the format verifies the checksums of the chunks that it reads. For compressed chunks it is Zstandard's
-  own, an XXH64 of the values, which takes a quarter of the time of a CRC-32C of the file; other chunks get a CRC-32C.
-  Orbax has an option for neither. Orbax also makes each chunk a shard with an index of one entry; that is removed here.
+  Every reader of the format verifies the checksums of the chunks that it reads. Compressed chunks use Zstandard's own
+  checksum, an XXH64 of the values, which takes a quarter of the time of a CRC-32C of the file; other chunks get a
+  CRC-32C. Orbax has an option for neither. Orbax also makes each chunk a shard with an index of one entry; this removes
+  the index.
   """
   if spec['driver'] == 'cast':
     return {**spec, 'base': add_chunk_checksums(spec['base'])}

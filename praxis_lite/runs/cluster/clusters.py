@@ -19,7 +19,7 @@ from typing import NamedTuple
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.jax_internals.processes import cluster_kinds, is_cloud_tpu_machine
 
-# Set by `praxis-lite launch` to its process id, in the processes that it starts.
+# `praxis-lite launch` sets this variable, in the processes that it starts, to its own process id.
 LAUNCHER = 'PRAXIS_LITE_LAUNCHER'
 
 
@@ -27,10 +27,10 @@ class Job(NamedTuple):
   """The processes of a run, as one of them sees them.
 
   Attributes:
-    found_by: the source of this, such as 'Slurm job 17'.
+    found_by: where this information comes from, such as 'Slurm job 17'.
     num_processes, process_id: the number of processes, and the index of this one; None if only JAX can find out.
     coordinator_address: `host:port` of process 0; None if JAX finds it.
-    method: JAX's name of the cluster, for what JAX finds.
+    method: JAX's name of the cluster, which lets JAX find what is missing here.
   """
 
   found_by: str
@@ -87,7 +87,7 @@ def find_job(
 
 
 def resolve_job(job: Job, timeout_s: int) -> tuple[Job, str]:
-  """Returns a job completed by what JAX finds out about its cluster, and the `host:port` of process 0.
+  """Asks JAX for what is missing in a job; returns the complete job, and the `host:port` of process 0.
 
   May wait up to `timeout_s` seconds until the name of process 0 is known. Raises ConfigError if JAX cannot find it.
   """
@@ -124,7 +124,7 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
       raise ConfigError(f'{name} is not set')
     return value
 
-  # In a batch script, outside of srun, there is no step: the run has one process, even if the job asked for more.
+  # A batch script outside of srun belongs to no Slurm step: the run has one process, even if the job asked for more.
   if has('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'):
     name = f'Slurm job {environ["SLURM_JOB_ID"]}'
     return Job(name, number('SLURM_NTASKS'), number('SLURM_PROCID'), method='slurm')

@@ -25,7 +25,7 @@ def initialize_distributed(
   """Joins the processes of a run on several hosts, and watches them from then on: see `watchdog.py`.
 
   Each argument defaults to an environment variable: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`.
-  If that is not set either, it comes from the cluster that runs this process: Slurm, Open MPI, Kubernetes, Cloud TPU.
+  If these are not set, the cluster provides the values: Slurm, Open MPI, Kubernetes or Cloud TPU.
 
   Args:
     coordinator_address: `host:port` of process 0, the same in all processes; or 'auto', which requires a cluster.
@@ -33,10 +33,10 @@ def initialize_distributed(
     hang_timeout_s: seconds to wait for the others to join, and later for a sign of life from each of them.
 
   Returns:
-    The job that was found; None if this is the only process, and nothing was done.
+    The job of this process; None, with nothing done, if this is the only process.
 
   Raises:
-    ConfigError: only some of the three are given, a value is invalid, or JAX has already started.
+    ConfigError: only some of these values are known, a value is invalid, or JAX has already started.
     LostHostError: a process did not join in time.
   """
   job = find_job(coordinator_address, num_processes, process_id)

@@ -5,7 +5,7 @@
 
 A copy has one file per process: a line of JSON with a checksum, and the bytes of the process's shards, each with a
 checksum too. The file is renamed when it is complete. Nothing is flushed to the disk: a copy survives the end of the
-process, but may be damaged or lost if the machine fails, which the checksums show.
+process, but may be lost or damaged if the machine fails. The checksums detect the damage.
 
 Before a copy begins, all processes agree on whether the previous one is complete everywhere. Only then are older ones
 removed. So one copy is always complete on all hosts, and a host has at most two.
@@ -61,7 +61,7 @@ IndexRanges = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of 
 
 _INCOMPLETE = '.incomplete'
 _FIELD = 'task.train.emergency_copies'
-# What may be raised by reading a file that anyone may have written.
+# The errors that reading a damaged or forged file may raise.
 _NO_COPY = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
@@ -97,14 +97,14 @@ class EmergencyCopy:
   """This process's part of a copy, verified.
 
   Args:
-    file: its path.
+    file: the path of its file.
 
   Attributes:
-    step: of the state.
+    step: the step of the state.
     input_state: the state of the training input after the batch of this step.
     progress: as in `Checkpointer.save`.
     metrics: lines of metrics up to this step that could not be written to the disk.
-    record: the rest of its record: 'mesh', 'processes', 'variables', 'checkpoint'.
+    record: the other entries of its line of JSON: 'mesh', 'processes', 'variables', 'checkpoint'.
     save: a digest that is the same for all parts of one copy, in all processes.
 
   Raises:
@@ -129,11 +129,11 @@ class EmergencyCopy:
         at += shard.nbytes
 
   def has(self, name: str, index: IndexRanges) -> bool:
-    """Whether this contains a part of an array."""
+    """Whether the file contains the part of an array at `index`."""
     return (name, index) in self._shards
 
   def restore(self, shapes: TrainState) -> TrainState:
-    """Returns the state, with the padded `shapes` and shardings that it was copied from.
+    """Returns the state; the padded `shapes` and their shardings must be those of the copied state.
 
     Raises:
       CheckpointError: the file has changed since it was verified.
@@ -191,7 +191,7 @@ class EmergencyCopies:
           remove_all(other)
     self._job_log_dir = KnownFolder(job_log_dir) if directories else None
     self._writing: threading.Thread | None = None
-    self._step, self._error, self._told = 0, '', ''  # Last copy: step, its error in this process, what was reported.
+    self._step, self._error, self._told = 0, '', ''  # The last copy: its step, its error here, the reported error.
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
     """Returns the newest copy that is complete in all processes, and why newer ones are not used, or ''.
@@ -221,7 +221,7 @@ class EmergencyCopies:
     told = gather_texts(' '.join(f'{step}:{copy.save}' for step, copy in copies.items()))
     whole = [{int(step): save for step, _, save in (word.partition(':') for word in of.split())} for of in told]
     newest = max((step for of in whole for step in of), default=0)
-    # The parts of a step in different processes belong to one copy if they come from the same save.
+    # The parts of different processes form one copy if they have the same step and come from the same save.
     step = max((step for step in whole[0] if all(of.get(step) == whole[0][step] for of in whole)), default=0)
     why = gather_texts('; '.join(dict.fromkeys(unfit)))
     if newest > step:
@@ -257,7 +257,7 @@ class EmergencyCopies:
       return ''
     said = self.settle()
     if self._process == 0 and self._job_log_dir is not None and not self._lineage_file.exists():
-      with contextlib.suppress(OSError):  # Without this file a restart does not find the copies; the next one retries.
+      with contextlib.suppress(OSError):  # Restarts need this file to find copies; the next copy retries.
         self._job_log_dir.replace_file(LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
     of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
     of_run['progress'] = progress
@@ -268,7 +268,7 @@ class EmergencyCopies:
     return said
 
   def settle(self) -> str:
-    """Waits until all processes have written the last copy, then removes older ones, or its remains if it failed.
+    """Waits until all processes have written the last copy. Then removes older copies or, if it failed, its remains.
 
     Returns a line to print, or ''.
     """
@@ -311,7 +311,7 @@ class EmergencyCopies:
     return ''
 
   def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
-    """Removes the files of some steps, also those of other processes, which may have run on this host before."""
+    """Removes the files of some steps, including those of other processes, which may have run on this host before."""
     for folder in self._folders:
       for step, file in _files(folder):
         if is_unwanted(step):
@@ -319,7 +319,7 @@ class EmergencyCopies:
             file.unlink()
 
   def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, IndexRanges, np.ndarray]]) -> None:
-    """Writes a copy to all directories; one must succeed."""
+    """Writes a copy to all directories; at least one write must succeed."""
     described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
     header = json.dumps(add_checksum({**record, 'shards': described})).encode() + b'\n'
     errors = []
@@ -340,7 +340,7 @@ class EmergencyCopies:
 
 
 def _lineage_in(file: Path) -> int:
-  """Returns the lineage that the first process reads from a file; a new one if the file has none."""
+  """Returns the lineage that process 0 reads from a file; a new one if the file has none."""
   lineage = secrets.randbits(31)
   if jax.process_index() == 0:
     with contextlib.suppress(*_NO_COPY):

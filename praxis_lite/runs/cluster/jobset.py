@@ -1,11 +1,11 @@
-"""A Kubernetes JobSet of a run: one pod for each process. The pods find each other, and are restarted together.
+"""Makes a Kubernetes JobSet of a run: one pod for each process. The pods find each other, and are restarted together.
 
     exit code of a pod             what Kubernetes does
     0 in all of them               the JobSet is complete
     2, a mistake                   the JobSet fails: another attempt would make the mistake again
     any other, or a lost node      all pods are restarted, at most `max_restarts` times, from the last checkpoint
 
-The pods are named NAME-hosts-0-0, NAME-hosts-0-1, ..., also in the network; process 0 is in the first.
+The pods, and their hosts in the network, are named NAME-hosts-0-0, NAME-hosts-0-1, ...; the first has process 0.
 The directory of the run must be on a volume that all of them see.
 """
 
@@ -19,7 +19,7 @@ from praxis_lite.common.errors import UserError
 _PORT = 8476
 _GROUP = 'hosts'
 _CONTAINER = 'train'
-# Kubernetes has 63 characters for the name of a host, and adds '-hosts-0-' and an index.
+# Kubernetes appends '-hosts-0-' and an index to the name, and limits the result, a host name, to 63 characters.
 _MOST_NAME = 63 - len(f'-{_GROUP}-0-9999')
 _VOLUME = 'runs'
 
@@ -41,7 +41,7 @@ def jobset(
   """Returns the manifest, for `kubectl apply`, which reads it as JSON.
 
   Args:
-    name: of the JobSet.
+    name: the name of the JobSet.
     image: a container image that has praxis_lite and the experiment.
     command: the command line of each process.
     processes: number of pods.

@@ -34,17 +34,17 @@ from praxis_lite.runs.cluster.clusters import LAUNCHER
 
 _POLL = 0.05
 _LONGEST_WAIT = 60.0
-# Seconds in which all processes notice that another one was lost, and end.
+# Once one process has noticed that another was lost, all processes should end within this many seconds.
 _AFTER_NOTICED = 20.0
-# Seconds to end after a second signal, which ends a process at once.
+# Seconds that processes have to end after a second signal.
 _AFTER_SECOND_SIGNAL = 10.0
-# Seconds that the system has to end a process that was killed. One that waits for storage may never end.
+# Seconds to wait for a killed process to end. A process that waits for storage may never end.
 _AFTER_KILL = 10.0
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 class Ended(NamedTuple):
-  """The end of an attempt: its exit code, and the host that was the first to end with it."""
+  """The end of an attempt: its exit code, and the first host that ended with this code."""
 
   code: int
   host: int
@@ -54,9 +54,9 @@ class _Limit(NamedTuple):
   """A time limit for processes to end.
 
   Attributes:
-    at: when it is over, by `time.monotonic`; None for no limit.
-    seconds: its length.
-    after: the event that it began with, for a message; '' after a failure, which has its own message.
+    at: the end of the limit, by `time.monotonic`; None for no limit.
+    seconds: the length of the limit.
+    after: the event that started the limit, for a message; '' after a failure, which has its own message.
   """
 
   at: float | None = None
@@ -75,10 +75,10 @@ class _Limit(NamedTuple):
 
 
 class _RunDirectory:
-  """The directory of a run, identified once it has any content, because an empty one may be created again.
+  """The directory of a run. It is identified once it has content, because an empty directory may be replaced.
 
   Args:
-    path: of the directory; None if it is not known.
+    path: the path of the directory; None if it is not known.
   """
 
   def __init__(self, path: Path | None):
@@ -86,7 +86,7 @@ class _RunDirectory:
     self._about: os.stat_result | None = None
 
   def look(self) -> None:
-    """Identifies the directory, unless this has been done."""
+    """Identifies the directory, unless it is identified already."""
     if self.path is not None and self._about is None:
       with contextlib.suppress(OSError):
         about = os.stat(self.path)
@@ -94,7 +94,7 @@ class _RunDirectory:
           self._about = about
 
   def is_lost(self) -> bool:
-    """Whether the directory is no longer at its path; False also if its storage cannot be reached."""
+    """Whether the directory is no longer at its path; False if its storage cannot be reached."""
     if self.path is None or self._about is None:
       return False
     try:
@@ -110,14 +110,14 @@ class Launcher:
 
   Args:
     command: the command line of each process; they find each other through environment variables.
-    processes: how many.
+    processes: the number of processes.
     max_restarts: how often all of them are restarted after one was lost.
     min_processes: the fewest processes with which the job may go on without hosts that are gone; None requires all.
     grace_s: seconds that the others have to end by themselves after one has ended.
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.
-    directory: of the run; None if it is not known.
-    write: is called with each line of output, which begins with the name of its host.
+    directory: the run's directory; None if it is not known.
+    write: called with each line of output, which begins with the name of its host.
   """
 
   def __init__(
@@ -206,7 +206,7 @@ class Launcher:
         except subprocess.TimeoutExpired:
           self._say(f'host {i}, process {process.pid}, did not end within {_AFTER_KILL:g} s of SIGKILL; giving up')
       for reader in readers:
-        reader.join(timeout=5)  # A process that a killed one had started may hold its output.
+        reader.join(timeout=5)  # A child of a killed process may keep its output open.
       self._running = []
 
   def _watch(self) -> Ended:
@@ -231,7 +231,7 @@ class Launcher:
           continue
         ended[i] = 128 - code if code < 0 else code
         if self._signals and ended[i] in (0, *_STOPPED):
-          continue  # As intended: others may still be saving.
+          continue  # The signal was meant to end it; others may still be saving.
         if code == LostHostError.exit_code:
           limit = _Limit.begin(min(self._grace, _AFTER_NOTICED))
         elif code != 0 and limit.at is None:
@@ -244,7 +244,7 @@ class Launcher:
         if late:
           self._say(f'host {", ".join(map(str, late))} did not end within {over}, and is killed')
         for i in late:
-          # It is first in the dict: it is the lost one, for which the others have waited.
+          # The killed host comes first in the dict: it was lost, and the others have waited for it.
           ended = {i: 128 + signal.SIGKILL, **ended}
         break
     return the_verdict(ended)
@@ -252,7 +252,7 @@ class Launcher:
   def _copy(self, stream: IO[bytes], name: str) -> None:
     for line in stream:
       if b'Expected number of connected peer ranks' in line:
-        continue  # XLA's collectives on the CPU print such a line for each mesh.
+        continue  # XLA's CPU collectives print this line for each mesh.
       self._write(f'{name}: {printable(line.decode(errors="replace").rstrip(), one_line=True)}\n')
 
   def _say(self, text: str) -> None:
@@ -302,7 +302,7 @@ def the_verdict(ended: dict[int, int]) -> Ended:
 
 
 def is_restartable(code: int) -> bool:
-  """Whether a job is restarted after this exit code: that of a signal without a handler, or of a lost host."""
+  """Whether a job is restarted after this exit code, which says that a signal or a lost host ended the process."""
   return code == LostHostError.exit_code or (code > 128 and code not in _STOPPED)
 
 
@@ -323,7 +323,7 @@ def free_port() -> int:
 def launched_command(arguments: Sequence[str], *, devices: int | None, elastic: bool) -> list[str]:
   """Returns the command line of each process: this program, with the arguments after `launch --`.
 
-  Raises UserError if they do not begin with `train`, or have a flag that `launch` sets.
+  Raises UserError if the arguments do not begin with `train`, or contain a flag that `launch` sets itself.
   """
   if not arguments or arguments[0] != 'train':
     got = f', got {arguments[0]!r}' if arguments else ''

@@ -1,7 +1,7 @@
 """Keeps a copy of a run in an object store while it trains, and fetches it to resume: `task.train.mirror`.
 
     train | step | step | save 20 | step | step | step | save 30 | ...
-    mirror               | files, then checkpoint 20, then what need not stay there |  | files, ...
+    mirror               | files, checkpoint 20, then removals |                       | files, ...
 
 A pass of the mirror compares the store with the directory, copies what is missing and removes what is outdated. So
 after a pass that failed or was killed, the next one completes the copy. The store keeps checkpoints by the same rule as
@@ -35,7 +35,7 @@ from praxis_lite.runs.trouble import count_rollbacks
 from praxis_lite.training.steps import TrainStepOutput
 
 _FIELD = 'task.train.mirror'
-# Seconds that one file may take at the end of a run; seconds that `close` waits for the file that is being copied.
+# Seconds that one file may take at the end of a run, and seconds that `close` waits for the file being copied.
 _STALLED, _AT_CLOSE = 7200.0, 60.0
 
 
@@ -47,8 +47,8 @@ class Mirror(Observer):
   """Keeps a copy of a run in an object store. Only process 0 copies.
 
   Args:
-    url: of the copy.
-    directory: of the run.
+    url: the URL of the copy.
+    directory: the run's directory.
     max_to_keep, keep_interval_steps: which checkpoints stay in the store; see `steps_to_remove`.
   """
 
@@ -56,7 +56,7 @@ class Mirror(Observer):
     self._url = url
     self._directory = directory
     self._max_to_keep, self._keep_interval_steps = max_to_keep, keep_interval_steps
-    self._remote: RemoteRun | None = None  # In the process that copies.
+    self._remote: RemoteRun | None = None  # None in processes that do not copy.
     self._pool = PatientThread('mirror')
     self._passes: deque[concurrent.futures.Future[None]] = deque()
     self._newest: int | None = None
@@ -69,12 +69,14 @@ class Mirror(Observer):
     self.fetch(on_damage)
 
   def fetch(self, on_damage: OnDamage = 'previous') -> None:
-    """Copies the newest checkpoint of the store to the run's directory, if it is newer; all processes call this.
+    """Copies the newest checkpoint of the store to the run's directory, if it is newer than those there.
 
-    Then also copies the best checkpoint and the other files of the run. Files that the directory lacks always come.
+    In that case this also copies the best checkpoint, and replaces the other files of the run. Otherwise this only
+    copies files that the directory lacks. All processes call this.
 
     Args:
-      on_damage: if that checkpoint is damaged, 'previous' uses the one before it, here or there; 'fail' raises.
+      on_damage: if that checkpoint is damaged, 'previous' uses the one before it, in the store or the directory; 'fail'
+        raises.
 
     Raises:
       ConfigError: the URL cannot be used, or has another run than the directory.
@@ -107,7 +109,7 @@ class Mirror(Observer):
       self._check_same_run(remote)
     newer = [c for c in there if c.step > max(here, default=-1) and c.rollbacks >= rollbacks]
     if newer:
-      forget_copies(self._directory)  # The run has gone on elsewhere since they were made.
+      forget_copies(self._directory)  # They are older than the fetched checkpoint.
     remote.fetch_files(self._directory, overwrite=bool(newer))
     damaged: list[DamagedError] = []
     for checkpoint in reversed(newer):
@@ -124,11 +126,11 @@ class Mirror(Observer):
       raise DamagedError(f'{damaged[0]}; there is no other one in {remote.url} or {self._directory}')
 
   def _fetch_best(self, remote: RemoteRun, *, older_than: int) -> None:
-    """Fetches the best checkpoint if it is older; it comes before the newest, so that the newest here is complete."""
+    """Fetches the best checkpoint if it is older than a step; call this first, so that the newest completes last."""
     best = remote.best_step()
     for checkpoint in remote.checkpoints():
       if checkpoint.step == best and best < older_than and not self._folder(best).exists():
-        with contextlib.suppress(DamagedError):  # The run does not need it.
+        with contextlib.suppress(DamagedError):  # The run can resume without it.
           self._fetch_one(checkpoint)
 
   def _fetch_one(self, checkpoint: RemoteCheckpoint) -> None:
@@ -164,13 +166,13 @@ class Mirror(Observer):
   def on_end(self, run: Run) -> None:
     """Waits until everything is in the store. After an error it tries once more, and then raises UserError.
 
-    All processes call this, and wait for the one that copies.
+    All processes call this, and wait for process 0, which copies.
     """
     if self._remote is not None:
       self._begin_pass()
       error = self._wait_for(self._passes.pop())
       if error is not None:
-        if self._pool.is_idle:  # Otherwise another pass would wait for the one that has stalled.
+        if self._pool.is_idle:  # Else a second pass would wait for the stalled one.
           self._begin_pass()
           error = self._wait_for(self._passes.pop())
         if error is not None:
@@ -193,7 +195,7 @@ class Mirror(Observer):
     seen = 0.0
     self._progress = time.monotonic()
     while not concurrent.futures.wait([done], timeout=0.5).done:
-      if self._progress != seen:  # Other hosts wait for this one.
+      if self._progress != seen:  # Tells the watchdog: other hosts wait for this one.
         seen = self._progress
         note_progress('copying to the object store')
       if time.monotonic() - seen > _STALLED:

@@ -1,7 +1,7 @@
-"""A folder of an object store, through fsspec: names of objects below a URL, and their bytes.
+"""Reads and writes the objects below a URL of an object store, through fsspec.
 
 Any scheme that fsspec knows works: `s3://` and `gs://` need the packages s3fs and gcsfs. Objects appear complete or not
-at all. Each of these packages raises errors of its own; all of them become a StoreError of one line.
+at all. Whatever error such a package raises becomes a StoreError of one line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FileSum(NamedTuple):
 
 
 def sum_of_file(path: Path) -> FileSum:
-  """Returns the sum of a local file."""
+  """Returns the size and SHA-256 of a local file."""
   with open(path, 'rb') as file:
     return _sum_of(file)
 
@@ -87,7 +87,7 @@ class ObjectStore:
     fs: AbstractFileSystem
     try:
       fs, root = fsspec.core.url_to_fs(url.rstrip('/'), **({'auto_mkdir': True} if self._is_local else {}))
-    except ImportError as error:  # Names the package: 'Install s3fs to access S3'.
+    except ImportError as error:  # Its message names the package: 'Install s3fs to access S3'.
       raise ConfigError(f'{named}: {error_summary(error).partition(": ")[2]}, as with pip') from None
     except Exception as error:
       known = ', '.join(f'{name}://' for name in ('s3', 'gs', 'az', 'file'))
@@ -124,7 +124,7 @@ class ObjectStore:
       return bytes(self._fs.cat_file(self._path(name)))
 
   def sum(self, name: str) -> FileSum:
-    """Reads an object and returns its sum; raises DamagedError if it does not exist."""
+    """Reads an object and returns its size and SHA-256; raises DamagedError if it does not exist."""
     with self._one_line_errors(f'{_READING}{name}'), self._fs.open(self._path(name), 'rb', block_size=_BLOCK) as file:
       return _sum_of(file)
 

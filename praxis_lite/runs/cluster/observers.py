@@ -1,4 +1,4 @@
-"""The observers of a run that others watch, that may be preempted, or that keeps copies elsewhere.
+"""The observers for preemption, for several processes that watch each other, and for copies of a run elsewhere.
 
 `runs/loop/observers.py` attaches them; nothing else in the loop knows what is in this folder.
 """
@@ -42,7 +42,7 @@ def cluster_observers(
 
 
 class Preemptible(Observer):
-  """Looks for notices of preemption while signals are caught."""
+  """Looks for notices of preemption while the run catches signals."""
 
   def __init__(self, directory: Path, grace_s: float | None, notice: str | None):
     self._directory = directory

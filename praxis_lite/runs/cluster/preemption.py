@@ -1,9 +1,9 @@
-"""Preemption: notices that the machine will be taken away, and limits the time to save.
+"""Preemption: detects that the platform will take the machine away, and limits the time to save.
 
 Most platforms send SIGTERM. Others write a file, or change the answer at some address; this process then sends SIGTERM
-to itself. The training loop stops after a step, which all processes agree on, and saves. If this takes longer than the
+to itself. All processes agree on a step, after which the training loop stops and saves. If this takes longer than the
 grace period, the process ends with the exit code of `LostHostError`, before the platform kills it. The previous
-checkpoint is complete.
+checkpoint stays complete.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def preemptible(
 
   Args:
     stop: catches the signals.
-    directory: of the run, for stacks.
+    directory: the run's directory, for the stacks of threads that took too long.
     grace_s: seconds from a notice to the end of the block; None disables the limit. The notice may have reached another
       process of the run.
-    notice: a file that appears when the machine will be taken away; or an address (http://...) that answers with
-      anything but FALSE, NONE, nothing or an error then.
+    notice: a file that appears when the machine will be taken away; or an address (http://...) whose answer is FALSE,
+      NONE, empty or an error until then.
   """
   is_over = threading.Event()
 
@@ -80,7 +80,7 @@ def _has_notice(notice: str | None) -> bool:
   try:
     with urllib.request.urlopen(request, timeout=_URL_TIMEOUT) as answer:
       return answer.read(1000).decode(errors='replace').strip().upper() not in ('', 'FALSE', 'NONE')
-  except (OSError, ValueError, http.client.HTTPException):  # Amazon's answers 404 as long as there is no notice.
+  except (OSError, ValueError, http.client.HTTPException):  # Amazon's server answers 404 until there is a notice.
     return False
 
 

@@ -4,8 +4,8 @@
           checkpoints/<step>.complete    JSON, written last: size and SHA-256 of each of these files
           run.json, metrics.jsonl, summaries/...
 
-So any tool that copies the folder makes a run directory. An upload that was killed leaves no `.complete`, and the next
-one replaces its files. A fetched checkpoint is compared with the sums, and renamed when it is complete.
+So a plain copy of the folder is a run directory. A killed upload leaves no `.complete`, and the next upload replaces
+its files. A fetched checkpoint is compared with the sizes and sums, and renamed when it is complete.
 
 A run writes an evaluation first to metrics.jsonl and then to an event file. Event files in the store must be at least
 as new as metrics.jsonl, so metrics.jsonl is read first and written last. Then a run that resumes from the store finds
@@ -35,7 +35,7 @@ from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreErr
 from praxis_lite.runs.records.lineage import LINEAGE
 
 _COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
-# Entries of a run directory that are useful on one machine only.
+# Entries of a run directory that are useful only on the machine that wrote them.
 _OF_THE_MACHINE = ('stacks', 'profile', LINEAGE)
 # How many files of a checkpoint are copied at once.
 _STREAMS = 4
@@ -48,9 +48,9 @@ class RemoteCheckpoint:
   """A complete checkpoint in an object store: the part of `StoredCheckpoint` that needs no arrays.
 
   Attributes:
-    url: of its folder.
-    step: of the state.
-    files: the sums of its files, by their names.
+    url: the URL of its folder.
+    step: the step of the state.
+    files: size and SHA-256 of its files, by their names.
     rollbacks: how many times the run had gone back to an earlier checkpoint before this one.
   """
 
@@ -84,7 +84,7 @@ class RemoteCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads all of its files; returns a description of each damaged one, by name."""
+    """Reads all files of the checkpoint; returns a description of each damaged one, by name."""
 
     def difference_of(name: str) -> str:
       try:
@@ -101,7 +101,7 @@ class RemoteCheckpoint:
     return damaged
 
   def is_that_in(self, folder: Path) -> bool:
-    """Whether this is a copy of the local checkpoint in `folder`, not of another checkpoint of the same step."""
+    """Whether this is a copy of the local checkpoint in `folder`, rather than of another save of the same step."""
     about = record_file(folder, 'about')
     try:
       return self.files.get('about/metadata') == sum_of_file(about)
@@ -109,11 +109,11 @@ class RemoteCheckpoint:
       return False
 
   def fetch(self, job_log_dir: Path) -> Path:
-    """Copies it to a run directory that has no checkpoint of this step; returns its folder in that directory.
+    """Copies the checkpoint to a run directory that has none of this step; returns its folder in that directory.
 
     Raises:
       DamagedError: a file has changed since it was uploaded.
-      StoreError: it cannot be read, or cannot be written to the disk.
+      StoreError: the checkpoint cannot be read, or cannot be written to the disk.
     """
     target = step_folder(job_log_dir, self.step)
     partial = target.with_name(f'{self.step}.fetching')
@@ -148,7 +148,7 @@ class RemoteRun:
   """A run in an object store.
 
   Args:
-    store: where it is.
+    store: the objects below the run's URL.
     between: called before each file is copied; copying stops if it raises an error.
 
   Attributes:
@@ -174,20 +174,20 @@ class RemoteRun:
       try:
         self._known[step] = RemoteCheckpoint(self._store, step, *_parse_complete(data, step))
       except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        continue  # Another process is writing it, which readers see if the store is a file system.
+        continue  # In a file system, another process may be writing it now.
     self.incomplete = steps - self._known.keys()
     return [self._known[step] for step in sorted(self._known)]
 
   def upload(self, folder: Path, rollbacks: int) -> None:
-    """Copies the checkpoint in a local folder, which is locked in the meantime.
+    """Copies the checkpoint in a local folder to the store; locks the folder in the meantime.
 
     Args:
       folder: its name is the step.
       rollbacks: see `RemoteCheckpoint`.
 
     Raises:
-      RemovedError: retention has removed it.
-      StoreError: the store does not accept it.
+      RemovedError: retention has removed the checkpoint.
+      StoreError: the store does not accept the files.
     """
     step = int(folder.name)
 
@@ -214,7 +214,7 @@ class RemoteRun:
     """Removes a checkpoint, or whatever exists of it."""
     self._known.pop(step, None)
     if f'{step}{_COMPLETE}' in self._store.names(CHECKPOINTS):
-      self._store.remove(f'{CHECKPOINTS}/{step}{_COMPLETE}')  # First, so that a half-removed one is not complete.
+      self._store.remove(f'{CHECKPOINTS}/{step}{_COMPLETE}')  # First: a half-removed step must not look complete.
     if self._store.names(f'{CHECKPOINTS}/{step}'):
       self._store.remove(f'{CHECKPOINTS}/{step}')
 
@@ -232,7 +232,7 @@ class RemoteRun:
       self._copied[name] = changed[name]
 
   def fetch_files(self, directory: Path, *, overwrite: bool) -> None:
-    """Copies the other files of a run to a local directory: all, or only those that it lacks."""
+    """Copies the other files of a run to a local directory: all, or without `overwrite` those that it lacks."""
     for name in filter(_is_copied, self._store.sizes()):
       path = directory / name
       if overwrite or not path.exists():
@@ -280,9 +280,9 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
   """Copies a checkpoint of a run in an object store, and the other files of the run, to a directory.
 
   Args:
-    url: of the run.
+    url: the URL of the run.
     job_log_dir: the target directory; existing files in it stay.
-    step: of the checkpoint; None copies the newest.
+    step: the step of the checkpoint; None copies the newest.
 
   Returns:
     The folder of the checkpoint.
@@ -300,7 +300,7 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
 
 
 def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
-  """Returns the files and the rollbacks in a `.complete`; raises some Python error if it is damaged."""
+  """Returns the files and the number of rollbacks in a `.complete`; raises one of several errors if it is damaged."""
   record = remove_checksum(parse_json(data), 'the list of files')
   files = {name: FileSum(int(file['size']), str(file['sha256'])) for name, file in record['files'].items()}
   if record['step'] != step or not all(map(_is_inside, files)):
@@ -330,14 +330,14 @@ def _files_to_copy(directory: Path) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _is_copied(name: str) -> bool:
-  """Whether to copy a file of a run directory, or the files in one of its folders, separately from checkpoints."""
+  """Whether a file or folder belongs to the other files of a run, which are copied apart from its checkpoints."""
   parts = PurePosixPath(name).parts
   is_hidden = any(part.startswith('.') for part in parts)
   return _is_inside(name) and not is_hidden and parts[0] not in (CHECKPOINTS, *_OF_THE_MACHINE)
 
 
 def _difference(found: FileSum, expected: FileSum) -> str:
-  """Returns the difference from the file that was written, as text; '' if there is none."""
+  """Returns how a file differs from the uploaded one, as text; '' if it does not."""
   if found.size != expected.size:
     return f'has {found.size} bytes instead of {expected.size}'
   return '' if found == expected else 'has changed'

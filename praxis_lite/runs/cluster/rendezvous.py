@@ -31,7 +31,7 @@ def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
     name: the name of this process in messages.
 
   Raises:
-    LostHostError: some of them did not call this in time; the message names them.
+    LostHostError: some processes did not call this in time; the message names them.
   """
   assert job.num_processes is not None and job.process_id is not None
   deadline = time.monotonic() + timeout_s
@@ -74,7 +74,7 @@ def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
         _tell(connections.values(), {'missing': missing})
         raise _Missing(missing) from None
       except (OSError, ValueError, TypeError):
-        continue  # It is not a process of this job, or it has ended, and will connect again.
+        continue  # The peer is not a process of this job; or it has ended, and its restart will connect.
       if isinstance(index, int) and 0 < index < count:
         names[index], connections[index] = str(its_name), connection
     everyone = [names[i] for i in range(count)]
@@ -89,7 +89,7 @@ def _tell(connections: Iterable[socket.socket], what: dict[str, object]) -> None
 
 
 def _listening(port: int, count: int, deadline: float) -> socket.socket:
-  """Returns a socket that listens on all interfaces; waits while an earlier process of the job has the port."""
+  """Returns a socket that listens on all interfaces; waits while an earlier process of the job uses the port."""
   while True:
     try:
       # For IPv4 and IPv6 if possible, like JAX's service.
@@ -107,7 +107,7 @@ def _report(host: str, port: int, index: int, name: str, deadline: float) -> lis
     left = deadline - time.monotonic()
     try:
       with socket.create_connection((host, port), timeout=max(left, 0.001)) as connection:
-        # Host 0 may have started later than this one. At the end of its own time it says which hosts are missing.
+        # Host 0 may have started later than this one, so its time ends later. It then says which hosts are missing.
         connection.settimeout(max(deadline - time.monotonic(), 0) + _PATIENCE)
         connection.sendall(json.dumps([index, name]).encode() + b'\n')
         told = json.loads(_line(connection))

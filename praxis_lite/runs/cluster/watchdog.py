@@ -5,8 +5,8 @@ each process writes beats to the key-value store of JAX's service: that it is al
 its main thread last made progress:
 
     beat     of each process, every interval     {"beat": 17, "doing": "step 12", "at": "...", "idle": 0.2, "state": ""}
-    watch    in each process                     | no beats of a host for the timeout: it is lost
-                                                 | no progress of any host for the timeout: they hang
+    watch    in each process                     | no beats of a host for the timeout: that host is lost
+                                                 | no progress of any host for the timeout: all hosts hang
                                                  | a host says that it has failed
 
 Then the process prints which host it was and what that host was doing, writes the stacks of its own threads, and ends
@@ -42,22 +42,22 @@ from praxis_lite.common.processes import last_progress, note_progress
 
 # Seconds without a sign of life after which a host counts as lost.
 HANG_TIMEOUT_S = 300.0
-# Folders of code that is neither ours nor the user's.
+# Folders of code that belongs neither to praxis_lite nor to the user.
 _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for name in ('stdlib', 'purelib', 'platlib')))
 _KEY = 'praxis_lite/beats'
-# Seconds that the last beat may take.
+# Extra seconds to wait for the last beat at exit.
 _PATIENCE_AT_EXIT = 2.0
 # How many characters of an error are sent to other hosts.
 _MOST_SHOWN = 300
 # The key that JAX's preemption service writes to the store after any process received SIGTERM.
 _PREEMPTION_KEY = 'RECEIVED_PREEMPTION_NOTICE'
-# Words in errors that a collective or JAX's service raises after another process has ended.
+# An error with one of these words, from a collective or JAX's service, means that another process has ended.
 _OF_A_PEER = ('gloo', 'nccl', 'connection', 'unavailable', 'deadline_exceeded', 'coordination', 'barrier', 'peer')
 
 
 @dataclasses.dataclass
 class _Host:
-  """A host as this process knows it: its name, its last beat, and when that arrived, by this process's clock."""
+  """A host as this process knows it: its name, its last beat, and when that beat arrived, by this process's clock."""
 
   name: str
   heard: float
@@ -76,9 +76,9 @@ class Watchdog:
   """Watches the processes of this run, in two threads, until the process ends.
 
   Args:
-    client: of JAX's service.
-    names: of the hosts in messages, by index.
-    index: of this host.
+    client: the client of JAX's service.
+    names: the names of the hosts in messages, by index.
+    index: the index of this host.
     timeout_s: see `HANG_TIMEOUT_S`.
   """
 
@@ -91,7 +91,7 @@ class Watchdog:
     self._hosts = [_Host(f'host {i} ({name})', now) for i, name in enumerate(names)]
     self._contact = now
     self._main = threading.main_thread().ident
-    self._building = now  # When the main thread was last seen to trace or compile.
+    self._building = now  # When the main thread was last seen tracing or compiling.
     self._state = ''
     self._is_ending = False
     self._suspects = False
@@ -111,14 +111,14 @@ class Watchdog:
 
   @contextlib.contextmanager
   def running(self, directory: Path, why_lost: Callable[[], UserError | None] = lambda: None) -> Iterator[None]:
-    """Also watches progress inside the block; an error in it is reported to the other hosts.
+    """Also watches progress while the block runs; reports an error in the block to the other hosts.
 
     If another host has caused the error, this waits until the watchdog names that host and ends the process.
 
     Args:
-      directory: of the run.
-      why_lost: returns the error that says that the directory is no longer at its path; None if it still is. A run
-        without its directory is not restarted, because it would start at step 0.
+      directory: the run's directory.
+      why_lost: returns the error for a directory that is no longer at its path; None if it still is. A run without its
+        directory is not restarted, because it would start at step 0.
     """
     self.directory, self._state, self._why_lost = directory, 'running', why_lost
     note_progress('start-up')
@@ -152,8 +152,8 @@ class Watchdog:
   def _is_awaited(self, host: _Host, since: float) -> bool:
     """Whether this process, which is ending, still waits for the process of `host`.
 
-    It waits until that process knows that this one is ending. Host 0 also waits until that process has cleaned up,
-    because host 0 runs JAX's service, and JAX aborts the other processes when the service ends.
+    This process waits until the other knows that it is ending. Host 0 also waits until the other has cleaned up: host 0
+    runs JAX's service, and JAX aborts the other processes when the service ends.
     """
     now = time.monotonic()
     if host.state in ('', 'running'):
@@ -263,9 +263,9 @@ class Watchdog:
   # ---- the end of the process
 
   def _end_well_when_jax_aborts(self) -> None:
-    """Prints why first if JAX's client in C++ aborts the process, which it does when host 0 ends.
+    """Prints the reason when JAX's C++ client aborts this process, which it does when host 0 ends.
 
-    Python cannot set a callback of that client.
+    This catches SIGABRT, because Python cannot set a callback of that client.
     """
 
     def on_abort(number: int) -> None:
@@ -281,7 +281,7 @@ class Watchdog:
     if self._state not in ('', 'running', 'left'):
       self.end(1)
     self._state = 'left'
-    # Python kills its daemon threads at the end. If one is in JAX's client then, the process aborts.
+    # Python kills daemon threads at exit. If one of them is inside JAX's client at that moment, the process aborts.
     self._is_over.set()
     for thread in self._threads:
       thread.join(2 * self._interval + _PATIENCE_AT_EXIT)
@@ -303,7 +303,7 @@ def the_watchdog() -> Watchdog | None:
 
 
 def dump_stacks(directory: Path | None, index: int) -> str:
-  """Writes the stacks of all threads to a file in the run's directory, or to stderr; returns where, for a message."""
+  """Writes the stacks of all threads to the run's directory, or to stderr; returns for a message where they are."""
   if directory is not None:
     path = directory / 'stacks' / f'host_{index}.txt'
     with contextlib.suppress(OSError):
@@ -317,7 +317,7 @@ def dump_stacks(directory: Path | None, index: int) -> str:
 
 
 def _is_of_a_peer(error: BaseException | None) -> bool:
-  """Whether an error, or its cause, is one that a collective raises after another process has ended."""
+  """Whether a collective has raised an error, or its cause, because another process has ended."""
   while error is not None:
     # JAX raises a ValueError for the status UNKNOWN, which Gloo sometimes returns.
     is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) or (
