@@ -40,7 +40,7 @@ def with_loops_of_another_shape(monkeypatch):
   def refuse(equation, sizes, fit):
     raise UnknownJax(f'{equation.primitive.name} has no sizes')
 
-  monkeypatch.setattr(programs, '_checked', refuse)
+  monkeypatch.setattr(programs, '_check_sizes', refuse)
 
 
 def with_calls_of_another_shape(monkeypatch):

@@ -35,8 +35,10 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
   table = whole(table, [dim for dim in looked_up if axes_of([table[dim]]) & axes_of((*ids, *rows))])
   pairs = _pairs(lookup, numbers.offset_dims, numbers.index_vector_dim)
   others = [split for dim, split in enumerate(table) if dim not in looked_up]
-  if axes_of(others) and axes_of(table[dim] for dim in looked_up) and _are_few(lookup, pairs, looked_up):
-    ids, rows = whole(ids, pairs.values()), whole(rows, pairs)
+  batch = {*numbers.start_indices_batching_dims}
+  free = {of_rows: of_ids for of_rows, of_ids in pairs.items() if of_ids not in batch}
+  if axes_of(others) and axes_of(table[dim] for dim in looked_up) and _are_few(lookup, free, looked_up):
+    ids, rows = whole(ids, free.values()), whole(rows, free)
   return if_changed(lookup, (table, ids, rows))
 
 
