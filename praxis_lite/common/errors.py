@@ -59,7 +59,7 @@ class HungInputError(DataError):
 
 
 class NumericsError(UserError):
-  """A step computes something else on its devices than its config says."""
+  """A step computes wrong results on its devices."""
 
 
 class CheckpointError(UserError):

@@ -123,7 +123,7 @@ class _Place(NamedTuple):
 
   @property
   def is_about_arrays(self) -> bool:
-    """Whether it is in a package or module whose errors are about the arrays it was called with."""
+    """Whether this line is in a package or module whose errors are about the arrays it was called with."""
     module = str(self.frame.f_globals.get('__name__', ''))
     return not _ARRAY_LIBRARIES.isdisjoint((module, module.partition('.')[0]))
 

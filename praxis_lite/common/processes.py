@@ -46,7 +46,7 @@ def gather_texts(text: str, most: int = _TEXT_BYTES) -> list[str]:
 
 
 def join_by_host(texts: list[str]) -> str:
-  """Joins the texts from `gather_texts` that are not empty into one line; with several hosts, adds their numbers."""
+  """Joins the non-empty texts from `gather_texts` into one line; with several hosts, adds each text's host number."""
   if len(texts) == 1:
     return texts[0]
   hosts: dict[str, list[str]] = {}

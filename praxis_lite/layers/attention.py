@@ -86,7 +86,7 @@ class Projection(Layer):
 
 
 class AttentionActivationSplit(ActivationSplit):
-  """`blnh`: queries, and results by head, [B, T, N, H]; `blkh`: keys, values, caches [B, S, K, H]; `out`: [B, T, D]."""
+  """`blnh`: queries and results by head, [B, T, N, H]; `blkh`: keys, values, caches, [B, S, K, H]; `out`: [B, T, D]."""
 
   blnh: SplitDimsMapping = None
   blkh: SplitDimsMapping = None

@@ -69,17 +69,17 @@ class ClassChunks:
 
   @property
   def num_parts(self) -> int:
-    """S."""
+    """S, the number of parts of the classes."""
     return _num_parts(self.axes)
 
   @property
   def part_size(self) -> int:
-    """K."""
+    """K, the number of classes of a part."""
     return -(-self.num_classes // self.num_parts)
 
   @property
   def size(self) -> int:
-    """C."""
+    """C, the number of classes of a chunk."""
     return min(self.chunk_size, self.part_size)
 
   @property

@@ -85,7 +85,7 @@ def _pad_to_divide(split: SequenceSplit, heads: Heads, integers: Integers, head_
     return multiple_of(length, sizes[split.axis])
 
   def pad(x: jax.Array, *shape: int) -> jax.Array:
-    """Pads [B or 1, ...]: B to whole rows, and the next dimensions to `shape`."""
+    """Pads [B or 1, ...]: dimension 0 to the padded batch size unless it is 1, and the next dimensions to `shape`."""
     B_or_1 = 1 if x.shape[0] == 1 < B else rows
     return pad_to(x, (B_or_1, *shape, *x.shape[1 + len(shape) :])[: x.ndim])
 

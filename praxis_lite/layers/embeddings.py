@@ -40,7 +40,7 @@ class Embedding(Layer):
     self.create_variable('w', embedding_weight(self.num_classes, self.input_dims, wt))
 
   def __call__(self, ids: jax.Array) -> jax.Array:
-    """Returns vectors [..., D] of integer ids [...]; NaN for an id that is not in [0, V)."""
+    """Returns vectors [..., D] for integer ids [...]; NaN for an id that is not in [0, V)."""
     return embed(self, ids, 'out', self.lookup_style, self.input_dims**0.5 if self.scale_sqrt_depth else None)
 
   def token_flops(self, length: int) -> TokenFlops:

@@ -80,7 +80,7 @@ class FeedForward(Layer):
     return get_activation(self.activation)(up)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., D] of x [..., D]."""
+    """Returns [..., D] for x [..., D]."""
     out = self.down(self.dropout(self._compute_hidden(x)))
     return checkpoint_name(self.shard(out), 'ffn_out')
 

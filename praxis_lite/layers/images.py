@@ -179,7 +179,7 @@ class Mlp(Layer):
     self.output_dims = dims[-1]
 
   def __call__(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Returns features [B, F] of x, [B, ...] with `input_dims` values in each example; `weights` are not used."""
+    """Returns features [B, F] for x, [B, ...] with `input_dims` values in each example; `weights` are not used."""
     x_BF = jnp.reshape(x, (x.shape[0], -1)).astype(self.fprop_dtype)
     if x_BF.shape[1] != self.input_dims:
       raise ConfigError(

@@ -71,7 +71,7 @@ class KVCache(NamedTuple):
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, turn, keepdims=False), self._replace(turn=None))
 
   def restack(self, own: KVCache) -> KVCache:
-    """Returns the stack with another cache for this layer."""
+    """Returns the stack with `own` as the cache of this layer."""
     turn = self.turn
     assert turn is not None
     after = jax.tree.map(
@@ -236,7 +236,7 @@ class CachedAttention:
 
 
 def _mask_slots(mask: AttentionMask, pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
-  """Returns bool [B, T, S]: the slots that are taken, which have positions from 0 on, and that the mask allows."""
+  """Returns bool [B, T, S], True for taken slots, whose positions are at least 0, that the mask allows."""
   return jnp.asarray(combine_masks((key_pos_BS >= 0)[:, None, :], mask.allows(pos_BT, key_pos_BS)))
 
 

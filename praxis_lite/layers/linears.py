@@ -58,7 +58,7 @@ class Linear(Layer):
       self.create_variable('b', bias_weight(self.output_dims, None if wt is None else wt[-1:]))
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., O] of x [..., I]."""
+    """Returns [..., O] for x [..., I]."""
     y = matmul(x.astype(self.fprop_dtype), self.theta.w, 1, self.matmul, f'{self.path_name}.matmul')
     if self.use_bias:
       y += self.theta.b

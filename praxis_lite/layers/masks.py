@@ -69,13 +69,13 @@ class BlockRanges(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-  """In which pairs of blocks a condition may hold: bool [I, J], or an array that broadcasts to it.
+  """What is known about a condition on pairs of blocks: two arrays of bool that broadcast to [I, J].
 
   An array is False only where the condition surely does not hold. None means True everywhere.
 
   Attributes:
-    by_index: follows from the indices of the blocks; a NumPy array if these are NumPy arrays.
-    by_data: follows from the arrays of the mask.
+    by_index: what follows from the indices of the blocks; a NumPy array if these are NumPy arrays.
+    by_data: what follows from the arrays of the mask.
   """
 
   by_index: Array | None = None

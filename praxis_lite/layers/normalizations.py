@@ -46,11 +46,11 @@ class Norm(Layer):
       self.create_variable(name, variable, trainable=not averages)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., D] of x [..., D]."""
+    """Returns [..., D] for x [..., D]."""
     return self._output(self._normalize(widen(x)))
 
   def _normalize(self, x32: jax.Array) -> jax.Array:
-    """Returns x, in float32, normalized; scale and bias follow."""
+    """Returns the normalized float32 array, before scale and bias."""
     raise NotImplementedError
 
   def _output(self, y: jax.Array) -> jax.Array:

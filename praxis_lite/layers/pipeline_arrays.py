@@ -62,7 +62,7 @@ def microbatches(x: jax.Array, M: int, multiple: int, mark: int | None = None) -
 
 
 def batch(x: jax.Array) -> jax.Array:
-  """The inverse of `microbatches`, without the rows that it has added."""
+  """The inverse of `microbatches`; rows that it has added stay at the end."""
   return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 

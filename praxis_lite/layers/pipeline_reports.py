@@ -47,7 +47,7 @@ class TickResults(NamedTuple):
 
 
 def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Callable[..., TickResults]:
-  """Maps a function that runs all ticks by `shard_map` over some axes, to each device's rows of each microbatch.
+  """Maps a function that runs all ticks over mesh axes, by `shard_map`: each device has its own rows of a microbatch.
 
   Gradients of values that are the same on all devices, such as weights, are summed where they enter the `shard_map`.
   """

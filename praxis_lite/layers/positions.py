@@ -40,7 +40,7 @@ class SinusoidalPositions(Layer):
   max_timescale: float = 10_000.0
 
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
-    """Returns [B, T, D] of int32 positions [B, T]."""
+    """Returns [B, T, D] for int32 positions [B, T]."""
     count = self.dims // 2
     growth = math.log(self.max_timescale / self.min_timescale) / max(count - 1, 1)
     rates = jnp.exp(-growth * jnp.arange(count, dtype=jnp.float32)) / self.min_timescale
@@ -76,7 +76,7 @@ class LearnedPositions(Layer):
 
 
 class LinearRotaryScaling(Configurable):
-  """Divides rates by `factor`, so that positions count 1 / factor (Chen et al., 2023).
+  """Divides rates by `factor`, which has the effect of dividing positions by it (Chen et al., 2023).
 
   Attributes:
     factor: ratio of the new context to the context of the original training.
@@ -254,7 +254,7 @@ class RelativeBias(Layer):
     self.create_variable('w', WeightHParams((self.num_buckets, self.num_heads), tensor_split_dims_mapping=wt))
 
   def __call__(self, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
-    """Returns [B, N, T, S] of int32 positions."""
+    """Returns the biases [B, N, T, S] for int32 positions."""
     return self.shard(self.buckets(self.theta.w, query_pos_BT, key_pos_BS))
 
   @property
@@ -271,7 +271,7 @@ class BucketedBias(NamedTuple):
   bidirectional: bool
 
   def __call__(self, table: jax.Array, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
-    """Returns [B, N, T, S] of int32 positions."""
+    """Returns the biases [B, N, T, S] for int32 positions."""
     offset_BTS = key_pos_BS[:, None, :] - query_pos_BT[:, :, None]
     return jnp.moveaxis(lookup_rows(table, relative_position_bucket(offset_BTS, *self)), -1, 1)
 

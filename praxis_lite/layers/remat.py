@@ -96,7 +96,7 @@ class Remat(NamedTuple):
     Args:
       layer: the layer that has these fields.
       num_kinds: number of layers in a pattern.
-      field: the name of the first one.
+      field: the name of the field with the policy.
 
     Raises:
       ConfigError: a policy is unknown or does not fit the names, or the number of policies is not that of the layers.

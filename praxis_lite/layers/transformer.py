@@ -374,7 +374,7 @@ class TransformerLm(Layer):
   def extend_step(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, prefix_lengths: jax.Array | None = None
   ) -> jax.Array:
-    """Appends T tokens to each row of the caches and returns logits [B, V] of the token after number `last_B`.
+    """Appends T tokens to each row of the caches; returns logits [B, V] of the token that follows token `last_B`.
 
     Args:
       ids_BT: int32 tokens.

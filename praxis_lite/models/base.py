@@ -26,7 +26,7 @@ PredictionsT = TypeVar('PredictionsT')
 
 
 class BaseModel(Layer, Generic[PredictionsT]):
-  """What a task trains and evaluates. Subclasses define the first two methods, and `decode` if they can decode."""
+  """What a task trains and evaluates. Subclasses define `compute_predictions` and `compute_loss`, perhaps `decode`."""
 
   def compute_predictions(self, batch: NestedDict) -> PredictionsT:
     """Returns the inputs of the loss, such as logits: any tree of arrays."""

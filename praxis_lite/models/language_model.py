@@ -154,7 +154,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return self.decoder.context(getattr(self.lm, 'max_positions', None))
 
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
-    """Returns logits [B, V] of the token after each prompt. Its decode state is the caches, of `cache_length` slots.
+    """Returns logits [B, V] of the token after each prompt; leaves caches of `cache_length` slots as decode state.
 
     This is for decoding loops outside of the program. `Sampler.decode` describes the arguments.
     """

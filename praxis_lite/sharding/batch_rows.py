@@ -1,10 +1,10 @@
 """The rows of a global batch: how they enter a step, and which of them the step computes.
 
-Each process puts its own rows on its own devices, and adds rows of zeros until these are full. In most layouts the step
-computes all rows that have entered. But devices share rows if a mesh axis splits the length of sequences. If such
-devices belong to several processes, no process has all of their rows. Then a batch enters with its rows split over all
-devices, and the step selects the examples from them, so that it computes little or no padding. For 32 rows on 256
-devices of 32 processes:
+Each process puts its own rows on its own devices, and adds rows of zeros so that they divide evenly. In most layouts
+the step computes all rows that enter. But if a mesh axis splits the length of sequences, the devices along it share
+rows; and if these devices belong to several processes, no process has all of the shared rows. Then a batch enters with
+its rows split over all devices, and the step selects the examples, so that it computes little or no padding. For 32
+rows on 256 devices of 32 processes:
 
     [256, T]  rows over all devices                what enters: from each process, one example and 7 rows of zeros
     [256, T]  length over all devices              one all-to-all
@@ -116,7 +116,7 @@ def batch_rows(
 
 
 def _owners(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> np.ndarray:
-  """Returns the process of each device, with the mesh axes in this order."""
+  """Returns the process of each device as an array whose dimensions are `axes`."""
   return processes_of(mesh).transpose([mesh.axis_names.index(axis) for axis in axes])
 
 

@@ -308,7 +308,7 @@ def to_axes(axis: str | Sequence[str]) -> MeshAxes:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy_to_parts(x: jax.Array, axis: str) -> jax.Array:
-  """Inside `shard_map`: returns an array that all devices along the axis hold unchanged; sums its gradients."""
+  """Inside `shard_map`: returns x, which is equal on all devices along the axis; sums its gradient over them."""
   del axis
   return x
 

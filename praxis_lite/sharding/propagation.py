@@ -128,11 +128,11 @@ class Instance(NamedTuple):
 
 
 class Propagation:
-  """The operations with some names, in a module that has a mesh, and how their arrays are split.
+  """Finds the operations with given names in a program on a mesh, and how their arrays are split.
 
   Args:
     module: a lowered program.
-    names: of the operations, such as 'stablehlo.dot_general'.
+    names: names of operations, such as 'stablehlo.dot_general'.
   """
 
   def __init__(self, module: ir.Module, names: Collection[str]):
@@ -211,7 +211,7 @@ def callee(call: ir.Operation) -> str:
 
 
 def operation_name(op: ir.Operation) -> str:
-  """Returns the name of an operation; if the operation is in a function, without the name of its call."""
+  """Returns the name of an operation inside its function, without the names of the calls of that function."""
   return str(op.location).partition('"')[2].partition('"')[0]
 
 

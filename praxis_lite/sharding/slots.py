@@ -118,7 +118,7 @@ def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
 
 
 def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> SlotDims:
-  """Returns the parameter's dimension for each dimension of a slot, judging by sizes; None for no match or size 1."""
+  """Returns the parameter's dimension for each dimension of a slot, judging by sizes; None if unknown or of size 1."""
   slot_shape, shape = tuple(slot_shape), tuple(shape)
   if len(slot_shape) == len(shape):
     return tuple(i if s == d and s > 1 else None for i, (s, d) in enumerate(zip(slot_shape, shape)))

@@ -75,7 +75,7 @@ class Execution:
   def combine(
     self, loss: jax.Array, out: LossOutput, gradients: NestedDict
   ) -> tuple[jax.Array, LossOutput, NestedDict]:
-    """Returns loss, outputs and gradients of the whole batch; gradients and updates are of this device's parts."""
+    """Returns loss, outputs and gradients of the whole batch; of gradients and updates, only this device's parts."""
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:

@@ -83,7 +83,7 @@ class PartitionedStep(Generic[_OutT]):
     return put_on_mesh(padded, self.mesh, self._input_specs)
 
   def trace(self) -> jax.stages.Traced:
-    """Traces from shapes only: arguments that do not fit raise now, before anything is compiled."""
+    """Traces from shapes only, so that errors about arguments are raised before anything is compiled."""
     if self._traced is None:
       start = time.perf_counter()
       self._traced = _check_no_strangers(self.jitted.trace(*self.arguments))

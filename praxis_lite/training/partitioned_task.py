@@ -138,12 +138,12 @@ class PartitionedTask:
 
   @functools.cached_property
   def train_rows(self) -> BatchRows:
-    """The rows of a batch of the train step."""
+    """How the rows of a batch enter the train step."""
     return batch_rows(self.mesh, self._input_specs, self.batch_shape, self.jax_task.learner.num_microbatches)
 
   @functools.cached_property
   def inference_rows(self) -> BatchRows:
-    """The rows of a batch of the other steps."""
+    """How the rows of a batch enter the eval, predict and decode steps."""
     return batch_rows(self.mesh, self._input_specs, self.batch_shape)
 
   @property
@@ -183,7 +183,7 @@ class PartitionedTask:
     return self._inference_step(steps.decode_step, 'decoded')
 
   def gradient_norms(self, execution: MeshExecution | None = None) -> PartitionedStep[steps.TrainStepOutput]:
-    """Arguments as in `train_step`; see `steps.gradient_norms`. By default it is executed like the train step."""
+    """`steps.gradient_norms` on the mesh; arguments as in `train_step`. By default executed like the train step."""
     fn, arguments = self._train_fn(execution or self.execution, steps.gradient_norms)
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
     return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, flags=self._flags)
@@ -303,7 +303,7 @@ def partition_spmd_model(
     init_key: PRNG key of the initial values of the variables.
     inputs_shape: tree of shapes and dtypes of one global batch; the devices need not divide its batch size.
     mesh: the mesh; by default the one that the task asks for.
-    partitioner: decides mesh and specs instead of the task; a config of a task takes its mesh axes and rules.
+    partitioner: decides mesh and specs instead of the task; if `task_p` is a config, sets its mesh axes and rules.
 
   Returns:
     The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of

@@ -74,7 +74,7 @@ class LoopBounds:
     return [*inputs, *[None] * (len(inner.invars) - len(inputs))]
 
   def most_trips(self, equation: core.JaxprEqn) -> int | None:
-    """Returns how often a `while` runs at most; None if unknown."""
+    """Returns the largest possible number of iterations of a `while`; None if unknown."""
     cond, body = equation.params['cond_jaxpr'].jaxpr, equation.params['body_jaxpr'].jaxpr
     of_cond, of_body, _ = while_sizes(equation)
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != 'lt' or cond.outvars[0] is not cond.eqns[0].outvars[0]:

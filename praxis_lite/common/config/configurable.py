@@ -1,4 +1,4 @@
-"""Configurable: classes whose annotated attributes are hyperparameters; and REQUIRED, the value of a field to be set.
+"""Configurable: classes whose annotated attributes are hyperparameters; REQUIRED: the value of fields that must be set.
 
 Mistakes in a class body are reported when the class is defined, in terms of configs rather than of dataclasses.
 """
@@ -37,7 +37,7 @@ REQUIRED: Any = _Required()
 
 
 def child(*, init: Literal[False] = False) -> Any:
-  """Declares an attribute that is a child layer, or a list of them, which `setup` creates; it is no hyperparameter.
+  """Declares an attribute that is a child layer, or a list of them, which `setup` creates; not a hyperparameter.
 
       class Block(Layer):
         ff_tpl: Config = template(FeedForward)

@@ -386,7 +386,7 @@ def _is_callable_hint(hint: object) -> bool:
 
 
 def _is_dtype_hint(members: list[Any]) -> bool:
-  """Whether the annotation contains DTypeLike. If it does, the code that wrote it has imported JAX."""
+  """Whether the annotation contains DTypeLike. Only code that has imported JAX can contain such an annotation."""
   jax_typing = sys.modules.get('jax.typing')
   spellings = typing.get_args(jax_typing.DTypeLike) if jax_typing else ()
   return bool(spellings) and all(spelling in members for spelling in spellings)

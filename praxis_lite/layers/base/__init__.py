@@ -451,7 +451,7 @@ class Layer(InCall, Facts, Configurable):
     return {field: placement for field, placement in resolved.items() if placement is not None}
 
   def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
-    """Changes fields of one of the two groups of a built layer, to try them. Declared weights do not change."""
+    """Sets mappings of one of the two groups in a built layer, so that tools can try them; weights keep their own."""
     getattr(self, group).set(**mappings)
     self.__dict__.pop('_activation_mappings', None)
 

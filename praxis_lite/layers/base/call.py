@@ -47,7 +47,7 @@ jax.tree_util.register_dataclass(Summary, data_fields=['value'], meta_fields=['k
 
 
 def summary_over_devices(summary: Summary, axes: tuple[str, ...]) -> Summary:
-  """Inside `shard_map`: averages scalars over the devices along some axes; of other kinds, keeps the first device's."""
+  """Inside `shard_map`: averages scalars over the devices along `axes`; other kinds take the first device's value."""
   x = summary.value
   if not axes:
     return summary
@@ -124,7 +124,7 @@ def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
 
 
 def fold_in_paths(key: jax.Array, paths: Sequence[Path]) -> dict[Path, jax.Array]:
-  """Returns `fold_in_path(key, path)` for each path. Traced as one operation, because many would compile slowly."""
+  """Returns `fold_in_path(key, path)` for each path; under a trace in one operation, as many would compile slowly."""
   # Other PRNG implementations may draw differently for several keys at a time.
   together = isinstance(key, jax.core.Tracer) and jax.random.key_impl(key) == 'threefry2x32'
   if not (paths and together):
@@ -234,7 +234,7 @@ def current_frame() -> Frame | None:
 
 
 def frame_holding(path: Path) -> Frame | None:
-  """Returns the innermost frame whose tree contains `path`: inside a scan, a layer may read a weight from outside."""
+  """Returns the innermost frame whose tree contains `path`: an outer frame for a weight from outside of a scan."""
   return next((f for f in reversed(_frames.get()) if path[: len(f.root)] == f.root), None)
 
 

@@ -106,7 +106,7 @@ class Facts:
     return TokenFlops(2.0 * sum(weight.num_active for weight in self._weights.values() if len(weight.shape) > 1))
 
   def loop_trips(self, loop: str) -> int | None:
-    """Returns the number of iterations of a loop that the program does not show; None if it is unknown.
+    """Returns the number of iterations of a loop whose end depends on data; None if it is unknown.
 
     Args:
       loop: the scopes of the loop inside the layer: 'while', or 'search/while' below `jax.named_scope('search')`.
@@ -135,5 +135,5 @@ class Facts:
 
 
 def double_or_halve(count: int, most: int = 64) -> list[int]:
-  """Returns half of an even count, and twice a count below `most`: neighbours of a number of microbatches."""
+  """Returns the neighbours of a number of microbatches: half if it is even, and twice if it is below `most`."""
   return [*([count // 2] if count % 2 == 0 else []), *([count * 2] if count < most else [])]

@@ -52,7 +52,7 @@ class Sampler(Configurable):
     return min(limits, default=None)
 
   def num_slots(self, prompt_length: int, context: int | None = None) -> int:
-    """Returns the slots per row for prompts padded to `prompt_length`: at most `context`; the last token needs none."""
+    """Returns the slots that a row needs after a prompt padded to `prompt_length`: one per token except the last."""
     length = prompt_length + self.max_decode_steps - 1
     return length if context is None else min(length, context)
 

@@ -39,7 +39,7 @@ class DecodingSteps(Protocol[DecodingState]):
     """Reads tokens; returns logits, [B, V], and the new state.
 
     Args:
-      ids_BT: int32, the next tokens of each row: one, or those of a prompt or a part of it.
+      ids_BT: int32, the next tokens of each row: one token, a prompt, or a part of a prompt.
       pos_BT: int32, their positions in the row; -1 is padding, which must not change what the model predicts.
       last_B: int32, the index in [0, T) of the token in each row whose logits are returned.
       state: the state before these tokens.

@@ -61,8 +61,8 @@ class Learner(Configurable):
     clip_gradient_norm_to_value: upper limit of the global gradient norm; 0 disables it.
     clip_gradient_single_norm_to_value: upper limit of the norm of each variable's gradient; 0 disables it.
     clip_gradient_value: upper limit of the absolute value of each gradient entry; 0 disables it.
-    l2_regularizer_weight: this times the variable is added to its gradient; 0 disables it.
-    decoupled_weight_decay: learning rate times this times the variable is subtracted from it; 0 disables it.
+    l2_regularizer_weight: adds this times the variable to its gradient; 0 disables it.
+    decoupled_weight_decay: subtracts learning rate times this times the variable from the variable; 0 disables it.
     bprop_variable_inclusion: regexes that match whole variable paths; only these are trained. Empty trains all.
     bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
     ema_decay: decay of the moving averages of trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0
@@ -309,7 +309,7 @@ def _clip(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
 
 
 def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Array:
-  """Returns the squared norm of a gradient; for a stack of layers, the one of each layer: [layers, 1, ...]."""
+  """Returns the squared norm of a gradient; for a stack of layers, one per layer: [layers, 1, ...]."""
   axes = tuple(range(len(weight.repeat_prefix), gradient.ndim))
   return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=axes, keepdims=True)
 

@@ -171,7 +171,7 @@ class _Programs(NamedTuple):
 
   @property
   def draws(self) -> bool:
-    """Whether they draw random numbers."""
+    """Whether the programs draw random numbers."""
     return any(name.startswith(_DRAWS) for name, _ in self.operations)
 
 
@@ -423,7 +423,7 @@ def _constant(constant: Any) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def _number(value: float) -> int:
-  """Returns the number for a constant: a fraction is a quotient."""
+  """Returns a constant modulo the prime; a fraction becomes the quotient of two integers."""
   if not math.isfinite(value):
     return _secret('constant', value)
   numerator, denominator = value.as_integer_ratio()
