@@ -1,1 +1,1 @@
-"""Other projects' forms: Hugging Face checkpoints, and the classes of T5X."""
+"""Bridges to other projects: Hugging Face checkpoints, and the classes of T5X."""

@@ -96,7 +96,7 @@ def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
 
 
 _SHOWN = 3
-# Fields that do not change what a trained model computes, or that lower layers have with defaults filled in.
+# Fields that do not change what a trained model computes, or that the layers below repeat with defaults filled in.
 _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
@@ -129,5 +129,5 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
       here, there = logit_scale(ours), logit_scale(theirs)
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
       yield f'{ours.path_name}.{field.name}, which is {_class_name(here)} here and {_class_name(there)} there'
-  for pair in _pairs(ours, theirs):  # If one model lacks a layer, a field that says so differs.
+  for pair in _pairs(ours, theirs):  # If only one model has a layer, fields of a pair differ.
     yield from _differences(*pair)

@@ -22,7 +22,7 @@ class Family:
   Attributes:
     model_type, architecture: as in config.json.
     defaults: values that transformers assumes if config.json does not have them.
-    prefix: of the names of tensors below the head; left out in checkpoints of the model without its head.
+    prefix: the prefix of the names of tensors below the head; checkpoints of a model without its head omit it.
   """
 
   model_type: str
@@ -39,7 +39,7 @@ class Family:
     raise NotImplementedError
 
   def table(self, tied: bool) -> list[Pair]:
-    """Returns which tensor has which variable; `tied` says whether softmax and embedding share a table."""
+    """Returns the pairs of tensors and variables; `tied` says whether softmax and embedding share a table."""
     raise NotImplementedError
 
 
@@ -49,7 +49,7 @@ def is_tied(lm: TransformerLm) -> bool:
 
 
 def logit_scale(attention: MultiHeadAttention) -> float:
-  """Returns the factor of the logits of a layer."""
+  """Returns the factor of the attention logits of a layer."""
   assert attention.dims_per_head is not None  # Set once the layer is built.
   return attention.dims_per_head**-0.5 if attention.scale is None else attention.scale
 

@@ -1,4 +1,4 @@
-"""safetensors files: named arrays one after another, after a header that says where each of them is.
+"""Reads and writes safetensors files: a header, and after it the named arrays that it locates.
 
     8 bytes     n, the length of the header, little endian
     n bytes     JSON: {"wte.weight": {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]}, ...}
@@ -6,11 +6,11 @@
 
 A checkpoint is a folder with one such file, or with several files and an index, {"weight_map": {tensor: file}}.
 
-Reading and writing takes the few functions below, and not the package `safetensors` (release 0.8), because that package
+This module does not use the package `safetensors` (release 0.8), because that package
 
 * keeps every page that it has read in memory until the file is closed: reading 512 MiB in parts of 4 MiB made the
-  process 512 MiB larger. With the functions below, it did not grow. Opening the file again for each part took 45 s for
-  4,000 tensors; the functions below take 0.9 s.
+  process 512 MiB larger. With the functions below, the process did not grow. Opening the file again for each part took
+  45 s for 4,000 tensors; the functions below take 0.9 s.
 * does not say how many bytes a truncated file lacks, only "incomplete metadata, file not fully covered"; cannot open a
   file if one of its tensors has an unknown dtype; and cannot slice a tensor without elements.
 * can only write tensors that are all in memory.
@@ -45,11 +45,11 @@ class StoredTensor(NamedTuple):
   """The location of a tensor.
 
   Attributes:
-    name: its name in the checkpoint.
-    file: path of the file.
-    kind: its dtype, as safetensors spells it.
-    shape: its shape.
-    offset: its first byte in the file.
+    name: the tensor's name in the checkpoint.
+    file: the path of the file.
+    kind: the dtype, as safetensors spells it.
+    shape: the shape.
+    offset: the position of the first byte in the file.
   """
 
   name: str
@@ -69,7 +69,7 @@ class StoredTensor(NamedTuple):
     return _DTYPES[self.kind]
 
   def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a copy of a part. Only its pages of the file are read, and they are unmapped at once."""
+    """Returns a copy of a part. Maps only the pages of the file that contain this part, and unmaps them at once."""
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, 'r', self.offset, self.shape)[index])

@@ -16,7 +16,7 @@ from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScalin
 
 CONFIG_FILE = 'config.json'
 _YARN_FIELDS = ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')
-# Activation functions by their names in config.json; of several names, the first is used for writing.
+# Activation functions by their names in config.json. If a function has several names, the first is written.
 _ACTIVATIONS = {
   'silu': 'silu',
   'swish': 'silu',
@@ -72,7 +72,7 @@ class HfConfig:
     return float(value)
 
   def must_be(self, name: str, *accepted: object) -> None:
-    """Raises ConfigError if the file has a value that our layers do not support."""
+    """Raises ConfigError unless the value is one of `accepted`, which our layers support."""
     value = self.values.get(name, accepted[0])
     if value not in accepted:
       shown = ' or '.join(json.dumps(a) for a in accepted)

@@ -1,7 +1,7 @@
 """LLaMA and models derived from it:
 
 llama      RMSNorm, rotary positions, gated feed-forward; config.json says if attention or feed-forward has biases
-mistral    the same with sliding windows
+mistral    llama with sliding windows
 qwen2      biases of queries, keys and values; sliding windows in some layers
 qwen3      norms of queries and keys
 gemma      zero-centred norms, embeddings times sqrt(D), GELU
@@ -33,8 +33,8 @@ class LlamaLike(Family):
     qkv_bias: whether queries, keys and values always have biases, and the output never.
     optional_biases: names in config.json of flags for biases.
     qk_norm: whether queries and keys are normalized.
-    is_gemma: zero-centred norms and scaled embeddings.
-    hybrid_norms: norms before and after each sublayer, and soft caps.
+    is_gemma: whether norms are zero-centred and embeddings scaled.
+    hybrid_norms: whether there are norms before and after each sublayer, and soft caps.
     windows: which layers have sliding windows: 'none', 'all', or given by `layer_types`.
     hidden_dims_field: name in config.json of the feed-forward layers' hidden dims.
   """
@@ -158,7 +158,7 @@ class LlamaLike(Family):
       *self.feed_forward_table(layer, ours),
     ]
     norms = {'attention_norm': 'input_layernorm', 'ff_norm': 'post_attention_layernorm'}
-    if self.hybrid_norms:  # The name means another norm in this case.
+    if self.hybrid_norms:  # Here 'post_attention_layernorm' names another norm.
       norms |= {
         'attention_out_norm': 'post_attention_layernorm',
         'ff_norm': 'pre_feedforward_layernorm',
@@ -171,7 +171,7 @@ class LlamaLike(Family):
     return 'hidden_activation' if self.hybrid_norms else 'hidden_act'
 
   def _activation(self, hf: HfConfig) -> str:
-    # Gemma's first files said 'gelu' but meant its approximation; later ones have a second field.
+    # Gemma's first config files said 'gelu' but meant its tanh approximation; later files have a second field.
     if self.is_gemma and not self.hybrid_norms:
       field = 'hidden_activation' if hf.values.get('hidden_activation') else 'hidden_act'
       return 'gelu_tanh' if hf[field] == 'gelu' else hf.activation(field)

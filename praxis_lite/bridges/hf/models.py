@@ -35,7 +35,7 @@ def read_model(folder: str | os.PathLike[str], device: jax.Device | None = None)
     device: None uses the first one. To split a model over a mesh, use `import_run`.
 
   Raises:
-    UserError: it cannot be imported; the message says why.
+    UserError: the checkpoint cannot be imported; the message says why.
   """
   checkpoint = open_checkpoint(folder)
   model = checkpoint.family.model(checkpoint.config).instantiate()
@@ -51,13 +51,13 @@ def write_model(
   """Writes a model as a checkpoint that transformers loads; returns the names of the files.
 
   Args:
-    folder: is created if it does not exist; files in it with the same names are replaced.
+    folder: the target, which is created if it does not exist; files in it with the same names are replaced.
     model: must belong to a family of transformers.
     variables: as `model.apply` accepts them; they may be split over devices.
     max_file_bytes: larger checkpoints are written as several files and an index.
 
   Raises:
-    ConfigError: it belongs to no family; the message names the nearest one and the differences.
+    ConfigError: the model belongs to no family; the message names the nearest one and the differences.
   """
   if not isinstance(model, LanguageModel):
     raise ConfigError(f'a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have')

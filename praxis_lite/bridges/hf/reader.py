@@ -1,4 +1,4 @@
-"""Reads variables from a checkpoint in parts, into a checkpoint of ours or onto a mesh.
+"""Reads variables from a Hugging Face checkpoint in parts, into a checkpoint of a run or onto a mesh.
 
 The host holds only a few parts of a variable at a time. Each device of a mesh gets its own part of a variable, which is
 assembled on the device if it is large.

@@ -55,7 +55,7 @@ _TOKENIZER_FILES = (
   *(TOKENIZER_FILE, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja'),
   *('vocab.json', 'merges.txt', _SENTENCEPIECE_FILE, _GENERATION_FILE),
 )
-# Fields of a recorded config.json that are written anew from the model, or that depend on the version that wrote it.
+# Fields of a kept config.json that an export writes anew from the model, or that depend on the version that wrote it.
 _OUTDATED = {
   *('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'rope_parameters', 'rope_scaling', 'rope_theta'),
   *('sliding_window', 'use_sliding_window', 'max_window_layers', 'layer_types'),

@@ -1,4 +1,4 @@
-"""Maps the tensors of a checkpoint to variables, and their dimensions. One table serves both directions.
+"""Maps the tensors of a checkpoint, and their dimensions, to variables. One table serves both directions.
 
     Pair('model.layers.{layer}.self_attn.q_proj.weight', 'transformer.layers.attention.query.w', 'D N H -> (N H) D')
 
@@ -7,9 +7,9 @@ letters only name dimensions. A fraction is a part of a tensor that several vari
 
     'D N H -> D (1/3 N H)'      the second of three parts, along the second dimension
 
-The stacked variables of a repeated layer have a tensor for each `{layer}`, and so do those of `layers_0`, `layers_1`,
-... If these form a pattern that is repeated, they are stacked, and `rest_0`, ... come after them. A dimension before a
-colon has a tensor for each entry, `{expert}`:
+The stacked variables of a repeated layer have a tensor for each `{layer}`. The variables of `layers_0`, `layers_1`, ...
+do too; if these layers form a pattern that is repeated, they are stacked, and `rest_0`, ... are the layers after them.
+If a dimension stands before a colon, each of its entries, an `{expert}`, has its own tensor:
 
     Pair('model.layers.{layer}.experts.{expert}.up.weight', 'transformer.layers.ff.up', 'E: D F -> F D')
 """
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
   Attributes:
     theirs: name of the tensor, with {layer} for the number of its layer, and {expert} for the number of an expert.
     ours: path of the variable below the `TransformerLm`, without the number of the layer.
-    axes: our dimensions, and how theirs are made from them; '' if they are the same.
+    axes: the dimensions of the variable, and how those of the tensor are made from them; '' if they are the same.
   """
 
   theirs: str
@@ -71,7 +71,7 @@ class View:
 
   @property
   def outermost(self) -> int:
-    """The dimension of the variable that cuts the tensor into contiguous pieces."""
+    """The dimension of the variable whose entries are contiguous pieces of the tensor."""
     return next(axis for group in self.groups for axis in group if not isinstance(axis, Part))
 
   def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
@@ -79,7 +79,7 @@ class View:
     their_index, split_shape, split_index = [], [], []
     for group in self.groups:
       sizes, bounds = self._sizes(group), [self._bounds(axis, index) for axis in group]
-      # If the outer dimensions have one entry each, the next one gives a contiguous range.
+      # If the part has one entry in each outer dimension, its range in the next dimension is contiguous.
       outer = next((i for i, (low, high) in enumerate(bounds) if high - low != 1), len(group) - 1)
       inner = math.prod(sizes[outer + 1 :])
       start = sum(low * math.prod(sizes[i + 1 :]) for i, (low, _) in enumerate(bounds[: outer + 1]))
@@ -90,12 +90,12 @@ class View:
     return self._ours(tensor.read(tuple(their_index)).reshape(split_shape)[tuple(split_index)])
 
   def within(self, theirs: np.ndarray) -> np.ndarray:
-    """Returns the part of the whole tensor that is the variable, as a view to write to; `theirs` is contiguous."""
+    """Returns the variable in the whole tensor `theirs`, which must be contiguous, as a view to write to."""
     split = theirs.reshape([size for group in self.groups for size in self._sizes(group)])
     return self._ours(split[tuple(slice(a.at, a.at + 1) if isinstance(a, Part) else slice(None) for a in self._axes)])
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
-    """Returns the dimensions of `split`, one per entry of the groups, in the variable's order; a view."""
+    """Returns a view of `split`, which has a dimension per entry of the groups, with the variable's dimensions."""
     axes = self._axes
     whole = split[tuple(0 if isinstance(a, Part) else slice(None) for a in axes)]
     kept = [a for a in axes if not isinstance(a, Part)]
@@ -140,7 +140,7 @@ class Piece(NamedTuple):
   view: View
 
   def box(self, inside: Sequence[slice]) -> tuple[slice, ...]:
-    """Returns the place of a part of this piece in the variable."""
+    """Returns the place in the variable of the part `inside` of this piece."""
     return (*(slice(i, i + 1) for i in self.at), *inside)
 
 
@@ -157,10 +157,10 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
 
 
 class _LayerOrder(NamedTuple):
-  """Which layers of a model are in `layers_0`, `layers_1`, ..., stacked or not, and in `rest_0`, ... after them.
+  """The order of layers in `layers_0`, `layers_1`, ..., which may be stacks, and in `rest_0`, ... after them.
 
   Attributes:
-    first: the number of each one's first layer.
+    first: the number of the first layer in each of these, by its name.
     period: how many layers lie between successive entries of a stack.
   """
 
@@ -195,7 +195,7 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, orde
   view = View(shape, parse_axes(axes) if axes else tuple((i,) for i in range(len(shape))))
   counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
   for index in np.ndindex(*counts):
-    stack = index[: len(weight.repeat_prefix)]  # A pipeline of several rounds has two indices.
+    stack = index[: len(weight.repeat_prefix)]  # A pipeline of several rounds has two stack dimensions.
     layer = first + step * (int(np.ravel_multi_index(stack, weight.repeat_prefix)) if stack else 0)
     yield Piece(pair.theirs.format(layer=layer, expert=index[-1] if experts else None), path, index, view)
 

@@ -36,7 +36,7 @@ def write_checkpoint(
     variables: the variables of the `TransformerLm`, possibly padded, or arrays that are read in parts.
     found: the tensors of each variable, as returned by `tensors.pieces`.
     max_file_bytes: larger checkpoints are written as several files and an index.
-    dtype: for all tensors; None keeps the dtype of each variable.
+    dtype: the dtype of all tensors; None keeps the dtype of each variable.
   """
   if jax.process_count() > 1:
     raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')
@@ -69,7 +69,7 @@ def write_checkpoint(
 
 
 def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:
-  """Reads a piece of a variable."""
+  """Reads a piece of a variable into the array `ours`."""
   stacked = len(piece.at)
   for box in boxes(piece.box(whole_box(ours.shape)), variable.part_shape([*[1] * stacked, *ours.shape])):
     part = variable.read(box)

@@ -1,4 +1,4 @@
-"""Logical axis names of train states: from declarations, changed by overrides, and inherited by optimizer slots."""
+"""Logical axis names of train states: declared, changed by overrides, and inherited by optimizer slots."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
 
 AxisNamesOverrides = Sequence[tuple[str, Sequence[str | None]]]
-# The names kept by a slot that does not have the shape of its parameter. The argument is a path that begins with the
-# parameter and ends with the slot, such as 'mlp/expert/kernel/v_row'.
+# Returns the names that a slot keeps although its shape is not its parameter's. The argument is a path that begins with
+# the parameter and ends with the slot, such as 'mlp/expert/kernel/v_row'.
 KeptNames = Callable[[str], Collection[str]]
 Tree = TypeVar('Tree')
 
@@ -44,7 +44,7 @@ class _Boxed:
 
 
 def remove_boxes(train_state: Any) -> Any:
-  """Returns a train state in which variables that are arrays in boxes with axis names become declarations."""
+  """Returns a train state with declarations in place of arrays in boxes with axis names."""
 
   def declaration(x: Any) -> Any:
     return _Boxed(x.names, x.value) if is_named_box(x) else x
@@ -115,7 +115,8 @@ def state_axis_names(
 
   Args:
     train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
-    params, state: overrides for `mdl_vars`, which slots and averages inherit; and for others, 'opt_states/0/v_row/.*'.
+    params: overrides for `mdl_vars`; slots and averages inherit them.
+    state: overrides for other paths, such as 'opt_states/0/v_row/.*'.
     kept: the names kept by slots that do not have the shape of their variable.
   """
   structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)

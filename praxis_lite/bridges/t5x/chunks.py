@@ -1,4 +1,4 @@
-"""Which part of a split array the devices of one host hold, and which part of each batch the host reads.
+"""Finds which part of a split array the devices of one host hold, and which part of each batch the host reads.
 
 The devices of a host form a contiguous block of the mesh, its chunk. The number of chunks along each mesh axis and the
 position of the host's chunk determine which slice of an array the host holds, how many hosts hold the same slice, and
@@ -34,7 +34,7 @@ class LocalChunkInfo(NamedTuple):
 
   Attributes:
     slice: the host's part, one slice per dimension.
-    replica_id: its number among the hosts that hold the same part.
+    replica_id: the host's number among the hosts that hold the same part.
   """
 
   slice: tuple[slice, ...]
@@ -79,7 +79,7 @@ class LocalChunker:
       mesh_axes: a spec: for each dimension a mesh axis, a tuple of them or None.
 
     Raises:
-      ShardingError: a dimension does not divide by its chunks, or the host's part of it is not contiguous.
+      ShardingError: a dimension does not divide by its chunks, or the host's part of a dimension is not contiguous.
     """
     return LocalChunkInfo(
       tuple(self._slice(size, entry, i) for i, (size, entry) in enumerate(zip(global_shape, mesh_axes, strict=True))),
@@ -91,19 +91,19 @@ class LocalChunker:
     return self._number(self._flatten(mesh_axes))
 
   def get_replica_id(self, mesh_axes: str | SpecLike) -> int:
-    """Returns the host's number among the hosts with the same part: its number over the unused axes."""
+    """Returns the host's number among the hosts with the same part, counted over the axes that split nothing."""
     used = self._flatten(mesh_axes)
     return self._number([axis for axis in self.num_chunks if axis not in used])
 
   def get_num_shards(self, mesh_axes: str | SpecLike) -> int:
-    """Returns how many different parts the hosts hold of an array split over these axes."""
+    """Returns how many different parts all hosts hold of an array split over these axes."""
     return math.prod(self.num_chunks[axis] for axis in self._flatten(mesh_axes))
 
   def _slice(self, size: int, entry: Entry, dim: int) -> slice:
     axes = self._flatten([entry])
     if not axes:
       return slice(None)
-    # Parts are numbered row-major: a host that holds several along one axis must hold all along the following axes.
+    # Parts are numbered row-major. So a host with several parts along one axis must hold all parts along later axes.
     several = [i for i, axis in enumerate(axes) if self._sides[axis] > 1]
     if several and any(self.num_chunks[axis] > 1 for axis in axes[several[0] + 1 :]):
       raise ShardingError(
@@ -160,7 +160,7 @@ def get_data_layout(chunker: LocalChunker, data_axes: Sequence[str], batch_size:
     batch_size: size of the global batch; by default one example for each part of the data axes.
 
   Raises:
-    ShardingError: the batch size does not divide by the parts of the data axes, and so by the shares of hosts.
+    ShardingError: the batch size is not a multiple of the number of parts along the data axes.
   """
   data_mesh_size = num_parts(tuple(data_axes), chunker.global_mesh)
   num_shards = chunker.get_num_shards(data_axes)

@@ -1,20 +1,20 @@
-"""Meshes for a number of model partitions, placed along the links of the hardware.
+"""Makes meshes for a number of model partitions, placed along the links of the hardware.
 
-These meshes have the axes ('data', 'model'), or ('replica', 'data', 'model') if slices are joined. The devices are
-always a parameter; they may be `DescribedDevice`s, which need not exist.
+These meshes have the axes ('data', 'model'), or ('replica', 'data', 'model') if they join several slices. The devices
+are always a parameter; they may be `DescribedDevice`s, which need not exist.
 
 Devices that share a row of 'model' exchange activations in every layer. So on hardware whose devices form a torus, each
-row is a compact box of chips, the model-parallel submesh, and the submeshes tile the box of all devices. The order of
-the tiles, 'data', and of the devices in a tile, 'model', is row-major, except that the devices of one host must form a
-contiguous block of the mesh, because each host feeds and stores one block of the data. So tiles are ordered host by
-host: along each side, with g devices in the slice, m in the submesh and l on a host,
+row is a compact box of chips, the model-parallel submesh, and the submeshes tile the box of all devices. Tiles are
+ordered along 'data', and the devices in a tile along 'model'. Both orders are row-major, except that the devices of one
+host must form a contiguous block of the mesh, because each host feeds and stores one block of the data. So tiles are
+ordered host by host. Along each side, with g devices in the slice, m in the submesh and l on a host:
 
-    m >= l, whole hosts in a tile:  g = (g / m tiles)              * (m / l hosts) * (l devices)
-    m <  l, several tiles on one:   g = (g / l hosts) * (l / m tiles)              * (m devices)
+    m >= l, whole hosts in a tile:    g = (g / m tiles)              * (m / l hosts) * (l devices)
+    m <  l, several tiles on a host:  g = (g / l hosts) * (l / m tiles)              * (m devices)
 
-and the mesh consists of all first factors, then all second ones, and so on, over the sides. If the submesh spans a
-whole side of the torus, or a whole plane, and hosts are flat, it is enough to make z the slower side: then hosts are
-contiguous, and their rings, on which collectives are faster, remain whole.
+The mesh orders devices by the first factors of all sides, then by the second factors, and so on. If the submesh spans a
+whole side of the torus, or a whole plane, and hosts are flat, it is enough to let z vary more slowly than x or y. Then
+hosts are contiguous, and submeshes remain whole rings, on which collectives are faster.
 
 The vocabulary and the default submeshes come from T5X (Roberts et al., 2022).
 """
@@ -36,8 +36,8 @@ from praxis_lite.common.errors import ShardingError
 from praxis_lite.sharding.mesh import auto_mesh, create_device_mesh
 
 _SIDE_NAMES = {4: ('x', 'y', 'z', 'core'), 2: ('hosts', 'devices per host')}
-# By number of partitions. Chips of the second and third generation have two cores, closer to each other than to any
-# other core. On later chips, a closed ring is preferred to a box: the first one that fits into the slice.
+# Default submeshes (x, y, z, core) by number of partitions; the first that fits into the slice is used. TPU v2 and v3
+# chips have two cores, closer to each other than to any other core. On later chips, a closed ring comes before a box.
 _TWO_CORES = {1: [(1, 1, 1, 1)], 2: [(1, 1, 1, 2)], 4: [(2, 1, 1, 2)], 8: [(2, 2, 1, 2)], 16: [(4, 2, 1, 2)]}
 _ONE_CORE = {
   1: [(1, 1, 1, 1)],
@@ -54,7 +54,7 @@ class DescribedDevice:
 
   Attributes:
     id, process_index: unique number, and the host it is attached to.
-    coords, core_on_chip: (x, y, z) of its chip in the torus, and its core on the chip; None if devices have no places.
+    coords, core_on_chip: (x, y, z) of its chip in the torus, and its core there; None for devices without coordinates.
     platform, device_kind: 'tpu', 'gpu' or 'cpu', and the hardware, such as 'TPU v4'.
   """
 
@@ -106,16 +106,16 @@ def default_mesh(
 
   Args:
     num_partitions: size of the 'model' axis; the submesh is chosen for the hardware.
-    model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere. Both may
-      be given if they agree.
-    ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the first two are not needed, and
-      num_partitions may only repeat the size of 'model'.
+    model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere. Both
+      arguments may be given if they agree.
+    ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice; replaces the two arguments above. If
+      num_partitions is given too, it must equal the size of 'model'.
     dcn_mesh_shape: number of slices along each of these axes.
     devices, backend: the devices; by default all of the JAX backend.
 
   Raises:
-    ShardingError: neither num_partitions nor model_parallel_submesh is given, or both but they do not agree, or a size
-      does not divide.
+    ShardingError: neither num_partitions nor model_parallel_submesh is given, or they do not agree, or a size does not
+      divide.
   """
   devices = _devices_or_default(devices, backend)
   if ici_mesh_shape is not None:
@@ -161,8 +161,8 @@ def get_mesh(
     tile_by_host_if_needed: arrange the boxes host by host if a host's devices would otherwise not be contiguous.
 
   Raises:
-    ShardingError: the devices do not fill a box, a side of the submesh does not divide that of the box, the hosts
-      cannot be tiled, or without tiling they are not contiguous; or the local devices are not those of one host.
+    ShardingError: the devices do not fill a box; a side of the submesh does not divide that of the box; hosts are not
+      contiguous without tiling, or cannot be tiled; or the local devices are not those of one host.
   """
   if len(input_devices):
     if devices is not None:
@@ -237,7 +237,7 @@ def default_submesh(num_partitions: int, device_kind: str, bounds: Sequence[int]
 
 
 def num_model_partitions(num_partitions: int | None, model_parallel_submesh: Submesh) -> int:
-  """Returns the size of the 'model' axis; raises ShardingError unless exactly one of the two is given."""
+  """Returns the size of the 'model' axis; raises ShardingError unless exactly one argument is given."""
   if (num_partitions is None) == (model_parallel_submesh is None):
     given = 'neither is' if num_partitions is None else 'both are'
     raise ShardingError(f'pass num_partitions or model_parallel_submesh: exactly one of them; {given} given')
@@ -270,7 +270,7 @@ def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> 
 
 
 def _z_major(whole: Sides, part: Sides) -> Sides | None:
-  """Returns the order of sides with z slower than y or x, if the submesh spans a full side or plane; else None."""
+  """Returns an order of the sides with z slower than y or x; None unless the submesh spans a full side or plane."""
   (gx, gy, gz, gc), (mx, my, mz, mc) = whole, part
   if mc != gc:
     return None
@@ -298,7 +298,7 @@ def _devices_or_default(devices: Sequence[Device] | None, backend: str | None = 
 
 
 def _torus_coords(device: Device) -> Sides | None:
-  """Returns (x, y, z, core), or None if devices have no places."""
+  """Returns (x, y, z, core); None for a device without coordinates."""
   coords = getattr(device, 'coords', None)
   return None if coords is None else (*coords, device.core_on_chip or 0)
 

@@ -76,7 +76,7 @@ def infer_state_filter(opt_states: object) -> str | None:
   rows = [slot for path, slot in leaves_by_path(opt_states).items() if 'v_row' in path]
   if rows:
     return FACTORED_EXPERT_STATE if any(slot.shape[-1:] != (1,) for slot in rows) else None
-  # Every optax transformation keeps a tuple; a learner may have several in a dict.
+  # The state of every optax transformation is a tuple; a learner may have a dict of several such states.
   if any(not isinstance(state, tuple) for state in jax.tree.leaves(opt_states, is_leaf=lambda x: isinstance(x, tuple))):
     raise ShardingError(
       'which optimizer state has an expert axis can be inferred for Adafactor only, and for optimizers of optax whose '
@@ -88,8 +88,8 @@ def infer_state_filter(opt_states: object) -> str | None:
 def infer_state_filter_of(optimizer_def: Any) -> str | None:
   """Like `infer_state_filter`, for an optimizer of T5X, given its definition.
 
-  If the hyperparameters have `factored`, it is Adafactor; a wrapped optax transformation has an `optax_optimizer`; and
-  several `sub_optimizers` of the same type count as the first one.
+  An optimizer whose hyperparameters have `factored` counts as Adafactor. A wrapped optax transformation has an
+  `optax_optimizer`. Several `sub_optimizers` of the same type count as the first one.
 
   Raises:
     ShardingError: the optimizer is not one of these, or its sub-optimizers have different types.
@@ -128,13 +128,13 @@ class MoePjitPartitioner(PjitPartitioner):
   that the filter accepts gets the expert axis.
 
   Args:
-    num_experts: number of experts; 0 for none. None with `num_expert_partitions`.
+    num_experts: number of experts; 0 if there are none. Must be None with `num_expert_partitions`.
     params_on_devices: as for `PjitPartitioner`.
     logical_axis_rules: the rules; by default `moe_logical_axis_rules`, or `expert_axis_rules` with
       `num_expert_partitions`.
     state_filter: which optimizer slots keep the expert axis of their parameter, even if they do not have its shape: a
-      pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
-      None means none.
+      pattern on paths such as 'mlp/expert/w/v_row', or a function of such paths; 'infer' finds those of a factored
+      Adafactor; None means no slots.
     state_filter_fn: T5X's name for the filter; in this argument None means 'infer'.
     num_expert_partitions: the largest number of parts that the experts are split into; replaces `num_experts`.
     num_partitions, model_parallel_submesh, **kwargs: as for `PjitPartitioner`.
@@ -219,7 +219,7 @@ class MoePjitPartitioner(PjitPartitioner):
     return to_two_data_axes(resources) if self.two_data_axes else resources
 
   def _kept_names(self, opt_states: object) -> KeptNames:
-    # Inferred only if some slot does not inherit all names.
+    # The filter is inferred only if a slot does not inherit all names.
     accepts = functools.cache(lambda: _to_predicate(self._filter_of(opt_states)))
     return lambda path: ('expert',) if accepts()(path) else ()
 

@@ -1,8 +1,8 @@
-"""How a mesh splits experts: meshes, logical axis rules, and the specs of arguments. There are two ways.
+"""Two ways in which a mesh splits experts: the meshes, the logical axis rules, and the specs of arguments.
 
 Two data axes, as in the first versions of T5X (Roberts et al., 2022). Experts are split over 'data', and tokens travel
-to their experts. With fewer experts than devices and no model parallelism, some devices would have no expert. Then the
-mesh gets a 'model' axis of size devices // experts anyway, which serves as a second data axis:
+to their experts. With fewer experts than devices and no model parallelism, some devices would have no expert. To avoid
+that, the mesh gets a 'model' axis of size devices // experts, which serves as a second data axis:
 
                                 usual          two data axes
     'batch'                     'data'         ('data', 'model')
@@ -27,8 +27,8 @@ experts and all other layers:
     a spec of an argument
       ('data',)                 (('expert', 'data'),)
 
-Only the spec of a whole argument passed to `partition` changes. Trees of specs belong to parameters and optimizer
-state, and the rules have decided them.
+`partition` changes only a spec that is given for a whole argument. Trees of specs are those of parameters and optimizer
+state, which the rules have already decided.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def moe_logical_axis_rules(
 
   Args:
     num_experts, num_partitions, model_parallel_submesh: as for `uses_two_data_axes`.
-    num_devices: by default all devices of JAX. All other arguments are as for the standard rules.
+    num_devices: number of devices; by default all devices of JAX. All other arguments are as for the standard rules.
 
   Raises:
     ShardingError: parameter_partitioning_dims is not 1, because experts use 'data'; or as in `uses_two_data_axes`.

@@ -51,7 +51,11 @@ T = TypeVar('T')
 
 
 def put_padded(tree: T, layout: StateLayout) -> T:
-  """Pads arrays of true shape, and puts all on the mesh; raises ShardingError for arrays of any other shape."""
+  """Pads arrays that have their true shapes, and puts all arrays on the mesh.
+
+  Raises:
+    ShardingError: the shape of an array is neither the true nor the padded one.
+  """
 
   def put(path: Path, x: Any, true: jax.ShapeDtypeStruct, padded: jax.ShapeDtypeStruct) -> object:
     if tuple(x.shape) not in (true.shape, padded.shape):
@@ -74,18 +78,18 @@ _NOT_GIVEN = _NotGiven()
 
 
 class PjittedFnWithContext(Generic[T]):
-  """A partitioned function. While it is traced, the mesh is the ambient one, and the logical axis rules are current.
+  """A partitioned function, which is traced with its mesh as the ambient mesh and its logical axis rules as current.
 
   `PjittedFnWithContext(fn, mesh)` and `PjittedFnWithContext(fn, mesh, logical_axis_rules)`, as in T5X, accept a
   function that is already jitted, or that needs no specs: its arguments are passed on unchanged.
 
   Args:
-    fn, mesh: function of true arrays, and the mesh.
+    fn, mesh: a function of arrays with true shapes, and the mesh.
     in_axis_resources: for each non-static argument, a PartitionSpec, None for replicated, or a tree of those that is a
       prefix of the argument; or one PartitionSpec or None for all arguments.
     out_axis_resources: the same for the result.
     static_argnums, donate_argnums: as for `jax.jit`.
-    logical_axis_rules: the current rules while `fn` is traced.
+    logical_axis_rules: the rules that apply while `fn` is traced.
     arg_shapes: for each non-static argument, the tree of its true shapes, or None if it needs no padding.
 
   Raises:
@@ -190,7 +194,7 @@ class PjittedFnWithContext(Generic[T]):
 
 
 def _trace_with_rules(fn: Callable[..., T], rules: LogicalAxisRules) -> Callable[..., T]:
-  """Returns `fn`, traced with `rules` as the current rules."""
+  """Returns a function like `fn`, which is traced with `rules` as the current rules."""
 
   @functools.wraps(fn)
   def call_with_rules(*args: object) -> T:
@@ -210,7 +214,7 @@ def _to_rules(rules: Any) -> LogicalAxisRules:
 
 
 class BasePartitioner(abc.ABC):
-  """The mesh, and which part of the data each host reads. States are replicated.
+  """Holds the mesh, and knows which part of the data each host reads. Replicates states.
 
   Args:
     num_partitions, model_parallel_submesh, backend, ici_mesh_shape, dcn_mesh_shape, devices: as for `default_mesh`.
@@ -242,7 +246,7 @@ class BasePartitioner(abc.ABC):
 
   @property
   def logical_axis_rules(self) -> LogicalAxisRules:
-    """The current rules while a function is traced."""
+    """The rules that apply while a function is traced."""
     return ()
 
   # ---------------------------------------------------------------- data
@@ -307,9 +311,9 @@ class BasePartitioner(abc.ABC):
   def initialize(
     self, init_fn: Callable[..., TrainState[jax.Array]], train_state: TrainState, *args: object
   ) -> TrainState[jax.Array]:
-    """Returns the state that `init_fn(*args)` makes of true arrays, split and padded; see `place_params`.
+    """Returns the state made by `init_fn(*args)`, which has true shapes, split and padded; see `place_params`.
 
-    `train_state` is the same state as declarations and shapes; `args`, such as a PRNG key, are replicated.
+    `train_state` has declarations and shapes for the same state; `args`, such as a PRNG key, are replicated.
     """
     layout = self.get_layout(train_state)
     return self.place_params(self.partition(init_fn, None, layout.specs)(*args), layout)
@@ -327,7 +331,7 @@ class BasePartitioner(abc.ABC):
   def move_params_to_devices(
     self, train_state: TrainState[jax.Array], train_state_axes: TrainState[PartitionSpec]
   ) -> TrainState[jax.Array]:
-    """Returns the train state on the mesh, padded; its arrays may be there already, or on the host in true shapes."""
+    """Returns the train state, padded, on the mesh. The given arrays may be there already, or on the host unpadded."""
     return put_padded(train_state, layout_of(train_state, train_state_axes, self.mesh))
 
   # ---------------------------------------------------------------- functions
@@ -361,14 +365,14 @@ class BasePjitPartitioner(BasePartitioner):
     return partitioned_fn.lower(*args).compile()
 
   def _override_specs(self, resources: object) -> object:
-    """Returns the specs of arguments or results passed to `partition`, changed as this kind of mesh needs."""
+    """Returns the specs of arguments or results passed to `partition`, adapted to the axes of this mesh."""
     return resources
 
 
 class PjitPartitioner(BasePjitPartitioner):
   """Splits states by logical axis rules.
 
-  A train state is an object with a method `as_logical_axes()`, which returns it with AxisNames, or a `TrainState`. The
+  A train state is a `TrainState`, or an object with a method `as_logical_axes()` that returns its AxisNames. The
   `mdl_vars` of a `TrainState` are weight declarations that name logical axes (or mesh axes), or arrays in Flax boxes
   that do (`LogicallyPartitioned`). Its other arrays are given as shapes; a state for inference lacks them. Optimizer
   slots inherit the names of their variable if they have its shape, and are replicated otherwise.
@@ -416,5 +420,5 @@ class PjitPartitioner(BasePjitPartitioner):
     return put_into_boxes(train_state, state_axis_names(bare, self._params_overrides, self._state_overrides, kept))
 
   def _kept_names(self, opt_states: object) -> KeptNames:
-    """Returns the function for the names kept by optimizer slots that do not have the shape of their parameter."""
+    """Returns a function from the path of a slot to the names that it keeps if its shape is not its parameter's."""
     return lambda path: ()
