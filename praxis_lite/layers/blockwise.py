@@ -127,7 +127,7 @@ def _forward(
   if split is not None:
     local = split.map_rows(local, heads, integers, backward=False)
   out_BTNH, lse = local(heads, integers)
-  # If only one of them were kept, the backward pass would compute both again.
+  # If only one of the two results were kept, the backward pass would compute both again.
   out_BTNH, lse = checkpoint_name(out_BTNH, 'context'), checkpoint_name(lse, 'context')
   return out_BTNH, (heads, integers, out_BTNH, lse)
 

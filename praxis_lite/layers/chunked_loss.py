@@ -179,7 +179,7 @@ class _Running(NamedTuple):
   """Running values over the classes seen so far, for each part: [..., S] float32."""
 
   largest: jax.Array
-  exponentials: jax.Array  # Their sum, relative to the largest logit.
+  exponentials: jax.Array  # The sum of exp(logit - largest).
   target: jax.Array  # The logit of the label; 0 before it is seen.
   total: jax.Array  # The sum of the logits, for label smoothing.
   before: jax.Array  # The largest logit of a class before the label.
@@ -252,7 +252,7 @@ def _backward(
       of_b = jnp.sum(gradient, tuple(range(labels.ndim))).astype(db.dtype)
       db = jax.lax.dynamic_update_slice_in_dim(db, of_b, start, 1)
     gradient = gradient.astype(x.dtype)
-    # A last chunk writes the classes that it repeats again, with equal values; they must not be added again.
+    # The last chunk may repeat classes: dw gets equal values for them again, but dx must not count them twice.
     of_w = jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=dw.dtype)
     dw = jax.lax.dynamic_update_slice_in_dim(dw, of_w, start, axis)
     new = gradient if is_new is None else jnp.where(is_new, gradient, 0)

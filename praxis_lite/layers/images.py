@@ -113,7 +113,7 @@ class Pooling(Layer):
     _check_window(self, 'window', self.window, x_BHWC)
     windows = (1, *self.window, 1), (1, *(self.strides or self.window), 1), self.padding
     if self.kind == 'max':
-      # JAX differentiates reduce_window with max only from -inf, the identity of max.
+      # JAX differentiates a reduce_window with max only if its initial value is -inf, the identity of max.
       return self.shard(jax.lax.reduce_window(x_BHWC, -jnp.inf, jax.lax.max, *windows))
     sums = jax.lax.reduce_window(widen(x_BHWC), 0.0, jax.lax.add, *windows)
     counts = jax.lax.reduce_window(jnp.ones((1, *x_BHWC.shape[1:3], 1)), 0.0, jax.lax.add, *windows)

@@ -155,7 +155,7 @@ class CachedAttention:
     page = self.page_size
     if page is None or page >= pos_BT.shape[1] or (self.window is not None and sees_later):
       return self._extend(query_BTNH, new, cache, mask)
-    if cache.turn is not None:  # If loops over pages wrote to the stack and read it, XLA would copy it.
+    if cache.turn is not None:  # XLA would copy a stack that a loop over pages reads and writes.
       context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.unstack(), mask)
       return context_BTNH, cache.restack(own)
     if sees_later:  # Tokens of the first page may attend to tokens of the last one.

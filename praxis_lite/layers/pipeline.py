@@ -406,7 +406,7 @@ class Pipelined(Repeat):
     )
     carried, others, caches = jax.tree.map(self._constrain_to_stages, (carried, others, caches))
     last = jnp.clip(call.schedule.microbatch(now, S - 1), 0, M - 1)
-    # A bubble writes too, but to a place that a later tick writes again.
+    # A bubble writes too, but to a place that a later tick overwrites.
     queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, carried)
     return _TickState(carried, queue, weight_gradients, side_gradients, others, caches), (at, reported)
 

@@ -52,7 +52,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
     return out_BLNH.astype(heads.query.dtype), lse
 
   out, lse = plan.map_parts(local, heads, integers)(heads, integers)
-  # If only one of them were kept, the backward pass would compute both again.
+  # If only one of the two results were kept, the backward pass would compute both again.
   out, lse = checkpoint_name(out, 'context'), checkpoint_name(lse, 'context')
   return out, (heads, integers, out, lse)
 

@@ -192,7 +192,7 @@ class FullSoftmax(Layer):
     """Returns how the cross entropy of these labels cuts the classes; None if it computes all at once."""
     if self.chunk_size is None:
       return None
-    if type(self).get_logits is not FullSoftmax.get_logits:  # Chunks do not support it.
+    if type(self).get_logits is not FullSoftmax.get_logits:  # Chunks do not support overridden logits.
       if self.chunk_size == 'auto':
         return None
       raise ConfigError(

@@ -104,7 +104,7 @@ def batch_rows(
   owners = _owners(mesh, (*axes, *shared)).reshape(math.prod(mesh.shape[axis] for axis in axes), -1)
   apart = bool((owners != owners[:, :1]).any())
   if apart:
-    # The axes of the length come first, so that they split the longest dimension like inside; unused axes come last.
+    # The axes of the length come first, so that they split the longest dimension as inside the step; unused axes last.
     axes = tuple(sorted((*shared, *axes), key=lambda axis: axis not in inner))
     owners = _owners(mesh, axes).reshape(-1, 1)
   entering = padded_rows(size, mesh.size) if apart else computed

@@ -44,7 +44,7 @@ _ELEMENTWISE_NAMES = """
   shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-# The parameters in which operations have the program that they call.
+# The names of parameters that hold the program that an operation calls.
 _CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
 _SizesT = TypeVar('_SizesT', ScanSizes, WhileSizes)
 T = TypeVar('T')

@@ -126,7 +126,7 @@ class Learner(Configurable):
     """
     if self._bound is None:
       check_schedule(self._schedule, 'learner.schedule')
-    if self._bound is None or self._bound[0] != weights:  # A bound learner caches what it finds out of its optimizer.
+    if self._bound is None or self._bound[0] != weights:  # A bound learner caches facts about its optimizer.
       self._bound = weights, BoundLearner(self, weights)
     return self._bound[1]
 
