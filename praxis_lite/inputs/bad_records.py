@@ -1,10 +1,10 @@
-"""Records that cannot be read: an error that names file and record, or rows of zero weight in their place.
+"""Handles records that cannot be read: by an error that names file and record, or by rows of zero weight.
 
-With `on_bad_record='skip'`, a damaged record keeps its place: its row is all zeros and has zero weight, so it counts
-nowhere. All other examples are where they would be without the damage, on any number of hosts and after any restart.
-If the number of records is not known before they are read (TFRecord), the stream has only the intact ones.
+With `on_bad_record='skip'`, the row of a damaged record is all zeros, with zero weight, so it has no effect. The other
+examples stay where they would be without the damage, on any number of hosts and after any restart. TFRecord files are
+different: their number of records is not known before they are read, so damaged records are dropped from the stream.
 
-Temporary failures are not damage: a system error while a file is read always ends the run.
+Temporary failures are not damage: a system error while reading always ends the run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class BadRecord(NamedTuple):
   """A record, or a part of a file, that cannot be read.
 
   Attributes:
-    file: the file.
-    place: where in it, such as 'record 16', or '' for all of it.
+    file: path of the file.
+    place: place in the file, such as 'record 16'; '' for the whole file.
     reason: what is wrong, in one line.
-    records: how many records this is.
+    records: number of records that cannot be read.
   """
 
   file: str
@@ -39,12 +39,12 @@ class BadRecord(NamedTuple):
 
 
 class RecordsInput(BaseInput):
-  """An input of files whose records may be damaged.
+  """An input from files whose records may be damaged.
 
   Attributes:
     on_bad_record: what to do about a record that cannot be read: 'error' ends the run, 'skip' leaves it out.
-    max_bad_records: with 'skip', how many bad records this process tolerates before it raises an error; None allows any
-      number.
+    max_bad_records: with 'skip', the largest number of bad records in this process; one more is an error. None sets no
+      limit.
   """
 
   on_bad_record: str = 'error'
@@ -67,7 +67,7 @@ class RecordsInput(BaseInput):
     return self.on_bad_record == 'skip'
 
   def leave_out(self, bad: BadRecord, field: str = 'path') -> None:
-    """Counts a record that is left out, once. Raises DataError if none may be left out, or there are too many."""
+    """Counts a bad record, once. Raises DataError unless `skips`, or if there are more than `max_bad_records`."""
     where = f'{self.label}.{field}'
     if not self.skips:
       raise DataError(f'{where}: {bad}')
@@ -86,12 +86,12 @@ class BadRecordError(DataError):
     super().__init__(f'{where}: {bad}')
     self.where, self.bad = where, bad
 
-  def __reduce__(self) -> tuple[Any, ...]:  # A worker sends it.
+  def __reduce__(self) -> tuple[Any, ...]:  # For pickling in a worker process.
     return type(self), (self.where, self.bad)
 
 
 def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> tuple[Rows, list[BadRecord]]:
-  """Returns `count` examples of `struct`, each read separately, with zeros for bad ones, and the list of bad ones."""
+  """Reads `count` examples one by one. Returns them, with zeros in place of bad ones, and the list of bad records."""
   rows = pad_rows(None, count, struct)
   bad = []
   for i in range(count):
@@ -105,5 +105,5 @@ def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> 
 
 
 def is_damage(error: Exception) -> bool:
-  """Whether a reading error means bad data. Failures of the system, which have an errno, do not."""
+  """Whether an error while reading means bad data. A system failure, which has an errno, does not."""
   return not (isinstance(error, OSError) and error.errno is not None)

@@ -1,10 +1,10 @@
-"""BaseInput: a deterministic, resumable stream of batches, each host reading its slice of the global batch.
+"""BaseInput: a deterministic, resumable stream of batches. Each host reads its slice of the global batch.
 
-A batch is a dict (possibly nested) of numpy arrays whose dimension 0 is the batch. `weights` is always among them.
+A batch is a dict (possibly nested) of numpy arrays whose dimension 0 is the batch. It always contains `weights`.
 
 A stream is `num_epochs` epochs. An epoch is a sequence of examples, in an order that depends only on the seed and the
-number of the epoch. It is cut into global batches of `batch_size`; the last one may be short, and is padded with rows
-of zero weight. So the position in a stream is two numbers: the epoch, and how many of its examples have been read.
+number of the epoch. It is cut into global batches of `batch_size`; a short last batch is padded with rows of zero
+weight. So the position in a stream is two numbers: the epoch, and how many of its examples have been read.
 
     global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts,
                                                            rounded up
@@ -39,11 +39,11 @@ class BaseInput(Configurable, Iterator[Rows]):
     name: name of the input in logs and errors; None uses the class name.
     batch_size: examples in a global batch, over all hosts.
     seed: seed of the order of the examples and of random values in them; not negative.
-    is_training: decides the defaults of the next two fields.
+    is_training: decides the defaults of `num_epochs` and `shuffle`.
     num_epochs: number of passes over the examples; None means unlimited in training, and one otherwise.
     shuffle: use a new order in each epoch; None shuffles only in training.
     drop_remainder: drop the short batch at the end of an epoch instead of padding it with rows of zero weight.
-    num_hosts, host_index: which slice of each global batch this input yields. The executor sets them.
+    num_hosts, host_index: the slice of each global batch that this input yields. The executor sets them.
 
   Raises:
     ConfigError: a required field is not set, or a value is out of range.
@@ -83,33 +83,33 @@ class BaseInput(Configurable, Iterator[Rows]):
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
 
   def example_struct(self) -> Struct:
-    """Returns shape and dtype of each array of one example, without the batch dimension; `weights` is optional."""
+    """Returns shape and dtype of each array of one example, without the batch dimension. `weights` may be missing."""
     raise NotImplementedError
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Reads rows [start, stop) of the `count` examples from `position` on in an epoch.
+    """Reads rows [start, stop) of a group: the `count` examples from `position` on in an epoch.
 
     The same arguments give the same rows, whatever was read before.
 
     Returns:
-      The rows, as `canonical_rows` returns them, without padding, or None if there are none; and how many of the
-      `count` examples exist: fewer than `count` only at the end of the epoch.
+      The rows, as `canonical_rows` returns them and without padding; None if there are none. And the number of examples
+      in the group, which is below `count` only at the end of the epoch.
     """
     raise NotImplementedError
 
   def rows_in_memory(self) -> Rows | None:
-    """Returns all rows if they are arrays in memory, because then checks of them are cheap; otherwise None."""
+    """Returns all rows if they are in memory, where checking them is cheap; otherwise None."""
     return None
 
   def check_beside(self, other: BaseInput) -> None:
-    """Raises ConfigError if this training input cannot be used together with another input of the experiment."""
+    """Raises ConfigError if this training input conflicts with another input of the experiment."""
 
   def data_files(self) -> Sequence[str]:
     """Returns the files that the examples are read from; () if they come from no files."""
     return ()
 
   def manifest(self) -> DataManifest | None:
-    """Returns what a checkpoint records about these files, for JSON; see `manifest.py`."""
+    """Returns what a checkpoint records about `data_files`, for JSON; see `manifest.py`."""
     files = self.data_files()
     return manifest_of(files) if files else None
 
@@ -120,11 +120,11 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   @property
   def bad_records(self) -> Sequence[object]:
-    """The records that this object has left out so far because they cannot be read; see `bad_records.py`."""
+    """The unreadable records that this input has left out so far; see `bad_records.py`."""
     return ()
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
-    """Returns the examples of the batch after a state, such as 'record 7 of a.array_record', if they are known."""
+    """Names the examples of the batch after a state, such as 'record 7 of a.array_record'; [] if unknown."""
     return []
 
   @property
@@ -134,7 +134,7 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   @property
   def host_batch_size(self) -> int:
-    """Rows of this host's batches; if `num_hosts` does not divide `batch_size`, the last hosts have rows of padding."""
+    """Rows in a batch of this host, rounded up; if `num_hosts` does not divide `batch_size`, last hosts get padding."""
     return -(-self.batch_size // self.num_hosts)
 
   @property
@@ -144,11 +144,11 @@ class BaseInput(Configurable, Iterator[Rows]):
     return min(first, self.batch_size), min(first + rows, self.batch_size)
 
   def batches_per_epoch(self) -> int | None:
-    """Returns how many batches an epoch has, or None if this is unknown before it is read."""
+    """Returns the number of batches in an epoch; None if it is unknown before the epoch is read."""
     return None
 
   def batch_struct(self) -> Struct:
-    """Returns the tree of `jax.ShapeDtypeStruct` of a global batch. Reads no batch."""
+    """Returns a tree of `jax.ShapeDtypeStruct` for a global batch, without reading one."""
     return jax.tree.map(
       lambda s: jax.ShapeDtypeStruct((self.batch_size, *s.shape), s.dtype), add_weights(self.example_struct())
     )
@@ -177,8 +177,8 @@ class BaseInput(Configurable, Iterator[Rows]):
     """Consumes up to `count` examples, across epochs and regardless of batches and `num_hosts`. Mixtures use this.
 
     Returns:
-      Rows [start, stop) of them, or None if there are none; and how many were consumed: fewer than `count` only at the
-      end of the stream.
+      Rows [start, stop) of these examples; None if there are none. And the number of consumed examples, which is below
+      `count` only at the end of the stream.
     """
     parts: list[Rows] = []
     taken = 0
@@ -201,19 +201,19 @@ class BaseInput(Configurable, Iterator[Rows]):
     return self
 
   def close(self) -> None:
-    """Ends threads and processes that read ahead, and closes files. The input can still be read afterwards."""
+    """Ends threads and processes that read ahead, and closes files. A later read opens them again."""
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position in the stream as a dict for JSON. It is the same on every host."""
     return {'epoch': self._epoch, 'position': self._position, **self.identity()}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Continues where `get_state` was called; raises CheckpointError if the state is from another input or data."""
+    """Moves to the position of a `get_state`. Raises CheckpointError if the state belongs to another input."""
     self.check_state(state, ('epoch', 'position'))
     self._epoch, self._position = int(state['epoch']), int(state['position'])
 
   def identity(self) -> dict[str, Any]:
-    """Returns the part of the state that must be equal so that a saved position means the same examples."""
+    """Returns the settings in the state that must be equal for a saved position to mean the same examples."""
     return {'shuffle': self.shuffle, 'seed': self.seed if self.shuffle else None}
 
   def check_state(self, state: dict[str, Any], required: tuple[str, ...]) -> None:
@@ -239,7 +239,7 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   def _next_epoch(self, leftover: int) -> None:
     if self._position == 0:
-      # Otherwise epochs without a batch would follow each other forever.
+      # Without this error, empty epochs would follow each other forever.
       few = f'{leftover} examples are fewer than a batch of {self.batch_size}, and drop_remainder is set'
       raise DataError(f'{self.label}: {few if leftover else "there are no examples"}')
     self._epoch += 1

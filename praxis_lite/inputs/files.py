@@ -1,4 +1,4 @@
-"""Finds the files of an input: from a path, a directory, a pattern, or a list of those."""
+"""Finds the files of an input from a file, a directory, a pattern, or a list of those."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find_files(path: object, where: str) -> list[str]:
 
   Args:
     path: a file, a directory, a glob pattern, a list of those, or a function (or the `Config` of one) that returns
-      them. Hidden files of a directory are left out; `**` in a pattern is any number of directories.
+      them. Hidden files in a directory are left out. In a pattern, `**` matches any number of directories.
     where: name of the path in error messages.
 
   Raises:
@@ -72,7 +72,7 @@ def check_utf8(data: bytes, file: str, where: str) -> None:
 
 
 def walk(root: str, left_out: Callable[[str], bool]) -> Iterator[str]:
-  """Yields the files below `root`, except those whose name, or that of a directory above them, is `left_out`."""
+  """Yields the files below `root`. `left_out` takes the name of a file or directory and says whether to skip it."""
   for directory, subdirectories, names in os.walk(root):
     subdirectories[:] = [d for d in subdirectories if not left_out(d)]
     yield from (os.path.join(directory, name) for name in names if not left_out(name))

@@ -1,9 +1,9 @@
 """Inputs that Grain reads, optionally in worker processes: `ArrayRecordInput`, and `TableInput` in `tables.py`.
 
     source[0], source[1], ...     numbered parts of an epoch; each is read, parsed and stacked independently
-    worker w of N                 parts w, w + N, ...; they are returned in their order
+    worker w of N                 parts w, w + N, ...; the input returns all parts in order
 
-So the batches are the same with any number of workers, and a position is found without reading what precedes it.
+So the batches are the same for any number of workers, and seeking a position reads nothing before it.
 Needs `pip install praxis_lite[grain]`; Grain is imported at the first read.
 """
 
@@ -34,14 +34,14 @@ from praxis_lite.inputs.rows import Feature, Rows, Struct, add_weights, build_fe
 from praxis_lite.inputs.streamed import RowGroups, StreamedInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_examples
 
-# A pipeline of an endless stream covers this many epochs; then another one is opened.
+# In an endless stream, a pipeline covers this many epochs, and then a new pipeline is opened.
 _MANY_EPOCHS = 1_000_000
 
 PartT = TypeVar('PartT', covariant=True)
 
 
 class Parts(Protocol[PartT]):
-  """What Grain accepts as a source. It is sent to the workers."""
+  """A data source that Grain accepts. Grain pickles it for the workers."""
 
   def __len__(self) -> int: ...
 
@@ -55,19 +55,19 @@ def import_grain() -> ModuleType:
     import grain
   except ImportError:
     raise ConfigError('Grain is not installed; pip install praxis_lite[grain]') from None
-  if not flags.FLAGS.is_parsed():  # Grain reads absl flags. A program that does not parse flags gets their defaults.
+  if not flags.FLAGS.is_parsed():  # Grain reads absl flags, which a program may never have parsed.
     flags.FLAGS.mark_as_parsed()
   return grain
 
 
 class GrainInput(RecordsInput, StreamedInput):
-  """An input of files whose examples have `features`, or are made by `parse_fn`.
+  """An input from files. `features` describes the examples, or `parse_fn` makes them.
 
   Attributes:
     path: a file, a directory, a glob pattern, a list of those, or a function (or `Config` of one) that returns them.
     features: arrays of an example by name, as `Feature` configs. Other stored features are ignored.
-    parse_fn: instead of `features`, a function of one record that returns the example: a dict (possibly nested) of
-      arrays, always of the same shapes and dtypes.
+    parse_fn: replaces `features`: a function that takes a record and returns the example, a dict (possibly nested) of
+      arrays, always with the same shapes and dtypes.
     num_workers: processes that read and parse; 0 uses threads of this process. Worker processes import the main script
       again, so your own script must do its work below `if __name__ == '__main__':`.
     num_threads: threads that read and parse if there are no worker processes.
@@ -101,7 +101,7 @@ class GrainInput(RecordsInput, StreamedInput):
     raise NotImplementedError
 
   def first_example(self) -> Rows:
-    """Returns the first example in the order of the files, with a dimension 0 of size 1."""
+    """Returns the first example of the files, with dimension 0 of size 1."""
     raise NotImplementedError
 
   def example_struct(self) -> Struct:
@@ -121,13 +121,13 @@ class GrainInput(RecordsInput, StreamedInput):
     return {**super().identity(), 'num_examples': self.num_examples}
 
   def last_epoch(self, epoch: int) -> int:
-    """Returns the end (exclusive) of the epochs of a pipeline that begins in `epoch`."""
+    """Returns the epoch after the last one that a pipeline covers if it begins in `epoch`."""
     return epoch + _MANY_EPOCHS if self.num_epochs is None else max(self.num_epochs, epoch + 1)
 
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
-    """Yields the parts of a source in order. The threads or processes that read ahead end with the generator."""
+    """Yields the parts of a source in order. Closing the generator ends the threads or processes that read ahead."""
     grain = import_grain()
-    yield source[0]  # In this process: a run looks at one batch before it begins, which is not worth starting workers.
+    yield source[0]  # Read here, because a run checks one batch first, which needs no workers.
     if len(source) == 1:
       return
     dataset = grain.MapDataset.source(source)[1:]
@@ -143,7 +143,7 @@ class GrainInput(RecordsInput, StreamedInput):
     parts = iter(dataset)
     try:
       for part in parts:
-        # Workers pass arrays in shared memory. Arrays that live until the exit would keep it, so they are copied.
+        # Workers pass arrays in shared memory. Copies let it be freed, even if an array lives until the process exits.
         yield jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, part) if self.num_workers else part
     except RuntimeError as e:
       if 'terminated unexpectedly' not in str(e):
@@ -155,9 +155,9 @@ class GrainInput(RecordsInput, StreamedInput):
 
 
 class ArrayRecordInput(GrainInput):
-  """Records of ArrayRecord files. Each can be read by its number, so shuffling covers all of them and costs no memory.
+  """Records of ArrayRecord files. A record is read by its number, so a shuffle covers all records and costs no memory.
 
-  Each host reads only its own records. For fast reading in random order, files should be written with `group_size:1`.
+  Each host reads only its own records. Write files with `group_size:1` for fast reads in random order.
 
   Attributes: the same as for `GrainInput`. `features` describe a `tf.train.Example`, stored as in `TFRecordInput`, and
   `parse_fn` takes the bytes of a record.
@@ -231,8 +231,8 @@ class _Records:
 
   Attributes:
     source: Grain's source of the records.
-    files, ends: the files, and how many records precede the first file, the second file, ..., and the end.
-    parse: makes rows from records.
+    files, ends: the files, and the number of records before each file, then before the end of the last one.
+    parse: function that makes rows from records.
     where: name of the path in errors.
   """
 
@@ -243,7 +243,7 @@ class _Records:
   where: str
 
   def examples(self, numbers: list[int]) -> Rows:
-    """Returns the examples of some records; raises BadRecordError if one of them cannot be read."""
+    """Returns the examples with these numbers; raises BadRecordError if one of them cannot be read."""
     try:
       return self.parse(self.source.__getitems__(numbers))
     except Exception as e:
@@ -262,12 +262,12 @@ class _Records:
       raise BadRecordError(self.where, BadRecord(*self.place(number), first_line(e))) from e
 
   def place(self, number: int) -> tuple[str, str]:
-    """Returns the file of a record, and the number of the record in that file."""
+    """Returns the file of a record, and its place there, such as 'record 7'."""
     file = bisect.bisect_right(self.ends, number) - 1
     return self.files[file], f'record {number - self.ends[file]}'
 
   def whole_examples(self, numbers: list[int], struct: Struct) -> tuple[Rows, list[BadRecord]]:
-    """Returns the examples of some records, with zeros for those that cannot be read, and the list of these."""
+    """Returns the examples with these numbers, with zeros for unreadable records, and the list of these records."""
     try:
       return self.examples(numbers), []
     except BadRecordError:
@@ -276,10 +276,11 @@ class _Records:
 
 @dataclasses.dataclass(frozen=True)
 class _RecordGroups:
-  """RowGroups of `count` records, from `position` of the first epoch on; each epoch's last group is shorter, or empty.
+  """A Grain source of groups of `count` records, from `position` of the first epoch on.
 
-  A group is its number of records, the examples [start, stop) of them, and which of these cannot be read. With a
-  `struct` of an example, unreadable ones are rows of zeros; without one they are an error.
+  The last group of an epoch has fewer records, possibly none. An item is the number of records in a group, examples
+  [start, stop) of the group, and the list of unreadable records among them. Unreadable records become rows of zeros if
+  the `struct` of an example is given; otherwise they raise an error.
   """
 
   records: _Records
@@ -295,7 +296,7 @@ class _RecordGroups:
     return self._in_first_epoch + (len(self.epochs) - 1) * self._groups_of(0)
 
   def _groups_of(self, position: int) -> int:
-    """Returns how many groups an epoch has from a position on."""
+    """Returns the number of groups in an epoch from a position on."""
     return max(self.records.ends[-1] - position, 0) // self.count + 1
 
   @property
@@ -320,7 +321,7 @@ class _RecordGroups:
 
 
 def _shuffle(places: range, size: int, seed: int | None, epoch: int) -> list[int]:
-  """Returns the numbers of the records at some places of an epoch; without a seed, records are in order."""
+  """Returns the numbers of the records at these places of an epoch. Without a seed, records are not shuffled."""
   if seed is None:
     return list(places)
   shuffled = import_grain().experimental.index_shuffle
@@ -330,7 +331,7 @@ def _shuffle(places: range, size: int, seed: int | None, epoch: int) -> list[int
 
 @dataclasses.dataclass(frozen=True)
 class ParseEach:
-  """Makes rows of records with a function of one record; `where` is its name in errors."""
+  """Makes rows from records by a function of one record; `where` names the function in errors."""
 
   parse_fn: Callable[[Any], Rows]
   where: str
@@ -354,7 +355,7 @@ class ParseEach:
 
 @dataclasses.dataclass(frozen=True)
 class _ParseExamples:
-  """Makes rows of serialized `tf.train.Example`s."""
+  """Makes rows from serialized `tf.train.Example`s."""
 
   features: dict[str, Feature]
   where: str
@@ -380,7 +381,7 @@ class _ParseExamples:
 
 
 def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]]) -> None:
-  """Writes arrays with examples in dimension 0 as `tf.train.Example` records, in the form `ArrayRecordInput` reads."""
+  """Writes arrays, with examples in dimension 0, as `tf.train.Example` records for `ArrayRecordInput`."""
   import_grain()
   from array_record.python import array_record_module
 
@@ -393,7 +394,7 @@ def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]
 
 
 def _fate(code: int | None) -> str:
-  """Returns how a worker ended, from its exit code, and what to do about it."""
+  """Returns the part of an error message that says how a worker ended, from its exit code."""
   if code == -signal.SIGKILL:
     return 'was killed: the machine may not have enough memory for num_workers processes'
   if code is not None and code < 0:
@@ -402,14 +403,14 @@ def _fate(code: int | None) -> str:
 
 
 def _start_quiet_tracker() -> None:
-  """Starts the process that frees shared memory, set up so that it does not warn about what it frees.
+  """Starts Python's resource tracker, the process that frees leaked shared memory, with its warnings off.
 
-  When a pipeline is closed, Grain leaves the parts in transit to this process.
+  When a pipeline closes, Grain leaves parts in shared memory for this process to free.
   """
   option = 'ignore:resource_tracker:UserWarning'
-  sys.warnoptions.append(option)  # The process is started with these options.
+  sys.warnoptions.append(option)  # The process inherits these options.
   try:
-    from multiprocessing import resource_tracker  # Only if there are workers: on Windows it imports other modules.
+    from multiprocessing import resource_tracker  # Not at the top: on Windows it needs other modules.
 
     resource_tracker.ensure_running()
   finally:
@@ -417,7 +418,7 @@ def _start_quiet_tracker() -> None:
 
 
 def _prepare_worker(worker: int, num_workers: int) -> None:
-  """Makes a worker print where it crashes, and end if its parent is killed, because a killed parent cannot end it."""
+  """Makes a worker print where it crashes, and end when its parent dies, because a killed parent cannot end it."""
   del worker, num_workers
   faulthandler.enable()
   if sys.platform == 'linux':

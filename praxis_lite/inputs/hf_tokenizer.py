@@ -27,13 +27,13 @@ _INSTALL = 'pip install praxis_lite[hf]'
 class HfTokenizer(BaseTokenizer):
   """A tokenizer of the package `tokenizers`. Needs `pip install praxis_lite[hf]`.
 
-  The files next to `tokenizer.json` name the tokens that begin and end a document, and have the chat template, as
-  transformers writes them: tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json,
-  chat_template.jinja. If only one of bos and eos is named, it is used for both; if pad is not named, eos is used.
+  The files next to `tokenizer.json`, as transformers writes them, name the tokens that begin and end a document and
+  contain the chat template: tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json,
+  chat_template.jinja. If they name only one of bos and eos, it serves as both; if they name no pad, eos serves as pad.
 
   Attributes:
     path: a folder with `tokenizer.json`, or the path of that file.
-    bos_token, eos_token, pad_token: special tokens that differ from those in the files.
+    bos_token, eos_token, pad_token: special tokens to use in place of those in the files.
   """
 
   path: str = REQUIRED
@@ -52,7 +52,7 @@ class HfTokenizer(BaseTokenizer):
       raise DataError(f'HfTokenizer.path: there is no file {file}')
     try:
       return tokenizers.Tokenizer.from_file(file)
-    except Exception as error:  # The package raises nothing more specific.
+    except Exception as error:  # The package raises only this type.
       raise DataError(f'HfTokenizer.path: {file} is not a tokenizer: {error}') from None
 
   @property
@@ -83,7 +83,7 @@ class HfTokenizer(BaseTokenizer):
     return str(self._model.decode(known, skip_special_tokens=True))
 
   def prompt_ids(self, text: str) -> list[int]:
-    """Returns the ids of a text to continue, with what the tokenizer puts before a text, such as bos."""
+    """Returns the ids of a text to continue, with the special tokens that the tokenizer puts first, such as bos."""
     ids = [int(i) for i in self._model.encode(text, add_special_tokens=True).ids]
     return ids[:-1] if ids[-1:] == [self.special_ids[1]] else ids
 
@@ -92,10 +92,10 @@ class HfTokenizer(BaseTokenizer):
   def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
     """Returns the text to which a chat model adds its answer, formatted by the tokenizer's chat template.
 
-    The template comes with a checkpoint from someone else, so it runs in jinja2's sandbox.
+    The template comes from someone else, with the checkpoint, so it runs in jinja2's sandbox.
 
     Args:
-      messages: each with a `role`, 'system', 'user' or 'assistant', and `content`.
+      messages: dicts with a `role` ('system', 'user' or 'assistant') and the `content`.
 
     Raises:
       DataError: there is no template, or the template fails.
@@ -127,7 +127,7 @@ class HfTokenizer(BaseTokenizer):
       raise DataError(f'HfTokenizer.path: the chat template of {self.path} fails: {error}') from None
 
   def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Returns the ids of `chat_prompt(messages)`, in which the template has written special tokens as text."""
+    """Returns the ids of `chat_prompt(messages)`. Special tokens that the template writes as text get their ids."""
     return [int(i) for i in self._model.encode(self.chat_prompt(messages), add_special_tokens=False).ids]
 
   def _chat_template(self) -> str:
@@ -152,7 +152,7 @@ class HfTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _settings(self) -> dict[str, Any]:
-    """The settings in the files next to the tokenizer; if several files have a setting, the first file counts."""
+    """The settings in the files next to the tokenizer; if several files have a setting, the first one wins."""
     found: dict[str, Any] = {}
     for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
       file = os.path.join(self._folder, name)
@@ -183,9 +183,9 @@ class HfTokenizer(BaseTokenizer):
 
 
 def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-  """Returns how many bytes each token stands for, [n], from its range of characters; they sum to the size of the text.
+  """Returns how many bytes of the text each token stands for, [n], from the range of characters of each token.
 
-  If several tokens make up one character, the first one counts all of its bytes.
+  The sum is the size of the text. If several tokens make up one character, the first gets all of its bytes.
   """
   if not offsets:
     return np.zeros(0, np.int64)

@@ -1,10 +1,11 @@
-"""The manifest of the files that an input reads. It shows a resumed run whether the files have changed.
+"""The manifest of an input's files, by which a resumed run sees whether the files have changed.
 
     {"files": [["a/part-0.tfrecord", 31250, "9f3c..."], ...]}     name, bytes, and a hash of samples of the content
-    {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     for very many files: only the sampled ones
+    {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     for very many files: only a sample
 
-Names are relative to the directory that the files share, so data may be moved. The manifest has the sizes of all files,
-and of a few files also a hash of four parts of 1 KiB, which is cheap to read from any storage. It misses other changes.
+Names are relative to the directory that the files share, so data may be moved. The manifest covers the sizes of all
+files and, for a few files, a hash of four parts of 1 KiB, which are cheap to read from any storage. It misses other
+changes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from praxis_lite.common.errors import DataError
 
 DataManifest = dict[str, Any]
 
-_SAMPLED, _PARTS, _PART = 32, 4, 1024  # How many files are sampled, how many parts of each, and bytes of a part.
+_SAMPLED, _PARTS, _PART = 32, 4, 1024  # Sampled files, parts of each file, and bytes of a part.
 _MOST_LISTED = 10_000
 _THREADS = 8
 _SHOWN = 3
@@ -52,7 +53,7 @@ def _changes(saved: object, now: DataManifest) -> Iterator[str]:
     before = {str(name): (int(size), sample) for name, size, sample in saved['files']}  # type: ignore[index]
     listed = 'digest' not in saved  # type: ignore[operator]
     total = None if listed else (int(saved['count']), int(saved['bytes']), saved['digest'])  # type: ignore[index]
-  except (TypeError, ValueError, KeyError, OverflowError):  # From an earlier version, or edited by anyone.
+  except (TypeError, ValueError, KeyError, OverflowError):  # An older format, or an edited file.
     return
   here = {name: (size, sample) for name, size, sample in now['files']}
   for name, (size, sample) in before.items():

@@ -1,18 +1,18 @@
-"""Packing the tokens of documents into rows of one length.
+"""Packs the tokens of documents into rows of equal length.
 
 B batch, T length of a row. A row consists of segments, each a range of consecutive tokens of one document:
 
     tokens     ^ a b c d e $ ^ f g $           ^ begins and $ ends a document; T = 4
 
-    packed     ids     ^ a b c | d e ^ f |         labels  a b c d | e $ f g |      tokens only see their own document
+    packed     ids     ^ a b c | d e ^ f |         labels  a b c d | e $ f g |      tokens attend only to their document
                segment 1 1 1 1 | 1 1 2 2 |
 
     concat     ids     ^ a b c | d e $ f | g       labels  a b c d | e $ f g | $    one stream, each row is segment 1
 
     windows    ids     b c d e | d e $ f         labels  c d e $ | e $ f g          rows from any place of that stream
 
-Except in windows, every token of every document, and its end token, is a label exactly once. Documents longer than T
-are split. The tokens are stored once, in the smallest dtype; rows are made from them on request.
+Except in windows, every token of every document, including its end token, is a label exactly once. Documents longer than
+T are split. The tokens are stored once, in the smallest dtype; rows are made from them on request.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-  """Rows of segments over a stream of tokens.
+  """Rows, made of segments of a stream of tokens.
 
   Attributes:
     tokens: [N] all tokens. The ids of a segment are tokens[s : s + n], its labels tokens[s + 1 : s + n + 1].
     num_bytes: [N] bytes of text that each token stands for, or None.
-    starts, lengths, offsets: [S] s and n of each segment, and its first position in its row.
+    starts, lengths, offsets: [S] s and n of each segment, and its position in its row.
     row_splits: [R + 1] row r has segments row_splits[r], ..., row_splits[r + 1] - 1.
     seq_len: T.
     pad_id: id that fills the unused ends of rows.
@@ -83,7 +83,7 @@ class PackedRows:
     return batch
 
   def windows(self, starts: np.ndarray) -> Rows:
-    """Returns the rows whose ids are tokens[s : s + T] for each s of `starts`, [B], in the same form as `rows`."""
+    """Returns a row with ids tokens[s : s + T] for each s in `starts`, [B], in the same form as `rows`."""
     source = starts[:, None] + np.arange(self.seq_len + 1)
     batch = rows_of_tokens(self.tokens[source].astype(np.int32))
     if self.num_bytes is not None:
@@ -92,10 +92,10 @@ class PackedRows:
 
 
 def pack_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_len: int) -> PackedRows:
-  """Packs documents so that each segment has tokens of only one: best fit, longest pieces first, little padding."""
+  """Packs pieces of documents into rows by best fit, longest first. Each segment is a piece of one document."""
   bos, eos, pad = tokenizer.special_ids
   tokens, num_bytes = _join(documents, [bos], [eos], [], tokenizer.vocab_size)
-  sizes = np.array([len(d.ids) + 1 for d in documents], np.int64)  # positions to predict: the document and its end
+  sizes = np.array([len(d.ids) + 1 for d in documents], np.int64)  # labels: the document and its end token
   begins = np.cumsum(sizes + 1) - (sizes + 1)
   pieces = -(-sizes // seq_len)
   number = _ranges(pieces)
@@ -103,7 +103,7 @@ def pack_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_le
   lengths = np.minimum(np.repeat(sizes, pieces) - number * seq_len, seq_len)
 
   row = best_fit_rows(lengths, seq_len)
-  # Sort the rows by their first segment, so that unshuffled rows follow the order of the documents.
+  # Sort the rows by their first segment, so that without shuffling they follow the order of the documents.
   _, first_of_row = np.unique(row, return_index=True)
   row = np.argsort(np.argsort(first_of_row))[row]
   order = np.argsort(row, kind='stable')
@@ -126,17 +126,17 @@ def concat_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_
 
 
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
-  """Returns the row of each piece, [n]. Pieces go, longest first, to the row with the least sufficient room.
+  """Returns the row of each piece, [n]. Each piece, longest first, goes to the fullest row that has room for it.
 
-  Best-fit decreasing uses at most 11/9 of the fewest rows possible, plus one (Johnson, 1973). `lengths` are [n], each
-  in 1..capacity.
+  Best-fit decreasing uses at most 11/9 of the fewest possible rows, plus one (Johnson, 1973). `lengths`, [n], are in
+  1..capacity.
   """
   row = np.empty(len(lengths), np.int64)
   full = lengths == capacity
   next_row = int(full.sum())
   row[full] = np.arange(next_row)
   with_room: dict[int, list[int]] = {}  # room -> rows that have it
-  rooms = 0  # Bit r is set if some row has room r.
+  rooms = 0  # Bit r is set if a row has room for exactly r tokens.
   rest = np.flatnonzero(~full)
   rest = rest[np.argsort(-lengths[rest], kind='stable')]
   for i, length in zip(rest.tolist(), lengths[rest].tolist()):
@@ -160,11 +160,11 @@ def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def _join(
   documents: Sequence[Tokens], before: list[int], after: list[int], first: list[int], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-  """Returns all tokens, with `before` and `after` around each document and `first` at the start; and their bytes."""
+  """Returns one stream, [N]: `first`, then each document between `before` and `after`; and the bytes of each token."""
 
   def join(values: Sequence[np.ndarray], dtype: np.dtype, *special: list[int]) -> np.ndarray:
     start, head, tail = (np.array(ids, dtype) for ids in special)
-    # One pass, directly into the small dtype: the tokens of a large corpus exist at most twice.
+    # Copies in one pass to the small dtype, so that at most two copies of the tokens of a large corpus exist.
     return np.concatenate([start, *(x for v in values for x in (head, v, tail))], dtype=dtype, casting='unsafe')
 
   for ids in (*(d.ids for d in documents), *map(np.asarray, (before, after, first))):

@@ -1,6 +1,6 @@
 """A thread for reads that may hang, because storage is unreachable or a source has stopped yielding.
 
-A caller that waits for such a read gets an error after a time limit, and the process can exit although the read hangs.
+A caller waits for such a read only up to a time limit, then gets an error. The process can exit while a read hangs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from praxis_lite.common.errors import HungInputError
 
-# The time limit of a read, and the time after which a line says that something waits for it; in seconds.
+# In seconds: the time limit of a read, and the time after which a line on stderr says that a read takes long.
 READ_TIMEOUT_S, _LONG = 3600.0, 30.0
-# How long the exit of a process waits for a read in progress, in seconds.
+# Seconds that the exit of the process waits for reads in progress.
 _AT_EXIT = 5.0
 
 T = TypeVar('T')
@@ -28,19 +28,19 @@ _Call = tuple['Future[Any]', Callable[..., Any], tuple[Any, ...]]
 
 
 class PatientThread:
-  """A thread that calls functions one after the other. It ends when this object is garbage-collected."""
+  """A thread that runs submitted calls one after the other. It ends when this object is garbage-collected."""
 
   def __init__(self, name: str):
     self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
     self._last: Future[Any] | None = None
-    # A daemon: a call that hangs in it must not keep the process alive.
+    # A daemon, so that a hanging call does not keep the process alive.
     self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
     self._thread.start()
     _threads.add(self._thread)
     weakref.finalize(self, _finish, self._calls)
 
   def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Calls a function, after those submitted before it."""
+    """Queues a call, and returns the future of its result."""
     future: Future[T] = Future()
     self._last = future
     self._calls.put((future, call, arguments))
@@ -52,7 +52,7 @@ class PatientThread:
     return self._last is None or self._last.done()
 
   def end(self, seconds: float) -> bool:
-    """Drops all calls except the one in progress; returns whether that one has ended in time."""
+    """Drops all calls except the one in progress; returns whether that call ended in time."""
     _finish(self._calls)
     self._thread.join(seconds)
     return not self._thread.is_alive()
@@ -72,7 +72,7 @@ def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
         future.set_result(call(*arguments))
       except BaseException as error:
         future.set_exception(error)
-    del entry, future, call, arguments  # So that the thread keeps nothing alive while it waits for the next call.
+    del entry, future, call, arguments  # Keeps nothing alive while waiting for the next call.
 
 
 def _finish(calls: queue.SimpleQueue[_Call | None]) -> None:
@@ -88,7 +88,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-  """Waits for reads to end, because Python kills daemon threads, which may abort the process inside a library."""
+  """Waits for reads to end. Python kills daemon threads at exit, and a library that is killed may abort the process."""
   end = time.monotonic() + _AT_EXIT
   for thread in list(_threads):
     thread.join(max(0.0, end - time.monotonic()))
@@ -98,10 +98,11 @@ def result_in_time(future: Future[T], thread: PatientThread, label: str, *, sinc
   """Returns the result of a read, or raises its error.
 
   Args:
-    future: of the read, in `thread`.
-    label: of the input, for messages.
-    since: when the wait began, by `time.monotonic`.
-    timeout_s: seconds from `since`.
+    future: future of the read.
+    thread: thread that runs the read.
+    label: name of the input in messages.
+    since: start of the wait, by `time.monotonic`.
+    timeout_s: time limit, in seconds after `since`.
 
   Raises:
     HungInputError: the read did not end in time; the message names the line of code where it hangs.
@@ -118,7 +119,7 @@ def result_in_time(future: Future[T], thread: PatientThread, label: str, *, sinc
 
 
 def call_in_time(call: Callable[[], T], label: str, *, timeout_s: float = READ_TIMEOUT_S) -> T:
-  """Returns the result of a read in a thread of its own; raises like `result_in_time`."""
+  """Runs a read in its own thread and returns the result; raises the same errors as `result_in_time`."""
   thread = PatientThread(f'read-{label}')
   future = thread.submit(call)
   try:

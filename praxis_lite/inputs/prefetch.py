@@ -27,13 +27,13 @@ T = TypeVar('T')
 
 
 class PrefetchIterator(Iterator[T]):
-  """Batches of an input, read up to `depth` ahead. Nothing else may use the input while this is open.
+  """The batches of an input, up to `depth` of them read ahead. Nothing else may use the input until `close`.
 
   Use it as a context manager, or call `close`. JAX settings that are local to a thread, such as the ambient mesh, do
   not apply in `put_fn`; give it shardings that contain their mesh.
 
   Attributes:
-    hangs: `close` gave up on a read that did not end; the input must not be used any more.
+    hangs: whether `close` gave up on a read that did not end. If so, the input must not be used any more.
   """
 
   def __init__(
@@ -48,8 +48,8 @@ class PrefetchIterator(Iterator[T]):
 
     Args:
       put_fn: applied to each batch in the thread, to put it on devices; None leaves batches as they are.
-      depth: how many batches may be ready and not yet returned.
-      left_out: states of the input; a batch that was read from one of these states is not returned.
+      depth: largest number of batches that are ready but not yet returned.
+      left_out: states of the input; the batch that follows one of these states is dropped.
       timeout_s: seconds to wait for a batch.
     """
     if depth < 1:
@@ -75,8 +75,8 @@ class PrefetchIterator(Iterator[T]):
 
     Raises:
       StopIteration: the input is exhausted.
-      HungInputError: no batch came within `timeout_s`, counted from the first time that this batch was waited for.
-      Exception: what the input or `put_fn` raised, after all batches before it; raised again on each call.
+      HungInputError: the batch did not come within `timeout_s` of the first wait for it.
+      Exception: any error of the input or `put_fn`, after all batches before it. Each further call raises it again.
     """
     if self._thread is None:
       raise RuntimeError('the prefetch iterator is closed')
@@ -91,21 +91,21 @@ class PrefetchIterator(Iterator[T]):
     return batch
 
   def wait(self, seconds: float | None = None) -> bool:
-    """Waits for the next batch, the end of the input or an error; returns whether one of them is ready.
+    """Waits for the next batch, the end of the input or an error; returns whether any of these is there.
 
-    A batch that is overdue counts as an error, which `get_next` raises.
+    An overdue batch counts as an error, which `get_next` raises.
     """
     self._since = self._since or time.monotonic()
     left = self._since + self.timeout_s - time.monotonic()
     return bool(wait([self._ahead[0]], left if seconds is None else min(seconds, max(left, 0.0))).done) or left <= 0
 
   def get_state(self) -> dict[str, Any]:
-    """Returns the state of the input after the last batch that was returned."""
+    """Returns the state of the input after the last batch that `get_next` returned."""
     return self._state
 
   @property
   def state_before(self) -> dict[str, Any]:
-    """The state of the input from which the last batch was read."""
+    """The state of the input before the last batch that `get_next` returned."""
     return self._before
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -122,9 +122,9 @@ class PrefetchIterator(Iterator[T]):
     return self
 
   def close(self) -> None:
-    """Stops the thread, closes the input, and drops what was read ahead; the input is then at `get_state()`.
+    """Stops the thread, drops what was read ahead, closes the input and leaves it at `get_state()`.
 
-    If a read does not end in time, it is abandoned.
+    A read that does not end in time is abandoned; see `hangs`.
     """
     if self._thread is not None:
       self.hangs = not self._thread.end(_AT_CLOSE)
@@ -146,7 +146,7 @@ def _batches(
   source: BaseInput, put_fn: Callable[[Rows], T], left_out: frozenset[str]
 ) -> Iterator[tuple[T, dict[str, Any], dict[str, Any]]]:
   """Yields batches with the states of the input before and after them, until the input ends or fails."""
-  # This must not refer to the prefetch iterator: when that is garbage-collected, the thread ends.
+  # No reference to the prefetch iterator here: the thread must end when the iterator is garbage-collected.
   before = source.get_state()
   for batch in source:
     after = source.get_state()
