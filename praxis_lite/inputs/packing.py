@@ -11,8 +11,8 @@ B batch, T length of a row. A row consists of segments, each a range of consecut
 
     windows    ids     b c d e | d e $ f         labels  c d e $ | e $ f g          rows from any place of that stream
 
-Except in windows, every token of every document, including its end token, is a label exactly once. Documents longer than
-T are split. The tokens are stored once, in the smallest dtype; rows are made from them on request.
+Except in windows, every token of every document, including its end token, is a label exactly once. Documents longer
+than T are split. The tokens are stored once, in the smallest dtype; rows are made from them on request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inputs whose examples can be read in any order, by number: `RandomAccessInput`, and `ArrayInput` for arrays in RAM.
 
-Shuffling is a permutation per epoch, computed from (seed, epoch) when the epoch begins, so a restore costs nothing.
+Each epoch is shuffled by a permutation computed from (seed, epoch) when it begins, so a restore costs nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RandomAccessInput(BaseInput):
     raise NotImplementedError
 
   def rows(self, indices: np.ndarray) -> Rows:
-    """Returns the examples with these numbers, [n] with n > 0, in that order, as `canonical_rows` returns them."""
+    """Returns the examples with these numbers, [n], n > 0, in this order and in the form of `canonical_rows`."""
     raise NotImplementedError
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
@@ -42,7 +42,7 @@ class RandomAccessInput(BaseInput):
     return self.rows_at(epoch, np.arange(position + start, position + stop)), available
 
   def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
-    """Returns the examples at these places of an epoch, [n] with n > 0, in that order."""
+    """Returns the examples at these places of an epoch, [n], n > 0, in this order."""
     return self.rows(self._epoch_order(epoch)[places] if self.shuffle else places)
 
   def batches_per_epoch(self) -> int:
@@ -62,9 +62,8 @@ class ArrayInput(RandomAccessInput):
   """Batches of rows of arrays.
 
   Attributes:
-    arrays: a dict (possibly nested) of arrays with the examples in dimension 0, or a function without arguments that
-      returns such a dict, or the `Config` of such a function. A function is called when the data is first needed.
-      64-bit arrays become 32-bit.
+    arrays: a dict (possibly nested) of arrays with the examples in dimension 0; or a function without arguments, or the
+      `Config` of one, that returns such a dict when the data is first needed. 64-bit arrays become 32-bit.
 
   Raises (when the data is first needed):
     DataError: there are no examples, or `canonical_rows` rejects the arrays.
@@ -98,16 +97,16 @@ class ArrayInput(RandomAccessInput):
 
 def permutation(n: int, *seeds: int) -> np.ndarray:
   """Returns a random order of range(n) that depends only on `seeds`."""
-  # Numpy guarantees the raw bits of a bit generator forever, but not the permutations that `Generator` makes from them.
+  # NumPy guarantees that the raw bits of a bit generator never change, but not the permutations of `Generator`.
   bits = np.random.Philox(np.random.SeedSequence(seeds)).random_raw(n)
   return np.argsort(bits, kind='stable')
 
 
 def random_bits(seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
-  """Returns 64 random bits for each index, as uint64 in the shape of `indices`: element i of a stream.
+  """Returns 64 random bits for each index, as uint64 in the shape of `indices`.
 
-  SplitMix64 (Steele, Lea and Flood, 2014) is a bijection of a counter, so each element can be computed without the
-  others. `seeds` select the stream. Neither they nor the indices may be negative.
+  `seeds` select a stream, and an index selects an element of it. Neither may be negative. SplitMix64 (Steele, Lea and
+  Flood, 2014) is a bijection of a counter, so each element is computed without the others.
   """
   start = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
   z = np.asarray(indices, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start.reshape((1,) * np.ndim(indices))
@@ -117,5 +116,5 @@ def random_bits(seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
 
 
 def uniform(seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
-  """Returns numbers in [0, 1), float64, made from the `random_bits` of the same arguments."""
+  """Returns numbers in [0, 1), float64, from `random_bits` of the same arguments."""
   return (random_bits(seeds, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,4 +1,4 @@
-"""Examples: dicts (possibly nested) of numpy arrays whose dimension 0 counts examples, and their shapes.
+"""Rows of examples: dicts (possibly nested) of numpy arrays with examples in dimension 0; and their structs.
 
 Every batch has a leaf `weights`, [B] or [B, T] float32. A row of padding has weight zero and zeros everywhere else.
 """
@@ -21,7 +21,7 @@ Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested
 
 
 def canonical_rows(rows: object, where: str) -> Rows:
-  """Returns `rows` as nested dicts of arrays in dtypes that JAX keeps; `weights` of one are added if missing.
+  """Returns `rows` as nested dicts of arrays in dtypes that JAX keeps; adds `weights` of 1 if missing.
 
   64-bit values become 32-bit unless `jax_enable_x64` is set, so that the arrays match what a step was compiled for.
 
@@ -63,9 +63,9 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
 
 
 def fit_dtype(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -> np.ndarray:
-  """Returns numbers in another dtype, and raises an error if it cannot represent them. Infinities and NaNs are kept.
+  """Converts numbers to another dtype; an error if it cannot hold them. Floats are rounded; inf and NaN stay.
 
-  Floats are rounded. `where` is the name of the values in errors; `reason` is the end of the message.
+  `where` is the name of the values in errors, and `reason` is the end of the message.
 
   Raises:
     DataError: an integer is outside of the dtype's range, a finite number would become infinite, or floats would
@@ -96,7 +96,7 @@ def fit_dtype(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = ''
 
 
 def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:
-  """Returns `rows`, at most `count` of structure `struct`, padded with zeros to `count`; for None, all zeros."""
+  """Pads `rows`, of structure `struct`, with zeros to `count` rows. None gives `count` rows of zeros."""
   if rows is None:
     return jax.tree.map(lambda s: np.zeros((count, *s.shape), s.dtype), struct)
   if len(rows['weights']) == count:
@@ -112,7 +112,7 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
 
 
 def add_weights(struct: Struct) -> Struct:
-  """Returns the struct of an example with dtypes that JAX keeps, and a scalar `weights` added if missing."""
+  """Returns the struct of an example with dtypes that JAX keeps; adds a scalar `weights` if missing."""
   out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)), struct)
   weights = out.get('weights')
   out['weights'] = jax.ShapeDtypeStruct(() if weights is None else weights.shape, np.float32)
@@ -126,7 +126,7 @@ def token_struct(seq_len: int, *floats: str) -> Struct:
 
 
 def rows_of_tokens(tokens: np.ndarray) -> Rows:
-  """Returns the batch of a language model for [B, T + 1] int32 tokens: each row is one segment, without padding."""
+  """Makes a language-model batch from [B, T + 1] int32 tokens. Each row is one segment without padding."""
   shape = (len(tokens), tokens.shape[1] - 1)
   return {
     'ids': tokens[:, :-1],
@@ -149,12 +149,12 @@ class Feature(Configurable):
   dtype: str = 'float32'
 
   def struct(self) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype, the latter as JAX keeps it."""
+    """Returns the shape, and the dtype in which JAX keeps the array."""
     return jax.ShapeDtypeStruct(tuple(self.shape), jax.dtypes.canonicalize_dtype(np.dtype(self.dtype)))
 
 
 def build_features(features: object, where: str) -> dict[str, Feature]:
-  """Returns the built features by name; raises ConfigError for a non-feature, unknown dtype or negative size."""
+  """Instantiates features, by name. Raises ConfigError for a wrong type, an unknown dtype or a negative size."""
   if not isinstance(features, dict) or not features:
     raise ConfigError(f'{where}: expected a dict of Feature configs by name, got {features!r}')
   built = {}
@@ -180,7 +180,7 @@ def _is_numeric(name: str) -> bool:
 
 
 def resolve_source(source: object) -> object:
-  """Returns what a config, or a function without arguments, produces; returns any other value unchanged."""
+  """Instantiates a config, or calls a function without arguments; returns any other value unchanged."""
   if isinstance(source, Config):
     return source.instantiate()
   return source() if callable(source) else source

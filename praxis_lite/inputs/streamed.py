@@ -1,6 +1,6 @@
-"""StreamedInput: an input that is read by a pipeline from some position on, with its own threads or processes.
+"""StreamedInput: an input that reads through a pipeline, which begins at a position and may have its own threads.
 
-A pipeline stays open from batch to batch. Another position, for example after a restore, opens a new one.
+A pipeline stays open from batch to batch. A jump to another position, as after a restore, opens a new pipeline.
 
     read(epoch, 0, B, ...)   read(epoch, B, B, ...)   read(epoch, 2 B, B, ...)     one pipeline(epoch, 0, B, ...)
 """
@@ -20,7 +20,7 @@ RowGroups = Generator[tuple[int, Rows | None], None, None]
 
 
 class StreamedInput(BaseInput):
-  """An input that is read one group of examples after another. Subclasses define `pipeline`."""
+  """An input that reads one group of examples after another. Subclasses define `pipeline`."""
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -31,20 +31,20 @@ class StreamedInput(BaseInput):
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
     """Yields what `read` returns for `count` examples from `position` on, then for the next `count`, and so on.
 
-    A group of fewer than `count` examples, possibly of none, ends an epoch. The next epoch may follow it, from its
-    beginning. Closing the pipeline ends its threads and processes.
+    A group of fewer than `count` examples, possibly none, ends an epoch. The pipeline may continue with the next epoch.
+    Closing it ends its threads and processes.
     """
     raise NotImplementedError
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
       return self._read_group(epoch, position, count, start, stop)
-    # A single host needs whole batches, and mixtures ask for varying numbers: both get rows cut from whole chunks.
+    # A single host, and mixtures, which ask for varying counts, get rows cut from chunks of a whole batch.
     parts: list[Rows] = []
     available = 0
     while available < count:
       number, first = divmod(position + available, self.batch_size)
-      # The last chunk is kept, so reading on in steps of any size goes through one pipeline once.
+      # Keeping the last chunk lets reads of any size go through one pipeline in order.
       if self._chunk is None or self._chunk[0] != (epoch, number):
         group = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
         self._chunk = ((epoch, number), *group)

@@ -1,7 +1,7 @@
-"""Synthetic inputs: computed examples for tests, benchmarks and first steps. They need no files, and can have any size.
+"""Synthetic inputs: computed examples, in any number and without files, for tests, benchmarks and first steps.
 
-Example i is a function only of (seed, i). `SyntheticInput` makes arrays of any shapes. `SyntheticLMInput` and
-`SyntheticClassifierInput` make batches that a language model or classifier can learn from, so that a test sees the loss
+Example i depends only on (seed, i). `SyntheticInput` makes arrays of any shapes. `SyntheticLMInput` and
+`SyntheticClassifierInput` make batches that a language model or classifier can learn, so that a test sees the loss
 fall.
 """
 
@@ -81,15 +81,15 @@ class _Synthetic(RandomAccessInput):
     return self.num_synthetic_examples
 
   def identity(self) -> dict[str, Any]:
-    return {**super().identity(), 'seed': self.seed}  # the examples depend on it even if they are not shuffled
+    return {**super().identity(), 'seed': self.seed}  # examples depend on the seed even without shuffling
 
   def _uniform(self, stream: str, indices: np.ndarray, size: int) -> np.ndarray:
-    """Returns random numbers in [0, 1) for these examples, [n, size]."""
+    """Returns random numbers in [0, 1) for these examples, [n, size], from the named stream."""
     return uniform((self.seed, zlib.crc32(stream.encode())), indices[:, None] * size + np.arange(size))
 
 
 class SyntheticInput(_Synthetic):
-  """Random or constant arrays: `features` are configs of `RandomFeature` or `ConstantFeature` by name."""
+  """Random or constant arrays. `features` maps names to configs of `RandomFeature` or `ConstantFeature`."""
 
   features: dict[str, Config | Feature] = REQUIRED
 

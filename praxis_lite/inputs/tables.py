@@ -4,7 +4,7 @@ A file consists of groups of rows: row groups in Parquet, record batches in Arro
 With `shuffle`, each epoch has a new order of the groups, and the rows of `mixed_groups` groups are shuffled together:
 
     groups   3 0 | 4 1 | 2        mixed_groups = 2; a position is in a known chunk of two groups, so a restore
-    rows     all of 3 and 0, shuffled | all of 4 and 1 | ...                    reads nothing before that chunk
+    rows     all of 3 and 0, shuffled | all of 4 and 1 | ...                    reads nothing before the chunk
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def import_pyarrow() -> ModuleType:
 
 
 class Column(Feature):
-  """A column that becomes an array of an example: numbers, or lists with as many numbers as the shape has.
+  """A column that becomes an array of an example. Its entries are numbers, or lists that fill the shape.
 
   Attributes:
     column: name of the column; None uses the name of the array.
@@ -71,7 +71,7 @@ class TableInput(GrainInput):
 
   Attributes: those of `GrainInput`, and
     features: arrays of an example by name, as configs of `Feature` or `Column`.
-    parse_fn: takes a row, a dict of Python values by column.
+    parse_fn: takes a row as a dict from column name to Python value.
     columns: the columns that `parse_fn` gets; None means all.
     mixed_groups: how many groups are shuffled together.
 
@@ -91,7 +91,7 @@ class TableInput(GrainInput):
 
   @functools.cached_property
   def _groups(self) -> tuple[list[_Group], np.ndarray]:
-    """All groups of the files, in order, and how many rows each has."""
+    """All groups of the files, in order, and their numbers of rows."""
     groups, sizes = [], []
     for file in self.files:
       try:
@@ -179,9 +179,10 @@ def _column_of(name: str, feature: Feature) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-  """The chunks of all epochs, starting with chunk `first` of the first epoch; each is its rows in their order.
+  """A Grain source of the chunks of all epochs, from chunk `first` of the first epoch on.
 
-  With a `struct` of a row, rows that cannot be read become zeros and are listed; without one they are an error.
+  An item is the rows of a chunk, in their order in the epoch, and the list of unreadable rows. These become zeros if
+  the `struct` of a row is given; otherwise they raise an error.
   """
 
   groups: list[_Group]
@@ -202,7 +203,7 @@ class _Chunks:
     return len(self.epochs) * self._per_epoch - self.first
 
   def chunk_groups(self, epoch: int) -> list[np.ndarray]:
-    """Returns, for each chunk of an epoch, the indices of the groups in it."""
+    """Returns the indices of the groups in each chunk of an epoch."""
     order = np.arange(len(self.groups)) if self.seed is None else permutation(len(self.groups), self.seed, epoch)
     return [order[i : i + self.groups_of_chunk] for i in range(0, len(order), self.groups_of_chunk)]
 
@@ -218,7 +219,7 @@ class _Chunks:
     return jax.tree.map(lambda x: x[order], rows), bad
 
   def _rows(self, i: int) -> tuple[Rows, list[BadRecord]]:
-    """Returns the rows of a group, and those that cannot be read."""
+    """Returns the rows of a group, and the list of unreadable ones."""
     group, size = self.groups[i], int(self.sizes[i])
     try:
       table = _read_group(group, self.columns, self.convert.where)
@@ -234,7 +235,7 @@ class _Chunks:
       return pad_rows(None, size, self.struct), [e.bad._replace(records=size)]
 
   def _first_bad(self, table: pa.Table, group: _Group) -> str:
-    """Returns where the first row is that cannot be converted, as the end of a message."""
+    """Returns the end of an error message: the place of the first row that cannot be converted."""
     try:
       for row in range(table.num_rows):
         self.convert.row(table, row, group)
@@ -245,7 +246,7 @@ class _Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class _Converter:
-  """Makes rows from a table: by features, or by a function of each row; `where` is the field that names the columns."""
+  """Makes rows from a table, by features or by a function of a row. `where` is the field to name in errors."""
 
   features: dict[str, Feature] | None
   parse: ParseEach | None
@@ -270,7 +271,7 @@ class _Converter:
     where, column = f'{self.where}[{name!r}]', _column_of(name, feature)
     pa = import_pyarrow()
     array, count = table.column(column).combine_chunks(), table.num_rows
-    if isinstance(array, pa.ChunkedArray):  # Some versions return it if there is no chunk, or one is too large.
+    if isinstance(array, pa.ChunkedArray):  # Some versions return this for no chunk, or a too large one.
       array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     size, expected = 1, int(np.prod(feature.shape))
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
@@ -324,7 +325,7 @@ def _check_columns(columns: tuple[str, ...] | None, known: list[str], file: str,
 
 
 def _group_sizes(file: str, where: str) -> list[int]:
-  """Returns how many rows each group of a file has; raises DataError if the file has none of the formats."""
+  """Returns the number of rows in each group of a file; raises DataError if its format is not supported."""
   pa = import_pyarrow()
   try:
     if _is_parquet(file):
@@ -336,7 +337,7 @@ def _group_sizes(file: str, where: str) -> list[int]:
 
 
 def _batches(file: str) -> list[pa.RecordBatch]:
-  """Returns the record batches of an Arrow file; they stay on the disk until they are used."""
+  """Returns the record batches of an Arrow file; their data stays on disk until it is used."""
   about = os.stat(file)
   return _batches_of(file, about.st_ino, about.st_size, about.st_mtime_ns)
 

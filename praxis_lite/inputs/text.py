@@ -1,8 +1,8 @@
 """Text files as batches of packed tokens for a language model.
 
-A batch of `TextInput` has, each [B, T]: `ids`, `labels` (the next token), `segment_ids` (0 is padding), `segment_pos`
-int32; `weights` float32; and, unless the tokenizer is byte-level, `bytes` float32: how many bytes of text each label
-stands for, so that
+A batch of `TextInput` has these arrays, all [B, T]: `ids`, `labels` (the next token), `segment_ids` (0 is padding) and
+`segment_pos`, int32; `weights`, float32; and, unless the tokenizer is byte-level, `bytes`, float32, the number of bytes
+of text that each label stands for, so that
 
     nats per byte = sum(loss * weights) / sum(bytes)
 
@@ -32,7 +32,7 @@ from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 
 SPLITS = ('train', 'validation', 'test')
 STDLIB_HELDOUT_FRACTION = 0.05
-# With at least this many files, `split_by='auto'` splits by file: hashes of a few names make very unequal splits.
+# With at least this many files, `split_by='auto'` splits by file. Hashes of fewer names make very unequal splits.
 _MANY_FILES = 20
 _PACKINGS = {'concat': concat_documents, 'packed': pack_documents, 'windows': concat_documents}
 
@@ -50,19 +50,18 @@ class TextInput(RecordsInput, RandomAccessInput):
     path: a file, a directory, a glob pattern, a list of those, or a function (or the `Config` of one) that returns
       them.
     seq_len: T, tokens in a row.
-    tokenizer_tpl: config of the tokenizer; the built one is `tokenizer`.
-    packing: 'concat' cuts one stream of all documents into rows. 'packed' puts each document into segments of its own,
-      which do not attend to each other. 'windows' without shuffling is 'concat'; with shuffling it takes rows from
-      random places of that stream, independently of each other: endlessly, or as many in each of `num_epochs` epochs
-      as 'concat' has. See `packing.py`.
+    tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
+    packing: 'concat' cuts one stream of all documents into rows. 'packed' gives each document its own segments, which
+      do not attend to each other. 'windows' is 'concat' without shuffling; with shuffling, it draws each row from a random
+      place of the stream: endlessly, or in each of `num_epochs` epochs as many rows as 'concat' has. See `packing.py`.
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
-    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, which is the
-      same on every machine. 'position' cuts each file into training, validation and test text, in that order. 'auto'
+    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, so the same way
+      on every machine. 'position' cuts each file into training, validation and test text, in that order. 'auto'
       is 'file' for 20 files or more, otherwise 'position'.
     heldout_fraction: fraction of the files, or of each file, for validation.
-    test_fraction: the same for test; 0 leaves no test text; None uses `heldout_fraction`.
+    test_fraction: the fraction for test; 0 means no test text; None uses `heldout_fraction`.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, no file matches, the files or their split have no text, or the
@@ -133,7 +132,7 @@ class TextInput(RecordsInput, RandomAccessInput):
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     if not self._samples or self.num_epochs is not None:
       return super().read(epoch, position, count, start, stop)
-    # Random places never run out, so an epoch has no short batch at its end.
+    # Random places never run out, so no batch at the end of an epoch is short.
     places = np.arange(position + start, position + min(stop, count))
     return self.rows_at(epoch, places) if len(places) else None, count
 
@@ -146,7 +145,7 @@ class TextInput(RecordsInput, RandomAccessInput):
 
   @property
   def _samples(self) -> bool:
-    """Whether rows are taken from random places of the text."""
+    """Whether rows come from random places of the text."""
     return self.packing == 'windows' and bool(self.shuffle)
 
   def data_files(self) -> list[str]:
@@ -232,7 +231,7 @@ class TextInput(RecordsInput, RandomAccessInput):
       if not data or self.document_separator is None:
         self.leave_out(BadRecord(file, 'all', str(error).removeprefix(f'{where}: ')))
         return b''
-    # Each document is checked separately: one bad document must not remove the others in its file.
+    # Documents are checked one by one, so that a bad one does not remove the others in its file.
     separator, kept = self.document_separator.encode(), []
     for number, document in enumerate(data.split(separator)):
       try:
@@ -269,7 +268,7 @@ def stable_hash(name: str) -> int:
 def split_of_content(data: bytes, split: str, heldout_fraction: float, test_fraction: float) -> bytes:
   """Returns the part of a file that belongs to a split: training first, then validation, then test.
 
-  Parts end at line ends, or between characters if a line is as long as a held-out part.
+  Parts end at line ends, or inside a line, between characters, if the line is as long as a held-out part.
   """
   first = _cut(data, 1 - heldout_fraction - test_fraction, heldout_fraction)
   second = max(first, _cut(data, 1 - test_fraction, test_fraction))
@@ -277,7 +276,7 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float, test_frac
 
 
 def _cut(data: bytes, fraction: float, reach: float) -> int:
-  """Returns where to cut at about `fraction` of `data`: after the last line end, at most `reach` before it."""
+  """Returns where to cut `data`: at `fraction`, or after the last line end in the part `reach` before that."""
   at = round(len(data) * fraction)
   newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)
   if newline >= 0:
@@ -287,27 +286,27 @@ def _cut(data: bytes, fraction: float, reach: float) -> int:
   return at
 
 
-# Parts of the standard library that are left out: installed packages, tests, and files that differ between builds.
+# Parts of the standard library to leave out: installed packages, tests, and files that differ between builds.
 _LEFT_OUT_DIRECTORIES = frozenset({'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'})
 _LEFT_OUT_PREFIXES = ('_sysconfigdata', 'config-')
 
 
-@functools.cache  # Both inputs of an experiment need it, and Python's own sources do not change.
+@functools.cache  # Training and evaluation inputs both call this, and the sources do not change.
 def _stdlib_sources(root: str) -> list[tuple[str, str]]:
-  """Returns the path of each source relative to `root`, sorted, and its split."""
+  """Returns (path relative to `root`, split) for each source, sorted."""
   sources = walk(root, lambda name: name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES))
   names = sorted(os.path.relpath(f, root) for f in sources if f.endswith('.py'))
   return [(n, split_of_name(n, STDLIB_HELDOUT_FRACTION, STDLIB_HELDOUT_FRACTION)) for n in names]
 
 
 def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str]:
-  """Returns the paths of the Python standard library's sources in a split, sorted: real text on every machine.
+  """Returns the sorted paths of the Python standard library's sources in a split: real text on every machine.
 
-  The split depends on the relative path only, so it is the same on every machine with the same Python.
+  The split depends only on relative paths, so it is the same on every machine with the same Python.
 
   Args:
     split: 'train' (about nine tenths of the files), 'validation' or 'test'.
-    max_bytes: return a subset of files, chosen by hash, with at most this many bytes in total; None returns all.
+    max_bytes: returns a subset of the files, chosen by hash, of at most this many bytes in total; None returns all.
 
   Raises:
     ConfigError: `split` is unknown.

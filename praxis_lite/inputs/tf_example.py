@@ -1,4 +1,4 @@
-"""`tf.train.Example` records without TensorFlow, which takes seconds and hundreds of megabytes to import.
+"""Reads and writes `tf.train.Example` records without TensorFlow, whose import takes seconds and much memory.
 
 Example   1: features        Features  1: map from a name to a Feature
 Feature   one of   1: BytesList   2: FloatList   3: Int64List        each with   1: its values
@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs.rows import fit_dtype
 
-# Floats are declared as the raw bytes that store them, so that NumPy can read them at once.
+# Float lists are declared as raw bytes, so that NumPy reads all values at once.
 _DECLARATION = """
 name: "praxis_lite/example.proto" package: "praxis_lite" syntax: "proto3"
 message_type { name: "Example"
@@ -53,12 +53,12 @@ def _example_class() -> Any:
 def features_of_example(record: bytes, where: str) -> dict[str, np.ndarray]:
   """Returns the values of each feature of a serialized example, [n] float32, int64 or object (bytes).
 
-  Raises DataError, which begins with `where`, if the record is not an example.
+  Raises DataError, with a message that begins with `where`, if the record is not an example.
   """
   message = _example_class()
   try:
     example = message.FromString(record)
-  except Exception as e:  # DecodeError of google.protobuf.
+  except Exception as e:  # google.protobuf raises DecodeError.
     raise DataError(f'{where}: a record of {len(record)} bytes is not a tf.train.Example: {e}') from None
   return {name: _values(feature, f'{where}: {name}') for name, feature in example.features.feature.items()}
 
@@ -76,13 +76,13 @@ def _values(feature: Any, where: str) -> np.ndarray:
 
 
 def serialized_examples(rows: Mapping[str, np.ndarray | Sequence[Any]]) -> Iterator[bytes]:
-  """Yields the record of each example; dimension 0 of the arrays counts examples."""
+  """Yields a serialized record for each example in dimension 0 of the arrays."""
   for values in zip(*map(np.asarray, rows.values()), strict=True):
     yield serialized_example(dict(zip(rows, values)))
 
 
 def serialized_example(example: Mapping[str, np.ndarray]) -> bytes:
-  """Returns the record of an example: integers and booleans as int64 lists, floats as float lists, flattened."""
+  """Serializes an example: integers and booleans as int64 lists, floats as float lists, all flattened."""
   message = _example_class()()
   for name, x in example.items():
     feature = message.features.feature[name]

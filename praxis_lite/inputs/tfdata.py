@@ -1,8 +1,8 @@
 """Inputs that TensorFlow reads: any `tf.data.Dataset`, and TFRecord files. TensorFlow is imported at the first read.
 
-TensorFlow runs on a few CPU threads and never sees an accelerator. The position is a count of examples, so a restore
+TensorFlow runs on a few CPU threads and never sees an accelerator. A position is a number of examples, so a restore
 reads the earlier examples of the epoch again, without parsing them. Each host reads all examples and parses only its
-own. Datasets must yield the same examples in the same order each time, whatever the timing.
+own. Each time, datasets must yield the same examples in the same order, whatever the timing.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 
-# Records that are parsed together to find out whether they can be parsed.
+# Number of records to parse together in a test of whether they can be parsed.
 _TRIED_AT_ONCE = 64
 
 
 @functools.cache
 def import_tensorflow() -> ModuleType:
-  """Imports TensorFlow and hides accelerators, whose memory it would reserve; raises ConfigError if not installed."""
+  """Imports TensorFlow, or raises ConfigError. Hides accelerators, because TensorFlow would reserve their memory."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # oneDNN prints a notice, and nothing here needs it.
   try:
@@ -61,16 +61,16 @@ def import_tensorflow() -> ModuleType:
   for kind in ('GPU', 'TPU'):
     try:
       tf.config.set_visible_devices([], kind)
-    except RuntimeError:  # The program has used TensorFlow before, so it decides itself which devices TensorFlow sees.
+    except RuntimeError:  # The program already uses TensorFlow, so the program chooses the devices.
       break
   return tf
 
 
 class BaseTFInput(StreamedInput):
-  """An input that TensorFlow reads. Subclasses define `elements`, and `parse` if elements are not yet examples.
+  """An input that TensorFlow reads. Subclasses define `elements`, and `parse` unless elements are examples.
 
   Attributes:
-    shuffle_buffer_size: size, in examples, of the buffer that `shuffle` draws from, by (seed, epoch).
+    shuffle_buffer_size: number of examples in the buffer from which `shuffle` draws, by (seed, epoch).
     num_threads: CPU threads that TensorFlow uses for this dataset.
   """
 
@@ -82,7 +82,7 @@ class BaseTFInput(StreamedInput):
     raise NotImplementedError
 
   def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
-    """Returns the examples of [n] elements, as tensors with dimension 0 = n. TensorFlow traces it; n may be 0."""
+    """Returns the examples of [n] elements, as tensors [n, ...]; n may be 0. TensorFlow traces this function."""
     return elements
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
@@ -109,7 +109,7 @@ class BaseTFInput(StreamedInput):
         return
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
-    """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of the group)."""
+    """Returns a dataset of groups of `count` elements, as (size of the group, its examples [start, stop))."""
     tf = import_tensorflow()
     dataset = self.elements(epoch)
     if self.num_epochs is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -130,23 +130,23 @@ class BaseTFInput(StreamedInput):
     )
     options = tf.data.Options()
     options.deterministic = True
-    # Dropping an iterator, even by the garbage collector in the middle of other work, waits for the autotuning thread,
-    # which may be sleeping for minutes. The number of threads is set here, so there is nothing to tune.
+    # Dropping an iterator waits for the autotuning thread, which may sleep for minutes, and the garbage collector may
+    # drop one at any time. The number of threads is set here, so there is nothing to tune.
     options.autotune.enabled = False
     options.threading.private_threadpool_size = self.num_threads
     options.threading.max_intra_op_parallelism = 1
     return dataset.prefetch(1).with_options(options)
 
   def to_rows(self, examples: object) -> Rows:
-    """Returns the rows of what `parse` has returned; raises DataError for numbers that do not fit."""
+    """Converts the output of `parse` to rows; raises DataError if a number does not fit its dtype."""
     return canonical_rows(import_tensorflow().nest.map_structure(lambda x: x.numpy(), examples), self.label)
 
   def leaves_out_cause(self, error: Exception) -> bool:
-    """Whether `elements` no longer contains what caused an error of TensorFlow."""
+    """Leaves out the cause of a TensorFlow error if possible. Returns whether `elements` is now without it."""
     return False
 
   def explain(self, error: Exception) -> str:
-    """Returns a message of one line for an error of TensorFlow, or for numbers that do not fit."""
+    """Returns a one-line message for a TensorFlow error, or for a number that does not fit its dtype."""
     return (
       str(error)
       if isinstance(error, DataError)
@@ -159,7 +159,7 @@ class TFDataInput(BaseTFInput):
 
   Attributes:
     dataset_fn: a function without arguments, or the `Config` of one, that returns a dataset of single examples: dicts,
-      possibly nested, of dense numeric tensors of static shape. It is called once per epoch, and must return the same
+      possibly nested, of dense numeric tensors of static shape. It is called once per epoch and must return the same
       examples in the same order each time.
 
   Raises (when the data is first needed):
@@ -184,9 +184,10 @@ class TFDataInput(BaseTFInput):
 
 
 def struct_of(spec: object, where: str) -> Struct:
-  """Returns the shapes and dtypes of TensorFlow's `element_spec`.
+  """Converts TensorFlow's `element_spec` to shapes and dtypes.
 
-  Raises DataError, which begins with `where`, if it is not a dict of dense numeric tensors of static shape.
+  Raises DataError, with a message that begins with `where`, if the spec is not a dict of dense numeric
+  tensors of static shape.
   """
   tf = import_tensorflow()
   if not isinstance(spec, dict):
@@ -210,7 +211,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     file_pattern: a file, directory, glob pattern, list of those, or a function (or `Config` of one) that returns them.
     features: arrays of a `tf.train.Example` by name, as `Feature` configs; integers and booleans are stored as int64
       lists, floats as float lists, flattened. Other features of the records are ignored.
-    parse_fn: instead of `features`, a TensorFlow function of one serialized record (a scalar string tensor) that
+    parse_fn: replaces `features`: a TensorFlow function that takes a serialized record (a scalar string tensor) and
       returns the dict of an example's tensors.
     compression: '' (none), 'GZIP' or 'ZLIB'.
 
@@ -256,11 +257,11 @@ class TFRecordInput(RecordsInput, BaseTFInput):
       else:
         parts += [whole_records(file, self._damaged[file], self.compression) for file in group]
     dataset = functools.reduce(lambda a, b: a.concatenate(b), parts)
-    # All hosts parse all records, so that all leave out the same ones, including those before a position.
+    # Each host parses all records, also those before a position, so that all hosts leave out the same ones.
     return dataset.batch(_TRIED_AT_ONCE).map(self._parseable).unbatch() if self.skips else dataset
 
   def _checked_end(self, file: tf.Tensor) -> tf.Tensor:
-    """Returns the name of a file after checking that it ends with a complete record; TensorFlow does not check this."""
+    """Returns `file` after checking that the file ends with a complete record, which TensorFlow does not check."""
     tf = import_tensorflow()
 
     def check(file: bytes) -> None:
@@ -274,7 +275,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
       return tf.identity(file)
 
   def _parseable(self, records: tf.Tensor) -> tf.Tensor:
-    """Returns records that can be parsed."""
+    """Returns `records` after checking that all of them can be parsed."""
     tf = import_tensorflow()
 
     def parse(records: np.ndarray) -> None:
@@ -328,7 +329,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     return f'{self.label}.file_pattern: {bad.file} is not a whole TFRecord file: {bad}'
 
   def _next_damaged(self) -> tuple[str, dict[int, BadRecord]] | None:
-    """Returns the first file with unreadable records that is not known to be damaged yet, and these records."""
+    """Returns the first damaged file that is not in `_damaged` yet, and its unreadable records."""
     tf = import_tensorflow()
     for file in self._files:
       if file not in self._whole and file not in self._damaged:
@@ -336,12 +337,12 @@ class TFRecordInput(RecordsInput, BaseTFInput):
         bad = bad_records_of(file, self.compression, self._parsed_rows, errors)
         if bad:
           return file, bad
-        self._whole.add(file)  # So that each file is checked only once.
+        self._whole.add(file)  # Each file is checked only once.
     return None
 
 
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
-  """Writes arrays with examples in dimension 0 as `tf.train.Example` records, in the form `TFRecordInput` reads."""
+  """Writes arrays, with examples in dimension 0, as `tf.train.Example` records for `TFRecordInput`."""
   tf = import_tensorflow()
   with tf.io.TFRecordWriter(path, options=compression) as writer:
     for record in serialized_examples(rows):

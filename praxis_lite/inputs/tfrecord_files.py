@@ -1,4 +1,4 @@
-"""Reads the records of a TFRecord file one by one, past damaged ones.
+"""Reads the records of a TFRecord file one by one, and continues after damaged ones where it can.
 
     record    length, 8 bytes | CRC of the length, 4 | data | CRC of the data, 4        CRCs are masked CRC-32C
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 _AT_ONCE = 256
-# How many bytes are read at the end of a file to find its last record, and from a compressed file at once.
+# Bytes to read at the end of a file to find its last record, and bytes to read at once from a compressed file.
 _END, _BLOCK = 1 << 16, 1 << 20
 CANNOT_PARSE = 'cannot be parsed'
 
@@ -81,7 +81,7 @@ def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadReco
 def bad_records_of(
   file: str, compression: str, parse: Callable[[list[bytes]], object], errors: tuple[type[Exception], ...]
 ) -> dict[int, BadRecord]:
-  """Returns the records of a file, by number, that are damaged or for which `parse` raises one of `errors`."""
+  """Returns, by number, the records of a file that are damaged or make `parse` raise one of `errors`."""
   bad: dict[int, BadRecord] = {}
   pending: dict[int, bytes] = {}
 
@@ -109,7 +109,7 @@ def bad_records_of(
 
 
 def whole_records(file: str, bad: Collection[int], compression: str) -> tf.data.Dataset:
-  """Returns a dataset of a file's records without the damaged ones, and without those whose numbers are in `bad`."""
+  """Returns a dataset of a file's records, without damaged ones and without the numbers in `bad`."""
   import tensorflow as tf
 
   def whole() -> Iterator[bytes]:
@@ -121,7 +121,7 @@ def whole_records(file: str, bad: Collection[int], compression: str) -> tf.data.
 
 
 def ends_with_a_record(file: str, compression: str) -> bool:
-  """Whether a file ends exactly after a record. If 1 to 11 bytes of a next record follow, TensorFlow ignores them.
+  """Whether a file ends exactly after a record. TensorFlow ignores 1 to 11 bytes of an incomplete next record.
 
   An uncompressed file is read from its end back to its last record; a compressed file is read completely.
   """
@@ -142,7 +142,7 @@ def _last_record_ends(file: str) -> bool:
 
 
 def _places_of_lengths(data: bytes) -> Iterator[int]:
-  """Yields the places where 8 bytes are the length of a record that would end with `data`."""
+  """Yields each place in `data` whose 8 bytes are the length of a record that ends where `data` ends."""
   for first in range(min(8, len(data))):
     lengths = np.frombuffer(data, '<u8', (len(data) - first) // 8, first)
     places = first + 8 * np.arange(len(lengths))
@@ -150,8 +150,8 @@ def _places_of_lengths(data: bytes) -> Iterator[int]:
 
 
 def _stream_ends(file: str, compression: str) -> bool:
-  """Whether a compressed file ends exactly where its stream ends, and the stream exactly after a record."""
-  header, left = b'', 0  # The bytes read of a record's 12-byte header; the bytes left after it.
+  """Whether a compressed file ends where its stream ends, and the stream ends after a record."""
+  header, left = b'', 0  # What was read of a 12-byte header; bytes of the record left to read.
   try:
     for block in _decompress(file, compression):
       rest = memoryview(block)
@@ -171,7 +171,7 @@ def _stream_ends(file: str, compression: str) -> bool:
 
 
 def _decompress(file: str, compression: str) -> Iterator[bytes]:
-  """Yields the decompressed content of a file in blocks; raises zlib.error or EOFError if it is not complete."""
+  """Yields the decompressed content of a file in blocks; raises zlib.error or EOFError for a damaged file."""
   wbits = zlib.MAX_WBITS | (16 if compression == 'GZIP' else 0)
   with open(file, 'rb') as opened:
     stream = zlib.decompressobj(wbits)
@@ -211,7 +211,7 @@ def _table() -> list[int]:
 
 
 def tensorflow_reason(error: Exception) -> str:
-  """Returns the first line of an error of TensorFlow, without graph nodes."""
-  # Messages begin with the node of the graph, in double braces, and may end with the operation.
+  """Returns the first line of a TensorFlow error, without the names of graph nodes."""
+  # Messages begin with the graph node, in double braces, and may end with the operation.
   line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
   return re.sub(r' *\[Op:\w+\] name: *$', '', line)

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-A byte tokenizer needs no training and no file, and accepts any bytes. A character tokenizer's vocabulary is the
-characters of a text. SentencePiece needs a trained model file. The latter two need UTF-8 text. All of them count the
+A byte tokenizer needs no training and no file, and accepts any bytes. The vocabulary of a character tokenizer is the
+characters of a text. SentencePiece needs a trained model file. These two need UTF-8 text. All tokenizers count the
 bytes of text that each token stands for, so that losses can be compared in nats per byte.
 """
 
@@ -30,8 +30,8 @@ class Tokens(NamedTuple):
 
   Attributes:
     ids: [n], any integer dtype.
-    num_bytes: [n] int, how many bytes of the document each token stands for; they sum to its length. None if every
-      token stands for one byte.
+    num_bytes: [n] int, bytes of the document that each token stands for; the sum is the length of the document. None
+      if every token stands for one byte.
   """
 
   ids: np.ndarray
@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
 
 
 class BaseTokenizer(Configurable):
-  """Text to token ids and back, with special ids for the begin (bos) and end (eos) of documents and padding (pad)."""
+  """Converts text to token ids and back. Special ids: begin (bos) and end (eos) of a document, and padding (pad)."""
 
   @property
   def vocab_size(self) -> int:
@@ -53,7 +53,7 @@ class BaseTokenizer(Configurable):
 
   @property
   def is_byte_level(self) -> bool:
-    """Whether each token except the special ones stands for one byte."""
+    """Whether each token that is not special stands for one byte."""
     return False
 
   def encode(self, text: str) -> list[int]:
@@ -69,19 +69,19 @@ class BaseTokenizer(Configurable):
     raise NotImplementedError
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
-    """Returns the tokens of each document, without special ones. Unless `is_byte_level`, documents must be UTF-8."""
+    """Returns the tokens of each document, without special tokens. Documents are UTF-8 unless `is_byte_level`."""
     raise NotImplementedError
 
 
 class ByteTokenizer(BaseTokenizer):
   """A tokenizer whose ids are the bytes of the UTF-8 text.
 
-  By default the vocabulary is the 256 bytes, and all special ids are byte 0, which text does not contain. For data that
-  may contain byte 0, or to tell the special ids apart, set them to 256 and above.
+  By default the vocabulary is the 256 bytes, and all special ids are byte 0, which text does not contain. Set special
+  ids of 256 and above for data that may contain byte 0, or to tell bos, eos and pad apart.
 
   Attributes:
     bos_id, eos_id, pad_id: begin of document, end of document, padding.
-    min_vocab_size: lower bound of the vocabulary size, for example to test a size that the mesh does not divide.
+    min_vocab_size: least vocabulary size, for example to test a size that the mesh does not divide.
   """
 
   bos_id: int = 0
@@ -119,11 +119,11 @@ class ByteTokenizer(BaseTokenizer):
 class CharTokenizer(BaseTokenizer):
   """A tokenizer whose tokens are characters, numbered from 0 by code point. One more id is bos, eos and pad.
 
-  A run stores the vocabulary in its directory, so its ids stay the same if the text changes or is removed.
+  A run stores the vocabulary in its directory, so the ids stay the same even if the text changes or is removed.
 
   Attributes:
-    path: the text whose characters are the vocabulary, like `TextInput.path`.
-    vocabulary: the characters themselves, in the order of their ids; None takes those of the text at `path`.
+    path: the text whose characters are the vocabulary; has the forms of `TextInput.path`.
+    vocabulary: the characters, in the order of their ids; None uses those of the text at `path`.
 
   Raises:
     ConfigError: neither is set, or `vocabulary` has a character twice.
@@ -185,7 +185,7 @@ class CharTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _id_of_code(self) -> np.ndarray:
-    """The id of each code point up to the largest in the vocabulary, and one last entry for all others; -1: no id."""
+    """The id by code point, up to the largest in the vocabulary; the last entry is for all others. -1 means no id."""
     codes = np.array([ord(c) for c in self.characters], np.int64)
     ids = np.full(codes.max(initial=0) + 2, -1, np.int32)
     ids[codes] = np.arange(len(codes))
@@ -199,12 +199,12 @@ _LAST_CODE_OF_LENGTH = np.array([0x7F, 0x7FF, 0xFFFF], np.uint32)
 class SentencePieceTokenizer(BaseTokenizer):
   """A trained SentencePiece model (Kudo and Richardson, 2018). Needs `pip install praxis_lite[text]`.
 
-  The special ids come from the model. If it has only one of bos and eos, that one is used for both; if it has no
-  pad, id 0 is used.
+  The special ids come from the model. If it has only one of bos and eos, that one serves as both; if it has no pad,
+  id 0 serves as pad.
 
   Attributes:
     model_path: file of the model, as written by `spm_train`.
-    num_threads: threads that encode documents.
+    num_threads: number of threads that encode documents.
   """
 
   model_path: str = REQUIRED
@@ -251,7 +251,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _piece_bytes(self) -> np.ndarray:
-    """Bytes of each piece, taken separately; the unknown piece counts as one."""
+    """Number of bytes of each piece by itself; 1 for the unknown piece."""
     model = self._model
     sizes = np.ones(self.vocab_size, np.int64)
     for i in range(self.vocab_size):
@@ -265,7 +265,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 def groups_of_documents(documents: Sequence[bytes]) -> Iterator[list[bytes]]:
   """Yields the documents in groups of about 2 MiB, to be encoded one group after the other.
 
-  The packages return Python lists, which need much more memory than arrays.
+  Tokenizer packages return Python lists, which need much more memory than arrays.
   """
   number_of_group = np.cumsum([len(d) for d in documents]) // 2**21
   for _, group in itertools.groupby(zip(number_of_group, documents), operator.itemgetter(0)):
@@ -273,9 +273,10 @@ def groups_of_documents(documents: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 
 def _spread(total: int, sizes: np.ndarray) -> np.ndarray:
-  """Returns integers in proportion to `sizes`, [n], that add up to exactly `total`.
+  """Returns integers, [n], roughly in proportion to `sizes`, whose sum is exactly `total`.
 
-  Normalization drops and replaces characters, so the sizes of the pieces do not sum to the size of the text.
+  It corrects the sizes of pieces. SentencePiece normalization drops and replaces characters, so these sizes may not sum
+  to the size of the text.
   """
   ends = np.cumsum(sizes if sizes.any() else np.ones_like(sizes))
   if not len(ends):
