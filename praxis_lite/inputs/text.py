@@ -52,8 +52,8 @@ class TextInput(RecordsInput, RandomAccessInput):
     seq_len: T, tokens in a row.
     tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
     packing: 'concat' cuts one stream of all documents into rows. 'packed' gives each document its own segments, which
-      do not attend to each other. 'windows' is 'concat' without shuffling; with shuffling, it draws each row from a random
-      place of the stream: endlessly, or in each of `num_epochs` epochs as many rows as 'concat' has. See `packing.py`.
+      do not attend to each other. 'windows' is 'concat' without shuffling; with shuffling, it draws each row from a
+      random place of the stream: endlessly, or in each of `num_epochs` epochs as many rows as 'concat' has.
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
