@@ -102,12 +102,12 @@ def gather_array_with_mean_grads(
   Args:
     x: this device's part.
     axis, dim: the mesh axis, or several, and the dimension that is split over them.
-    size: its true size, if the parts add up to more.
+    size: the true size of the dimension, if the parts add up to more.
     dtype: the part is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
     axis_name: the mesh axis, or several, if `axis` is the dimension.
 
   Raises:
-    ShardingError: no mesh axis is given, or two are.
+    ShardingError: the arguments do not give one mesh axis (or tuple of axes) and one dimension.
   """
   given = (axis, dim) if axis_name is None else (axis, axis_name)
   over, split = reversed(given) if isinstance(axis, int) else given

@@ -177,7 +177,7 @@ class Propagation:
 def make_collectives_explicit(module: ir.Module) -> ir.Operation:
   """Returns a copy of a lowered program in which every communication between devices is an operation.
 
-  Calls are inlined, shardings propagated. Arrays keep their global shapes; `split_of` says how they are split.
+  Calls are inlined, and shardings propagated. Arrays keep their global shapes; `split_of` says how they are split.
   """
   with module.context:
     copy = module.operation.clone()

@@ -3,7 +3,7 @@
 Each array of the state belongs to the parameter whose path is the end of the array's own path. Its dimensions are
 traced back to the parameter's:
 
-    parameter  decoder.w    (512, 2048)  ('data', 'mdl')
+    parameter  decoder.w          (512, 2048)  ('data', 'mdl')
     slot       0.mu.decoder.w     (512, 2048)  ('data', 'mdl')     the parameter's shape: the parameter's spec
     slot       0.v_row.decoder.w  (512,)       ('data',)           a dimension was reduced, so its entry is dropped
     slot       0.v_col.decoder.w  (2048,)      ('mdl',)

@@ -1,8 +1,8 @@
 """XLA flags for compiling the steps of a task.
 
-They are options of each program, not of the process: a plan for other chips compiles with the flags of these chips. An
-unknown flag is then an error that can be handled, whereas in XLA_FLAGS it would end the process. If several of these
-set a flag, the first one counts:
+The flags are options of each program, not of the process, so a plan for other chips compiles with the flags of these
+chips. An unknown flag is then an error that can be handled, whereas in XLA_FLAGS it would end the process. If several
+of the following set a flag, the first one counts:
 
     XLA_FLAGS                          the environment variable
     task.xla_flags                     the field; None leaves a flag to XLA

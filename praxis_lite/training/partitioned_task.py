@@ -78,7 +78,7 @@ class PartitionedTask:
     jax_task: an instantiated `SingleTask`.
     inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, dim 0 the batch.
     mesh: the mesh; by default the one that the task asks for.
-    partitioner: decides mesh and specs instead of the task, by its logical axis rules.
+    partitioner: decides mesh and specs instead of the task, by the partitioner's logical axis rules.
     layout: the layout of an existing train state, including its mesh, instead of all these.
 
   Attributes:

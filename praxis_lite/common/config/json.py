@@ -63,7 +63,7 @@ def from_json(text: str, trusted: Collection[str] = ()) -> object:
     trusted: modules and packages whose code may be imported and called too, in addition to what `trusted.py` lists.
 
   Raises:
-    UntrustedError: it names something from another module.
+    UntrustedError: `text` names something from another module.
     ConfigError: `text` is not the JSON of a config, or names something that cannot be imported or a field that no
       longer exists; the message names its path.
   """

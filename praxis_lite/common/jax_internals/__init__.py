@@ -8,8 +8,8 @@
     processes     the service that connects the processes of a run, and the clusters that JAX knows
 
 Each function supports the forms in all supported releases, and raises `UnknownJax` for other forms. Code that only
-advises or explains goes on without it, by `unless_unknown`; so a new release may cost an explanation, but not a
-training run.
+advises or explains catches that error by `unless_unknown`, so a new release may cost an explanation, but not a training
+run.
 """
 
 from __future__ import annotations

@@ -85,14 +85,11 @@ class InCall:
     return real
 
   def mark_filler_rows(self, paddings: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """In a call: returns paddings, [B, T], that also mark all tokens of the rows that `real_rows` leaves out.
+    """In a call: returns `paddings` with all tokens of the rows that `real_rows` leaves out marked too.
 
     Args:
-      paddings: [B, T], nonzero for padding tokens; None if no token is padding.
+      paddings: [B, T], nonzero for padding tokens. Here and in the result, None means that no token is padding.
       shape: (B, T).
-
-    Returns:
-      [B, T], nonzero for padding tokens; None if no token is padding.
     """
     real = self.real_rows(shape[0])
     if real is None:

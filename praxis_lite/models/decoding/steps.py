@@ -29,7 +29,8 @@ class DecodingSteps(Protocol[DecodingState]):
   def start(self, num_rows: int, num_slots: int) -> DecodingState:
     """Returns the state of rows that have no tokens yet, with room for `num_slots` tokens in each.
 
-    The rows are the prompts of the batch, in order. The state may contain other inputs of theirs, such as encoded ones.
+    The rows are the prompts of the batch, in order. The state may contain other inputs of these rows, such as the
+    output of an encoder.
     """
     ...
 

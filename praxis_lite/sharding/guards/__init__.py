@@ -5,7 +5,7 @@ split each array (`sharding/propagation.py`). Around an operation that XLA may c
 arrays to splits that are known to be right. It changes nothing else.
 
 Each guard names the smallest program that shows the fault, and a test in `tests/sharding/test_guards.py` that runs this
-program without the guard. When that test fails, XLA computes the program rightly and the guard can be removed. All
+program without the guard. When that test fails, XLA computes the program correctly and the guard can be removed. All
 faults were seen with jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for GPU, with Shardy and without.
 
     products    products of matrices

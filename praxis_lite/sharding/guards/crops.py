@@ -16,8 +16,8 @@ def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
 
   With a negative padding, as in the gradient of a convolution that pads by more than its filter reaches, the CPU's
   convolution in float32 reads past its operand, so that results differ from run to run. Example: `conv(x, w)` of
-  [3, 6, 3, 2] and [2, 2, 2, 3] with paddings (-1, 1). It is right in float64, and if the operand is dilated. Test:
-  `test_convolutions_that_crop`.
+  [3, 6, 3, 2] and [2, 2, 2, 3] with paddings (-1, 1). The result is right in float64, and if the operand is dilated.
+  Test: `test_convolutions_that_crop`.
   """
   changed = []
   for convolution in operations(module, {'stablehlo.convolution'}):

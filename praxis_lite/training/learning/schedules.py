@@ -29,11 +29,11 @@ Schedule = Callable[[jax.Array | int], ArrayLike]
 def to_schedule(schedule: object, where: str) -> Schedule:
   """Returns the schedule, a function of the step, that a config describes; returns a function unchanged.
 
-  In a config of a function, a first argument that is not set is the step: the schedule is that function, with the other
-  arguments set. Any other config is instantiated, and makes the schedule.
+  If a config leaves the first argument of its function unset, that argument is the step, and the function with the
+  other arguments set is the schedule. Any other config is instantiated, and the result is the schedule.
 
   Raises:
-    ConfigError: the value is neither. `where` is the path of the field, for the message.
+    ConfigError: the value is neither a config nor a function. `where` is the path of the field, for the message.
   """
   function: object = schedule
   if isinstance(schedule, Config):
