@@ -60,7 +60,7 @@ def _find_job(address: str | None, num_processes: int | None, process_id: int | 
 
 
 def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[str]:
-  """Yields the problems that `check` reports, on a mesh of several devices."""
+  """Yields the problems that `check` reports; none on a mesh of one device."""
   if math.prod(task.mesh_sizes().values()) > 1:
     from praxis_lite.instruments.explain import check
 

@@ -418,7 +418,7 @@ def _start_quiet_tracker() -> None:
 
 
 def _prepare_worker(worker: int, num_workers: int) -> None:
-  """Makes a worker print where it crashes, and end when its parent dies, because a killed parent cannot end it."""
+  """Makes a worker print where it crashes, and end when its parent dies, even if the parent is killed."""
   del worker, num_workers
   faulthandler.enable()
   if sys.platform == 'linux':

@@ -118,7 +118,7 @@ class Declarations:
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
-    """Returns the declared arrays of which an array with these `dims`, in any order, may be the part on one device."""
+    """Returns the declarations of arrays whose part on one device may have these `dims`, in any order."""
     local = tuple(sorted(d for d in dims if d != 1))
     return [d for d in declarations if self._fits(local, tuple(s for s in d.shape if s != 1))]
 

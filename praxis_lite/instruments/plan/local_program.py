@@ -87,7 +87,7 @@ class LocalCollective:
 
 @dataclasses.dataclass(frozen=True)
 class LocalProgram:
-  """The work of one device.
+  """The work of one device in a step, read from a lowered program.
 
   Attributes:
     products, fusions, collectives: in the order of the program.

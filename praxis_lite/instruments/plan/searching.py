@@ -31,7 +31,7 @@ from praxis_lite.instruments.plan.topology import Topology, parse_topology
 # A function that returns `plan`'s argument `elsewhere` for some overrides.
 Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
-# The search ends when the best settings, this many, have estimates of all their neighbours.
+# The search ends when all neighbours of this many best settings are estimated.
 _MOST_PROMISING = 5
 # The share of the time limit for estimates, and the number of estimates to make even if they take longer.
 _FOR_ESTIMATES = 0.4

@@ -23,7 +23,7 @@ _FORM = 'expected a form such as v5p:8x16x16, v5e:16x16:2 (two slices), h100:512
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """A number of chips of one kind, and their links.
+  """Chips of one kind, and the links between them.
 
   Attributes:
     target: the kind of chip.
