@@ -55,7 +55,7 @@ def check_seal(folder: Path, step: int, where: object = None) -> None:
 
 
 def check_seal_of(where: object, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
-  """Checks records that were read elsewhere, by their names; raises DamagedError like `check_records`."""
+  """Checks parsed records, given by name, like `check_records`; raises DamagedError."""
   _check(where, step, {name: _text(record.get(SEAL)) for name, record in records.items()})
 
 

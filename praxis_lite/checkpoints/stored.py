@@ -54,7 +54,7 @@ class StoredCheckpoint:
 
   @property
   def num_bytes(self) -> int:
-    """Size of its files."""
+    """The total size of its files, in bytes."""
     return sum(path.stat().st_size for path in self.folder.rglob('*') if path.is_file())
 
   def about(self) -> dict[str, Any]:

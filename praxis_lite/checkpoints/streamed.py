@@ -34,7 +34,7 @@ class StreamedArray(abc.ABC):
   """An array in a file, which is read in parts.
 
   Attributes:
-    shape, dtype: of the whole array.
+    shape, dtype: the shape and dtype of the whole array.
   """
 
   shape: tuple[int, ...]

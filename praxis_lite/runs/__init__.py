@@ -1,4 +1,4 @@
-"""Running an experiment: start-up, the training loop, records, summaries, evaluation and decoding."""
+"""Runs an experiment: start-up, the training loop, records, summaries, evaluation and decoding."""
 
 from __future__ import annotations
 

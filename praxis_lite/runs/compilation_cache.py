@@ -15,7 +15,7 @@ _MIN_CACHED_COMPILE_SECONDS = 0.1
 def set_up_compilation_cache(*, enabled: bool = True) -> Path | None:
   """Stores compiled programs on disk, so that a second start of the same run need not compile them.
 
-  The directory is JAX's own setting (`JAX_COMPILATION_CACHE_DIR`), or else `praxis_lite` in `$XDG_CACHE_HOME` or
+  The directory is the one in JAX's setting `JAX_COMPILATION_CACHE_DIR`, or else `praxis_lite` in `$XDG_CACHE_HOME` or
   `~/.cache`. Returns the directory; None if the cache is disabled or the directory is not writable.
   """
   jax.config.update('jax_enable_compilation_cache', enabled)

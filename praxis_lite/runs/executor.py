@@ -158,7 +158,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
       meet_others()
     if start.is_restored:
-      loop.run_due(run)  # The last run may have been killed between this checkpoint and its evaluation.
+      loop.run_due(run)  # An earlier process may have been killed before it evaluated this checkpoint.
     try:
       loop.train(run)
     except (LostDirectoryError, OSError) as error:

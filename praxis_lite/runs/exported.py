@@ -60,7 +60,7 @@ def check_files(folder: str | os.PathLike[str], below: str = '') -> dict[str, An
   """Checks the files of an export whose names begin with `below`, all by default; returns the signature.
 
   Raises:
-    MixedExportError: one of them is missing, was changed, or belongs to another export.
+    MixedExportError: a file is missing, was changed, or belongs to another export.
   """
   signature = read_signature(folder)
   names = [name for name in signature[_FILES] if name.startswith(below)]

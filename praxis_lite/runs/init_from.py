@@ -1,4 +1,4 @@
-"""Starting a run from the variables of another one, by rules on their paths; see `InitFromParams`.
+"""Starts a run from the variables of another run, by rules on the paths of variables; see `InitFromParams`.
 
     variable here     first rule that matches            in the checkpoint
     head.w            ('head\\..*', None)                 -                     starts from the seed
@@ -88,7 +88,7 @@ class WarmStart:
     return self._partitioned.init_state_from(init_key, GivenVariables(values, known))
 
   def report(self) -> Iterator[str]:
-    """Yields the lines of a table of where variables come from; those that keep name and shape are only counted."""
+    """Yields the lines of a table of where variables come from; variables that keep name and shape are only counted."""
     rows: dict[str, list[str]] = {'the same': [], 'renamed': [], 'partial': [], 'fresh': []}
     for name, origin in self._origins.items():
       shape = tuple(self._wanted[name]['shape'])

@@ -35,7 +35,7 @@ class Hints(NamedTuple):
   """What a batch says about why a step was not finite.
 
   Attributes:
-    found: what is wrong with it, a sentence without a full stop; '' if nothing wrong is known.
+    found: what is wrong with the batch, a sentence without a full stop; '' if nothing is known to be wrong.
     integers: the ranges of its integers, if some may be labels of classes that do not exist; '' if all labels are known
       to be valid, or there are no integers.
   """
@@ -50,8 +50,8 @@ class SkippedSteps:
 
   Attributes:
     first_step: steps taken before this process.
-    limit: how many in a row end the run; None or 0 accepts any number.
-    raises: whether the learner is set to raise at the first one.
+    limit: how many skipped steps in a row end the run; None or 0 accepts any number.
+    raises: whether the learner is set to raise an error at the first such step.
     line: prints a line.
     tell: called with each skipped step that follows one that was not skipped, and with what was wrong.
     in_a_row: how many steps have been skipped since the last step that was taken.
@@ -79,9 +79,9 @@ class SkippedSteps:
     return bool(self.limit) and 0 < self.in_a_row == self._step - self.first_step
 
   def add(self, step: int, metrics: DeviceMetrics) -> bool:
-    """Takes the metrics of the next step, waits for them, and returns whether it was skipped.
+    """Waits for the metrics of the next step, and returns whether that step was skipped.
 
-    Raises NonFiniteError if it was, and the learner is set to raise.
+    Raises NonFiniteError if it was skipped and the learner is set to raise.
     """
     self._step = step
     if SKIPPED not in metrics:
@@ -146,7 +146,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
   """Returns what is wrong with a batch, as far as that can be known.
 
   Args:
-    batch: of a step that was not finite, on the host.
+    batch: the batch of a step that was not finite, on the host.
     data, model: the training input, and the model that is trained.
   """
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(batch).items()}

@@ -57,7 +57,7 @@ class Profiler(Hook):
   """
 
   def __init__(self, steps: tuple[int, int] | None):
-    self._steps = None if steps is None else ProfiledSteps.parse(steps)  # Of the next trace, or of the current one.
+    self._steps = None if steps is None else ProfiledSteps.parse(steps)  # Those of the current or the next trace.
     self._first: int | None = None  # The first step of the current trace.
     self._is_asked = False
     self._run: Run | None = None

@@ -127,7 +127,7 @@ class InputProgram(Generic[Out]):
     return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
 
   def metric_names(self) -> list[str]:
-    """Returns the names of the metrics that are single numbers, from their shapes."""
+    """Returns the names of the metrics whose shapes say that they are single numbers."""
     out = self._step.trace().out_info
     return sorted(name for name, (mean, _) in self._metrics_of(out).items() if jnp.shape(mean) == ())
 
@@ -188,7 +188,7 @@ class DecodeProgram(InputProgram[DecodeStepOutput]):
 
 
 def _examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
-  """Yields the rows of `decoded` that are examples, for JSON. Rows that pad the last batch have zero weight."""
+  """Yields the examples in `decoded` as JSON values, without the rows of zero weight that pad the last batch."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
   # NumPy does not know bfloat16 and similar types, and calls them void.
   arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}

@@ -1,4 +1,4 @@
-"""Running one step of a run again, operation by operation: which layer first computes a value that is not finite."""
+"""Repeats a step of a run, operation by operation, to find the layer that first computes a value that is not finite."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Checkpoints(NamedTuple):
   """The checkpoints of a run.
 
   Attributes:
-    steps: their steps, in order.
+    steps: the steps of all checkpoints, in order.
     best: the best checkpoint by `task.train.best_metric`; None if the run records none.
   """
 

@@ -1,4 +1,4 @@
-"""The signals that end a run: all processes stop after the same step."""
+"""Catches the signals that end a run, and stops all of its processes after the same step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StopSignals:
   reads between steps: it finishes the step, saves and exits. A second signal ends the process immediately.
 
   With several processes all must stop after the same step, or some would wait forever in a collective. JAX's preemption
-  service ensures that: it catches SIGTERM in any process, and names a step that none of them has passed yet.
+  service ensures this: it catches SIGTERM in any process, and names a step that none of them has passed yet.
 
   An evaluation is interrupted in the same way: after a batch that all agree on.
 

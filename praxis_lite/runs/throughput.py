@@ -50,7 +50,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 class Rates(NamedTuple):
-  """Speeds since the last call; tokens and MFU are None if there are no tokens or the peak is unknown."""
+  """Speeds since the last call. Tokens per second are None without tokens; MFU is None if the peak is unknown."""
 
   steps_per_second: float
   examples_per_second: float

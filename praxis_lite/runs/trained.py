@@ -251,7 +251,8 @@ class TrainedModel:
 
     Args:
       directory: does not exist, or is empty; `README.md` and `signature.json` in it say how the programs are called.
-      what: 'forward', what `predict` returns for a batch; or 'decode', prefill and decode step of a language model.
+      what: 'forward' exports what `predict` returns for a batch; 'decode' exports the prefill and the decode step of a
+        language model.
       batch: for 'forward': the inputs of the program, as arrays by name, or their shapes and dtypes, the batch as
         dimension 0. None uses the run's first evaluation dataset, without arrays that the predictions do not depend on.
       **settings: `formats`, `batch_size`, `prompt_length`, `max_tokens` and `platforms` of `ExportSettings`.
@@ -394,7 +395,7 @@ def restore_model(
     job_log_dir: the directory of the run.
     step, devices, seed, on_damage: see `RestoreOptions`.
     create_mesh: returns the mesh for the task; None uses the task's own, of `devices`.
-    use_ema: whether to use the moving averages, if the learner keeps them; or the section of the task that says so.
+    use_ema: whether to use the moving averages, if the learner keeps them; or the section of the task that decides it.
     check: called with the model before anything is restored.
     meanwhile: called before restoring, for example to start compiling. Its argument is the model that is returned
       later, with shapes as variables.

@@ -5,8 +5,8 @@
                 losses.json      the last losses, against which a run that resumes measures a jump
 
 A batch is identified by the state of the input before it. With the action 'rollback', the checkpoints from the first of
-the steps on are removed. The run continues from the checkpoint before, as after a restart, and skips these batches, now
-and after every restart.
+these steps on are removed. The run continues from the checkpoint before them, as after a restart, and skips the batches
+of these steps, now and after every restart.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def batches_to_skip(troubles: Sequence[Trouble]) -> list[InputState]:
 
 
 def read_rollbacks(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Returns the troubles for which a run has gone back, for JSON."""
+  """Returns the troubles for which a run has gone back, as JSON values."""
   return [trouble._asdict() for trouble in read_troubles(directory) if trouble.action == 'rollback']
 
 

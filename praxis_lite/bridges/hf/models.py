@@ -31,7 +31,7 @@ def read_model(folder: str | os.PathLike[str], device: jax.Device | None = None)
   """Returns the model of a checkpoint and its variables, float32, on one device.
 
   Args:
-    folder: with config.json and *.safetensors.
+    folder: a folder with config.json and *.safetensors.
     device: None uses the first one. To split a model over a mesh, use `import_run`.
 
   Raises:

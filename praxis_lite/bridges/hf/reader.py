@@ -38,10 +38,10 @@ class HfCheckpoint(NamedTuple):
   """A checkpoint on disk.
 
   Attributes:
-    folder: its path.
-    config: its config.json.
+    folder: the path of its folder.
+    config: the content of its config.json.
     family: the family of its model.
-    tensors: its tensors by name.
+    tensors: the tensors of its files, by name.
   """
 
   folder: str

@@ -100,7 +100,7 @@ def moe_logical_axis_rules(
 
 
 def to_two_data_axes(resources: object) -> object:
-  """Returns the specs of arguments or results for two data axes."""
+  """Converts specs of arguments or results from the usual mesh to one with two data axes."""
   changed = {('data',): PartitionSpec(TWO_DATA_AXES), ('model',): None}
   return _map_whole_arguments(lambda spec: changed.get(tuple(spec), spec), resources)
 
@@ -157,7 +157,7 @@ def expert_axis_rules(
 
 
 def to_expert_axis(resources: object) -> object:
-  """Returns the specs of arguments or results for a mesh with an expert axis."""
+  """Converts specs of arguments or results from the usual mesh to one with an expert axis."""
   return _map_whole_arguments(
     lambda spec: PartitionSpec(EXPERT_DATA_AXES) if tuple(spec) == ('data',) else spec, resources
   )

@@ -357,7 +357,11 @@ def _user_folder() -> str:
 
 
 def _make(folder: Path, num_bytes: int) -> None:
-  """Creates the folder of a lineage, which only this user can write to, on a disk of at least `num_bytes`."""
+  """Creates the folder of a lineage, below a folder of this user.
+
+  Raises:
+    UserError: the folder cannot be used, or its disk is smaller than `num_bytes`.
+  """
   of_user = folder.parent.parent
   try:
     of_user.mkdir(mode=0o700, exist_ok=True)

@@ -59,7 +59,7 @@ class ObjectStore:
     where: the config field of the URL, for errors; '' if it comes from elsewhere.
 
   Attributes:
-    url: without a trailing slash, and without a password.
+    url: the URL, without a trailing slash, and without a password.
 
   Raises:
     ConfigError: the URL is not valid, its scheme is unknown, or the package for it is not installed.

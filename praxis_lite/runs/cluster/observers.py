@@ -27,7 +27,7 @@ def cluster_observers(
 
   Args:
     settings: `task.train`, which says whether there are emergency copies and a mirror.
-    directory: of the run.
+    directory: the run's directory.
     grace_s, notice: see `preemption.preemptible`.
   """
   observers: list[Observer] = [Preemptible(directory, grace_s, notice)]

@@ -34,7 +34,7 @@ _URL_TIMEOUT = 2.0
 def preemptible(
   stop: StopSignals, directory: Path, *, grace_s: float | None = None, notice: str | None = None
 ) -> Iterator[None]:
-  """Looks for notices in a thread while the block runs, and ends the process if it takes too long after one.
+  """Looks for notices in a thread while a block runs; ends the process if the block takes too long after a notice.
 
   Args:
     stop: catches the signals.

@@ -69,7 +69,7 @@ class RemoteCheckpoint:
 
   @property
   def num_bytes(self) -> int:
-    """Size of its files."""
+    """The total size of its files, in bytes."""
     return sum(file.size for file in self.files.values())
 
   def about(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class RemoteRun:
     """Copies the checkpoint in a local folder to the store; locks the folder in the meantime.
 
     Args:
-      folder: its name is the step.
+      folder: the folder, whose name is the step.
       rollbacks: see `RemoteCheckpoint`.
 
     Raises:

@@ -66,7 +66,7 @@ class _Host:
   at: str = ''
   idle: float = 0.0
   state: str = ''  # '', 'running', 'left', or why it has failed
-  is_ending: bool = False  # It has reported its failure, and cleaned up.
+  is_ending: bool = False  # The host has reported its failure, and cleaned up.
 
   def __str__(self) -> str:
     return f'{self.name}, which was in {self.doing}{f" ({self.at})" if self.at else ""}'
@@ -135,7 +135,7 @@ class Watchdog:
     self._state = 'left'
 
   def end(self, code: int) -> None:
-    """Ends this process at once after a failure, unless all others have left. JAX would wait for them."""
+    """Ends this process after a failure, because JAX would wait for the others. Returns if all others have left."""
     if self._state in ('', 'running'):
       self._state = f'exit code {code}'
     self._is_ending = True
@@ -146,7 +146,7 @@ class Watchdog:
     if any(host.state != 'left' for host in others):
       sys.stdout.flush()
       sys.stderr.flush()
-      time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read why, from the service of host 0.
+      time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read the reason from host 0.
       os._exit(code)
 
   def _is_awaited(self, host: _Host, since: float) -> bool:
@@ -257,7 +257,7 @@ class Watchdog:
     else:
       where = dump_stacks(self.directory, self._index) if needs_stacks else ''
       _write(f'{mine}: {where}exit code {code}: if the job is started again, it continues from its last checkpoint\n')
-    time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read why, from the service of host 0.
+    time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read the reason from host 0.
     os._exit(code)
 
   # ---- the end of the process
@@ -277,7 +277,7 @@ class Watchdog:
     ctypes.CDLL(None).signal(int(signal.SIGABRT), self._on_abort)
 
   def _leave(self) -> None:
-    """Runs when Python exits, before JAX waits for all processes."""
+    """Called when Python exits, before JAX waits for all processes: says that this process leaves, and ends threads."""
     if self._state not in ('', 'running', 'left'):
       self.end(1)
     self._state = 'left'
@@ -303,7 +303,7 @@ def the_watchdog() -> Watchdog | None:
 
 
 def dump_stacks(directory: Path | None, index: int) -> str:
-  """Writes the stacks of all threads to the run's directory, or to stderr; returns for a message where they are."""
+  """Writes the stacks of all threads to the run's directory, or to stderr; returns their place as text."""
   if directory is not None:
     path = directory / 'stacks' / f'host_{index}.txt'
     with contextlib.suppress(OSError):
@@ -317,7 +317,7 @@ def dump_stacks(directory: Path | None, index: int) -> str:
 
 
 def _is_of_a_peer(error: BaseException | None) -> bool:
-  """Whether a collective has raised an error, or its cause, because another process has ended."""
+  """Whether an error or its cause shows that another process has ended."""
   while error is not None:
     # JAX raises a ValueError for the status UNKNOWN, which Gloo sometimes returns.
     is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) or (

@@ -32,7 +32,7 @@ class LostDirectoryError(UserError):
   """The directory of a run was moved or deleted while it trained, or another one is in its place.
 
   Attributes:
-    moved_to: where it is now; None if it was deleted.
+    moved_to: the new path of the directory; None if it was deleted.
   """
 
   def __init__(self, message: str, moved_to: Path | None):

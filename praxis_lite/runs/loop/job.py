@@ -35,7 +35,7 @@ class TrainJob(NamedTuple):
     seed, keys: the source of all its random numbers.
     task, settings: the task that is trained, and its `task.train`.
     partitioned: the task on its mesh, for the batches of the training input.
-    train_input, batch_struct: the training input, and the shapes and dtypes of a global batch of it.
+    train_input, batch_struct: the training input, and the shapes and dtypes of its global batches.
     evaluation, decoding: programs for the other inputs.
     watched: the metrics that decide which checkpoint is the best, and when to stop.
     lines: lines to print about what is trained, on which devices, and how.

@@ -125,7 +125,7 @@ class Saving(Observer):
 
 
 def _remove_save(directory: Path, folder: Path, step: int, seconds: float) -> None:
-  """Removes what a save of `step` has made in the folder of checkpoints, and the directory if nothing else is in it.
+  """Removes what a save of `step` has written to the folder of checkpoints, and the directory if it is then empty.
 
   After an error TensorStore goes on writing for a moment, and creates the folders again. So this looks again and again,
   until nothing was created for some `seconds`.
@@ -202,7 +202,7 @@ class RunSaver:
     """Saves a run in another directory, because its own was lost; returns a message: where, and how to continue.
 
     Args:
-      run: its state is saved.
+      run: the run, whose state is saved.
       lost: how the directory was lost.
       make: makes a new directory, if the old one is gone.
     """

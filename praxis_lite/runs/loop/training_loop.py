@@ -95,7 +95,7 @@ class TrainingLoop:
 
   def run_due(self, run: Run) -> None:
     """Saves, evaluates and decodes if that is due now; raises LostDirectoryError if the directory is lost."""
-    if jax.process_count() == 1:  # Several processes check it together, and only when something is due.
+    if jax.process_count() == 1:  # Several processes check together, and only when something is due.
       self.directory.check()
     settings, job = self.job.settings, self.job
     # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.

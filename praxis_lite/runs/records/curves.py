@@ -25,7 +25,7 @@ class Curve(NamedTuple):
 
 
 class MetricsTable(Mapping[str, np.ndarray]):
-  """The metrics of a run: one column for each, '<split>/<metric>', and one row for each step with any of them.
+  """The metrics of a run: one column per metric, '<split>/<metric>', and one row for each step with any metric.
 
   A column, such as `table['eval/validation/loss']`, is float64, [number of rows]. It is NaN in rows without a value,
   and for values that were not finite. `table.curve(name)` leaves out the rows without a value. All columns are numbers

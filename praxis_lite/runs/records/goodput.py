@@ -37,7 +37,7 @@ _MAX_MARKS, _MAX_COPIES = 200, 2
 class Goodput:
   """Seconds by activity, including those of earlier processes of the same run.
 
-  `clock` returns seconds; tests replace it. Any thread may read, but only one changes the activity.
+  `clock` returns seconds; tests replace it. Any thread may read them, but only one may change the activity.
   """
 
   def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -137,7 +137,7 @@ class SlowSteps:
   """Finds the steps that take more than `factor` times the median of the steps before; None disables this.
 
   Attributes:
-    count: how many slow steps there were.
+    count: the number of slow steps so far.
   """
 
   def __init__(self, factor: float | None):

@@ -2,8 +2,8 @@
 
     job_log_dir/heartbeats/<process>.json
 
-A thread writes it, even while the devices compute, a program compiles or storage stalls. It appears complete or not at
-all. If it cannot be written, the run goes on. `praxis-lite status` reads it.
+A thread writes the file, even while the devices compute, a program compiles or storage stalls. The file appears
+complete or not at all. If writing fails, the run goes on. `praxis-lite status` reads the file.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Launch:
     step: the step it began at.
     mesh: the size of each mesh axis, or None.
     devices: number and kind of the devices, such as '8 cpu'.
-    versions: of Python and of the relevant packages, by name.
+    versions: the versions of Python and of the relevant packages, by name.
     sources: the known source trees: `path`, and for a git work tree `commit` and `clean`.
     changes: how the config differed from that of the previous launch, one field per line.
   """
@@ -104,8 +104,8 @@ class RunRecord:
     """The configs of the run. Fields that were left out are REQUIRED: set them before they are used.
 
     Raises:
-      UntrustedError: it names a module that may not be imported; the message says how to allow it.
-      ConfigError: it names something that no longer exists.
+      UntrustedError: the config names a module that may not be imported; the message says how to allow it.
+      ConfigError: the config names something that no longer exists.
     """
     try:
       roots = _decode(self._encoded, self._trusted)
@@ -357,7 +357,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _sources() -> Iterator[dict[str, Any]]:
-  """Yields the known source trees: the working directory, and praxis_lite's if it is a different one."""
+  """Yields the known source trees: the working directory, and that of praxis_lite if it is elsewhere."""
   seen = set()
   for folder in (os.getcwd(), str(Path(__file__).parents[2])):
     if (tree := read_work_tree(folder)) is not None and tree['path'] not in seen:

@@ -91,7 +91,7 @@ class Datasets(NamedTuple):
     return training[0]
 
   def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
-    """Reads a batch of each of `inputs` and lets the model check it; raises UserError if there is none or it fails."""
+    """Reads a batch of each of `inputs` and lets the model check it; raises UserError if that fails."""
     for i, data in enumerate(self.inputs):
       if not any(data is wanted for wanted in inputs):
         continue
@@ -148,7 +148,7 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
     num_devices: the number of devices that each run will have, if known.
 
   Raises:
-    UserError: one of them cannot be trained; the message names it.
+    UserError: a run cannot be trained with its config; the message names the run.
   """
   built: set[str] = set()
   for name, config in configs.items():

@@ -23,7 +23,7 @@ _PROGRAMS_OF_FILTERS = ('clean', 'smudge', 'process')
 
 
 def read_work_tree(folder: str) -> dict[str, Any] | None:
-  """Returns a folder's work tree: `path`, `commit` and `clean` (None: unknown); None if it is not in a work tree."""
+  """Returns `path`, `commit` and `clean` (None if unknown) of a folder's work tree; None if it is in no work tree."""
   top = _git(folder, 'rev-parse', '--show-toplevel')
   commit = _git(folder, 'rev-parse', 'HEAD') if top else None
   if not commit:
