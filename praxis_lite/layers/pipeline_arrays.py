@@ -1,7 +1,7 @@
 """Arrays of a pipeline: queues of microbatches, stacks from which each stage reads an entry, and the shift by a stage.
 
-Some functions define their own gradients. Those of `jax.grad` would add arrays as large as a whole stack, keep masks of
-that size, or communicate twice.
+Some functions define their own gradients. The gradients that JAX derives would add arrays as large as a whole stack,
+keep masks of that size, or communicate twice.
 
 M microbatches, mb rows in each, S stages.
 """
@@ -79,7 +79,7 @@ def broadcast_to_stages(x: jax.Array, S: int) -> jax.Array:
 def may_have_gradient(x: Any) -> bool:
   """Whether a gradient may flow through a leaf.
 
-  A value that is no tracer has none, and is passed on as it is, so that layers can read it.
+  No gradient flows through a value that is not a tracer. It is passed on unchanged, so that layers can read it.
   """
   return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
 

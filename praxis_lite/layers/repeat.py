@@ -184,7 +184,7 @@ class Repeat(Layer):
     """Returns the layer's variables with an entry for each repetition, by its number, if decoding uses no loop.
 
     Decoding accepts these variables as well as stacks. Use them in a loop of decoding calls: XLA does not move slices
-    of stacks out of the loop, so they would copy all weights in each iteration.
+    of stacks out of the loop, so slicing would copy all weights in each iteration.
     """
     if not self._decodes_unrolled:
       return variables

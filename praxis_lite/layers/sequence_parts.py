@@ -2,7 +2,7 @@
 
 With a causal mask, the device with the first part of the sequence would have the least work in a ring, and the device
 with the last part the most. So the sequence is cut into two halves for each device, and a device takes one from each
-end. They are exchanged before the ring:
+end. Devices exchange halves before the ring:
 
     4 devices, 8 halves      device 0: 0 and 7     device 1: 1 and 6     device 2: 2 and 5     device 3: 3 and 4
 

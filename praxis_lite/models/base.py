@@ -81,7 +81,7 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
   """Returns the result of `predict` for `rows` examples.
 
   Raises:
-    ConfigError: it is None, or an array in it does not have the batch as dimension 0.
+    ConfigError: the result is None, or an array in it does not have the batch as dimension 0.
   """
   if predictions is None:
     raise ConfigError(f'{_method_name(model, "predict")} {missing_return_hint(model.predict)}')

@@ -19,10 +19,10 @@ def check_labels(
   """Raises ConfigError if a label with nonzero weight is not in [0, V).
 
   Args:
-    data: the input that they come from.
+    data: the input that the labels come from.
     labels: integer arrays, [B, ...], by name.
     rows: the batch; its `weights` [B, ...] apply to the labels.
-    classes, size: the name of the field that sets V, for messages; V.
+    classes, size: the name of the field that sets V, for messages, and V.
     remedy: the end of the message.
   """
   for name, x in labels.items():

@@ -37,7 +37,7 @@ def model_flops(partitioned: PartitionedTask) -> float:
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
   """Returns the operations of one call.
 
-  For a `cond`, the most expensive branch counts. A `while` counts as often as it can run at most. So blockwise
+  For a `cond`, the most expensive branch counts; for a `while`, the largest possible number of iterations. So blockwise
   attention counts as if each row were one segment, because segment ids decide how many blocks meet, and attention over
   a ring of devices counts as if there were no mask. If the program does not show such a limit, a `while` counts once.
   """

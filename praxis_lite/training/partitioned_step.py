@@ -42,7 +42,7 @@ class PartitionedStep(Generic[_OutT]):
     flags: compiler flags.
 
   Attributes:
-    guarded: once it is lowered, the operations that XLA would have computed wrongly; see `sharding/guards/`.
+    guarded: after lowering, the operations that XLA would have computed wrongly; see `sharding/guards/`.
   """
 
   def __init__(

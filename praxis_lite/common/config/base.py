@@ -241,8 +241,8 @@ def unknown_field(
 ) -> UnknownFieldError:
   """Returns the error for a field `name` that a class or function does not have, or for an index instead of a field.
 
-  `path` is set if the field was named in an override path, which may leave out the ending _tpl: the config's path.
-  `below` is the config; if it is set, the message suggests configs nested in it that have the field.
+  `path`, the config's path, is set if the field was named in an override path, which may leave out the ending _tpl.
+  `below`, the config itself, is set if the message may suggest configs nested in it that have the field.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]

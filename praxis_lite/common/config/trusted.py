@@ -70,7 +70,7 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
     trusted: names of modules and packages whose code may be imported and called.
 
   Raises:
-    UntrustedError: it is not listed at the top of this file.
+    UntrustedError: the list at the top of this file does not allow it.
     UserError: no such name exists, or importing its module fails.
   """
   match = _REFERENCE.fullmatch(current_name(reference)) if isinstance(reference, str) else None

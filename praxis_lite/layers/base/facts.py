@@ -83,7 +83,7 @@ class Facts:
     has_microbatches: whether the layer cuts a batch into microbatches, so that the learner should not.
     length_fields: hyperparameters that have to grow with the length of the sequences.
     noise_fields: rates of random noise, which is off at 0.
-    count_fields: integers that count chunks or iterations, and are no size of an array.
+    count_fields: integers that count chunks or iterations, and are not sizes of arrays.
   """
 
   has_microbatches: ClassVar[bool] = False
