@@ -66,7 +66,7 @@ def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadReco
 
   number = 0
   options = tf.data.Options()
-  options.autotune.enabled = False  # As in `tfdata.py`.
+  options.autotune.enabled = False  # For the reason in `tfdata.py`.
   try:
     for record in tf.data.TFRecordDataset(file, compression_type=compression).with_options(options):
       yield record.numpy()

@@ -161,7 +161,7 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
     options['chips_per_host_bounds'] = tuple([2 - size % 2 for size in topology.shape[:2]] + [1])
   name = f'{prefix}{target.name}:{"x".join(map(str, topology.shape))}'
   devices = topologies.get_topology_desc(platform='tpu', topology_name=name, **options).devices
-  if target.devices_per_chip == 1:  # JAX sees the two cores of such a chip as one device.
+  if target.devices_per_chip == 1:  # JAX makes one device of a chip's two cores.
     return [d for d in devices if getattr(d, 'core_on_chip', 0) == 0]
   return list(devices)
 

@@ -1,6 +1,6 @@
 """The chips that a plan is for: `v5p:8x16x16`, `v5e:16x16:2`, `h100:512x8`, `a100:8`, `cpu:64`.
 
-TPU     sizes of the torus of a slice; an optional second number, after `:`, is the number of slices
+TPU     sizes of the torus of a slice, then optionally `:` and the number of slices
 GPU     hosts x GPUs in a host (for gb200, racks x GPUs in a rack), or the number of GPUs
 cpu     the number of simulated devices
 """

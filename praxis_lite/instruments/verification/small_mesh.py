@@ -54,7 +54,7 @@ def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> di
 
 
 def _candidates(real: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-  """Yields all meshes of at most `most` devices in which no axis is larger than the real one."""
+  """Yields all meshes of at most `most` devices, with axes from size 2 up to their real sizes."""
   if not real:
     yield ()
     return

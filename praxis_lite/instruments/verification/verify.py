@@ -258,7 +258,7 @@ class _Comparison:
         return
     for rows in (few, *many):
       self._compare(self._case(config, StepKind.GRADIENT, rows))
-    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ.
+    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates are wrong.
       self._compare(self._case(config, StepKind.UPDATE, few))
 
   def compare_inference(self, rows: int) -> None:
