@@ -451,7 +451,7 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
 
 
 def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
-  """Returns the model's variables; `use_ema` replaces those that have a moving average by that average."""
+  """Returns the model's variables; with `use_ema`, the moving average of each variable that has one."""
   return merge(state.mdl_vars, state.ema_vars) if use_ema and state.ema_vars is not None else state.mdl_vars
 
 

@@ -83,7 +83,7 @@ def run_train(
     LossSpikeError: the loss jumped and `task.train.loss_spike` is set to raise, or the run went back too often.
     NonFiniteError: a step was not finite, and the learner is set to raise; that step is not saved. Or all steps, or
       more than `max_skipped_steps` in a row, were not finite; the last step is saved.
-    Exception: what a hook raised, with a note that names the hook; the state has been saved. With several processes,
+    Exception: the error of a hook, with a note that names the hook; the state has been saved. With several processes,
       the other processes return with ended_by='SIGTERM'.
   """
   if not isinstance(config, ExperimentConfig):
@@ -180,7 +180,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
 
 def _advise(job: TrainJob, advise: Advice | None, startup: StartupTimes) -> Iterator[str]:
-  """Yields the lines of advice, in the process that prints."""
+  """Yields the lines of advice in the process that prints, and none in others."""
   if advise is not None and is_primary_process():
     yield from advise(job.task, job.batch_struct)
     startup.mark('check')

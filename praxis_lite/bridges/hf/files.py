@@ -60,7 +60,7 @@ class StoredTensor(NamedTuple):
 
   @property
   def dtype(self) -> np.dtype:
-    """Its dtype; raises CheckpointError if it is not a floating-point dtype of 16 bits or more."""
+    """The tensor's dtype; raises CheckpointError unless it is a floating-point dtype of 16 bits or more."""
     if self.kind not in _DTYPES:
       raise CheckpointError(
         f'{self.file}: {self.name} has dtype {self.kind}; a checkpoint to import has {", ".join(_DTYPES)}, '

@@ -55,7 +55,7 @@ class ObjectStore:
   """The objects below a URL.
 
   Args:
-    url: such as 's3://bucket/runs/1'.
+    url: a URL such as 's3://bucket/runs/1'.
     where: the config field of the URL, for errors; '' if it comes from elsewhere.
 
   Attributes:

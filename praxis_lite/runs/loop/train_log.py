@@ -1,4 +1,4 @@
-"""The log of a training run: which steps are reported on the console and as curves on disk, and when they are read.
+"""The log of a training run: which steps the console and the curves on disk show, and when their metrics are read.
 
 The log never waits for the step just dispatched. It reads the metrics of a step after a few more have been dispatched,
 so that the devices always have work. Reading them also bounds how far the host runs ahead.

@@ -3,7 +3,7 @@
     goodput 91% of 3 h: saving 2%, compiling 3%, waiting for input 1%, lost to restarts 3%
 
 Each second of the training thread belongs to exactly one activity. Time that no other activity claims counts as
-starting until training begins, and as productive afterwards. If a restart repeats steps, the time that they took before
+starting until training begins, and as productive afterwards. If a restart repeats steps, the time of their first run
 counts as lost.
 """
 

@@ -207,7 +207,7 @@ def _importance(path: str) -> tuple[int, int]:
 
 
 def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]]) -> dict[str, str]:
-  """Returns the path to show for each path: `datasets[*].path` if in each run all datasets have the same value."""
+  """Returns for each path the one to show: `datasets[*].path` if in each run all datasets have the same value."""
   groups: dict[str, list[str]] = {}
   for path in paths:
     groups.setdefault(re.sub(r'\[\d+\]', '[*]', path), []).append(path)
