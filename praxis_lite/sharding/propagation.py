@@ -43,6 +43,7 @@ class Site:
     where: the name of the operation in profiles.
     shapes: the global shape of each array.
     mesh: the axes that may split them, in the order of the mesh, without those that `shard_map` maps.
+    is_mapped: whether a `shard_map` is around it.
     mended: the changes to its operands other than constraints.
   """
 
@@ -54,6 +55,7 @@ class Site:
     self._stated: dict[int, ir.Operation] = {}
     manual = _manual_axes(op)
     self.mesh = tuple(axis for axis in axes if axis.name not in manual)
+    self.is_mapped = bool(manual)
 
   def mend(self, what: str) -> bool:
     """Records a change to the operands; returns False if it was made before."""

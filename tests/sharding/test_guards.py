@@ -513,6 +513,31 @@ for sizes in (2, 3, 2), (2, 4, 2), (3, 2, 2):
   )
 
 
+BATCH_IN_SHARD_MAP = """
+mesh = mesh_of('a', 'b', 'c', 'd', sizes=(3, 2, 2, 2))
+table, ids = integers(2, 144), np.arange(288, dtype=np.int32).reshape(2, 144) * 7 % 144
+
+def look_up(table, ids):
+  at = jax.lax.with_sharding_constraint
+  return at(jax.vmap(lambda t, i: t[i])(at(table, P('b', 'a')), at(ids, P('b'))), P('b'))
+
+program = jax.shard_map(look_up, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={{'d'}}, check_vma=False)
+assert np.array_equal(run(program, (table, ids), {guarded})[0], np.take_along_axis(table, ids, 1))
+"""
+
+
+@pytest.mark.slow
+def test_lookups_of_a_batch_in_shard_map():
+  run_on_devices(24, BATCH_IN_SHARD_MAP.format(guarded=True))
+
+
+@pytest.mark.slow
+def test_lookups_of_a_batch_in_shard_map_abort_without_guards():
+  with pytest.raises(subprocess.CalledProcessError) as error:
+    run_on_devices(24, BATCH_IN_SHARD_MAP.format(guarded=False))
+  assert error.value.returncode < 0
+
+
 @GUARDED
 def test_gradient_of_the_largest_of_all(guarded):
   """XLA splits the updates over the axis that is not used, and writes their padding to the first entry."""
