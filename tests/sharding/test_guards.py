@@ -52,21 +52,26 @@ def run(program, args, guarded=True):
   return np.asarray(lowered.compile()(*args)), changed
 
 
+def exit_code(code, num_devices=None):
+  """The exit code of a process of its own that runs code with the names of this file."""
+  env = os.environ | {'PYTHONPATH': os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])}
+  if num_devices is not None:
+    env['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={num_devices}'
+  code = f'from {pathlib.Path(__file__).stem} import *\n{code}'
+  return subprocess.run([sys.executable, '-c', code], env=env, check=False).returncode
+
+
 def aborts(test):
   """Whether XLA ends the process in which a test of this file runs its program without guards."""
-  path = pathlib.Path(__file__)
-  code = f'import {path.stem} as tests; run = tests.run\n'
-  code += f'tests.run = lambda *args: run(*args[:2], False); tests.{test}(True)'
-  env = os.environ | {'PYTHONPATH': os.pathsep.join([str(path.parent), *sys.path])}
-  return subprocess.run([sys.executable, '-c', code], env=env, check=False).returncode < 0
-
-
-def run_on_devices(num_devices, code):
-  """Runs code, with the names of this file, in a process that has another number of devices."""
-  path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-  env = os.environ | {'PYTHONPATH': path, 'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}'}
-  code = f'from {pathlib.Path(__file__).stem} import *\n{code}'
-  subprocess.run([sys.executable, '-c', code], env=env, check=True)
+  stem = pathlib.Path(__file__).stem
+  return (
+    exit_code(f"""
+import {stem} as tests
+tests.run = lambda *args: run(*args[:2], False)
+tests.{test}(True)
+""")
+    < 0
+  )
 
 
 def integers(*shape):
@@ -74,13 +79,13 @@ def integers(*shape):
 
 
 RESHARDS = """
-shape, aborts = (8, 4, 4, 4), [
+shape, specs = (8, 4, 4, 4), [
   (('d', ('a', 'b')), (None, 'b', ('c', 'd'), 'a')),
   (('b', None, ('d', 'a'), 'c'), (None, 'c', 'b', ('d', 'a'))),
   ((('d', 'c'), 'b'), ('b', None, ('a', 'c'), 'd')),
 ]
 x, mesh = integers(*shape), mesh_of('a', 'b', 'c', 'd')
-for before, after in aborts:
+for before, after in specs:
   for between in jnp.abs, lambda x: x:  # Another operation than the constraints needs the reshard, or one of these.
     program = constrained(mesh, lambda x: jnp.abs(between(x)), [P(*before)], P(*after))
     assert np.array_equal(run(program, (x,), {guarded})[0], abs(x))
@@ -90,15 +95,10 @@ for before, after in aborts:
 
 
 @pytest.mark.slow
-def test_reshards_over_four_axes():
-  run_on_devices(16, RESHARDS.format(guarded=True))
-
-
-@pytest.mark.slow
-def test_reshards_over_four_axes_abort_without_guards():
-  with pytest.raises(subprocess.CalledProcessError) as error:
-    run_on_devices(16, RESHARDS.format(guarded=False))
-  assert error.value.returncode < 0
+@GUARDED
+def test_reshards_over_four_axes(guarded):
+  code = exit_code(RESHARDS.format(guarded=guarded), 16)
+  assert code == 0 if guarded else code < 0
 
 
 # ---------------------------------------------------------------- products
@@ -120,15 +120,13 @@ def test_product_with_a_weight_over_one_of_two_row_axes(guarded):
 @pytest.mark.slow
 @GUARDED
 def test_product_beside_an_axis_of_3(guarded):
-  run_on_devices(
-    12,
-    f"""
+  code = f"""
 mesh, x, w = mesh_of('a', 'b', 'c', sizes=(2, 2, 3)), integers(12, 4, 8), integers(8, 12)
 for out in (P(None, 'a', 'c'), P(None, None, 'c')):
   program = constrained(mesh, lambda x, w: x @ w + jnp.ones(12), (P('b', None, 'a'), P('b', 'a')), out)
   assert np.array_equal(run(program, (x, w), {guarded})[0], x @ w + 1) == {guarded}
-""",
-  )
+"""
+  assert exit_code(code, 12) == 0
 
 
 PRODUCTS = [
@@ -498,9 +496,7 @@ def test_lookup_with_ids_that_are_split_twice():
 @GUARDED
 def test_lookup_of_a_few_ids_over_three_axes(guarded):
   """XLA adds up the rows of other devices where more devices share the rows of the table than its dims."""
-  run_on_devices(
-    16,
-    f"""
+  code = f"""
 for sizes in (2, 3, 2), (2, 4, 2), (3, 2, 2):
   for num_ids in 6, 60:
     table, ids = integers(24, 12), np.arange(num_ids, dtype=np.int32) * 7 % 24
@@ -509,8 +505,8 @@ for sizes in (2, 3, 2), (2, 4, 2), (3, 2, 2):
     found, changes = run(program, (table, ids), {guarded})
     assert np.array_equal(found, table[ids]) == ({guarded} or num_ids == 60 or sizes[1] == 2), (sizes, num_ids)
     assert any(change.op == 'gather' for change in changes) == ({guarded} and num_ids == 6), (sizes, num_ids)
-""",
-  )
+"""
+  assert exit_code(code, 16) == 0
 
 
 BATCH_IN_SHARD_MAP = """
@@ -527,15 +523,10 @@ assert np.array_equal(run(program, (table, ids), {guarded})[0], np.take_along_ax
 
 
 @pytest.mark.slow
-def test_lookups_of_a_batch_in_shard_map():
-  run_on_devices(24, BATCH_IN_SHARD_MAP.format(guarded=True))
-
-
-@pytest.mark.slow
-def test_lookups_of_a_batch_in_shard_map_abort_without_guards():
-  with pytest.raises(subprocess.CalledProcessError) as error:
-    run_on_devices(24, BATCH_IN_SHARD_MAP.format(guarded=False))
-  assert error.value.returncode < 0
+@GUARDED
+def test_lookups_of_a_batch_in_shard_map(guarded):
+  code = exit_code(BATCH_IN_SHARD_MAP.format(guarded=guarded), 24)
+  assert code == 0 if guarded else code < 0
 
 
 @GUARDED

@@ -15,7 +15,7 @@ from praxis_lite.common.jax_internals.flags import jaxlib_release
 from praxis_lite.common.jax_internals.lowering import export_changed
 from praxis_lite.common.jax_internals.programs import scopes
 from praxis_lite.sharding.guards import images, lapack, lookups, products, reshapes, results, transforms
-from praxis_lite.sharding.guards.arrays import GATHER, IDS, PRODUCT, ROWS, SCATTER, TRANSPOSE, integer
+from praxis_lite.sharding.guards.arrays import GATHER, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.sharding.guards.crops import crop_before_convolutions, pad_only_between_entries
 from praxis_lite.sharding.guards.reshards import reshard_in_two_steps
 from praxis_lite.sharding.guards.starts import clamp_starts
@@ -242,18 +242,19 @@ def _keep(instances: Sequence[Instance]) -> None:
   """
   has_empty = any(0 in shape for instance in instances for shape in instance.site.shapes)
   for instance in instances:
-    if instance.site.op.name == GATHER and lookups.keeps_ids(instance):
-      instance.site.keep(IDS, instance.splits[IDS])
-    if instance.site.op.name == SCATTER and lookups.keeps_updates(instance):
-      instance.site.keep(IDS, instance.splits[IDS])
-      instance.site.keep(ROWS, instance.splits[ROWS])
-    if instance.site.op.name == GATHER and lookups.keeps_batch(instance):
-      for number, split in enumerate(instance.splits):
-        instance.site.keep(number, split)
-    is_cut = has_empty and instance.site.op.name == 'stablehlo.slice' and lookups.is_cut_where_split(instance)
-    if instance.site.op.name == images.CONVOLUTION or is_cut:
-      for number, split in enumerate(instance.splits):
-        instance.site.keep(number, split)
+    for number in _arrays_to_pin(instance, has_empty):
+      instance.site.keep(number, instance.splits[number])
+
+
+def _arrays_to_pin(instance: Instance, has_empty: bool) -> Iterable[int]:
+  """Returns the arrays of a correct operation that XLA might split in another way, in which it is wrong."""
+  name = instance.site.op.name
+  if name == GATHER:
+    return lookups.arrays_to_pin(instance)
+  if name == SCATTER:
+    return lookups.arrays_of_scatter_to_pin(instance)
+  is_cut = has_empty and name == 'stablehlo.slice' and lookups.is_cut_where_split(instance)
+  return range(len(instance.splits)) if name == images.CONVOLUTION or is_cut else []
 
 
 def static_positions(static_argnums: Collection[int], num_args: int) -> set[int]:

@@ -47,38 +47,35 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
   return if_changed(lookup, (table, ids, rows))
 
 
-def _are_few(lookup: Instance, pairs: Iterable[int], looked_up: Iterable[int]) -> bool:
+def _are_few(lookup: Instance, free: Iterable[int], looked_up: Iterable[int]) -> bool:
   """Whether XLA might look up rows by ids first: seen for up to half as many ids as there are rows."""
-  num_ids = math.prod(lookup.site.shapes[ROWS][dim] for dim in pairs)
+  num_ids = math.prod(lookup.site.shapes[ROWS][dim] for dim in free)
   return num_ids <= 2 * math.prod(lookup.site.shapes[0][dim] for dim in looked_up)
 
 
-def keeps_ids(lookup: Instance) -> bool:
-  """Whether a correct lookup could become wrong if XLA split its ids in another way.
+def arrays_to_pin(lookup: Instance) -> Iterable[int]:
+  """Returns the arrays of a correct lookup that XLA might split in another way, and then compute it wrongly.
 
-  Test: `test_lookup_with_ids_that_are_split_twice`.
+  * Ids, if they and the table are split. Test: `test_lookup_with_ids_that_are_split_twice`.
+  * All arrays of a sharded batch of lookups: inside `shard_map`, XLA splits the rows of each table over axes that are
+    free, and aborts the process. Test: `test_lookups_of_a_batch_in_shard_map`.
   """
-  return bool(axes_of(lookup.splits[0]) and axes_of(lookup.splits[IDS]))
-
-
-def keeps_batch(lookup: Instance) -> bool:
-  """Whether it is a sharded batch of lookups: XLA might split the tables of each over axes that are free.
-
-  Inside `shard_map` it aborts the process then. Test: `test_lookups_of_a_batch_in_shard_map`.
-  """
+  table, ids = lookup.splits[0], lookup.splits[IDS]
   numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
-  return any(lookup.splits[0][dim] for dim in numbers.operand_batching_dims)
+  if any(table[dim] for dim in numbers.operand_batching_dims):
+    return range(len(lookup.splits))
+  return [IDS] if axes_of(table) and axes_of(ids) else []
 
 
-def keeps_updates(scatter: Instance) -> bool:
-  """Whether XLA might split updates that are whole, into a table that is split.
+def arrays_of_scatter_to_pin(scatter: Instance) -> Iterable[int]:
+  """Returns ids and updates if XLA might split updates that are whole, into a table that is split.
 
   It splits them over an unused axis, and writes the padding of what does not divide to row 0. On a mesh a 2 x b 2:
   the gradient of `lax.top_k(jnp.abs(x), 3)` with 3 entries over 'a'. Test: `test_gradient_of_the_largest_of_all`.
   """
-  pairs = _scatter_pairs(scatter)
   sizes, updates = scatter.site.shapes[ROWS], scatter.splits[ROWS]
-  return bool(axes_of(scatter.splits[0])) and any(sizes[dim] > 1 and not updates[dim] for dim in pairs)
+  has_whole = any(sizes[dim] > 1 and not updates[dim] for dim in _scatter_pairs(scatter))
+  return [IDS, ROWS] if axes_of(scatter.splits[0]) and has_whole else []
 
 
 def guard_slice(dynamic: Instance) -> None:

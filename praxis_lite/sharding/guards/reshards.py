@@ -25,7 +25,9 @@ def reshard_in_two_steps(module: ir.Module) -> None:
   if len(sizes := mesh_axes(module)) < _NUM_AXES:
     return
   propagation = Propagation(module, {op.name for op in operations(module.operation)} - _OUTER)
-  known: dict[ir.Value, ArraySplit] = {}
+  constraints = [site for site in propagation.sites if site.op.name == _CONSTRAINT]
+  # Propagation removes constraints, so these have no instances.
+  known = {site.op.results[0]: split_of(site.op.results[0], sizes) for site in constraints}
   for site, splits, compatible in propagation.instances():
     operands = len(site.op.operands)
     known.update(zip(site.op.results, splits[operands:]))
@@ -33,12 +35,8 @@ def reshard_in_two_steps(module: ir.Module) -> None:
       # Like the result if it has its shape, as for an addition.
       after = splits[-1] if site.shapes[number] == site.shapes[-1] else compatible[number]
       _go_through_common_axes(site, number, before, after)
-  for site in propagation.sites:
-    if site.op.name == _CONSTRAINT:
-      (value,), (result,) = site.op.operands, site.op.results
-      is_stated = not isinstance(value.owner, ir.Block) and value.owner.operation.name == _CONSTRAINT
-      before = split_of(value, sizes) if is_stated else known.get(value, ())
-      _go_through_common_axes(site, 0, before, split_of(result, sizes))
+  for site in constraints:
+    _go_through_common_axes(site, 0, known.get(site.op.operands[0], ()), known[site.op.results[0]])
 
 
 def _go_through_common_axes(site: Site, number: int, before: ArraySplit, after: ArraySplit) -> None:
