@@ -40,14 +40,15 @@ class SyntheticLmCircular(SyntheticLmTiny):
 
 @registry.register
 class Gpt3(PublishedSize):
-  """GPT-3 style, 175B parameters, on 512 devices: 8 stages in 3 rounds, 8 fully sharded, 8 tensor parallel.
+  """GPT-3 style, 175B parameters, on 512 devices: 16 stages in 3 rounds, 8 fully sharded, 4 tensor parallel.
 
-  Its batches have 3.1M tokens (Brown et al., 2020). It keeps only the inputs of stages for the backward pass. Layers
-  before and after the stages split the rows of the batch over the stages; otherwise all stages would compute the same.
+  Its batches have 3.1M tokens (Brown et al., 2020). It keeps only the inputs of stages for the backward pass, which
+  computes each stage of two layers once more. Layers before and after the stages split the rows of the batch over the
+  stages; otherwise all stages would compute the same.
   """
 
   mesh_axis_names = AXES
-  ici_mesh_shape = (8, 1, 8, 8)
+  ici_mesh_shape = (16, 1, 8, 4)
   seq_len = 2048
   batch_size = 1536
   learning_rate = 6e-5
@@ -60,9 +61,9 @@ class Gpt3(PublishedSize):
       model_dims=12288,
       num_layers=96,
       num_heads=96,
-      remat='full',
+      remat='none',
     )
-    return set_pipeline(model, num_stages=8, num_microbatches=48, circular_repeat=3, stage_remat='full')
+    return set_pipeline(model, num_stages=16, num_microbatches=32, circular_repeat=3, stage_remat='full')
 
   def task(self) -> Config:
     task = super().task()

@@ -1,4 +1,6 @@
-"""The core stands alone: an experiment trains, evaluates, decodes and resumes without the wings around it."""
+"""The core stands alone: an experiment trains, evaluates, decodes, resumes and is exported without the wings around it,
+and without TensorFlow.
+"""
 
 import os
 import pathlib
@@ -15,6 +17,8 @@ REMOVED = ('bridges', 'instruments/plan', 'instruments/verification', 'partition
 
 CODE = """
 import sys
+
+sys.modules['tensorflow'] = None  # As if it were not installed.
 from praxis_lite.cli.main import main
 
 def run(*arguments):
@@ -28,6 +32,11 @@ run('eval', '--job_log_dir=run')
 run('decode', '--job_log_dir=run', '--prompt=def ', '--max_tokens=4')
 run('train', '--job_log_dir=run', '--devices=4', steps(6))
 run('show', '--job_log_dir=run')
+small = ('task.model.num_layers=1', 'datasets[*].batch_size=1', 'datasets[*].path.max_bytes=100000')
+small = (*map('--set={}'.format, small), '--set=task.evaluate.max_batches=2')
+run('train', '--exp=lm.StdlibLm', steps(2), *small, '--job_log_dir=demo')
+run('export', '--job_log_dir=run', '--out=forward', '--format=stablehlo')
+run('export', '--job_log_dir=run', '--out=decode', '--what=decode', '--format=stablehlo')
 
 def fails(*arguments):
   assert main(arguments) == 2, arguments
@@ -37,11 +46,22 @@ fails('train', '--job_log_dir=run', steps(8), '--grace_s=10')
 fails('train', '--job_log_dir=run', steps(8), '--coordinator_address=localhost:1')
 fails('launch', '--processes=2', '--', 'train', '--job_log_dir=run')
 fails('plan', '--exp=lm.StdlibLmTiny', '--topology=h100:8')
+fails('export', '--job_log_dir=demo', '--out=both')
+data = '--set=datasets[0]{}'.format
+records = data('=praxis_lite.inputs.TFRecordInput'), data('.file_pattern=run/run.json')
+rows = data('.parse_fn=praxis_lite.inputs.ByteTokenizer'), data('.batch_size=2'), data('.is_training=True')
+fails('train', '--exp=lm.StdlibLmTiny', '--job_log_dir=records', *records, *rows)
+sys.path.insert(0, 'forward')
+from load import load_for_tensorflow
+try:
+  load_for_tensorflow('forward')
+except ImportError as error:
+  print('LOAD', error)
 print('REMOVED', [name for name in sys.modules if name.startswith({removed})])
 """
 
 
-def test_an_experiment_runs_without_the_wings_around_the_core(tmp_path):
+def test_an_experiment_runs_without_the_wings_around_the_core_and_tensorflow(tmp_path):
   def without_caches(folder, names):
     return [name for name in names if name == '__pycache__']
 
@@ -61,7 +81,12 @@ def test_an_experiment_runs_without_the_wings_around_the_core(tmp_path):
     "task.train.mirror = 'file:///tmp/copy' needs praxis_lite.runs.cluster, which is not installed",
     'grace_s = 10.0 needs praxis_lite.runs.cluster, which is not installed',
   ]
-  assert errors[2:] == [
+  absent = 'TensorFlow is not installed; pip install tensorflow-cpu, or '
+  assert errors[5].startswith(f'format saved_model: {absent}export only StableHLO')
+  assert errors[6].endswith(f'{absent}use another input')
+  assert 'LOAD a SavedModel needs TensorFlow, which is not installed; pip install tensorflow-cpu' in done.stdout
+  assert not (tmp_path / 'both').exists()
+  assert errors[2:5] == [
     'train needs praxis_lite.runs.cluster, which is not installed',
     'launch needs praxis_lite.runs.cluster, which is not installed',
     'plan needs praxis_lite.instruments.plan, which is not installed',

@@ -37,8 +37,10 @@ NOT_RUN = {
   r'.*\.\.\..*|praxis-lite train --exp=lm\.X': 'is no command but the form of one',
   r'praxis-lite plan .*--(search|what_if|compare).*': 'makes many plans: plan/test_changes.py has these flags',
   r'praxis-lite plan --calibrate': 'multiplies what takes a CPU minutes: plan/test_calibration.py runs it in small',
+  r'praxis-lite plan .*--measured': 'takes a run of many steps: plan/test_experience.py trains one',
   r'praxis-lite launch .*': 'starts processes, or names an image: runtime/test_launch.py and test_jobset.py run such',
   r'praxis-lite replay .*': 'takes a step that was in trouble: runtime/test_trouble.py has one',
+  r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
 }
 
@@ -72,6 +74,7 @@ CHANGED = {
 # Commands that a page takes for granted: those of another page, those of its Python, or those before a placeholder.
 START = {
   'README': ['praxis-lite train --exp=lm.StdlibLm --job_log_dir=runs/demo --set datasets[*].path.max_bytes=200000'],
+  'decoding': ['praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/lines'],
   'pipelines': [
     'praxis-lite train --exp=pipelines.SyntheticLmPipelined --job_log_dir=runs/pipelined'
     ' --set task.model.num_layers=4 --set datasets[1]=None --set task.train.num_train_steps=1'
@@ -169,6 +172,7 @@ def test_commands_run(walk, printed, shared_programs, tmp_path, monkeypatch):
   pathlib.Path('my_texts').mkdir()
   for name in ('my_texts/one.txt', 'shakespeare.txt'):
     pathlib.Path(name).write_text(VERSE * 100)
+  pathlib.Path('prompts.jsonl').write_text('{"id": 1, "prompt": "to be"}\n')
   for command in to_run(guides):
     if command not in printed:
       assert run(command) == 0, command

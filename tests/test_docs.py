@@ -16,6 +16,7 @@ GUIDES = [p for p in sorted((ROOT / 'docs').glob('*.md')) if '```python' in p.re
 BLOCK = re.compile(r'^```python\n(.*?)^```', re.DOTALL | re.MULTILINE)
 ON_EIGHT = [p for p in GUIDES if 'simulate_cpu_devices(8)' in p.read_text()]
 ON_ONE = [p for p in GUIDES if p not in ON_EIGHT]
+SHARDINGS = ROOT / 'docs' / 'five-ways-to-shard.md'
 
 
 def write_script(guide, folder):
@@ -29,11 +30,20 @@ def write_script(guide, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('guide', ON_EIGHT, ids=lambda p: p.stem)
+@pytest.mark.parametrize('guide', [p for p in ON_EIGHT if p != SHARDINGS], ids=lambda p: p.stem)
 def test_guide_that_simulates_devices_runs_as_a_script(guide, shared_programs, tmp_path, monkeypatch):
   """In this process, which has as many devices."""
   monkeypatch.chdir(tmp_path)
   runpy.run_path(str(write_script(guide, tmp_path)), run_name='__main__')
+
+
+@pytest.mark.slow
+def test_guide_to_shardings_runs_as_a_script_and_xla_warns_of_none(tmp_path):
+  """In another process, because this one hides warnings of XLA."""
+  script = write_script(SHARDINGS, tmp_path)
+  env = os.environ | {'XLA_FLAGS': xla_flags(), 'TF_CPP_MIN_LOG_LEVEL': '1'}
+  done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+  assert done.returncode == 0 and 'full rematerialization' not in done.stderr, done.stderr
 
 
 @pytest.fixture(scope='module')

@@ -49,7 +49,10 @@ def test_a_misspelt_name_is_told():
     a_config().dataset = []
 
 
-def test_a_mesh_without_names_is_told_with_an_example():
-  for shape, names in (((4,), r"\('data',\)"), ((2, 2), r"\('data', 'mdl'\)")):
-    with pytest.raises(ConfigError, match=rf'needs a name, as in --set "task\.mesh_axis_names={names}"$'):
-      Config(SingleTask, model=Config(BaseModel), ici_mesh_shape=shape).instantiate()
+def test_a_mesh_without_names_is_told_with_an_example_unless_it_has_one_axis():
+  task = Config(SingleTask, model=Config(BaseModel), ici_mesh_shape=(2, 2))
+  with pytest.raises(ConfigError, match=r'needs a name, as in --set "task\.mesh_axis_names=\(\'data\', \'mdl\'\)"$'):
+    task.instantiate()
+  for shape in ((8,), [8], 'auto', (-1,)):
+    task.ici_mesh_shape = shape
+    assert task.instantiate().mesh_sizes(8) == {'data': 8}

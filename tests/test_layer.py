@@ -67,6 +67,42 @@ class Counter(Layer):
     return x * self.theta.w + seen
 
 
+class Reports(Layer):
+  """Reports something about each row, in a function that a transform of JAX traces, or after it."""
+
+  transform: str = 'scan'
+  what: str = 'summary'
+  inside: bool = True
+
+  def setup(self):
+    self.create_variable('n', WeightHParams((), init=WeightInit.Constant(0.0)), trainable=False)
+
+  def report(self, value):
+    if self.what == 'summary':
+      self.add_summary('mean', value)
+    elif self.what == 'auxiliary loss':
+      self.add_aux_loss('mean', value)
+    else:
+      self.update_var('n', value)
+
+  def __call__(self, x):
+    def row(x):
+      if self.inside:
+        self.report(jnp.mean(x))
+      return jnp.mean(x)
+
+    means = {
+      'scan': lambda: jax.lax.scan(lambda carry, x: (carry, row(x)), 0, x)[1],
+      'vmap': lambda: jax.vmap(row)(x),
+      'grad': lambda: jax.grad(row)(x[0]),
+      'checkpoint': lambda: jax.checkpoint(row)(x),
+      'jit': lambda: jax.jit(row)(x),
+    }[self.transform]()
+    if not self.inside:
+      self.report(jnp.mean(means))
+    return x
+
+
 class Cached(Layer):
   """The sum of all that it was given so far."""
 
@@ -280,6 +316,20 @@ def test_apply_is_pure_and_works_under_jax_transforms():
   np.testing.assert_allclose(jax.checkpoint(call)(variables, x), expected, rtol=1e-6)
   gradient = jax.grad(lambda v: call(v, x).sum())(variables)
   np.testing.assert_allclose(gradient['first']['s'], x.sum(0) * variables['second']['s'], rtol=1e-5)
+
+
+@pytest.mark.parametrize('transform', ['scan', 'vmap', 'grad', 'checkpoint', 'jit'])
+@pytest.mark.parametrize('what', ['summary', 'auxiliary loss', 'variable'])
+def test_what_a_transform_computes_is_reported_after_it_or_refused_where_it_is_reported(transform, what):
+  inside = Config(Reports, transform=transform, what=what)
+  after, x = inside.clone(inside=False), jnp.ones((3, 4))
+  model = Config(Pair, first_tpl=after, second_tpl=after).instantiate()
+  model.apply(model.init(KEY), x)
+  model = Config(Pair, first_tpl=after, second_tpl=inside).instantiate()
+  variables = model.init(KEY)
+  for call in (model.apply, jax.jit(model.apply)):
+    with pytest.raises(ConfigError, match=rf'^second\.(mean|n): .* {what} .*; return the value .* after'):
+      call(variables, x)
 
 
 def test_scan_over_apply_is_a_loop_over_apply():

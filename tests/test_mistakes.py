@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite import Config, Layer, WeightHParams
+from praxis_lite import Config, Layer, WeightHParams, layers
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.mistakes import (
   MissingEntryError,
@@ -81,6 +81,60 @@ def test_shapes_that_do_not_fit_name_layer_operands_and_line_and_keep_their_caus
   ) as told:
     run(jnp.ones((5, 4)))
   assert isinstance(told.value, TypeError | ValueError) and isinstance(told.value.__cause__, TypeError)
+
+
+class Sized(Layer):
+  in_dims: int = 4
+  out_dims: int = 4
+
+  def setup(self):
+    self.create_variable('w', WeightHParams((self.in_dims, self.out_dims)))
+
+  def __call__(self, x):
+    return x @ self.theta.w
+
+  def add(self, x):
+    return x + jnp.ones((7, 7))
+
+
+class Holder(Layer):
+  dims: int = 8
+
+  def setup(self):
+    self.create_child('ff', Config(layers.FeedForward, input_dims=self.dims, hidden_dims=16))
+
+  def __call__(self, x):
+    return self.ff(x)
+
+
+FITTING = {
+  'product': (Config(layers.Linear, input_dims=8, output_dims=16), (2, 5), 'Linear.input_dims = 5 would fit'),
+  'one input': (Config(layers.Linear, input_dims=8, output_dims=16), (2, 1), 'Linear.input_dims = 1 would fit'),
+  'square': (Config(Sized), (2, 5), r'Sized.in_dims = 5 would fit \(.*test_mistakes.py:\d+\)'),
+  'scale': (Config(layers.RMSNorm, dims=8), (2, 5), 'RMSNorm.dims = 5 would fit'),
+  'the layer around': (Config(Holder), (2, 3, 5), r'ff.input_dims = 5 would fit \(.*test_mistakes.py:\d+\)'),
+  'attention': (Config(layers.MultiHeadAttention, input_dims=8, num_heads=2), (2, 3, 5), 'Attention.input_dims = 5 .*'),
+  'filter': (
+    Config(layers.Conv2D, filter_shape=(3, 3, 3, 4)),
+    (2, 8, 8, 1),
+    r'Conv2D.filter_shape = \(3, 3, 1, 4\) would fit',
+  ),
+}
+
+
+@pytest.mark.parametrize(('config', 'shape', 'remedy'), FITTING.values(), ids=FITTING)
+def test_a_shape_that_does_not_fit_a_weight_comes_with_the_field_and_value_that_would(config, shape, remedy):
+  layer = config.instantiate()
+  variables = jax.eval_shape(layer.init, jax.random.key(0))
+  with pytest.raises(ShapesError, match=rf'{remedy}(\n|$)'):
+    jax.eval_shape(layer.apply, variables, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def test_no_field_is_proposed_where_none_decides():
+  layer = Config(Sized, in_dims=3, out_dims=4).instantiate()
+  with pytest.raises(ShapesError) as told:
+    layer.apply(layer.init(jax.random.key(0)), jnp.ones((2, 3)), method='add')
+  assert 'would fit' not in str(told.value)
 
 
 def test_shapes_of_numpy_and_of_unpacking_are_told_too(call):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 import zipfile
 
 import pytest
@@ -74,6 +77,14 @@ def python(*arguments, cwd, path):
   done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
   assert done.returncode == 0 and done.stderr == '', done.stderr
   return done.stdout.splitlines()
+
+
+def test_readme_lists_all_dependencies_of_the_small_installation():
+  command = re.search(r'leaves it out: `pip install (.*?) && pip\s+install --no-deps', (ROOT / 'README.md').read_text())
+  named = {re.match(r'[\w-]+', word)[0] for word in shlex.split(command[1])}
+  declared = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['dependencies']
+  needed = {re.match(r'[\w-]+', text)[0] for text in declared} - {'tensorflow', 'tensorflow-cpu', 'jaxlib'}
+  assert named == needed  # jax requires its own jaxlib.
 
 
 @pytest.fixture(scope='module')

@@ -1,9 +1,11 @@
 """The site builds without a warning: all pages are in the navigation, and all links and anchors lead somewhere."""
 
 import ast
+import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -16,14 +18,26 @@ PACKAGE = ROOT / 'praxis_lite'
 
 
 @pytest.fixture(scope='module')
-def site(tmp_path_factory):
-  """The built pages, by their path."""
+def folder(tmp_path_factory):
+  """The folder of the built site."""
   folder = tmp_path_factory.mktemp('site')
   # Not --quiet: warnings that are not printed are not counted as errors either.
   command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(folder)]
   env = os.environ | {'NO_MKDOCS_2_WARNING': '1'}
   done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
+  return folder
+
+
+@pytest.fixture(scope='module')
+def index(folder):
+  """What the search of the site reads."""
+  return json.loads((folder / 'search' / 'search_index.json').read_text())
+
+
+@pytest.fixture(scope='module')
+def site(folder):
+  """The built pages, by their path."""
   return {str(page.relative_to(folder)): page.read_text() for page in sorted(folder.rglob('*.html'))}
 
 
@@ -38,6 +52,38 @@ def test_links_of_the_readme_lead_to_headings_that_are_there(site):
   readme = (ROOT / 'README.md').read_text()
   for page, heading in re.findall(r'\]\(docs/([^)#]+)\.md#([^)]+)\)', readme):
     assert f'id="{heading}"' in site[f'{page}.html'], f'{page}.md#{heading}'
+
+
+def words(text, separator):
+  """The words that the search of the site finds in a text, as lunr makes them: without punctuation around them."""
+  return {re.sub(r'^\W+|\W+$', '', part) for part in re.split(separator, text)}
+
+
+def test_the_search_finds_names_next_to_punctuation(index):
+  separator, texts = index['config']['separator'], [doc['text'] for doc in index['docs']]
+  for name in ('LoRA', 'learning_rate', 'get_next', 'num_train_steps', 'StdlibLm'):
+    alone = [text for text in texts if re.search(rf'(?<!\w){name}(?!\w)', text)]
+    assert alone and all(name in words(text, separator) for text in alone), name
+  assert words('x = data.get_next()  # 0.5', separator) == {'x', 'data', 'get_next', '0.5', ''}
+
+
+@pytest.mark.skipif(shutil.which('node') is None, reason='needs node, which runs the search of the site')
+def test_the_search_finds_pasted_flags_and_names_of_several_words(folder):
+  queries = ['max_tokens', '--max_tokens', '--max_tokens=200', 'set', '--set', 'html', '--html', 'import-hf']
+  command = ['node', str(ROOT / 'tests' / 'site_search.js'), str(folder), *queries, 'generation_config.json']
+  done = subprocess.run(command, capture_output=True, text=True, check=True)
+  tokens, flag, with_value, set_, set_flag, html, html_flag, importing, generation = json.loads(done.stdout)
+  assert tokens == flag == with_value and 'decoding.html' in flag
+  assert set_ == set_flag and html == html_flag and 'five-ways-to-shard.html' in html
+  for pages in (importing, generation):  # Pages about other imports and other JSON do not come before the guide.
+    assert not any(page.startswith('reference/') for page in pages[: pages.index('hugging-face.html')])
+
+
+def test_notebooks_are_pages_that_links_lead_to(site):
+  for name in ('first-steps', 'shardings'):
+    page = site[f'notebooks/{name}.html']
+    assert page.count('class="highlight"') > 5 and f'href="{name}.ipynb"' in page
+    assert f'notebooks/{name}.html' in site['index.html'] and f'notebooks/{name}.ipynb' not in site['index.html']
 
 
 def exports():

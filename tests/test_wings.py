@@ -11,6 +11,7 @@ PACKAGE = ROOT / 'praxis_lite'
 
 # From the bottom up, with the order inside each wing: a module imports from those before it, never from one after it.
 ORDER = (
+  'common.other_names',
   *('common.errors', 'common.foreign_text', 'common.jax_internals', 'common.moved', 'common.importing'),
   'common.native_log',
   *('common.files', 'common.figures', 'common.devices', 'common.processes', 'common.accelerators', 'common.trees'),
@@ -28,9 +29,10 @@ ORDER = (
     'runs.nonfinite',
     'runs.throughput',
     'runs.console',
+    'runs.decoding_memory',
     'runs.programs',
   ),
-  *('runs.hooks', 'runs.trouble', 'runs.cluster', 'runs'),
+  *('runs.observer', 'runs.hooks', 'runs.trouble', 'runs.cluster', 'runs'),
   *('bridges.t5x', 'bridges.hf', 'bridges'),
   'partitioning',  # The names of Praxis and T5X, from where they are defined.
   'cli',

@@ -25,10 +25,10 @@ from praxis_lite.layers import AttentionSpec, Band, Causal, SlidingWindow, dot_p
 from praxis_lite.layers.attention_spec import AttentionImplementation
 from tools.timing import measure_in_turn, seconds
 
-Step = Callable[[jax.Array, jax.Array, jax.Array], object]
+AttentionStep = Callable[[jax.Array, jax.Array, jax.Array], object]
 
 
-def reference(causal: bool, window: int | None, backward: bool) -> Step:
+def jax_attention(causal: bool, window: int | None, backward: bool) -> AttentionStep:
   """Returns JAX's own dense attention as a function of queries, keys and values."""
   sizes = None if window is None else (window - 1, 0 if causal else window - 1)
   return _step(
@@ -39,14 +39,16 @@ def reference(causal: bool, window: int | None, backward: bool) -> Step:
   )
 
 
-def ours(implementation: AttentionImplementation, causal: bool, window: int | None, backward: bool) -> Step:
+def our_attention(
+  implementation: AttentionImplementation, causal: bool, window: int | None, backward: bool
+) -> AttentionStep:
   """Returns one implementation of this package as a function of queries, keys and values."""
   mask = (Causal() if causal else Band()) & (Band() if window is None else SlidingWindow(window))
   spec = AttentionSpec(implementation=implementation)
   return _step(lambda q, k, v: dot_product_attention(q, k, v, mask, spec=spec), backward)
 
 
-def _step(attend: Callable[..., jax.Array], backward: bool) -> Step:
+def _step(attend: Callable[..., jax.Array], backward: bool) -> AttentionStep:
   if not backward:
     return attend
 
@@ -64,7 +66,7 @@ def heads(length: int, args: argparse.Namespace) -> list[jax.ShapeDtypeStruct]:
   ]
 
 
-def milliseconds(steps: dict[str, Step], length: int, args: argparse.Namespace) -> dict[str, float]:
+def milliseconds(steps: dict[str, AttentionStep], length: int, args: argparse.Namespace) -> dict[str, float]:
   """Returns the median time of each step. The steps take turns."""
   keys = jax.random.split(jax.random.key(0), 3)
   arrays = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, heads(length, args))]
@@ -73,7 +75,7 @@ def milliseconds(steps: dict[str, Step], length: int, args: argparse.Namespace) 
   return {name: 1e3 * statistics.median(t) for name, t in zip(compiled, times)}
 
 
-def mebibytes(step: Step, length: int, args: argparse.Namespace) -> float:
+def mebibytes(step: AttentionStep, length: int, args: argparse.Namespace) -> float:
   """Returns the temporary memory of a step, from the compiler's analysis."""
   analysis = jax.jit(step).lower(*heads(length, args)).compile().memory_analysis()
   assert analysis is not None
@@ -100,11 +102,11 @@ def main() -> None:
   for length in (int(n) for n in args.lengths.split(',')):
     for mask, causal, window in (('none', False, None), ('causal', True, None), ('window T/8', True, length // 8)):
       for backward in (False, True):
-        steps = {'blockwise': ours('blockwise', causal, window, backward)}
+        steps = {'blockwise': our_attention('blockwise', causal, window, backward)}
         if length <= args.dense_up_to:
-          steps['jax'] = reference(causal, window, backward)
+          steps['jax'] = jax_attention(causal, window, backward)
         if gpu:
-          steps['cudnn'] = ours('cudnn', causal, window, backward)
+          steps['cudnn'] = our_attention('cudnn', causal, window, backward)
         ms = milliseconds(steps, length, args)
         jax_ms, ratio = (f'{ms["jax"]:.1f}', f'{ms["blockwise"] / ms["jax"]:.2f}') if 'jax' in ms else ('-', '-')
         cells = [f'{length:,}', mask, 'both' if backward else 'forward', jax_ms, f'{ms["blockwise"]:.1f}', ratio]
@@ -112,10 +114,10 @@ def main() -> None:
 
   print('\n| length | dense MiB | blockwise MiB | blockwise / dense | KiB a token |\n|---|---|---|---|---|')
   for length in (int(n) for n in args.memory_lengths.split(',')):
-    blockwise = mebibytes(ours('blockwise', True, None, True), length, args)
+    blockwise = mebibytes(our_attention('blockwise', True, None, True), length, args)
     dense, share = '-', '-'
     if length <= args.dense_up_to:
-      most = mebibytes(ours('dense', True, None, True), length, args)
+      most = mebibytes(our_attention('dense', True, None, True), length, args)
       dense, share = f'{most:,.0f}', f'1 / {most / blockwise:.0f}'
     print(f'| {length:,} | {dense} | {blockwise:,.1f} | {share} | {blockwise * 1024 / length:.1f} |', flush=True)
 

@@ -36,7 +36,7 @@ from praxis_lite.training.state import TrainState
 _ROWS, _COLUMNS, _ARRAYS = 4096, 1024, 3  # 16 MiB for each array: a variable and its two moments.
 
 
-def shapes_of(gigabytes: float) -> TrainState:
+def state_shapes(gigabytes: float) -> TrainState:
   """Returns the shapes of a train state of about this size, split over all devices."""
   mesh = jax.make_mesh((jax.device_count(),), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
   split, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (('data',), ()))
@@ -57,7 +57,7 @@ def random_state(shapes: TrainState) -> TrainState:
   return jax.tree.map(make, shapes)
 
 
-def memory(field: str) -> int:
+def process_memory(field: str) -> int:
   """Returns the bytes that this process uses: now with 'VmRSS', at its peak with 'VmHWM'."""
   lines = Path('/proc/self/status').read_text().splitlines()
   return int(next(line.split()[1] for line in lines if line.startswith(field))) * 1024
@@ -82,12 +82,12 @@ def restore(directory: str, shapes: TrainState) -> TrainState:
 
 def print_peak(directory: str, gigabytes: float) -> None:
   """Prints by how many bytes the memory of this process grows at most during a restore."""
-  shapes = shapes_of(gigabytes)
-  restore(f'{directory}/small', shapes_of(0))  # Imports Orbax and starts its threads.
-  before = memory('VmRSS')
+  shapes = state_shapes(gigabytes)
+  restore(f'{directory}/small', state_shapes(0))  # Imports Orbax and starts its threads.
+  before = process_memory('VmRSS')
   state = jax.block_until_ready(restore(f'{directory}/checked', shapes))
   del state
-  print(memory('VmHWM') - before)
+  print(process_memory('VmHWM') - before)
 
 
 def main() -> None:
@@ -100,11 +100,11 @@ def main() -> None:
   if args.peak_of:
     print_peak(args.peak_of, args.gigabytes)
     return
-  shapes = shapes_of(args.gigabytes)
+  shapes = state_shapes(args.gigabytes)
   num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
   with tempfile.TemporaryDirectory(dir=args.directory) as directory:
     state = random_state(shapes)
-    time_save(random_state(shapes_of(0)), shapes_of(0), f'{directory}/small')  # Imports, and starts threads.
+    time_save(random_state(state_shapes(0)), state_shapes(0), f'{directory}/small')  # Imports, and starts threads.
     stall, blocking = time_save(state, shapes, f'{directory}/checked')
     with_checksums = work_arounds.add_chunk_checksums
 

@@ -6,7 +6,7 @@
   python tools/benchmark_decode.py --run=runs/demo ...    also from `praxis-lite decode` to the first token
 
 All implementations read one checkpoint of random weights, continue the same prompts greedily by the same number of
-tokens, and take turns. The result is the median of the ratios of all rounds. A time is that of a call, from lists of
+tokens, and take turns. The result is the median of the ratios of all rounds. Each time is of one call, from lists of
 tokens to lists of tokens, without compiling. `--hf_python` names the interpreter of an environment with torch and
 transformers; without it, only ours is measured.
 """
@@ -33,8 +33,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tools')]
 import numpy as np
 from timing import measure_in_turn, median_ratio
 
-_SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
   'tiny': {'vocab_size': 64, 'model_dims': 16, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 32},
+  'small': {'vocab_size': 512, 'model_dims': 64, 'num_layers': 2, 'num_heads': 4, 'hidden_dims': 128},
   'demo': {'vocab_size': 256, 'model_dims': 128, 'num_layers': 4, 'num_heads': 4, 'hidden_dims': 384},  # lm.StdlibLm
   '124m': {'vocab_size': 32_000, 'model_dims': 768, 'num_layers': 12, 'num_heads': 12, 'hidden_dims': 2048},
   '1b': {'vocab_size': 32_000, 'model_dims': 2048, 'num_layers': 20, 'num_heads': 16, 'hidden_dims': 5632},
@@ -52,23 +53,23 @@ class Call(NamedTuple):
   ids: list[list[int]]
 
 
-Decode = Callable[[list[list[int]], int], Call]  # Takes prompts, and the number of tokens to add to each.
+TimedDecode = Callable[[list[list[int]], int], Call]  # Takes prompts, and the number of tokens to add to each.
 
 
-def write_checkpoint(folder: Path, size: str, dtype: str) -> int:
-  """Writes a Llama checkpoint with random weights, and returns its number of parameters."""
+def write_random_checkpoint(folder: Path, size: str, dtype: str, **changes: int) -> int:
+  """Writes a Llama checkpoint with random weights, with `changes` of its size; returns its number of parameters."""
   import jax
 
   from praxis_lite.bridges.hf import write_model
   from praxis_lite.models import transformer_lm
 
-  model = transformer_lm(**_SIZES[size]).instantiate()
+  model = transformer_lm(**SIZES[size] | changes).instantiate()
   variables = jax.tree.map(lambda x: x.astype(dtype), model.init(jax.random.key(0)))
   write_model(folder, model, variables)
   return sum(x.size for x in jax.tree.leaves(variables))
 
 
-def ours(folder: Path, run: Path, dtype: str) -> Decode:
+def start_ours(folder: Path, run: Path, dtype: str) -> TimedDecode:
   """Imports a checkpoint as a run, and returns a function that decodes with it."""
   from praxis_lite import open_run
   from praxis_lite.bridges.hf import import_run
@@ -85,7 +86,7 @@ def ours(folder: Path, run: Path, dtype: str) -> Decode:
 
 
 @contextmanager
-def theirs(python: str, folder: Path, arguments: Sequence[str]) -> Iterator[tuple[str, Decode | None]]:
+def start_theirs(python: str, folder: Path, arguments: Sequence[str]) -> Iterator[tuple[str, TimedDecode | None]]:
   """Starts a process of `decode_transformers.py`. Yields its versions, and a function that decodes or None."""
   command = [python, str(ROOT / 'tools' / 'decode_transformers.py'), str(folder), *arguments]
   with open(folder.parent / 'transformers.log', 'a') as log:
@@ -112,7 +113,9 @@ def theirs(python: str, folder: Path, arguments: Sequence[str]) -> Iterator[tupl
     process.wait()
 
 
-def measure(sides: dict[str, Decode], batch: int, args: argparse.Namespace, vocab_size: int) -> list[list[str]]:
+def measure_batch(
+  sides: dict[str, TimedDecode], batch: int, args: argparse.Namespace, vocab_size: int
+) -> list[list[str]]:
   """Returns the rows of the table for one batch size, one row for each implementation."""
   prompts = np.random.default_rng(0).integers(1, vocab_size, (batch, args.prompt)).tolist()
 
@@ -150,7 +153,7 @@ def seconds_of_commands(run: str, prompt_lengths: Sequence[int]) -> list[list[st
   return rows
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   lines = [head, ['---'] * len(head), *rows]
   return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
@@ -161,7 +164,7 @@ def main() -> None:
   # Threads of torch wait for each other in busy loops: with few rows, or on a busy machine, one thread is fastest.
   threads = ','.join(map(str, sorted({1, os.cpu_count() or 1})))
   parser.add_argument('--hf_threads', default=threads, help='numbers of threads of the other side on a CPU')
-  parser.add_argument('--size', default='demo', choices=list(_SIZES))
+  parser.add_argument('--size', default='demo', choices=list(SIZES))
   parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
   parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
   parser.add_argument('--batches', default='1,8,64', help='rows at once; empty: none, as with --run alone')
@@ -177,7 +180,7 @@ def main() -> None:
     import jax
 
     folder = Path(directory) / 'checkpoint'
-    parameters = write_checkpoint(folder, args.size, args.dtype)
+    parameters = write_random_checkpoint(folder, args.size, args.dtype)
     where = jax.devices()[0].device_kind
     print(f'{args.size}: {parameters:,} parameters, {args.dtype}, prompts of {args.prompt} tokens, {args.tokens} after')
     print(f'jax {jax.__version__} on {where}, {os.cpu_count()} CPU cores; medians of {args.rounds} rounds', flush=True)
@@ -185,21 +188,21 @@ def main() -> None:
     for batch in map(int, filter(None, args.batches.split(','))):
       # Each batch size gets new processes, because torch compiles differently after it has seen other sizes.
       with contestants(args, folder, Path(directory) / f'run{batch}') as sides:
-        rows += measure(sides, batch, args, _SIZES[args.size]['vocab_size'])
+        rows += measure_batch(sides, batch, args, SIZES[args.size]['vocab_size'])
     head = ['batch', 'side', 'first token, ms', 'tokens/s', 'time / ours', 'CPU s', 'CPU / ours', 'same tokens']
     if rows:
-      print(table(head, rows), flush=True)
+      print(to_markdown(head, rows), flush=True)
   if args.run:
     print('\nFrom the command to the first token:\n')
     head = ['prompt, tokens', 'compile cache', 'seconds', 'CPU s']
-    print(table(head, seconds_of_commands(args.run, [5, 20, 60, 120, 200])))
+    print(to_markdown(head, seconds_of_commands(args.run, [5, 20, 60, 120, 200])))
 
 
 @contextmanager
-def contestants(args: argparse.Namespace, folder: Path, run: Path) -> Iterator[dict[str, Decode]]:
+def contestants(args: argparse.Namespace, folder: Path, run: Path) -> Iterator[dict[str, TimedDecode]]:
   """Yields the implementations that can run here, by name."""
   with ExitStack() as stack:
-    sides: dict[str, Decode] = {'praxis_lite': ours(folder, run, args.dtype)}
+    sides: dict[str, TimedDecode] = {'praxis_lite': start_ours(folder, run, args.dtype)}
     others = _COMPILED
     if args.device == 'cpu':
       threads = [int(n) for n in args.hf_threads.split(',')]
@@ -208,12 +211,15 @@ def contestants(args: argparse.Namespace, folder: Path, run: Path) -> Iterator[d
       if args.hf_python is None:
         continue
       told = [*arguments, f'--device={args.device}', f'--dtype={args.dtype}']
-      about, decode = stack.enter_context(theirs(args.hf_python, folder, told))
+      about, decode = stack.enter_context(start_theirs(args.hf_python, folder, told))
       print(f'{name}: {about}', file=sys.stderr, flush=True)
       if decode is not None:
         sides[name] = decode
     if len(sides) == 1:
-      print('torch is absent: ours alone; name an environment with torch and transformers by --hf_python', flush=True)
+      print(
+        'only praxis_lite is measured; --hf_python names an environment with torch and transformers',
+        flush=True,
+      )
     yield sides
 
 

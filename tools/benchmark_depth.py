@@ -39,9 +39,9 @@ def main() -> int:
   import jax
 
   jax.config.update('jax_enable_compilation_cache', False)
-  from tools.overhead_contestants import ours, sizes
+  from tools.overhead_contestants import praxis_lite_step, sizes
 
-  steps = {n: ours(sizes['small']._replace(num_layers=n), args.devices) for n in LAYERS}
+  steps = {n: praxis_lite_step(sizes['small']._replace(num_layers=n), args.devices) for n in LAYERS}
 
   def measure(step: Contestant[Any]) -> tuple[float, float]:
     return seconds(step.lower, time.process_time), seconds(step.compile, time.process_time)

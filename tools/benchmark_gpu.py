@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tools.gpu.case import SIZES, TINY, Case, case_of
-from tools.gpu.report import Row, section, table, write_section
+from tools.gpu.case import SIZES, TINY, ModelCase, case_of
+from tools.gpu.report import Row, results_table, section, write_section
 from tools.gpu.turn import Measured, Options, Request
 from tools.timing import measure_in_turn
 
@@ -44,7 +44,7 @@ _STACK = 'model.lm_tpl.transformer_tpl'
 _LOSS_RTOL = {'float32': 2e-5, 'bfloat16': 2e-2}
 
 
-class Contestant(NamedTuple):
+class Implementation(NamedTuple):
   """An implementation to measure.
 
   Attributes:
@@ -63,9 +63,9 @@ class Contestant(NamedTuple):
 
 
 _FULL: Options = {f'{_STACK}.remat': 'full'}
-CONTESTANTS = (
-  Contestant('ours', 'ours.py', ({},), (_FULL,)),
-  Contestant(
+IMPLEMENTATIONS = (
+  Implementation('ours', 'ours.py', ({},), (_FULL,)),
+  Implementation(
     'ours, tuned',
     'ours.py',
     (
@@ -76,13 +76,13 @@ CONTESTANTS = (
     ),
     (_FULL,),
   ),
-  Contestant(
+  Implementation(
     'JAX by hand',
     'by_hand.py',
     ({'remat': True, 'unroll': True}, {'remat': True, 'unroll': True, 'loss_parts': 8}, {'remat': True}, {}),
     ({'remat': True, 'loss_parts': 8},),
   ),
-  Contestant(
+  Implementation(
     'PyTorch',
     'torch_side.py',
     (
@@ -98,10 +98,10 @@ CONTESTANTS = (
 
 def main() -> int:
   args = _arguments()
-  pythons = {c.name: args.torch_python if c.name == 'PyTorch' else sys.executable for c in args.contestants}
+  pythons = {c.name: args.torch_python if c.name == 'PyTorch' else sys.executable for c in args.implementations}
   bench = Benchmark(pythons, Path(args.cache).resolve(), dry=args.dry_run)
   if args.dry_run:
-    return dry_run(bench, args.contestants)
+    return dry_run(bench, args.implementations)
   started = datetime.datetime.now(datetime.UTC)
   sampled: list[list[str]] = []
   ceiling = bench.ceiling((4096, 8192, 16384), 'bfloat16')
@@ -112,7 +112,7 @@ def main() -> int:
   for size in args.sizes:
     for length in args.lengths:
       with sampling(sampled):
-        found = bench.case(case_of(size, length), args.contestants, args.rounds, args.groups, args.steps)
+        found = bench.case(case_of(size, length), args.implementations, args.rounds, args.groups, args.steps)
       rows += found.rows
       failed += found.failed
       versions |= found.versions
@@ -124,7 +124,7 @@ def main() -> int:
     'ceiling': f'{float(str(ceiling["flops_per_s"])) / 1e12:.0f} TFLOP/s, the best of square products in this run',
     **_summarize_samples(sampled),
   }
-  text = section(table(rows, peak, float(str(ceiling['flops_per_s']))), facts, rows, failed)
+  text = section(results_table(rows, peak, float(str(ceiling['flops_per_s']))), facts, rows, failed)
   print(text)
   write_section(ROOT / 'docs' / 'benchmarks.md', text)
   return 1 if failed else 0
@@ -133,7 +133,7 @@ def main() -> int:
 # ---------------------------------------------------------------- turns
 
 
-class Found(NamedTuple):
+class CaseResults(NamedTuple):
   """The results of a case: a row for each implementation that could be measured, and the errors of the others."""
 
   rows: list[Row]
@@ -160,63 +160,65 @@ class Benchmark:
       **({'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''} if dry else {}),
     }
 
-  def case(self, case: Case, contestants: Sequence[Contestant], rounds: int, groups: int, steps: int) -> Found:
+  def case(
+    self, case: ModelCase, implementations: Sequence[Implementation], rounds: int, groups: int, steps: int
+  ) -> CaseResults:
     """Finds the best setting of each implementation; then measures them, taking turns."""
     best: dict[str, Measured] = {}
     failed: list[str] = []
-    for contestant in contestants:
-      found = self.search(contestant, case)
+    for implementation in implementations:
+      found = self.search(implementation, case)
       if isinstance(found, str):
-        failed.append(f'{case.name}, T = {case.length:,}, {contestant.name}: {found}')
+        failed.append(f'{case.name}, T = {case.length:,}, {implementation.name}: {found}')
       else:
-        best[contestant.name] = found
-    chosen = [c for c in contestants if c.name in best]
+        best[implementation.name] = found
+    chosen = [c for c in implementations if c.name in best]
     settings = [best[c.name] for c in chosen]
     trials = [{'batch': setting.batch, 'options': setting.options} for setting in settings]
     requests = [Request([*case], [trial], groups, steps) for trial in trials]
     turns = measure_in_turn([partial(self._one, c, r) for c, r in zip(chosen, requests)], rounds, warm_up=0)
     rows: list[Row] = []
     versions: dict[str, str] = {}
-    for contestant, setting, measured in zip(chosen, settings, turns):
+    for implementation, setting, measured in zip(chosen, settings, turns):
       good = [m for m in measured if not m.error]
-      failed += [f'{case.name}, T = {case.length:,}, {contestant.name}: {m.error}' for m in measured if m.error]
+      failed += [f'{case.name}, T = {case.length:,}, {implementation.name}: {m.error}' for m in measured if m.error]
       if good:
         seconds = [s for m in good for s in m.step_s]
         first = [m.first_step_s for m in good]
         peak_bytes = max(m.peak_bytes for m in good)
         text = ', '.join(f'{name.rpartition(".")[2]} = {value}' for name, value in setting.options.items())
-        rows.append(Row(case, contestant.name, setting.batch, seconds, peak_bytes, first, text))
+        rows.append(Row(case, implementation.name, setting.batch, seconds, peak_bytes, first, text))
         versions |= good[0].versions
-    return Found(rows, failed, versions)
+    return CaseResults(rows, failed, versions)
 
-  def search(self, contestant: Contestant, case: Case) -> Measured | str:
+  def search(self, implementation: Implementation, case: ModelCase) -> Measured | str:
     """Returns the measurements of an implementation's fastest setting, or the error if no setting works."""
     best: Measured | None = None
     error = 'nothing was tried'
-    for several in (contestant.options, contestant.smaller):
+    for several in (implementation.options, implementation.smaller):
       for options in several:
         # Only the first options are tried with all batches; later ones with the best batch and the next larger one.
         batches = [b for b in _BATCHES if _LEAST_TOKENS <= b * case.length <= _MOST_TOKENS]
         if best is not None:
           batches = [b for b in batches if best.batch <= b <= 2 * best.batch]
         trials = [{'batch': b, 'options': options} for b in batches]
-        for found in self.turn(contestant, Request([*case], trials, 2, 5, searching=True)):
+        for found in self.turn(implementation, Request([*case], trials, 2, 5, searching=True)):
           error = found.error or error
           if not found.error and (best is None or _speed(found) > _speed(best)):
             best = found
           speed = found.error or f'{_speed(found) * case.length:,.0f} tokens/s'
-          print(f'  {contestant.name}, batch {found.batch}, {options}: {speed}', flush=True)
+          print(f'  {implementation.name}, batch {found.batch}, {options}: {speed}', flush=True)
       if best is not None:
         return best
     return error
 
-  def _one(self, contestant: Contestant, request: Request) -> Measured:
-    return self.turn(contestant, request)[0]
+  def _one(self, implementation: Implementation, request: Request) -> Measured:
+    return self.turn(implementation, request)[0]
 
-  def turn(self, contestant: Contestant, request: Request) -> list[Measured]:
+  def turn(self, implementation: Implementation, request: Request) -> list[Measured]:
     """Runs one process of an implementation and returns its measurements. If it fails, the last one has the error."""
     request = request._replace(started_at=time.time())
-    command = [self._pythons[contestant.name], str(ROOT / 'tools' / 'gpu' / contestant.script)]
+    command = [self._pythons[implementation.name], str(ROOT / 'tools' / 'gpu' / implementation.script)]
     done = self._run([*command, json.dumps(request._asdict())])
     found = [Measured(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{')]
     if done.returncode:
@@ -244,24 +246,24 @@ def _speed(found: Measured) -> float:
 # ---------------------------------------------------------------- the CPU
 
 
-def dry_run(bench: Benchmark, contestants: Sequence[Contestant]) -> int:
+def dry_run(bench: Benchmark, implementations: Sequence[Implementation]) -> int:
   """Runs each implementation with a tiny model, in float32 and bfloat16. Returns 1 if one fails or losses differ."""
   ceiling = float(str(bench.ceiling((256,), 'float32')['flops_per_s']))
   faults, rows = [], []
   for case in (TINY, TINY._replace(name='tiny, bfloat16', compute='bfloat16', state='bfloat16')):
     first: dict[str, list[float]] = {}
-    for contestant in contestants:
-      request = Request([*case], [{'batch': 4, 'options': contestant.dry}], 2, 2)
-      found = bench.turn(contestant, request)[0]
+    for implementation in implementations:
+      request = Request([*case], [{'batch': 4, 'options': implementation.dry}], 2, 2)
+      found = bench.turn(implementation, request)[0]
       if found.error:
-        faults.append(f'{case.name}, {contestant.name}: {found.error}')
+        faults.append(f'{case.name}, {implementation.name}: {found.error}')
         continue
-      first[contestant.name] = found.losses
+      first[implementation.name] = found.losses
       peak_bytes, start = found.peak_bytes, [found.first_step_s]
-      rows.append(Row(case, contestant.name, found.batch, found.step_s, peak_bytes, start))
-      print(f'{case.name:>14}  {contestant.name:<12} losses {", ".join(f"{x:.6f}" for x in found.losses)}')
+      rows.append(Row(case, implementation.name, found.batch, found.step_s, peak_bytes, start))
+      print(f'{case.name:>14}  {implementation.name:<12} losses {", ".join(f"{x:.6f}" for x in found.losses)}')
     faults += disagreements(first, _LOSS_RTOL[case.compute], case.name)
-  print(f'\n{table(rows, None, ceiling)}\n')
+  print(f'\n{results_table(rows, None, ceiling)}\n')
   print('\n'.join(faults) or 'every side works, and their losses agree')
   return 1 if faults else 0
 
@@ -341,7 +343,7 @@ def _arguments() -> argparse.Namespace:
   parser.add_argument('--torch_python', help='interpreter of the environment with PyTorch; without it, it is left out')
   parser.add_argument('--sizes', default=','.join(SIZES), help=f'of {", ".join(SIZES)}')
   parser.add_argument('--lengths', default=','.join(map(str, _LENGTHS)))
-  parser.add_argument('--sides', default=','.join(c.script for c in CONTESTANTS), help='scripts in tools/gpu')
+  parser.add_argument('--sides', default=','.join(c.script for c in IMPLEMENTATIONS), help='scripts in tools/gpu')
   parser.add_argument('--rounds', type=int, default=3, help='turns of each side')
   parser.add_argument('--groups', type=int, default=5, help='groups of steps that are timed in a turn')
   parser.add_argument('--steps', type=int, default=10, help='steps of a group')
@@ -356,14 +358,14 @@ def _arguments() -> argparse.Namespace:
     args.lengths = [int(length) for length in args.lengths.split(',')]
   except ValueError:
     parser.error(f'--lengths: expected numbers, as in 1024,2048, got {args.lengths!r}')
-  scripts = {c.script for c in CONTESTANTS}
+  scripts = {c.script for c in IMPLEMENTATIONS}
   if unknown := [script for script in args.sides.split(',') if script not in scripts]:
     parser.error(f'--sides: there is no {unknown[0]!r}; there are {", ".join(sorted(scripts))}')
   with_torch = args.torch_python is not None
   if not with_torch:
     print('PyTorch is left out: --torch_python names the interpreter of an environment that has it')
-  args.contestants = [
-    c for c in CONTESTANTS if c.script in args.sides.split(',') and (with_torch or c.name != 'PyTorch')
+  args.implementations = [
+    c for c in IMPLEMENTATIONS if c.script in args.sides.split(',') and (with_torch or c.name != 'PyTorch')
   ]
   return args
 

@@ -79,7 +79,7 @@ def make_checkpoint(folder: Path, gigabytes: float, dtype: str) -> int:
   return sum(d.nbytes for d in declared.values())
 
 
-def measure(what: str, statements: str, devices: int = 1) -> float:
+def measure_statements(what: str, statements: str, devices: int = 1) -> float:
   """Runs statements in a new process, and prints their time and peak memory. Returns the peak in GB."""
   devices_flag = f'--xla_force_host_platform_device_count={devices}'
   env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': devices_flag, 'PYTHONPATH': str(ROOT)}
@@ -109,10 +109,10 @@ def main() -> None:
     size = f'{make_checkpoint(Path(source), flags.gigabytes, flags.dtype) / 1e9:.2f} GB'
     if flags.read:
       read = _READ.format(source=source, devices=flags.devices)
-      measure(f'reading {size} onto {flags.devices} devices', read, flags.devices)
+      measure_statements(f'reading {size} onto {flags.devices} devices', read, flags.devices)
     else:
-      measure(f'import of {size}', command('import-hf', source, f'--job_log_dir={run}'))
-      measure(f'export of {size}', command('export-hf', f'--job_log_dir={run}', f'--out={out}'))
+      measure_statements(f'import of {size}', command('import-hf', source, f'--job_log_dir={run}'))
+      measure_statements(f'export of {size}', command('export-hf', f'--job_log_dir={run}', f'--out={out}'))
 
 
 if __name__ == '__main__':

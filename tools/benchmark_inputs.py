@@ -194,21 +194,21 @@ def waiting(config: Config, step_seconds: float, num_steps: int) -> float:
 
 
 def print_waiting(configs: dict[str, Config], steps_ms: list[float], seconds: float) -> None:
-  """Prints these shares for each input."""
+  """Prints, for each input, the share of the time that a train loop waits for it."""
   print(f'{"":22}' + ''.join(f'{f"{ms:g} ms":>10}' for ms in steps_ms))
   for name, config in configs.items():
     shares = [waiting(config, ms / 1e3, max(int(1e3 * seconds / ms), 10)) for ms in steps_ms]
     print(f'{name:22}' + ''.join(f'{share:10.1%}' for share in shares), flush=True)
 
 
-class Throughput(NamedTuple):
+class InputRate(NamedTuple):
   """Examples per second, and bytes of arrays per second."""
 
   examples: float
   num_bytes: float
 
 
-def measure(batches: Iterator[Rows], seconds: float) -> Throughput:
+def measure_rate(batches: Iterator[Rows], seconds: float) -> InputRate:
   """Reads batches for some seconds. The first batch, which opens the files, is not counted."""
   next(batches)
   examples, num_bytes, start = 0, 0, time.perf_counter()
@@ -219,15 +219,15 @@ def measure(batches: Iterator[Rows], seconds: float) -> Throughput:
     passed = time.perf_counter() - start
     if passed > seconds:
       break
-  return Throughput(examples / passed, num_bytes / passed)
+  return InputRate(examples / passed, num_bytes / passed)
 
 
-def best_of(make: Callable[[], Iterator[Rows]], seconds: float, times: int) -> Throughput:
+def best_of(make: Callable[[], Iterator[Rows]], seconds: float, times: int) -> InputRate:
   """Returns the best of several measurements, because other programs can only make a measurement worse."""
   results = []
   for _ in range(times):
     batches = make()
-    results.append(measure(batches, seconds))
+    results.append(measure_rate(batches, seconds))
     if isinstance(batches, inputs.BaseInput):
       batches.close()
   return max(results)

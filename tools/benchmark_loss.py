@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
   from praxis_lite.layers.base import Layer
 
 VOCABULARIES = (8_192, 32_000, 50_257, 128_256)
-# The least factor by which chunks reduce temporaries, at the largest vocabulary.
+# At the largest vocabulary, chunks reduce temporaries at least by this factor.
 LEAST_SAVED = 5.0
 AXES = ('data', 'mdl')
 

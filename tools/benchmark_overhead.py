@@ -59,16 +59,16 @@ def main() -> int:
   import jax
 
   jax.config.update('jax_enable_compilation_cache', False)
-  from tools.overhead_contestants import by_hand, ours, sizes
+  from tools.overhead_contestants import handwritten_step, praxis_lite_step, sizes
 
   size = sizes[args.size]
   print(f'{size}\n{args.devices} device(s), {args.pairs} pairs of steps, {args.compiles} pairs of compilations\n')
   results: dict[str, float] = {}
 
-  built_ours, built_hand = ours(size, args.devices), by_hand(size, args.devices)
-  traced = measured((built_ours, built_hand), lambda c: c.lower(), args.traces, warm_up=2)
+  built_ours, built_hand = praxis_lite_step(size, args.devices), handwritten_step(size, args.devices)
+  traced = measure_pair((built_ours, built_hand), lambda c: c.lower(), args.traces, warm_up=2)
   results['trace + lower'] = report('trace + lower', *traced, 's')
-  compiled = measured((built_ours, built_hand), lambda c: c.compile(), args.compiles)
+  compiled = measure_pair((built_ours, built_hand), lambda c: c.compile(), args.compiles)
   results['compile'] = report('compile', *compiled, 's')
   for what, value in (
     ('parameters', lambda c: c.num_params),
@@ -77,7 +77,7 @@ def main() -> int:
     ('bytes', lambda c: c.cost['bytes accessed']),
   ):
     results[what] = report(what, [value(built_ours)], [value(built_hand)], 'MiB' if what == 'memory' else '')
-  stepped = measured((built_ours, built_hand), lambda c: c.step(), args.pairs, warm_up=2)
+  stepped = measure_pair((built_ours, built_hand), lambda c: c.step(), args.pairs, warm_up=2)
   results['step'] = report('step', *stepped, 's')
   print(f'loss after these steps: ours {built_ours.loss():.5f}, by hand {built_hand.loss():.5f}')
 
@@ -85,11 +85,11 @@ def main() -> int:
     from praxis_lite.instruments.testing import collectives
 
     even = built_ours
-    uneven = ours(one_short(size), args.devices)
+    uneven = praxis_lite_step(one_short(size), args.devices)
     uneven.compile()
     counts = [{k: c.count for k, c in collectives(x.compiled).items() if c.count} for x in (uneven, even)]
     print(f'\ncollectives, one short of divisible: {counts[0]}\n             divisible:              {counts[1]}')
-    stepped = measured((uneven, even), lambda c: c.step(), args.pairs, warm_up=2)
+    stepped = measure_pair((uneven, even), lambda c: c.step(), args.pairs, warm_up=2)
     results['padding'] = report('padding', *stepped, 's', ('one short', 'divisible'))
     results['collectives'] = 1.0 if counts[0] == counts[1] else 2.0
 
@@ -102,7 +102,7 @@ def within_limit(what: str, ratio: float) -> bool:
   return ratio <= LIMITS[what] and (what not in TWO_SIDED or 1 / ratio <= LIMITS[what])
 
 
-def measured(
+def measure_pair(
   pair: Sequence[Contestant[Any]], measure: Callable[[Contestant[Any]], float], pairs: int, warm_up: int = 1
 ) -> tuple[list[float], list[float]]:
   """Measures both, taking turns, and returns all values of each."""

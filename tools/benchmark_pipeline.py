@@ -69,7 +69,7 @@ def main() -> int:
   import jax
 
   jax.config.update('jax_enable_compilation_cache', False)
-  tables = {'compile': compile_times, 'time': step_times, 'memory': memory}
+  tables = {'compile': compile_times, 'time': step_times, 'memory': memory_of_stages}
   return tables[args.only](args.runs)
 
 
@@ -171,7 +171,7 @@ def pin_to_cores(count: int, fn: Callable[[], T]) -> Callable[[], T]:
   return run_pinned
 
 
-def memory(runs: int) -> int:
+def memory_of_stages(runs: int) -> int:
   import jax
 
   del runs

@@ -32,7 +32,10 @@ def computed_pairs(mask: AttentionMask) -> set[tuple[int, int]]:
   x, at = jnp.zeros((1, BLOCKS * BLOCK, 1, 1)), blocks.block_indices(BLOCKS * BLOCK, BLOCK)
   mask = blocks.mask_blocks(mask, BLOCK, BLOCK)
   pairs = blocks.needed_pairs(mask, blocks.query_blocks(x, at, 1), blocks.key_blocks(x, x, at))
-  return {(int(i), int(j)) for i, j in np.asarray(pairs.table)[: int(pairs.used)]}
+  table = np.asarray(pairs.table)[: int(pairs.used)]
+  if pairs.flags is not None:  # Pairs that data empties are skipped in the loop.
+    table = table[np.asarray(pairs.flags)[: len(table)]]
+  return {(int(i), int(j)) for i, j in table}
 
 
 def matrix(x: float, title: str, used: set[tuple[int, int]], devices: int = 0) -> list[str]:
@@ -50,7 +53,7 @@ def matrix(x: float, title: str, used: set[tuple[int, int]], devices: int = 0) -
   return [*lines, f'<text x="{x}" y="{HEAD + BLOCKS * CELL + FOOT / 2}">{share}</text>']
 
 
-def drawing() -> str:
+def draw_blocks() -> str:
   """Returns the SVG: a causal mask, a window, packed segments, and which device of a ring computes which block."""
   causal, ids = computed_pairs(Causal()), jnp.asarray(SEGMENTS)
   kinds = [
@@ -67,4 +70,4 @@ def drawing() -> str:
 
 
 if __name__ == '__main__':
-  pathlib.Path(sys.argv[1]).write_text(drawing())
+  pathlib.Path(sys.argv[1]).write_text(draw_blocks())

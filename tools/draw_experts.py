@@ -31,7 +31,7 @@ path { stroke: #8c959f; stroke-width: 1.5; fill: none }
 </style>"""
 
 
-def drawing() -> str:
+def draw_routing() -> str:
   """Returns the SVG: a row of blocks for each device, a column for each step."""
   names = np.array(['abcd', 'efgh'])
   sent = [_slots(CHOICES[d], names[d]) for d in range(DEVICES)]
@@ -82,4 +82,4 @@ def _cell(x: float, y: float, kind: str, name: str) -> str:
 
 
 if __name__ == '__main__':
-  pathlib.Path(sys.argv[1]).write_text(drawing())
+  pathlib.Path(sys.argv[1]).write_text(draw_routing())

@@ -22,7 +22,7 @@ rect { stroke: #ffffff; stroke-width: 2 } .wait { fill: #eaeef2 } .r0 { fill: #b
 SCHEDULES = (PipelineSchedule(4, 8), PipelineSchedule(4, 8, rounds=2))
 
 
-def drawing() -> str:
+def draw_schedule() -> str:
   """Returns the SVG of `SCHEDULES`, one below the other."""
   lines, top = [], 0
   for schedule in SCHEDULES:
@@ -46,4 +46,4 @@ def drawing() -> str:
 
 
 if __name__ == '__main__':
-  pathlib.Path(sys.argv[1]).write_text(drawing())
+  pathlib.Path(sys.argv[1]).write_text(draw_schedule())

@@ -30,8 +30,8 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax
 
-from tools.splits.assign import Dims, Splits, all_cases, axes_of_mesh, format_splits, left_as_stated
-from tools.splits.batches import Found
+from tools.splits.assign import Dims, Splits, axes_of_mesh, format_splits, left_as_stated, make_cases
+from tools.splits.batches import CaseResult
 from tools.splits.kinds import KINDS
 from tools.splits.workers import Worker
 
@@ -68,14 +68,14 @@ def _cases(mesh: Sequence[int], dims: Dims, options: argparse.Namespace) -> tupl
   """Returns the cases of a program on a mesh, and a name for them."""
   if not options.all_of_class:
     most = _CASES if options.cases is None else options.cases
-    return [*all_cases(axes_of_mesh(mesh), dims, most)], f'{most}'
+    return [*make_cases(axes_of_mesh(mesh), dims, most)], f'{most}'
   every = left_as_stated(mesh, dims)
   if options.cases is None or options.cases >= len(every):
     return every, 'all of the class'
   return random.Random(0).sample(every, options.cases), f'{options.cases} of {len(every)} of the class'
 
 
-def _summary(kind: str, cases: Sequence[Splits], found: Sequence[Found]) -> tuple[Counts, list[str]]:
+def _summary(kind: str, cases: Sequence[Splits], found: Sequence[CaseResult]) -> tuple[Counts, list[str]]:
   counts: Counts = collections.Counter()
   for one in found:
     otherwise = '' if one.is_reached else 'split otherwise than stated, '

@@ -47,7 +47,7 @@ from tools.faults.processes import HangError, Training
 Fault = Callable[[Lab], None]
 
 
-class Report(NamedTuple):
+class FaultReport(NamedTuple):
   """The result of a fault; `problem` is '' if the run survived."""
 
   number: int
@@ -57,7 +57,7 @@ class Report(NamedTuple):
   seconds: float
 
 
-def prepare(
+def make_baseline(
   folder: Path, rng: np.random.Generator, *, hosts: int, records: bool, stopping: bool = False, interrupted: int = 3
 ) -> Baseline:
   """Makes the runs that several faults use: undisturbed ones to compare with, and killed ones to continue.
@@ -102,7 +102,7 @@ def _has_come(lab: Lab, run: Training, step: int) -> bool:
   return run.last_step >= step and len(lab.checkpoints()) >= 2
 
 
-def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Baseline) -> Report:
+def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Baseline) -> FaultReport:
   """Runs one fault. If the run survives, its directory is removed."""
   start, where = time.monotonic(), folder / f'fault-{number}'
   where.mkdir()
@@ -123,7 +123,7 @@ def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Base
     (where / 'output.txt').write_text('\n\n'.join(run.text for run in lab.started))
   else:
     shutil.rmtree(where, ignore_errors=True)
-  return Report(number, fault.__doc__ or fault.__name__, lab.seen, problem, time.monotonic() - start)
+  return FaultReport(number, fault.__doc__ or fault.__name__, lab.seen, problem, time.monotonic() - start)
 
 
 def draw_fault(seed: int, number: int, faults: Sequence[Fault]) -> Fault:
@@ -136,10 +136,10 @@ def draw_fault(seed: int, number: int, faults: Sequence[Fault]) -> Fault:
 
 def campaign(
   faults: Sequence[Fault], numbers: Sequence[int], seed: int, folder: Path, baseline: Baseline, *, jobs: int, end: float
-) -> Iterator[Report]:
+) -> Iterator[FaultReport]:
   """Runs faults, `jobs` of them in parallel, and starts none after the time `end` of `time.monotonic()`."""
   waiting = iter(numbers)
-  running: set[concurrent.futures.Future[Report]] = set()
+  running: set[concurrent.futures.Future[FaultReport]] = set()
   with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
     while True:
       while len(running) < jobs and time.monotonic() < end and (number := next(waiting, None)) is not None:
@@ -150,13 +150,13 @@ def campaign(
       yield from (future.result() for future in done)
 
 
-def table(reports: Sequence[Report]) -> str:
+def fault_table(reports: Sequence[FaultReport]) -> str:
   """Returns a table with a line for each fault.
 
   Its columns: how often the fault happened and was survived, the most steps lost without and with emergency copies, and
   how often the run had ended before the fault came.
   """
-  kinds: dict[str, list[Report]] = collections.defaultdict(list)
+  kinds: dict[str, list[FaultReport]] = collections.defaultdict(list)
   for report in reports:
     kinds[report.fault].append(report)
   width = max(map(len, kinds), default=5)
@@ -172,7 +172,7 @@ def table(reports: Sequence[Report]) -> str:
 
 
 # These need data in files, which Grain reads.
-_IN_FILES = {'data_damaged', 'data_replaced'}
+_IN_FILES = {'damage_data', 'replace_data'}
 
 
 def _missing_grain() -> str:
@@ -207,12 +207,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     needed -= _IN_FILES
   if not faults:
     parser.error('there is no such fault')
-  baseline = prepare(
+  baseline = make_baseline(
     folder,
     np.random.default_rng(values.seed),
-    hosts=4 if 'one_of_four_hosts_killed' in needed else 2 if any('host' in name for name in needed) else 1,
+    hosts=4 if 'kill_one_of_four_hosts' in needed else 2 if any('host' in name for name in needed) else 1,
     records=bool(needed & _IN_FILES),
-    stopping='metrics_emptied' in needed,
+    stopping='empty_metrics' in needed,
   )
   print(f'undisturbed runs: {time.monotonic() - start:.0f} s', flush=True)
   begun, end = time.monotonic(), start + 60 * values.minutes
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = f'{report.seen.where}{copies}'
     print(f'{report.number:4} {report.seconds:5.1f} s {report.fault}, {where}{problem}', flush=True)
   wall, cpu = time.monotonic() - begun, _cpu_seconds() - before
-  print(f'\n{table(reports)}\n')
+  print(f'\n{fault_table(reports)}\n')
   per = max(len(reports), 1)
   print(f'seed {values.seed}: {len(reports)} faults in {wall / 60:.1f} minutes, {cpu / per:.1f} s of CPU each')
   failed = [report.number for report in reports if report.problem]

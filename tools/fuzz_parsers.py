@@ -44,7 +44,7 @@ class Wrong(NamedTuple):
 
 
 class _HangError(BaseException):
-  """A case took too long. It is no `Exception`, so that no parser can catch it by accident."""
+  """A case took too long. It does not derive from `Exception`, so that no parser can catch it by accident."""
 
 
 class Guard:

@@ -44,7 +44,7 @@ MESHES: dict[int, list[tuple[int, ...]]] = {1: [(8,)], 2: [(8, 1), (2, 4)], 3: [
 AXES = ('replica', 'data', 'mdl')
 
 
-class Cost(NamedTuple):
+class StepCost(NamedTuple):
   """Per device: collectives by kind, the MiB that they move, and the MiB of temporaries."""
 
   counts: dict[str, int]
@@ -52,13 +52,13 @@ class Cost(NamedTuple):
   temporaries: float
 
 
-def cost_of(lowered: jax.stages.Lowered) -> Cost:
+def step_cost(lowered: jax.stages.Lowered) -> StepCost:
   compiled = lowered.compile()
   found = {kind: c for kind, c in collectives(compiled).items() if c.count}
   moved = sum(c.bytes for c in found.values()) / 2**20
   memory = compiled.memory_analysis()
   assert memory is not None  # XLA reports it on CPUs.
-  return Cost({kind: c.count for kind, c in found.items()}, moved, memory.temp_size_in_bytes / 2**20)
+  return StepCost({kind: c.count for kind, c in found.items()}, moved, memory.temp_size_in_bytes / 2**20)
 
 
 def compare(name: str, task: SingleTask, inputs: NestedDict) -> bool:
@@ -72,7 +72,7 @@ def compare(name: str, task: SingleTask, inputs: NestedDict) -> bool:
   if guarded.as_text() == before:
     print(f'{name:<44} the same program ({seconds:.2f} s)', flush=True)
     return False
-  old, new = cost_of(plain), cost_of(guarded)
+  old, new = step_cost(plain), step_cost(guarded)
   if old == new:
     print(f'{name:<44} the same collectives, bytes and temporaries ({seconds:.2f} s)', flush=True)
     return False

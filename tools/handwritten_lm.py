@@ -19,9 +19,9 @@ from jax.extend.core import Primitive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
-Arrays = dict[str, jax.Array]
-Split = Callable[..., jax.Array]
-Step = Callable[[Arrays, optax.OptState, Arrays], tuple[Arrays, optax.OptState, Arrays]]
+NamedArrays = dict[str, jax.Array]
+SplitActivation = Callable[..., jax.Array]
+HandwrittenStep = Callable[[NamedArrays, optax.OptState, NamedArrays], tuple[NamedArrays, optax.OptState, NamedArrays]]
 
 
 class Size(NamedTuple):
@@ -35,6 +35,7 @@ class Size(NamedTuple):
   hidden_dims: int = 1024
   vocab: int = 256
   head_dims: int | None = None
+  num_kv_heads: int | None = None  # None means N.
   tied: bool = False  # Whether the softmax shares the table of the embedding.
 
   @property
@@ -48,20 +49,23 @@ class Tuning(NamedTuple):
   Attributes:
     dtype: of activations and operands of products; None: that of the parameters.
     attention: the implementation of `jax.nn.dot_product_attention`; None: JAX's choice.
-    remat: whether the backward pass of a layer keeps only the results of products with weights.
+    remat: whether the backward pass of a layer keeps only the results of products with weights; 'full' keeps only its
+      input.
     unroll: whether the loop over layers is unrolled.
     loss_parts: into how many parts the rows are cut for the logits, which are computed part by part, and again in the
       backward pass.
+    exchange: whether devices exchange looked-up vectors instead of gathering the table.
   """
 
   dtype: DTypeLike | None = None
   attention: Literal['xla', 'cudnn'] | None = None
-  remat: bool = False
+  remat: bool | Literal['full'] = False
   unroll: bool = False
   loss_parts: int = 1
+  exchange: bool = False
 
 
-def init_params(size: Size, key: jax.Array) -> Arrays:
+def init_params(size: Size, key: jax.Array) -> NamedArrays:
   """Returns Gaussian parameters with standard deviation 0.02, or less for weights that add to the residual stream."""
   L, D, N, H, F, V = (
     size.num_layers,
@@ -71,11 +75,12 @@ def init_params(size: Size, key: jax.Array) -> Arrays:
     size.hidden_dims,
     size.vocab,
   )
+  K = size.num_kv_heads or N
   shapes = {
     'embedding': (V, D),
     'q': (L, D, N, H),
-    'k': (L, D, N, H),
-    'v': (L, D, N, H),
+    'k': (L, D, K, H),
+    'v': (L, D, K, H),
     'o': (L, N, H, D),
     'gate': (L, D, F),
     'up': (L, D, F),
@@ -123,15 +128,19 @@ def rotate(x_BTNH: jax.Array, sin_BT1h: jax.Array, cos_BT1h: jax.Array) -> jax.A
   return jnp.concatenate(both, axis=-1).astype(x_BTNH.dtype)
 
 
-def hidden_fn(params: Arrays, ids_BT: jax.Array, size: Size, split: Split, tuning: Tuning) -> jax.Array:
+def hidden_fn(params: NamedArrays, ids_BT: jax.Array, size: Size, split: SplitActivation, tuning: Tuning) -> jax.Array:
   """Returns the input of the softmax layer, [B, T, D]."""
   H, dtype = size.dims_per_head, tuning.dtype or params['embedding'].dtype
-  x_BTD = split(params['embedding'][ids_BT].astype(dtype), 'data', None, None)
+  if tuning.exchange:
+    of_all = split(params['embedding'][split(ids_BT, None, None)], None, None, 'data')
+    x_BTD = split(split(of_all.astype(dtype), None, None, 'data'), 'data', None, None)
+  else:
+    x_BTD = split(params['embedding'][ids_BT].astype(dtype), 'data', None, None)
   position_T = jnp.arange(ids_BT.shape[1], dtype=jnp.float32)
   angle_BT1h = (position_T[:, None] / 10_000 ** (jnp.arange(H // 2) / (H // 2)))[None, :, None, :]
   sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
 
-  def block(x_BTD: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
+  def block(x_BTD: jax.Array, w: NamedArrays) -> tuple[jax.Array, None]:
     w = {name: x if 'norm' in name else x.astype(dtype) for name, x in w.items()}
     h_BTD = rms_norm(x_BTD, w['norm1'])
     q_BTNH, k_BTNH, v_BTNH = (
@@ -147,7 +156,8 @@ def hidden_fn(params: Arrays, ids_BT: jax.Array, size: Size, split: Split, tunin
 
   stacked = {k: v for k, v in params.items() if k not in ('embedding', 'softmax', 'final_norm')}
   if tuning.remat:
-    block = jax.checkpoint(block, policy=_keep_products, prevent_cse=tuning.unroll)
+    policy = None if tuning.remat == 'full' else _keep_products
+    block = jax.checkpoint(block, policy=policy, prevent_cse=tuning.unroll)
   x_BTD, _ = jax.lax.scan(block, x_BTD, stacked, unroll=size.num_layers if tuning.unroll else 1)
   return rms_norm(x_BTD, params['final_norm'])
 
@@ -156,7 +166,7 @@ def _keep_products(primitive: Primitive, *args: object, **params: object) -> boo
   return primitive.name in ('dot_general', 'dot_product_attention_fwd_wrapper')
 
 
-def logits_fn(params: Arrays, hidden_BTD: jax.Array, split: Split) -> jax.Array:
+def logits_fn(params: NamedArrays, hidden_BTD: jax.Array, split: SplitActivation) -> jax.Array:
   """Returns logits [B, T, V]."""
   table_DV = params['softmax'] if 'softmax' in params else params['embedding'].T
   return split(hidden_BTD @ table_DV.astype(hidden_BTD.dtype), 'data', None, 'mdl')
@@ -171,17 +181,17 @@ def make_optimizer(learning_rate: float, decay_mask: dict[str, bool]) -> optax.G
 
 def make_step(
   size: Size, tx: optax.GradientTransformation, mesh: Mesh | None = None, tuning: Tuning = _AS_IT_IS
-) -> Step:
+) -> HandwrittenStep:
   """Returns `(params, opt_state, batch) -> (params, opt_state, metrics)`, to be jitted with donation."""
 
   def split(x: jax.Array, *axes: str | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
-  def xent_of(params: Arrays, hidden_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
+  def xent_of(params: NamedArrays, hidden_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
     logits_BTV = logits_fn(params, hidden_BTD, split).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, labels_BT)
 
-  def loss_fn(params: Arrays, batch: Arrays) -> jax.Array:
+  def loss_fn(params: NamedArrays, batch: NamedArrays) -> jax.Array:
     hidden_BTD, labels_BT = hidden_fn(params, batch['ids'], size, split, tuning), batch['labels']
     if (parts := tuning.loss_parts) == 1:
       xent_BT = xent_of(params, hidden_BTD, labels_BT)
@@ -191,7 +201,9 @@ def make_step(
       xent_BT = jax.lax.map(lambda part: again(params, *part), tuple(rows)).reshape(labels_BT.shape)
     return jnp.sum(xent_BT * batch['weights']) / jnp.maximum(jnp.sum(batch['weights']), 1e-6)
 
-  def step(params: Arrays, opt_state: optax.OptState, batch: Arrays) -> tuple[Arrays, optax.OptState, Arrays]:
+  def step(
+    params: NamedArrays, opt_state: optax.OptState, batch: NamedArrays
+  ) -> tuple[NamedArrays, optax.OptState, NamedArrays]:
     batch = {name: split(x, 'data', None) for name, x in batch.items()}
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
     norm = optax.global_norm(grads)

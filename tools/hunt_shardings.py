@@ -40,7 +40,7 @@ from praxis_lite.common.jax_internals.flags import add_flags
 from tools.graphs import drawing, tasks
 from tools.graphs.families import FAMILIES
 from tools.hunt import models, operations
-from tools.hunt.cases import Case, Outcome, shrink
+from tools.hunt.cases import FuzzCase, Outcome, shrink
 
 # They make compiling fast and do not affect the partitioner. The timeout allows for a busy machine.
 _FLAGS = {
@@ -52,14 +52,14 @@ _FLAGS = {
 }
 os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _FLAGS)
 
-_KINDS: dict[str, Callable[[np.random.Generator], Case]] = {
-  'operations': operations.draw,
-  'models': models.draw,
-  'graphs': functools.partial(drawing.draw, families=FAMILIES),
+_KINDS: dict[str, Callable[[np.random.Generator], FuzzCase]] = {
+  'operations': operations.draw_operation,
+  'models': models.draw_model,
+  'graphs': functools.partial(drawing.draw_program, families=FAMILIES),
 }
 # This number of consecutive cases are layouts of one task, so it runs only once on one device.
 _LAYOUTS = 3
-# Cases run in child processes, because XLA may abort. Forking is safe, because JAX has not started a thread yet.
+# Cases run in child processes, because XLA may abort. Forking is safe while JAX has no threads.
 _PROCESSES = multiprocessing.get_context('fork')
 _ABORTED = Outcome('wrong', 'XLA aborts the process')
 _HANGS = Outcome('wrong', 'the process does not end')
@@ -70,49 +70,49 @@ _SECONDS_OF_A_HANG = 60.0
 _SECONDS_OF_SHRINKING = 180.0
 
 
-class Report(NamedTuple):
+class CaseReport(NamedTuple):
   """The outcome of a case, and for a wrong one, the smallest case that is still wrong."""
 
   number: int
-  case: Case
+  case: FuzzCase
   outcome: Outcome
-  smallest: Case | None = None
+  smallest: FuzzCase | None = None
 
 
-def draw(kind: str, seed: int, number: int) -> Case:
+def draw_case(kind: str, seed: int, number: int) -> FuzzCase:
   """Returns the case with this seed and number."""
   rng = np.random.default_rng([seed, number])
   if kind == 'tasks':
-    return tasks.draw(rng, of_model=np.random.default_rng([seed, number // _LAYOUTS, 1]))
+    return tasks.draw_task(rng, of_model=np.random.default_rng([seed, number // _LAYOUTS, 1]))
   return _KINDS[kind](rng)
 
 
-def hunt(
+def report_cases(
   kind: str,
   seed: int,
   numbers: Iterable[int],
   seconds: float = _SECONDS_OF_SHRINKING,
-  begin: Callable[[Case], object] = lambda case: None,
-) -> Iterator[Report]:
+  begin: Callable[[FuzzCase], object] = lambda case: None,
+) -> Iterator[CaseReport]:
   """Runs cases, and reduces each wrong one for at most `seconds`. It calls `begin` with each case before running it."""
   for number in numbers:
-    case = draw(kind, seed, number)
+    case = draw_case(kind, seed, number)
     begin(case)
-    outcome = run(case)
+    outcome = run_sharding_case(case)
     smallest = None
     if outcome.kind == 'wrong':
       print(f'seed {seed}, case {number}: {outcome.why}; it is made smaller', file=sys.stderr, flush=True)
       smallest = shrink(case, _limit_time(functools.partial(_fails_like, outcome), seconds))
-    yield Report(number, case, outcome, smallest)
+    yield CaseReport(number, case, outcome, smallest)
     if number % 50 == 49:  # JAX keeps all compiled programs, which would fill the memory in a long run.
       jax.clear_caches()
 
 
-def _fails_like(outcome: Outcome, case: Case) -> bool:
-  return run(case).fails_like(outcome)
+def _fails_like(outcome: Outcome, case: FuzzCase) -> bool:
+  return run_sharding_case(case).fails_like(outcome)
 
 
-def run(case: Case) -> Outcome:
+def run_sharding_case(case: FuzzCase) -> Outcome:
   """Runs a case. If it fails on one device too, its outcome is 'skipped'."""
   try:
     return case.run()
@@ -120,8 +120,10 @@ def run(case: Case) -> Outcome:
     return Outcome('skipped', type(error).__name__)
 
 
-def hunt_in_processes(kind: str, seed: int, numbers: range, seconds: float = _SECONDS_OF_SHRINKING) -> Iterator[Report]:
-  """Like `hunt`, but in a child process. If XLA aborts it or it hangs, the next case runs in a new one."""
+def hunt_in_processes(
+  kind: str, seed: int, numbers: range, seconds: float = _SECONDS_OF_SHRINKING
+) -> Iterator[CaseReport]:
+  """Like `report_cases`, but in a child process. If XLA aborts it or it hangs, the next case runs in a new one."""
   while numbers:
     receiving, sending = _PROCESSES.Pipe(duplex=False)
     process = _PROCESSES.Process(target=_send, args=(sending, kind, seed, numbers, seconds), daemon=True)
@@ -134,7 +136,7 @@ def hunt_in_processes(kind: str, seed: int, numbers: range, seconds: float = _SE
           ended = _HANGS
           break
         received = receiving.recv()
-        if isinstance(received, Report):
+        if isinstance(received, CaseReport):
           yield received
           numbers, case = numbers[1:], None
         else:
@@ -147,21 +149,21 @@ def hunt_in_processes(kind: str, seed: int, numbers: range, seconds: float = _SE
     if numbers and case is not None:
       print(f'seed {seed}, case {numbers[0]}: {ended.why}; it is made smaller', file=sys.stderr, flush=True)
       is_wrong = _limit_time(functools.partial(ends_badly, ended), seconds)
-      yield Report(numbers[0], case, ended, shrink(case, is_wrong, max_runs=120))
+      yield CaseReport(numbers[0], case, ended, shrink(case, is_wrong, max_runs=120))
       numbers = numbers[1:]
     elif numbers:
       raise SystemExit(f'seed {seed}, case {numbers[0]}: the process ended before there was a case')
 
 
-def _limit_time(is_wrong: Callable[[Case], bool], seconds: float) -> Callable[[Case], bool]:
+def _limit_time(is_wrong: Callable[[FuzzCase], bool], seconds: float) -> Callable[[FuzzCase], bool]:
   """Returns a predicate like `is_wrong` that is false for every case once the time is over, which ends a reduction."""
   end = time.monotonic() + seconds
   return lambda case: time.monotonic() < end and is_wrong(case)
 
 
-def ends_badly(outcome: Outcome, case: Case) -> bool:
+def ends_badly(outcome: Outcome, case: FuzzCase) -> bool:
   """Returns whether a case also aborts its process, or hangs, as `outcome` says."""
-  process = _PROCESSES.Process(target=run, args=(case,))
+  process = _PROCESSES.Process(target=run_sharding_case, args=(case,))
   process.start()
   process.join(_SECONDS_OF_A_HANG)
   hangs = process.is_alive()
@@ -172,7 +174,7 @@ def ends_badly(outcome: Outcome, case: Case) -> bool:
 
 def _send(sending: Connection, kind: str, seed: int, numbers: Iterable[int], seconds: float) -> None:
   """Sends each case before it runs, so that the parent knows which case ended the process; then sends its report."""
-  for report in hunt(kind, seed, numbers, seconds, begin=sending.send):
+  for report in report_cases(kind, seed, numbers, seconds, begin=sending.send):
     sending.send(report)
 
 

@@ -28,10 +28,10 @@ sizes = {
 }
 _LEARNING_RATE = 1e-3
 _AXES = ('data', 'mdl')
-StateT = TypeVar('StateT')
+ContestantStateT = TypeVar('ContestantStateT')
 
 
-class Contestant(Generic[StateT]):
+class Contestant(Generic[ContestantStateT]):
   """A training step that can be compiled, measured and run.
 
   Args:
@@ -45,14 +45,14 @@ class Contestant(Generic[StateT]):
   def __init__(
     self,
     lower: Callable[[], jax.stages.Lowered],
-    start: Callable[[], StateT],
-    advance: Callable[[jax.stages.Compiled, StateT], tuple[StateT, jax.Array]],
+    start: Callable[[], ContestantStateT],
+    advance: Callable[[jax.stages.Compiled, ContestantStateT], tuple[ContestantStateT, jax.Array]],
     num_params: int,
     prepare: Callable[[jax.stages.Lowered], object] = lambda lowered: None,
   ):
     self._lower, self.start, self.advance = lower, start, advance
     self.num_params, self._prepare = num_params, prepare
-    self._state: StateT | None = None
+    self._state: ContestantStateT | None = None
     self._loss: jax.Array
     self.compiled: jax.stages.Compiled
 
@@ -109,7 +109,7 @@ OurState = tuple[TrainState, Batch]
 HandState = tuple[dict[str, jax.Array], optax.OptState, Batch]
 
 
-def ours(size: Size, num_devices: int) -> Contestant[OurState]:
+def praxis_lite_step(size: Size, num_devices: int) -> Contestant[OurState]:
   """The framework's step."""
   model = transformer_lm(
     vocab_size=size.vocab,
@@ -146,7 +146,7 @@ def ours(size: Size, num_devices: int) -> Contestant[OurState]:
   return Contestant(lower, start, advance, partitioned.total_num_params, prepare=guard)
 
 
-def by_hand(size: Size, num_devices: int) -> Contestant[HandState]:
+def handwritten_step(size: Size, num_devices: int) -> Contestant[HandState]:
   """The step of `handwritten_lm.py`."""
   mesh = create_device_mesh(_mesh_shape(num_devices), mesh_axis_names=_AXES)
   params = jax.eval_shape(lambda: init_params(size, jax.random.key(0)))

@@ -134,7 +134,7 @@ def kill_in_uploads(folder: Path, store: Store, env: dict[str, str], kills: int,
     run = train(directory, env, url, _SLOW)
 
     def is_half_there(complete: int = complete) -> bool:
-      steps, whole = steps_in(files, f'{_BUCKET}/runs/killed')
+      steps, whole = steps_in_store(files, f'{_BUCKET}/runs/killed')
       return bool(steps - whole) and max(whole, default=0) > complete
 
     if not run.wait_for(is_half_there):
@@ -142,7 +142,7 @@ def kill_in_uploads(folder: Path, store: Store, env: dict[str, str], kills: int,
       return
     run.send(signal.SIGKILL)
     run.wait()
-    steps, whole = steps_in(files, f'{_BUCKET}/runs/killed')
+    steps, whole = steps_in_store(files, f'{_BUCKET}/runs/killed')
     where = 'in an empty directory' if kill % 2 == 0 else 'in an older directory'
     print(f'        killed after {run.last_step} steps: {sorted(whole)} complete, half of {sorted(steps - whole)}')
     check(
@@ -159,8 +159,8 @@ def kill_in_uploads(folder: Path, store: Store, env: dict[str, str], kills: int,
   run = train(directory, env, url)
   check('the run goes on to its end', run.wait() == 0 and is_fetched(run), run.text)
   found = differences(results_of(directory), results_of(folder / 'undisturbed'))
-  check('arrays, metrics and event files are those of the undisturbed run', not found, found)
-  steps, whole = steps_in(files, f'{_BUCKET}/runs/killed')
+  check('arrays, metrics and event files equal the results of the undisturbed run', not found, found)
+  steps, whole = steps_in_store(files, f'{_BUCKET}/runs/killed')
   check('the store has the three newest checkpoints, and no half', steps == whole == {16, 20, 24}, (steps, whole))
 
 
@@ -181,7 +181,7 @@ def lose_the_store(folder: Path, store: Store, env: dict[str, str], check: Check
   store.start()
   again = train(directory, env, url)
   check('the same command, with an empty store, copies all', again.wait() == 0, again.text)
-  steps, whole = steps_in(store.files, f'{_BUCKET}/runs/away')
+  steps, whole = steps_in_store(store.files, f'{_BUCKET}/runs/away')
   check('all checkpoints are there', steps == whole == {16, 20, 24}, (steps, whole))
 
 
@@ -219,7 +219,7 @@ def is_fetched(run: Training) -> bool:
   return any(line.startswith('fetched s3://') for line in run.lines)
 
 
-def steps_in(files: AbstractFileSystem, run: str) -> tuple[set[int], set[int]]:
+def steps_in_store(files: AbstractFileSystem, run: str) -> tuple[set[int], set[int]]:
   """Returns two sets of a run's steps in the store: those with any object, and those that are complete."""
   names: list[str] = []
   with contextlib.suppress(FileNotFoundError):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-Value = TypeVar('Value')
+ValueT = TypeVar('ValueT')
 
 
 def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -19,9 +19,9 @@ def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_c
   return clock() - start
 
 
-def measure_in_turn(measures: Sequence[Callable[[], Value]], rounds: int, warm_up: int = 1) -> list[list[Value]]:
+def measure_in_turn(measures: Sequence[Callable[[], ValueT]], rounds: int, warm_up: int = 1) -> list[list[ValueT]]:
   """Calls all measures once per round, in reverse every other round; returns the results of each after the warm-up."""
-  found: list[list[Value]] = [[] for _ in measures]
+  found: list[list[ValueT]] = [[] for _ in measures]
   for i in range(-warm_up, rounds):
     turns = list(zip(measures, found))
     for measure, values in turns if i % 2 else reversed(turns):

@@ -41,7 +41,6 @@ from praxis_lite.checkpoints.contents import (
   read_checkpoint_record,
   stored_shape,
   to_leaf,
-  to_nested_dict,
   to_stored,
 )
 from praxis_lite.checkpoints.failures import DamagedError, PartedError, error_summary, unreadable
@@ -52,10 +51,11 @@ from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import CHECKPOINTS, RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.seal import SEAL, check_records, check_seal, new_seal, seal_array
 from praxis_lite.checkpoints.streamed import stored_arrays
+from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.files import check_plain_below, local_path
 from praxis_lite.common.processes import gather_texts, join_by_host
-from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, merge, node_at, path_name
+from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, merge, nest, node_at, path_name
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.state import TrainState
 
@@ -64,11 +64,11 @@ _LEAST_ROOM = 1 << 14
 # The message of a process that finds a checkpoint removed.
 _GONE = 'gone'
 
-# The step of a checkpoint; None means the newest.
 Step = int | Literal['best'] | None
+"""The step of a checkpoint; None means the newest."""
 
-# What to do if the newest checkpoint is damaged: use the previous one, or raise an error.
 OnDamage = Literal['previous', 'fail']
+"""What to do if the newest checkpoint is damaged: use the previous one, or raise an error."""
 
 T = TypeVar('T')
 
@@ -111,6 +111,7 @@ class Checkpointer:
     self._on_damage = on_damage
     self._damaged: set[int] = set()
     self._retention = Retention(self.directory, max_to_keep=max_to_keep, keep_interval_steps=keep_interval_steps)
+    start_devices()
     self._barrier = make_save_barrier()
     self._to_close = contextlib.ExitStack()
     self._store = self._open_store()
@@ -158,7 +159,7 @@ class Checkpointer:
     if self._store.has_step(step):
       return False
     seal = new_seal(step)
-    arrays = {**to_nested_dict(jax.tree.map(to_stored, state)), SEAL: seal_array(seal)}
+    arrays = {**nest(leaves_by_path(jax.tree.map(to_stored, state))), SEAL: seal_array(seal)}
     records = {
       'inputs': add_checksum({'input_state': input_state, SEAL: seal}),
       'about': add_checksum({**_about(state, true_shapes), 'progress': progress, SEAL: seal}),
@@ -222,7 +223,7 @@ class Checkpointer:
     return max(self.steps(), default=None)
 
   def steps(self) -> list[int]:
-    """Returns the steps of all complete checkpoints, in order, without those that were found damaged."""
+    """Returns the steps of all complete checkpoints, in order, except damaged ones."""
     return [step for step in steps_in(self.directory) if step not in self._damaged]
 
   def existing_step(self, step: Step = None, remedy: str = 'train first, with the same --job_log_dir') -> int:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.checkpoints.orbax.on_disk import record_file
-from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.errors import CheckpointError, first_lines
 from praxis_lite.common.files import parse_json, plain_dtype, read_plain
-from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, path_name
+from praxis_lite.common.trees import leaves_by_path, path_name
+from praxis_lite.sharding.layout import is_prng_key
 
 ArrayRecord = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3
@@ -103,14 +104,6 @@ def _checksum(record: dict[str, Any]) -> str:
   return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def to_nested_dict(tree: object) -> NestedDict:
-  """Returns the leaves of any tree as nested dicts, by their paths."""
-  nested: NestedDict = {}
-  for path, leaf in leaves_by_path(tree).items():
-    nested = insert(nested, path, leaf)
-  return nested
-
-
 def array_records(shapes: object) -> dict[str, ArrayRecord]:
   """Returns the shape and dtype of each array of a tree by name, for JSON."""
   return {
@@ -136,10 +129,9 @@ def check_same_model(saved: dict[str, ArrayRecord], wanted: dict[str, ArrayRecor
     return
   only_learner = not any(name.startswith('mdl_vars') for name in different)
   whose, remedy = ('another learner', 'task.train.learner') if only_learner else ('another model', 'task.model')
-  shown = [f'{name} is {text}' for name, text in list(different.items())[:_SHOWN]]
-  more = [f'and {len(different) - _SHOWN} more'] if len(different) > _SHOWN else []
+  shown = first_lines([f'{name} is {text}' for name, text in different.items()], _SHOWN)
   raise OtherModelError(
-    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}',
+    f'{where} is a checkpoint of {whose}: {"; ".join(shown)}',
     f'Set {remedy} back to what it was trained with, or start a new run in another --job_log_dir.',
     only_learner,
   )
@@ -162,12 +154,8 @@ def castable(*dtypes: str) -> bool:
 # -------------------------------------------------------------------- PRNG keys, stored as the integers in them
 
 
-def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def to_stored(x: jax.Array) -> jax.Array:
-  return jax.random.key_data(x) if _is_key(x) else x
+  return jax.random.key_data(x) if is_prng_key(x) else x
 
 
 def stored_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -176,7 +164,7 @@ def stored_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def to_leaf(shape: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
-  if not _is_key(shape):
+  if not is_prng_key(shape):
     return x
   impls: list[Any] = []
   jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), shape)

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.contents import ArrayRecord
-from praxis_lite.common.trees import NestedDict, Path, insert, leaves, leaves_by_path, path_name
+from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, nest, path_name, to_path
 from praxis_lite.sharding.guards import GuardedJit
 from praxis_lite.sharding.host_memory import to_device_memory
 from praxis_lite.sharding.padding import pad_to, padded_shape, slice_to
@@ -76,24 +76,24 @@ class Regrouping:
 
   def to_read(self, shapes: object) -> NestedDict:
     """Returns the padded shapes to read, with shardings: `shapes` with the names and groups of the checkpoint."""
-    there: NestedDict = {}
+    there: dict[Path, Any] = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))
-      there = insert(there, _path(source.name) if source else path, _source_struct(x, source) if source else x)
-    return there
+      there[to_path(source.name) if source else path] = _source_struct(x, source) if source else x
+    return nest(there)
 
   def regroup(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
     """Converts the arrays that were read to those of the train state, which have these padded and true shapes."""
     read, true = leaves(arrays), leaves_by_path(true_shapes)
-    here: NestedDict = {}
+    here: dict[Path, Any] = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))
-      value = read[_path(source.name)] if source else read[path]
+      value = read[to_path(source.name)] if source else read[path]
       if source and source.stack_here:
         # No other array needs this source. Popping it frees its memory right after the reshape.
-        value = _reshape(read.pop(_path(source.name)), source.shape, true[path].shape, x)
-      here = insert(here, path, value)
-    return here
+        value = _reshape(read.pop(to_path(source.name)), source.shape, true[path].shape, x)
+      here[path] = value
+    return nest(here)
 
 
 def _tail(name: str) -> str:
@@ -102,7 +102,7 @@ def _tail(name: str) -> str:
 
 
 def _stack(name: str, declared: dict[Path, Any]) -> tuple[int, ...]:
-  owner = owner_of(_path(name), declared)
+  owner = owner_of(to_path(name), declared)
   return () if owner is None else declared[owner].repeat_prefix
 
 
@@ -134,7 +134,3 @@ def _reshape(x: jax.Array, there: tuple[int, ...], here: tuple[int, ...], padded
 
   value = GuardedJit(reshape, out_shardings=to_device_memory(padded.sharding))(x)
   return jax.block_until_ready(jax.device_put(value, padded.sharding))
-
-
-def _path(name: str) -> Path:
-  return tuple(name.split('.'))

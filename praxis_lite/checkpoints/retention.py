@@ -124,7 +124,7 @@ class Retention:
     self._begin(None)
 
   def _begin(self, steps: Sequence[int] | None) -> None:
-    """Makes the thread remove `steps` next, instead of those that were to be next; None keeps those."""
+    """Makes the thread remove `steps` next, instead of the steps that were queued; None keeps the queued ones."""
     with self._lock:
       self._next = steps if steps is not None else self._next or ()
       if self._thread is None:

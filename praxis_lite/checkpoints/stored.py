@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
-from praxis_lite.checkpoints.contents import ArrayRecord, read_checkpoint_record
+from praxis_lite.checkpoints.contents import ArrayRecord, OtherModelError, check_same_model, read_checkpoint_record
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
@@ -26,11 +26,11 @@ from praxis_lite.checkpoints.seal import check_records, check_seal
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole_box
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import local_path, remove_all
-from praxis_lite.common.trees import insert
+from praxis_lite.common.trees import nest, to_path
 from praxis_lite.training.state import TrainState
 
-# Files of a run directory that a copy needs to be a run itself.
-_OF_RUN = ('run.json', 'config.txt', 'vocabulary.json')
+# Files and folders of a run directory that a copy needs to be a run itself.
+_OF_RUN = ('run.json', 'config.txt', 'vocabulary.json', 'hugging_face')
 
 
 class StoredCheckpoint:
@@ -117,7 +117,8 @@ class StoredCheckpoint:
         checkpoint: a run in that directory starts at step 0 with these variables.
 
     Raises:
-      CheckpointError: the directory has a checkpoint of this step, this checkpoint is damaged, or writing fails.
+      CheckpointError: the directory has a checkpoint of this step or of another model, this checkpoint is damaged, or
+        writing fails.
     """
     target = step_folder(job_log_dir, self.step)
     if target.exists():
@@ -125,6 +126,7 @@ class StoredCheckpoint:
     damaged = self.damage()
     if damaged:
       raise CheckpointError(f'{self.folder} is damaged ({", ".join(damaged)}), and is not copied')
+    check_same_run(self.variables(), job_log_dir, optimizer=optimizer)
     try:
       target.parent.mkdir(parents=True, exist_ok=True)
       if optimizer:
@@ -136,8 +138,9 @@ class StoredCheckpoint:
       else:
         self._copy_variables(job_log_dir)
       for name in _OF_RUN:
-        if (self.folder.parent.parent / name).exists() and not (job_log_dir / name).exists():
-          shutil.copy(self.folder.parent.parent / name, job_log_dir / name)
+        source = self.folder.parent.parent / name
+        if source.exists() and not (job_log_dir / name).exists():
+          (shutil.copytree if source.is_dir() else shutil.copy)(source, job_log_dir / name)
     except OSError as error:
       raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
     return target
@@ -148,6 +151,35 @@ class StoredCheckpoint:
       arrays = stored_arrays(str(self.folder / STATE), {name: r['shape'] for name, r in records.items()})
       structs = {name: jax.ShapeDtypeStruct(r['shape'], jnp.dtype(r['dtype'])) for name, r in records.items()}
       checkpointer.save(self.step, _state(arrays), _state(structs), None)
+
+
+def check_same_run(variables: Mapping[str, ArrayRecord], job_log_dir: Path, *, optimizer: bool = True) -> None:
+  """Raises CheckpointError if a run has checkpoints of another model than one that is to be copied to it.
+
+  Args:
+    variables: the arrays of the checkpoint to copy, by name.
+    job_log_dir: the directory of the run, which may not exist.
+    optimizer: False if the optimizer's state is not copied, so it may differ.
+  """
+  for step in reversed(saved_steps(job_log_dir)):
+    with contextlib.suppress(DamagedError):
+      check_same_arrays(variables, StoredCheckpoint(step_folder(job_log_dir, step)).variables(), job_log_dir, optimizer)
+      return
+
+
+def check_same_arrays(
+  copied: Mapping[str, ArrayRecord], wanted: Mapping[str, ArrayRecord], job_log_dir: Path, optimizer: bool
+) -> None:
+  """Raises CheckpointError if the arrays of a checkpoint are not those `wanted` by the run to which it is copied."""
+  ours, theirs = (
+    {name: record for name, record in of.items() if optimizer or not name.startswith('opt_states.')}
+    for of in (copied, wanted)
+  )
+  try:
+    check_same_model(ours, theirs, 'the checkpoint to copy')
+  except OtherModelError as error:
+    remedy = 'name another directory' + (', or copy with --nooptimizer' if error.only_learner and optimizer else '')
+    raise CheckpointError(f'{job_log_dir} has another run: {error.difference}; {remedy}') from None
 
 
 class ArrayDifference(NamedTuple):
@@ -188,8 +220,11 @@ def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> lis
   if step is None and directory.is_dir():
     folders = sorted([*folders, *filter(is_set_aside, directory.iterdir())], key=lambda f: StoredCheckpoint(f).step)
   if not folders:
-    which = f'there is no checkpoint of step {step}' if step is not None else 'there is no checkpoint'
-    raise CheckpointError(f'{which} in {directory}; there are {steps_in(directory)}')
+    if not path.exists():
+      raise CheckpointError(f'there is no directory {path}')
+    of_step = f' of step {step}' if step is not None else ''
+    others = f'; there are {steps}' if (steps := steps_in(directory)) else ''
+    raise CheckpointError(f'there is no checkpoint{of_step} in {directory}{others}')
   return [StoredCheckpoint(folder) for folder in folders]
 
 
@@ -212,9 +247,7 @@ def _nan_last(value: float) -> tuple[bool, float]:
 
 def _state(leaves: dict[str, Any]) -> TrainState:
   """Returns the train state, without the optimizer's state, from leaves by name."""
-  tree: dict[str, Any] = {}
-  for name, leaf in leaves.items():
-    tree = insert(tree, tuple(name.split('.')), leaf)
+  tree = nest({to_path(name): leaf for name, leaf in leaves.items()})
   return TrainState(tree['step'], tree['mdl_vars'], None, tree.get('ema_vars'))
 
 

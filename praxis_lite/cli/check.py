@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment
-from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
+from praxis_lite.cli.command import Command, configured_shapes
+from praxis_lite.cli.command_flags import CommandFlags, add_devices, experiment_flags
 
 _MIB = 2**20
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.common.devices import leave_accelerators_alone
   from praxis_lite.instruments.explain import WarningLimits, check, format_problems, has_errors
 
-  leave_accelerators_alone()
   limits = WarningLimits(
     replicated_bytes=int(values.replicated_mib * _MIB),
     wasted_fraction=values.wasted_percent / 100,
     wasted_bytes=int(values.wasted_mib * _MIB),
   )
-  problems = check(configured_experiment(values), limits=limits)
+  problems = check(configured_shapes(values), limits=limits)
   print(format_problems(problems))
   return 1 if has_errors(problems) else 0
 
 
 def _flags() -> CommandFlags:
   values = experiment_flags()
+  add_devices(values, 'Number of devices: what a size of -1 in the mesh is the rest of.')
   replicated = 'Report weights of at least this many MiB that are on every device.'
   values.add_number('replicated_mib', replicated, '1', 64, least=0)
   values.add_number('wasted_percent', 'Report arrays and batches with more padding than this.', '5', 10, least=0)

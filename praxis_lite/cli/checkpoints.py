@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -14,6 +14,7 @@ from absl import flags
 from praxis_lite.cli.command import Command
 from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import CheckpointError, UserError, check_choice
+from praxis_lite.common.figures import format_axes
 from praxis_lite.common.files import is_url, local_path
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def _kept(checkpoint: StoredCheckpoint | RemoteCheckpoint) -> contextlib.Abstrac
 
 def _describe(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool) -> tuple[str, str, str, str]:
   """Returns the age, the size, the mesh and the state of a checkpoint as text."""
+  from praxis_lite.checkpoints.failures import DamagedError
   from praxis_lite.common.figures import duration
 
   state = ['best'] if is_best else []
@@ -107,8 +109,10 @@ def _describe(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool)
     about = checkpoint.about()
     age = duration(time.time() - about['saved_at']) if 'saved_at' in about else '-'
     mesh = _mesh(about)
-  except CheckpointError:
+  except DamagedError:
     state.append('damaged')
+  except CheckpointError:  # For example, this user may not read it.
+    state.append('cannot be read')
   if checkpoint.is_set_aside:
     state = ['damaged, kept aside']
   return age, _size(checkpoint.num_bytes), mesh, ', '.join(state)
@@ -171,16 +175,36 @@ def _copy(values: flags.FlagValues) -> int:
       raise UserError(
         'copy --nooptimizer: first copy the checkpoint to a directory, then that copy without the optimizer'
       )
+    _check_recorded_model(_found(source, values.step)[-1], local_path(target))
     print(f'copied to {copy_here(source, local_path(target), values.step)}')
     return 0
   checkpoint = _newest(source, values.step)
+  _check_recorded_model(checkpoint, local_path(target))
   print(f'copied to {checkpoint.copy(local_path(target), optimizer=values.optimizer)}')
   return 0
 
 
+def _check_recorded_model(checkpoint: StoredCheckpoint | RemoteCheckpoint, target: Path) -> None:
+  """Raises CheckpointError if a directory has the record of a run of another model, also if it has no checkpoint."""
+  from praxis_lite.checkpoints.stored import check_same_arrays
+  from praxis_lite.common.trees import leaves_by_path, path_name
+  from praxis_lite.runs.records.record import has_record, read_record
+
+  if not has_record(target):
+    return
+  try:
+    declared = leaves_by_path(read_record(target).config.task.instantiate().model.abstract_init())
+    saved = {name: r for name, r in checkpoint.variables().items() if name.startswith('mdl_vars.')}
+  except UserError:  # The model needs code that is missing or not trusted, or the checkpoint is damaged.
+    return
+  names = {f'mdl_vars.{path_name(path)}': list(weight.full_shape) for path, weight in declared.items()}
+  wanted = {n: {'shape': shape, 'dtype': saved.get(n, {}).get('dtype', 'float32')} for n, shape in names.items()}
+  check_same_arrays(saved, wanted, target, optimizer=False)
+
+
 def _mesh(about: dict[str, object]) -> str:
   mesh = about.get('mesh')
-  return ' x '.join(f'{axis} {size}' for axis, size in mesh.items()) if isinstance(mesh, dict) else '-'
+  return format_axes(mesh) if isinstance(mesh, dict) else '-'
 
 
 def _size(num_bytes: int) -> str:

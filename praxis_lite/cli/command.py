@@ -5,6 +5,9 @@ Experiments, configs and JAX are imported inside functions, so that help appears
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,6 +21,7 @@ from praxis_lite.common.files import local_path
 from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
+  from praxis_lite.runs.records.record import RunRecord
   from praxis_lite.training.experiment import ExperimentConfig
 
 
@@ -69,8 +73,16 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   return config, values.job_log_dir
 
 
+def say_how_config_differs(values: flags.FlagValues, config: ExperimentConfig) -> None:
+  """Prints on stderr how the config of --exp, with which a checkpoint was restored, differs from the recorded one."""
+  from praxis_lite.runs.records.differences import how_config_differs
+
+  for line in how_config_differs(values.job_log_dir, config) if values.exp and values.job_log_dir else ():
+    print(printable(line, one_line=True), file=sys.stderr)
+
+
 def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> ExperimentConfig:
-  """Returns the configs of --exp, or of the record of the run in --job_log_dir, with overrides applied.
+  """Returns the configs of --exp, an experiment or a recorded run, or else of the run in --job_log_dir, with overrides.
 
   It does not set up the devices of --devices; `configured_run` does. A command that uses no accelerator calls
   `leave_accelerators_alone` first, so that it can run while a training run holds the accelerators.
@@ -83,45 +95,101 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
     UserError: the flags name no experiment and no recorded run, or a flag is not valid.
   """
   from praxis_lite.common.config.overrides import apply_overrides
+  from praxis_lite.runs.records.record import has_record, read_record
+  from praxis_lite.training.experiment import read_sizes
 
-  if values.exp:
+  if '' in values.trust:
+    raise UserError('--trust is empty: name a module or file, as in --trust=my_layers.py')
+  if values.exp and not has_record(values.exp):
     from praxis_lite.training import registry
     from praxis_lite.training.experiment import configure
 
-    config = configure(registry.get(values.exp))
+    config, record = configure(registry.get(values.exp)), None
   else:
-    config = _read_recorded(values)
+    record = _read_recorded(values.exp or values.job_log_dir, values.trust, restores='step' in values)
+    config = record.config
   apply_overrides(config.roots(), values.set if overrides is None else overrides)
+  read_sizes(config.task)
+  for line in () if record is None else record.other_defaults.describe(config.roots()):
+    print(line, file=sys.stderr)
+  if (record is None or values.trust) and values.job_log_dir:
+    with contextlib.suppress(UserError):  # There may be no record.
+      (record or read_record(values.job_log_dir)).renew_consent()
   return config
+
+
+def configured_shapes(values: flags.FlagValues) -> ExperimentConfig:
+  """Returns `configured_experiment` for a command that needs only shapes; keeps JAX from using accelerators.
+
+  If a size of the mesh is -1, the mesh has as many devices as --devices, or else as few as possible; a note says so.
+
+  Raises:
+    UserError: `configured_experiment` fails, or the mesh needs more devices than --devices.
+  """
+  import jax
+
+  from praxis_lite.common.devices import leave_accelerators_alone, simulate_cpu_devices
+  from praxis_lite.common.jax_internals.devices import backends_have_started
+
+  leave_accelerators_alone()
+  config = configured_experiment(values)
+  smallest, shape = check_devices(values, config), config.task.ici_mesh_shape or ()
+  if -1 not in shape:
+    return config
+  if values.devices is not None:
+    simulate_cpu_devices(values.devices)
+  elif shape.count(-1) == 1 and smallest > 0:
+    if not backends_have_started():
+      simulate_cpu_devices(smallest)
+    given, count = f'task.ici_mesh_shape = {shape}', jax.device_count()
+    print(
+      f'{given}: this is the mesh of {count} device{"s" * (count != 1)}; --devices={4 * smallest} shows another',
+      file=sys.stderr,
+    )
+  return config
+
+
+def check_devices(values: flags.FlagValues, config: ExperimentConfig) -> int:
+  """Returns the least number of devices for the mesh of a config; raises UserError if --devices is fewer.
+
+  Only a mesh without a size of -1 is checked: for others, the number decides that size.
+  """
+  shape = config.task.ici_mesh_shape or ()
+  smallest = abs(math.prod(shape)) * math.prod(config.task.dcn_mesh_shape or ())
+  if -1 not in shape and values.devices is not None and values.devices < smallest:
+    raise UserError(f'--devices={values.devices}: task.ici_mesh_shape = {shape} needs {smallest} devices')
+  return smallest
 
 
 def experiment_arguments(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> list[str]:
   """Returns the command-line flags that give another process the same `configured_experiment`."""
   trust = [f'--trust={module}' for module in values.trust]
-  named = [f'--exp={values.exp}'] if values.exp else [f'--job_log_dir={values.job_log_dir}', *trust]
-  return [*named, *(f'--set={override}' for override in (values.set if overrides is None else overrides))]
+  named = f'--exp={values.exp}' if values.exp else f'--job_log_dir={values.job_log_dir}'
+  return [named, *trust, *(f'--set={override}' for override in (values.set if overrides is None else overrides))]
 
 
-def _read_recorded(values: flags.FlagValues) -> ExperimentConfig:
-  """Returns the configs that the run in --job_log_dir recorded; prints on stderr which parts the record lacks."""
-  if not values.job_log_dir:
-    raise UserError(
-      '--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
-      'Or name the directory of a run, as in --job_log_dir=runs/1'
-    )
+_NO_EXPERIMENT = '--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
+
+
+def _read_recorded(directory: str | None, trusted: Sequence[str], *, restores: bool) -> RunRecord:
+  """Returns the record of the run in a directory; prints on stderr which parts of the config it lacks."""
+  if not directory:
+    raise UserError(f'{_NO_EXPERIMENT}Or name the directory of a run, as in --job_log_dir=runs/1')
   from praxis_lite.runs.records.record import has_record, read_record
   from praxis_lite.runs.records.runs import runs_near
 
-  if not has_record(values.job_log_dir):
+  if not has_record(directory):
+    if (near := runs_near(directory)) and (restores or os.path.isdir(directory)):
+      raise UserError(f'{directory} records no run{near}')
     raise UserError(
-      f'--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
-      f'{values.job_log_dir} records none{runs_near(values.job_log_dir)}'
+      f'{_NO_EXPERIMENT}A new run may take the config of another run, as in --exp=runs/1. {directory} records '
+      f'none{near}'
     )
-  record = read_record(values.job_log_dir, trusted=values.trust)
+  record = read_record(directory, trusted=trusted)
   for path, reason in record.lost.items():
     lost = reason if reason.startswith(path) else f'{path}: {reason}'
     print(printable(f'not recorded: {lost}', one_line=True), file=sys.stderr)
-  return record.config
+  return record
 
 
 def help_text(command: Command) -> str:

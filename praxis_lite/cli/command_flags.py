@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
 
+from praxis_lite.common.errors import UserError
+
 
 class CommandFlags(flags.FlagValues):
   """The flags of a command. Each flag has a text that says what it does, and an example value."""
+
+  def __call__(self, argv: Sequence[str], known_only: bool = False) -> list[str]:
+    """Parses a command line, on which dashes may stand for the underscores in names; returns the other arguments."""
+    return super().__call__([argv[0], *self._replace_dashes(argv[1:])], known_only)
+
+  def _replace_dashes(self, arguments: Sequence[str]) -> Iterator[str]:
+    spellings: dict[str, str] = {}
+    for i, argument in enumerate(arguments):
+      if argument == '--':
+        yield from arguments[i:]
+        return
+      name, equals, value = argument.partition('=')
+      flag = name.lstrip('-').replace('-', '_')
+      if flag not in self:
+        flag = flag.replace('no_', 'no', 1) if flag.startswith('no_') else flag
+      is_flag = name.startswith('-') and (flag in self or flag.removeprefix('no') in self)
+      is_single = is_flag and flag in self and not isinstance(self[flag], flags.MultiFlag)
+      if is_single and spellings.setdefault(flag, name) != name:
+        raise UserError(f'{spellings[flag]} and {name} are the same flag; give it once')
+      yield f'--{flag}{equals}{value}' if is_flag else argument
 
   def add_text(self, name: str, does: str, example: str, default: str | None = None) -> None:
     flags.DEFINE_string(name, default, _help(name, does, example), flag_values=self)
@@ -64,24 +86,24 @@ def experiment_flags() -> CommandFlags:
   """Returns the flags of all commands that take an experiment or a run."""
   values = CommandFlags()
   classes = 'a registered name, my_package.my_module.MyExperiment, or path/to/file.py:MyExperiment'
-  values.add_text('exp', f'Experiment: {classes}.', 'lm.StdlibLm')
+  values.add_text('exp', f'Experiment: {classes}; or the directory of a run, for its config.', 'lm.StdlibLm')
   override = 'Override a field of the config; its path is as in the output of show.'
   values.add_texts('set', override, 'task.train.num_train_steps=100')
   values.add_text('job_log_dir', 'Directory of a run. Without --exp, its recorded config is used.', 'runs/1')
   values.add_texts('trust', 'Module or file whose code the recorded config may name.', 'my_layers.py')
   add_traceback(values)
-  values.add_integer('devices', 'Simulate this many CPU devices.', 8, least=1)
   return values
 
 
 def run_flags(*, seed: str = '', restores: bool = False) -> CommandFlags:
-  """Returns the flags of all commands that run an experiment: `experiment_flags`, and the compilation cache.
+  """Returns the flags of all commands that run an experiment: `experiment_flags`, --devices, and the compilation cache.
 
   Args:
     seed: help text of --seed; '' omits the flag.
     restores: adds --step, for a command that restores a checkpoint.
   """
   values = experiment_flags()
+  add_devices(values)
   cache = 'Keep compiled programs in ~/.cache/praxis_lite.'
   values.add_switch('compilation_cache', cache, default=True)
   if seed:  # JAX uses 32 bits, so a larger seed would repeat the random numbers of a smaller one.
@@ -89,6 +111,10 @@ def run_flags(*, seed: str = '', restores: bool = False) -> CommandFlags:
   if restores:
     values.add_parsed('step', 'Step of the checkpoint, or best; by default the newest.', 'best', _StepParser())
   return values
+
+
+def add_devices(values: CommandFlags, does: str = 'Simulate this many CPU devices.') -> None:
+  values.add_integer('devices', does, 8, least=1)
 
 
 def add_on_damage(values: CommandFlags) -> None:
@@ -100,11 +126,26 @@ def add_traceback(values: CommandFlags) -> None:
   values.add_switch('traceback', 'After a mistake, print where in the code it was found.')
 
 
+def add_track(values: CommandFlags) -> None:
+  track = 'Also send metrics to wandb or mlflow, as task.train.loggers does. TensorBoard needs nothing.'
+  values.add_texts('track', track, 'wandb')
+
+
+def add_tracked(loggers: Sequence[object], names: Sequence[str]) -> tuple[object, ...]:
+  """Returns the loggers of a config with those of --track that it lacks; raises UserError for several in one."""
+  for name in names:
+    if ',' in name:
+      each = ' '.join(f'--track={part.strip()}' for part in name.split(','))
+      raise UserError(f'--track={name}: repeat the flag for each logger: {each}')
+  return (*loggers, *(name for name in dict.fromkeys(names) if name not in loggers))
+
+
 def add_metric(values: CommandFlags) -> None:
   """Adds the flags of commands that compare runs."""
   metric = 'Metric to compare runs by; by default best_metric of their configs, or the loss of the evaluation.'
   values.add_text('metric', metric, 'eval/validation/accuracy')
-  values.add_choice('mode', 'Whether lower (min) or higher (max) is better.', ['min', 'max'], 'max')
+  mode = 'Whether lower (min) or higher (max) is better; by default as the configs or the name of the metric tell.'
+  values.add_choice('mode', mode, ['min', 'max'], 'max')
 
 
 class _StepParser(flags.ArgumentParser[int | str]):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, cast
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command import Command, configured_run, say_how_config_differs
 from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
+from praxis_lite.cli.prompt_files import GivenPrompt, read_prompts
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.foreign_text import printable
 
@@ -20,81 +22,130 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runs.inference import decode_prompts, run_decode
-  from praxis_lite.runs.prompts import continued_text, task_with_sampler, tokenizer_of
+  from praxis_lite.runs.prompts import Sampling, stop_ids, task_with_sampler, tokenizer_of
   from praxis_lite.runs.vocabulary import use_kept_vocabulary
   from praxis_lite.training.experiment import ExperimentConfig
 
-  if not values.prompt and not values.prompt_ids:
+  given = [f'--{name}' for name in ('prompt', 'prompt_ids', 'prompts') if values[name].value]
+  if not given:
     run_decode(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)
+    say_how_config_differs(values, config)
     return 0
 
-  if values.prompt and values.prompt_ids:
-    raise UserError('--prompt and --prompt_ids cannot be combined; leave out one of them')
+  if len(given) > 1:
+    raise UserError(f'{given[0]} and {given[1]} cannot be combined; leave out one of them')
   if values.chat and values.prompt_ids:
-    raise UserError('--chat puts texts into a template; use it with --prompt, not with --prompt_ids')
-  config = use_kept_vocabulary(config, job_log_dir)
+    raise UserError('--chat puts texts into a template; use it with --prompt or --prompts, not with --prompt_ids')
+  prompts = _given_prompts(values)
+  if values.system is not None and not values.chat and all(prompt.kind != 'messages' for prompt in prompts):
+    raise UserError('--system is the system message of a chat; add --chat, or leave it out')
+  kept = use_kept_vocabulary(config, job_log_dir)
   try:
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer_of(kept, job_log_dir)
   except UserError as error:
-    if not values.prompt_ids:
+    if any(prompt.kind != 'prompt_ids' for prompt in prompts):
       raise
     print(f'note: printing ids instead of text: {error}', file=sys.stderr)
     tokenizer = None
-  task = task_with_sampler(
-    config.task,
-    tokenizer,
-    max_tokens=values.max_tokens,
-    temperature=values.temperature,
-    top_k=values.top_k,
-    top_p=values.top_p,
-    stop=values.stop,
-    flag='--',
-  )
-  config = ExperimentConfig(task, config.datasets, config.decode_datasets)
-  prompts = [prompt for prompt in _prompts(values, tokenizer) for _ in range(values.num_samples)]
+  stop_ids(tokenizer, values.stop, '--stop')  # Reports mistakes before slow work.
+  sampling = cast(Sampling, {name: values[name].value for name in Sampling.__annotations__})
+  sampled = ExperimentConfig(task_with_sampler(kept.task, **sampling), kept.datasets, kept.decode_datasets)
+  drawn = [f'--{name}' for name in ('num_samples', 'top_k', 'top_p', 'min_p') if values[name].present]
+  if drawn and sampled.task.model.decoder_tpl.temperature == 0:
+    equal = f'temperature = 0 takes the most probable token, so {" and ".join(drawn)} can change nothing'
+    print(f'note: {equal}; --temperature=1 draws tokens', file=sys.stderr)
+  samples = [_Sample(prompt, tokenizer, values) for prompt in prompts for _ in range(values.num_samples)]
+  if values.stream and len(samples) > 1:
+    raise UserError(f'--stream prints one sample as it grows, but there are {len(samples)}; leave it out')
+  is_streamed = len(samples) == 1 and (sys.stdout.isatty() if values.stream is None else values.stream)
   continuations = decode_prompts(
-    config,
+    sampled,
     job_log_dir,
-    [prompt.ids for prompt in prompts],
+    [sample.ids for sample in samples],
+    stop=values.stop,
+    stream=samples[0].stream if is_streamed else None,
+    batch_size=values.batch_size,
     step=values.step,
     seed=values.seed,
     on_damage=values.on_damage,
   )
-  for i, (prompt, continuation) in enumerate(zip(prompts, continuations), 1):
-    if len(prompts) > 1:
-      print(f'----- sample {i} of {len(prompts)}')
-    if tokenizer is None:
-      print(','.join(map(str, [*prompt.ids, *continuation])))
-    else:
-      text = tokenizer.decode(continuation) if values.chat else continued_text(tokenizer, prompt.ids, continuation)
-      text = text if values.chat else prompt.text + text
-      print(printable(text) if sys.stdout.isatty() else text)  # A model may have learned escape sequences.
+  say_how_config_differs(values, config)
+  for i, (sample, continuation) in enumerate(zip(samples, continuations), 1):
+    if len(samples) > 1 and sample.given.record is None:
+      print(f'----- sample {i} of {len(samples)}')
+    sample.finish(continuation)
   return 0
 
 
-class _Prompt(NamedTuple):
-  """A prompt, as text and token ids. The text is empty if there is no tokenizer."""
-
-  text: str
-  ids: list[int]
-
-
-def _prompts(values: flags.FlagValues, tokenizer: BaseTokenizer | None) -> list[_Prompt]:
+def _given_prompts(values: flags.FlagValues) -> list[GivenPrompt]:
   """Returns the prompts that the flags give."""
-  from praxis_lite.runs.prompts import chat_prompt, encode_prompt
-
-  if tokenizer is None:
-    if values.prompt:
-      raise UserError(
-        '--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one; pass ids, as in '
-        '--prompt_ids=1,2,3'
-      )
-    return [_Prompt('', ids) for ids in values.prompt_ids]
+  if values.prompts:
+    return read_prompts(values.prompts)
   if values.prompt_ids:
-    return [_Prompt(tokenizer.decode(ids), ids) for ids in values.prompt_ids]
-  if values.chat:
-    return [_Prompt(text, chat_prompt(tokenizer, text, values.system)) for text in values.prompt]
-  return [_Prompt(text, encode_prompt(tokenizer, text, '--prompt')) for text in values.prompt]
+    return [GivenPrompt('--prompt_ids', ids, 'prompt_ids') for ids in values.prompt_ids]
+  return [GivenPrompt('--prompt', text) for text in values.prompt]
+
+
+class _Sample:
+  """A prompt, and the output of its continuation.
+
+  Args:
+    given: the prompt.
+    tokenizer: the tokenizer of the run; None if it has none.
+    values: the flags.
+
+  Attributes:
+    given: the prompt.
+    ids: its tokens.
+  """
+
+  def __init__(self, given: GivenPrompt, tokenizer: BaseTokenizer | None, values: flags.FlagValues):
+    from praxis_lite.runs.continuations import GrowingText
+    from praxis_lite.runs.prompts import chat_prompt, encode_prompt
+
+    self.given, self._stream_ids = given, list[int]()
+    if tokenizer is None:
+      if given.kind != 'prompt_ids':
+        raise UserError(
+          f'{given.where} needs an experiment whose dataset has a tokenizer, and none of its datasets has one; pass '
+          'ids, as in --prompt_ids=1,2,3'
+        )
+      self.ids, self._text = given.value, None
+      return
+    is_chat = given.kind == 'messages' or (values.chat and given.kind == 'prompt')
+    self._before = ''
+    if is_chat:
+      self.ids = chat_prompt(tokenizer, given.value, values.system)
+    elif given.kind == 'prompt_ids':
+      self.ids, self._before = given.value, tokenizer.decode(given.value)
+    else:
+      self.ids, self._before = encode_prompt(tokenizer, given.value, given.where), given.value
+    # An answer in a chat begins a text, so it is decoded without what is before it.
+    self._text = GrowingText(tokenizer, [] if is_chat else self.ids, values.stop)
+
+  def stream(self, row: int, ids: list[int]) -> None:
+    """Prints the text of new tokens."""
+    self._print_new(self._stream_ids + ids, is_all=False)
+
+  def finish(self, ids: list[int]) -> None:
+    """Prints what is not printed yet, given all tokens of the continuation."""
+    if self.given.record is not None:
+      text = self._text and self._text.add(ids, is_all=True)
+      continuation = {'continuation_ids': ids} if text is None else {'continuation': text}
+      print(json.dumps({**self.given.record, **continuation}, ensure_ascii=False), flush=True)
+    elif self._text is None:
+      print(','.join(map(str, [*self.ids, *ids])))
+    else:
+      self._print_new(ids, is_all=True)
+      print(flush=True)
+
+  def _print_new(self, ids: list[int], *, is_all: bool) -> None:
+    if self._text is None or self.given.record is not None:
+      return
+    self._stream_ids = ids
+    text, self._before = self._before + self._text.add(ids, is_all=is_all), ''
+    # A model may have learned escape sequences.
+    print(printable(text) if sys.stdout.isatty() else text, end='', flush=True)
 
 
 class _IdsParser(flags.ArgumentParser[list[int]]):
@@ -124,17 +175,27 @@ def _flags() -> CommandFlags:
     f'{ids} Example: --prompt_ids=1,2,3',
     flag_values=values,
   )
+  file = 'File with a prompt in each line, or *.jsonl with texts, {"prompt": ...}, {"prompt_ids": ...} or'
+  values.add_text('prompts', f'{file} {{"messages": ...}}, for which the output is JSON lines too.', 'prompts.jsonl')
+  values.add_integer('batch_size', 'Continue this many samples at a time.', 8, 64, least=1)
   values.add_integer('num_samples', 'Number of samples for each prompt.', 3, 1, least=1)
   own = "by default as in the model's decoder_tpl"
   values.add_integer('max_tokens', f'Add at most this many tokens; {own}.', 200, least=1)
   temperature = f'0 takes the most probable token; 1 samples from the model as it is; {own}.'
   values.add_number('temperature', temperature, '0.8')
-  values.add_integer('top_k', f'Sample from the k most probable tokens; {own}.', 40)
+  values.add_integer('top_k', f'Sample from the k most probable tokens, or with 0 from all; {own}.', 40)
   values.add_number('top_p', f'Sample from the fewest tokens whose probabilities sum to p; {own}.', '0.95')
+  probable = 'Sample from tokens at least this many times as probable as the most probable one'
+  values.add_number('min_p', f'{probable}; {own}.', '0.05')
+  penalty = 'Divide the logits of tokens that occurred before by this; 1 changes nothing'
+  values.add_number('repetition_penalty', f'{penalty}; {own}.', '1.1')
+  values.add_integer('no_repeat_ngram_size', f'Never repeat this many consecutive tokens; {own}.', 3)
   chat = "Put each --prompt, as a user's message, into the tokenizer's chat template, and print the answer."
   values.add_switch('chat', chat)
   values.add_text('system', 'With --chat: the system message.', '"Be brief."')
-  values.add_texts('stop', 'Token that ends a sample.', '";"')
+  values.add_texts('stop', 'Text that ends a sample.', '";"')
+  stream = 'Print one sample as it grows; by default if the output is a terminal. Example: --nostream'
+  flags.DEFINE_boolean('stream', None, stream, flag_values=values)
   return values
 
 

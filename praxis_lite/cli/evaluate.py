@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command import Command, configured_run, say_how_config_differs
 from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
 
 
@@ -14,6 +14,7 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runs.inference import run_eval
 
   run_eval(config, job_log_dir, step=values.step, on_damage=values.on_damage)
+  say_how_config_differs(values, config)
   return 0
 
 

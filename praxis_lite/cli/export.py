@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command import Command, configured_run, say_how_config_differs
 from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean
 
@@ -12,6 +12,9 @@ from praxis_lite.common.errors import ConfigError, UserError, did_you_mean
 def _run(values: flags.FlagValues) -> int:
   if not values.out:
     raise UserError('--out is missing: name a directory for the files, as in --out=exported')
+  for name, what in {'inputs': 'forward', 'prompt_length': 'decode', 'max_tokens': 'decode'}.items():
+    if values[name].present and values.what != what:
+      raise UserError(f'--{name} is for --what={what}; leave it out, or add --what={what}')
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runs.export import DEFAULT_PLATFORMS, FORMATS, ExportSettings, check_export
@@ -27,6 +30,7 @@ def _run(values: flags.FlagValues) -> int:
   )
   check_export(config.task.instantiate().model, values.out, settings)  # Reports mistakes before slow work.
   model = open_run(job_log_dir, config).load(step=values.step)
+  say_how_config_differs(values, config)
   batch = None
   if values.inputs:
     struct = model.batch_struct()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command import Command, configured_run, say_how_config_differs
 from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import UserError
 
@@ -12,13 +14,20 @@ from praxis_lite.common.errors import UserError
 def _run(values: flags.FlagValues) -> int:
   if not values.out:
     raise UserError('--out is missing: name the folder to write, as in --out=exported/llama')
+  if values.max_file_gb * 10**9 < 1:
+    raise UserError(f'--max_file_gb={values.max_file_gb:g}: expected more than 0, as in --max_file_gb=2')
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.bridges.hf.runs import export_run
+  from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
+  from praxis_lite.runs.imported_files import SENTENCEPIECE_FILE
 
-  size = max(1, int(values.max_file_gb * 10**9))
+  size = int(values.max_file_gb * 10**9)
   files = export_run(config, job_log_dir, values.out, step=values.step, dtype=values.dtype, max_file_bytes=size)
+  say_how_config_differs(values, config)
   print(f'{values.out}: {", ".join(files)}')
+  if not {TOKENIZER_FILE, SENTENCEPIECE_FILE, 'vocab.json'} & set(files):
+    print('no files of a tokenizer: the run has none in the format of transformers', file=sys.stderr)
   return 0
 
 
@@ -27,7 +36,7 @@ def _flags() -> CommandFlags:
   values.add_text('out', 'Folder to write.', 'exported/llama')
   dtype = 'Convert the weights to this dtype; by default they keep that of the checkpoint.'
   values.add_choice('dtype', dtype, ['float32', 'bfloat16', 'float16'], 'bfloat16')
-  values.add_number('max_file_gb', 'Split the weights into files of at most this size.', '2', 5.0, least=0.0)
+  values.add_number('max_file_gb', 'Split the weights into files of at most this size.', '2', 5.0)
   return values
 
 

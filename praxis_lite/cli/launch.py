@@ -53,14 +53,16 @@ def _directory(arguments: Sequence[str]) -> Path | None:
 
 
 def _print_jobset(values: flags.FlagValues) -> None:
+  from praxis_lite.common.devices import leave_accelerators_alone
   from praxis_lite.runs.cluster.jobset import jobset, parse_resources
-  from praxis_lite.runs.records.run_config import check_configs
+  from praxis_lite.runs.loop.job import check_configs
 
   if not values.image:
     raise UserError('--image is missing: name an image that contains praxis_lite and the experiment')
   given = _train_flags(values.train[1:])
   if not given.job_log_dir:
     raise UserError('--job_log_dir is missing after --: a directory on a volume that all pods see')
+  leave_accelerators_alone()
   check_configs({given.exp or given.job_log_dir: configured_experiment(given)})
   manifest = jobset(
     values.name or _name_of(given.exp or given.job_log_dir),

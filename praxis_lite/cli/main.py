@@ -10,7 +10,6 @@ import copy
 import gc
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from praxis_lite.cli import (
   launch,
   list_experiments,
   plan,
+  predict,
   replay,
   runs,
   show,
@@ -40,8 +40,10 @@ from praxis_lite.cli import (
 )
 from praxis_lite.cli.command import Command, help_text
 from praxis_lite.common.errors import UserError, did_you_mean
+from praxis_lite.common.files import file_error
 from praxis_lite.common.foreign_text import PrintableStream, printable, remove_secrets
 from praxis_lite.common.importing import user_code_error
+from praxis_lite.common.interrupts import EXIT_CODE, end_on_interrupt
 
 # `praxis-lite help` lists the commands in this order.
 _MODULES = (
@@ -57,6 +59,7 @@ _MODULES = (
   sweep,
   runs,
   evaluate,
+  predict,
   decode,
   export,
   import_hf,
@@ -66,8 +69,18 @@ _MODULES = (
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 COMMANDS['completion'] = completion.make_command(COMMANDS)
 
+# What other tools and the Python API call a command, and the command that does this here.
+_ALSO_CALLED = {
+  'explain': 'show --sharding',
+  'chat': 'decode --chat',
+  'generate': 'decode',
+  'sample': 'decode',
+  'serve': 'export-hf',
+  'fit': 'train',
+}
+
 # These commands lock the directory of a run and handle signals in ways that only Linux and macOS support.
-_NOT_ON_WINDOWS = ('verify', 'train', 'replay', 'launch', 'eval', 'decode')
+_NOT_ON_WINDOWS = ('verify', 'train', 'replay', 'launch', 'eval', 'predict', 'decode')
 
 _USAGE = """praxis-lite: declare how a JAX model is split; train it on any mesh of devices.
 
@@ -86,7 +99,7 @@ Exit codes:
     2  a mistake in the command, the config or the data
    75  a host was lost, or there was no time to save; the same command resumes
    76  a step run twice gave different bits (train --check_determinism)
-  130  train saved the run after Ctrl-C
+  130  Ctrl-C; train has saved the run
   143  train saved the run after SIGTERM
 
 Example:
@@ -108,6 +121,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
   is_traced = '--traceback' in arguments
   try:
+    if name not in COMMANDS and name in _ALSO_CALLED:
+      raise UserError(f"no command '{name}'; `praxis-lite {_ALSO_CALLED[name]}` does this")
     if name not in COMMANDS:
       raise UserError(f"no command '{name}'.{did_you_mean(name, COMMANDS)} Commands: {', '.join(COMMANDS)}.")
     command = COMMANDS[name]
@@ -126,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
       values[command.bare_rest].parse(rest)
       rest = []
     if rest:
-      raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value{_meant_by(rest[0], command)}')
+      raise UserError(f'unexpected argument {rest[0]!r}; {_meant_by(rest, values, command)}')
     with _filter_output(command):
       return command.run(values)
   except (UserError, flags.Error) as error:
@@ -135,18 +150,20 @@ def main(argv: Sequence[str]) -> int:
     code = error.exit_code if isinstance(error, UserError) else 2
     return _report_failure(name, _one_line(error, name), code)
   except KeyboardInterrupt:
-    return 130
+    return EXIT_CODE
   except Exception as error:
     # JAX raises this type for every failure of a program. It is compared by name, because JAX may not be imported.
     if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
       failure = user_code_error(error)
       if failure is None and isinstance(error, ModuleNotFoundError) and f'{error.name}'.startswith('praxis_lite.'):
         return _report_failure(name, f'{name} needs {error.name}, which is not installed')
-      if failure is None:
+      about_file = file_error(error) if failure is None and isinstance(error, OSError) else None
+      if failure is None and about_file is None:
         raise
       if is_traced:
         traceback.print_exc()
-      return _report_failure(name, str(failure) if is_traced else f'{failure}; --traceback shows how it got there')
+      hint = '' if is_traced or about_file is not None else '; --traceback shows how it got there'
+      return _report_failure(name, f'{about_file or failure}{hint}')
     what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
     remedy = 'it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
     return _report_failure(name, f'{what}; {remedy}')
@@ -158,10 +175,7 @@ def run() -> None:
   sys.path.insert(0, os.getcwd())
   # Imports and tracing make many long-lived objects. Garbage collection of these takes a tenth of a short command.
   gc.set_threshold(20_000, 20, 100)
-  # Ctrl-C ends the process immediately, even during an import or a compilation, which would swallow Python's own
-  # exception or delay it for minutes. Training handles the signal itself, to save first; other commands save nothing.
-  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+  end_on_interrupt()
   try:
     code = main(sys.argv[1:])
     sys.stdout.flush()
@@ -184,7 +198,7 @@ def _leave_others(code: int) -> None:
 
 
 # These commands run users' code, whose output is not filtered. They filter other text themselves where they print it.
-_RUN_CODE_OF_USERS = ('train', 'eval', 'decode', 'replay', 'launch')
+_RUN_CODE_OF_USERS = ('train', 'eval', 'predict', 'decode', 'replay', 'launch')
 
 
 @contextlib.contextmanager
@@ -215,8 +229,12 @@ def _bare_flag(argument: str, command: Command) -> str:
   return 'job_log_dir' if '/' in argument and '.py' not in argument else 'exp'
 
 
-def _meant_by(argument: str, command: Command) -> str:
-  """Returns the end of an error message: a hint at the flag for a positional argument; '' if no flag fits."""
+def _meant_by(rest: Sequence[str], values: flags.FlagValues, command: Command) -> str:
+  """Returns the end of an error message about positional arguments: what is right, and the flag that may be meant."""
+  argument, given = rest[0], values['set'].value if 'set' in command.flags else []
+  if given and (argument.startswith('=') or given[-1].endswith('=')):
+    separate = [given[-1], *(word for word in rest if not word.startswith('-'))][:3]
+    return f'an override is one word, as in --set={"".join(separate)}, or in quotes: --set "{" ".join(separate)}"'
   path = argument.partition(':')[0]
   if os.path.isdir(argument):
     flag = 'job_log_dir'
@@ -224,7 +242,8 @@ def _meant_by(argument: str, command: Command) -> str:
     flag = 'exp'
   else:
     flag = 'set' if re.match(r'[\w.\[\]*]+=', argument) else ''
-  return f', as in --{flag}={argument}' if flag in command.flags else ''
+  example = f', as in --{flag}={argument}' if flag in command.flags else ''
+  return f'flags are written --name=value{example}'
 
 
 def _one_line(error: Exception, command: str) -> str:
@@ -234,7 +253,14 @@ def _one_line(error: Exception, command: str) -> str:
   text = re.sub(r"could not convert string to float: '.*'", 'expected a number', text)
   text = re.sub(r"\('Non-boolean argument to boolean flag', '.*'\)", 'expected true or false', text)
   if isinstance(error, flags.UnrecognizedFlagError):
-    text = f'{text.replace("mean: ", "mean --").replace(" ?", "?")}; `praxis-lite {command} --help` lists the flags'
+    text = text.replace('mean: ', 'mean --').replace(' ?', '?')
+    known = COMMANDS[command].flags
+    if 'Did you mean' not in text and (close := did_you_mean(error.flagname, known)):
+      text += '.' + close.replace(" '", ' --').replace("'?", '?')
+    if error.flagname == 'job_log_dir' and COMMANDS[command].bare == 'dir':
+      text += f'; name the directory without a flag, as in praxis-lite {command} runs'
+    fields = ', and --set path=value sets a field of the config' if 'set' in known else ''
+    text += f'; `praxis-lite {command} --help` lists the flags{fields}'
   return text
 
 

@@ -16,10 +16,22 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment
-from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
-from praxis_lite.cli.plan_changes import PlanJob, add_change_flags, more_about, search_table, topologies_of
+from praxis_lite.cli.command import Command, check_devices
+from praxis_lite.cli.command_flags import CommandFlags, add_devices, experiment_flags
+from praxis_lite.cli.plan_changes import (
+  PlanJob,
+  add_change_flags,
+  more_about,
+  planned_experiment,
+  read_topology,
+  search_table,
+  topologies_of,
+  write_planned_experiment,
+)
+from praxis_lite.cli.plan_inference import add_inference_flags, check_inference_flags, plan_decoding
+from praxis_lite.cli.plan_measured import check_measured_flags, read_measurement
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.files import cache_folder
 from praxis_lite.common.foreign_text import printable, unfiltered_stream
 from praxis_lite.common.native_log import collected_log
 
@@ -34,32 +46,54 @@ def _run(values: flags.FlagValues) -> int:
     _named_by_snapshot(values)
   if values.calibrate:
     return _calibrate()
+  check_measured_flags(values)
   _check_flags(values)
 
-  from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology, plan
-  from praxis_lite.instruments.plan.child import VARIABLE, go_first_when_memory_is_short, outcome_of
+  from praxis_lite.instruments.plan import plan
+  from praxis_lite.instruments.plan.child import VARIABLE, end_with_parent, go_first_when_memory_is_short, outcome_of
 
-  topology, *others = (apply_calibration(parse_topology(name), calibration_file()) for name in topologies_of(values))
+  topology, *others = (read_topology(name, values) for name in topologies_of(values))
   prepare(topology, *others)
-  config = configured_experiment(values)
+  config = planned_experiment(values, topology)
+  check_devices(values, config)
   if VARIABLE in os.environ:  # This is a child process that only compiles.
+    end_with_parent()
     go_first_when_memory_is_short()
-    print(outcome_of(plan(config, None, topology, cache=Path(os.environ[VARIABLE]))))
+    cache = Path(os.environ[VARIABLE])
+    inferred = plan_decoding(values, config, topology, cache=cache) if values.inference else None
+    print(outcome_of(inferred or plan(config, None, topology, cache=cache)))
     return 0
   fitted = _made_to_fit(values, config, topology)
   with _live_line(topology.name) as report, _cache(values.cache) as cache:
     job = PlanJob(values, config, topology, fitted, cache, report)
-    show = _search(job) if values.search else _plan(job)
+    make = _plan_inference if values.inference else _search if values.search else _plan
+    show = make(job)
   return 0 if show() else 1
 
 
 def _search(job: PlanJob) -> Callable[[], bool]:
   """Searches. Returns a function that prints the table, once the live line is gone, and returns if any setting fits."""
-  table, fits = search_table(job)
+  table, best = search_table(job)
+  sections = [table, *write_planned_experiment(job, best.overrides)]
 
   def show() -> bool:
-    print(table)
-    return fits
+    print('\n\n'.join(sections))
+    return best.fits
+
+  return show
+
+
+def _plan_inference(job: PlanJob) -> Callable[[], bool]:
+  """Plans decoding. Returns a function that prints the plan, and returns whether the program fits."""
+  from praxis_lite.instruments.plan.inference import format_inference
+
+  values, elsewhere = job.values, job.elsewhere()
+  how = {'compile': values.compile, 'cache': job.cache, 'elsewhere': elsewhere, 'report': job.report}
+  found = plan_decoding(values, job.config, job.topology, **how)
+
+  def show() -> bool:
+    print(format_inference(found, values.price_per_chip_hour))
+    return found.fits
 
   return show
 
@@ -75,27 +109,50 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
   found = plan(
     job.config, None, job.topology, compile=values.compile, cache=job.cache, elsewhere=elsewhere, report=job.report
   )
-  sections = [format_plan(found, every_cause=values.why), *more_about(job, found)]
+  sections = [_format_measurement(job, found)] if values.measured else []
+  sections += [format_plan(found, every_cause=values.why), *more_about(job, found), *write_planned_experiment(job)]
 
   def show() -> bool:
     print('\n\n'.join(sections))
     if values.html:
       from praxis_lite.instruments.plan.page import write_plan_page
 
-      print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.job_log_dir)}')
+      print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.hf or values.job_log_dir)}')
     return _compare_with_snapshot(values, found) and found.fits
 
   return show
 
 
+def _format_measurement(job: PlanJob, found: Plan) -> str:
+  """Keeps how long the steps of the run of --job_log_dir took; returns this beside the plan."""
+  from praxis_lite.instruments.plan.experience import experience_file, format_measured, remember
+
+  measured = read_measurement(job.values.job_log_dir)
+  remember(experience_file(), found, measured)
+  chip = found.topology.target.name
+  return f'{format_measured(found, measured)}\nlater plans for {chip} are corrected by this: {experience_file()}'
+
+
 def _check_flags(values: flags.FlagValues) -> None:
+  check_inference_flags(values)
   if values.html == '':
     raise UserError('--html is empty: name a file, as in --html=plan.html')
   if values.html and os.path.isdir(values.html):
     file = os.path.join(values.html, 'plan.html')
     raise UserError(f'--html={values.html} is a directory: name a file, as in --html={file}')
+  if values.hf and values.exp:
+    raise UserError('--hf and --exp both name a model; use one of them')
+  if values.write_experiment and not values.hf:
+    raise UserError('--write_experiment needs --hf, a config.json; other experiments have their file already')
+  if values.write_experiment and os.path.exists(values.write_experiment):
+    raise UserError(f'--write_experiment={values.write_experiment} exists; name another file')
   if values.html and values.search:
     raise UserError('--html shows one plan, and --search compares many; search first, then --set what it found')
+  if not values.topology and values.devices is not None:
+    raise UserError(
+      '--devices: plan uses no devices of this machine; --topology names the chips, as in '
+      f'--topology=cpu:{values.devices}'
+    )
   if not values.topology:
     raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
 
@@ -108,7 +165,7 @@ def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: T
   from praxis_lite.common.config.overrides import apply_overrides
   from praxis_lite.instruments.plan.fitting import made_to_fit
 
-  if any('mesh_shape' in override for override in values.set):
+  if any('mesh_shape' in override for override in values.set) and -1 not in (config.task.ici_mesh_shape or ()):
     return []
   overrides, what = made_to_fit(config.task, topology)
   if what:
@@ -144,9 +201,16 @@ def _compare_with_snapshot(values: flags.FlagValues, found: Plan) -> bool:
   from praxis_lite.instruments.plan.snapshot import keep, read, regressions, snapshot_of
 
   new = snapshot_of(found, values.exp or '', values.set)
-  worse = regressions(read(Path(values.check)), new) if values.check else []
+  worse: list[str] = []
   if values.check:
+    kept = read(Path(values.check))
+    worse = regressions(kept, new)
     text = 'is as good as in the snapshot, or better' if not worse else '\n  '.join(['is worse:', *worse])
+    if kept.mode != new.mode:
+      text += (
+        f'\n  the snapshot is {kept.mode} and this plan is {new.mode}, so only the splits of weights and the memory of '
+        'the state were compared; temporaries and collectives were not'
+      )
     print(f'\n{values.check}: the step {text}')
   if values.snapshot:
     keep(new, Path(values.snapshot))
@@ -179,7 +243,7 @@ def prepare(*topologies: Topology) -> None:
 
 def cache_of_plans() -> Path:
   """Returns the directory of compiled programs."""
-  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'plans'
+  return cache_folder() / 'plans'
 
 
 def _calibrate() -> int:
@@ -220,15 +284,22 @@ def _live_line(name: str) -> Iterator[Callable[[str], None]]:
 
 def _flags() -> CommandFlags:
   values = experiment_flags()
-  del values.devices
   chips = 'Chips to plan for: v5p:8x16x16 (a torus), v5e:16x16:2 (slices), h100:512x8 (hosts x GPUs), cpu:64.'
   values.add_text('topology', chips, 'h100:8x8')
+  add_devices(values, 'Only checked to suffice for the mesh, as in train; --topology gives the number of chips.')
+  hugging_face = 'Plan to train a model of Hugging Face by its config.json, without its weights, in place of --exp.'
+  values.add_text('hf', hugging_face, 'llama/config.json')
+  written = 'With --hf: also write an experiment to start from, as planned or, with --search, as found.'
+  values.add_text('write_experiment', written, 'my_llama.py')
   values.add_switch('compile', "Use the chips' compiler; --nocompile uses only formulas.", default=True)
   values.add_switch('calibrate', 'Measure what programs reach on the devices of this machine, for all later plans.')
   page = 'Also write an HTML page: memory, the step over time, the roofline and collectives.'
   values.add_text('html', page, 'plan.html')
   values.add_switch('cache', 'Keep compiled programs in ~/.cache/praxis_lite/plans.', default=True)
   add_change_flags(values)
+  add_inference_flags(values)
+  measured = 'Compare the run in --job_log_dir with its plan, and correct later plans for its kind of chip by it.'
+  values.add_switch('measured', measured)
   values.add_switch('why', 'Print the cause of each collective, and all surprises.')
   values.add_text('snapshot', 'Write weights, memory and collectives to a file, for --check.', 'plans/8b.txt')
   check = 'Exit with 1 if the step is worse than in a snapshot, which also gives the default experiment and chips.'

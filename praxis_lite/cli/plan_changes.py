@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ from absl import flags
 
 from praxis_lite.cli.command import configured_experiment, experiment_arguments
 from praxis_lite.cli.command_flags import CommandFlags
+from praxis_lite.cli.plan_inference import inference_arguments
 from praxis_lite.common.errors import UserError
 
 if TYPE_CHECKING:
   from praxis_lite.instruments.plan import Plan
+  from praxis_lite.instruments.plan.searching import Ranked
   from praxis_lite.instruments.plan.topology import Topology
   from praxis_lite.training.experiment import ExperimentConfig
 
@@ -47,6 +50,8 @@ class PlanJob(NamedTuple):
     from praxis_lite.instruments.plan.child import compile_in_child
 
     arguments = experiment_arguments(self.values, [*self.values.set, *self.fitted, *overrides])
+    arguments = [f'--hf={self.values.hf}', *arguments[1:]] if self.values.hf else arguments
+    arguments = [*arguments, *inference_arguments(self.values)]
     command = [sys.executable, '-m', 'praxis_lite', 'plan', *arguments, f'--topology={self.topology.name}']
     return None if self.topology.target.kind == 'cpu' else lambda: compile_in_child(command, self.cache)
 
@@ -64,11 +69,56 @@ def add_change_flags(values: CommandFlags) -> None:
   values.add_switch('what_if', what_if)
   tokens = 'Tokens to train on, for the cost of training; by default 20 for each parameter.'
   values.add_number('tokens', tokens, '1e12', least=1)
+  for name, text, example in (
+    (
+      'failures_per_chip_day',
+      'Failures of a chip in a day; by default those of Llama 3 405B. 0 for none.',
+      '0.0005',
+    ),
+    ('restart_seconds', 'Seconds from a failure to the next step; 300 by default.', '600'),
+    ('save_seconds', 'Seconds that a save stalls the run; by default they follow from the size of the state.', '3'),
+    ('input_wait_share', 'Share of the time of steps that a run also waits for inputs; 0 by default.', '0.02'),
+  ):
+    values.add_number(name, f'For the cost of training: {text[0].lower()}{text[1:]}', example, least=0)
+  gigabits = 'Gigabits per second of all network adapters of a host, as in 8 x 400; by default the published figure.'
+  values.add_number('host_gigabits', gigabits, '3200', least=1)
+  less = 'How much more the adapters can send than the switches between hosts; 2 is 2:1.'
+  values.add_number('oversubscription', less, '2', 1, least=1)
   values.add_number('price_per_chip_hour', 'Price of a chip for an hour, for the cost of training.', '2.5', least=0)
 
 
-def search_table(job: PlanJob) -> tuple[str, bool]:
-  """Returns the table of a search, and whether anything fits."""
+def planned_experiment(values: flags.FlagValues, topology: Topology) -> ExperimentConfig:
+  """Returns the configs of the experiment to plan: that of --exp, of the run, or of the config.json of --hf."""
+  if not values.hf:
+    return configured_experiment(values)
+  from praxis_lite.bridges.hf.sizes import read_sizes_of, training_experiment
+  from praxis_lite.common.config.overrides import apply_overrides
+
+  config = training_experiment(read_sizes_of(values.hf))
+  apply_overrides(config.roots(), [_one_row_each(topology), *values.set])
+  return config
+
+
+def _one_row_each(topology: Topology) -> str:
+  return f'datasets[*].batch_size={topology.num_devices}'
+
+
+def write_planned_experiment(job: PlanJob, overrides: Sequence[str] = ()) -> list[str]:
+  """Writes the file of --write_experiment, with the plan's settings and these further overrides; returns a line of it.
+
+  Returns no line if there is no such flag.
+  """
+  if not job.values.write_experiment:
+    return []
+  from praxis_lite.bridges.hf.sizes import read_sizes_of, write_experiment
+
+  file, settings = job.values.write_experiment, [_one_row_each(job.topology), *job.values.set, *job.fitted, *overrides]
+  write_experiment(file, read_sizes_of(job.values.hf), settings, job.topology.name)
+  return [f'wrote {file}']
+
+
+def search_table(job: PlanJob) -> tuple[str, Ranked]:
+  """Returns the table of a search, and the best setting."""
   from praxis_lite.instruments.plan.searching import format_search, search
 
   sizes = job.values.batch_sizes
@@ -83,16 +133,20 @@ def search_table(job: PlanJob) -> tuple[str, bool]:
     elsewhere=job.elsewhere,
     report=job.report,
   )
-  return format_search(found), found[0].fits
+  return format_search(found), found[0]
 
 
 def more_about(job: PlanJob, found: Plan) -> list[str]:
   """Returns the sections after the plan itself: training cost, comparison, and changes."""
   from praxis_lite.instruments.plan.compare import format_comparison
-  from praxis_lite.instruments.plan.price import format_price
+  from praxis_lite.instruments.plan.goodput import Interruptions
+  from praxis_lite.instruments.plan.price import format_price, price_of
 
   values = job.values
-  sections = [format_price(found, values.tokens, values.price_per_chip_hour)]
+  given = {field.name: getattr(values, field.name) for field in dataclasses.fields(Interruptions)}
+  interruptions = Interruptions(**{name: value for name, value in given.items() if value is not None})
+  price = price_of(found, values.tokens, values.price_per_chip_hour, interruptions)
+  sections = [format_price(found, values.tokens, price)]
   if values.compare:
     sections.append(format_comparison(found, _other_plan(job)))
   return [*filter(None, sections), *_changes(job, found)]
@@ -106,8 +160,7 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
   before, sections = found.memory.peak, []
   if not found.fits:
     ways = what_if.ways_out()
-    nothing = 'no setting near this one fits; use more chips, or --search'
-    sections.append(format_changes(ways, before, 'to make it fit') if ways else nothing)
+    sections.append(format_changes(ways, before, 'to make it fit') if ways else _more_chips(job))
     if ways and found.is_refused:
       sections.append('the compiler needs more than formulas predict here; plan a change before you rely on it')
   if job.values.what_if:
@@ -119,10 +172,21 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
   return sections
 
 
+def _more_chips(job: PlanJob) -> str:
+  """Returns that no setting near this one fits, and how many chips suffice."""
+  from praxis_lite.instruments.plan.knobs import configure_task
+  from praxis_lite.instruments.plan.more_chips import format_more_chips, plan_on_more_chips
+
+  job.report('looking for the number of chips that suffices')
+  more = plan_on_more_chips(configure_task(job.config), job.topology)
+  nothing = 'no setting near this one fits; use more chips, or --search'
+  return nothing if more is None else f'no setting near this one fits on these chips; {format_more_chips(more)}'
+
+
 def _other_plan(job: PlanJob) -> Plan:
   """Returns the plan that --compare names."""
   from praxis_lite.common.config.overrides import apply_overrides
-  from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology, plan
+  from praxis_lite.instruments.plan import plan
   from praxis_lite.instruments.plan.fitting import made_to_fit
 
   named = {part.partition('=')[0]: part.partition('=')[2] for part in job.values.compare if _names(part)}
@@ -132,9 +196,10 @@ def _other_plan(job: PlanJob) -> Plan:
   values['exp'].value = named.get('exp', values.exp)
   topology = job.topology
   if 'topology' in named:
-    topology = apply_calibration(parse_topology(named['topology']), calibration_file())
+    topology = read_topology(named['topology'], values)
   config = configured_experiment(values)
-  fitted = [] if any('mesh_shape' in part for part in values.set) else made_to_fit(config.task, topology)[0]
+  is_given = any('mesh_shape' in part for part in values.set) and -1 not in (config.task.ici_mesh_shape or ())
+  fitted = [] if is_given else made_to_fit(config.task, topology)[0]
   apply_overrides(config.roots(), fitted)
   other = job._replace(values=values, config=config, topology=topology, fitted=fitted)
   return plan(
@@ -144,6 +209,20 @@ def _other_plan(job: PlanJob) -> Plan:
 
 def _names(part: str) -> bool:
   return part.startswith(('exp=', 'topology='))
+
+
+def read_topology(name: str, values: flags.FlagValues) -> Topology:
+  """Returns the topology of a name, with what was measured on its chips and the network of the flags."""
+  from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology
+  from praxis_lite.instruments.plan.compilers import missing_compiler
+  from praxis_lite.instruments.plan.experience import apply_experience, experience_file
+
+  found = apply_calibration(parse_topology(name), calibration_file())
+  found = found.change_network(values.host_gigabits, values.oversubscription)
+  if values.measured:  # It is compared with the plan before corrections.
+    return found
+  mode = 'compiled' if values.compile and not missing_compiler(found) else 'analytic'
+  return apply_experience(found, experience_file(), mode)
 
 
 def topologies_of(values: flags.FlagValues) -> list[str]:

@@ -1,68 +1,162 @@
-"""The table of runs that `runs` and `sweep` print, for a terminal of any width or as plain lines for a pipe."""
+"""The tables of runs that `runs` and `sweep` print, for a terminal of any width or as plain lines for a pipe."""
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TextIO
 
 from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
+  from praxis_lite.runs.records.comparing import RunGroup
   from praxis_lite.runs.records.runs import RunState
 
-_MOST_FIELDS, _MOST_CHARACTERS = 6, 24  # Largest number of fields in a row, and of characters in a value.
+_MOST_FIELDS, _MOST_CHARACTERS = 8, 24  # Largest number of fields in a row of a pipe, and of characters in a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module path in front of the name of a class or function.
-_HEADER = ('run', 'step', 'age', 'loss', 'best', 'differs in')
+_FIXED = ('run', 'step', 'age', 'loss', 'best')
+# A narrow terminal leaves out the first ones of these columns to show more fields.
+_LESS_IMPORTANT = ('loss', 'age', 'step')
+_FEW_FIELDS = 3
 
 
-def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) -> None:
-  """Prints a row for each run: step, age, last loss, best value of a metric, and the fields in which configs differ.
+def print_groups(groups: Sequence[RunGroup], folder: str, *, all_columns: bool = False) -> None:
+  """Prints a table for each group of runs: step, age, last loss, best value of a metric, and the fields that differ.
 
-  If the terminal is too narrow for the table, it prints a few short lines for each run instead.
+  Args:
+    groups: the groups.
+    folder: the folder that contains the runs.
+    all_columns: show all columns. Otherwise only those that fit, and the names of the others.
+
+  If the terminal is too narrow for a table, it prints a few short lines for each run instead.
   """
-  from praxis_lite.instruments.explain.explanation import align_columns
-  from praxis_lite.runs.records.runs import age, differing_fields, format_number
+  for i, group in enumerate(groups):
+    print(end='\n' * (i > 0))
+    _print_group(group, folder, all_columns)
 
-  rows = []
-  for run, fields in zip(runs, differing_fields(runs)):
-    total = '' if run.num_steps is None else f'/{run.num_steps}'
-    best = run.best(metric, mode)
-    shown = [f'{name}={_short(value)}' for name, value in list(fields.items())[:_MOST_FIELDS]]
-    shown += [f'+{len(fields) - _MOST_FIELDS} more'] if len(fields) > _MOST_FIELDS else []
-    rows.append(
-      (
-        printable(os.path.relpath(run.directory, folder), one_line=True),
-        f'{run.step}{total}',
-        age(run),
-        format_number(run.last_loss),
-        '-' if best is None else f'{format_number(best[0])} @{best[1]}',
-        printable(', '.join(shown), one_line=True) if run.fields else 'no record',
-      )
+
+def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
+  from praxis_lite.instruments.explain.explanation import align_columns
+  from praxis_lite.runs.records.comparing import values_over_time
+  from praxis_lite.runs.records.runs import age, format_number
+
+  width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+  fixed = []
+  for run in group.runs:
+    best = run.best(group.metric, group.mode)
+    fixed.append(
+      {
+        'run': printable(name_below(folder, run), one_line=True),
+        'step': f'{run.step}{"" if run.num_steps is None else f"/{run.num_steps}"}',
+        'age': age(run),
+        'loss': format_number(run.last_loss),
+        'best': '-' if best is None else f'{format_number(best[0])} @{best[1]}',
+      }
     )
-  lines, columns = align_columns([_HEADER, *rows], right={1, 2, 3, 4}), shutil.get_terminal_size().columns
-  if not sys.stdout.isatty() or max(map(len, lines)) <= columns:
-    print('\n'.join(lines))
-  else:
-    for run_name, step, since, loss, best_value, differs in rows:
-      print(_wrap(run_name, columns))
-      print(_wrap(f'step {step}, {since}, loss {loss}, best {best_value}', columns, '  '))
-      if differs:
-        print(_wrap(differs, columns, '  '))
-  print(_wrap(f'best: {metric}, {"lower" if mode == "min" else "higher"} is better, @ its step', columns))
+  names = [printable(name, one_line=True) for name in group.columns]
+  needed = len(names) if all_columns else min(_FEW_FIELDS, len(names))
+  fields = [
+    [printable(_short(value), one_line=True) or '-' for value in values_over_time(group, i)]
+    for i in range(len(group.runs))
+  ]
+  count = f'{len(group.runs)} run{"s" * (len(group.runs) > 1)}'
+  has_best = any(row['best'] != '-' for row in fixed)
+  about = f'; best: {"lowest" if group.mode == "min" else "highest"} {group.metric}' if has_best else ''
+  print(_wrap(printable(f'{group.title}, {count}{about}', one_line=True), width))
+
+  for left_out in range(len(_LESS_IMPORTANT) + 1):
+    left = (*_LESS_IMPORTANT[:left_out], *(() if has_best else ('best',)))
+    head = [name for name in _FIXED if name not in left]
+    rows = [[*head, *names], *([*(row[name] for name in head), *own] for row, own in zip(fixed, fields))]
+    shown = _columns_that_fit(rows, width, needed)
+    if shown >= len(head) + needed:
+      break
+  if shown < len(rows[0]) and (all_columns or shown <= len(head)):
+    _print_blocks(group, fixed, width)
+    return
+  right = set(range(1, len(head))) | {i for i, column in enumerate(zip(*rows[1:])) if all(map(_is_number, column))}
+  print('\n'.join(align_columns([row[:shown] for row in rows], right=right)))
+  if missing := names[shown - len(head) :]:
+    more = f' and {len(missing) - _MOST_FIELDS} more' if len(missing) > _MOST_FIELDS else ''
+    what = f'also differ: {", ".join(missing[:_MOST_FIELDS])}{more}'
+    print(_wrap(f'{what}; --columns=NAME,NAME chooses, --csv has all', width))
+
+
+def _columns_that_fit(rows: Sequence[Sequence[str]], width: int | None, needed: int) -> int:
+  """Returns how many columns of a table fit into the width of the terminal; in a pipe, a fixed number of fields."""
+  if width is None:
+    return min(len(rows[0]), len(_FIXED) + max(_MOST_FIELDS, needed))
+  used = -2
+  for i, column in enumerate(zip(*rows)):
+    used += 2 + max(map(len, column))
+    if used > width:
+      return i
+  return len(rows[0])
+
+
+def _print_blocks(group: RunGroup, fixed: Sequence[dict[str, str]], width: int | None) -> None:
+  from praxis_lite.runs.records.comparing import values_over_time
+
+  for i, row in enumerate(fixed):
+    print(_wrap(row['run'], width))
+    best = '' if row['best'] == '-' else f', best {row["best"]}'
+    print(_wrap(f'step {row["step"]}, {row["age"]}, loss {row["loss"]}{best}', width, '  '))
+    shown = [f'{name}={_short(value)}' for name, value in zip(group.columns, values_over_time(group, i)) if value]
+    more = [f'+{len(shown) - _MOST_FIELDS} more'] if len(shown) > _MOST_FIELDS else []
+    if shown:
+      print(_wrap(printable(', '.join([*shown[:_MOST_FIELDS], *more]), one_line=True), width, '  '))
+
+
+def write_csv(groups: Sequence[RunGroup], folder: str, file: TextIO) -> None:
+  """Writes a row for each run: its group, directory, step, times and best metric, and all columns of all groups."""
+  columns = list(dict.fromkeys(name for group in groups for name in group.columns))
+  writer = csv.writer(file, lineterminator='\n')
+  fixed = ('group', 'run', 'step', 'num_steps', 'running', 'written', 'train/loss', 'metric', 'best', 'best_step')
+  writer.writerow([*fixed, *columns])
+  for group in groups:
+    for run, own in zip(group.runs, group.values):
+      writer.writerow(
+        [printable(str(value), one_line=True) for value in _csv_cells(run, group, folder)]
+        + [printable(own.get(name, ''), one_line=True) for name in columns]
+      )
+
+
+def _csv_cells(run: RunState, group: RunGroup, folder: str) -> list[object]:
+  best, best_step = run.best(group.metric, group.mode) or ('', '')
+  written = datetime.fromtimestamp(run.written, UTC).isoformat(timespec='seconds') if run.written else ''
+  loss = '' if run.last_loss is None else run.last_loss
+  where = name_below(folder, run)
+  steps = run.step, '' if run.num_steps is None else run.num_steps
+  return [group.title, where, *steps, run.is_running, written, loss, group.metric, best, best_step]
+
+
+def _is_number(text: str) -> bool:
+  return text == '-' or re.fullmatch(r'-?[\d.]+(e[+-]?\d+)?', text) is not None
+
+
+def name_below(folder: str, run: RunState) -> str:
+  """Returns the path of a run from a folder; for the folder itself, its name."""
+  name = os.path.relpath(run.directory, folder)
+  return os.path.basename(os.path.abspath(run.directory)) if name == '.' else name
+
+
+def drop_module(value: str) -> str:
+  """Returns the text of a value, without the module path of a class or function."""
+  return _CLASS.sub('', value)
 
 
 def _short(value: str) -> str:
-  """Returns the text of a value, without the module path of a class and cut if it is long."""
-  value = _CLASS.sub('', value)
+  value = drop_module(value)
   return value if len(value) <= _MOST_CHARACTERS else f'{value[: _MOST_CHARACTERS - 3]}...'
 
 
-def _wrap(text: str, columns: int, indent: str = '') -> str:
-  if not sys.stdout.isatty():
-    return text
-  return textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=f'{indent}  ')
+def _wrap(text: str, width: int | None, indent: str = '') -> str:
+  if width is None:
+    return f'{indent}{text}'
+  return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=f'{indent}  ')

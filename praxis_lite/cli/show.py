@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment
-from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
+from praxis_lite.cli.command import Command, configured_experiment, configured_shapes, say_how_config_differs
+from praxis_lite.cli.command_flags import CommandFlags, add_devices, experiment_flags
 from praxis_lite.cli.plan import import_jax, prepare
 from praxis_lite.common.errors import UserError
 
@@ -23,18 +23,18 @@ def _run(values: flags.FlagValues) -> int:
     import_jax()
   from praxis_lite.common.config.json import to_json
   from praxis_lite.common.config.text import diff_texts, to_text, to_text_of_changes
-  from praxis_lite.common.devices import leave_accelerators_alone
 
   for flag, example in (('html', 'a file, as in --html=sharding.html'), ('diff', 'an experiment or a run')):
     if values[flag].value == '':
       raise UserError(f'--{flag} is empty: name {example}')
   if values.compiled:
+    if values.devices is not None:
+      raise UserError('--devices: --compiled names the chips and their number; leave out --devices')
     from praxis_lite.instruments.plan import parse_topology
 
     prepare(parse_topology(values.compiled))
-  else:
-    leave_accelerators_alone()
-  config = configured_experiment(values)
+  config = configured_experiment(values) if values.compiled else configured_shapes(values)
+  say_how_config_differs(values, config)
   roots = config.roots()
   if values.diff:
     lines = diff_texts(to_text(roots), _text_of(values.diff), folded=not values.all)
@@ -83,7 +83,8 @@ def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
 
 def _made_by(values: flags.FlagValues) -> list[str]:
   """Returns the commands that made a run, as one text; an empty list for an experiment."""
-  from praxis_lite.runs.records.record import first_lines, read_record
+  from praxis_lite.common.errors import first_lines
+  from praxis_lite.runs.records.record import read_record
 
   commands = [] if values.exp else read_record(values.job_log_dir).commands
   lines = [f'{"resumed by" if i else "made by"}  {command}' for i, command in enumerate(commands)]
@@ -105,6 +106,7 @@ def _text_of(name: str) -> str:
 
 def _flags() -> CommandFlags:
   values = experiment_flags()
+  add_devices(values, 'Number of devices: what a size of -1 in the mesh is the rest of.')
   values.add_switch('summary', 'Print the summary.', default=True)
   values.add_switch('config', 'Print the fields of the config that differ from the defaults.', default=True)
   fields = 'Print all fields of the config; with --diff, also those inside of configs that only one side has.'

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_arguments
-from praxis_lite.cli.command_flags import CommandFlags, add_metric, run_flags
-from praxis_lite.cli.run_table import print_runs
+from praxis_lite.cli.command_flags import CommandFlags, add_metric, add_track, add_tracked, run_flags
+from praxis_lite.cli.run_table import print_groups
 from praxis_lite.common.errors import UserError, prefix_errors
 
 if TYPE_CHECKING:
+  from collections.abc import Iterable
   from pathlib import Path
 
+  from praxis_lite.common.config import Config
   from praxis_lite.runs.sweep import Point
 
 
@@ -38,16 +42,19 @@ def _run(values: flags.FlagValues) -> int:
     )
 
   from praxis_lite.common.devices import leave_accelerators_alone
-  from praxis_lite.runs.records.run_config import check_configs, job_directory
+  from praxis_lite.runs.loop.job import check_configs
+  from praxis_lite.runs.records.run_config import job_directory
   from praxis_lite.runs.sweep import FinishedPoints, grid, last_line, run_points
 
-  leave_accelerators_alone()  # The training processes use the accelerators.
   points = grid(values.set)
   experiments = {}
   for point in points:
     with prefix_errors(point.name):
-      experiments[point] = configured_experiment(values, point.overrides)
-  check_configs({point.name: config for point, config in experiments.items()}, values.devices)
+      experiments[point] = config = configured_experiment(values, point.overrides)
+      config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
+  num_devices = values.devices or _count_devices([config.task for config in experiments.values()])
+  leave_accelerators_alone()  # The training processes use the accelerators.
+  check_configs({point.name: config for point, config in experiments.items()}, num_devices)
   configs = {point: f'{to_text(config.roots())}\nseed {values.seed}' for point, config in experiments.items()}
   numbers = {point: f'[{i}/{len(points)}] {point.name}' for i, point in enumerate(points, 1)}
   failed: list[Point] = []
@@ -63,15 +70,16 @@ def _run(values: flags.FlagValues) -> int:
         finished.add(point, configs[point])
         print(f'{numbers[point]}: done in {seconds:.0f} s', flush=True)
       elif code in _STOPPED:
-        print(f'{numbers[point]}: stopped: {last_line(folder, point)}', flush=True)
+        said = '' if code < 0 else last_line(folder, point)
+        print(f'{numbers[point]}: stopped: {said or "interrupted before it trained"}', flush=True)
       else:
         failed.append(point)
-        print(f'{numbers[point]}: exit code {code}: {last_line(folder, point)}', flush=True)
+        print(f'{numbers[point]}: exit code {code}: {last_line(folder, point) or "no output"}', flush=True)
 
     stopped = run_points(
       to_run, folder, lambda p: _command(values, folder, p), parallel=values.parallel, ended=record_end
     )
-  _print_results(values, [folder / p.name for p in points if (folder / p.name).is_dir()], folder)
+  _print_results(values, [folder / p.name for p in points if has_record(folder / p.name)], folder)
   if stopped:
     print('stopped; the same command resumes')
     return 128 + signal.SIGINT
@@ -80,20 +88,38 @@ def _run(values: flags.FlagValues) -> int:
   return 1 if failed else 0
 
 
+def _count_devices(tasks: Iterable[Config]) -> int | None:
+  """Returns how many devices each run will have, counted in a process that then ends; None if one suffices for all.
+
+  Raises UserError if JAX_PLATFORMS asks for accelerators that do not start.
+  """
+  shapes = [(*(task.ici_mesh_shape or ()), *(task.dcn_mesh_shape or ())) for task in tasks]
+  if os.environ.get('JAX_PLATFORMS', '') in ('', 'cpu') and all(size == 1 for shape in shapes for size in shape):
+    return None
+  code = 'import jax; from praxis_lite.common.devices import start_devices; start_devices(); print(jax.device_count())'
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+  error, _, message = (done.stderr.strip().splitlines() or [''])[-1].partition(': ')
+  if done.returncode and error.endswith('UserError'):
+    raise UserError(message)
+  return None if done.returncode else int(done.stdout.split()[-1])
+
+
 def _command(values: flags.FlagValues, folder: Path, point: Point) -> list[str]:
   arguments = [*experiment_arguments(values, point.overrides), f'--job_log_dir={folder / point.name}']
   arguments += [f'--{name}={values[name].value}' for name in ('devices', 'seed') if values[name].present]
+  arguments += [f'--track={name}' for name in values.track]
   arguments += [] if values.compilation_cache else ['--nocompilation_cache']
   return [sys.executable, '-m', 'praxis_lite', 'train', *arguments]
 
 
 def _print_results(values: flags.FlagValues, directories: list[Path], folder: Path) -> None:
-  from praxis_lite.runs.records.runs import best_run, format_number, metric_to_compare, read_run
+  from praxis_lite.runs.records.comparing import best_run, group_runs, metric_to_compare
+  from praxis_lite.runs.records.runs import format_number, read_run
 
   runs = [read_run(directory) for directory in directories]
   metric, mode = metric_to_compare(runs, values.metric, values.mode)
   print()
-  print_runs(runs, str(folder), metric, mode)
+  print_groups(group_runs(runs, values.metric, values.mode), str(folder))
   best = best_run(runs, metric, mode)
   if best is not None:
     value, step = best.best(metric, mode) or (None, 0)
@@ -104,6 +130,7 @@ def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of each run.')
   values.add_integer('parallel', 'Number of runs that train at the same time, on the same devices.', 2, 1, least=1)
   add_metric(values)
+  add_track(values)
   return values
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, experiment_arguments
-from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
+from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, add_track, add_tracked, run_flags
 from praxis_lite.cli.verify import is_worth_verifying, verify_first
 
 if TYPE_CHECKING:
@@ -23,12 +23,13 @@ def _run(values: flags.FlagValues) -> int:
 
   profile_steps = None if values.profile_steps is None else ProfiledSteps.parse(values.profile_steps)
   config, job_log_dir = configured_run(values)
+  config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
 
   from praxis_lite.checkpoints import saved_steps
 
   hosts = values.coordinator_address, values.num_processes, values.process_id
   job = _find_job(*hosts)
-  if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task):
+  if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task, is_alone=job is None):
     verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
 
   from praxis_lite.runs.executor import run_train
@@ -39,7 +40,7 @@ def _run(values: flags.FlagValues) -> int:
 
     initialize_distributed(*hosts, hang_timeout_s=values.hang_timeout_s)
   options: dict[str, Any] = {name: values[name].value for name in TrainOptions.names() if name in values}
-  del options['devices']  # The --devices flag counts simulated devices, and is no option of `train`.
+  del options['devices']  # The --devices flag counts simulated devices, and is not an option of `train`.
   if not values['seed'].present:
     del options['seed']
   options |= {'profile_steps': profile_steps, 'advise': _warnings}
@@ -80,6 +81,7 @@ def _flags() -> CommandFlags:
   nans = 'Stop after the first step that is not finite, with an error that names the layer and the operation.'
   values.add_switch('debug_nans', f'{nans} Steps no longer overlap.')
   twice = 'Run every n-th step twice and compare the results bit by bit. If they differ, a device is faulty, and the'
+  add_track(values)
   memory = 'exit code is 76. Needs memory for another train state.'
   values.add_integer('check_determinism', f'{twice} {memory}', 100, least=1)
   profile = "Write a trace of these steps, first:last, below job_log_dir, for TensorBoard's profile plugin."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment
-from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
+from praxis_lite.cli.command_flags import CommandFlags, add_devices, experiment_flags
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.jax_internals.flags import add_flags, split_flags
 
@@ -34,11 +34,19 @@ _PROGRESS = 'verify: '
 _LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
 
 
-def is_worth_verifying(config: Config[SingleTask]) -> bool:
-  """Whether a training run is long and uses several devices."""
+def is_worth_verifying(config: Config[SingleTask], *, is_alone: bool) -> bool:
+  """Whether a training run is long and uses several devices. Only if it `is_alone`, JAX may start to count them."""
   steps = config.train.num_train_steps
   is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # A later check reports a value that is not an integer.
+  if not is_alone and -1 in (config.ici_mesh_shape or ()):
+    return is_long
   return is_long and math.prod(config.instantiate().mesh_sizes().values()) > 1
+
+
+def _assumed_sizes(config: Config[SingleTask], most: int) -> dict[str, int]:
+  """Returns the mesh of an experiment; if a size is -1, that of about 8 devices, at least two along its axis."""
+  others = -math.prod(config.ici_mesh_shape or ()) * math.prod(config.dcn_mesh_shape or ())
+  return config.instantiate().mesh_sizes(max(min(8, most) // others, 2) * others if others > 0 else None)
 
 
 def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
@@ -93,7 +101,10 @@ def _run(values: flags.FlagValues) -> int:
 
   most = values.devices or MOST_DEVICES
   config = configured_experiment(values)
-  needed = math.prod(small_mesh(config.task.instantiate().mesh_sizes(), most).values())
+  sizes = _assumed_sizes(config.task, most)
+  if -1 in (config.task.ici_mesh_shape or ()):
+    config.task.ici_mesh_shape = tuple(n // d for n, d in zip(sizes.values(), config.task.dcn_mesh_shape or (1,) * 9))
+  needed = math.prod(small_mesh(sizes, most).values())
   simulate_cpu_devices(max(needed, 8))  # Processes that already have devices, such as notebooks, often have 8.
   options = {'full': values.full, 'quick': values.quick, 'search_seconds': values.search_seconds}
   found = verify(config, most_devices=most, progress=_report, **options)
@@ -107,6 +118,7 @@ def _report(line: str) -> None:
 
 def _flags() -> CommandFlags:
   values = experiment_flags()
+  add_devices(values)
   values.add_switch('full', 'Keep the sizes of the model, which takes memory and time.')
   values.add_switch('quick', 'Only compare the gradients of one small batch.')
   search = 'If something is wrong, look this many seconds for mappings that are right.'

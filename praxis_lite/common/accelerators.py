@@ -34,6 +34,7 @@ class Accelerator:
     wraps_at: a torus dimension is a ring if its size is a multiple of this, otherwise a line.
     largest: sizes of the largest torus that is sold.
     devices_per_chip: JAX devices in a chip.
+    capability: compute capability of a GPU of NVIDIA; None for other accelerators.
     source, network_source: sources of the figures.
   """
 
@@ -53,6 +54,7 @@ class Accelerator:
   wraps_at: int = 0
   largest: tuple[int, ...] = ()
   devices_per_chip: int = 1
+  capability: tuple[int, int] | None = None
 
   def peak(self, dtype: str) -> float:
     """Returns the operations per second of a JAX device for operands of a dtype; unlisted dtypes count as float32."""
@@ -141,19 +143,19 @@ def _tpu(row: str) -> Accelerator:
 # bfloat16 and float8 at half the rate that int8 suggests. Cards without fast links communicate over one x16 slot of
 # PCIe, through the host.
 _GPU_FIGURES = """
-               bf16     f32   int8  float8  memory  bandwidth  links  network  domain  host  device kind
-  a100-40       312     156    624       -   42.33     1555.2    300       25       8     8  a100 sxm4 40gb
-  a100          312     156    624       -   85.10    2039.04    300       25       8     8  a100
-  h100          989   494.5   1979    1979   84.94    3352.32    450       50       8     8  h100
-  h200          989   494.5   1979    1979  151.40       4800    450       50       8     8  h200
-  b200         2250    1125   4500    4500  191.51    7672.32    900       50       8     8  b200
-  gb200        2500    1250   5000    5000  197.90    7928.06    900       50      72     4  gb200
-  l4            121      60    242     242    23.9        300     32    3.125       8     8  l4
-  l40s          362     183    733     733    47.6        864     32    3.125       8     8  l40s
-  rtx3090        71    35.6    284       -    25.3        936     32    3.125       8     8  rtx 3090
-  rtx4090     165.2    82.6  660.6   330.3    25.2       1008     32    3.125       8     8  rtx 4090
-  rtx5090     209.5   104.8    838     419    33.7       1792     64    3.125       8     8  rtx 5090
-  rtx6000ada  364.2   182.1  728.5   728.5    50.9        960     32    3.125       8     8  rtx 6000 ada
+               bf16     f32   int8  float8  memory  bandwidth  links  network  domain  host  capability  device kind
+  a100-40       312     156    624       -   42.33     1555.2    300       25       8     8         8.0  a100 sxm4 40gb
+  a100          312     156    624       -   85.10    2039.04    300       25       8     8         8.0  a100
+  h100          989   494.5   1979    1979   84.94    3352.32    450       50       8     8         9.0  h100
+  h200          989   494.5   1979    1979  151.40       4800    450       50       8     8         9.0  h200
+  b200         2250    1125   4500    4500  191.51    7672.32    900       50       8     8        10.0  b200
+  gb200        2500    1250   5000    5000  197.90    7928.06    900       50      72     4        10.0  gb200
+  l4            121      60    242     242    23.9        300     32    3.125       8     8         8.9  l4
+  l40s          362     183    733     733    47.6        864     32    3.125       8     8         8.9  l40s
+  rtx3090        71    35.6    284       -    25.3        936     32    3.125       8     8         8.6  rtx 3090
+  rtx4090     165.2    82.6  660.6   330.3    25.2       1008     32    3.125       8     8         8.9  rtx 4090
+  rtx5090     209.5   104.8    838     419    33.7       1792     64    3.125       8     8        12.0  rtx 5090
+  rtx6000ada  364.2   182.1  728.5   728.5    50.9        960     32    3.125       8     8         8.9  rtx 6000 ada
 """
 _DEVICE = '; memory and bandwidth: specs of XLA for its compiler'
 _GPU_SOURCES = {
@@ -178,13 +180,15 @@ _GPU_SYSTEMS = {
 
 def _gpu(row: str) -> Accelerator:
   """Returns a GPU. Its float32 peak is the TF32 peak, because XLA uses TF32 by default."""
-  name, bf16, f32, int8, float8, *figures, kind = row.split(maxsplit=11)
+  name, bf16, f32, int8, float8, *figures, capability, kind = row.split(maxsplit=12)
+  major, minor = map(int, capability.split('.'))
   memory, bandwidth, links, network, domain, host = map(float, figures)
   peaks, system = _peaks(bf16, f32, int8, float8), _GPU_SYSTEMS.get(name)
   return Accelerator(
     name=name,
     kind='gpu',
     device_kinds=(kind,),
+    capability=(major, minor),
     peaks={**peaks, 'f16': peaks['bf16']},
     memory=memory * _GIGA,
     bandwidth=bandwidth * _GIGA,

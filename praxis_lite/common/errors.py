@@ -7,6 +7,8 @@ import difflib
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 
+from praxis_lite.common.other_names import OUR_NAMES
+
 
 class UserError(ValueError):
   """Bad input. The message says where it is, what is wrong, and what would be right.
@@ -77,6 +79,11 @@ def first_line(error: BaseException) -> str:
   return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
+  """Returns the first `most` lines; if there are more, also a line with the number of the others."""
+  return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
+
+
 @contextlib.contextmanager
 def prefix_errors(path: str) -> Iterator[None]:
   """Prepends the path of a config to the message of a `UserError` raised inside."""
@@ -112,7 +119,13 @@ def check_range(
     raise ConfigError(f'{where}: expected {" and ".join(text for text, _ in limits)}, got {value}')
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """Returns " Did you mean 'x'?" for the closest of `known`, or the empty string if no name is close."""
-  close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+  """Returns " Did you mean 'x'?" for the closest of `known`, or the empty string if no name is close.
+
+  If `name` is what another library calls one of `known`, that one is the closest. Names are close if the part that they
+  share is at least `cutoff`.
+  """
+  known = list(known)
+  same = [ours for ours in (name.lower(), *OUR_NAMES.get(name.lower(), ())) if ours in known]
+  close = same or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
   return f" Did you mean '{close[0]}'?" if close else ''

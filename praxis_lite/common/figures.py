@@ -1,15 +1,17 @@
 """Formats figures for people, with few digits and suitable units."""
 
+from collections.abc import Mapping
+
 
 def short_number(value: float) -> str:
   """Returns a number with three digits: 0.123, 12.3, 50.0k, 1.23M, 1.23B."""
   for size, suffix in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
     if value >= 0.9995 * size:
-      return f'{digits(value / size, 3)}{suffix}'
-  return digits(value, 3)
+      return f'{significant_digits(value / size, 3)}{suffix}'
+  return significant_digits(value, 3)
 
 
-def digits(value: float, count: int) -> str:
+def significant_digits(value: float, count: int) -> str:
   """Returns a number with `count` digits, final zeros included, so that figures in successive lines align."""
   return f'{value:#.{count}g}'.removesuffix('.')
 
@@ -38,3 +40,8 @@ def format_bytes(count: float) -> str:
       break
     count /= 1024
   return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.4g} {unit}'
+
+
+def format_axes(sizes: Mapping[str, int]) -> str:
+  """Returns the axes of a mesh with their sizes: 'replica 1 x data 16 x mdl 4'."""
+  return ' x '.join(f'{name} {size}' for name, size in sizes.items())

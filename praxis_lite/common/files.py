@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import tempfile
@@ -36,6 +37,11 @@ def user_path(path: str | os.PathLike[str]) -> Path:
   """
   path = Path(os.path.expanduser(path))
   return Path(os.path.realpath(path)) if '..' in path.parts else path
+
+
+def cache_folder() -> Path:
+  """Returns the folder for what can be computed again: `praxis_lite` in `$XDG_CACHE_HOME` or `~/.cache`."""
+  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite'
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -89,12 +95,27 @@ def _longest_path() -> int:
     return 4096
 
 
+def unless_empty(file: str | os.PathLike[str], wrong: str) -> str:
+  """Returns 'is empty' if a file has no bytes, otherwise `wrong`, which says what is wrong with it."""
+  with contextlib.suppress(OSError):
+    return 'is empty' if os.path.getsize(file) == 0 else wrong
+  return wrong
+
+
 def parse_json(text: str | bytes) -> Any:
   """Returns parsed JSON that anyone may have written; raises ValueError if it is invalid, not UTF-8, or too nested."""
   try:
     return json.loads(text)
   except RecursionError:
     raise ValueError('nested too deeply') from None
+
+
+def parse_json_line(line: str | bytes) -> Any:
+  """Like `parse_json`, for a line of a file; the message names a character, and no other line."""
+  try:
+    return parse_json(line.strip())
+  except json.JSONDecodeError as error:
+    raise ValueError(f'{error.msg[:1].lower()}{error.msg[1:]} at character {error.pos + 1}') from None
 
 
 def plain_dtype(name: object) -> np.dtype:
@@ -105,9 +126,9 @@ def plain_dtype(name: object) -> np.dtype:
   try:
     dtype = np.dtype(str(name))
   except (TypeError, ValueError, SyntaxError):  # SyntaxError: NumPy parses names with a comma as a list.
-    raise ValueError(f'{name!r} is no dtype') from None
+    raise ValueError(f'{name!r} is not a dtype') from None
   if dtype.hasobject:  # NumPy would take the bytes of a file for addresses.
-    raise ValueError(f'{name!r} is no dtype of plain data')
+    raise ValueError(f'{name!r} is not a dtype of plain data')
   return dtype
 
 
@@ -172,6 +193,23 @@ def check_plain_below(folder: str | os.PathLike[str]) -> None:
           raise OSError(errno.EINVAL, f'it is {kind}, not a file', entry.path)
 
 
+_POINTER = b'version https://git-lfs.github.com/spec/'
+
+
+def is_lfs_pointer(path: str | os.PathLike[str]) -> bool:
+  """Whether a file is the short text that stands for a large file in a git repository that was cloned without LFS."""
+  try:
+    if os.path.getsize(path) > 1024:
+      return False
+    with open_plain(path) as file:
+      return file.read(len(_POINTER)) == _POINTER
+  except OSError:
+    return False
+
+
+FETCH_LFS = 'is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository, or download the file'
+
+
 def remove_all(path: Path) -> None:
   """Removes a folder with all its contents, or whatever else is at the path, as far as possible; never blocks."""
   # `shutil.rmtree` would first open what is not a folder, and block on a named pipe.
@@ -197,13 +235,44 @@ def replace_file(path: Path, text: str) -> None:
     raise
 
 
+_REMEDIES = {
+  errno.EISDIR: 'it is a directory; name a file',
+  errno.ENOTDIR: 'a part of this path is a file, not a directory',
+  errno.ENOSPC: 'free some space, or name a directory on another disk',
+  errno.EDQUOT: 'free some space, or name a directory on another disk',
+  errno.EROFS: 'name a directory on another disk',
+  errno.EMFILE: 'allow more open files, as with `ulimit -n 65536`',
+}
+
+
+def file_error(error: OSError) -> UserError | None:
+  """Returns the error that names the file of an OSError, what is wrong and what to do; None if it is about no file."""
+  file = next(
+    (os.fsdecode(f) for f in (error.filename2, error.filename) if isinstance(f, str | bytes | os.PathLike)), ''
+  )
+  if not file and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # A failed write does not name its file.
+    return None
+  remedy = _REMEDIES.get(error.errno or 0, '')
+  if isinstance(error, PermissionError):
+    remedy = forbidden_by(file)
+  parts = [f'{file}: {error.strerror or error}' if file else f'{error.strerror}', *filter(None, [remedy])]
+  return UserError('; '.join(parts))
+
+
+def forbidden_by(file: str | os.PathLike[str]) -> str:
+  """Returns what to do about a file that this user may not read or write: which permissions to change."""
+  path = Path(file)
+  closed = next((f for f in reversed(path.absolute().parents) if os.path.exists(f) and not os.access(f, os.X_OK)), path)
+  return f'ask its owner for access, or change its permissions (`ls -ld {shlex.quote(os.fspath(closed))}` shows them)'
+
+
 class KnownFolder:
   """A folder that is identified by its device and inode, so that a folder created later at its path is not used.
 
-  All that a run writes while it trains is written through this class, except by Orbax and JAX's profiler.
+  While a run trains, it writes everything through this class, except what Orbax and JAX's profiler write.
 
   Args:
-    path: of the folder.
+    path: the path of the folder.
 
   Raises:
     OSError: the folder does not exist.

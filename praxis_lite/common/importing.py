@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import linecache
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from praxis_lite.common.errors import UserError, did_you_mean
 from praxis_lite.common.moved import current_name
@@ -37,13 +38,21 @@ def import_module(name: str) -> ModuleType:
     raise import_failure(name, error) from error
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-  """Returns the `__getattr__` of a package that loads names when they are first used.
+class LazyNames(NamedTuple):
+  """What a package needs to define for the names that `lazy_names` loads."""
+
+  get: Callable[[str], Any]
+  list_all: Callable[[], list[str]]
+  names: list[str]
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> LazyNames:
+  """Returns the `__getattr__`, `__dir__` and `__all__` of a package that loads names when they are first used.
 
   Args:
     package: its name.
-    modules: by the full name of a module, the names that it defines, separated by spaces. The module's own last name
-      stands for the module itself.
+    modules: maps the full name of a module to the names that it defines, separated by spaces. The last part of the
+      module's own name stands for the module itself.
   """
   homes = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -53,7 +62,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
     module = importlib.import_module(homes[name])
     return module if homes[name].endswith(f'.{name}') else getattr(module, name)
 
-  return get
+  return LazyNames(get, lambda: sorted({*vars(sys.modules[package]), *homes}), sorted(homes))
 
 
 def import_failure(name: str, error: Exception) -> UserError:

@@ -173,10 +173,53 @@ def explain_error(
     remedy = '; have the input yield integers, or cast by x.astype(jnp.int32)'
     operands = [f'{n} {x.dtype}{list(x.shape)}' for n, x in arrays.items()]
   else:
-    remedy, operands = '', [f'{n} {list(x.shape)}' for n, x in arrays.items()]
+    remedy, operands = _fitting_field(what, layer, weights), [f'{n} {list(x.shape)}' for n, x in arrays.items()]
     operands += [f'{n} {list(shape)}' for n, shape in weights.items() if n not in arrays]
   operands_shown = f'; {", ".join(operands[:_MAX_OPERANDS])}' if operands else ''
   return ShapesError(f'{name}: {what}{operands_shown}{remedy}{where}')
+
+
+def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ...]]) -> str:
+  """Returns the field that decides a size in a message about shapes, with the value that fits; '' unless it is clear.
+
+  The field belongs to the layer, or to the outermost of the layers around it that has a field of this name and value.
+  """
+  sizes = next((found.groups() for pattern in _TWO_SIZES if (found := re.search(pattern, what))), ())
+  layers = [layer, *(place.frame.f_locals['self'] for place in _running_methods())]
+  for new, old in (map(int, sizes), map(int, reversed(sizes))) if sizes else ():
+    shapes = [tuple(shape) for shape in weights.values() if old in shape]
+    if 'broadcast' in what:  # Of other arrays, perhaps.
+      shapes = [shape for shape in shapes if str(shape) in what and 1 not in (new, old)]
+    if not shapes:
+      continue
+    at_hand = [(owner, field) for owner in layers if (field := _field_of_size(owner, old))]
+    same = [(owner, field) for owner, field in at_hand if field[0] == at_hand[0][1][0]]
+    if same:
+      owner, (name, value) = same[-1]
+      shown = new if isinstance(value, int) else tuple(new if i == len(value) - 2 else n for i, n in enumerate(value))
+      return f'; {getattr(owner, "path_name", type(owner).__name__)}.{name} = {shown} would fit'
+  return ''
+
+
+def _field_of_size(layer: object, size: int) -> tuple[str, int | tuple[int, ...]] | None:
+  """Returns the field of a layer that decides its inputs, and its value; None if it is not clear which field does."""
+  names = getattr(type(layer), '__dataclass_fields__', {}) if isinstance(layer, Configurable) else {}
+  fields = {name: getattr(layer, name, None) for name in names}
+  found = {name: value for name, value in fields.items() if value == size}
+  found |= {n: v for n, v in fields.items() if n == 'filter_shape' and isinstance(v, tuple) and v[-2] == size}
+  if len(found) > 1:  # The size of an input is in question, not that of the output.
+    found = {name: value for name, value in found.items() if name.startswith('in')}
+  return next(iter(found.items())) if len(found) == 1 else None
+
+
+# How messages name two sizes that differ.
+_TWO_SIZES = (
+  r'got \((\d+),\) and \((\d+),\)$',
+  r'broadcasting: .*\b(\d+),?\), \((?:\d+, )*(\d+),?\)',
+  r'but (\d+) // \d+ != (\d+)',
+  r'\(size (\d+) is different from (\d+)\)',
+  r'operand \d+ \((\d+)\) does not match previous terms \((\d+)\)',
+)
 
 
 def name_method(layer: object, path: str, method: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 # Modules and packages, relative to praxis_lite, as they were called in the first releases.
 _MOVED = {
   'call': 'layers.base.call',
@@ -29,6 +31,11 @@ _MOVED = {
   'weighted': 'common.weighted',
   'weights': 'sharding.weights',
 }
+
+
+def to_current_names(text: str) -> str:
+  """Returns a text with today's names of the modules in it."""
+  return re.sub(r'\bpraxis_lite(\.\w+)+', lambda match: current_name(match[0]), text)
 
 
 def current_name(name: str) -> str:

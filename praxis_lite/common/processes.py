@@ -59,8 +59,8 @@ def join_by_host(texts: list[str]) -> str:
 def meet_others() -> None:
   """Waits until all processes of the run have called this equally often; with one process, returns immediately.
 
-  The first collective of a program connects the processes, and XLA waits for that only some seconds. So processes that
-  have compiled or read something, each in its own time, meet first. A watchdog notices a process that does not come.
+  The first collective of a program connects the processes, and XLA waits only some seconds for it. Processes may need
+  different times to compile or read, so they meet before it. A watchdog notices a process that does not come.
   """
   client = unless_unknown('processes do not wait for each other before they communicate', service_client, None)
   if client is not None:

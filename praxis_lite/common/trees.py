@@ -7,12 +7,12 @@ spells it in all messages, tables and summaries.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from praxis_lite.common.errors import ShardingError
+from praxis_lite.common.errors import ShardingError, did_you_mean
 
 Path = tuple[str, ...]
 NestedDict = dict[str, Any]
@@ -21,6 +21,11 @@ NestedDict = dict[str, Any]
 def path_name(path: Path) -> str:
   """Returns 'lm.softmax.w' for ('lm', 'softmax', 'w')."""
   return '.'.join(path)
+
+
+def to_path(name: str) -> Path:
+  """Returns ('lm', 'softmax', 'w') for 'lm.softmax.w'."""
+  return tuple(name.split('.'))
 
 
 def path_names(key_path: tuple[Any, ...]) -> Path:
@@ -41,6 +46,16 @@ def path_matches(pattern: str, path: Path) -> bool:
   except re.error as error:
     raise ShardingError(f'{pattern!r} is not a regular expression: {error}') from None
   return regex.fullmatch(('/' if '/' in pattern else '.').join(path)) is not None
+
+
+def near_pattern(pattern: str, names: Iterable[str]) -> str:
+  """Returns what to write in place of a regex that matches none of `names` as a whole, as the end of a message."""
+  names, inner = list(names), f'({pattern})' if '|' in pattern else pattern
+  for match, wider in ((re.match, f'{inner}.*'), (re.search, f'.*{inner}.*')):
+    if any((found := match(pattern, name)) and found[0] for name in names):
+      count = sum(re.fullmatch(wider, name) is not None for name in names)
+      return f' A pattern matches whole paths: write {wider!r}, which matches {count}.'
+  return did_you_mean(pattern, names)
 
 
 def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
@@ -86,6 +101,14 @@ def insert(tree: NestedDict, path: Path, value: Any) -> NestedDict:
   if not path:
     return value
   return {**tree, path[0]: insert(tree.get(path[0], {}), path[1:], value)}
+
+
+def nest(values: Mapping[Path, Any]) -> Any:
+  """Returns the nested dict with these values by path: the inverse of `leaves`."""
+  tree: Any = {}
+  for path, value in values.items():
+    tree = insert(tree, path, value)
+  return tree
 
 
 def merge(*trees: Any) -> Any:

@@ -67,7 +67,7 @@ class RecordsInput(BaseInput):
     return self.on_bad_record == 'skip'
 
   def leave_out(self, bad: BadRecord, field: str = 'path') -> None:
-    """Counts a bad record, once. Raises DataError unless `skips`, or if there are more than `max_bad_records`."""
+    """Counts a bad record, once; raises DataError if bad records are errors, or if there are more than allowed."""
     where = f'{self.label}.{field}'
     if not self.skips:
       raise DataError(f'{where}: {bad}')

@@ -124,7 +124,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return ()
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
-    """Names the examples of the batch after a state, such as 'record 7 of a.array_record'; [] if unknown."""
+    """Returns texts such as 'record 7 of a.array_record' for the examples of the batch after a state; [] if unknown."""
     return []
 
   @property

@@ -7,23 +7,27 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from praxis_lite.common.errors import ConfigError, DataError
-from praxis_lite.common.files import kind_of_other, read_plain
+from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, kind_of_other, read_plain
 from praxis_lite.inputs.rows import resolve_source
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
 
 
-def find_files(path: object, where: str) -> list[str]:
+def find_files(
+  path: object, where: str, in_directory: Callable[[str], list[str] | None] = lambda directory: None
+) -> list[str]:
   """Returns the files that `path` names, sorted, each once.
 
   Args:
     path: a file, a directory, a glob pattern, a list of those, or a function (or the `Config` of one) that returns
       them. Hidden files in a directory are left out. In a pattern, `**` matches any number of directories.
     where: name of the path in error messages.
+    in_directory: returns the files to take from a directory; None takes all.
 
   Raises:
     ConfigError: `path` has another type.
-    DataError: a path does not exist, no file is found, or a path is not a regular file, such as a named pipe.
+    DataError: a path does not exist, no file is found, or a path is not a regular file, such as a named pipe, or only
+      the Git LFS pointer to one.
   """
   path = resolve_source(path)
   paths = [path] if isinstance(path, (str, os.PathLike)) else path
@@ -31,18 +35,22 @@ def find_files(path: object, where: str) -> list[str]:
     raise ConfigError(f'{where}: expected a path, or a list of paths, got {path!r}')
   found: set[str] = set()
   for entry in paths:
-    files = _files_of(os.path.expanduser(os.fspath(entry)), where)
+    files = _files_of(os.path.expanduser(os.fspath(entry)), where, in_directory)
     if other := next((file for file in files if kind_of_other(file)), None):
       raise DataError(f'{where}: {other} is {kind_of_other(other)}, not a file')
+    if pointer := next(filter(is_lfs_pointer, files), None):
+      raise DataError(f'{where}: {pointer} {FETCH_LFS}')
     found.update(files)
   if not found:
     raise DataError(f'{where}: no files, since the list of paths is empty')
   return sorted(found)
 
 
-def _files_of(path: str, where: str) -> list[str]:
+def _files_of(path: str, where: str, in_directory: Callable[[str], list[str] | None]) -> list[str]:
   if os.path.isdir(path):
-    files, missing = list(walk(path, lambda name: name.startswith('.'))), f'there are no files in the directory {path}'
+    files, missing = in_directory(path), f'there are no files in the directory {path}'
+    if files is None:
+      files = list(walk(path, lambda name: name.startswith('.')))
   elif os.path.exists(path):
     return [path]
   elif glob.has_magic(path):

@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import functools
+import os
 import re
 import signal
 import sys
@@ -28,6 +29,7 @@ from absl import flags
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line
+from praxis_lite.common.files import unless_empty
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.rows import Feature, Rows, Struct, add_weights, build_features, canonical_rows, fit_dtype
@@ -95,6 +97,14 @@ class GrainInput(RecordsInput, StreamedInput):
   def data_files(self) -> list[str]:
     return self.files
 
+  def leave_out_file(self, file: str, reason: str, endings: tuple[str, ...]) -> None:
+    """Counts a file that cannot be read, as `leave_out` does. Files with data usually have one of these endings."""
+    other = next((f for f in self.files if f.endswith(endings)), None)
+    if other and not file.endswith(endings):
+      pattern = os.path.join(os.path.dirname(other), f'*{os.path.splitext(other)[1]}')
+      reason = f'{reason}; to read only the data, name it by a pattern, as in {pattern}'
+    self.leave_out(BadRecord(file, '', reason))
+
   @property
   def num_examples(self) -> int:
     """Examples in an epoch, over all hosts."""
@@ -152,6 +162,9 @@ class GrainInput(RecordsInput, StreamedInput):
       raise DataError(f'{self.label}: a worker process that reads the data {_fate(code and int(code[1]))}') from e
     finally:
       parts.close()
+
+
+_ENDINGS = ('.array_record', '.arrayrecord')
 
 
 class ArrayRecordInput(GrainInput):
@@ -219,7 +232,8 @@ class ArrayRecordInput(GrainInput):
         ends.append(ends[-1] + len(sources.ArrayRecordDataSource([file])))
         whole.append(file)
       except (RuntimeError, ValueError, OSError) as e:
-        self.leave_out(BadRecord(file, '', f'is not a whole ArrayRecord file: {first_line(e)}'))
+        reason = unless_empty(file, f'is not a whole ArrayRecord file: {first_line(e)}')
+        self.leave_out_file(file, reason, _ENDINGS)
     if not whole:
       raise DataError(f'{self.label}.path: none of {len(self.files)} files is a whole ArrayRecord file')
     return _Records(sources.ArrayRecordDataSource(whole), whole, ends, self._parse, f'{self.label}.path')

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError
-from praxis_lite.common.files import parse_json
+from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, parse_json, unless_empty
+from praxis_lite.inputs.chat_template import ChatTemplate, Messages
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens, groups_of_documents
 
 if TYPE_CHECKING:
@@ -22,6 +21,19 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = 'tokenizer.json'
 _INSTALL = 'pip install praxis_lite[hf]'
+
+
+class ChatTokens(NamedTuple):
+  """The tokens of a chat.
+
+  Attributes:
+    ids: [n] int32.
+    is_answer: [n] bool, whether a token is a part of an answer. As weights of the labels, they make a run train on
+      answers only.
+  """
+
+  ids: np.ndarray
+  is_answer: np.ndarray
 
 
 class HfTokenizer(BaseTokenizer):
@@ -47,13 +59,15 @@ class HfTokenizer(BaseTokenizer):
       import tokenizers
     except ImportError:
       raise ConfigError(f'HfTokenizer: the package tokenizers is not installed; {_INSTALL}') from None
-    file = os.path.join(self._folder, TOKENIZER_FILE) if os.path.isdir(self.path) else self.path
+    file = os.path.join(self.folder, TOKENIZER_FILE) if os.path.isdir(self.path) else self.path
     if not os.path.isfile(file):
       raise DataError(f'HfTokenizer.path: there is no file {file}')
+    if is_lfs_pointer(file):
+      raise DataError(f'HfTokenizer.path: {file} {FETCH_LFS}')
     try:
       return tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # The package raises only this type.
-      raise DataError(f'HfTokenizer.path: {file} is not a tokenizer: {error}') from None
+      raise DataError(f'HfTokenizer.path: {file} {unless_empty(file, f"is not a tokenizer: {error}")}') from None
 
   @property
   def vocab_size(self) -> int:
@@ -89,10 +103,8 @@ class HfTokenizer(BaseTokenizer):
 
   # ---------------------------------------------------------------- chats
 
-  def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+  def chat_prompt(self, messages: Messages) -> str:
     """Returns the text to which a chat model adds its answer, formatted by the tokenizer's chat template.
-
-    The template comes from someone else, with the checkpoint, so it runs in jinja2's sandbox.
 
     Args:
       messages: dicts with a `role` ('system', 'user' or 'assistant') and the `content`.
@@ -100,38 +112,39 @@ class HfTokenizer(BaseTokenizer):
     Raises:
       DataError: there is no template, or the template fails.
     """
-    try:
-      import jinja2
-      from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-      raise ConfigError(
-        f'HfTokenizer: chat templates need the package jinja2, which is not installed; {_INSTALL}'
-      ) from None
-    template = self._chat_template()
+    return self._template.render(messages, add_generation_prompt=True).text
 
-    def raise_exception(message: str) -> None:
-      raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
-    )
-    environment.filters['tojson'] = _to_json
-    environment.globals['raise_exception'] = raise_exception
-    environment.globals['strftime_now'] = lambda form: datetime.now().strftime(form)
-    specials = {f'{name}_token': self._special_token(name) or '' for name in ('bos', 'eos', 'pad', 'unk')}
-    try:
-      return environment.from_string(template).render(
-        messages=[dict(message) for message in messages], add_generation_prompt=True, tools=None, **specials
-      )
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-      raise DataError(f'HfTokenizer.path: the chat template of {self.path} fails: {error}') from None
-
-  def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+  def chat_ids(self, messages: Messages) -> list[int]:
     """Returns the ids of `chat_prompt(messages)`. Special tokens that the template writes as text get their ids."""
     return [int(i) for i in self._model.encode(self.chat_prompt(messages), add_special_tokens=False).ids]
 
+  def chat_tokens(self, messages: Messages) -> ChatTokens:
+    """Returns the tokens of a whole chat, to train on, and which of them are answers.
+
+    Answers are what the template marks by `{% generation %}`; without that tag, what each assistant's message adds to
+    the text.
+
+    Args:
+      messages: as in `chat_prompt`, with the answers, whose role is 'assistant'.
+
+    Raises:
+      DataError: there is no template, it fails, or does not show where answers are.
+    """
+    text, answers = self._template.answers(messages)
+    encoded = self._model.encode(text, add_special_tokens=False)
+    starts, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
+    is_answer = np.zeros(len(starts), bool)
+    for start, end in answers:
+      is_answer |= (starts < end) & (ends > start)
+    return ChatTokens(np.asarray(encoded.ids, np.int32), is_answer)
+
+  @property
+  def _template(self) -> ChatTemplate:
+    specials = {f'{name}_token': self._special_token(name) or '' for name in ('bos', 'eos', 'pad', 'unk')}
+    return ChatTemplate(self._chat_template(), specials, f'HfTokenizer.path: the chat template of {self.path}')
+
   def _chat_template(self) -> str:
-    file = os.path.join(self._folder, 'chat_template.jinja')
+    file = os.path.join(self.folder, 'chat_template.jinja')
     if os.path.isfile(file):
       with open(file, encoding='utf-8') as f:
         return f.read()
@@ -140,14 +153,15 @@ class HfTokenizer(BaseTokenizer):
       template = next((t.get('template') for t in template if t.get('name') == 'default'), None)
     if not isinstance(template, str):
       raise DataError(
-        f'HfTokenizer.path: there is no chat template in {self._folder}; this tokenizer does not belong to a chat model'
+        f'HfTokenizer.path: there is no chat template in {self.folder}; this tokenizer does not belong to a chat model'
       )
     return template
 
   # ---------------------------------------------------------------- the files next to tokenizer.json
 
   @property
-  def _folder(self) -> str:
+  def folder(self) -> str:
+    """The folder with the files of the tokenizer."""
     return self.path if os.path.isdir(self.path) else os.path.dirname(os.path.abspath(self.path))
 
   @functools.cached_property
@@ -155,7 +169,7 @@ class HfTokenizer(BaseTokenizer):
     """The settings in the files next to the tokenizer; if several files have a setting, the first one wins."""
     found: dict[str, Any] = {}
     for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
-      file = os.path.join(self._folder, name)
+      file = os.path.join(self.folder, name)
       if os.path.isfile(file):
         try:
           content = dict(parse_json(Path(file).read_bytes()))
@@ -195,7 +209,3 @@ def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
   ends = np.maximum.accumulate(before[np.array([end for _, end in offsets])])
   ends[-1] = before[-1]
   return np.diff(ends, prepend=0)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-  return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,4 +1,4 @@
-"""The manifest of an input's files, by which a resumed run sees whether the files have changed.
+"""The manifest of an input's files. A resumed run compares it with the files to notice changes.
 
     {"files": [["a/part-0.tfrecord", 31250, "9f3c..."], ...]}     name, bytes, and a hash of samples of the content
     {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     for very many files: only a sample

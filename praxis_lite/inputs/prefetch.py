@@ -91,7 +91,7 @@ class PrefetchIterator(Iterator[T]):
     return batch
 
   def wait(self, seconds: float | None = None) -> bool:
-    """Waits for the next batch, the end of the input or an error; returns whether any of these is there.
+    """Waits for the next batch, the end of the input or an error; returns whether one of these has arrived.
 
     An overdue batch counts as an error, which `get_next` raises.
     """

@@ -47,6 +47,9 @@ def canonical_rows(rows: object, where: str) -> Rows:
   return out
 
 
+_NO_NUMBERS = {'U': 'text', 'S': 'bytes', 'O': 'Python objects, such as None,'}
+
+
 def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
   if isinstance(value, Mapping):
     return {k: _canonical_entry(v, f'{where}[{k!r}]') for k, v in value.items()}
@@ -55,7 +58,9 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
   except (ValueError, TypeError, OverflowError) as error:  # For example lists of unequal lengths.
     raise DataError(f'{where}: cannot be made an array: {error}') from None
   if x.dtype.kind in 'OUSMm' or x.dtype.names:
-    raise DataError(f'{where}: arrays of {x.dtype} cannot go to a device; expected numbers or booleans')
+    raise DataError(
+      f'{where}: arrays of {_NO_NUMBERS.get(x.dtype.kind, x.dtype)} cannot go to a device; expected numbers or booleans'
+    )
   if x.ndim == 0:
     raise DataError(f'{where}: a scalar has no dim 0 to count examples by')
   dtype = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -141,7 +146,7 @@ class Feature(Configurable):
   """Shape and dtype of one array of an example.
 
   Attributes:
-    shape: without the batch dimension; () is a scalar.
+    shape: the shape of one example, without the batch dimension; () is a scalar.
     dtype: name of a numeric or boolean numpy dtype.
   """
 

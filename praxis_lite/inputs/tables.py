@@ -15,13 +15,15 @@ import functools
 import math
 import os
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, DataError, did_you_mean, first_line
+from praxis_lite.common.files import parse_json, read_plain, unless_empty
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, is_damage, rows_of_each
+from praxis_lite.inputs.files import find_files
 from praxis_lite.inputs.grain_input import GrainInput, ParseEach
 from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import (
@@ -64,10 +66,14 @@ class Column(Feature):
   column: str | None = None
 
 
+_ENDINGS = ('.parquet', '.arrow', '.feather')
+
+
 class TableInput(GrainInput):
   """Rows of Parquet files, and of Arrow files in the file format (Feather) or the stream format.
 
-  Each host reads all groups, and keeps only its own rows. From Parquet it reads only the columns it needs.
+  The path may be a folder that `save_to_disk` of the package `datasets` wrote for one split. Each host reads all
+  groups, and keeps only its own rows. From Parquet it reads only the columns it needs.
 
   Attributes: those of `GrainInput`, and
     features: arrays of an example by name, as configs of `Feature` or `Column`.
@@ -90,6 +96,11 @@ class TableInput(GrainInput):
       raise ConfigError(f'{self.label}.columns: leave it out; features determine which columns are read')
 
   @functools.cached_property
+  def files(self) -> list[str]:
+    where = f'{self.label}.path'
+    return find_files(self.path, where, functools.partial(_saved_files, where=where))
+
+  @functools.cached_property
   def _groups(self) -> tuple[list[_Group], np.ndarray]:
     """All groups of the files, in order, and their numbers of rows."""
     groups, sizes = [], []
@@ -97,7 +108,7 @@ class TableInput(GrainInput):
       try:
         of_file = _group_sizes(file, f'{self.label}.path')
       except BadRecordError as e:
-        self.leave_out(e.bad)
+        self.leave_out_file(file, e.bad.reason, _ENDINGS)
         continue
       for number, size in enumerate(of_file):
         if size:
@@ -300,6 +311,32 @@ class _Converter:
 # -------------------------------------------------------------------- files
 
 
+def _saved_files(directory: str, where: str) -> list[str] | None:
+  """Returns the files with the rows of a dataset that `save_to_disk` of `datasets` wrote; None for other directories.
+
+  Beside these files are descriptions in JSON, and perhaps results of `map` that are not part of the dataset.
+
+  Raises:
+    DataError: the dataset has several splits.
+  """
+  splits = _list_in(os.path.join(directory, 'dataset_dict.json'), 'splits')
+  if splits is not None:
+    folders = ', '.join(os.path.join(directory, str(name)) for name in splits)
+    raise DataError(f'{where}: {directory} has a folder for each split; name one of them: {folders}')
+  files = _list_in(os.path.join(directory, 'state.json'), '_data_files') or []
+  names = [os.path.basename(str(file.get('filename'))) for file in files if isinstance(file, dict)]
+  return [os.path.join(directory, name) for name in names] or None
+
+
+def _list_in(file: str, field: str) -> list[Any] | None:
+  """Returns a list in a JSON file; None if there is no such file, or no such list in it."""
+  try:
+    found = parse_json(read_plain(file))[field]
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
+  return found if isinstance(found, list) else None
+
+
 def _read_group(group: _Group, columns: tuple[str, ...] | None, where: str) -> pa.Table:
   """Returns a group of a file; raises DataError if it cannot be read, or a column is missing."""
   pa, (file, number) = import_pyarrow(), group
@@ -333,7 +370,8 @@ def _group_sizes(file: str, where: str) -> list[int]:
       return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     return [batch.num_rows for batch in _batches(file)]
   except (pa.ArrowException, OSError) as e:
-    raise BadRecordError(where, BadRecord(file, '', f'is not a whole Parquet or Arrow file: {first_line(e)}')) from None
+    reason = unless_empty(file, f'is not a whole Parquet or Arrow file: {first_line(e)}')
+    raise BadRecordError(where, BadRecord(file, '', reason)) from None
 
 
 def _batches(file: str) -> list[pa.RecordBatch]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, check_choice, did_you_mean, prefix_errors
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.base import BaseInput
@@ -97,7 +97,7 @@ class TextInput(RecordsInput, RandomAccessInput):
       raise ConfigError(f'{self.label}.document_separator: expected some text or None, got an empty string')
     if self.split is not None:
       check_split(self.split, f'{self.label}.split')
-    self.tokenizer: BaseTokenizer = self.tokenizer_tpl.instantiate()
+    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
 
   @property
   def num_examples(self) -> int:

@@ -22,15 +22,7 @@ from praxis_lite.common.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import (
-  Feature,
-  Rows,
-  Struct,
-  build_features,
-  canonical_rows,
-  fit_dtype,
-  resolve_source,
-)
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fit_dtype, resolve_source
 from praxis_lite.inputs.streamed import RowGroups, StreamedInput
 from praxis_lite.inputs.tf_example import serialized_examples
 from praxis_lite.inputs.tfrecord_files import (
@@ -50,14 +42,17 @@ _TRIED_AT_ONCE = 64
 
 
 @functools.cache
-def import_tensorflow() -> ModuleType:
-  """Imports TensorFlow, or raises ConfigError. Hides accelerators, because TensorFlow would reserve their memory."""
+def import_tensorflow(instead: str = 'use another input') -> ModuleType:
+  """Imports TensorFlow, and hides accelerators from it, because it would reserve their memory.
+
+  Raises ConfigError if it is not installed; `instead` says what works without it.
+  """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # oneDNN prints a notice, and nothing here needs it.
   try:
     import tensorflow as tf
   except ImportError:
-    raise ConfigError('TensorFlow is not installed; pip install tensorflow-cpu, or use another input') from None
+    raise ConfigError(f'TensorFlow is not installed; pip install tensorflow-cpu, or {instead}') from None
   for kind in ('GPU', 'TPU'):
     try:
       tf.config.set_visible_devices([], kind)
@@ -239,7 +234,10 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
   @functools.cached_property
   def _files(self) -> list[str]:
-    return find_files(self.file_pattern, f'{self.label}.file_pattern')
+    files = find_files(self.file_pattern, f'{self.label}.file_pattern')
+    if not any(map(os.path.getsize, files)):
+      raise DataError(f'{self.label}.file_pattern: {", ".join(files[:3])} {"is" if len(files) == 1 else "are"} empty')
+    return files
 
   def data_files(self) -> list[str]:
     return self._files
@@ -343,7 +341,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
   """Writes arrays, with examples in dimension 0, as `tf.train.Example` records for `TFRecordInput`."""
-  tf = import_tensorflow()
+  tf = import_tensorflow('write another format')
   with tf.io.TFRecordWriter(path, options=compression) as writer:
     for record in serialized_examples(rows):
       writer.write(record)

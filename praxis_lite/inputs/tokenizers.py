@@ -19,6 +19,7 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable
 from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, unless_empty
 from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file
 
 if TYPE_CHECKING:
@@ -220,11 +221,14 @@ class SentencePieceTokenizer(BaseTokenizer):
       ) from None
     if not os.path.isfile(self.model_path):
       raise DataError(f'SentencePieceTokenizer.model_path: there is no file {self.model_path}')
+    if is_lfs_pointer(self.model_path):
+      raise DataError(f'SentencePieceTokenizer.model_path: {self.model_path} {FETCH_LFS}')
     try:
       return sentencepiece.SentencePieceProcessor(model_file=self.model_path)
     except (RuntimeError, OSError) as e:
       raise DataError(
-        f'SentencePieceTokenizer.model_path: {self.model_path} is not a SentencePiece model: {e}'
+        f'SentencePieceTokenizer.model_path: {self.model_path} '
+        f'{unless_empty(self.model_path, f"is not a SentencePiece model: {e}")}'
       ) from None
 
   @property

@@ -26,6 +26,7 @@ ACTIVATIONS: dict[str, Activation] = {
   'tanh': jnp.tanh,
   'softplus': jax.nn.softplus,
 }
+"""Activation functions by the name that configs give them."""
 
 
 def get_activation(name: str, where: str = 'activation') -> Activation:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
-from praxis_lite.layers.attention_mesh import AttentionMesh
+from praxis_lite.layers.attention_mesh import AttentionMesh, surrounding_stage_axes
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.base.facts import Exchange, TokenFlops
@@ -39,6 +39,9 @@ from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N, H], [B, S, K, H] and [B, S, K, H].
+
+# Slots of a cache that a single token reads at once on accelerators: there, few operations matter more than few slots.
+_MOST_SLOTS = 4096
 
 
 class ProjectionWeightSplit(WeightSplit):
@@ -116,13 +119,16 @@ class MultiHeadAttention(Layer):
     dropout_rate: share of the attention probabilities that is dropped in training.
     scale, logit_soft_cap, block_size: see `dot_product_attention`.
     implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' is a
-      fused kernel for NVIDIA GPUs; 'auto' chooses one of these, see `choose_attention`. Decoding is always dense.
+      fused kernel for NVIDIA GPUs, 'tokamax' has others for them, and 'splash' is for TPUs; 'auto' chooses one of
+      these, see `choose_attention`.
+      Decoding is always dense.
     context_axis: mesh axis that splits the length in training and evaluation (context parallelism), evenly or not; None
       does not split it. The mappings `blnh` and `blkh` say how batch and heads are split.
     context_method: 'ring' sends keys and values around a ring of devices; 'all_to_all' gives each device some of the
       heads. See `context_parallel.py`.
     cache_dtype: dtype of keys and values in the cache; int8 stores a scale with each vector; None means `fprop_dtype`.
-    cache_page_size: number of cache slots that decoding reads at once. It reads only pages that contain tokens.
+    cache_page_size: number of cache slots that decoding reads at once. It reads only pages that contain tokens. On GPU
+      and TPU, where each page takes some 20 small operations, a single token reads up to 4,096 slots at once.
     weight_split_dims_mapping: `wt`, [D, N, H]: how the weights of queries, keys and values are split; the output's
       weight, [N, H, D], is split along the same dimensions.
   """
@@ -271,7 +277,7 @@ class MultiHeadAttention(Layer):
   ) -> AttentionMask:
     """Returns which keys each query attends to. A subclass may add its own: `super().attention_mask(**rows) & ...`.
 
-    In `__call__`, the arguments are those of the call, and the mask's `allows` receives indices in the row. In
+    `__call__` passes its own arguments, and the mask's `allows` then receives indices in the row. In
     decoding, the only argument is `prefix_lengths`, `allows` receives positions in the sequence, and the mask must have
     no arrays of queries or keys.
     """
@@ -315,6 +321,7 @@ class MultiHeadAttention(Layer):
       dtype,
       window=self.sliding_window,
       page_size=None if slots_are_split else self.cache_page_size,
+      most_slots=0 if platform() == 'cpu' else _MOST_SLOTS,
       spec=self._spec(),
       bias=None if self.relative_bias_tpl is None else self.relative_bias,
     )
@@ -341,6 +348,7 @@ class MultiHeadAttention(Layer):
       self.context_method,
       split.blnh,
       split.blkh,
+      surrounding_stage_axes(),
     )
 
   def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
@@ -383,19 +391,22 @@ class MultiHeadAttention(Layer):
   ) -> jax.Array:
     """Returns the output, [B, T, D]. A relative bias uses `pos_BT` as the positions of both queries and keys."""
     (B, T, _, _), (_, S, K, _) = heads[0].shape, heads[1].shape
-    name, reason = self._choose(T, S, mask, split is not None)
+    over: RowSplit | SequenceSplit | None = split
+    kernel_split, obstacle = self._kernel_split(split is not None, B)
+    name, reason = self._choose(T, S, mask, split is not None, obstacle)
     bias: LogitBias | jax.Array | None = None
     if self.relative_bias_tpl is not None:
       bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, pos_BT, pos_BT)
       if name != 'blockwise':
         pos_BT = jnp.arange(T)[None] if pos_BT is None else pos_BT
         bias = self.relative_bias(pos_BT, pos_BT)
-    over: RowSplit | SequenceSplit | None = split
-    if split is None and name == 'blockwise' and mask.arrays('query', 'key'):
+    if split is None and name in ('splash', 'tokamax'):
+      over = kernel_split
+    elif split is None and name == 'blockwise' and mask.arrays('query', 'key'):
       over = self._mesh.row_split(B, K)
     spec = self._spec(name)
     context_BTNH = dot_product_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, split=over)
-    # Blockwise attention tags the values that it keeps; see `remat.py` for the fused kernel.
+    # All but dense attention tag the values that they keep; see `remat.py` for cuDNN's kernel.
     return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name != 'dense')
 
   def _output(
@@ -416,7 +427,16 @@ class MultiHeadAttention(Layer):
       context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
 
-  def _choose(self, query_len: int, key_len: int, mask: AttentionMask, split: bool) -> AttentionChoice:
+  def _kernel_split(self, is_sequence_split: bool, num_rows: int | None = None) -> tuple[RowSplit | None, str]:
+    """Returns how a kernel is mapped over the mesh, and why it cannot be; see `AttentionMesh.kernel_split`."""
+    if not is_sequence_split:
+      return self._mesh.kernel_split(self.num_heads, self._kv_heads[0], num_rows)
+    undeclared = f'needs {self.path_name}.activation_split_dims_mapping.blnh, which says how the mesh splits the heads'
+    return None, undeclared if self._mesh.blnh is None else ''
+
+  def _choose(
+    self, query_len: int, key_len: int, mask: AttentionMask, split: bool, mesh_obstacle: str
+  ) -> AttentionChoice:
     """Returns how attention is computed, and why; see `AttentionCase`."""
     assert self.dims_per_head is not None and self.fprop_dtype is not None  # Set once the layer is built.
     case = AttentionCase.make(
@@ -424,6 +444,7 @@ class MultiHeadAttention(Layer):
       (query_len, key_len),
       self.dims_per_head,
       mask,
+      mesh_obstacle=mesh_obstacle,
       split=split,
       logit_bias=self.relative_bias_tpl is not None,
       soft_cap=self.logit_soft_cap is not None,
@@ -438,29 +459,19 @@ class MultiHeadAttention(Layer):
   def token_flops(self, length: int) -> TokenFlops:
     return TokenFlops(attention=4.0 * self.num_heads * (self.dims_per_head or 0) * length)
 
-  def describe(self, length: int, packed: bool) -> str:
-    """Returns how attention of sequences of this length is computed, and why."""
+  def implementation_of(self, length: int, packed: bool) -> str:
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if packed else None
     mask = jax.eval_shape(lambda ids: self.attention_mask(segment_ids=ids, kv_segment_ids=ids, segment_pos=ids), ids)
-    name, reason = self._choose(length, length, mask, self.context_axis is not None)
+    is_split = self.context_axis is not None
+    name, reason = self._choose(length, length, mask, is_split, self._kernel_split(is_split)[1])
     over = '' if self.context_axis is None else f', {self.context_method.replace("_", "-")} over {self.context_axis!r}'
     return f'{name} on {platform()}{over}: {reason}'
-
-
-def describe_attention(model: Layer, length: int, packed: bool) -> list[str]:
-  """Returns a line about each kind of attention in a model, for sequences of this length; see `describe`."""
-  layers: dict[str, list[str]] = {}
-  for layer in model.descendants():
-    if isinstance(layer, MultiHeadAttention):
-      layers.setdefault(layer.describe(length, packed), []).append(layer.path_name)
-  more = {text: f' and {len(paths) - 1} more' if len(paths) > 1 else '' for text, paths in layers.items()}
-  return [f'{paths[0]}{more[text]}: {text}' for text, paths in layers.items()]
 
 
 def _split_projection(
   projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
 ) -> Config[Projection]:
-  """Sets the mapping of a projection's weight to dimensions `dims` of `wt`, the mapping of [D, N, H]; see `pick`."""
+  """Gives a projection's weight the entries `dims` of `wt`, the mapping of [D, N, H]; see `DeclaredSplit.pick`."""
   if wt is not None:
     split = wt.pick(*dims)
     projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])

@@ -5,9 +5,11 @@ B batch, T length of the queries, S length of the keys, N heads, K kv heads, H d
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -29,6 +31,7 @@ class AttentionMesh:
   context_method: ContextMethod
   blnh: SplitDimsMapping  # Mapping of queries.
   blkh: SplitDimsMapping  # Mapping of keys and values.
+  stage_axes: tuple[str, ...] = ()  # Mesh axes that split the stages of a pipeline around the layer.
 
   def check(self, implementation: str) -> None:
     """Raises ConfigError or ShardingError if `context_axis` cannot split the length."""
@@ -36,10 +39,10 @@ class AttentionMesh:
     if self.context_axis is None:
       return
     field = f'{self.path}.context_axis'
-    if implementation not in ('auto', 'blockwise'):
+    if implementation not in ('auto', 'blockwise', 'splash'):
       raise ConfigError(
         f'{field}: a split sequence is attended to in blocks, and {self.path}.implementation is '
-        f"{implementation!r}; set it to 'auto' or 'blockwise'"
+        f"{implementation!r}; set it to 'auto', 'blockwise' or 'splash'"
       )
     for name, mapping in (('blnh', self.blnh), ('blkh', self.blkh)):
       if mapping is not None and len(mapping) == 4 and mapping[1] not in (None, self.context_axis):
@@ -82,11 +85,57 @@ class AttentionMesh:
 
     With None, no device knows which blocks are empty in all of its rows, so no block is skipped because of its data.
     """
-    placement = self.resolve(self.blnh, f'{self.path}.activation_split_dims_mapping.blnh')
+    split, _ = self.kernel_split(num_kv_heads, num_kv_heads, num_rows)
+    return split if split and {*split.batch_axes, *split.head_axes} == {*unmapped_axes()} else None
+
+  def kernel_split(self, num_heads: int, num_kv_heads: int, num_rows: int | None = None) -> tuple[RowSplit | None, str]:
+    """Returns how the mesh splits rows and heads for a kernel that the compiler cannot split, and an obstacle.
+
+    The obstacle says why the kernel cannot run on this mesh, as the end of a sentence; '' if it can. Without an
+    obstacle, no split means that each device has its part already. Axes that split neither rows nor heads hold copies.
+
+    Args:
+      num_heads, num_kv_heads: N and K. Heads divide evenly if each kv head, repeated if necessary, is on one device.
+      num_rows: B; None if it is not known yet.
+    """
     sizes = unmapped_axes()
-    if placement is None or not sizes or manual_axes() or UNCONSTRAINED in tuple(placement.spec):
-      return None
+    if not sizes:
+      return None, ''
+    if manual_axes():
+      return (
+        None,
+        "cannot be mapped over the mesh inside of a shard_map over other axes, like a pipeline's batch_axes",
+      )
+    if {*self.stage_axes} & {*sizes}:
+      return None, 'cannot be mapped over the mesh inside of the stages of a pipeline'
+    field = f'{self.path}.activation_split_dims_mapping.blnh'
+    placement = self.resolve(self.blnh, field)
+    if placement is None or UNCONSTRAINED in tuple(placement.spec):
+      return None, f'needs {field}, which says how the mesh splits rows and heads'
     batch, length, heads, dims = (tuple(a for a in spec_axes(entry) if a in sizes) for entry in placement.spec)
-    parts = (num_rows, batch), (num_kv_heads, heads)
-    divide = not any(size % math.prod(sizes[a] for a in axes) for size, axes in parts)
-    return RowSplit(batch, heads) if divide and not (length or dims) and {*batch, *heads} == {*sizes} else None
+    if length or dims:
+      return None, f'needs whole sequences and heads on each device, and {field} splits them over {(*length, *dims)}'
+    row_parts, parts = (math.prod(sizes[a] for a in axes) for axes in (batch, heads))
+    if num_rows is not None and num_rows % row_parts:
+      return None, f'needs rows that divide evenly, not {num_rows} over {row_parts} devices'
+    if num_heads // num_kv_heads % (math.lcm(num_kv_heads, parts) // num_kv_heads):
+      return None, f'needs heads that divide evenly, not {num_heads} with {num_kv_heads} kv heads over {parts} devices'
+    return RowSplit(batch, heads), ''
+
+
+_stage_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('praxis_lite_stage_axes', default=())
+
+
+@contextlib.contextmanager
+def building_stages(axes: tuple[str, ...]) -> Iterator[None]:
+  """Tells the layers that are built inside that they are mapped over stages, which the compiler splits over `axes`."""
+  token = _stage_axes.set((*_stage_axes.get(), *axes))
+  try:
+    yield
+  finally:
+    _stage_axes.reset(token)
+
+
+def surrounding_stage_axes() -> tuple[str, ...]:
+  """Returns the mesh axes that split the stages around a layer that is being built."""
+  return _stage_axes.get()

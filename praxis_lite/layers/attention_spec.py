@@ -16,7 +16,7 @@ from praxis_lite.layers.blocks import Formula, OffsetBias
 from praxis_lite.layers.masks import AttentionMask, to_mask
 
 SplitAxes = str | tuple[str, ...] | None  # The mesh axes that split a dimension.
-AttentionImplementation = Literal['auto', 'xla', 'dense', 'blockwise', 'cudnn']
+AttentionImplementation = Literal['auto', 'xla', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash']
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,14 +23,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.layers.masks import Array, AttentionMask, BlockRanges, combine_masks
-from praxis_lite.layers.precision import sum_dtype, widen
+from praxis_lite.layers.base.expected_trips import expected_trips
+from praxis_lite.layers.masks import Array, AttentionMask, BlockRanges, Known, combine_masks
+from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
 
 T = TypeVar('T')
 MASKED = -0.7 * float(np.finfo(np.float32).max)
@@ -108,29 +110,36 @@ class BlockPairs(NamedTuple):
   used: int | jax.Array
   flags: jax.Array | None = None  # [P], False for pairs that data empties; None if the mask knows of no such data.
   masked: bool = True  # Whether a pair may be partly masked.
+  expected: float | None = None  # The mean of `used` over the devices, if it is traced; see `expected_trips`.
 
 
 # ---------------------------------------------------------------- which pairs matter
 
 
-def needed_pairs(mask: AttentionMask, queries: Queries, keys: Keys, *, all_rows: bool = True) -> BlockPairs:
+def needed_pairs(
+  mask: AttentionMask, queries: Queries, keys: Keys, *, all_rows: bool = True, expected: float | None = None
+) -> BlockPairs:
   """Returns the pairs of blocks that the mask does not empty completely.
 
-  If the indices are NumPy arrays, the table and the number of iterations are static. Otherwise they depend on data.
+  If the indices are NumPy arrays, the table and the number of iterations are static. Otherwise they depend on data and
+  on the device; if the compiler may split the rows, all pairs are returned then, because it may put communication of
+  all devices into the loop over them.
 
   Args:
     mask: the mask, with its arrays in blocks.
     queries, keys: the blocks.
     all_rows: whether the arrays have all rows; see `BlockRanges`.
+    expected: the mean number of pairs if indices depend on the device; see `count_pairs`.
   """
-  (q_low, q_high), (k_low, k_high) = (_index_range(index) for index in (queries.at, keys.at))
-  at = BlockRanges(q_low[:, None], q_high[:, None], k_low, k_high, all_rows)
-  exists, allowed = (q_high >= 0)[:, None] & (k_high >= 0), mask.some_allowed(at)
-  needed = exists if allowed.by_index is None else exists & allowed.by_index
+  at = _block_ranges(queries.at, keys.at, all_rows)
+  needed, allowed = _select_pairs(mask, at)
   if not isinstance(needed, np.ndarray):
-    needed = jnp.asarray(combine_masks(needed, allowed.by_data))
-    rows, columns = jnp.nonzero(needed, size=needed.size, fill_value=0)
-    return BlockPairs(jnp.stack([rows, columns], axis=1).astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32))
+    if not all_rows:
+      return BlockPairs(jnp.asarray(np.argwhere(np.ones(needed.shape, bool)), jnp.int32), needed.size)
+    some = jnp.asarray(combine_masks(needed, allowed.by_data))
+    rows, columns = jnp.nonzero(some, size=some.size, fill_value=0)
+    pairs = jnp.stack([rows, columns], axis=1).astype(jnp.int32)
+    return BlockPairs(pairs, jnp.sum(some, dtype=jnp.int32), expected=expected)
   table = np.argwhere(needed).astype(np.int32)
   masked = mask.some_masked(at).by_index
   flags = None
@@ -142,6 +151,23 @@ def needed_pairs(mask: AttentionMask, queries: Queries, keys: Keys, *, all_rows:
     flags,
     masked is None or bool(np.any(masked & needed)) or bool(np.any(np.asarray(keys.at) < 0)),
   )
+
+
+def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
+  """Returns the number of pairs of blocks that the mask does not empty because of their indices, [I, Q] and [J, S]."""
+  needed, _ = _select_pairs(mask, _block_ranges(query_at, key_at, all_rows=True))
+  return int(np.sum(needed))
+
+
+def _select_pairs(mask: AttentionMask, at: BlockRanges) -> tuple[Array, Known]:
+  """Returns [I, J] bool, which pairs of blocks are needed by their indices; and what the mask knows of them."""
+  exists, allowed = (at.query_high >= 0) & (at.key_high >= 0), mask.some_allowed(at)
+  return exists if allowed.by_index is None else exists & allowed.by_index, allowed
+
+
+def _block_ranges(query_at: Array, key_at: Array, all_rows: bool) -> BlockRanges:
+  (q_low, q_high), (k_low, k_high) = _index_range(query_at), _index_range(key_at)
+  return BlockRanges(q_low[:, None], q_high[:, None], k_low, k_high, all_rows)
 
 
 def _index_range(index: Array) -> tuple[Array, Array]:
@@ -267,7 +293,8 @@ def _loop_over(pairs: BlockPairs, add: Callable[[jax.Array, T], T], sums: T) -> 
     # compute the masks of all pairs outside of that scan, and keep them.
     return add(*jax.lax.optimization_barrier((n, sums)))
 
-  return jax.lax.fori_loop(0, pairs.used, body, sums)
+  with nullcontext() if pairs.expected is None else expected_trips(pairs.expected):
+    return jax.lax.fori_loop(0, pairs.used, body, sums)
 
 
 # ---------------------------------------------------------------- one pair of blocks
@@ -310,7 +337,7 @@ def _bias_gradient(fn: OffsetBias, params: Any, query: Queries, key: Keys, dlogi
   if bias.shape[0] == 1:
     dlogits = jnp.sum(dlogits, axis=0, keepdims=True)
   (gradient,) = pull(dlogits)
-  return jax.tree.map(widen, gradient)
+  return jax.tree.map(to_sum_dtype, gradient)
 
 
 def _dropout(formula: Formula, query: Queries, key: Keys) -> jax.Array | float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -33,7 +34,7 @@ from praxis_lite.layers.attention_spec import (
 )
 from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.masks import AttentionMask, split_offsets
-from praxis_lite.layers.precision import sum_dtype, widen
+from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
 from praxis_lite.sharding.specs import axes_to_entry
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
@@ -50,6 +51,12 @@ class RowSplit:
 
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
+
+  def repeat_kv_heads(self, x_BSKH: jax.Array) -> jax.Array:
+    """Repeats kv heads, so that each device gets whole groups of query heads with their own kv head."""
+    sizes, K = jax.sharding.get_abstract_mesh().shape, x_BSKH.shape[2]
+    repeats = math.lcm(K, math.prod(sizes[axis] for axis in self.head_axes)) // K
+    return jnp.repeat(x_BSKH, repeats, axis=2) if repeats > 1 else x_BSKH
 
   def map_rows(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool) -> Any:
     """Returns the forward or backward pass mapped over the devices."""
@@ -92,11 +99,14 @@ def largest_block(mask: AttentionMask, rows: int) -> int:
 
   Args:
     mask: the mask.
-    rows: the product of batch size and number of heads on one device.
+    rows: the product of batch size and number of heads on one device. In an exported program it may be symbolic, and
+      counts as many.
   """
   size, behind = _LARGEST_BLOCK, split_offsets(mask)[0].behind
   if behind is not None:
     size = min(size, max(_SMALLEST_BLOCK, -(-(behind + 1) // _SMALLEST_BLOCK) * _SMALLEST_BLOCK // 2))
+  if export.is_symbolic_dim(rows):
+    return min(size, _SMALLEST_BLOCK)
   while size > _SMALLEST_BLOCK and rows * size * size > _MOST_LOGITS:
     size //= 2
   return size
@@ -138,7 +148,7 @@ def _backward(
   def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, lse: jax.Array, do_BTNH: jax.Array) -> Heads:
     queries, keys, mask = _cut_blocks(block_size, heads, integers)
     pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
-    delta_BTN = jnp.sum(widen(do_BTNH) * out_BTNH, axis=-1)
+    delta_BTN = jnp.sum(to_sum_dtype(do_BTNH) * out_BTNH, axis=-1)
     K = heads.key.shape[2]
     do, delta = (blocks.query_blocks(x, queries.at, K).x for x in (do_BTNH, delta_BTN))
     gradients = blocks.add_gradients(

@@ -12,13 +12,17 @@
       dx            += g w[:, chunk]^T
 
 This takes one more product of x and w than with whole logits. The operands of products have the dtype of x; the sums,
-the log-sum-exp and dx are in float32. Sums of dw over devices are in the dtype of dw, as in other layers: one
-reduce-scatter for each chunk, because a loop cannot carry sums that are still to be added over devices.
+the log-sum-exp and dx are in float32. Sums of dw and dx over devices are in their own dtypes, as in other layers.
 
 If a mesh splits the classes into S parts, each part is cut into its own chunks, and step i of the loop computes chunk i
 of every part. So no step moves logits or weights along that axis: the only communication is of the maxima and sums
 [...], once after the loop, and of dx. If the chunks do not divide a part evenly, the last one begins earlier, and the
-repeated classes count once. If a mesh splits D too (fully sharded), each pass gathers w once; see `_reader`.
+repeated classes count once.
+
+If a mesh splits the rows, each device adds up a dw of its own rows, and these are summed once after the loop. If it
+splits D of w too (fully sharded), one collective gathers w before the loop, and both passes share the result. But if w
+and dw would take more than half of the memory that chunks save, a collective gathers each chunk in each pass, and
+another one sums its dw.
 
 V classes, D model dims, S parts of the classes, K classes of a part, C classes of a chunk.
 """
@@ -32,6 +36,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.precision import sum_dtype
@@ -83,6 +88,12 @@ class ClassChunks:
     return min(self.chunk_size, self.part_size)
 
   @property
+  def spec(self) -> PartitionSpec:
+    """How w, as parts, is split."""
+    parts, dims = axes_to_entry(self.axes), axes_to_entry(self.dims_axes)
+    return PartitionSpec(parts, None, dims) if self.classes_first else PartitionSpec(parts, dims, None)
+
+  @property
   def starts(self) -> jax.Array:
     """The first class of each chunk, counted from the start of its part."""
     return jnp.minimum(jnp.arange(0, self.part_size, self.size), self.part_size - self.size)
@@ -96,6 +107,18 @@ class ClassChunks:
     spec: list[object] = [UNCONSTRAINED] * parts.ndim
     spec[0], spec[axis + 1] = axes_to_entry(self.axes), None
     return with_sharding_constraint(parts, PartitionSpec(*spec))
+
+  def holds_whole(self, w: jax.Array, num_rows: int) -> bool:
+    """Whether each device may hold w, as parts, and its gradient with D gathered: they are small beside the logits."""
+    if not self.dims_axes:
+      return True
+    own_rows = num_rows // _num_parts(tuple(axis for entry in self.rows or () for axis in unmapped_mesh_axes(entry)))
+    return w.size // self.num_parts * w.dtype.itemsize <= own_rows * self.part_size
+
+  def row_parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns into how many parts devices split each dimension of rows; () if they split none, or one unevenly."""
+    parts = tuple(_num_parts(unmapped_mesh_axes(entry)) for entry in self.rows or ())
+    return parts if any(n > 1 for n in parts) and not any(size % n for size, n in zip(shape, parts)) else ()
 
   def split(self, x: jax.Array, *dims: object) -> jax.Array:
     """Constrains an array that begins with the leading dimensions of the logits, if `rows` says how these are split.
@@ -115,12 +138,12 @@ def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> i
 
   Args:
     num_classes: V.
-    num_rows: number of labels.
+    num_rows: number of labels. In an exported program it may be symbolic, and counts as many.
     axes: mesh axes that split the classes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   devices = _num_parts(tuple(axis for axis in mesh.axis_names if axis not in manual_axes()))
-  if 4 * num_classes * num_rows < _AUTO_BYTES * devices:
+  if not export.is_symbolic_dim(num_rows) and 4 * num_classes * num_rows < _AUTO_BYTES * devices:
     return None
   return usual_chunk_size(-(-num_classes // _num_parts(axes)))
 
@@ -236,6 +259,7 @@ def _backward(
   axis, weights = _layout(chunks)
   e = chunks.label_smoothing
   read = _reader(w, labels.size, chunks)
+  own = _OwnRows(chunks, chunks.row_parts(labels.shape) if chunks.holds_whole(w, labels.size) else ())
 
   def step(
     sums: tuple[jax.Array, jax.Array, jax.Array | None], start_and_first: tuple[jax.Array, jax.Array]
@@ -253,20 +277,63 @@ def _backward(
       db = jax.lax.dynamic_update_slice_in_dim(db, of_b, start, 1)
     gradient = gradient.astype(x.dtype)
     # The last chunk may repeat classes: dw gets equal values for them again, but dx must not count them twice.
-    of_w = jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=dw.dtype)
-    dw = jax.lax.dynamic_update_slice_in_dim(dw, of_w, start, axis)
+    of_w = own.product(gradient, x, dw.dtype)
+    dw = jax.lax.dynamic_update_slice_in_dim(dw, of_w, start, axis + own.rank)
     new = gradient if is_new is None else jnp.where(is_new, gradient, 0)
     of_x = jnp.einsum(f'...sk,{weights}->s...d', new, chunk, preferred_element_type=dx.dtype)
     return (dx + of_x, dw, db), None
 
   dx = jnp.zeros((chunks.num_parts, *x.shape), sum_dtype(x, w))
   dx = chunks.split(dx, axes_to_entry(chunks.axes), ..., UNCONSTRAINED)
-  first = dx, jnp.zeros_like(w), None if b is None else jnp.zeros_like(b)
+  first = dx, own.zeros_like(w), None if b is None else jnp.zeros_like(b)
   (dx, dw, db), _ = jax.lax.scan(step, first, _steps(chunks))
-  return jnp.sum(dx, 0).astype(x.dtype), dw, db, None
+  # Without the barrier, the compiler may send dw at the end of the backward pass, and keep all of it until then.
+  dx, dw = jax.lax.optimization_barrier((_add_up(dx.astype(x.dtype), 1), own.sum(dw)))
+  return dx, dw, db, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
+
+
+class _OwnRows(NamedTuple):
+  """Gradients of w, [P..., S, D, C] or [P..., S, C, D], from the rows of each device; `parts`, [P...], may be ()."""
+
+  chunks: ClassChunks
+  parts: tuple[int, ...]
+
+  @property
+  def rank(self) -> int:
+    return len(self.parts)
+
+  def product(self, gradient: jax.Array, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the gradient of a chunk from that of its logits, [..., S, C], and x, [..., D]."""
+    _, weights = _layout(self.chunks)
+    if not self.parts:
+      return jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=dtype)
+    devices, rows = 'ABCDEFG'[: self.rank], 'NOPQRST'[: self.rank]
+    both = ''.join(map(''.join, zip(devices, rows)))
+    gradient, x = self._cut(gradient, axes_to_entry(self.chunks.axes), None), self._cut(x, None)
+    return jnp.einsum(f'{both}sk,{both}d->{devices}{weights}', gradient, x, preferred_element_type=dtype)
+
+  def zeros_like(self, w: jax.Array) -> jax.Array:
+    if not self.parts:
+      return jnp.zeros_like(w)
+    spec = PartitionSpec(*(self.chunks.rows or ()), axes_to_entry(self.chunks.axes), None, None)
+    return with_sharding_constraint(jnp.zeros((*self.parts, *w.shape), w.dtype), spec)
+
+  def sum(self, dw: jax.Array) -> jax.Array:
+    return with_sharding_constraint(_add_up(dw, self.rank), self.chunks.spec) if self.parts else dw
+
+  def _cut(self, x: jax.Array, *others: object) -> jax.Array:
+    """Cuts each dimension of rows into the parts of the devices and their rows; `others` splits other dimensions."""
+    sizes = [size for whole, parts in zip(x.shape, self.parts) for size in (parts, whole // parts)]
+    spec = [entry for of_rows in self.chunks.rows or () for entry in (of_rows, None)]
+    return with_sharding_constraint(x.reshape(*sizes, *x.shape[self.rank :]), PartitionSpec(*spec, *others))
+
+
+def _add_up(parts: jax.Array, rank: int) -> jax.Array:
+  """Returns the sum over the first `rank` dimensions, in the dtype of `parts`; `jnp.sum` of bfloat16 is in float32."""
+  return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, range(rank))
 
 
 def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
@@ -285,30 +352,22 @@ def _layout(chunks: ClassChunks) -> tuple[int, str]:
 def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.Array], jax.Array]:
   """Returns a function of `start` that reads one chunk of each part of w, [S, D, C] or [S, C, D], with D gathered.
 
-  If w is fully sharded, each pass gathers each entry of w once. If w takes no more memory than the logits of a chunk,
-  one collective gathers it before the loop, and the forward and the backward pass may share the result. A larger w is
-  gathered chunk by chunk, because as a whole it would take the memory that chunks are meant to save.
-
   Args:
-    w: in parts.
+    w: the weight, as parts.
     num_rows: number of labels.
     chunks: how the classes are cut.
   """
   axis, _ = _layout(chunks)
   if chunks.rows is None:
     return lambda start: jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis)
-  parts = axes_to_entry(chunks.axes)
-  whole = PartitionSpec(parts, None, None)
-  own_rows = num_rows // _num_parts(tuple(axis for entry in chunks.rows for axis in unmapped_mesh_axes(entry)))
-  if w.size // chunks.num_parts * w.dtype.itemsize <= 4 * own_rows * chunks.size:
+  whole = PartitionSpec(axes_to_entry(chunks.axes), None, None)
+  if chunks.holds_whole(w, num_rows):
     table = with_sharding_constraint(w, whole)
     return lambda start: jax.lax.dynamic_slice_in_dim(table, start, chunks.size, axis)
-  dims = axes_to_entry(chunks.dims_axes)
-  split = PartitionSpec(parts, None, dims) if chunks.classes_first else PartitionSpec(parts, dims, None)
 
   def gather(start: jax.Array) -> jax.Array:
     # Without this constraint, the compiler would gather all of w and then take a chunk of it.
-    chunk = with_sharding_constraint(jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis), split)
+    chunk = with_sharding_constraint(jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis), chunks.spec)
     return with_sharding_constraint(chunk, whole)
 
   return gather

@@ -1,6 +1,6 @@
 """Context parallelism: attention of sequences that are split over a mesh axis.
 
-Two methods, both in `jax.shard_map`, both with the memory of blockwise attention:
+Two methods, both in `jax.shard_map`, both with the memory of blockwise attention, on TPUs by splash attention:
 
     ring         each device keeps its queries, and blocks of keys and values are sent around a ring of devices, by one
                  collective-permute each (Liu et al., 2023). The backward pass sends them again, with their gradients.
@@ -16,8 +16,10 @@ heads, H dims per head; for blocks see `blocks.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,8 @@ from praxis_lite.layers.blockwise import attend_in_blocks, largest_block
 from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.ring import ring_attention
 from praxis_lite.layers.sequence_parts import SequencePlan, SequenceSplit, multiple_of, pad_len
+from praxis_lite.layers.splash import LANES, attend_by_splash, largest_splash_block
+from praxis_lite.layers.splash_ring import splash_ring_attention
 from praxis_lite.sharding.padding import pad_to, slice_to
 
 
@@ -65,7 +69,11 @@ def context_parallel_attention(
   rows = heads.query.shape[0] * heads.query.shape[2]
   rows //= math.prod(mesh.shape[a] for a in (*split.batch_axes, *split.head_axes))
   plan = SequencePlan.make(split, T, S, integers.mask, spec.block_size or largest_block(integers.mask, rows))
-  attend = ring_attention if split.method == 'ring' else _attend_all_to_all
+  attend: Any = ring_attention if split.method == 'ring' else functools.partial(_attend_all_to_all, spec)
+  if split.method == 'ring' and spec.implementation == 'splash':
+    block_size = largest_splash_block(spec.block_size, query_BTNH, formula.soft_cap)
+    plan = dataclasses.replace(plan, block_size=block_size, lanes=LANES)
+    attend = splash_ring_attention
   return slice_to(attend(plan, formula, heads, integers), query_BTNH.shape)
 
 
@@ -123,8 +131,13 @@ def aligned_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[int, i
 # ---------------------------------------------------------------- all-to-all
 
 
-def _attend_all_to_all(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> jax.Array:
+def _attend_all_to_all(
+  spec: AttentionSpec, plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers
+) -> jax.Array:
   """Computes attention of whole sequences for some of the heads."""
+  attend = functools.partial(attend_in_blocks, formula, plan.block_size, None)
+  if spec.implementation == 'splash':
+    attend = functools.partial(attend_by_splash, formula, spec.block_size, None)
   axis, (T, S) = plan.split.axis, (plan.query_len, plan.key_len)
   exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, tiled=True)
 
@@ -153,10 +166,7 @@ def _attend_all_to_all(plan: SequencePlan, formula: Formula, heads: Heads, integ
       kv = exchange(jnp.concatenate([heads.key, heads.value], axis=-1), split_axis=2, concat_axis=1)
       key, value = jnp.split(kv, 2, axis=-1)
     seeds = integers.seeds_BTN
-    out = attend_in_blocks(
-      formula,
-      plan.block_size,
-      None,
+    out = attend(
       Heads(
         query.reshape(*query.shape[:2], -1, H)[:, :T], key[:, :S], value[:, :S], jax.tree.map(slice_heads, heads.bias)
       ),

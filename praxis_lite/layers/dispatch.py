@@ -9,7 +9,7 @@ Each is the transpose of the other. Both, and their gradients, read rows instead
 that is faster on accelerators.
 
     capacity_plan    C slots for each expert; first choices of all tokens, in order, before second choices
-    sorted_plan      one slot for each choice, sorted by expert, for `jax.lax.ragged_dot`
+    sorted_plan      one slot for each choice, sorted by expert, for `grouped_matmul`
 
 N tokens, K choices of a token, E experts, C capacity, M slots, D model dims.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.precision import sum_dtype, widen
+from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
 
 
 class DispatchPlan(NamedTuple):
@@ -56,7 +56,7 @@ class DispatchPlan(NamedTuple):
 def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> DispatchPlan:
   """Returns the plan of E C slots; slot e C + c is slot c of expert e. Expert number E means none: it has no slots."""
   by_expert = _sort_by_expert(experts_NK, num_experts)
-  place = by_expert.rank - _start_of_group(by_expert.starts, by_expert.experts)
+  place = by_expert.rank - by_expert.starts.at[by_expert.experts].get(mode='clip')
   fits = (by_expert.experts < num_experts) & (place < capacity)
   return _plan(by_expert.experts * capacity + place, fits, num_experts * capacity, *experts_NK.shape)
 
@@ -106,7 +106,7 @@ def combine(slots_MD: jax.Array, plan: DispatchPlan, num_tokens: int) -> jax.Arr
   """Returns [N, D]: for each token, the sum over the slots of its choices; zero if it has none."""
   if plan.slot_of_choice is None:
     zeros = jnp.zeros((num_tokens, *slots_MD.shape[1:]), sum_dtype(slots_MD))
-    return zeros.at[plan.token_of_slot].add(widen(slots_MD), mode='drop').astype(slots_MD.dtype)
+    return zeros.at[plan.token_of_slot].add(to_sum_dtype(slots_MD), mode='drop').astype(slots_MD.dtype)
   choices = _rows(slots_MD, plan.slot_of_choice)
   return jnp.sum(choices, axis=1, dtype=sum_dtype(choices)).astype(slots_MD.dtype)
 
@@ -149,10 +149,6 @@ def _sort_by_expert(experts_NK: jax.Array, num_experts: int) -> _ByExpert:
   rank = jnp.zeros_like(numbers).at[order].set(numbers, unique_indices=True)
   counts = jnp.sum(experts[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
   return _ByExpert(experts, rank, jnp.cumulative_sum(counts, include_initial=True))
-
-
-def _start_of_group(starts: jax.Array, group: jax.Array) -> jax.Array:
-  return starts.at[group].get(mode='clip')
 
 
 def _plan(slot: jax.Array, fits: jax.Array, num_slots: int, num_tokens: int, k: int) -> DispatchPlan:

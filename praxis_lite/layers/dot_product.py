@@ -3,6 +3,8 @@
     dense       all logits at once, [B, N, T, S]: JAX's function, or our own for soft caps and dropout
     blockwise   memory linear in the length; see `blockwise.py`
     cudnn       a fused kernel for NVIDIA GPUs, in bfloat16 or float16
+    tokamax     fused kernels for NVIDIA GPUs, which take cases that cuDNN's refuses; see `tokamax_attention.py`
+    splash      a fused kernel for TPUs; see `splash.py`
     auto        one of these, by platform, length and masks; `choose_attention` says which and why
 
 B batch, T length of the queries, S length of the keys, N heads, K kv heads, G = N / K query heads for each kv head,
@@ -12,13 +14,15 @@ H dims per head.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.jax_internals.splash import has_splash
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.blocks import dropout_factors
 from praxis_lite.layers.blockwise import RowSplit, blockwise_attention
@@ -35,17 +39,25 @@ from praxis_lite.layers.masks import (
 )
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.layers.sequence_parts import SequenceSplit
-from praxis_lite.sharding.constraints import is_partly_mapped
-from praxis_lite.sharding.mesh import platform
+from praxis_lite.layers.splash import mask_obstacle, splash_attention
+from praxis_lite.layers.tokamax_attention import tokamax_attention, why_no_attention_kernel
+from praxis_lite.sharding.constraints import is_partly_mapped, unmapped_axes
+from praxis_lite.sharding.mesh import device_kind, platform
 
-Chosen = Literal['dense', 'blockwise', 'cudnn']
-IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'xla')  # 'xla' is an older name of 'dense'.
-# 'auto' does not choose dense attention if a head has at least this number of logits.
-_MANY_LOGITS = 2048 * 2048
-# 'auto' chooses the fused kernel for at least this number of queries and of keys; and if the mask is an array, for at
-# most this number of logits.
+Kernel = Literal['cudnn', 'tokamax', 'splash']
+Chosen = Literal['dense', 'blockwise', Kernel]
+# 'xla' is an older name of 'dense'.
+IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash', 'xla')
+_MANY_LOGITS, _MANY_LOGITS_ON_CPU = 2048 * 2048, 1024 * 1024
+# 'auto' chooses a fused kernel for at least this number of queries and of keys; and on a GPU, if the kernel needs the
+# mask as an array, for at most this number of logits.
 _FUSED_FROM = 256
 _MOST_MASKED = 8192 * 8192
+_ONLY_FLOAT32 = ('TPU v2', 'TPU v3')  # Chips whose compiler has no products of bfloat16 in kernels.
+_PARTLY_MAPPED = (
+  "cannot be split by the compiler inside of a shard_map over other axes, such as a pipeline's batch_axes"
+)
+_NOT_SPLIT = 'needs the argument `split`, which says how the mesh splits rows and heads'
 
 
 class AttentionCase(NamedTuple):
@@ -65,6 +77,10 @@ class AttentionCase(NamedTuple):
   logit_bias: bool = False  # Whether there is a bias that depends on positions.
   soft_cap: bool = False
   dropout: bool = False
+  device_kind: str = ''  # Such as 'TPU v5'.
+  excludes_self: bool = False  # Whether limits of the mask exclude the index of the query itself.
+  splash_obstacle: str = ''  # What in the mask prevents splash attention, as the end of a sentence.
+  mesh_obstacle: str = ''  # What in the mesh prevents splash attention and tokamax's kernels, as the end of a sentence.
 
   @classmethod
   def make(
@@ -75,9 +91,17 @@ class AttentionCase(NamedTuple):
     mask: AttentionMask,
     *,
     array_bias: bool = False,
+    mesh_obstacle: str = '',
     **others: bool,
   ) -> AttentionCase:
-    """Returns the case of a mask, on this platform and in the ambient mesh; `others` are further attributes."""
+    """Returns the case of a mask, on this platform and in the ambient mesh; `others` are further attributes.
+
+    Args:
+      dtype, lengths, dims_per_head: that of the queries; T and S; H.
+      mask: the mask.
+      array_bias: whether there is a bias as an array.
+      mesh_obstacle: why the mesh prevents kernels that the compiler cannot split; see `AttentionMesh.kernel_split`.
+    """
     offsets, more = split_offsets(mask)
     return cls(
       platform(),
@@ -89,6 +113,10 @@ class AttentionCase(NamedTuple):
       by_rows=more is not None,
       arrays=array_bias or has_array_mask(mask),
       partly_mapped=is_partly_mapped(),
+      device_kind=device_kind(),
+      excludes_self=min(limit for limit in (0, offsets.behind, offsets.ahead) if limit is not None) < 0,
+      splash_obstacle=mask_obstacle(mask, *lengths),
+      mesh_obstacle=mesh_obstacle,
       **others,
     )
 
@@ -101,7 +129,7 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_attention(implementation: str, case: AttentionCase, path: str = 'implementation') -> AttentionChoice:
-  """Returns 'dense', 'blockwise' or 'cudnn', and the reason.
+  """Returns an implementation other than 'auto', and the reason.
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
@@ -121,27 +149,41 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
         "prefix_lengths), and this call gives a mask or a bias as an array; 'dense' and 'auto' take one"
       )
     return AttentionChoice('blockwise', f"{path} is 'blockwise'")
-  obstacle = _cudnn_obstacle(case)
-  if implementation == 'cudnn':
-    if obstacle:
-      raise ConfigError(f"{path}: 'cudnn' {obstacle}; 'auto' chooses what is possible")
-    return AttentionChoice('cudnn', f"{path} is 'cudnn'")
+  if implementation in _OBSTACLES:
+    kernel = cast(Kernel, implementation)
+    if obstacle := _OBSTACLES[kernel](case):
+      raise ConfigError(f"{path}: '{kernel}' {obstacle}; 'auto' chooses what is possible")
+    slow = '; its kernels are interpreted on a CPU, which is slow' if case.platform == 'cpu' else ''
+    return AttentionChoice(kernel, f"{path} is '{kernel}'{slow}")
   logits = f'{case.query_len:,} queries x {case.key_len:,} keys'
   if case.arrays:
     gathered = ', for which the split sequence is gathered' if case.split else ''
     return AttentionChoice('dense', f'a mask or a bias is given as an array{gathered}')
+  is_long = case.split or min(case.query_len, case.key_len) >= _FUSED_FROM
+  obstacles: list[str] = []
+  for name in _KERNELS.get(case.platform, ()) if is_long and (case.platform == 'tpu' or not case.split) else ():
+    obstacle = _OBSTACLES[name](case) or _obstacle_of_size(name, case)
+    if not obstacle:
+      others = f' ({"; ".join(obstacles)})' if obstacles else ''
+      return AttentionChoice(name, f'{logits}, and the fused kernel takes this case{others}')
+    obstacles.append(f'{_LIBRARY_KERNELS[name]} {obstacle}')
+  without = ''.join(f'; {obstacle}' for obstacle in obstacles)
   if case.split:
-    return AttentionChoice('blockwise', 'the sequence is split over a mesh axis')
-  count = case.query_len * case.key_len
-  takes_mask = not case.logit_bias and (not case.by_rows or count <= _MOST_MASKED)
-  if not obstacle and takes_mask and min(case.query_len, case.key_len) >= _FUSED_FROM:
-    return AttentionChoice('cudnn', f'{logits}, and the fused kernel takes this case')
-  if count < _MANY_LOGITS:
-    return AttentionChoice('dense', f'{logits} are few')
-  without = ''
-  if case.platform == 'gpu':
-    without = '; the fused kernel ' + (obstacle or 'would need the mask or the bias as an array of this size')
-  return AttentionChoice('blockwise', f'{logits} are too many to hold{without}')
+    return AttentionChoice('blockwise', f'the sequence is split over a mesh axis{without}')
+  if case.query_len * case.key_len < many_logits(case.platform):
+    return AttentionChoice('dense', f'the logits of {logits} are small')
+  return AttentionChoice('blockwise', f'the logits of {logits} are too large to hold{without}')
+
+
+def many_logits(platform: str) -> int:
+  """Returns the number of logits of a head from which on 'auto' does not choose dense attention."""
+  return _MANY_LOGITS_ON_CPU if platform == 'cpu' else _MANY_LOGITS
+
+
+def _obstacle_of_size(kernel: Kernel, case: AttentionCase) -> str:
+  """Returns why 'auto' does not choose a kernel that could compute a case; '' if there is no such reason."""
+  as_array = case.logit_bias or (case.by_rows and case.query_len * case.key_len > _MOST_MASKED)
+  return 'would need the mask or the bias as an array of this size' if as_array and kernel != 'splash' else ''
 
 
 def _cudnn_obstacle(case: AttentionCase) -> str:
@@ -153,7 +195,7 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
   if case.dims_per_head % 8 or case.dims_per_head > 128:
     return f'needs dims_per_head to be a multiple of 8 of at most 128, not {case.dims_per_head}'
   if case.partly_mapped:
-    return "cannot be split by the compiler inside of a shard_map over other axes, such as a pipeline's batch_axes"
+    return _PARTLY_MAPPED
   if case.soft_cap:
     return 'has no logit_soft_cap'
   if case.dropout:
@@ -163,6 +205,52 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
   if (case.by_rows or case.logit_bias or case.arrays) and (case.query_len % 2 or case.key_len % 2):
     return 'takes a mask or a bias of even lengths alone'
   return ''
+
+
+def _tokamax_obstacle(case: AttentionCase) -> str:
+  """Returns why the kernels of tokamax cannot compute a case, as the end of a sentence; '' if they can."""
+  if case.platform != 'gpu':
+    return f'needs an NVIDIA GPU, and the platform is {case.platform!r}'
+  if case.dtype not in (jnp.bfloat16, jnp.float16):
+    return f'computes in bfloat16 or float16, not in {jnp.dtype(case.dtype).name}'
+  if case.arrays or case.logit_bias:
+    return 'takes no bias, and no mask as an array'
+  if case.dropout:
+    return 'has no gradients with dropout'
+  if case.partly_mapped:
+    return _PARTLY_MAPPED
+  if case.excludes_self:
+    return "has no mask that excludes a query's own index"
+  return case.mesh_obstacle or why_no_attention_kernel(case.dims_per_head, soft_cap=case.soft_cap, window=case.window)
+
+
+def _splash_obstacle(case: AttentionCase) -> str:
+  """Returns why splash attention cannot compute a case, as the end of a sentence; '' if it can."""
+  if case.platform == 'gpu':
+    return "needs a TPU, and the platform is 'gpu'"
+  if case.dtype not in (jnp.bfloat16, jnp.float32):
+    return f'computes in bfloat16 or float32, not in {jnp.dtype(case.dtype).name}'
+  if case.dtype == jnp.bfloat16 and case.device_kind.startswith(_ONLY_FLOAT32):
+    return f'computes in float32 on {case.device_kind}, not in bfloat16'
+  if case.arrays:
+    return 'takes no mask or bias as an array'
+  if case.logit_bias:
+    return 'has no bias that depends on positions'
+  if case.dropout:
+    return 'has no dropout'
+  if obstacle := case.splash_obstacle or case.mesh_obstacle:
+    return obstacle
+  return '' if has_splash() else 'is not in this JAX in the form that this package knows'
+
+
+_OBSTACLES: dict[str, Callable[[AttentionCase], str]] = {
+  'cudnn': _cudnn_obstacle,
+  'tokamax': _tokamax_obstacle,
+  'splash': _splash_obstacle,
+}
+# The fused kernels of each platform, in the order in which 'auto' asks them; and what reasons call them.
+_KERNELS: dict[str, tuple[Kernel, ...]] = {'gpu': ('cudnn', 'tokamax'), 'tpu': ('splash',)}
+_LIBRARY_KERNELS = {'cudnn': "cuDNN's kernel", 'tokamax': "tokamax's", 'splash': 'the fused kernel'}
 
 
 def dot_product_attention(
@@ -187,7 +275,8 @@ def dot_product_attention(
     spec: how attention is computed.
     bias: added to the logits: an array that broadcasts to [B, N, T, S], or a function of positions.
     dropout: dropout of probabilities; None disables it. All implementations drop the same probabilities.
-    split: how the ambient mesh splits the arrays, for blockwise attention; None leaves it to the compiler.
+    split: how the ambient mesh splits the arrays, for blockwise attention and the kernels of splash attention and
+      tokamax; None leaves it to the compiler, which cannot split these kernels.
     **older: arguments of earlier versions: `causal`, `window`, `prefix_lengths`, `segment_ids`, `kv_segment_ids`, and
       the fields of `spec`.
 
@@ -209,12 +298,19 @@ def dot_product_attention(
     logit_bias=isinstance(bias, LogitBias),
     soft_cap=spec.logit_soft_cap is not None,
     dropout=dropout is not None,
+    mesh_obstacle='' if split is not None or not unmapped_axes() else _NOT_SPLIT,
   )
   name, _ = choose_attention(spec.implementation, case)
+  if isinstance(split, SequenceSplit) and name in ('blockwise', 'splash'):
+    assert isinstance(bias, LogitBias | None)
+    spec = dataclasses.replace(spec, implementation=name)
+    return context_parallel_attention(*heads, mask, split=split, spec=spec, bias=bias, dropout=dropout)
+  if name in ('splash', 'tokamax'):
+    assert not isinstance(split, SequenceSplit)
+    attend = splash_attention if name == 'splash' else tokamax_attention
+    return attend(*heads, mask, spec=spec, split=split)
   if name == 'blockwise':
-    assert isinstance(bias, LogitBias | None)  # Blockwise is not chosen for a bias that is an array.
-    if isinstance(split, SequenceSplit):
-      return context_parallel_attention(*heads, mask, split=split, spec=spec, bias=bias, dropout=dropout)
+    assert isinstance(bias, LogitBias | None) and not isinstance(split, SequenceSplit)
     return blockwise_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, split=split)
   bias_BNTS = bias.to_array(T, S) if isinstance(bias, LogitBias) else bias
   if spec.logit_soft_cap is not None or dropout is not None:

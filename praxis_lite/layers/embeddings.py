@@ -5,13 +5,22 @@ V number of ids, D dims of a vector.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import check_choice
+from praxis_lite.common.figures import format_bytes
 from praxis_lite.layers.base import Layer, WeightSplit
-from praxis_lite.layers.base.facts import TokenFlops
+from praxis_lite.layers.base.facts import Exchange, TokenFlops
+from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.sharding.constraints import unmapped_axes, with_sharding_constraint
+from praxis_lite.sharding.specs import axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
 LOOKUP_STYLES = ('gather', 'matmul')
@@ -55,21 +64,96 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
 def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | None) -> jax.Array:
   """Returns vectors [..., D] of ids [...] from the table `w`, [V, D], of a layer.
 
+  If the table is split along D and the vectors are not, a device needs dims of other devices. Either the table is
+  gathered along D before the lookup, or devices exchange vectors after it (`LookupExchange`), whichever sends less.
+  The compiler would gather the vectors of the whole batch if a mesh axis splits both D of the table and the batch.
+
   Args:
     layer: the layer, in a call.
     ids: integers.
-    field: the activation mapping of the vectors. If it does not split D, the table is gathered along D before the
-      lookup. Otherwise the compiler would gather the vectors of the whole batch if a mesh axis splits both D of the
-      table and the batch.
+    field: the activation mapping of the vectors.
     style: one of `LOOKUP_STYLES`.
     scale: factor of the vectors; None means 1.
   """
-  table_VD = layer.theta.w
   wt, out = layer.weight_split_dims_mapping.wt, getattr(layer.activation_split_dims_mapping, field)
-  if wt is not None and out is not None and out[-1] is None:
-    table_VD = layer.shard(table_VD, wt.pick(0, None))
-  y = lookup_rows(table_VD, ids, style)
-  return layer.shard(y if scale is None else y * scale, field)
+
+  def scale_vectors(y: jax.Array) -> jax.Array:
+    return y if scale is None else y * scale
+
+  if wt is None or out is None or out[-1] is not None:
+    return layer.shard(scale_vectors(lookup_rows(layer.theta.w, ids, style)), field)
+  exchange = None if style == 'matmul' else _lookup_exchange(layer, ids, field)
+  if exchange is None or not exchange.is_less:
+    table_VD = layer.shard(layer.theta.w, wt.pick(0, None), '' if exchange is None else f'gathered {exchange.remark}')
+    return layer.shard(scale_vectors(lookup_rows(table_VD, ids, style)), field)
+  # Nothing sends this table, so it may be in float32, in which the gradients of all ids are added up.
+  table_VD = layer.shard(to_sum_dtype(layer._read_weight('w', None)), wt)
+  own_ids = with_sharding_constraint(ids, exchange.of_own_ids)  # Otherwise, XLA might gather what they come from.
+  y = lookup_rows(table_VD, with_sharding_constraint(own_ids, exchange.of_ids)).astype(layer.fprop_dtype)
+  y = with_sharding_constraint(y, exchange.of_vectors)
+  sent = Exchange('exchange of looked-up vectors', _TABLE, exchange.axes, by_compiler=True, kinds=('all-to-all',))
+  return layer.shard(scale_vectors(y), field, f'exchanged after the lookup {exchange.remark}', sent)
+
+
+_TABLE = 'weight_split_dims_mapping.wt'  # The field that splits a table.
+
+
+class LookupExchange(NamedTuple):
+  """How devices exchange vectors of ids instead of gathering the table.
+
+  Some axes split D of the table, and also the ids. Along these axes, each device takes the ids of all, looks up its own
+  dims of their vectors, and sends to each device the vectors of its ids: one all-to-all. The gradients go back in the
+  same way, and are added to the table where it is.
+
+  Attributes:
+    axes: these axes.
+    of_own_ids: split of the ids [...] as of the vectors after the exchange.
+    of_ids, of_vectors: splits of the ids, and of the vectors [..., D], in the lookup.
+    is_less: whether a pass sends fewer bytes than a gather of the table, and the exchange divides evenly.
+    remark: the bytes that both send.
+  """
+
+  axes: tuple[str, ...]
+  of_own_ids: PartitionSpec
+  of_ids: PartitionSpec
+  of_vectors: PartitionSpec
+  is_less: bool
+  remark: str
+
+
+def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange | None:
+  """Returns how vectors are exchanged; None unless axes that split D are the last ones of a dimension of the ids."""
+  out, wt = getattr(layer.activation_split_dims_mapping, field), layer.weight_split_dims_mapping.wt
+  vectors = layer._resolve(out, f'{layer.path_name}.activation_split_dims_mapping.{field}', rank=ids.ndim + 1)
+  table = layer._resolve(wt, f'{layer.path_name}.{_TABLE}', rank=2)
+  if vectors is None or table is None:
+    return None
+  sizes, (V, D) = unmapped_axes(), layer._weights['w'].shape
+
+  def axes_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    return [tuple(axis for axis in spec_axes(entry) if axis in sizes) for entry in spec]
+
+  def parts(axes: Sequence[str]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+  (of_classes, axes), (*of_ids, _) = axes_of(table.spec), axes_of(vectors.spec)
+  dim = next((i for i, own in enumerate(of_ids) if axes and own[-len(axes) :] == axes), None)
+  if dim is None or {*of_classes} & {axis for own in of_ids for axis in own}:
+    return None
+  own_ids = math.prod(-(-size // parts(own)) for size, own in zip(ids.shape, of_ids))
+  itemsize, away = jnp.dtype(layer.fprop_dtype).itemsize, 1 - 1 / parts(axes)
+  exchanged = away * own_ids * (D * itemsize + parts(axes) * ids.dtype.itemsize)
+  gathered = away * -(-V // parts(of_classes)) * D * itemsize
+  is_even = not (D % parts(axes) or ids.shape[dim] % parts(of_ids[dim]))
+  both = f'{format_bytes(exchanged)} of vectors and ids, or {format_bytes(gathered)} of the table'
+  remark = f'over {"+".join(axes)}, {both}{"" if is_even else "; the vectors are not split evenly"}'
+  of_ids[dim] = of_ids[dim][: -len(axes)]
+  if of_classes and any(of_ids) and ids.size <= 2 * V:
+    return None  # Of so few ids, a guard would give all to each device; see `guard_lookup`.
+  entries = [axes_to_entry(own) for own in of_ids]
+  of_vectors = PartitionSpec(*entries, axes_to_entry(axes))
+  is_less, rows = is_even and exchanged < gathered, PartitionSpec(*vectors.spec[:-1])
+  return LookupExchange(axes, rows, PartitionSpec(*entries), of_vectors, is_less, remark)
 
 
 def lookup_rows(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Array:

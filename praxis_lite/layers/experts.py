@@ -4,10 +4,13 @@ Without expert parallelism, a device has all experts. With it, experts are split
 tokens to their experts and results back.
 
     with_capacity   slots [E, n, D]; all-to-all: [E / P, P n, D]; one product for all experts
-    dropless        rows [M, D] sorted by expert, with the size of each group; `jax.lax.ragged_dot`
+    dropless        rows [M, D] sorted by expert, with the size of each group; `grouped_matmul`
 
 An all-to-all has a fixed size. With capacities, this is the number of slots. Without, the number of rows for each
 device is bounded, and rows above the bound are dropped. If the bound is the number of rows, all rows are kept.
+
+Outputs are multiplied by the weights of their choices before they are sent back. The gradients of the weights then need
+only outputs of the same device, so that a backward pass that recomputes the layer does not send them again.
 
 N tokens of the device, K experts per token, E experts, P parts of the expert axes, D model dims, F hidden dims, M
 slots.
@@ -25,7 +28,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.dispatch import DispatchPlan, capacity_plan, combine, dispatch, sorted_plan
-from praxis_lite.layers.precision import widen
+from praxis_lite.layers.grouped_matmul import grouped_matmul
+from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.routing import TokenChoice
 from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.sharding.padding import pad_to, slice_to
@@ -75,6 +79,7 @@ class DeviceExperts(NamedTuple):
   mlp: ExpertFn  # Computes outputs for rows, [E / P, R, D] or [M, D], with a product by weights [E / P, ...].
   num_experts: int  # E, including the padding of the last device.
   split: ExpertSplit  # How experts are split.
+  grouped_matmul: str = 'auto'  # How rows that are sorted by expert are multiplied; see `choose_grouped_matmul`.
 
 
 def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, experts: DeviceExperts) -> jax.Array:
@@ -87,13 +92,16 @@ def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array,
     experts: the experts.
   """
   axes = experts.split.expert
-  slots = dispatch(x_ND, plan).reshape(experts.num_experts, -1, x_ND.shape[1])
-  if axes:
-    slots = jax.lax.all_to_all(slots, axes, split_axis=0, concat_axis=1, tiled=True)
-  slots = experts.mlp(lambda rows, w: jnp.einsum('erd,edf->erf', rows, w), slots)
+
+  def to_experts(x: jax.Array) -> jax.Array:
+    x = x.reshape(experts.num_experts, -1, *x.shape[1:])
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=1, tiled=True) if axes else x
+
+  slots, weights = to_experts(dispatch(x_ND, plan)), to_experts(weights_M)
+  slots = _scale(experts.mlp(lambda rows, w: jnp.einsum('erd,edf->erf', rows, w), slots), weights)
   if axes:
     slots = jax.lax.all_to_all(slots, axes, split_axis=1, concat_axis=0, tiled=True)
-  return combine(_scale(slots.reshape(-1, x_ND.shape[1]), weights_M), plan, x_ND.shape[0])
+  return combine(slots.reshape(-1, x_ND.shape[1]), plan, x_ND.shape[0])
 
 
 def dropless(
@@ -109,19 +117,22 @@ def dropless(
   axes, mlp = experts.split.expert, experts.mlp
   if not axes:
     plan, sizes = sorted_plan(routed.experts, experts.num_experts)
-    slots = mlp(_ragged_product(sizes), dispatch(x_ND, plan))
+    slots = mlp(_grouped_product(sizes, experts.grouped_matmul), dispatch(x_ND, plan))
+    slots = _scale(slots, plan.choices_to_slots(routed.weights))
   else:
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     devices = jax.lax.axis_size(axes)
     own = experts.num_experts // devices
     plan = capacity_plan(routed.experts // own, devices, bound)  # Here the plan is over devices, not experts.
-    rows, expert_of_row = (
+    rows, expert_of_row, weights = (
       exchange(dispatch(x_ND, plan)),
       exchange(plan.choices_to_slots(routed.experts % own, empty=own)),
+      exchange(plan.choices_to_slots(routed.weights)),
     )
     received, sizes = sorted_plan(expert_of_row[:, None], own)
-    slots = exchange(combine(mlp(_ragged_product(sizes), dispatch(rows, received)), received, len(rows)))
-  return combine(_scale(slots, plan.choices_to_slots(routed.weights)), plan, x_ND.shape[0]), plan
+    outputs = mlp(_grouped_product(sizes, experts.grouped_matmul), dispatch(rows, received))
+    slots = exchange(_scale(combine(outputs, received, len(rows)), weights))
+  return combine(slots, plan, x_ND.shape[0]), plan
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -158,9 +169,10 @@ sum_outputs.defvjp(
 )
 
 
-def _ragged_product(sizes: jax.Array) -> RowProduct:
-  return lambda rows, w: jax.lax.ragged_dot(rows, w, sizes)
+def _grouped_product(sizes: jax.Array, implementation: str) -> RowProduct:
+  return lambda rows, w: grouped_matmul(rows, w, sizes, implementation)
 
 
-def _scale(slots_MD: jax.Array, weights_M: jax.Array) -> jax.Array:
-  return (widen(slots_MD) * weights_M[:, None]).astype(slots_MD.dtype)
+def _scale(slots: jax.Array, weights: jax.Array) -> jax.Array:
+  """Returns slots [..., D] times their weights [...]."""
+  return (to_sum_dtype(slots) * weights[..., None]).astype(slots.dtype)

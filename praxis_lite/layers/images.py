@@ -21,7 +21,7 @@ from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.linears import Linear, bias_weight
 from praxis_lite.layers.normalizations import BatchNorm, Norm
-from praxis_lite.layers.precision import widen
+from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.weights import WeightHParams
 
 PADDINGS = ('SAME', 'VALID')
@@ -115,7 +115,7 @@ class Pooling(Layer):
     if self.kind == 'max':
       # JAX differentiates a reduce_window with max only if its initial value is -inf, the identity of max.
       return self.shard(jax.lax.reduce_window(x_BHWC, -jnp.inf, jax.lax.max, *windows))
-    sums = jax.lax.reduce_window(widen(x_BHWC), 0.0, jax.lax.add, *windows)
+    sums = jax.lax.reduce_window(to_sum_dtype(x_BHWC), 0.0, jax.lax.add, *windows)
     counts = jax.lax.reduce_window(jnp.ones((1, *x_BHWC.shape[1:3], 1)), 0.0, jax.lax.add, *windows)
     return self.shard((sums / counts).astype(x_BHWC.dtype))
 

@@ -31,6 +31,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, merge, node_at, select
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
+from praxis_lite.layers.base.expected_trips import expected_trips
 from praxis_lite.layers.blocks import Sums
 from praxis_lite.layers.dot_product import dot_product_attention, group_heads
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
@@ -111,6 +112,7 @@ class CachedAttention:
   dtype: DTypeLike  # Of the entries; int8 stores a scale for each vector.
   window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
   page_size: int | None = None  # Slots, or tokens of a prompt, that are read at once; None means all.
+  most_slots: int = 0  # Slots that a single token may read at once, if more than `page_size`.
   spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
 
@@ -120,7 +122,8 @@ class CachedAttention:
     if self.window is not None:
       slots = min(max_len, self.window)
     elif self.page_size is not None and max_len > self.page_size:
-      slots = -(-max_len // self.page_size) * self.page_size
+      pages = -(-max_len // max(self.most_slots, self.page_size))  # Of a single token; each has several of a prompt.
+      slots = -(-max_len // (pages * self.page_size)) * pages * self.page_size
     vectors = jnp.zeros((batch_size, slots, num_kv_heads, dims_per_head))
     no_token = jnp.full((batch_size, slots), -1, jnp.int32)
     return _to_slots(self._to_entries(vectors, vectors, no_token))._replace(slot=jnp.zeros((), jnp.int32))
@@ -155,6 +158,7 @@ class CachedAttention:
     page = self.page_size
     if page is None or page >= pos_BT.shape[1] or (self.window is not None and sees_later):
       return self._extend(query_BTNH, new, cache, mask)
+    pages = -(-pos_BT.shape[1] // page)
     if cache.turn is not None:  # XLA would copy a stack that a loop over pages reads and writes.
       context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.unstack(), mask)
       return context_BTNH, cache.restack(own)
@@ -162,23 +166,24 @@ class CachedAttention:
       cache = _append(cache, new)
 
       def attend(carry: None, page_of: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        return None, self._attend(*page_of, cache, mask)
+        return None, self._attend(*page_of, cache, mask, pages)
 
       return _scan_pages(attend, None, (query_BTNH, pos_BT), page)[1], cache
 
     def step(cache: KVCache, page_of: tuple[jax.Array, KVCache]) -> tuple[KVCache, jax.Array]:
-      context_BTNH, cache = self._extend(*page_of, cache, mask)
+      context_BTNH, cache = self._extend(*page_of, cache, mask, (1 + pages) / 2)
       return cache, context_BTNH
 
     cache, context_BTNH = _scan_pages(step, cache, (query_BTNH, new), page)
     return context_BTNH, cache
 
   def _extend(
-    self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask
+    self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask, pages: float | None = None
   ) -> tuple[jax.Array, KVCache]:
+    """Like `extend`, for tokens that are read at once; see `_attend_by_page` for `pages`."""
     if self.window is None:
       cache = _append(cache, new)
-      return self._attend(query_BTNH, new.pos, cache, mask), cache
+      return self._attend(query_BTNH, new.pos, cache, mask, pages), cache
     # In a ring, the first of several new tokens may attend to slots that the last one overwrites.
     after = _write_ring(cache, new)
     if new.num_slots == 1:
@@ -193,10 +198,20 @@ class CachedAttention:
     (key, key_scale), (value, value_scale) = _quantize(key_BTKH), _quantize(value_BTKH)
     return KVCache(key, value, pos_BT, key_scale=key_scale, value_scale=value_scale)
 
-  def _attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
-    if self.page_size is None or cache.num_slots <= self.page_size:
+  def _attend(
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, pages: float | None
+  ) -> jax.Array:
+    page = self._page(query_BTNH.shape[1], cache.num_slots)
+    if page == cache.num_slots:
       return self._attend_at_once(query_BTNH, pos_BT, cache, mask)
-    return self._attend_by_page(query_BTNH, pos_BT, cache, mask, self.page_size)
+    return self._attend_by_page(query_BTNH, pos_BT, cache, mask, page, pages or cache.num_slots / page)
+
+  def _page(self, tokens: int, slots: int) -> int:
+    """Returns how many slots are read at once, a divisor of `slots`; for a prompt, a page, which limits its logits."""
+    if self.page_size is None or slots <= self.page_size:
+      return slots
+    most = max(self.most_slots, self.page_size) if tokens == 1 else self.page_size
+    return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
 
   def _attend_at_once(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
     cache = cache.unstack()
@@ -209,9 +224,9 @@ class CachedAttention:
     )
 
   def _attend_by_page(
-    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int, pages: float
   ) -> jax.Array:
-    """Computes attention with an online softmax over the pages that contain tokens."""
+    """Computes attention with an online softmax over the pages with tokens; plans expect this number of `pages`."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)
@@ -230,7 +245,8 @@ class CachedAttention:
       return blocks.add_keys(sums, jnp.where(seen, logits, blocks.MASKED), jnp.moveaxis(value_BSKH, 1, 2))
 
     num_pages = jnp.minimum(-(-taken // page_size), cache.num_slots // page_size)
-    sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.zero_sums((B, K, N // K, T, H), wide))
+    with expected_trips(pages):
+      sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.zero_sums((B, K, N // K, T, H), wide))
     context_BKGTH, _ = blocks.finish_sums(sums)
     return jnp.moveaxis(context_BKGTH, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
 
@@ -315,7 +331,7 @@ def _write_ring(cache: KVCache, new: KVCache) -> KVCache:
   stays_BT = (new.pos >= 0) & (new.pos > last_B1 - num_slots)
   slot_BT = jnp.where(stays_BT, new.pos % num_slots, num_slots)
 
-  row_B1 = jnp.arange(len(slot_BT))[:, None]
+  row_B1 = jnp.arange(slot_BT.shape[0])[:, None]
 
   def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
     heads = () if tokens.ndim == 2 else (slice(None),)  # The indexed shape is [B, T, K, ...], like the tokens.

@@ -5,7 +5,7 @@
 
 Dispatch, from tokens to experts:
 
-    dropless    tokens are sorted by expert; `jax.lax.ragged_dot` multiplies each group by the weights of its expert
+    dropless    tokens are sorted by expert; `grouped_matmul` multiplies each group by the weights of its expert
     capacity    each expert has C slots for the tokens of a row; tokens beyond that skip the expert
 
 Expert parallelism: experts are split over a mesh axis, and tokens are exchanged by all-to-alls, in a `shard_map` over
@@ -49,6 +49,7 @@ from praxis_lite.layers.experts import (
   sum_outputs,
 )
 from praxis_lite.layers.feedforward import FeedForward, FeedForwardWeightSplit, GatedFeedForward
+from praxis_lite.layers.grouped_matmul import IMPLEMENTATIONS, ProductCase, choose_grouped_matmul
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.routing import (
   Router,
@@ -59,6 +60,7 @@ from praxis_lite.layers.routing import (
   router_scores,
 )
 from praxis_lite.sharding.constraints import unmapped_axes
+from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.padding import pad_to, padded_shape
 from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit
@@ -104,6 +106,8 @@ class MoeFeedForward(Layer):
       if all tokens choose the same device, so that no token is dropped. With a factor, it has room for the factor times
       the mean, and at least for 128 rows to each device, so that no choice is dropped when small batches are decoded.
       Choices beyond that are dropped, the last ones first.
+    grouped_matmul: for 'dropless': how the rows of experts are multiplied, 'auto', 'blocks', 'triton' or
+      'xla'; see `choose_grouped_matmul`.
     num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0 disables it.
     shared_tpl: template of the child `shared`.
     shared_expert_gate: whether the output of the shared experts is multiplied by a sigmoid for each token, computed by
@@ -125,6 +129,7 @@ class MoeFeedForward(Layer):
   capacity_factor: float = 1.25
   expert_axis: str | tuple[str, ...] | None = None
   exchange_factor: float | None = None
+  grouped_matmul: str = 'auto'
   num_shared_experts: int = 0
   shared_tpl: Config = template(GatedFeedForward)
   shared_expert_gate: bool = False
@@ -189,6 +194,15 @@ class MoeFeedForward(Layer):
     axes = self._resolve_axes('expert_axis')
     return [Exchange('exchange between experts', 'expert_axis', axes)] if axes else []
 
+  def implementation_of(self, length: int, packed: bool) -> str:
+    if self.dispatch != 'dropless':
+      return ''
+    sizes = unmapped_axes()
+    split_by_compiler = tuple(axis for axis in sizes if axis not in self._split(sizes).axes)
+    case = ProductCase(self.fprop_dtype, unmapped=split_by_compiler)
+    name, reason = choose_grouped_matmul(self.grouped_matmul, f'{self.path_name}.grouped_matmul', case)
+    return f'products of experts by {name!r} on {platform()}: {reason}'
+
   def problems(self, mesh_sizes: Mapping[str, int]) -> Iterator[LayerProblem]:
     parts, exchanged = self.expert_parts(mesh_sizes)
     router = self.router
@@ -224,6 +238,7 @@ class MoeFeedForward(Layer):
   def _check(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
     check_choice(f'{self.path_name}.dispatch', self.dispatch, ('dropless', 'capacity'))
+    check_choice(f'{self.path_name}.grouped_matmul', self.grouped_matmul, IMPLEMENTATIONS)
     E, K = self.num_experts, self.num_experts_per_token
     self._check_range('num_experts', least=1)
     self._check_range('num_shared_experts', least=0)
@@ -280,7 +295,7 @@ class MoeFeedForward(Layer):
       shape = padded_shape(x.shape, spec, sizes)
       return pad_for_shard_map(x, spec, shape, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else pad_to(x, shape)
 
-    y_BTD, load, dropped = mapped(*jax.tree.map(equal_parts, specs, args, is_leaf=_is_spec))
+    y_BTD, load, dropped = mapped(*jax.tree.map(equal_parts, specs, args))
     B, T, _ = x_BTD.shape
     return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
 
@@ -317,7 +332,7 @@ class MoeFeedForward(Layer):
     weights = {name: split.gather_weight(name, w, self._weights[name].shape) for name, w in weights.items()}
     num_experts = weights['up'].shape[0] * split.parts  # Including the padding of the last device.
     scores_BTE = router_scores(logits_BTE, self.router.score)
-    experts = DeviceExperts(functools.partial(self._mlp, weights), num_experts, split)
+    experts = DeviceExperts(functools.partial(self._mlp, weights), num_experts, split, self.grouped_matmul)
     if self.router.choice == 'expert':
       out = self._expert_choice(experts, x_BTD, scores_BTE, real_BT)
     else:
@@ -378,7 +393,3 @@ class MoeFeedForward(Layer):
     else:
       hidden = fn(hidden)
     return product(hidden, weights['down'])
-
-
-def _is_spec(x: object) -> bool:
-  return isinstance(x, PartitionSpec)

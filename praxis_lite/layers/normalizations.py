@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer, WeightSplit
-from praxis_lite.layers.precision import widen
+from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 _SKIP = WeightHParamsCollection.SKIP_REGULARIZATION
@@ -47,7 +47,7 @@ class Norm(Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] for x [..., D]."""
-    return self._output(self._normalize(widen(x)))
+    return self._output(self._normalize(to_sum_dtype(x)))
 
   def _normalize(self, x32: jax.Array) -> jax.Array:
     """Returns the normalized float32 array, before scale and bias."""
@@ -148,7 +148,7 @@ class BatchNorm(Norm):
       x: [B, ..., D].
       weights: [B], or any leading dimensions of `x`: weight of each entry in the statistics; None means all are 1.
     """
-    x32 = widen(x)
+    x32 = to_sum_dtype(x)
     if self.do_eval:
       mean, variance = self.theta.moving_mean, self.theta.moving_variance
     else:

@@ -34,7 +34,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,28 +42,16 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, merge, node_at, path_name, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, path_name, select
+from praxis_lite.layers.attention_mesh import building_stages
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
-from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, double_or_halve
-from praxis_lite.layers.pipeline_arrays import (
-  Stacks,
-  batch,
-  broadcast_to_stages,
-  entry_at,
-  is_float,
-  microbatches,
-  read_outside,
-  replace_entry,
-  shift,
-  take,
-  take_last,
-  unzip,
-  where,
-)
+from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, PipelineStages, double_or_halve
+from praxis_lite.layers.pipeline_arrays import batch, broadcast_to_stages, is_float, microbatches, take_last
 from praxis_lite.layers.pipeline_inputs import SideInputs, argument_names, num_rows
-from praxis_lite.layers.pipeline_reports import Place, Reported, TickResults, map_over_rows, mean_over_microbatches
+from praxis_lite.layers.pipeline_reports import Place, map_over_rows, mean_over_microbatches
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
+from praxis_lite.layers.pipeline_ticks import Ticks
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.sharding.constraints import unmapped_axes
@@ -74,39 +62,6 @@ T = TypeVar('T')
 
 # The input of stages without a microbatch. Tests make it NaN.
 BUBBLE = 0.0
-
-
-class _TickState(NamedTuple):
-  """What a tick passes to the next one."""
-
-  carried: Any  # The result of each stage, a tree of arrays [S, mb, ...].
-  queue: Any  # The microbatches, [S, M, mb, ...]: stage 0 reads new ones, stage S - 1 writes finished ones.
-  weight_gradients: NestedDict  # See `Stacks.gradients`.
-  side_gradients: list[Any]
-  others: NestedDict  # Variables that are not trained, [S, R, c, ...].
-  caches: NestedDict  # [S, R, c, ...]
-
-
-class _TickInputs(NamedTuple):
-  """The arrays that all ticks read."""
-
-  stages: jax.Array  # 0, 1, ..., S - 1
-  key: jax.Array | None
-  held: jax.Array | None  # [M] bool, False for microbatches that contain only padding; None if there are none.
-  weights: NestedDict  # Trained variables, [S, R, c, ...].
-  side_rows: list[jax.Array]  # Rows of side inputs, [M, mb, ...].
-  shared: list[jax.Array]  # Side inputs without rows that may have gradients, [S, ...].
-
-
-class _Call(NamedTuple):
-  """What all ticks share besides arrays."""
-
-  method: str  # The method of the layers to call.
-  schedule: PipelineSchedule
-  side: SideInputs
-  surroundings: Surroundings
-  bubble: float  # The input of stages without a microbatch.
-  changed: set[Path]  # Receives the paths of variables that layers update.
 
 
 class PipelineWeightSplit(SplitMapping):
@@ -147,6 +102,7 @@ class Pipelined(Repeat):
 
   _stack: ClassVar[str] = 'stages'
   has_microbatches: ClassVar[bool] = True
+  count_fields: ClassVar[tuple[str, ...]] = ('num_microbatches', 'microbatch_size', 'circular_repeat')
 
   num_stages: int = REQUIRED
   num_microbatches: int | None = None
@@ -173,9 +129,11 @@ class Pipelined(Repeat):
         'repeat the layers without stages'
       )
     self._stage_remat = Remat.from_fields(self, field='stage_remat')
-    super().setup()
-    self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
+    field = f'{self.path_name}.weight_split_dims_mapping.stages'
+    self._stages = self._resolve(self.weight_split_dims_mapping.stages, field, rank=1)
     self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
+    with building_stages(self.stage_axes):
+      super().setup()
     self._row_axes = self._resolve_axes('batch_axes')
     if both := {*self._row_axes} & {*self.stage_axes}:
       raise ConfigError(f'{self.path_name}.batch_axes: {min(both)!r} splits the stages, so it cannot split the batch')
@@ -233,6 +191,9 @@ class Pipelined(Repeat):
         'between them at each step',
         f'make it a multiple of {parts}, or the mesh axis a divisor of {self.num_stages}',
       )
+
+  def pipeline_stages(self) -> PipelineStages:
+    return PipelineStages(self.num_stages, 'num_stages', self.stage_axes, self.circular_repeat)
 
   @property
   def layers_in_group(self) -> int:
@@ -295,8 +256,6 @@ class Pipelined(Repeat):
     """Like `__call__`, with the repeated layer's `extend_step` and caches; the whole batch goes from stage to stage."""
     return self._run('extend_step', x, args, kwargs, PipelineSchedule(self.num_stages, 1, self.circular_repeat))
 
-  # ---------------------------------------------------------------- the loop over ticks
-
   def _run(
     self, method: str, x: T, args: tuple[object, ...], kwargs: Mapping[str, object], schedule: PipelineSchedule
   ) -> T:
@@ -318,8 +277,25 @@ class Pipelined(Repeat):
     held = side.held(side_rows, self.surroundings.sum_over_rows)
     num_counted = M if held is None else jnp.sum(held, dtype=jnp.float32)
 
-    call = _Call(method, schedule, side, self._surroundings_of_rows(axes), BUBBLE, set())
-    run = map_over_rows(functools.partial(self._run_ticks, call), axes)
+    trains = method == '__call__'
+    ticks = Ticks(
+      name=self.path_name,
+      layers=self.layers,
+      method=method,
+      num_layers=self.num_layers,
+      layers_in_group=self.layers_in_group,
+      schedule=schedule,
+      side=side,
+      surroundings=self._surroundings_of_rows(axes),
+      bubble=BUBBLE,
+      # Also for a batch of one row: it is one microbatch here, but several where a mesh adds rows to it.
+      folds_microbatch=M > 1 or (trains and self.num_microbatches != 1),
+      unroll=self._unroll_count(training=False),
+      constrain=self._constrain_to_stages,
+      remat_layer=lambda layer: self._remat(layer, in_scan=True) if trains else layer,
+      remat_stage=functools.partial(self._add_remat, rounds=schedule.rounds if trains else 1),
+    )
+    run = map_over_rows(ticks.run, axes)
     # Each stage has its own copy, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
     # Finding the microbatches that contain only padding takes an all-reduce, so it is done only if layers report.
@@ -327,7 +303,7 @@ class Pipelined(Repeat):
     queue, others, caches, places, reported = run(key, of_updates, weights, others, caches, shared, queue, side_rows)
     if held is not None:
       places = places._replace(counts=places.real & held[places.microbatch])
-    updates = select(others, call.changed.__contains__)
+    updates = select(others, ticks.changed.__contains__)
     self.layers.absorb(
       SideOutputs(
         summaries={name: self._summary(s, places, schedule, held) for name, s in reported.summaries.items()},
@@ -349,145 +325,6 @@ class Pipelined(Repeat):
       marks |= layer.marks_of_padding
     names = argument_names(getattr(named, method))
     return SideInputs(args, kwargs, names, marks, B, self.path_name, self.real_rows(B))
-
-  def _run_ticks(
-    self,
-    call: _Call,
-    key: jax.Array | None,
-    held: jax.Array | None,
-    weights: NestedDict,
-    others: NestedDict,
-    caches: NestedDict,
-    shared: list[jax.Array],
-    queue: T,
-    side_rows: list[jax.Array],
-  ) -> TickResults:
-    """Runs all ticks; `_TickInputs` and `_TickState` describe the arguments."""
-    S, M, _ = call.schedule
-    stages, fixed = jnp.arange(S), jax.lax.stop_gradient(weights)
-    carried = jax.tree.map(lambda q: self._constrain_to_stages(jnp.zeros_like(q[:, 0])), queue)
-    side_gradients = [self._constrain_to_stages(broadcast_to_stages(v, S)) if is_float(v) else None for v in side_rows]
-    if M == 1:  # All stages read the same rows, but each needs its own copy; see `mask_gradients`.
-      side_rows = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side_rows]
-    inputs = _TickInputs(stages, key, held, fixed, side_rows, shared)
-    start = _TickState(carried, queue, weights, side_gradients, others, caches)
-    tick = functools.partial(self._tick, call, inputs)
-    end, (places, reported) = jax.lax.scan(tick, start, jnp.arange(call.schedule.num_ticks))
-    return TickResults(end.queue, end.others, end.caches, places, reported)
-
-  def _tick(
-    self, call: _Call, inputs: _TickInputs, state: _TickState, now: jax.Array
-  ) -> tuple[_TickState, tuple[Place, Reported]]:
-    """Returns the state after tick `now`, what each stage did in it, and what layers report."""
-    (S, M, rounds), stages = call.schedule, inputs.stages
-    microbatch = call.schedule.microbatch(now, stages)
-    real = (microbatch >= 0) & (microbatch < M)
-    counts = real if inputs.held is None else real & inputs.held[microbatch % M]
-    at = Place(stages, call.schedule.round(now, stages), microbatch % M, real, counts)
-    with jax.named_scope('shift'):
-      first = call.schedule.microbatch(now, 0) % M
-      new, queue = unzip(lambda v: take(v, first), state.queue)
-      starts = (stages == 0) & (at.round == 0)
-      carried = where(starts, new, jax.tree.map(shift, state.carried))
-    # spmd_axis_name is not set, because a `shard_map` inside a layer, such as that of experts, does not support it.
-    # Constraints of layers do not affect the dimension of stages; `_constrain_to_stages` does.
-    run_stages = jax.vmap(
-      self._add_remat(functools.partial(self._run_stage, call, inputs.key), rounds if call.method == '__call__' else 1),
-      in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
-    )
-    (carried, weight_gradients, side_gradients, others, caches), reported = run_stages(
-      at,
-      carried,
-      Stacks(inputs.weights, state.weight_gradients),
-      Stacks(inputs.side_rows, state.side_gradients),
-      inputs.shared,
-      state.others,
-      state.caches,
-    )
-    carried, others, caches = jax.tree.map(self._constrain_to_stages, (carried, others, caches))
-    last = jnp.clip(call.schedule.microbatch(now, S - 1), 0, M - 1)
-    # A bubble writes too, but to a place that a later tick overwrites.
-    queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, carried)
-    return _TickState(carried, queue, weight_gradients, side_gradients, others, caches), (at, reported)
-
-  def _run_stage(
-    self,
-    call: _Call,
-    key: jax.Array | None,
-    at: Place,
-    x: Any,
-    weights: Stacks,
-    side_rows: Stacks,
-    shared: list[jax.Array],
-    others: NestedDict,
-    caches: NestedDict,
-  ) -> tuple[tuple[Any, NestedDict, list[Any], NestedDict, NestedDict], Reported]:
-    """Runs the layers of one stage and round, one after the other, on one microbatch."""
-    own, weight_gradients = weights.read(at.round, at.real)
-    rows, side_gradients = side_rows.read(at.microbatch, at.real)
-    # Also for a batch of one row: it is one microbatch here, but several where a mesh adds rows to it.
-    folds = call.schedule.num_microbatches > 1 or (call.method == '__call__' and self.num_microbatches != 1)
-    key = jax.random.fold_in(key, at.microbatch) if key is not None and folds else key
-
-    def run_layer(x: Any, *of_layer: Any) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
-      return self._run_layer(call, key, at, rows, shared, x, *of_layer)
-
-    body = self._remat(run_layer, in_scan=True) if call.method == '__call__' else run_layer
-    xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
-    unroll = self._unroll_count(training=False)
-    x, (new_others, new_caches, reported) = jax.lax.scan(
-      lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=unroll
-    )
-    others, caches = replace_entry(others, new_others, at.round), replace_entry(caches, new_caches, at.round)
-    return (x, weight_gradients, side_gradients, others, caches), reported
-
-  def _run_layer(
-    self,
-    call: _Call,
-    key: jax.Array | None,
-    at: Place,
-    rows: list[jax.Array],
-    shared: list[jax.Array],
-    x: Any,
-    weights: NestedDict,
-    others: NestedDict,
-    cache: NestedDict,
-    index: jax.Array,
-  ) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
-    """Runs layer `index` of a group; returns its result, its new `others` and cache, and what it reports."""
-    position, P = at.stage * self.layers_in_group + index, self.num_layers // call.schedule.rounds
-    real = at.real & (position < P)
-    if key is not None:
-      key = jax.random.fold_in(key, at.round * P + position)
-    args, kwargs, real_rows = call.side.layer_arguments(rows, shared, real)
-    if self.layers.takes_paddings and real_rows is not None and call.side.lacks('paddings'):
-      tokens = jax.tree.leaves(x)[0].shape[:2]
-      kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
-    y, out = self.layers.apply(
-      merge(weights, jax.lax.stop_gradient(others)),
-      where(real, x, jax.tree.map(lambda v: jnp.full_like(v, call.bubble if is_float(v) else 0), x)),
-      *args,
-      key=key,
-      decode_state=cache,
-      method=call.method,
-      surroundings=dataclasses.replace(
-        call.surroundings,
-        real_rows=None if real_rows is None else lambda: real_rows,
-        read_outside=functools.partial(read_outside, at.stage, real),
-      ),
-      **kwargs,
-    )
-    self._check_result(x, y)
-    counts = at.counts & (position < P)
-    call.changed.update(leaves(out.updates))
-
-    def update(path: Path, old: jax.Array) -> jax.Array:
-      new = node_at(out.updates, path)
-      return where(counts, old if new is None else new, old)
-
-    aux = {name: (v, where(counts, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
-    reported, kept = Reported(out.summaries, aux), map_with_path(update, others)
-    return where(real, y, x), (kept, where(real, out.decode_state if cache else {}, cache), reported)
 
   def _surroundings_of_rows(self, axes: tuple[str, ...]) -> Surroundings:
     """Returns the surroundings of a layer that sees one device's rows along some axes."""
@@ -512,14 +349,6 @@ class Pipelined(Repeat):
       raise ConfigError(
         f'{self._stack_field}: stages cannot be split over {manual[0]!r} inside of shard_map, where each device would '
         "run all of them; set task.partitioning='auto'"
-      )
-
-  def _check_result(self, x: object, y: object) -> None:
-    given, got = (jax.tree.map(lambda v: jax.typeof(v).str_short(), tree) for tree in (x, y))
-    if given != got:
-      raise ConfigError(
-        f'{self.path_name}.layers_tpl: a layer of a pipeline returns what it is given, {given} for a microbatch, and '
-        f'{type(self.layers).__name__} returns {got}'
       )
 
   # ---------------------------------------------------------------- stacks of layers and of stages

@@ -47,8 +47,8 @@ def microbatches(x: jax.Array, M: int, multiple: int, mark: int | None = None) -
   """Cuts [B, ...] into [M, mb, ...]: microbatch i has the rows i, i + M, ...
 
   So devices that share the batch cut their own rows. If `multiple`, which M divides, does not divide B, rows are added.
-  They have the value `mark`; if `mark` is None, they are copies of rows of the same microbatch, and so as finite and as
-  large as these.
+  They have the value `mark`; if `mark` is None, they are copies of rows of the same microbatch, so that they cause no
+  new NaNs or large numbers.
   """
   missing = -x.shape[0] % multiple
   if missing:
@@ -62,7 +62,7 @@ def microbatches(x: jax.Array, M: int, multiple: int, mark: int | None = None) -
 
 
 def batch(x: jax.Array) -> jax.Array:
-  """The inverse of `microbatches`; rows that it has added stay at the end."""
+  """The inverse of `microbatches`; rows that `microbatches` added stay at the end."""
   return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
@@ -185,7 +185,7 @@ _read.defvjp(_read_forward, _read_backward)
 
 
 def shift(x: jax.Array) -> jax.Array:
-  """Returns for each stage the entry of the stage before it, and for the first stage that of the last."""
+  """Returns, for each stage, the entry of the previous stage; for the first stage, the entry of the last stage."""
   return _shift_float(x) if is_float(x) else jnp.roll(x, 1, axis=0)
 
 

@@ -1,7 +1,7 @@
 """The inputs of a pipeline: arrays with rows of the batch, which are cut into microbatches, and all other inputs.
 
-Rows that fill up the last microbatches are copies of other rows, so that results for them are as finite as those for
-the other rows. `real` says which rows these are, and arguments that mark padding, such as `paddings`, mark them too.
+Rows that fill up the last microbatches are copies of other rows, so they add no values that are not finite. `real`
+says which rows these are, and arguments that mark padding, such as `paddings`, mark them too.
 
 B batch, M microbatches, mb rows in each.
 """
@@ -37,7 +37,7 @@ class SideInputs:
   Args:
     args, kwargs: the arguments.
     names: the names of `args`, as far as they are known.
-    marks: by name of an argument, the value that marks a padding row; see `Layer.marks_of_padding`.
+    marks: maps the name of an argument to the value that marks a padding row; see `Layer.marks_of_padding`.
     batch_size, where: B, and the path of the pipeline, for messages.
     outer_real: [B] bool, False for rows that fill up a microbatch of a pipeline around this one; None if there are
       none.
@@ -111,7 +111,7 @@ class SideInputs:
 
   @property
   def shared(self) -> list[jax.Array]:
-    """The arrays without rows through which a gradient may flow."""
+    """The arrays that have no rows, and through which a gradient may flow."""
     return [self._leaves[i] for i in self._shared]
 
   def layer_arguments(

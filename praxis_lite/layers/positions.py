@@ -203,6 +203,13 @@ class RotaryPositions(Layer):
       raise ConfigError(f'{self.path_name}.dims: rotary positions rotate pairs of dims, and {self.dims} is odd')
     self.scaling: LinearRotaryScaling | None = None if self.scaling_tpl is None else self.scaling_tpl.instantiate()
 
+  @property
+  def rates_h(self) -> np.ndarray:
+    """The angle of each pair of dims at position 1, [H / 2] float64."""
+    half = self.dims // 2
+    rates_h = (self.max_timescale / self.min_timescale) ** -(np.arange(half) / half) / self.min_timescale
+    return rates_h if self.scaling is None else self.scaling(rates_h)
+
   def __call__(self, x_BTNH: jax.Array, pos_BT: jax.Array | None = None) -> jax.Array:
     """Returns `x_BTNH` rotated, in its dtype.
 
@@ -212,11 +219,7 @@ class RotaryPositions(Layer):
     """
     if pos_BT is None:
       pos_BT = jnp.arange(x_BTNH.shape[1])[None]
-    half = self.dims // 2
-    rates_h = (self.max_timescale / self.min_timescale) ** -(np.arange(half) / half) / self.min_timescale
-    if self.scaling is not None:
-      rates_h = self.scaling(rates_h)
-    angle_BT1h = pos_BT.astype(jnp.float32)[..., None, None] * rates_h.astype(np.float32)
+    angle_BT1h = pos_BT.astype(jnp.float32)[..., None, None] * self.rates_h.astype(np.float32)
     sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
     if self.scaling is not None and self.scaling.magnitude != 1:
       sin_BT1h, cos_BT1h = self.scaling.magnitude * sin_BT1h, self.scaling.magnitude * cos_BT1h

@@ -11,6 +11,6 @@ def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
   return jnp.promote_types(jnp.float32, jnp.result_type(*(x.dtype for x in arrays)))
 
 
-def widen(x: jax.Array) -> jax.Array:
+def to_sum_dtype(x: jax.Array) -> jax.Array:
   """Returns an array in the dtype of its sums."""
   return x.astype(sum_dtype(x))

@@ -36,6 +36,7 @@ from jax.extend.core import Primitive
 
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.grouped_matmul import GROUPED_PRODUCT
 from praxis_lite.sharding.explicit import save_all_but_gathered
 from praxis_lite.sharding.host_memory import HOST_MEMORY
 from praxis_lite.sharding.mesh import platform
@@ -47,10 +48,18 @@ _FUSED_ATTENTION, _CONTEXT = 'dot_product_attention_fwd', 'context'
 # Inputs of attention are kept in the form that its backward pass reads: rotated or normalized.
 _OF_ATTENTION = frozenset({_CONTEXT, 'query_proj', 'key_proj', 'value_proj'})
 _PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated'})
+_SAVED_AS_PRODUCTS = _OF_ATTENTION | {GROUPED_PRODUCT}
 
 
 def _products_saveable(primitive: Primitive, *args: Any, **params: Any) -> bool:
-  return primitive.name in _PRODUCTS or _tag(primitive, params) in _OF_ATTENTION
+  return primitive.name in _PRODUCTS or _tag(primitive, params) in _SAVED_AS_PRODUCTS
+
+
+def _also_grouped(policy: Callable[..., bool]) -> Callable[..., bool]:
+  """Returns a policy of JAX that also keeps grouped products, which are loops to JAX."""
+  return lambda primitive, *args, **params: (
+    policy(primitive, *args, **params) or _tag(primitive, params) == GROUPED_PRODUCT
+  )
 
 
 def _tag(primitive: Primitive, params: Mapping[str, Any]) -> str | None:
@@ -63,8 +72,8 @@ def _tag(primitive: Primitive, params: Mapping[str, Any]) -> str | None:
 _POLICIES: dict[str, Callable[..., bool]] = {
   'products': _products_saveable,
   'full': jax.checkpoint_policies.nothing_saveable,
-  'dots_saveable': jax.checkpoint_policies.dots_saveable,
-  'dots_with_no_batch_dims_saveable': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'dots_saveable': _also_grouped(jax.checkpoint_policies.dots_saveable),
+  'dots_with_no_batch_dims_saveable': _also_grouped(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
   'save_names': jax.checkpoint_policies.nothing_saveable,
 }
 REMAT_POLICIES = ('auto', 'none', *_POLICIES)

@@ -41,7 +41,9 @@ from praxis_lite.sharding.weights import SplitDimsMapping
 
 T = TypeVar('T')
 
-_MOST_DECODED_UNROLLED = 16  # Number of layers. With more, decoding is a loop, because it compiles faster.
+# Decoding is a loop if there are more layers than the second number, or more than the first and each has fewer bytes of
+# weights than the third. Without a loop, each layer takes 0.25 s to compile; a loop copies 8 MB in 1 ms for each token.
+_FEW_DECODED, _MOST_DECODED_UNROLLED, _LARGE_LAYER = 4, 16, 8 << 20
 _MOST_UNROLLED = 48  # Layers.
 
 
@@ -79,9 +81,11 @@ class Repeat(Layer):
   are `first_0`, ...
 
   Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. For an
-  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum. In decoding, up to 16
-  layers, or more if they are unrolled, run one after the other, each with its own decode state under its number. More
-  layers run as a loop, which passes on the stack of KV caches, so that each layer writes to it in place; see
+  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum.
+
+  In decoding, up to 4 layers, up to 16 of at least 8 MB each, or any number if `unroll` says so, run one after the
+  other, each with its own decode state under its number. Others run as a loop, which compiles faster but copies all
+  weights for each token. The loop passes on the stack of KV caches, so that each layer writes to it in place; see
   `kv_cache.py`.
 
   Attributes:
@@ -93,7 +97,7 @@ class Repeat(Layer):
       layers keep the same as the first layer of the pattern.
     unroll: repetitions in one iteration of the loop; more are faster, but slower to compile. With 'auto', training on a
       single GPU unrolls up to 48 repetitions completely, because a loop would copy the values that it keeps for the
-      backward pass; otherwise it is 1.
+      backward pass; otherwise it is 1. Decoding is a loop with any number below that of the repetitions.
     weight_split_dims_mapping: `stack`, how the new dimension is split; `layers` splits the other dimensions.
   """
 
@@ -178,7 +182,11 @@ class Repeat(Layer):
 
   @property
   def _decodes_unrolled(self) -> bool:
-    return self.num_layers <= _MOST_DECODED_UNROLLED or (isinstance(self.unroll, int) and self.unroll >= self._rounds)
+    if isinstance(self.unroll, int):
+      return self.unroll >= self._rounds
+    weights = [w.as_struct() for layer in self._blocks for w in jax.tree.leaves(layer.abstract_init())]
+    are_large = sum(w.size * w.dtype.itemsize for w in weights) >= _LARGE_LAYER * len(self._blocks)
+    return self.num_layers <= (_MOST_DECODED_UNROLLED if are_large else _FEW_DECODED)
 
   def unstack_for_decoding(self, variables: NestedDict) -> NestedDict:
     """Returns the layer's variables with an entry for each repetition, by its number, if decoding uses no loop.
@@ -235,7 +243,7 @@ class Repeat(Layer):
       return remat(one, kind, in_scan=in_scan, regathers=regathers)
 
     unroll = self._unroll_count(training=method == '__call__' and not self.do_eval)
-    # A single iteration is no loop, so XLA must be prevented from merging recomputations with the first computation.
+    # XLA removes a loop of one iteration, and could then merge recomputations with the first computation.
     bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
 
     stacks = [StackedCaches(layer.decode_state) for layer in self._blocks]

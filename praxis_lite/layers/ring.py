@@ -22,9 +22,10 @@ from praxis_lite.layers.attention_spec import Heads, Integers
 from praxis_lite.layers.blocks import Formula, Keys
 from praxis_lite.layers.blockwise import has_all_rows
 from praxis_lite.layers.masks import AttentionMask
-from praxis_lite.layers.precision import sum_dtype, widen
+from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
 from praxis_lite.layers.sequence_parts import SequencePlan, cut_local_blocks, join_runs, to_runs
 
+A = TypeVar('A')
 T = TypeVar('T')
 D = TypeVar('D')
 
@@ -40,13 +41,16 @@ _Residuals = tuple[Heads, Integers, jax.Array, jax.Array]
 
 def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> tuple[jax.Array, _Residuals]:
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
-    queries, keys, mask = cut_local_blocks(plan, heads, integers)
+    queries, local_keys, local_mask = cut_local_blocks(plan, heads, integers)
+    expected = plan.mean_pairs(local_mask)
 
-    def add(sums: blocks.Sums, dkv: None, keys: Keys, mask: AttentionMask) -> tuple[blocks.Sums, None]:
-      pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
+    def add(sums: blocks.Sums, dkv: None, arrays: _KeyArrays, offset: jax.Array) -> tuple[blocks.Sums, None]:
+      keys, mask = _unpack_keys(plan, arrays, local_mask, offset)
+      pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows(), expected=expected)
       return blocks.add_blocks(formula, mask, heads.bias, queries, keys, pairs, sums), dkv
 
-    sums, _ = _go_round(plan, keys, mask, blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3])), None, add)
+    zeros = blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3]))
+    sums, _ = go_round(plan, _pack_keys(local_keys, local_mask), zeros, None, add)
     out, lse = blocks.finish_sums(sums)
     out_BLNH = join_runs(plan, blocks.unblock_queries(out, queries.at.size), plan.query_len)
     return out_BLNH.astype(heads.query.dtype), lse
@@ -59,25 +63,28 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
 
 def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: jax.Array) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out: jax.Array, lse: jax.Array, do: jax.Array) -> Heads:
-    queries, keys, mask = cut_local_blocks(plan, heads, integers)
-    delta = jnp.sum(widen(do) * out, axis=-1)
+    queries, local_keys, local_mask = cut_local_blocks(plan, heads, integers)
+    expected = plan.mean_pairs(local_mask)
+    delta = jnp.sum(to_sum_dtype(do) * out, axis=-1)
     do_blocks, delta_blocks = (
       blocks.query_blocks(to_runs(plan, x, plan.query_len), queries.at, heads.key.shape[2]).x for x in (do, delta)
     )
     results = blocks.BackwardInputs(lse, delta_blocks, do_blocks)
 
     def add(
-      sums: tuple[jax.Array, Any], dkv: jax.Array, keys: Keys, mask: AttentionMask
+      sums: tuple[jax.Array, Any], dkv: jax.Array, arrays: _KeyArrays, offset: jax.Array
     ) -> tuple[tuple[jax.Array, Any], jax.Array]:
-      pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
+      keys, mask = _unpack_keys(plan, arrays, local_mask, offset)
+      pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows(), expected=expected)
       gradients = blocks.Gradients(sums[0], dkv[0], dkv[1], sums[1])
       gradients = blocks.add_gradients(formula, mask, heads.bias, queries, results, keys, pairs, gradients)
       return (gradients.q, gradients.bias), jnp.stack([gradients.k, gradients.v])
 
-    zeros = blocks.zero_gradients(queries, keys, heads.bias)
+    zeros = blocks.zero_gradients(queries, local_keys, heads.bias)
     dkv = jnp.stack([zeros.k, zeros.v])
-    (dq, dbias), dkv = _go_round(plan, keys, mask, (zeros.q, zeros.bias), dkv, add)
-    dk, dv = (blocks.unblock_keys(x, keys.at.size) for x in dkv)
+    packed = _pack_keys(local_keys, local_mask)
+    (dq, dbias), dkv = go_round(plan, packed, (zeros.q, zeros.bias), dkv, add)
+    dk, dv = (blocks.unblock_keys(x, local_keys.at.size) for x in dkv)
     dkv = jnp.concatenate([dk.astype(heads.key.dtype), dv.astype(heads.value.dtype)], axis=2)
     dk, dv = jnp.split(join_runs(plan, dkv, plan.key_len), 2, axis=2)
     dq = join_runs(plan, blocks.unblock_queries(dq, queries.at.size).astype(heads.query.dtype), plan.query_len)
@@ -93,29 +100,25 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
 ring_attention.defvjp(_forward, _backward)
 
 
-def _go_round(
-  plan: SequencePlan,
-  keys: Keys,
-  mask: AttentionMask,
-  sums: T,
-  dkv: D,
-  add: Callable[[T, D, Keys, AttentionMask], tuple[T, D]],
+def go_round(
+  plan: SequencePlan, arrays: A, sums: T, dkv: D, add: Callable[[T, D, A, jax.Array], tuple[T, D]]
 ) -> tuple[T, D]:
-  """Runs `sums, dkv = add(sums, dkv, keys, mask)` for the keys of each device, including this one; returns the sums.
+  """Runs `sums, dkv = add(sums, dkv, arrays, offset)` for the `arrays` of the keys of each device; returns the sums.
 
-  `dkv`, the gradients of keys and values, travel with these, and return to their device at the end; in the forward pass
-  it is None.
+  These are first the arrays of the device `plan.first` places before this one, last those of `plan.last` places before
+  it; `offset` is the number of places. `dkv`, the gradients of keys and values, travel with the arrays, and return to
+  their device at the end; in the forward pass it is None.
   """
 
-  def step(carry: tuple[_KeyArrays, D, T], offset: jax.Array) -> tuple[tuple[_KeyArrays, D, T], None]:
+  def step(carry: tuple[A, D, T], offset: jax.Array) -> tuple[tuple[A, D, T], None]:
     arrays, dkv, sums = carry
     following = _send(plan, arrays, 1)
-    sums, dkv = add(sums, dkv, *_unpack_keys(plan, arrays, mask, offset))
+    sums, dkv = add(sums, dkv, arrays, offset)
     return (following, _send(plan, dkv, 1), sums), None
 
-  start = _send(plan, _pack_keys(keys, mask), plan.first)
+  start = _send(plan, arrays, plan.first)
   (arrays, dkv, sums), _ = jax.lax.scan(step, (start, dkv, sums), jnp.arange(plan.first, plan.last))
-  sums, dkv = add(sums, dkv, *_unpack_keys(plan, arrays, mask, jnp.int32(plan.last)))
+  sums, dkv = add(sums, dkv, arrays, jnp.int32(plan.last))
   return sums, _send(plan, dkv, -plan.last)
 
 

@@ -1,10 +1,10 @@
 """Splits sequences over a mesh axis: which part a device has, and in which blocks.
 
 With a causal mask, the device with the first part of the sequence would have the least work in a ring, and the device
-with the last part the most. So the sequence is cut into two halves for each device, and a device takes one from each
-end. Devices exchange halves before the ring:
+with the last part the most. So each device keeps the first half of its part, and before the ring takes the second half
+of the device as far from the other end of the sequence:
 
-    4 devices, 8 halves      device 0: 0 and 7     device 1: 1 and 6     device 2: 2 and 5     device 3: 3 and 4
+    4 devices, 8 halves      device 0: 0 and 7     device 1: 2 and 5     device 2: 4 and 3     device 3: 6 and 1
 
 A sliding window that reaches fewer devices than there are needs no such exchange.
 
@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import Heads, Integers, argument_specs
 from praxis_lite.layers.blocks import Keys, Queries
-from praxis_lite.layers.masks import AttentionMask, has_causal, split_offsets
+from praxis_lite.layers.masks import Array, AttentionMask, has_causal, split_offsets
 from praxis_lite.sharding.specs import axes_to_entry
 
 ContextMethod = Literal['ring', 'all_to_all']
@@ -65,9 +66,10 @@ class SequencePlan:
   key_len: int  # S, without padding.
   block_size: int  # Largest number of queries or keys in a block.
   devices: int  # P.
-  zigzag: bool  # Whether each device takes two halves, one from each end of the sequence.
+  zigzag: bool  # Whether each device exchanges the second half of its part.
   first: int  # A device attends to the parts of the devices `first`, ..., `last` places before it in the ring.
   last: int
+  lanes: int = 1  # Lengths of blocks are multiples of this.
 
   @classmethod
   def make(cls, split: SequenceSplit, T: int, S: int, mask: AttentionMask, block_size: int) -> SequencePlan:
@@ -95,29 +97,33 @@ class SequencePlan:
     return -(-self.part_len(length) // 2) if self.zigzag else self.part_len(length)
 
   def block_len(self, length: int) -> int:
-    return blocks.even_block_size(self.run_len(length), self.block_size)
+    return multiple_of(blocks.even_block_size(self.run_len(length), self.block_size), self.lanes)
 
-  def indices(self, length: int, device: jax.Array) -> jax.Array:
-    """Returns the indices [blocks, block_len] that a device has; -1 is padding."""
+  def indices(self, length: int, device: jax.Array | int) -> Array:
+    """Returns the indices [blocks, block_len] that a device has; -1 is padding. NumPy if `device` is an int."""
+    xp: Any = np if isinstance(device, int) else jnp
     part, run, size = self.part_len(length), self.run_len(length), self.block_len(length)
-    offset = jnp.arange(multiple_of(run, size))
+    offset = xp.arange(multiple_of(run, size), dtype=np.int32)
     if self.zigzag:
-      halves = jnp.stack([device, 2 * self.devices - 1 - device])[:, None]
-      start, true = halves // 2 * part + halves % 2 * run, jnp.where(halves % 2 == 0, run, part - run)
+      halves = xp.stack([2 * device, 2 * (self.devices - device) - 1])[:, None]
+      start, true = halves // 2 * part + halves % 2 * run, xp.where(halves % 2 == 0, run, part - run)
     else:
-      start, true = (device * part)[None, None], jnp.full((1, 1), part)
+      start, true = device * part, part
     index = start + offset
-    return jnp.where((offset < true) & (index < length), index, -1).reshape(-1, size)
+    return xp.where((offset < true) & (index < length), index, -1).reshape(-1, size).astype(np.int32)
 
-  def half_exchanges(self, parity: int) -> list[tuple[int, int]]:
-    """Returns the pairs (device, device that takes its half), for the first or the second halves of all devices."""
-    halves = range(parity, 2 * self.devices, 2)
-    return [(h // 2, min(h, 2 * self.devices - 1 - h)) for h in halves]
+  def mean_pairs(self, mask: AttentionMask) -> float:
+    """Returns the mean number of pairs of blocks that a device computes with the keys of one device of the ring."""
+    steps = range(self.first, self.last + 1)
+    queries, keys = (
+      [self.indices(length, device) for device in range(self.devices)] for length in (self.query_len, self.key_len)
+    )
+    pairs = [(query, keys[(d - step) % self.devices]) for d, query in enumerate(queries) for step in steps]
+    return sum(blocks.count_pairs(mask, *pair) for pair in pairs) / len(pairs)
 
-  def order_halves(self, x: jax.Array, y: jax.Array) -> list[jax.Array]:
-    """Returns [x, y] on even devices, and [y, x] on odd ones, where halves arrive in the other order."""
-    even = self.device % 2 == 0
-    return [jnp.where(even, x, y), jnp.where(even, y, x)]
+  def exchange(self, half: jax.Array) -> jax.Array:
+    """Returns the second half of the device as far from the other end of the sequence."""
+    return jax.lax.ppermute(half, self.split.axis, [(d, self.devices - 1 - d) for d in range(self.devices)])
 
   def map_parts(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool = False, keeps: bool = True) -> Any:
     """Returns the forward or backward pass mapped over the devices; with `keeps`, the forward pass also returns lse."""
@@ -132,14 +138,7 @@ class SequencePlan:
 
 def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tuple[Queries, Keys, AttentionMask]:
   """Returns the blocks of this device after the exchange of halves, and the arrays of the mask in blocks."""
-  N = heads.query.shape[2]
-  kv = jnp.concatenate([heads.key, heads.value], axis=2)
-  if plan.zigzag:  # Queries, keys and values are sent together.
-    both = to_runs(plan, jnp.concatenate([heads.query, kv], axis=2), plan.query_len)
-    query, kv = both[:, :, :N], both[:, :, N:]
-  else:
-    query, kv = to_runs(plan, heads.query, plan.query_len), to_runs(plan, kv, plan.key_len)
-  key, value = jnp.split(kv, 2, axis=2)
+  query, key, value = heads_to_runs(plan, heads)
 
   def query_runs(x: jax.Array) -> jax.Array:
     return to_runs(plan, x, plan.query_len, edge=True)
@@ -155,18 +154,27 @@ def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tu
   return queries, keys, blocks.mask_blocks(mask, query_index.shape[1], key_index.shape[1])
 
 
+def heads_to_runs(plan: SequencePlan, heads: Heads) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns queries, keys and values of the runs that this device takes; see `to_runs`."""
+  N = heads.query.shape[2]
+  kv = jnp.concatenate([heads.key, heads.value], axis=2)
+  if plan.zigzag:  # Queries, keys and values are sent together.
+    both = to_runs(plan, jnp.concatenate([heads.query, kv], axis=2), plan.query_len)
+    query, kv = both[:, :, :N], both[:, :, N:]
+  else:
+    query, kv = to_runs(plan, heads.query, plan.query_len), to_runs(plan, kv, plan.key_len)
+  key, value = jnp.split(kv, 2, axis=2)
+  return query, key, value
+
+
 def to_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False) -> jax.Array:
   """Returns [B, held, ...] for a part [B, L, ...]: the runs that this device takes, each padded to whole blocks."""
   run = plan.run_len(length)
   pad = functools.partial(pad_len, mode='edge' if edge else 'constant')
   runs = [x]
   if plan.zigzag:
-    x = pad(x, 2 * run)
-    even, odd = (
-      jax.lax.ppermute(half, plan.split.axis, plan.half_exchanges(parity))
-      for parity, half in enumerate(jnp.split(x, 2, axis=1))
-    )
-    runs = plan.order_halves(even, odd)
+    own, other = jnp.split(pad(x, 2 * run), 2, axis=1)
+    runs = [own, plan.exchange(other)]
   padded = multiple_of(run, plan.block_len(length))
   return jnp.concatenate([pad(r, padded) for r in runs], axis=1)
 
@@ -176,8 +184,7 @@ def join_runs(plan: SequencePlan, x: jax.Array, length: int) -> jax.Array:
   run = plan.run_len(length)
   runs = [r[:, :run] for r in jnp.split(x, 2 if plan.zigzag else 1, axis=1)]
   if plan.zigzag:
-    back = [[(to, d) for d, to in plan.half_exchanges(parity)] for parity in (0, 1)]
-    runs = [jax.lax.ppermute(r, plan.split.axis, pairs) for r, pairs in zip(plan.order_halves(*runs), back)]
+    runs = [runs[0], plan.exchange(runs[1])]
   return jnp.concatenate(runs, axis=1)[:, : plan.part_len(length)]
 
 

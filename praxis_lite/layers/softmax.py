@@ -25,7 +25,7 @@ from praxis_lite.layers.base.call import Constraint
 from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, unmapped_mesh_axes
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
-from praxis_lite.layers.precision import widen
+from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.specs import Placement
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
@@ -47,7 +47,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float =
     labels: [...] integers; the cross entropy of a label outside [0, V) is NaN.
     label_smoothing: e.
   """
-  return _cross_entropy(widen(logits), labels, label_smoothing)
+  return _cross_entropy(to_sum_dtype(logits), labels, label_smoothing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -157,7 +157,7 @@ class FullSoftmax(Layer):
     logits = self._project(x.astype(self.fprop_dtype))
     if self.use_bias:
       logits += self.theta.b
-    logits = widen(self.shard(logits))
+    logits = to_sum_dtype(self.shard(logits))
     return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:

@@ -8,7 +8,8 @@ B batch, T length.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,38 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
 
 PredictionsT = TypeVar('PredictionsT')
+
+
+class PromptLimits(NamedTuple):
+  """How a model continues prompts of different lengths with one compiled program: see `LanguageModel.decode`.
+
+  Attributes:
+    max_tokens: the largest number of tokens that its config lets it add to a prompt.
+    stop_ids: tokens that end a continuation.
+    context: how many of the last tokens it sees at once; None means all.
+    check_fits: (tokens of a prompt, tokens to add) -> None; raises a `ConfigError` if it cannot decode them.
+    state_bytes: (rows, slots for tokens in each) -> the bytes of the state, such as caches.
+  """
+
+  max_tokens: int
+  stop_ids: tuple[int, ...]
+  context: int | None
+  check_fits: Callable[[int, int], None]
+  state_bytes: Callable[[int, int], int]
+
+
+class ScoreLimits(NamedTuple):
+  """What the batches of a model's `score` may be: see `LanguageModel.score`.
+
+  Attributes:
+    vocab_size: V; labels are from 0 to V - 1.
+    max_positions: the largest number of tokens in a row; None means any number.
+    takes_prefixes: whether a batch has `prefix_lengths`, [B] int32.
+  """
+
+  vocab_size: int
+  max_positions: int | None
+  takes_prefixes: bool
 
 
 class BaseModel(Layer, Generic[PredictionsT]):
@@ -75,6 +108,19 @@ class BaseModel(Layer, Generic[PredictionsT]):
       ConfigError: this model does not decode.
     """
     raise ConfigError(f'task.model: {type(self).__name__} has no method decode(batch), so it cannot decode')
+
+  @property
+  def num_ids(self) -> int | None:
+    """V, if a batch has `ids` [B, T] from 0 to V - 1, which a trained model then checks; None if it has no such ids."""
+    return None
+
+  def score_limits(self) -> ScoreLimits | None:
+    """Returns what the batches of `score` may be; None if the model has no `score`."""
+    return None
+
+  def prompt_limits(self) -> PromptLimits | None:
+    """Returns how `decode` continues prompts of different lengths; None if it is compiled for each length."""
+    return None
 
 
 def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:

@@ -24,8 +24,8 @@ from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
-from praxis_lite.models.base import BaseModel
-from praxis_lite.models.decoding import Sampler, chunk_of, prompt_step
+from praxis_lite.models.base import BaseModel, PromptLimits, ScoreLimits
+from praxis_lite.models.decoding import Draws, Sampler, chunk_of, prompt_step
 from praxis_lite.models.labels import check_labels
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
@@ -89,7 +89,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     size = getattr(data, 'vocab_size', None)
     if size is None:
       size = 1 + max((int(np.max(batch[name])) for name in ('ids', 'labels') if name in batch), default=-1)
-    known: int | None = getattr(self.lm, 'vocab_size', self.vocab_size)
+    known = self.num_ids
     if known is not None and size > known:
       raise ConfigError(
         f'{data.label}: its ids go up to {size - 1}, but task.model.vocab_size is {known}; it must be at least {size}'
@@ -131,6 +131,20 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     ids_BT = _clear_padding(batch['ids'], weights_BT)
     return {'logits': self.lm.logits(ids_BT, weights_BT, **self._visible(batch))}
 
+  def score(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns how probable the labels are: `log_probs`, [B, T] float32, in nats, and `is_greedy`, [B, T] bool.
+
+    `is_greedy` says whether a label is the most probable token. Unlike the loss, this has no label smoothing.
+    """
+    logits_BTV, labels_BT1 = self.predict(batch)['logits'], batch['labels'][..., None]
+    log_probs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
+    log_probs_BT = jnp.take_along_axis(log_probs_BTV, labels_BT1, axis=-1)[..., 0]
+    return {'log_probs': log_probs_BT, 'is_greedy': jnp.argmax(logits_BTV, axis=-1) == batch['labels']}
+
+  def score_limits(self) -> ScoreLimits:
+    positions = getattr(self.lm, 'max_positions', None)
+    return ScoreLimits(self.lm.vocab_size, positions, takes_prefixes=self.model_type == 'prefix')
+
   def _visible(self, batch: NestedDict) -> dict[str, jax.Array | None]:
     """Returns the arguments of the attention mask for a batch."""
     segments = {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
@@ -152,6 +166,27 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def context(self) -> int | None:
     """How many of the last tokens decoding sees at once; None means all."""
     return self.decoder.context(getattr(self.lm, 'max_positions', None))
+
+  @property
+  def num_ids(self) -> int | None:
+    found: int | None = getattr(self.lm, 'vocab_size', self.vocab_size)
+    return found
+
+  def prompt_limits(self) -> PromptLimits | None:
+    if type(self).decode is not LanguageModel.decode:  # A subclass with its own `decode` may take other batches.
+      return None
+    return PromptLimits(
+      self.decoder.max_decode_steps, self.decoder.stop_ids, self.context, self.check_fits, self._state_bytes
+    )
+
+  def _state_bytes(self, num_rows: int, num_slots: int) -> int:
+    """Returns the bytes of the caches, from their shapes."""
+
+    def start(variables: NestedDict) -> NestedDict:
+      return self.lm.apply(variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
+
+    caches = jax.eval_shape(start, jax.tree.map(lambda weight: weight.as_struct(), self.lm.abstract_init()))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
 
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     """Returns logits [B, V] of the token after each prompt; leaves caches of `cache_length` slots as decode state.
@@ -185,7 +220,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     Args:
       batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, where 0 marks a row of padding.
         If calls of different lengths share a program, also `max_tokens` [B] int32, at most `max_decode_steps`. Then
-        prompts are read in chunks, up to the end of the longest one, and the caller must have called `check_fits`.
+        prompts are read in chunks, up to the end of the longest one, and the caller must have called `check_fits`. For
+        random numbers that do not depend on how rows and tokens are divided into calls, also [B] int32: `row`, the
+        number of each row, and `num_drawn`, how many last tokens of its prompt were drawn by earlier calls.
 
     Returns:
       Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]
@@ -198,9 +235,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       self.check_fits(prompt_length, self.decoder.max_decode_steps)
     elif self.model_type == 'causal':
       chunk = chunk_of(self.decoder.num_slots(prompt_length, self.context))
-    steps = _CachedSteps(self.lm, self._prompt_is_prefix(prompt_lengths_B))
+    draws = Draws(batch.get('row'), batch.get('num_drawn'))
+    prefix_lengths_B = prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B
+    steps = _CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B))
     key = None if self.decoder.temperature == 0 else self.next_prng_key()
-    decoded = self.decoder.decode(steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk)
+    decoded = self.decoder.decode(steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws)
     outputs = {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}
     return decoded.metrics(prompt_lengths_B > 0), outputs
 
@@ -215,7 +254,7 @@ class _CachedSteps:
 
   def __init__(self, lm: Layer, prompt_arguments: tuple[jax.Array, ...]):
     self._lm = lm
-    self._variables = unstack_for_decoding(lm, lm.variables)
+    self._variables = unstack_for_decoding(lm, lm.cast_variables(lm.variables))
     self._prompt_arguments = prompt_arguments
 
   @property

@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     format_parameter_table as format_parameter_table,
     parameter_table as parameter_table,
   )
-  from praxis_lite.instruments.testing import (
-    assert_collectives as assert_collectives,
-    collectives as collectives,
-  )
+  from praxis_lite.instruments.testing import assert_collectives as assert_collectives, collectives as collectives
   from praxis_lite.sharding import (
     GuardedJit as GuardedJit,
     StateLayout as StateLayout,
@@ -89,7 +86,7 @@ if TYPE_CHECKING:
     train_step_single_learner as train_step_single_learner,
   )
 
-__getattr__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
   __name__,
   {
     'praxis_lite.sharding': """

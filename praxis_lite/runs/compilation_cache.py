@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jax
 
+from praxis_lite.common.files import cache_folder
+
 # Programs that compile faster than this are not cached.
 _MIN_CACHED_COMPILE_SECONDS = 0.1
 
@@ -15,14 +17,13 @@ _MIN_CACHED_COMPILE_SECONDS = 0.1
 def set_up_compilation_cache(*, enabled: bool = True) -> Path | None:
   """Stores compiled programs on disk, so that a second start of the same run need not compile them.
 
-  The directory is the one in JAX's setting `JAX_COMPILATION_CACHE_DIR`, or else `praxis_lite` in `$XDG_CACHE_HOME` or
-  `~/.cache`. Returns the directory; None if the cache is disabled or the directory is not writable.
+  The directory is the one in JAX's setting `JAX_COMPILATION_CACHE_DIR`, or else `cache_folder`. Returns the
+  directory; None if the cache is disabled or the directory is not writable.
   """
   jax.config.update('jax_enable_compilation_cache', enabled)
   if not enabled:
     return None
-  default = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite'
-  cache = Path(getattr(jax.config, 'jax_compilation_cache_dir', None) or default)
+  cache = Path(getattr(jax.config, 'jax_compilation_cache_dir', None) or cache_folder())
   with contextlib.suppress(OSError):
     cache.mkdir(parents=True, exist_ok=True)
   if not os.access(cache, os.W_OK | os.X_OK):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from praxis_lite.common.figures import digits, short_number
+from praxis_lite.common.figures import short_number, significant_digits
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.throughput import Rates
 
@@ -122,7 +122,7 @@ def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list
 def metrics_line(step: int, split: str, metrics: Mapping[str, ArrayLike], note: str = '') -> str:
   """Returns the line of an evaluation: the loss first, then the other scalars by name."""
   names = sorted((n for n in metrics if np.ndim(metrics[n]) == 0), key=lambda n: (n != 'loss', n))
-  shown = [f'{name} {digits(float(np.asarray(metrics[name])), 4)}' for name in names]
+  shown = [f'{name} {significant_digits(float(np.asarray(metrics[name])), 4)}' for name in names]
   return ' '.join([f'step {step} {split}', *shown, *([f'({note})'] if note else [])])
 
 
@@ -131,5 +131,5 @@ def _format(name: str, value: ArrayLike) -> str:
   if name == 'learning_rate':
     return f'{number:.1e}'
   if name == 'loss' and abs(number) < 1000:
-    return f'{number:.3f}' if abs(number) >= 0.1 or number == 0 else digits(number, 3)
-  return digits(number, 2 if abs(number) < 9.95 else 3)
+    return f'{number:.3f}' if abs(number) >= 0.1 or number == 0 else significant_digits(number, 3)
+  return significant_digits(number, 2 if abs(number) < 9.95 else 3)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from praxis_lite.common.errors import UserError
+from praxis_lite.common.errors import UserError, first_lines
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import TrainState
@@ -52,8 +52,7 @@ def step_twice(
     anywhere = int(np.sum(multihost_utils.process_allgather(np.asarray(anywhere))))
   if anywhere:
     host = f'host {socket.gethostname()}, process {jax.process_index()}'
-    shown = '; '.join(found[:_SHOWN]) + (f'; and {len(found) - _SHOWN} more' if len(found) > _SHOWN else '')
-    where = f'{host}: {shown}' if found else f'{host}: no difference here, but on another host'
+    where = f'{host}: {"; ".join(first_lines(found, _SHOWN)) or "no difference here, but on another host"}'
     raise DeterminismError(
       f'step {number} was run twice and gave different bits. {where}. Nothing of this step is saved; remove the '
       'device from the run, and start the run again from its last checkpoint'

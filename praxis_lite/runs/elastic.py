@@ -11,6 +11,7 @@ import math
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import format_axes
 from praxis_lite.training.task import SingleTask
 
 _AXES = ('replica', 'data')
@@ -22,7 +23,7 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   Raises:
     ConfigError: the mesh needs more devices even if the axes that may shrink have size 1.
   """
-  sizes = task.instantiate().mesh_sizes()
+  sizes = task.instantiate().mesh_sizes(num_devices)
   needed = math.prod(sizes.values())
   if needed <= num_devices:
     return task, ''
@@ -34,7 +35,7 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   if math.prod(smaller.values()) > num_devices or task.dcn_mesh_shape is not None:
     why = 'with several slices the mesh does not shrink' if task.dcn_mesh_shape else f'only {_AXES} shrink'
     raise ConfigError(
-      f'task.ici_mesh_shape: the mesh {_show(sizes)} needs {needed} devices, and there are {num_devices}; {why}'
+      f'task.ici_mesh_shape: the mesh {format_axes(sizes)} needs {needed} devices, and there are {num_devices}; {why}'
     )
   used = math.prod(smaller.values())
   result = task.clone()
@@ -44,10 +45,6 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   before = learner.num_microbatches
   learner.num_microbatches = before * factor
   return result, (
-    f'{num_devices} devices for a mesh of {needed}: {_show(sizes)} becomes {_show(smaller)}, and num_microbatches '
-    f'{before} becomes {before * factor}; the global batch is the same'
+    f'{num_devices} devices for a mesh of {needed}: {format_axes(sizes)} becomes {format_axes(smaller)}, and '
+    f'num_microbatches {before} becomes {before * factor}; the global batch is the same'
   )
-
-
-def _show(sizes: dict[str, int]) -> str:
-  return ' x '.join(f'{name} {size}' for name, size in sizes.items())

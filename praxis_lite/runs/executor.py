@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.files import user_path
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import broadcast_decision, is_primary_process, meet_others
 from praxis_lite.runs.console import make_console
-from praxis_lite.runs.hooks import Run
+from praxis_lite.runs.imported_files import keep_files_of
+from praxis_lite.runs.loggers import LoggersOfRun
 from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError
 from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.job import TrainJob, build_job
@@ -33,6 +35,7 @@ from praxis_lite.runs.loop.options import Advice, TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver, Saving
 from praxis_lite.runs.loop.start import find_start
 from praxis_lite.runs.loop.training_loop import TrainingLoop
+from praxis_lite.runs.observer import Run
 from praxis_lite.runs.records.metrics import HostMetrics, SummaryWriter
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import held_for_training, job_directory
@@ -90,6 +93,7 @@ def run_train(
     experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
     raise ConfigError(f'run_train(config, job_log_dir): expected configure({experiment}), got {type(config).__name__}')
   options = (options or TrainOptions()).replace(changes)
+  start_devices()
   while True:
     try:
       return _attempt(config, job_log_dir, options)
@@ -125,7 +129,9 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     is_primary = is_primary_process()
     console = opened(contextlib.closing(make_console(total, first_step=first_step, enabled=is_primary)))
     line = console.line
-    writer = SummaryWriter(path, resumed_step=first_step, lost=start.lost_metrics, enabled=is_primary, report=line)
+    loggers = opened(LoggersOfRun(job.loggers if is_primary else (), path, job.config.roots(), line))
+    settings: dict[str, Any] = {'enabled': is_primary, 'report': line, 'log': loggers.log}
+    writer = SummaryWriter(path, resumed_step=first_step, lost=start.lost_metrics, **settings)
     stack.callback(writer.close)
     results, lost = start.recover_results(path, job.watched, writer)
     # If no step remains, an existing record stays: the config of this call has made nothing in the directory.
@@ -189,8 +195,10 @@ def _advise(job: TrainJob, advise: Advice | None, startup: StartupTimes) -> Iter
 def _record(job: TrainJob, directory: Path, step: int, *, keeps_record: bool) -> Iterator[str]:
   """Records the run and its vocabulary in a directory; yields how its config differs from what was recorded before."""
   mesh = job.partitioned.mesh.shape
-  yield from write_record(directory, job.config, seed=job.seed, mesh=mesh, step=step, keeps_record=keeps_record)
+  yield from write_record(directory, job.given, seed=job.seed, mesh=mesh, step=step, keeps_record=keeps_record)
   keep_vocabulary(job.config, directory)
+  if job.settings.init_from.path is not None:
+    keep_files_of(job.settings.init_from.path, directory)
 
 
 def _make_directory(directory: Path, job: TrainJob, step: int) -> None:

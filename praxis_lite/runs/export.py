@@ -32,11 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from praxis_lite.common.errors import ConfigError, UserError, check_choice
+from praxis_lite.common.errors import ConfigError, UserError, check_choice, prefix_errors
 from praxis_lite.common.files import user_path
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.lowering import used_inputs
-from praxis_lite.common.trees import NestedDict, insert, leaves, leaves_by_path, path_name
+from praxis_lite.common.trees import NestedDict, leaves, leaves_by_path, nest, path_name, to_path
 from praxis_lite.inputs.tfdata import import_tensorflow
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import exported
@@ -48,7 +48,7 @@ FORMATS = ('stablehlo', 'saved_model')
 PLATFORMS = ('cpu', 'cuda', 'rocm', 'tpu')
 DEFAULT_PLATFORMS = ('cpu', 'cuda', 'tpu')
 
-Function = Callable[[Arrays, Arrays], Arrays]  # (variables, inputs) -> outputs
+ExportedFunction = Callable[[Arrays, Arrays], Arrays]  # (variables, inputs) -> outputs
 _BATCH, _CACHE = 'batch', 'cache.'
 
 
@@ -119,6 +119,9 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
   path = user_path(directory)
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
     raise UserError(f'out: {path} exists and is not an empty directory; name another one, or remove it')
+  if 'saved_model' in settings.formats:
+    with prefix_errors('format saved_model'):
+      import_tensorflow("export only StableHLO: formats=('stablehlo',), or --format=stablehlo")
 
 
 def export_model(
@@ -191,18 +194,17 @@ def _forward_program(
     raise ConfigError(f'export: the inputs {path_name(one)!r} and {path_name(other)!r} get the same name; rename one')
 
   def forward(flat: Arrays, inputs: Arrays) -> Arrays:
-    rows: NestedDict = {'weights': jnp.ones(_like(inputs, weights.shape), weights.dtype)}
-    for name, x in inputs.items():
-      rows = insert(rows, paths[name], x)
+    ones = jnp.ones(_like(inputs, weights.shape), weights.dtype)
+    rows = nest({('weights',): ones, **{paths[name]: x for name, x in inputs.items()}})
     # Models that draw random numbers while they predict draw the same numbers in each call.
-    out, _ = model.apply(_nest(flat), rows, key=jax.random.key(0), do_eval=True, method='predict')
+    out, _ = model.apply(_variables(flat), rows, key=jax.random.key(0), do_eval=True, method='predict')
     return {_identifier(path_name(path) or 'predictions'): x for path, x in leaves_by_path(out).items()}
 
   inputs = {_identifier(path_name(path)): x for path, x in shapes.items()}
   return _export('forward', forward, variables, inputs, settings, only_used=True)
 
 
-def _used_inputs(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
+def _used_inputs(function: ExportedFunction, variables: Arrays, inputs: Arrays) -> Arrays:
   """Returns the inputs that the outputs of a function depend on."""
   program = jax.make_jaxpr(function)(variables, inputs).jaxpr
   everything = [True] * len(program.invars)
@@ -219,7 +221,7 @@ def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings
 
   def prefill(flat: Arrays, inputs: Arrays) -> Arrays:
     arguments = inputs['ids'], inputs['lengths'], cache_length
-    logits, side = model.apply(_nest(flat), *arguments, do_eval=True, method='prefill')
+    logits, side = model.apply(_variables(flat), *arguments, do_eval=True, method='prefill')
     names = [_identifier(_CACHE + path_name(path)) for path in leaves_by_path(side.decode_state)]
     arrays, tree = jax.tree.flatten(side.decode_state)
     caches.append((names, tree))
@@ -229,7 +231,7 @@ def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings
     names, tree = caches[-1]
     state = jax.tree.unflatten(tree, [inputs[name] for name in names])
     arguments = inputs['ids'], inputs['positions']
-    logits, side = model.apply(_nest(flat), *arguments, do_eval=True, decode_state=state, method='extend_step')
+    logits, side = model.apply(_variables(flat), *arguments, do_eval=True, decode_state=state, method='extend_step')
     return {'logits': logits, **dict(zip(names, jax.tree.leaves(side.decode_state)))}
 
   ids = jax.ShapeDtypeStruct((size,), np.int32)
@@ -250,7 +252,7 @@ def _cache_length(model: Any, settings: ExportSettings) -> int:
 
 def _export(
   name: str,
-  function: Function,
+  function: ExportedFunction,
   variables: NestedDict,
   inputs: Arrays,
   settings: ExportSettings,
@@ -266,14 +268,24 @@ def _export(
     if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
       raise
     reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip('.')
+    able = [p for p in settings.platforms if _can_be_exported(function, (p,), shapes, inputs)]
+    fewer = f', or one platform: {" or ".join(able)}' if able else ''
     raise ConfigError(
       f'task.model: its {name} cannot be exported for any batch size on {", ".join(settings.platforms)} ({reason}); '
-      'choose a size, such as batch_size=8, or fewer platforms'
+      f'choose a size, such as batch_size=8 (--batch_size=8){fewer}'
     ) from error
   return _Program(name, inputs, program)
 
 
-def _traces_with_rows(function: Function, variables: Arrays, inputs: Arrays) -> bool:
+def _can_be_exported(function: ExportedFunction, platforms: tuple[str, ...], variables: Arrays, inputs: Arrays) -> bool:
+  try:
+    guarded_export(function, platforms)(variables, inputs)
+  except Exception:
+    return False
+  return True
+
+
+def _traces_with_rows(function: ExportedFunction, variables: Arrays, inputs: Arrays) -> bool:
   """Whether a function, which cannot be traced with a symbolic batch size, can be traced with a batch size of 2."""
   known = {
     n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
@@ -294,11 +306,8 @@ def _like(inputs: Arrays, shape: Sequence[Any]) -> tuple[Any, ...]:
   return (next(iter(inputs.values())).shape[0], *shape[1:])
 
 
-def _nest(flat: Arrays) -> NestedDict:
-  nested: NestedDict = {}
-  for name, x in flat.items():
-    nested = insert(nested, tuple(name.split('.')), x)
-  return nested
+def _variables(flat: Arrays) -> NestedDict:
+  return nest({to_path(name): x for name, x in flat.items()})
 
 
 def _identifier(name: str) -> str:

@@ -105,7 +105,10 @@ def load_for_jax(folder: str | os.PathLike[str]) -> dict[str, Callable[[Arrays],
 
 def load_for_tensorflow(folder: str | os.PathLike[str]) -> Any:
   """Returns the SavedModel, whose `signatures` are the programs by name; raises MixedExportError, see `check_files`."""
-  import tensorflow as tf
+  try:
+    import tensorflow as tf
+  except ImportError:
+    raise ImportError('a SavedModel needs TensorFlow, which is not installed; pip install tensorflow-cpu') from None
 
   check_files(folder, f'{SAVED_MODEL}/')
   return tf.saved_model.load(os.path.join(folder, SAVED_MODEL))

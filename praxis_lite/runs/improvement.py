@@ -5,14 +5,16 @@ Both are hooks. They decide from the recorded evaluations of the whole run, so a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from praxis_lite.checkpoints import BestCheckpoint, Checkpointer
 from praxis_lite.common.errors import ConfigError, did_you_mean
-from praxis_lite.runs.hooks import Hook, Run
+from praxis_lite.runs.hooks import Hook
+from praxis_lite.runs.observer import Run
+from praxis_lite.runs.records.metric_modes import mode_of_metric
 from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
 from praxis_lite.training.task import EarlyStoppingParams, TrainParams
 
@@ -44,27 +46,36 @@ class WatchedMetric(NamedTuple):
     return value < best - by if self.mode == 'min' else value > best + by
 
 
-def watched_metric(field: str, metric: str, mode: str, splits: dict[str, list[str]]) -> WatchedMetric:
+def watched_metric(field: str, metric: str, modes: Mapping[str, str], splits: dict[str, list[str]]) -> WatchedMetric:
   """Returns the metric that a field of the config names.
 
   Args:
     field: path of the field, for messages.
     metric: a name, or `eval/<input>/<name>`.
-    mode: 'min' or 'max'.
+    modes: 'min', 'max' or 'auto' by the path of the field that says so. If all are 'auto', the metric's name decides.
     splits: the names of the metrics of each evaluation, by its split.
 
   Raises:
-    ConfigError: there is no such metric, or its input has to be named.
+    ConfigError: there is no such metric, or its input or mode has to be named.
   """
+
+  def found(split: str, name: str) -> WatchedMetric:
+    if (mode := mode_of_metric(name, *modes.values())) is None:
+      raise ConfigError(
+        f'{field} = {metric!r}: its name does not tell whether lower or higher values are better; set '
+        f"{next(iter(modes))} to 'min' or 'max'"
+      )
+    return WatchedMetric(split, name, mode)
+
   known = [f'{split}/{name}' for split, names in splits.items() for name in names]
   if not splits:
     raise ConfigError(f'{field} = {metric!r}: there is no input with is_training=False to evaluate on')
   for split, names in splits.items():
     if metric.startswith(f'{split}/') and metric.removeprefix(f'{split}/') in names:
-      return WatchedMetric(split, metric.removeprefix(f'{split}/'), mode)
+      return found(split, metric.removeprefix(f'{split}/'))
   having = [split for split, names in splits.items() if metric in names]
   if len(having) == 1:
-    return WatchedMetric(having[0], metric, mode)
+    return found(having[0], metric)
   if having:
     raise ConfigError(
       f'{field} = {metric!r}: several inputs have it; write {" or ".join(f"{s}/{metric}" for s in having)}'
@@ -83,17 +94,29 @@ class Watched(NamedTuple):
 
 def watched_metrics(settings: TrainParams, splits: dict[str, list[str]]) -> Watched:
   """Returns the metrics that a config names; `splits` and errors are as for `watched_metric`."""
-  early, best, stopping = settings.early_stopping, None, None
-  if early.patience is not None:
-    if settings.eval_interval_steps is None:
-      raise ConfigError(
-        'task.train.early_stopping.patience is set, but there is no evaluation before the end; set '
-        'task.train.eval_interval_steps'
-      )
-    stopping = best = watched_metric('task.train.early_stopping.metric', early.metric, early.mode, splits)
+  early, best = settings.early_stopping, None
+  of_best = {'task.train.best_metric_mode': settings.best_metric_mode}
   if settings.best_metric is not None:
-    best = watched_metric('task.train.best_metric', settings.best_metric, settings.best_metric_mode, splits)
-  return Watched(best, stopping)
+    best = watched_metric('task.train.best_metric', settings.best_metric, of_best, splits)
+  if early.patience is None:
+    return Watched(best, None)
+  if settings.eval_interval_steps is None:
+    raise ConfigError(
+      'task.train.early_stopping.patience is set, but there is no evaluation before the end; set '
+      'task.train.eval_interval_steps'
+    )
+  stopping = best
+  if best is None or early.metric != EarlyStoppingParams.metric:
+    modes = {'task.train.early_stopping.mode': early.mode, **(of_best if best is None else {})}
+    stopping = watched_metric('task.train.early_stopping.metric', early.metric, modes, splits)
+  if best is not None and (stopping is None or stopping.path == best.path):
+    if (early.mode, best.mode) == ('max', 'min'):
+      raise ConfigError(
+        f"task.train.early_stopping.mode = 'max', but task.train.best_metric_mode = {settings.best_metric_mode!r}, for "
+        f'the same metric, {best.path}, of which lower values are better then; set only best_metric_mode'
+      )
+    stopping = best
+  return Watched(best or stopping, stopping)
 
 
 class EarlyStopping(Hook):

@@ -6,7 +6,7 @@ Another process may train in the same directory at the same time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -17,7 +17,8 @@ from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram
 from praxis_lite.runs.prompts import prompt_batch
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import build_datasets, job_directory
-from praxis_lite.runs.trained import RestoreOptions, TrainedModel, restore_model
+from praxis_lite.runs.restoring import RestoreOptions, restore_model
+from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.training.experiment import ExperimentConfig
 
@@ -64,6 +65,10 @@ def decode_prompts(
   config: ExperimentConfig,
   job_log_dir: str | Path,
   prompts: Sequence[Sequence[int]],
+  *,
+  stop: Sequence[str] = (),
+  stream: Callable[[int, list[int]], object] | None = None,
+  batch_size: int | None = None,
   **options: Unpack[RestoreOptions],
 ) -> list[list[int]]:
   """Returns the tokens that follow each prompt.
@@ -72,13 +77,21 @@ def decode_prompts(
     config: configs of the task; its model has a `decode` that takes `ids` [B, P] and `prompt_lengths` [B].
     job_log_dir, **options: as for `run_eval`.
     prompts: token ids, at least one each.
+    stop, stream, batch_size: see `TrainedModel.decode`.
 
   Raises:
     UserError: as for `run_eval`, or a prompt is empty.
   """
   prompt_batch(prompts)  # Reports mistakes before slow work.
-  begin = functools.partial(TrainedModel.begin_to_compile_decode, prompts=prompts)
-  return restore_model(config, job_log_dir, use_ema='decode', meanwhile=begin, **options).decode(prompts)
+  begin = functools.partial(
+    TrainedModel.begin_to_compile_decode,
+    prompts=prompts,
+    stop=stop,
+    in_segments=stream is not None,
+    batch_size=batch_size,
+  )
+  model = restore_model(config, job_log_dir, use_ema='decode', meanwhile=begin, **options)
+  return model.decode(prompts, stop=stop, stream=stream, batch_size=batch_size)
 
 
 def _run(programs: Sequence[InputProgram], model: TrainedModel) -> dict[str, HostMetrics]:

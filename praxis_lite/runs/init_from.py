@@ -20,9 +20,9 @@ import jax
 from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castable
 from praxis_lite.checkpoints.retention import being_read
-from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, prefix_errors
+from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.files import user_path
-from praxis_lite.common.trees import NestedDict, Path, insert, node_at
+from praxis_lite.common.trees import Path, near_pattern, nest, node_at, to_path
 from praxis_lite.runs.records.runs import runs_near
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState
@@ -60,6 +60,7 @@ class WarmStart:
           f"path = {settings.path!r}, step = {settings.step!r}: expected a directory, and a number, 'best' or None"
         )
       self._partitioned = partitioned
+      self._use_ema = settings.use_ema
       self._directory = str(user_path(settings.path))
       remedy = f'path is the directory of a run{runs_near(settings.path)}'
       with contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
@@ -72,20 +73,18 @@ class WarmStart:
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns the state before the first step, on the mesh; raises CheckpointError if the checkpoint cannot be read."""
     shapes = self._partitioned.state_shapes.mdl_vars
-    known = {_path(name): origin.known for name, origin in self._origins.items() if origin.source}
+    known = {to_path(name): origin.known for name, origin in self._origins.items() if origin.source}
     left = {name: origin.source for name, origin in self._origins.items() if origin.source}
-    values: NestedDict = {}
+    values: dict[Path, jax.Array] = {}
     with being_read(self._where), contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
       while left:
         now = {source: name for name, source in left.items()}  # Several variables may share a source.
-        read: NestedDict = {}
+        wanted = nest({to_path(source): node_at(shapes, to_path(name)) for source, name in now.items()})
+        read = checkpointer.restore_arrays(wanted, step=self._step)
         for source, name in now.items():
-          read = insert(read, _path(source), node_at(shapes, _path(name)))
-        read = checkpointer.restore_arrays(read, step=self._step)
-        for source, name in now.items():
-          values = insert(values, _path(name), node_at(read, _path(source)))
+          values[to_path(name)] = node_at(read, to_path(source))
           del left[name]
-    return self._partitioned.init_state_from(init_key, GivenVariables(values, known))
+    return self._partitioned.init_state_from(init_key, GivenVariables(nest(values), known))
 
   def report(self) -> Iterator[str]:
     """Yields the lines of a table of where variables come from; variables that keep name and shape are only counted."""
@@ -106,14 +105,14 @@ class WarmStart:
       for name, record in self._saved.items()
       if name.startswith('mdl_vars.') and not {name, _average_of(name)} & used
     ]
-    taken = len(self._origins) - len(rows['fresh'])
+    has_averages = any(name.startswith('ema_vars.') for name in self._saved)
+    values = 'moving averages' if self._use_ema and has_averages else 'last values'
+    lacks = ', which has no moving averages' if self._use_ema and not has_averages else ''
+    taken = f'{len(self._origins) - len(rows["fresh"])} of {len(self._origins)} variables'
     same = len(rows.pop('the same'))
-    yield f'init_from {self._where}: {taken} variables from the checkpoint, {same} of them unchanged'
+    yield f'init_from {self._where}{lacks}: {values} of {taken}, {same} with the same name and shape'
     for kind, shown in rows.items():
-      for row in shown[:_SHOWN]:
-        yield f'  {kind:<8}  {row}'
-      if len(shown) > _SHOWN:
-        yield f'  {kind:<8}  and {len(shown) - _SHOWN} more'
+      yield from (f'  {kind:<8}  {row}' for row in first_lines(shown, _SHOWN))
 
   # ---------------------------------------------------------------- the plan
 
@@ -168,7 +167,7 @@ class WarmStart:
 
   def _check_matches(self, field: str, regex: re.Pattern[str]) -> None:
     if not any(regex.fullmatch(name) for name in self._wanted):
-      close = did_you_mean(regex.pattern, self._wanted)
+      close = near_pattern(regex.pattern, self._wanted)
       raise ConfigError(f'{field}: {regex.pattern!r} matches no variable of this model.{close}')
 
 
@@ -191,7 +190,3 @@ def _expand(match: re.Match[str], replacement: str, field: str) -> str:
 def _average_of(name: str) -> str:
   """Returns the name that the moving average of a variable has in a checkpoint."""
   return name.replace('mdl_vars.', 'ema_vars.', 1)
-
-
-def _path(name: str) -> Path:
-  return tuple(name.split('.'))

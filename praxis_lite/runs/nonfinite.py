@@ -52,6 +52,7 @@ class SkippedSteps:
     first_step: steps taken before this process.
     limit: how many skipped steps in a row end the run; None or 0 accepts any number.
     raises: whether the learner is set to raise an error at the first such step.
+    clip: the limit of the gradient norm, `clip_gradient_norm_to_value` of the learner; 0 for none.
     line: prints a line.
     tell: called with each skipped step that follows one that was not skipped, and with what was wrong.
     in_a_row: how many steps have been skipped since the last step that was taken.
@@ -60,6 +61,7 @@ class SkippedSteps:
   first_step: int
   limit: int | None
   raises: bool
+  clip: float
   line: Callable[[str], object]
   tell: Callable[[int, str], object] | None = None
   in_a_row: int = 0
@@ -74,9 +76,9 @@ class SkippedSteps:
     return 0 < (self.limit or 0) <= self.in_a_row
 
   @property
-  def all_steps(self) -> bool:
-    """Whether this process has taken steps, and all were skipped."""
-    return bool(self.limit) and 0 < self.in_a_row == self._step - self.first_step
+  def most_steps(self) -> bool:
+    """Whether the last steps were skipped, and are more than half of those that this process has taken."""
+    return bool(self.limit) and 2 * self.in_a_row > self._step - self.first_step
 
   def add(self, step: int, metrics: DeviceMetrics) -> bool:
     """Waits for the metrics of the next step, and returns whether that step was skipped.
@@ -101,14 +103,20 @@ class SkippedSteps:
       self.tell(step, what)
     if self.raises:
       raise NonFiniteError(
-        f'{what}, and task.train.learner is set to raise; lower the learning rate, clip gradients, or let it skip such '
-        'steps. The checkpoints before this step are kept'
+        f'{what}, and task.train.learner is set to raise; {self._smaller_updates}, or let it skip such steps. The '
+        'checkpoints before this step are kept'
       )
     if self.in_a_row == 1:
       self.line(f'{what}; the update was skipped')
     elif math.log10(self.in_a_row).is_integer():
       self.line(f'steps {self._since} to {step}: {self.in_a_row} updates in a row were skipped')
     return True
+
+  @property
+  def _smaller_updates(self) -> str:
+    """What makes updates smaller."""
+    clip = f'task.train.learner.clip_gradient_norm_to_value{f", which is {self.clip:g}" if self.clip else ""}'
+    return f'lower task.train.learner.learning_rate, or {"lower" if self.clip else "set"} {clip}'
 
   @property
   def _since(self) -> int:
@@ -125,8 +133,8 @@ class SkippedSteps:
     else:
       kept = f'the variables are still those of step {since - 1}'
       likely = f'a learning rate that is too high, {labels}or data that is not finite'
-    rate = 'lower task.train.learner.learning_rate, or set task.train.learner.clip_gradient_norm_to_value'
-    remedy = 'correct the data or the loss' if untrained else f'{rate}; to begin anew, name another --job_log_dir'
+    smaller = f'{self._smaller_updates}; to begin anew, name another --job_log_dir'
+    remedy = 'correct the data or the loss' if untrained else smaller
     return NonFiniteError(
       f'from step {since} on, the loss or a gradient was not finite{self._cause}, so all {self.in_a_row} updates '
       f'up to step {self._step} were skipped. {hints.found or f"Likely causes: {likely}"}. What to do: {remedy}. '

@@ -20,7 +20,8 @@ import jax
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.files import KnownFolder
-from praxis_lite.runs.hooks import Hook, Run
+from praxis_lite.runs.hooks import Hook
+from praxis_lite.runs.observer import Run
 from praxis_lite.runs.records.metrics import DeviceMetrics
 
 _PROFILE = 'profile'

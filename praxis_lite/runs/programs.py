@@ -22,11 +22,12 @@ from jax.sharding import Mesh
 from praxis_lite.checkpoints.contents import array_records
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process, meet_others, note_progress
-from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
+from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, path_name
 from praxis_lite.inputs import BaseInput, PrefetchIterator
-from praxis_lite.inputs.rows import Struct
+from praxis_lite.inputs.rows import Rows, Struct
 from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.console import metrics_line
+from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -34,6 +35,9 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
 from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
 from praxis_lite.training.task import DecodeParams, EvalParams, SingleTask
+
+# A batch may be padded to a size that was compiled before if that size is at most this many times larger.
+_MOST_PADDING = 8
 
 Out = TypeVar('Out')
 
@@ -44,6 +48,7 @@ class TaskOnMesh:
   Attributes:
     jax_task, mesh: the task and the mesh.
     layout: how the train state of the task is stored on the mesh; without `opt_states`, it is only for inference.
+    batch_sizes: the sizes of the batches of rows, by their names, other dimensions and dtypes.
   """
 
   def __init__(self, jax_task: SingleTask, mesh: Mesh, layout: StateLayout | None = None):
@@ -51,6 +56,7 @@ class TaskOnMesh:
     self.mesh = mesh
     self._by_shape: dict[str, PartitionedTask] = {}
     self.layout = layout or state_layout(jax_task, mesh)
+    self.batch_sizes: dict[str, list[int]] = {}
 
   def taking(self, data: BaseInput) -> PartitionedTask:
     """Returns the task partitioned for the batches of `data`."""
@@ -62,6 +68,19 @@ class TaskOnMesh:
     if shape not in self._by_shape:
       self._by_shape[shape] = PartitionedTask(self.jax_task, struct, layout=self.layout)
     return self._by_shape[shape]
+
+  def taking_rows_like(self, rows: Rows) -> PartitionedTask:
+    """Returns the task partitioned for as many rows, or for the next larger number that was compiled, if it is close.
+
+    The caller, or a step of the task, adds rows of zero weight.
+    """
+    count = len(rows['weights'])
+    kind = str(map_with_path(lambda path, x: (path_name(path), x.shape[1:], str(x.dtype)), rows))
+    sizes = self.batch_sizes.setdefault(kind, [])
+    size = min((size for size in sizes if count <= size <= _MOST_PADDING * count), default=count)
+    if size not in sizes:
+      sizes.append(size)
+    return self.taking_batches_of(jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), rows))
 
 
 class ProgramResult(NamedTuple):
@@ -88,13 +107,16 @@ class InputProgram(Generic[Out]):
   Attributes:
     split: 'eval/<input>' or 'decode/<input>'.
     use_ema: whether it runs with the moving averages, if the learner keeps them.
+    is_of_average: whether it does run with them.
   """
 
   def __init__(
-    self, split: str, step: PartitionedStep, data: BaseInput, prng_key: jax.Array, settings: EvalParams | DecodeParams
+    self, split: str, step: PartitionedStep, data: BaseInput, prng_key: jax.Array, task: SingleTask, section: str
   ):
+    settings: EvalParams | DecodeParams = getattr(task, section)
     self.split = split
     self.use_ema = settings.use_ema
+    self.is_of_average = settings.use_ema and task.learner.ema_decay > 0
     self._step = step
     self._data = data
     self._key = prng_key
@@ -134,7 +156,8 @@ class InputProgram(Generic[Out]):
   def result_line(self, step: int, result: ProgramResult) -> str:
     """Returns the line that the console shows for a result."""
     batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
-    return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{result.note}')
+    average = ', of the average' if self.is_of_average else ''
+    return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{average}{result.note}')
 
   def _metrics_of(self, out: Out) -> DeviceMetrics:
     """Returns the metrics of a batch's outputs."""
@@ -152,7 +175,7 @@ class EvalProgram(InputProgram[EvalStepOutput]):
   """Evaluates variables on one input; `prng_key`, on the mesh, is for models that draw random numbers."""
 
   def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array):
-    super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
+    super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task, 'evaluate')
 
   def _metrics_of(self, out: EvalStepOutput) -> DeviceMetrics:
     return out.mean_metrics
@@ -165,8 +188,9 @@ class DecodeProgram(InputProgram[DecodeStepOutput]):
   """Decodes one input; writes the outputs, one example per line, to `job_log_dir/decoded/<input>/step_<n>.jsonl`."""
 
   def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
+    check_memory_of_batch(tasks.jax_task.model, tasks.mesh, data.batch_struct())
     task = tasks.taking(data)
-    super().__init__(f'decode/{data.label}', task.decode_step, data, prng_key, tasks.jax_task.decode)
+    super().__init__(f'decode/{data.label}', task.decode_step, data, prng_key, tasks.jax_task, 'decode')
     self._examples = task.inference_rows.examples
     self._job_log_dir = KnownFolder(job_log_dir)
     self._label = data.label
@@ -176,7 +200,7 @@ class DecodeProgram(InputProgram[DecodeStepOutput]):
 
   def _keep(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> None:
     weights = np.asarray(multihost_utils.process_allgather(batch['weights'], tiled=True))[self._examples]
-    self._lines += [json.dumps(example) for example in _examples_of(out.decoded, weights)]
+    self._lines += [json.dumps(example) for example in examples_of(out.decoded, weights)]
 
   def _finish(self, step: int) -> str:
     folder = f'decoded/{self._label}'
@@ -187,7 +211,7 @@ class DecodeProgram(InputProgram[DecodeStepOutput]):
     return f', {path}'
 
 
-def _examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
+def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
   """Yields the examples in `decoded` as JSON values, without the rows of zero weight that pad the last batch."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
   # NumPy does not know bfloat16 and similar types, and calls them void.

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict, Unpack
 
 import numpy as np
 
-from praxis_lite.common.config import Config
+from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import Bucket
+from praxis_lite.runs.continuations import check_stops
+from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, kept_tokenizer
 from praxis_lite.training.experiment import ExperimentConfig
 
 # Prompts are padded to a multiple of this, so that a `decode` without buckets is compiled for few lengths.
 _LENGTH_MULTIPLE = 16
 
 
-def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
-  """Returns the tokenizer of the first dataset that has one; None if there is none."""
+def tokenizer_of(config: ExperimentConfig, job_log_dir: str | os.PathLike[str] | None = None) -> BaseTokenizer | None:
+  """Returns the tokenizer of the first dataset that has one, or else the one that the run keeps; None without either.
+
+  Args:
+    config: configs of the run.
+    job_log_dir: the directory of the run; None if it has none.
+  """
+  kept = None if job_log_dir is None else kept_tokenizer(job_log_dir)
   for i, dataset in enumerate(config.datasets):
     template = getattr(dataset, 'tokenizer_tpl', None)
+    if isinstance(template, Config) and getattr(template, 'path', None) is REQUIRED:
+      raise ConfigError(f'datasets[{i}].tokenizer_tpl.path: the run has no tokenizer; {HOW_TO_SET_TOKENIZER}')
     if isinstance(template, Config):  # Avoids reading data, which may be missing.
       with prefix_errors(f'datasets[{i}].tokenizer_tpl'):
         return template.instantiate()
-    tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
+    try:
+      tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
+    except UserError:  # Such as a function that the record of the run does not have.
+      if kept is None:
+        raise
+      continue
     if tokenizer is not None:
       return tokenizer
-  return None
+  return None if kept is None else kept.instantiate()
 
 
 def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -> list[int]:
@@ -36,27 +53,21 @@ def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -
   return _encode(tokenizer.prompt_ids, prompt, name)
 
 
-def chat_prompt(tokenizer: BaseTokenizer, message: str, system: str | None = None) -> list[int]:
-  """Returns the tokens of a user's message in the tokenizer's chat template, to which a chat model adds its answer.
+def chat_prompt(
+  tokenizer: BaseTokenizer, message: str | Sequence[Mapping[str, str]], system: str | None = None
+) -> list[int]:
+  """Returns the tokens of a chat in the tokenizer's chat template, to which a chat model adds its answer.
 
   Args:
     tokenizer: one with a chat template; otherwise raises UserError.
-    message: the user's message.
+    message: the user's message; or the messages so far, each with a `role` and the `content`.
     system: the system message before it, if any.
   """
   if not isinstance(tokenizer, HfTokenizer):
     raise UserError(f'a chat needs a tokenizer with a chat template, but this run has a {type(tokenizer).__name__}')
-  messages = [{'role': 'system', 'content': system}] if system else []
-  return tokenizer.chat_ids([*messages, {'role': 'user', 'content': message}])
-
-
-def continued_text(tokenizer: BaseTokenizer, prompt: Sequence[int], continuation: Sequence[int]) -> str:
-  """Returns the text that follows a prompt.
-
-  Decodes both together if possible, because some tokenizers drop the space at the beginning of what they decode.
-  """
-  before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *continuation])
-  return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(continuation)
+  before = [{'role': 'system', 'content': system}] if system else []
+  messages = [{'role': 'user', 'content': message}] if isinstance(message, str) else message
+  return tokenizer.chat_ids([*before, *messages])
 
 
 def _encode(encode: Callable[[str], list[int]], prompt: str, name: str) -> list[int]:
@@ -90,11 +101,24 @@ def _tokens(prompt: Sequence[int]) -> np.ndarray:
   return ids.astype(np.int32)
 
 
-def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:
-  """Returns a batch of prompts, padded to a bucket's width, that asks for `max_tokens` tokens after each prompt."""
+def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: Sequence[int], num_drawn: int, first_row: int) -> Rows:
+  """Returns a batch of prompts for the program of a bucket.
+
+  Args:
+    batch: as returned by `prompt_batch`.
+    bucket: the width to pad prompts to.
+    max_tokens: the largest number of tokens to add to each prompt.
+    num_drawn: how many tokens at the end of each prompt were drawn by earlier calls.
+    first_row: the number of the first row, on which the random numbers of rows depend.
+  """
   count, width = batch['ids'].shape
   ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - width)))
-  return batch | {'ids': ids, 'max_tokens': np.full(count, max_tokens, np.int32)}
+  per_row = {
+    'max_tokens': np.array(max_tokens),
+    'num_drawn': np.full(count, num_drawn),
+    'row': first_row + np.arange(count),
+  }
+  return batch | {'ids': ids} | {name: values.astype(np.int32) for name, values in per_row.items()}
 
 
 def check_ids(rows: Rows, vocab_size: int | None) -> None:
@@ -122,45 +146,52 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
     )
 
 
+class Sampling(TypedDict, total=False):
+  """Settings of a language model's `Sampler`, under its names; None keeps the value of the config.
+
+  Attributes:
+    max_tokens: `max_decode_steps` of the `Sampler`.
+    temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size: the fields of these names.
+  """
+
+  max_tokens: int | None
+  temperature: float | None
+  top_k: int | None
+  top_p: float | None
+  min_p: float | None
+  repetition_penalty: float | None
+  no_repeat_ngram_size: int | None
+
+
 def task_with_sampler(
-  task: Config,
-  tokenizer: BaseTokenizer | None,
-  *,
-  max_tokens: int | None = None,
-  temperature: float | None = None,
-  top_k: int | None = None,
-  top_p: float | None = None,
-  max_context: int | None = None,
-  stop: Sequence[str] = (),
-  flag: str = '',
+  task: Config, stop_ids: Sequence[int] = (), max_context: int | None = None, **settings: Unpack[Sampling]
 ) -> Config:
   """Returns a copy of the config of a task, with settings of the sampler of its model.
 
   Args:
     task: config of the task of a language model.
-    tokenizer: encodes the stop texts.
-    max_tokens: `max_decode_steps` of the `Sampler`; None keeps the value in the config.
-    temperature, top_k, top_p, max_context: the fields of these names; None keeps the value in the config.
-    stop: texts of one token each that end a continuation, in addition to the `stop_ids` of the config.
-    flag: a prefix of argument names in messages, such as '--'.
+    stop_ids: tokens that end a continuation, in addition to the `stop_ids` of the config.
+    max_context: `max_context` of the `Sampler`; None keeps the value of the config.
+    **settings: see `Sampling`.
 
   Raises:
     ConfigError: the model has no sampler.
-    UserError: a stop text is not one token, or there is no tokenizer.
   """
   task = task.clone()
   try:
     decoder = task.model.decoder_tpl
   except AttributeError:
-    raise ConfigError(f'{flag}prompt needs a language model; the model of this experiment has no decoder_tpl') from None
-  settings = {'max_decode_steps': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
-  settings['max_context'] = max_context
-  decoder.set(**{name: value for name, value in settings.items() if value is not None})
-  for text in stop:
-    if tokenizer is None:
-      raise UserError(f'{flag}stop={text!r} needs a dataset with a tokenizer, but there is none')
-    ids = _encode(tokenizer.encode, text, f'{flag}stop')
-    if len(ids) != 1:
-      raise UserError(f'{flag}stop={text!r} is {len(ids)} tokens; a stop text must be one token')
-    decoder.stop_ids = (*decoder.stop_ids, *ids)
+    raise ConfigError('a prompt needs a language model; the model of this experiment has no decoder_tpl') from None
+  for name, value in {**settings, 'max_context': max_context}.items():
+    if value is not None:
+      setattr(decoder, 'max_decode_steps' if name == 'max_tokens' else name, value)
+  decoder.stop_ids = (*decoder.stop_ids, *stop_ids)
   return task
+
+
+def stop_ids(tokenizer: BaseTokenizer | None, stops: Sequence[str], name: str = 'stop') -> list[int]:
+  """Returns the stop texts that are one token, as tokens; raises UserError if a stop text cannot be found in a text."""
+  check_stops(stops, name)
+  if tokenizer is None and stops:
+    raise UserError(f'{name}={stops[0]!r} needs a dataset with a tokenizer, but there is none')
+  return [ids[0] for stop in stops if tokenizer and len(ids := _encode(tokenizer.encode, stop, name)) == 1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,7 +24,8 @@ from praxis_lite.common.files import user_path
 from praxis_lite.runs.records.curves import MetricsTable, read_metrics
 from praxis_lite.runs.records.record import RunRecord, has_record, read_record
 from praxis_lite.runs.records.runs import runs_near
-from praxis_lite.runs.trained import TrainedModel, restore_model
+from praxis_lite.runs.restoring import restore_model
+from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.mesh import auto_mesh, create_device_mesh
 from praxis_lite.training import registry
@@ -102,15 +104,22 @@ class SavedRun:
     Args:
       mesh: a mesh with the axes of the task, or its size along each of them; None uses one device.
       step: step of the checkpoint, or 'best'; None uses the newest.
-      ema: use the moving averages of the variables, if the learner keeps them; None uses `task.evaluate.use_ema`.
+      ema: whether to use the moving averages of the variables; None uses `task.evaluate.use_ema`, if the learner keeps
+        averages.
       seed: for models that draw random numbers while they predict or evaluate.
 
     Raises:
-      UserError: there is no such checkpoint, or the mesh does not fit the task or the devices.
+      UserError: there is no such checkpoint, or the run keeps no averages but `ema` is True, or the mesh does not
+        fit the task or the devices.
     """
     create_mesh = functools.partial(_mesh_for, mesh=mesh)
     use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
     config = use_kept_vocabulary(self.config, self.directory)
+    if ema and not config.task.train.learner.ema_decay:
+      raise UserError('load(ema=True): the run keeps no moving averages: its task.train.learner.ema_decay is 0')
+    if self._config is None:
+      for line in self.record.other_defaults.describe(self.config.roots()):
+        print(line, file=sys.stderr)
     return restore_model(config, self.directory, step=step, seed=seed, create_mesh=create_mesh, use_ema=use_ema)
 
   def __repr__(self) -> str:

@@ -12,6 +12,8 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
+from praxis_lite.common.interrupts import WaitingHandler
+
 
 class StopSignals:
   """A context manager that catches the signals that end a run; outside the main thread, it catches nothing.
@@ -60,6 +62,7 @@ class StopSignals:
       # The preemption service has its own handler of SIGTERM, which ours would replace.
       caught = (signal.SIGINT,) if self._several_processes else (signal.SIGTERM, signal.SIGINT)
       self._previous = {s: signal.signal(s, self._handle) for s in caught}
+      WaitingHandler.handler = self._handle
     return self
 
   def __exit__(self, *exc_info: object) -> None:
@@ -67,6 +70,7 @@ class StopSignals:
       signal.signal(s, handler)
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
+    WaitingHandler.note()
     if self.received is not None:
       if os.isatty(1):
         os.write(1, b'\x1b[?25h')  # Shows the cursor, which the progress bar has hidden.

@@ -28,7 +28,7 @@ from praxis_lite.common.config.overrides import alternatives
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.files import parse_json, read_plain, replace_file
 from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
-from praxis_lite.runs.records.runs import short_names
+from praxis_lite.runs.records.comparing import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
 _STOP_SECONDS = 600.0  # How long processes may take to save and end after a signal.
@@ -116,7 +116,7 @@ def run_points(
   killed after a second signal, or ten minutes after the first one.
 
   Args:
-    points: in the order to run them in.
+    points: the points, in the order in which they run.
     folder: the directory of the sweep.
     command: returns the command line of a point; its output is appended to a file in the point's directory.
     ended: called when the process of a point has ended, with its exit code and the seconds that it took.
@@ -171,6 +171,6 @@ def _passing_signals(running: Mapping[Point, tuple[subprocess.Popen[bytes], floa
 
 
 def last_line(folder: Path, point: Point) -> str:
-  """Returns the last line that the process of a point has written; empty if there is none."""
+  """Returns the last line that the process of a point has written; '' if there is none."""
   lines = (folder / point.name / _LOG).read_text(encoding='utf-8', errors='replace').strip().splitlines()
   return lines[-1] if lines else ''

@@ -9,74 +9,46 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack, get_type_hints, overload
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from praxis_lite.checkpoints import Checkpointer, OnDamage, Step, restore_variables
-from praxis_lite.common.config import Config, target
-from praxis_lite.common.errors import ConfigError, DataError, UserError, did_you_mean
-from praxis_lite.common.foreign_text import printable
-from praxis_lite.common.processes import is_primary_process
-from praxis_lite.common.trees import NestedDict, map_with_path, path_name
+from praxis_lite.common.config import Config, fill_required, target
+from praxis_lite.common.config.values import fit
+from praxis_lite.common.errors import ConfigError, DataError, UserError, did_you_mean, prefix_errors
+from praxis_lite.common.figures import format_axes
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
-from praxis_lite.models import BaseModel, LanguageModel
-from praxis_lite.models.decoding import Bucket
+from praxis_lite.models import BaseModel
+from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.export import ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
-from praxis_lite.runs.prompts import (
-  check_ids,
-  continued_text,
-  encode_prompt,
-  fit_to_bucket,
-  prompt_batch,
-  task_with_sampler,
-  tokenizer_of,
-)
+from praxis_lite.runs.prompt_decoder import PromptDecoder
+from praxis_lite.runs.prompts import Sampling, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
-from praxis_lite.runs.records.record import changes_named
-from praxis_lite.runs.records.run_config import Datasets, run_keys
+from praxis_lite.runs.records.run_config import Datasets, build_datasets, run_keys
+from praxis_lite.runs.scoring import Score, score_rows
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.state import state_layout
-from praxis_lite.training.task import SingleTask
-
-# A batch may be padded to a size that was compiled before if that size is at most this many times larger.
-_MOST_PADDING = 8
 
 
-class RestoreOptions(TypedDict, total=False):
-  """Which checkpoint is restored, and where.
+class SamplerSettings(Sampling, total=False):
+  """The settings of `TrainedModel.decode`, which describes them."""
 
-  Attributes:
-    step: step of the checkpoint, or 'best'; None uses the newest.
-    devices: the devices to build the mesh of the task from; None means all devices.
-    seed: for models that draw random numbers while they predict or evaluate.
-    on_damage: 'previous' uses the checkpoint before if the newest is damaged, and says so on stderr; 'fail' raises.
-  """
-
-  step: Step
-  devices: Sequence[jax.Device] | None
-  seed: int
-  on_damage: OnDamage
-
-
-class SamplerSettings(TypedDict, total=False):
-  """The settings of `TrainedModel.decode`; see `task_with_sampler`."""
-
-  max_tokens: int | None
-  temperature: float | None
-  top_k: int | None
-  top_p: float | None
   stop: Sequence[str]
   seed: int | None
+  stream: Callable[[int, Any], object] | None
+  batch_size: int | None
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+  return get_type_hints(SamplerSettings)
 
 
 class ExportOptions(TypedDict, total=False):
@@ -102,6 +74,7 @@ class TrainedModel:
     stored_variables: its variables as they are stored on the mesh, padded.
     global_step: step of the checkpoint, on the mesh.
     seed: seed of models that draw random numbers in prediction or evaluation.
+    directory: the directory of its run, if it has one.
   """
 
   config: ExperimentConfig
@@ -109,11 +82,10 @@ class TrainedModel:
   stored_variables: NestedDict
   global_step: jax.Array
   seed: int = 0
+  directory: str | os.PathLike[str] | None = None
 
   def __post_init__(self) -> None:
-    self._sizes: dict[str, list[int]] = {}  # The batch sizes that were compiled, by the task and the other dimensions.
-    self._tasks_by_sampler: dict[str, TaskOnMesh] = {}
-    self._has_noted = False
+    self._prompts = PromptDecoder(self.config.task, self.tasks, lambda: self.tokenizer, self._decode_rows)
 
   # ---------------------------------------------------------------- what it is
 
@@ -134,8 +106,8 @@ class TrainedModel:
 
   @functools.cached_property
   def tokenizer(self) -> BaseTokenizer | None:
-    """The tokenizer of the first dataset that has one; None if there is none."""
-    return tokenizer_of(self.config)
+    """The tokenizer of the first dataset that has one, or else of the import; None if there is none."""
+    return tokenizer_of(self.config, self.directory)
 
   @functools.cached_property
   def key(self) -> jax.Array:
@@ -143,7 +115,7 @@ class TrainedModel:
     return run_keys(self.seed, self.tasks.mesh).evaluate
 
   def __repr__(self) -> str:
-    mesh = ' x '.join(f'{name} {size}' for name, size in self.tasks.mesh.shape.items())
+    mesh = format_axes(self.tasks.mesh.shape)
     return f'<{type(self.layer).__name__} after {self.step} steps, on mesh {mesh}>'
 
   # ---------------------------------------------------------------- what it does
@@ -181,6 +153,41 @@ class TrainedModel:
     return result.metrics
 
   @overload
+  def score(self, contexts: Sequence[str], continuations: Sequence[str], *, batch_size: int = 8) -> list[Score]: ...
+  @overload
+  def score(
+    self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], *, batch_size: int = 8
+  ) -> list[Score]: ...
+
+  def score(
+    self,
+    contexts: Sequence[str] | Sequence[Sequence[int]],
+    continuations: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    batch_size: int = 8,
+  ) -> list[Score]:
+    """Returns how probable a language model finds each continuation of its context.
+
+    Args:
+      contexts: texts, or lists of tokens. An empty context stands for the beginning of a document. If a model has a
+        limited number of positions, the first tokens of a context that is too long are left out.
+      continuations: a text, or a list of tokens, for each context; it may be empty.
+      batch_size: the largest number of rows that are computed at a time.
+
+    Raises:
+      UserError: the model is no language model, there is no tokenizer, a context without tokens has none to begin with,
+        a continuation is longer than what the model sees, or an id is not in its vocabulary.
+    """
+    limits = self.layer.score_limits()
+    if limits is None:
+      raise ConfigError(f'score: needs a language model; this model is a {type(self.layer).__name__}')
+
+    def run(batch: Rows) -> Any:
+      return self._run_by_rows(self.tasks, batch, lambda task: task.score_step).predictions
+
+    return score_rows(limits, lambda: self.tokenizer, contexts, continuations, batch_size, run)
+
+  @overload
   def decode(self, prompts: Sequence[str], **settings: Unpack[SamplerSettings]) -> list[str]: ...
   @overload
   def decode(self, prompts: Sequence[Sequence[int]], **settings: Unpack[SamplerSettings]) -> list[list[int]]: ...
@@ -195,17 +202,27 @@ class TrainedModel:
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    no_repeat_ngram_size: int | None = None,
     stop: Sequence[str] = (),
     seed: int | None = None,
+    stream: Callable[[int, Any], object] | None = None,
+    batch_size: int | None = None,
   ) -> list[str] | list[list[int]] | NestedDict:
     """Continues prompts, or decodes a batch.
 
     Args:
       prompts: texts, or lists of tokens, for a language model; or a batch of arrays by name, for any model with a
         `decode`. The same prompt several times gives several samples.
-      max_tokens, temperature, top_k, top_p: settings of a language model's `Sampler`; None keeps those of its config.
-      stop: texts of one token each that also end a continuation.
+      max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size: settings of a language
+        model's `Sampler`; None keeps those of its config.
+      stop: texts that also end a continuation, which then ends with that text. They may be several tokens, or parts of
+        tokens. If tokens are returned, the last one may have more text than the stop text.
       seed: seed of the samples; None uses that of the model.
+      stream: called with the number of a prompt and its new text, or new tokens, as soon as there are some. The pieces
+        of a prompt, joined, are what is returned for it.
+      batch_size: continue this many prompts at a time; None continues all at once. The samples are the same.
 
     Returns:
       The text, or the tokens, that follow each prompt; or the model's decoded outputs, arrays by name.
@@ -214,29 +231,39 @@ class TrainedModel:
       UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty or has an id outside of
         the vocabulary of the model.
     """
+    settings: Sampling = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+    settings |= {'min_p': min_p, 'repetition_penalty': repetition_penalty, 'no_repeat_ngram_size': no_repeat_ngram_size}
+    others: SamplerSettings = {'seed': seed, 'stream': stream, 'batch_size': batch_size}
+    for name, value in {**settings, **others}.items():
+      with prefix_errors(f'decode: {name}'):
+        fit(value, _hints()[name], None)
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
-    given = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
-    settings = {name: x for name, x in given.items() if x is not None}
-    if isinstance(prompts, Mapping):
-      tasks = self._set_sampler(settings, tuple(stop))
-      return self._run_by_rows(tasks, prompts, lambda task: task.decode_step, key).decoded
-    if isinstance(prompts, str):
-      raise UserError(f'decode: expected a list of prompts, got one text; pass [{prompts!r}]')
-    tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
-    tasks, batch = self._fit_to_bucket(prompt_batch(tokens), settings, tuple(stop))
-    decoded = self._run_by_rows(tasks, batch, lambda task: task.decode_step, key).decoded
-    ids = [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
-    if all(isinstance(prompt, str) for prompt in prompts):
-      return [continued_text(self._tokenizer(), prompt, row) for prompt, row in zip(tokens, ids)]
-    return ids
+    if not isinstance(prompts, Mapping):
+      return self._prompts.decode(prompts, settings, key, stop=stop, stream=stream, batch_size=batch_size)
+    if stop or stream is not None or batch_size is not None:
+      raise ConfigError('decode: stop, stream and batch_size need prompts, but this is a batch of arrays')
+    tasks = self._prompts.set_sampler(settings)
+    check_memory_of_batch(tasks.jax_task.model, tasks.mesh, prompts)
+    return self._decode_rows(tasks, prompts, key)
 
-  def begin_to_compile_decode(self, prompts: Sequence[Sequence[int]]) -> None:
+  def begin_to_compile_decode(
+    self,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop: Sequence[str] = (),
+    in_segments: bool = False,
+    batch_size: int | None,
+  ) -> None:
     """Begins to compile, in another thread, what `decode` runs for lists of tokens like these.
+
+    Args:
+      prompts, stop, batch_size: the arguments of `decode`.
+      in_segments: whether it streams.
 
     Raises:
       UserError: `decode` would raise it for these prompts.
     """
-    tasks, batch = self._fit_to_bucket(prompt_batch(prompts), {}, ())
+    tasks, batch = self._prompts.first_batch(prompts, stop, in_segments, batch_size)
     self._step_for(tasks, batch, lambda task: task.decode_step)[0].begin_to_compile()
 
   def export(
@@ -273,13 +300,19 @@ class TrainedModel:
   def batch_struct(self) -> dict[str, Any]:
     """Returns the shapes and dtypes of a batch of the run's first evaluation dataset, or of its first dataset.
 
+    If these do not depend on the data, the paths of the data may be missing, as in an imported run.
+
     Raises:
       UserError: the run has no dataset, or it is not usable.
     """
-    datasets = [config.instantiate() for config in self.config.datasets]
-    if not datasets:
+    if not self.config.datasets:
       raise ConfigError('datasets(): there is no dataset to take the shapes of a batch from; pass batch=')
-    return next((data for data in datasets if not data.is_training), datasets[0]).batch_struct()
+    try:
+      datasets = [fill_required(config).instantiate() for config in self.config.datasets]
+      return next((data for data in datasets if not data.is_training), datasets[0]).batch_struct()
+    except (UserError, OSError):
+      build_datasets(self.config.datasets)  # Names the field of the data that is missing.
+      raise
 
   # ---------------------------------------------------------------- how
 
@@ -301,63 +334,15 @@ class TrainedModel:
   ) -> tuple[PartitionedStep[Any], Rows, int]:
     """Returns the step for a batch, the rows of the batch, and the size that the step was compiled for."""
     rows = canonical_rows(batch, 'batch')
-    count = len(rows['weights'])
-    if not count:
+    if not len(rows['weights']):
       raise DataError('batch: there are no examples')
-    if isinstance(self.layer, LanguageModel):
-      check_ids(rows, getattr(self.layer.lm, 'vocab_size', self.layer.vocab_size))
-    size = self._compiled_size(tasks, rows, count)
-    struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), rows)
-    return step_of(tasks.taking_batches_of(struct)), rows, size  # The step adds rows of zero weight.
+    check_ids(rows, self.layer.num_ids)
+    task = tasks.taking_rows_like(rows)
+    return step_of(task), rows, task.batch_size  # The step adds rows of zero weight.
 
-  def _compiled_size(self, tasks: TaskOnMesh, rows: Rows, count: int) -> int:
-    """Returns the smallest batch size that was compiled for rows like these and is not much too large, or `count`."""
-    kind = map_with_path(lambda path, x: (path_name(path), x.shape[1:], str(x.dtype)), rows)
-    sizes = self._sizes.setdefault(f'{id(tasks)} {kind}', [])
-    fitting = [size for size in sizes if count <= size <= _MOST_PADDING * count]
-    if not fitting:
-      sizes.append(count)
-    return min(fitting, default=count)
-
-  def _fit_to_bucket(self, batch: Rows, settings: dict[str, Any], stop: tuple[str, ...]) -> tuple[TaskOnMesh, Rows]:
-    """Returns the task and the batch for prompts.
-
-    A language model has the same task and shapes for prompts of similar lengths, so that they share compiled programs.
-    """
-    if not isinstance(self.layer, LanguageModel) or type(self.layer).decode is not LanguageModel.decode:
-      return self._set_sampler(settings, stop), batch
-    max_tokens: int = settings.get('max_tokens', self.layer.decoder.max_decode_steps)
-    if max_tokens < 1:
-      raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
-    length = int(batch['prompt_lengths'].max())
-    self.layer.check_fits(length, max_tokens)
-    self._note_short_context(self.layer, length + max_tokens - 1)
-    bucket = Bucket.choose(length, max_tokens, self.layer.context)
-    sizes = {'max_tokens': bucket.width, 'max_context': bucket.slots}
-    return self._set_sampler(settings | sizes, stop), fit_to_bucket(batch, bucket, max_tokens)
-
-  def _set_sampler(self, settings: dict[str, Any], stop: tuple[str, ...]) -> TaskOnMesh:
-    """Returns the task with other settings of the sampler, which are part of the compiled program."""
-    if not (settings or stop):
-      return self.tasks
-    name = repr((settings, stop))
-    if name not in self._tasks_by_sampler:
-      tokenizer = self._tokenizer() if stop else None
-      task: SingleTask = task_with_sampler(self.config.task, tokenizer, **settings, stop=stop).instantiate()
-      self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh, self.tasks.layout)
-    return self._tasks_by_sampler[name]
-
-  def _note_short_context(self, model: LanguageModel, most: int) -> None:
-    """Prints once that a language model's context is shorter than a prompt and its continuation of `most` tokens."""
-    seen = model.context
-    if seen is not None and most > seen and not self._has_noted and is_primary_process():
-      self._has_noted = True
-      print(f'note: the model sees only the last {seen} of up to {most} tokens', file=sys.stderr)
-
-  def _tokenizer(self) -> BaseTokenizer:
-    if self.tokenizer is None:
-      raise UserError('decode: texts need a dataset with a tokenizer, but there is none; pass lists of tokens')
-    return self.tokenizer
+  def _decode_rows(self, tasks: TaskOnMesh, batch: Mapping[str, Any], key: jax.Array) -> NestedDict:
+    decoded: NestedDict = self._run_by_rows(tasks, batch, lambda task: task.decode_step, key).decoded
+    return decoded
 
   def _dataset(self, dataset: str | int | Config | BaseInput | Mapping[str, Any]) -> BaseInput:
     if isinstance(dataset, Mapping):
@@ -373,56 +358,6 @@ class TrainedModel:
     if dataset.num_epochs is None:
       raise ConfigError(f'evaluate: {dataset.label} is endless; set its num_epochs, or pass its config')
     return dataset
-
-
-def restore_model(
-  config: ExperimentConfig,
-  job_log_dir: str | os.PathLike[str],
-  *,
-  step: Step = None,
-  devices: Sequence[jax.Device] | None = None,
-  seed: int = 0,
-  on_damage: OnDamage = 'previous',
-  create_mesh: Callable[[SingleTask], Mesh] | None = None,
-  use_ema: bool | Literal['evaluate', 'decode'] = 'evaluate',
-  check: Callable[[BaseModel], None] = lambda model: None,
-  meanwhile: Callable[[TrainedModel], None] = lambda model: None,
-) -> TrainedModel:
-  """Restores a checkpoint of a run on a mesh.
-
-  Args:
-    config: configs of the task and its datasets.
-    job_log_dir: the directory of the run.
-    step, devices, seed, on_damage: see `RestoreOptions`.
-    create_mesh: returns the mesh for the task; None uses the task's own, of `devices`.
-    use_ema: whether to use the moving averages, if the learner keeps them; or the section of the task that decides it.
-    check: called with the model before anything is restored.
-    meanwhile: called before restoring, for example to start compiling. Its argument is the model that is returned
-      later, with shapes as variables.
-
-  Raises:
-    UserError: there is no checkpoint, or it does not fit the config, or the mesh does not fit the devices.
-  """
-  checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=on_damage)
-  try:
-    checkpointer.existing_step(step)  # Reports mistakes before slow work.
-    task: SingleTask = config.task.instantiate()
-    mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
-    tasks = TaskOnMesh(task, mesh, state_layout(task, mesh, optimizer=False))
-    check(task.model)
-    shapes = tasks.layout.padded_shapes
-    model = TrainedModel(config, tasks, shapes.mdl_vars, shapes.step, seed)
-    meanwhile(model)
-    ema: bool = getattr(task, use_ema).use_ema if isinstance(use_ema, str) else use_ema
-    with changes_named(job_log_dir, config):
-      model.stored_variables, model.global_step = restore_variables(
-        checkpointer, tasks.layout, use_ema=ema, step=step, weights=task.model.abstract_init()
-      )
-    for line in checkpointer.notes if is_primary_process() else ():
-      print(printable(line), file=sys.stderr)
-  finally:
-    checkpointer.close()
-  return model
 
 
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:

@@ -2,7 +2,7 @@
 
     job_log_dir/trouble.jsonl    {"first": 812, "last": 814, "what": "...", "action": "rollback", "back_to": 800,
                                   "batches": [{"epoch": 0, "position": 51904, ...}, ...]}      a line for each trouble
-                losses.json      the last losses, against which a run that resumes measures a jump
+                losses.json      the last losses, with which a resumed run compares new losses
 
 A batch is identified by the state of the input before it. With the action 'rollback', the checkpoints from the first of
 these steps on are removed. The run continues from the checkpoint before them, as after a restart, and skips the batches
@@ -29,7 +29,7 @@ from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove_all, replace_file
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.lineage import forget_copies
 from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.training.steps import TrainStepOutput

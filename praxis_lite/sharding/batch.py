@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.common.errors import DataError
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
@@ -100,7 +100,7 @@ def put_on_mesh(batch: BatchT, mesh: Mesh | None, specs: object) -> BatchT:
   """
   if mesh is None:
     return jax.device_put(batch)
-  shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+  shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
   return jax.make_array_from_process_local_data(shardings, batch)
 
 

@@ -65,7 +65,7 @@ class BatchRows(NamedTuple):
     return pad_to(self._split_longest(x, self.inner_axes), (self.computed, *x.shape[1:]))
 
   def _split_longest(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Splits the longest dimension except the rows, if there is another one, and does not split the rows."""
+    """Splits the longest dimension other than the rows, if there is one, and leaves the rows whole."""
     longest = 1 + int(np.argmax(x.shape[1:])) if x.ndim > 1 else None
     return with_sharding_constraint(x, PartitionSpec(*(axes if dim == longest else None for dim in range(x.ndim))))
 

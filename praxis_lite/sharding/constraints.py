@@ -98,7 +98,7 @@ def manual_axes() -> frozenset[str]:
 
 
 def unmapped_axes() -> dict[str, int]:
-  """Returns the sizes of the ambient mesh's axes that no enclosing `shard_map` maps over, without those of size 1."""
+  """Returns the sizes of the ambient mesh's axes larger than 1, that no enclosing `shard_map` maps over."""
   mesh, manual = jax.sharding.get_abstract_mesh(), manual_axes()
   return {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
 

@@ -83,7 +83,7 @@ class StateLayout(NamedTuple):
     """
 
     def read(x: AnyArray, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> AnyArray:
-      if _is_key(x):
+      if is_prng_key(x):
         return x
       if isinstance(x, jax.Array) and not x.is_fully_addressable:  # Other hosts have parts of it.
         x = multihost_utils.process_allgather(x, tiled=True)
@@ -96,7 +96,7 @@ class StateLayout(NamedTuple):
     """The inverse of `to_host`: puts some or all arrays of this layout on the mesh, from the host or any device."""
 
     def put(x: AnyArray, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> jax.Array:
-      if _is_key(x):
+      if is_prng_key(x):
         return jax.device_put(x, padded.sharding)
       if isinstance(x, jax.Array) and x.shape == padded.shape and x.sharding == padded.sharding:
         return x
@@ -129,8 +129,9 @@ class StateLayout(NamedTuple):
     return jax.tree.map(constrain, tree, self.padded_shapes, self.shardings)
 
 
-def _is_key(x: AnyArray) -> bool:
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def is_prng_key(x: Any) -> bool:
+  """Whether x is an array of PRNG keys, or the shape of one."""
+  return hasattr(x, 'dtype') and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> StateLayout:

@@ -17,11 +17,15 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from praxis_lite.common.errors import ShardingError
+from praxis_lite.common.devices import start_devices
+from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.common.jax_internals.devices import abstract_device, mesh_platform
 
 P = ParamSpec('P')
 T = TypeVar('T')
+
+# An ICI mesh shape as users may write it. 'auto' as a size is -1; 'auto' or -1 as the whole is (-1, 1, ...).
+GivenMeshShape = tuple[int | str, ...] | str | int
 
 
 def create_device_mesh(
@@ -33,7 +37,8 @@ def create_device_mesh(
   """Returns a mesh with Auto axes.
 
   Args:
-    ici_mesh_shape, mesh_axis_names: size of each axis within a slice, and its name.
+    ici_mesh_shape, mesh_axis_names: size of each axis within a slice, and its name. The size -1, of one axis, stands
+      for the rest of the devices.
     dcn_mesh_shape: number of slices along each axis; None means one slice.
     devices: devices to use; None means all. If the mesh needs fewer, the first ones are used.
 
@@ -41,16 +46,14 @@ def create_device_mesh(
     ShardingError: shapes and names differ in length, a size or name is invalid, or there are too few devices.
   """
   names = tuple(mesh_axis_names)
-  shape = mesh_sizes(ici_mesh_shape, dcn_mesh_shape, names)
-  ici, dcn = tuple(ici_mesh_shape), tuple(dcn_mesh_shape or (1,) * len(names))
+  if devices is None:
+    start_devices()
   devices = list(jax.devices() if devices is None else devices)
-  needed = math.prod(shape.values())
-  if needed > len(devices):
-    raise ShardingError(
-      f'ici_mesh_shape: the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or '
-      f'pass --devices={needed} to simulate them on the CPU'
-    )
-  devices, slices = devices[:needed], math.prod(dcn)
+  ici_mesh_shape = fill_mesh_shape(ici_mesh_shape, dcn_mesh_shape, names, len(devices))
+  shape = mesh_sizes(ici_mesh_shape, dcn_mesh_shape, names)
+  ici, dcn = ici_mesh_shape, tuple(dcn_mesh_shape or (1,) * len(names))
+  check_mesh_size(shape, dcn_mesh_shape, len(devices))
+  devices, slices = devices[: math.prod(shape.values())], math.prod(dcn)
   if slices == 1 and devices[0].platform == 'tpu':
     array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
   elif slices > 1 and len({getattr(d, 'slice_index', None) for d in devices} - {None}) == slices:
@@ -61,9 +64,79 @@ def create_device_mesh(
   return auto_mesh(array, names)
 
 
+def check_mesh_size(sizes: Mapping[str, int], dcn_mesh_shape: Sequence[int] | None, num_devices: int) -> None:
+  """Raises ShardingError, with a mesh that would fit, if one of these sizes needs more devices than there are."""
+  needed = math.prod(sizes.values())
+  if needed > num_devices:
+    largest = max(sizes, key=lambda name: sizes[name])
+    fits = ','.join(str(num_devices if name == largest else 1) for name in sizes)
+    example = f", as in --set 'task.ici_mesh_shape=({fits}{',' * (len(sizes) == 1)})'" if dcn_mesh_shape is None else ''
+    raise ShardingError(
+      f'ici_mesh_shape: the mesh {dict(sizes)} needs {needed} devices, and there {"is" if num_devices == 1 else "are"} '
+      f'{num_devices}; make it smaller{example}, or simulate them on the CPU: pass --devices={needed}, or in Python '
+      f'call simulate_cpu_devices({needed}) first'
+    )
+
+
 def auto_mesh(devices: np.ndarray, mesh_axis_names: Sequence[str]) -> Mesh:
   """Returns the mesh for an array of devices, with Auto axes."""
   return Mesh(devices, tuple(mesh_axis_names), axis_types=(AxisType.Auto,) * len(mesh_axis_names))
+
+
+def read_mesh_shape(given: GivenMeshShape | None, mesh_axis_names: Sequence[str] | None) -> tuple[int, ...] | None:
+  """Returns an ICI mesh shape that a user has written as a tuple of integers; None stays None.
+
+  Raises:
+    ConfigError: it is neither a tuple of integers and 'auto', nor 'auto', nor -1; the message says what to write.
+  """
+  if given is None:
+    return None
+  names = mesh_axis_names if isinstance(mesh_axis_names, tuple | list) else ()
+  whole = (-1, *(1,) * (len(names) - 1))
+  if isinstance(given, str | int) and given in ('auto', -1):
+    return whole
+  if isinstance(given, tuple | list):
+    sizes = [-1 if size == 'auto' else size for size in given]
+    shape = tuple(int(size) for size in sizes if isinstance(size, int | np.integer) and not isinstance(size, bool))
+    if len(shape) == len(sizes):
+      return shape
+  raise ConfigError(
+    "task.ici_mesh_shape: expected a tuple of integers, in which one 'auto' or -1 is the rest of the devices, as in "
+    f'{whole}; got {given!r}'
+  )
+
+
+def fill_mesh_shape(
+  ici_mesh_shape: Sequence[int],
+  dcn_mesh_shape: Sequence[int] | None,
+  mesh_axis_names: Sequence[str],
+  num_devices: int | None = None,
+) -> tuple[int, ...]:
+  """Returns an ICI mesh shape; a size of -1 is replaced by the number of devices that the other sizes leave.
+
+  Args:
+    ici_mesh_shape, dcn_mesh_shape, mesh_axis_names: as for `create_device_mesh`.
+    num_devices: number of devices of the mesh; None means all devices, for which JAX is started if there is a -1.
+
+  Raises:
+    ShardingError: there are several -1, or the number of devices is not a multiple of the other sizes.
+  """
+  shape = tuple(ici_mesh_shape)
+  if -1 not in shape:
+    return shape
+  given = f'ici_mesh_shape = {shape!r}'
+  if shape.count(-1) > 1:
+    raise ShardingError(f'{given}: only one size may be -1, for the rest of the devices')
+  # The sizes without the -1 are checked here, because the rest follows from them.
+  others = mesh_sizes([1 if size == -1 else size for size in shape], dcn_mesh_shape, mesh_axis_names)
+  if num_devices is None:
+    start_devices()
+    num_devices = jax.device_count()
+  product = math.prod(others.values())
+  rest, left = divmod(num_devices, product)
+  if left or not rest:
+    raise ShardingError(f'{given}: {num_devices} devices are no multiple of {product}, the product of the other sizes')
+  return tuple(rest if size == -1 else size for size in shape)
 
 
 def mesh_sizes(
@@ -82,15 +155,29 @@ def mesh_sizes(
   return {name: i * d for name, i, d in zip(names, ici, dcn)}
 
 
-def abstract_mesh(sizes: Mapping[str, int], platform: str | None = None) -> AbstractMesh:
-  """Returns a mesh with Auto axes of these sizes but without devices; `platform` may be 'gpu' or 'tpu'."""
-  device = None if platform is None else abstract_device(platform, platform)
+def abstract_mesh(
+  sizes: Mapping[str, int], platform: str | None = None, device_kind: str | None = None
+) -> AbstractMesh:
+  """Returns a mesh with Auto axes of these sizes but without devices.
+
+  Args:
+    sizes: size by axis.
+    platform: 'gpu' or 'tpu'; None if it is not known.
+    device_kind: kind of the devices, such as 'NVIDIA H100'; None if it is not known.
+  """
+  device = None if platform is None else abstract_device(device_kind or platform, platform)
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
   """Returns 'cpu', 'gpu' or 'tpu' for a mesh, by default the ambient one; its devices may be of another machine."""
   return mesh_platform(jax.sharding.get_abstract_mesh() if mesh is None else mesh) or jax.default_backend()
+
+
+def device_kind() -> str:
+  """Returns the kind of the ambient mesh's devices, such as 'TPU v3', or of this process's if there is no mesh."""
+  device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None) or jax.devices()[0]
+  return str(device.device_kind)
 
 
 def bind_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:

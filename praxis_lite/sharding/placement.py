@@ -37,7 +37,7 @@ def place_variables(
     weights: tree of `WeightHParams`.
     mesh: the mesh, or the sizes of its axes in order.
     rules: logical axis rules, for mappings that name logical axes.
-    strategy: for weights without a mapping.
+    strategy: the strategy for weights without a mapping.
 
   Raises:
     ShardingError: a mapping, rule or strategy does not fit the variable, which the message names, or the mesh.

@@ -8,6 +8,7 @@ shardings to the program itself.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -31,8 +32,10 @@ class Axis(NamedTuple):
   before: int = 1  # The size of the more major parts of the axis.
 
 
-# The axes that split each dimension of an array, major first, without those of size 1.
+# The axes that split each dimension of an array, major first; axes of size 1 are left out.
 ArraySplit = tuple[tuple[Axis, ...], ...]
+# The same for a constraint; None leaves a dimension to XLA.
+_Constraint = tuple[tuple[Axis, ...] | None, ...]
 
 
 class Site:
@@ -42,20 +45,26 @@ class Site:
     op: the operation. Its arrays are the operands, then the results.
     where: the name of the operation in profiles.
     shapes: the global shape of each array.
-    mesh: the axes that may split them, in the order of the mesh, without those that `shard_map` maps.
+    mesh: the axes that may split them, in the order of the mesh, except axes that `shard_map` maps.
     is_mapped: whether a `shard_map` is around it.
     mended: the changes to its operands other than constraints.
   """
 
-  def __init__(self, op: ir.Operation, where: str, mesh: ir.Attribute, axes: tuple[Axis, ...]):
-    self.op, self.where = op, where
+  def __init__(self, op: ir.Operation, mesh: ir.Attribute, axes: tuple[Axis, ...], callers: Mapping[str, ir.Operation]):
+    self.op = op
     self.shapes = tuple(tuple(getattr(v.type, 'shape', ())) for v in (*op.operands, *op.results))
     self.mended: list[str] = []
     self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
     self._stated: dict[int, ir.Operation] = {}
+    self._callers = callers  # The call of each function.
     manual = _manual_axes(op)
     self.mesh = tuple(axis for axis in axes if axis.name not in manual)
     self.is_mapped = bool(manual)
+
+  @functools.cached_property
+  def where(self) -> str:
+    # MLIR prints the whole traceback of an operation to tell its name, so only operations that are reported are named.
+    return _name(self.op, self._callers)
 
   def mend(self, what: str) -> bool:
     """Records a change to the operands; returns False if it was made before."""
@@ -76,10 +85,14 @@ class Site:
       elif self.shapes[i]:
         self._constrain(i, after, before)
 
-  def keep(self, number: int, split: ArraySplit) -> None:
-    """Constrains an array to its present split, so that XLA's own propagation cannot find another one."""
+  def keep(self, number: int, splits: Iterable[ArraySplit]) -> None:
+    """Constrains an array to its present splits, one for each call of the function that contains the operation.
+
+    So XLA's own propagation cannot find others. Dimensions that calls split in different ways are left to it.
+    """
     if number not in self._stated:
-      self._constrain(number, split, split)
+      common = tuple(axes[0] if len({*axes}) == 1 else None for axes in zip(*splits))
+      self._constrain(number, common, common)
 
   def restrict(self, number: int, before: ArraySplit, after: ArraySplit) -> None:
     """Constrains an operand to another split in this operation only; before it, the operand keeps its split."""
@@ -87,11 +100,11 @@ class Site:
       constraint = self.insert_constraint(self.insert_constraint(self.op.operands[number], before).result, after)
     self.op.operands[number] = constraint.result
 
-  def insert_constraint(self, value: ir.Value, split: ArraySplit) -> sdy.ShardingConstraintOp:
+  def insert_constraint(self, value: ir.Value, split: _Constraint) -> sdy.ShardingConstraintOp:
     """Inserts a constraint on the split of an array at the current insertion point, and returns it."""
     return sdy.ShardingConstraintOp(value, self._sharding(split))
 
-  def _constrain(self, number: int, split: ArraySplit, afterwards: ArraySplit) -> None:
+  def _constrain(self, number: int, split: _Constraint, afterwards: _Constraint) -> None:
     """Constrains an array; for a result, also its split after the operation."""
     if number < len(self.op.operands):
       with ir.InsertionPoint(self.op), self.op.location:
@@ -105,18 +118,20 @@ class Site:
       result.replace_all_uses_except(last.result, [constraint.operation])
     self._stated[number] = constraint.operation
 
-  def _sharding(self, split: ArraySplit) -> sdy.TensorShardingAttr:
+  def _sharding(self, split: _Constraint) -> sdy.TensorShardingAttr:
     def reference(axis: Axis) -> sdy.AxisRefAttr:
       if axis.size == self._sizes[axis.name]:
         return sdy.AxisRefAttr.get(axis.name)
       return sdy.AxisRefAttr.get(axis.name, sdy.SubAxisInfoAttr.get(axis.before, axis.size))
 
-    dims = [sdy.DimensionShardingAttr.get([reference(a) for a in axes], is_closed=True) for axes in split]
+    dims = [
+      sdy.DimensionShardingAttr.get([reference(a) for a in axes or ()], is_closed=axes is not None) for axes in split
+    ]
     return sdy.TensorShardingAttr.get(self._mesh, dims)
 
 
 class Instance(NamedTuple):
-  """An operation with its splits in one call of its function; a function that is called twice gives two instances.
+  """An operation with its splits in one call of its function. If the function is called twice, it has two instances.
 
   Attributes:
     site: the operation. Its arrays are the operands, then the results.
@@ -135,11 +150,13 @@ class Propagation:
   Args:
     module: a lowered program.
     names: names of operations, such as 'stablehlo.dot_general'.
+    least_rank: leaves out operations on arrays of lower ranks only.
   """
 
-  def __init__(self, module: ir.Module, names: Collection[str]):
+  def __init__(self, module: ir.Module, names: Collection[str], least_rank: int = 0):
     self._module, self._names = module, names
     self.sites: list[Site] = []
+    self._splits: dict[ir.Attribute, ArraySplit] = {}  # Many arrays have the same sharding.
     # An argument that is on no mesh, such as a number, has an empty mesh.
     mesh = next(((symbol, axes) for symbol, axes in _meshes(module) if axes), None)
     if mesh is None:
@@ -147,18 +164,21 @@ class Propagation:
     self._sizes = {axis.name: axis.size for axis in mesh[1]}
     with module.context:
       symbol = ir.FlatSymbolRefAttr.get(mesh[0])
-      callers = {callee(call): call for call in operations(module.operation, {'func.call'})}
-      found = operations(module.operation, names)
-      self.sites = [Site(op, _name(op, callers), symbol, mesh[1]) for op in found]
+      found = operations(module.operation, {*names, 'func.call'})
+      callers = {callee(op): op for op in found if op.name == 'func.call'}
+      sites = (Site(op, symbol, mesh[1], callers) for op in found if op.name in names)
+      self.sites = [site for site in sites if max(map(len, site.shapes), default=0) >= least_rank]
 
   def instances(self) -> list[Instance]:
     """Propagates the shardings that the module has now, and returns all instances."""
+    if not self.sites:
+      return []
     for i, site in enumerate(self.sites):
       site.op.attributes[_NUMBER] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), i)
     copy = self._module.operation.clone()
     for site in self.sites:
       del site.op.attributes[_NUMBER]
-    inline_calls(copy)
+    inline_calls(copy, named=False)
     _reshape_where_nothing_is_repeated(copy)
     run_passes(_PROPAGATE, copy)
     propagated = list(self._read(copy))
@@ -173,7 +193,14 @@ class Propagation:
         continue
       site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
       values = zip((*op.operands, *op.results), site.shapes)
-      yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)
+      yield site, tuple(self._read_sharding(_sharding_of(value), len(shape)) for value, shape in values)
+
+  def _read_sharding(self, sharding: ir.Attribute | None, rank: int) -> ArraySplit:
+    if sharding is None:
+      return ((),) * rank
+    if sharding not in self._splits:
+      self._splits[sharding] = _split(sharding, rank, self._sizes)
+    return self._splits[sharding]
 
 
 def make_collectives_explicit(module: ir.Module) -> ir.Operation:
@@ -227,27 +254,40 @@ def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
 
 
 def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:
-  """Returns the functions of a module by name, as calls have it in `callee`."""
+  """Returns the functions of a module, by the names that `callee` returns."""
   return {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
 
 
-def inline_calls(module: ir.Operation) -> None:
-  """Replaces all calls by the bodies of their functions, as XLA does before it propagates."""
-  functions = functions_of(module)
-  while calls := operations(module, {'func.call'}):
-    for call in calls:
-      body, name = functions[callee(call)].regions[0].blocks[0], operation_name(call)
-      known: dict[ir.Value, ir.Value] = dict(zip(body.arguments, call.operands))
+def inline_calls(module: ir.Operation, named: bool = True) -> None:
+  """Replaces all calls by the bodies of their functions, as XLA does before it propagates.
+
+  If `named`, the names of operations include those of the calls that they were in.
+  """
+  functions, done = functions_of(module), set()
+
+  def inline(name: str) -> None:
+    """Inlines the calls in a function, after those in the functions that it calls."""
+    done.add(name)
+    for call in operations(functions[name], {'func.call'}):
+      if callee(call) not in done:
+        inline(callee(call))
+      function = functions[callee(call)].clone()
+      body, prefix = function.regions[0].blocks[0], operation_name(call) if named else ''
+      for argument, operand in zip(body.arguments, call.operands):
+        argument.replace_all_uses_with(operand)
       *inside, returned = (op.operation for op in body.operations)
-      with ir.InsertionPoint(call):
-        for op in inside:
-          copy = op.clone()
-          copy.location = ir.Location.name(f'{name}/{operation_name(op)}')
-          _replace_operands(copy, known)
-          known.update(zip(op.results, copy.results))
+      for op in inside:
+        if named:
+          op.location = ir.Location.name(f'{prefix}/{operation_name(op)}')
+        op.move_before(call)
       for old, new in zip(call.results, returned.operands):
-        old.replace_all_uses_with(known[new])
+        old.replace_all_uses_with(new)
       call.erase()
+      function.erase()
+
+  for name in functions:
+    if name not in done:
+      inline(name)
 
 
 def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
@@ -311,16 +351,6 @@ def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> b
   return True
 
 
-def _replace_operands(root: ir.Operation, known: Mapping[ir.Value, ir.Value]) -> None:
-  def visit(op: ir.Operation) -> ir.WalkResult:
-    for i, operand in enumerate(op.operands):
-      if operand in known:
-        op.operands[i] = known[operand]
-    return ir.WalkResult.ADVANCE
-
-  root.walk(visit)
-
-
 def _manual_axes(op: ir.Operation) -> set[str]:
   """Returns the mesh axes that an enclosing `shard_map` maps."""
   axes: set[str] = set()
@@ -370,12 +400,11 @@ def _sharding_of(value: ir.Value) -> ir.Attribute | None:
 
 
 def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:
-  for name in ('sharding', 'out_sharding'):  # The first is a constraint's, the second a collective's.
-    if name in op.attributes:
-      return op.attributes[name]
-  if 'sdy.sharding' not in op.attributes:
-    return None
-  return sdy.TensorShardingPerValueAttr(op.attributes['sdy.sharding']).shardings[number]
+  attributes = op.attributes
+  if 'sdy.sharding' in attributes:
+    return sdy.TensorShardingPerValueAttr(attributes['sdy.sharding']).shardings[number]
+  # The first is a constraint's, the second a collective's.
+  return next((attributes[name] for name in ('sharding', 'out_sharding') if name in attributes), None)
 
 
 def _split(sharding: ir.Attribute | None, rank: int, sizes: Mapping[str, int]) -> ArraySplit:

@@ -50,7 +50,7 @@ def opt_state_specs(
     axes_fn: returns, for each slot by path, the parameter's dimension that each dimension of the slot comes from, like
       `learner.bind(weights).slot_axes`; called if the shape of a slot differs from its parameter's.
   """
-  specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+  specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None)
   origins = slot_origins(params_struct, opt_state_struct, init_fn, axes_fn)
 
   def spec_of(path: Path, slot: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -174,7 +174,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 
 
 def _valid(dims: SlotDims | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> SlotDims | None:
-  """Returns `dims` if they explain the true shape of the slot: with distinct sizes an optimizer may act differently."""
+  """Returns `dims` if they explain the slot's true shape: an optimizer may treat distinct sizes in another way."""
   if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
     return None
   used = [d for d in dims if d is not None]

@@ -58,7 +58,7 @@ class DeclaredSplit(tuple[Any, ...]):
     return DeclaredSplit(entries, [self.sources[dim or 0] for dim in dims])
 
   def followed_by(self, other: DeclaredSplit) -> DeclaredSplit:
-    """Returns the mapping of this one's dimensions followed by the other's."""
+    """Returns a mapping with the entries of this one, and then those of `other`."""
     return DeclaredSplit((*self, *other), (*self.sources, *other.sources))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     train_step_single_learner as train_step_single_learner,
   )
 
-__getattr__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
   __name__,
   {
     'praxis_lite.training.microbatches': 'accumulate_gradients sync_gradients',

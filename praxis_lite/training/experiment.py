@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from praxis_lite.common.config import Config, field_names, target
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
+from praxis_lite.sharding.mesh import GivenMeshShape, read_mesh_shape
 
 T = TypeVar('T')
 
@@ -33,7 +34,7 @@ class BaseExperiment:
     mesh_axis_names: names of the mesh axes.
   """
 
-  ici_mesh_shape: tuple[int, ...] | None = None
+  ici_mesh_shape: GivenMeshShape | None = None
   dcn_mesh_shape: tuple[int, ...] | None = None
   mesh_axis_names: tuple[str, ...] | None = None
 
@@ -103,9 +104,15 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
   for field in ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names'):
     if getattr(task, field) is None:
       setattr(task, field, getattr(experiment, field))
+  read_sizes(task)
   datasets = _inputs(_call(experiment.datasets, f'{name}.datasets'), f'{name}.datasets()')
   prompts = _call(experiment.decode_datasets, f'{name}.decode_datasets')
   return ExperimentConfig(task, datasets, _inputs(prompts, f'{name}.decode_datasets()'))
+
+
+def read_sizes(task: Config) -> None:
+  """Replaces 'auto' in the mesh shape of a task's config, in place, so that it is a tuple of integers or None."""
+  task.ici_mesh_shape = read_mesh_shape(task.ici_mesh_shape, task.mesh_axis_names)
 
 
 def _call(fn: Callable[[], T], name: str) -> T:

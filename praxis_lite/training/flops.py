@@ -2,11 +2,15 @@
 
     dot_general             2 * batch * M * N * K
     ragged_dot_general      2 * M * N * K: each row is multiplied by the weights of its group
+    grouped_product         the same
+    grouped_sum             the same, for the gradient of the weights
     conv_general_dilated    2 * output elements * kernel elements per output channel
     fused attention         4 * B * N * T * S * H, for its two products
+    pallas_call             the kernel's `cost_estimate`; without one, its body at each point of the grid
+    kernels of tokamax      for attention, the FLOPs in the name of the function that calls them
 
-In blockwise attention, blocks that are fully masked do not count: a causal mask leaves the blocks on and below the
-diagonal. Dense attention computes all logits, so all count.
+In blockwise attention and splash attention, blocks that are fully masked do not count: a causal mask leaves the blocks
+on and below the diagonal. Dense attention computes all logits, so all count.
 """
 
 from __future__ import annotations
@@ -20,13 +24,16 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from praxis_lite.common.jax_internals.programs import inner_programs, mapped_axes
+from praxis_lite.layers.tokamax_attention import kernel_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import eval_step_single_learner
 from praxis_lite.training.trips import Bound, LoopBounds
 
+_JIT = ('jit', 'pjit')
+
 
 def model_flops(partitioned: PartitionedTask) -> float:
-  """Returns the operations of a training step over all devices: the forward pass, and twice as many backward."""
+  """Returns the FLOPs of a training step on all devices; two thirds of them belong to the backward pass."""
   # Traced without the mesh: on a mesh, buffers for exchanges between devices have more room than there is data.
   evaluate = functools.partial(eval_step_single_learner, partitioned.jax_task)
   key, step = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros((), jnp.int32)))
@@ -51,7 +58,7 @@ def flops_by_scope(
   bounds = LoopBounds(jaxpr, inputs)
   for equation in jaxpr.eqns:
     name = '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
-    flops = _equation_flops(equation, bounds)
+    flops = equation_flops(equation, bounds)
     below = [(inner, bounds.below(equation, inner)) for inner in inner_programs(equation)]
     parts = [part for inner, known in below for part in flops_by_scope(inner, name, known)]
     once = sum(part for _, part in parts)
@@ -65,12 +72,13 @@ def flops_by_scope(
 def _flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound]) -> float:
   bounds, total = LoopBounds(jaxpr, inputs), 0.0
   for equation in jaxpr.eqns:
-    total += _equation_flops(equation, bounds)
+    total += equation_flops(equation, bounds)
     bounds.add(equation)
   return total
 
 
-def _equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
+def equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
+  """Returns the operations of one equation, with those of the programs in it; `bounds` are those of its program."""
   name, params = equation.primitive.name, equation.params
   shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:3]]
   elements = math.prod(getattr(equation.outvars[0].aval, 'shape', ())) if equation.outvars else 0
@@ -90,10 +98,21 @@ def _equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
   if name.startswith('dot_product_attention_fwd'):
     query, key = shapes[:2]  # [B, T, N, H] and [B, S, K, H]
     return 4.0 * math.prod(query) * key[1]
+  # In the gradient of a scan, parts of these functions are before the scan, without operands or products.
+  if name in _JIT and params['name'] == 'grouped_product' and len(shapes) == 3:
+    return 2.0 * elements * shapes[0][-1]
+  if name in _JIT and params['name'] == 'grouped_sum' and len(shapes) == 3:
+    return 2.0 * elements * shapes[0][-2] / shapes[2][-1]
+  if name in _JIT and (named := kernel_flops(params['name'])):
+    return named[0] * named[1]
+  if name == 'pallas_call' and params['cost_estimate'] is not None:
+    return float(params['cost_estimate'].flops)
   flops = [_flops(jaxpr, bounds.below(equation, jaxpr)) for jaxpr in inner_programs(equation)]
   below = max(flops) if name == 'cond' else sum(flops)
   if name == 'scan':
     return below * params['length']
+  if name == 'pallas_call':
+    return below * math.prod(size for size in params['grid_mapping'].grid if isinstance(size, int))
   if name == 'while':
     return below * (1 if below == 0 or (trips := bounds.most_trips(equation)) is None else trips)
   if name == 'shard_map':  # Inside, shapes are per device.

@@ -38,7 +38,7 @@ class LossOutput(NamedTuple):
     weight: weight of the loss in the mean over microbatches, such as the number of tokens.
     metrics: (mean, weight) of each metric.
     per_example: tree of arrays with the batch as dimension 0.
-    summaries: by name; the last microbatch with a nonzero weight decides.
+    summaries: summaries by name, from the last microbatch with a nonzero weight.
     updates: new values of non-trainable variables, a part of the variable tree.
   """
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.common.errors import ConfigError, NumericsError
+from praxis_lite.common.errors import ConfigError, NumericsError, first_lines
 from praxis_lite.common.trees import NestedDict, leaves, path_name
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.sharding.padding import slice_to
@@ -76,9 +76,9 @@ def compare_gradients(
       spec = tuple(specs.get(name, ()))
       wrong.append(f'{name} {spec!r}{where}: {float(found[name][at]):.6g} instead of {float(norm[at]):.6g}')
   if wrong:
-    more = f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''
+    norms = '; '.join(first_lines(wrong, 5))
     raise NumericsError(
-      f'the gradients of the first step differ from those computed {reference}: norm of {"; ".join(wrong[:5])}{more}. '
+      f'the gradients of the first step differ from those computed {reference}: norm of {norms}. '
       'Nothing was trained. `praxis-lite verify` looks for the mapping that is at fault'
     )
   return Compared(reference, sum(norm.size for norm in expected.values()), worst)

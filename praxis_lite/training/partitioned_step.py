@@ -9,13 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.sharding.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
 from praxis_lite.sharding.guards import Guarded, guard
+from praxis_lite.sharding.layout import is_prng_key
 from praxis_lite.sharding.mesh import bind_mesh
 from praxis_lite.sharding.xla_flags import NO_FLAGS, XlaFlags
 
@@ -42,7 +42,7 @@ class PartitionedStep(Generic[_OutT]):
     flags: compiler flags.
 
   Attributes:
-    guarded: after lowering, the operations that XLA would have computed wrongly; see `sharding/guards/`.
+    guarded: the operations that XLA would have computed wrongly, known after lowering; see `sharding/guards/`.
   """
 
   def __init__(
@@ -129,7 +129,7 @@ class PartitionedStep(Generic[_OutT]):
     if not is_on_device(inputs, self.arguments[-1]):
       inputs = self.put_inputs(inputs)
     others = [
-      jax.random.wrap_key_data(x) if _is_key(expected) and not _is_key(x) else x  # x is from `jax.random.PRNGKey`.
+      jax.random.wrap_key_data(x) if is_prng_key(expected) and not is_prng_key(x) else x  # Of `jax.random.PRNGKey`.
       for x, expected in zip(others, self.arguments, strict=False)
     ]
     return self.compiled(*others, inputs)
@@ -140,11 +140,6 @@ def _check_no_strangers(traced: jax.stages.Traced) -> jax.stages.Traced:
   if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(traced.in_avals)):
     raise ConfigError(
       f'task.model: {traced.fun_name} uses an array that another step has left in a global or in an object, where it '
-      'has no value; return it, or keep it in a variable: create_variable(name, ..., trainable=False) and update_var. '
-      'Or a layer adds a summary, a loss or an update in the body of its own jax.lax.scan; add it after the loop'
+      'has no value; return it, or keep it in a variable: create_variable(name, ..., trainable=False) and update_var'
     )
   return traced
-
-
-def _is_key(x: object) -> bool:
-  return hasattr(x, 'dtype') and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

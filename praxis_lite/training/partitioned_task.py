@@ -87,8 +87,8 @@ class PartitionedTask:
     inputs_partition_spec: specs of the inputs when a batch enters a step.
     batch_shape: shapes and dtypes of a global batch, with its weights.
     inputs_shape: the same including the rows that fill up the mesh.
-    train_step, eval_step, predict_step, decode_step: the partitioned steps, compiled when first used.
-    batch_size: rows of a global batch, without those that fill up the mesh.
+    train_step, eval_step, predict_step, score_step, decode_step: the partitioned steps, compiled when first used.
+    batch_size: rows of a global batch, not counting rows that fill up the mesh.
     row_parts: the number of rows that a step computes is a multiple of this.
     total_num_params: number of model parameters, without padding, but with moving statistics.
     active_num_params: how many of these one token uses: less than all with experts.
@@ -178,6 +178,11 @@ class PartitionedTask:
     return self._inference_step(steps.predict_step, 'predictions')
 
   @functools.cached_property
+  def score_step(self) -> PartitionedStep[steps.PredictStepOutput]:
+    """`(mdl_vars, prng_key, global_step, inputs) -> PredictStepOutput`, of a language model."""
+    return self._inference_step(functools.partial(steps.predict_step, method='score'), 'predictions', 'score_step')
+
+  @functools.cached_property
   def decode_step(self) -> PartitionedStep[steps.DecodeStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
     return self._inference_step(steps.decode_step, 'decoded')
@@ -255,8 +260,14 @@ class PartitionedTask:
 
     return train_step, (self.state_shapes, *self._placed_shapes(rows))
 
-  def _inference_step(self, step: Callable[..., _OutT], by_row: str) -> PartitionedStep[_OutT]:
-    """Returns a step without a state; `by_row` names the output whose arrays have the batch as dimension 0."""
+  def _inference_step(self, step: Callable[..., _OutT], by_row: str, name: str = '') -> PartitionedStep[_OutT]:
+    """Returns a step without a state.
+
+    Args:
+      step: one of `steps`.
+      by_row: names the output whose arrays have the batch as dimension 0.
+      name: the name of the program in profiles; '' takes that of `step`.
+    """
     rows = self.inference_rows
     shapes: tuple[object, ...] = self._placed_shapes(rows, jax.ShapeDtypeStruct((), jnp.int32))
     placed = self._placed
@@ -267,7 +278,7 @@ class PartitionedTask:
         out = step(self.jax_task, mdl_vars, key, global_step, inputs, placed.surroundings)
       return out._replace(**{by_row: jax.tree.map(rows.return_rows, getattr(out, by_row))})
 
-    inference_step.__name__ = step.__name__  # The name of the program in profiles.
+    inference_step.__name__ = name or step.__name__
     arguments = (self.state_shapes.mdl_vars, *shapes)
     return PartitionedStep(inference_step, arguments, self._replicated, mesh=self.mesh, flags=self._flags)
 

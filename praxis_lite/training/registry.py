@@ -205,6 +205,8 @@ def _load_file(path: str) -> ModuleType:
   file = os.path.realpath(path)
   if not os.path.isfile(file):
     raise UserError(f'there is no file {path!r}')
+  if os.path.getsize(file) == 0 and os.path.basename(file) != '__init__.py':
+    raise UserError(f'{path} is empty')
   folder, name = os.path.dirname(file), re.sub(r'\W', '_', os.path.splitext(os.path.basename(file))[0])
   while os.path.isfile(os.path.join(folder, '__init__.py')):
     folder, name = os.path.dirname(folder), f'{os.path.basename(folder)}.{name}'
@@ -289,4 +291,5 @@ def _not_found(name: str, problems: list[str]) -> str:
   near = list(dict.fromkeys([*_find_in_own_files(name), *near]))[:3]
   hint = f' Did you mean {" or ".join(near)}?' if near else ''
   also = ''.join(f' Not loaded: {problem}.' for problem in problems)
-  return f'there is no experiment {name!r}.{hint} `praxis-lite list` prints them all.{also}'
+  group = f' {name}' if any(name in short for short in endings) else ''
+  return f'there is no experiment {name!r}.{hint} `praxis-lite list{group}` prints them all.{also}'

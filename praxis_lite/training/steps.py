@@ -176,15 +176,19 @@ def predict_step(
   global_step: jax.Array,
   inputs: NestedDict,
   surroundings: Surroundings | None = None,
+  method: str = 'predict',
 ) -> PredictStepOutput:
-  """Returns the model's predictions for one batch; arguments as in `eval_step_single_learner`.
+  """Returns the model's predictions for one batch; other arguments as in `eval_step_single_learner`.
+
+  Args:
+    method: 'predict', or 'score' for how probable a language model finds the labels.
 
   Raises:
     ConfigError: the model returns nothing, or an array that does not have the batch as dimension 0.
   """
   key = jax.random.fold_in(prng_key, global_step)
   model = jax_task.model
-  predictions, _ = model.apply(mdl_vars, inputs, key=key, do_eval=True, method='predict', surroundings=surroundings)
+  predictions, _ = model.apply(mdl_vars, inputs, key=key, do_eval=True, method=method, surroundings=surroundings)
   return PredictStepOutput(checked_predictions(model, predictions, batch_size(inputs)))
 
 

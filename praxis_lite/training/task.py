@@ -9,10 +9,11 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
+from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, check_choice, prefix_errors
 from praxis_lite.common.files import is_url
 from praxis_lite.models.base import BaseModel
-from praxis_lite.sharding.mesh import create_device_mesh, mesh_sizes
+from praxis_lite.sharding.mesh import GivenMeshShape, create_device_mesh, fill_mesh_shape, mesh_sizes, read_mesh_shape
 from praxis_lite.sharding.xla_flags import Flag, check_xla_flags
 from praxis_lite.training.learning import Learner
 
@@ -26,24 +27,29 @@ def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
     setattr(owner, section, build_at(f'{path}.{section}', config))
 
 
+# Which values of a metric are better: lower ones, higher ones, or those that its name tells.
+MODES = ('auto', 'min', 'max')
+
+
 class EarlyStoppingParams(Configurable):
   """When a run ends early: once a metric of its evaluations no longer improves.
 
   Attributes:
     patience: number of evaluations in a row without an improvement after which the run stops; None disables it.
-    metric: name of the metric, or `eval/<input>/<metric>` if several inputs are evaluated.
-    mode: 'min' if lower is better, 'max' if higher is better.
+    metric: name of the metric, or `eval/<input>/<metric>` if several inputs are evaluated. If the run has a
+      `best_metric`, this default gives way to it.
+    mode: 'min', 'max' or 'auto', as `best_metric_mode` of the training. For `best_metric`, its mode counts.
     min_delta: a value is an improvement if it is better than the best one by more than this.
   """
 
   patience: int | None = None
   metric: str = 'loss'
-  mode: str = 'min'
+  mode: str = 'auto'
   min_delta: float = 0.0
 
   def __post_init__(self) -> None:
     where = 'task.train.early_stopping'
-    check_choice(f'{where}.mode', self.mode, ('min', 'max'))
+    check_choice(f'{where}.mode', self.mode, MODES)
     if self.patience is not None and self.patience < 1:
       raise ConfigError(f'{where}.patience: expected at least 1 evaluation, or None, got {self.patience}')
     if not self.min_delta >= 0:
@@ -147,8 +153,11 @@ class TrainParams(Configurable):
     max_to_keep: how many of the newest checkpoints are kept.
     keep_interval_steps: checkpoints at multiples of this are never deleted; None disables it.
     best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
-      kept as well. None uses the metric of `early_stopping`, if that is enabled.
-    best_metric_mode: 'min' if lower is better, 'max' if higher is better.
+      kept as well. It also decides when `early_stopping` stops. None uses the metric of `early_stopping`, if that is
+      enabled.
+    best_metric_mode: 'min' if lower is better, 'max' if higher is better; 'auto' goes by the name of the metric, and is
+      an error for a name that does not tell.
+    loggers: what else gets the metrics: names, 'wandb' or 'mlflow', or configs of loggers; see `runs/loggers.py`.
     mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that gets a copy of the run: each complete
       checkpoint that is kept, and the other files of its directory. If it is newer than the directory, the run resumes
       from it. None disables it.
@@ -171,7 +180,8 @@ class TrainParams(Configurable):
   max_to_keep: int = 3
   keep_interval_steps: int | None = None
   best_metric: str | None = None
-  best_metric_mode: str = 'min'
+  best_metric_mode: str = 'auto'
+  loggers: tuple[Any, ...] = ()
   mirror: str | None = None
   max_skipped_steps: int | None = 100
   slow_step_factor: float | None = 5.0
@@ -182,7 +192,7 @@ class TrainParams(Configurable):
   init_from: InitFromParams = template(InitFromParams)
 
   def __post_init__(self) -> None:
-    check_choice('task.train.best_metric_mode', self.best_metric_mode, ('min', 'max'))
+    check_choice('task.train.best_metric_mode', self.best_metric_mode, MODES)
     if self.mirror is not None and not is_url(self.mirror):
       raise ConfigError(
         f'task.train.mirror = {self.mirror!r}: expected the URL of a folder in an object store, such as '
@@ -220,13 +230,15 @@ class SingleTask(Configurable):
   Attributes:
     name: name of the task, for logs.
     model: the model.
-    mesh_axis_names: names of the mesh axes, in the order of the mesh shapes.
-    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None means one device.
+    mesh_axis_names: names of the mesh axes, in the order of the mesh shapes. A mesh shape of one size needs none: its
+      axis is 'data' then.
+    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None means one device. One size may be
+      -1 or 'auto', for the rest of the devices: `(-1, 1)` are all devices along the first axis, and so is 'auto'.
     dcn_mesh_shape: number of slices along each axis; None means one slice.
     logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
     strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`, for the weights that declare
       no mapping.
-    partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit. Each
+    partitioning: how the train step communicates. 'auto': XLA inserts collectives. 'shard_map': they are explicit. Each
       device computes its own rows, gathers weights before it uses them, and averages gradients.
     xla_flags: values, by name, of the XLA flags for compiling the steps, such as {'xla_gpu_enable_triton_gemm': False}.
       The value None leaves a flag to XLA. The environment variable XLA_FLAGS wins.
@@ -239,7 +251,7 @@ class SingleTask(Configurable):
   name: str = 'task'
   model: BaseModel = REQUIRED
   mesh_axis_names: tuple[str, ...] | None = None
-  ici_mesh_shape: tuple[int, ...] | None = None
+  ici_mesh_shape: GivenMeshShape | None = None
   dcn_mesh_shape: tuple[int, ...] | None = None
   logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
   strategy: list[tuple[str, str]] | None = None
@@ -253,12 +265,14 @@ class SingleTask(Configurable):
   def __post_init__(self) -> None:
     check_choice('task.partitioning', self.partitioning, ('auto', 'shard_map'))
     check_xla_flags('task.xla_flags', self.xla_flags)
-    if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
-      names = ('replica', 'data', 'mdl')[-len(self.ici_mesh_shape) :] if len(self.ici_mesh_shape) > 1 else ('data',)
-      raise ConfigError(
-        'task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name, as in '
-        f'--set "task.mesh_axis_names={names}"'
-      )
+    self.ici_mesh_shape = shape = read_mesh_shape(self.ici_mesh_shape, self.mesh_axis_names)
+    if shape is not None and self.mesh_axis_names is None:
+      if len(shape) != 1:
+        raise ConfigError(
+          f'task.mesh_axis_names: ici_mesh_shape = {shape}, and each of its axes needs a name, as in '
+          f'--set "task.mesh_axis_names={("replica", "data", "mdl")[-len(shape) :]}"'
+        )
+      self.mesh_axis_names = ('data',)
     _build_sections(self, 'task', 'train', 'evaluate', 'decode')
     for section, params in (('evaluate', self.evaluate), ('decode', self.decode)):
       if params.max_batches is not None and params.max_batches < 1:
@@ -284,10 +298,15 @@ class SingleTask(Configurable):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model
 
-  def mesh_sizes(self) -> dict[str, int]:
-    """Returns the size of each mesh axis by name; needs no devices."""
+  def mesh_sizes(self, num_devices: int | None = None) -> dict[str, int]:
+    """Returns the size of each mesh axis by name; needs no devices, unless a size is -1.
+
+    Args:
+      num_devices: how many devices there are, if a size is -1; None means those of this process, and starts JAX.
+    """
+    ici, dcn, names = self._mesh_shape()
     with prefix_errors('task'):
-      return mesh_sizes(*self._mesh_shape())
+      return mesh_sizes(fill_mesh_shape(ici, dcn, names, num_devices), dcn, names)
 
   def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of the task; without a mesh shape, one device with every axis of size 1.
@@ -296,9 +315,11 @@ class SingleTask(Configurable):
       ShardingError: the mesh needs more devices than there are, or its shape and names do not fit.
     """
     ici, dcn, names = self._mesh_shape()
+    if devices is None:
+      start_devices()
     with prefix_errors('task'):
       return create_device_mesh(ici, dcn, names, devices)
 
   def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[str, ...]]:
     names = self.mesh_axis_names or ('data',)
-    return self.ici_mesh_shape or (1,) * len(names), self.dcn_mesh_shape, names
+    return read_mesh_shape(self.ici_mesh_shape, names) or (1,) * len(names), self.dcn_mesh_shape, names

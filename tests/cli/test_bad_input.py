@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from praxis_lite.cli.main import main
+from praxis_lite.cli.main import COMMANDS, main
 
 TINY = '--exp=lm.SyntheticLmTiny'
 STDLIB = '--exp=lm.StdlibLmTiny'
@@ -35,9 +35,41 @@ def fails(capsys, *arguments):
 
 # ---------------------------------------------------------------- the command line
 
+MESH, WT = '--exp=lm.SyntheticLmTiny', 'task.model.lm.softmax.weight_split_dims_mapping.wt'
 COMMAND_LINES = {
   'unknown command': (['trian', TINY], r"no command 'trian'\. Did you mean 'train'\?"),
+  'explain': (['explain', TINY], r"no command 'explain'; `praxis-lite show --sharding` does this"),
+  'chat': (['chat', '--job_log_dir=x'], r"no command 'chat'; `praxis-lite decode --chat` does this"),
   'unknown flag': (['train', TINY, '--job_logdir=x'], r"'job_logdir'\. Did you mean --job_log_dir\?; .*--help` lists"),
+  'flag of Lightning': (['train', TINY, '--output_dir=x'], r"'output_dir'\. Did you mean --job_log_dir\?; "),
+  'two spellings of a flag': (
+    ['show', TINY, '--job_log_dir=a', '--job-log-dir=b'],
+    r'^--job_log_dir and --job-log-dir are the same flag; give it once$',
+  ),
+  'empty trust': (
+    ['show', TINY, '--trust='],
+    r'^--trust is empty: name a module or file, as in --trust=my_layers\.py$',
+  ),
+  'two loggers in one flag': (
+    ['train', TINY, '--job_log_dir=x', '--track', 'wandb,mlflow'],
+    r'^--track=wandb,mlflow: repeat the flag for each logger: --track=wandb --track=mlflow$',
+  ),
+  'no directory of checkpoints': (['checkpoints', 'show', 'nodir'], r'^there is no directory nodir$'),
+  'no checkpoints': (['checkpoints', 'show', '.'], r'^there is no checkpoint in checkpoints$'),
+  'devices of check': (
+    ['check', MESH, '--devices=4', '--set=task.ici_mesh_shape=(2,2,2)'],
+    r'--devices=4: task\.ici_mesh_shape = \(2, 2, 2\) needs 8 devices',
+  ),
+  'devices and chips': (['show', TINY, '--devices=8', '--compiled=cpu:8'], r'--devices: --compiled names the chips'),
+  'devices of show': (
+    ['show', MESH, '--devices=7', '--set=task.ici_mesh_shape=(2,2,2)'],
+    r'--devices=7: task\.ici_mesh_shape = \(2, 2, 2\) needs 8 devices',
+  ),
+  'devices of plan': (['plan', TINY, '--devices=8'], r'--devices: plan uses no devices .*; --topology names the chips'),
+  'field as flag': (['train', TINY, '--batch_size=3'], r"'batch_size'; .* and --set path=value sets a field"),
+  'field of Pax': (['show', TINY, '--set', 'task.ICI_MESH_SHAPE=8'], r"Did you mean 'ici_mesh_shape'\?"),
+  'field of the Trainer': (['show', TINY, '--set', 'task.train.max_steps=3'], r"Did you mean 'num_train_steps'\?"),
+  'axis of T5X': (['show', MESH, '--set', f"{WT}=('model',None)"], r"'model' is not .*Did you mean 'mdl'\?"),
   'no such flag at all': (['train', TINY, '--qqq=1'], r"Unknown command line flag 'qqq'; `praxis-lite train --help`"),
   'no experiment': (['train', '--job_log_dir=x'], r'--exp is missing: .*--exp=lm\.StdlibLm; `praxis-lite list`'),
   'no directory': (['train', TINY], r'--job_log_dir is missing: .*--job_log_dir=runs/1'),
@@ -47,6 +79,17 @@ COMMAND_LINES = {
   'no job_log_dir': (['eval', '.'], r'--name=value, as in --job_log_dir=\.$'),
   'no devices': (['train', TINY, '--job_log_dir=x', '--devices=0'], r'--devices=0: 0 is not a positive integer'),
   'some devices': (['train', TINY, '--job_log_dir=x', '--devices=some'], r'--devices=some: expected an integer'),
+  'spaces around =': (
+    ['show', TINY, '--set', 'task.train.num_train_steps', '=', '5'],
+    r"argument '='; an override is one word, as in --set=task\.train\.num_train_steps=5, or in quotes: "
+    r'--set "task\.train\.num_train_steps = 5"$',
+  ),
+  'a space after =': (['eval', TINY, '--set', 'task.name=', 'a'], r'one word, as in --set=task\.name=a, or in quotes'),
+  'a space before =': (['eval', TINY, '--set', 'task.name', '=a'], r'one word, as in --set=task\.name=a, or in quotes'),
+  'half a bracket': (
+    ['sweep', TINY, '--job_log_dir=x', '--set', 'task.ici_mesh_shape=(1,1,1),(1,2,1'],
+    r"'task\.ici_mesh_shape=\(1,1,1\),\(1,2,1': \( is not closed$",
+  ),
   'temperature': (['decode', TINY, '--job_log_dir=x', '--temperature=hot'], r'--temperature=hot: expected a number'),
   'seed': (['train', TINY, '--job_log_dir=x', '--seed=-1'], r'--seed=-1: .*in the range \[0, 4294967295\]'),
   'set what': (['show', TINY, '--set'], r'Missing value for flag --set'),
@@ -54,6 +97,20 @@ COMMAND_LINES = {
   'unknown module': (['show', '--exp=no_such.module.X'], r"no experiment 'no_such\.module\.X'"),
   'not even a file': (['show', '--exp=:'], r"':' names no Python file; write path/to/file\.py:MyExperiment"),
   'no Python file': (['show', '--exp=texts/a.txt:X'], r"'texts/a\.txt:X' names no Python file; write path/to/file\.py"),
+  'part of a name': (['show', '--exp=lm'], r"^there is no experiment 'lm'\. `praxis-lite list lm` prints them all\.$"),
+  'runs by a flag': (
+    ['runs', '--job_log_dir=x'],
+    r"'job_log_dir'; name the directory without a flag, as in praxis-lit",
+  ),
+  'runs of a file': (['runs', __file__], r'\.py is a file; name a directory$'),
+  'text for fields': (
+    ['show', TINY, '--set=task.train.init_from=runs/1'],
+    r"init_from: expected the config of an InitFromParams, got 'runs/1' \(str\); set its fields, such as path, step, ",
+  ),
+  'no path of a tokenizer': (
+    ['train', STDLIB, '--job_log_dir=x', '--set=datasets[1].tokenizer_tpl=praxis_lite.inputs.HfTokenizer'],
+    r'^datasets\[1\]\.tokenizer_tpl\.path: a value is required but not set \(a field of HfTokenizer\)',
+  ),
   'no page': (['show', TINY, '--html='], r'--html is empty: name a file'),
   'page in a directory': (['show', TINY, '--html=/'], r'cannot write the page /: Is a directory'),
   'boolean': (['show', TINY, '--json=maybe'], r'--json=maybe: expected true or false$'),
@@ -64,6 +121,35 @@ COMMAND_LINES = {
 @pytest.mark.parametrize(('arguments', 'message'), COMMAND_LINES.values(), ids=COMMAND_LINES)
 def test_a_mistyped_command_line_is_told(capsys, arguments, message):
   assert re.search(message, fails(capsys, *arguments))
+
+
+ACCEPTED = {
+  'spaces in quotes': (['--set', 'task.train.num_train_steps = 5'], 'task.train.num_train_steps = 5\n'),
+  'null is None': (['--set=task.train.eval_interval_steps=null'], 'task.train.eval_interval_steps = None\n'),
+  'text null': (['--set', "task.name='null'"], "task.name = 'null'\n"),
+  'an apostrophe': (['--set', "task.name=don't"], 'task.name = "don\'t"\n'),
+  'quotes': (['--set', 'task.name="a"'], "task.name = 'a'\n"),
+}
+
+
+@pytest.mark.parametrize(('arguments', 'line'), ACCEPTED.values(), ids=ACCEPTED)
+def test_other_spellings_of_an_override(capsys, arguments, line):
+  assert main(['show', TINY, '--nosummary', '--noparameters', '--all', *arguments]) == 0
+  assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('command', [c for c in COMMANDS if c != 'completion'])
+def test_dashes_in_the_name_of_a_flag_are_underscores(command):
+  values = COMMANDS[command].flags
+  for flag in values.list_flags():
+    dashes = flag.name.replace('_', '-')
+    spellings = {f'--{dashes}=a-b': f'--{flag.name}=a-b', f'--{dashes}': f'--{flag.name}'}
+    if flag.boolean:
+      spellings |= dict.fromkeys((f'--no{dashes}', f'--no-{dashes}'), f'--no{flag.name}')
+    for given, wanted in spellings.items():
+      assert list(values._replace_dashes([given])) == [wanted]
+  unchanged = ['a-b', '--no-such-flag', '--', '--job-log-dir']
+  assert list(values._replace_dashes(unchanged)) == unchanged
 
 
 # ---------------------------------------------------------------- the config
@@ -85,8 +171,23 @@ OVERRIDES = {
     'lerning_rate=1e-3',
     r"has no entry 'lerning_rate'.* Did you mean task\.train\.learner\.learning_rate\?$",
   ),
+  'name of a parent, near another': (
+    'task.train.learner.optimizer.ema_decay=0.9',
+    r"no field 'ema_decay'.* Did you mean task\.train\.learner\.ema_decay\?$",
+  ),
+  'logger': ('task.train.loggers=(my_log.Csv,)', r'\(str\); configs of classes of your own are set in Python$'),
   'name of many': ('fprop_dtype=float32', r'Did you mean task\.\S+, task\.\S+, task\.\S+ and \d+ more\?$'),
-  'root': ('tsk.train.num_train_steps=5', r"no entry 'tsk'\. Did you mean 'task'\? Its entries: task, datasets"),
+  'root': ('tsk.train.num_train_steps=5', r"no entry 'tsk'\. Its .* Did you mean task\.train\.num_train_steps\?$"),
+  'quote': ('task.name="abc', r'^task\.name: a quote is not closed: "abc; write "text", or text without quotes$'),
+  'quote at the end': ("task.name=abc'", r"^task\.name: a quote is not closed: abc'; write 'text', or text"),
+  'bracket': (
+    'task.ici_mesh_shape=(1,2,1',
+    r"^task\.ici_mesh_shape: .*, got '\(1,2,1' \(str\); \( is not closed$",
+  ),
+  'quote in brackets': ("task.mesh_axis_names=('a, b)", r"^task\.mesh_axis_names: expected .*; ' is not closed$"),
+  'null': ('task.name=null', r"^task\.name: expected str, got null; as text, it is written \"'null'\"$"),
+  'None': ('task.name=None', r"^task\.name: expected str, got None; as text, it is written \"'None'\"$"),
+  'null of a number': ('task.train.num_train_steps=null', r'^task\.train\.num_train_steps: expected int, got None$'),
   'index': ('datasets[5].batch_size=4', r'datasets has no entry \[5\]; its entries are \[0\] to \[1\]'),
   'no =': ('task.train.num_train_steps', r"'task\.train\.num_train_steps' is not an override; write path=value"),
   'type': ('task.train.num_train_steps=abc', r"task\.train\.num_train_steps: expected int, got 'abc'"),
@@ -120,7 +221,7 @@ OVERRIDES = {
     r'datasets\[0\]: train: its ids go up to 36, but task\.model\.vocab_size is 20; it must be at least 37',
   ),
   'no training data': ('datasets[0].is_training=False', r'exactly one input must have is_training=True, and 0 of 2'),
-  'batch': ('datasets[1].batch_size=0', r'datasets\[1\]: validation\.batch_size: expected an integer of at least 1'),
+  'batch': ('datasets[1].batch_size=0', r'datasets\[1\]\.batch_size: expected an integer of at least 1'),
   # Shardings.
   'unknown axis': (
     f'{SOFTMAX}.weight_split_dims_mapping.wt=(model, data)',
@@ -157,7 +258,8 @@ OVERRIDES = {
   ),
   'large mesh': (
     'task.ici_mesh_shape=(3, 3, 1)',
-    r'^task: ici_mesh_shape: the mesh .* needs 9 devices, and there are 8; make it smaller, or pass --devices=9',
+    r"^task: ici_mesh_shape: .* needs 9 devices, and there are 8; make it smaller, as in --set 'task\.ici_mesh_shape="
+    r"\(8,1,1\)', or simulate them on the CPU: pass --devices=9, or in Python call simulate_cpu_devices\(9\) first$",
   ),
   'rank of the mesh': (
     'task.ici_mesh_shape=(1, 2)',
@@ -196,7 +298,12 @@ def test_a_required_field_that_is_not_set_is_told(capsys, tmp_path):
   told = 'datasets[{}].path: a value is required but not set (a field of TextInput), as in --set '
   assert train_text(capsys, run) == told.format(0) + "'datasets[*].path=...'"
   assert train_text(capsys, run, 'datasets[0].path=x') == told.format(1) + "'datasets[1].path=...'"
-  assert 'Did you mean datasets[0].path, datasets[1].path' in train_text(capsys, run, 'path=x')
+  assert train_text(capsys, run, 'path=x').endswith('. Did you mean datasets[*].path, task.train.init_from.path?')
+  for path in ('dataset[*].path', 'dataset.path'):
+    entries = "no entry 'dataset'. Its entries: task, datasets, decode_datasets. Did you mean datasets[*].path?"
+    assert train_text(capsys, run, f'{path}=x').endswith(entries)
+  told = "datasets is a list, so it has no 'path'; write datasets[0] or datasets[*]. Did you mean datasets[*].path?"
+  assert train_text(capsys, run, 'datasets.path=x') == told
   assert not run.exists()
 
 
@@ -213,22 +320,22 @@ def test_data_that_cannot_be_read_is_told_before_anything_is_written(capsys, tmp
   }
   for name, message in cases.items():
     told = train_text(capsys, run, f'datasets[*].path={tmp_path / name}')
-    assert re.match(rf'datasets\[0\]: train\.path: .*(?:{message})', told), told
+    assert re.match(rf'datasets\[0\]\.path: .*(?:{message})', told), told
   # The data to evaluate on, too: better now than after a day of training.
   told = train_text(
     capsys, run, f'datasets[0].path={tmp_path / "text.txt"}', f'datasets[1].path={tmp_path / "empty.txt"}'
   )
-  assert told.startswith('datasets[1]: validation.path: ') and told.endswith('empty.txt is empty')
+  assert told.startswith('datasets[1].path: ') and told.endswith('empty.txt is empty')
   for path, message in (('3', 'there is no file or directory 3'), ('[3]', 'no file matches [3]')):
-    assert train_text(capsys, run, f'datasets[*].path={path}') == f'datasets[0]: train.path: {message}'
-  assert train_text(capsys, run, 'datasets[*].path=').endswith("train.path: there is no file or directory ''")
+    assert train_text(capsys, run, f'datasets[*].path={path}') == f'datasets[0].path: {message}'
+  assert train_text(capsys, run, 'datasets[*].path=').endswith("datasets[0].path: there is no file or directory ''")
   assert not run.exists()
 
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/mem'), reason='needs a file that even root cannot read')
 def test_data_that_the_system_refuses_is_told(capsys, tmp_path):
   told = train_text(capsys, tmp_path / 'run', 'datasets[*].path=/proc/self/mem')
-  assert told.startswith('datasets[0]: train.path: cannot read /proc/self/mem: ')
+  assert told.startswith('datasets[0].path: cannot read /proc/self/mem: ')
 
 
 # ---------------------------------------------------------------- the directory of the run
@@ -284,9 +391,17 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(capsys, trained
 
 PROMPTS = {
   'step': (['--prompt=a', '--step=7'], r'there is no checkpoint of step 7 in .*; there are \[2\]'),
-  'stop': (['--prompt=a', '--stop=abc'], r"--stop='abc' is 3 tokens; a stop text must be one"),
+  'stop': (['--prompt=a', '--stop='], r"--stop='': expected a text of at least one character"),
+  'min_p': (['--prompt=a', '--min_p=2'], r'min_p: expected at least 0 and at most 1, or None, got 2\.0'),
+  'penalty': (['--prompt=a', '--repetition_penalty=0'], r'repetition_penalty: expected a finite number above 0, got 0'),
+  'repeats': (['--prompt=a', '--no_repeat_ngram_size=0'], r'no_repeat_ngram_size: expected at least 1, or None, got 0'),
+  'stream': (
+    ['--prompt=a', '--num_samples=2', '--stream'],
+    r'--stream prints one sample as it grows, but there are 2;',
+  ),
+  'prompts': (['--prompts=nowhere.txt'], r'--prompts=nowhere\.txt cannot be read: No such file or directory$'),
   'top_p': (['--prompt=a', '--top_p=3'], r'top_p: expected more than 0 and at most 1, or None, got 3\.0'),
-  'top_k': (['--prompt=a', '--top_k=0'], r'top_k: expected at least 1, or None, got 0'),
+  'top_k': (['--prompt=a', '--top_k=-1'], r'top_k: expected at least 1, or 0 or None for all tokens, got -1'),
   'temperature': (['--prompt=a', '--temperature=-1'], r'temperature: expected at least 0, got -1\.0'),
   'empty': (['--prompt='], r'a prompt is empty; it needs at least one token'),
   'ids': (['--prompt_ids=1,x'], r'--prompt_ids=1,x: expected token ids, such as 1,2,3$'),
@@ -295,6 +410,7 @@ PROMPTS = {
   'not in the vocabulary': (['--prompt_ids=1,999'], r'ids: 999, at position 1 of row 0, is not in the vocabulary of'),
   'texts and ids': (['--prompt=a', '--prompt_ids=1'], r'--prompt and --prompt_ids cannot be combined'),
   'chat of ids': (['--chat', '--prompt_ids=1'], r'--chat puts texts into a template; use it with --prompt'),
+  'system without chat': (['--prompt=a', '--system=b'], r'--system is the system message of a chat; add --chat'),
   'none': ([], r'decode_datasets\(\): there is no input to decode; to continue a text, pass --prompt'),
 }
 
@@ -339,7 +455,7 @@ def test_ids_are_printed_as_ids_where_nothing_makes_text_of_them(capsys, monkeyp
   assert main(['decode', *arguments]) == 0
   out, err = capsys.readouterr()
   assert '97,98,104,105' in out
-  note = 'note: printing ids instead of text: datasets[0].tokenizer_tpl: HfTokenizer.path'
+  note = 'note: printing ids instead of text: datasets[0].tokenizer_tpl.path: the run has no tokenizer'
   assert (note in err) == (experiment == STDLIB)
 
 

@@ -39,7 +39,7 @@ MISTAKES = {
   'experiment': (['train', '--exp=lm.Nothing', '--job_log_dir=run'], "there is no experiment 'lm.Nothing'"),
   'devices': (
     ['train', '--exp=lm.StdlibLmMixed', '--job_log_dir=run'],
-    "task: ici_mesh_shape: the mesh {'replica': 2, 'data': 2, 'mdl': 2} needs 8 devices, and there are 1",
+    "task: ici_mesh_shape: the mesh {'replica': 2, 'data': 2, 'mdl': 2} needs 8 devices, and there is 1",
   ),
   'simulated devices': (
     ['train', '--exp=lm.StdlibLmMixed', '--job_log_dir=run', '--devices=3'],
@@ -47,7 +47,7 @@ MISTAKES = {
   ),
   'data': (
     ['train', '--exp=lm.TextLm', '--job_log_dir=run', '--set', 'datasets[*].path=nothing/*.txt'],
-    'datasets[0]: train.path: no file matches nothing/*.txt',
+    'datasets[0].path: no file matches nothing/*.txt',
   ),
   'checkpoint': (['decode', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', '--prompt=a'], 'there is no checkpoint in '),
 }
@@ -99,30 +99,83 @@ def test_a_bug_in_the_users_own_code_is_one_line(tmp_path):
   assert "has no attribute 'nothing' (buggy.py:3); --traceback shows" in line
 
 
-def test_an_interrupt_before_the_first_step_ends_the_process_at_once(tmp_path):
-  # As libraries do while they are imported or compile: an exception would be swallowed, or come when they are done.
-  (tmp_path / 'slow.py').write_text(
-    'import pathlib, time\npathlib.Path("started").touch()\n'
-    'try: time.sleep(600)\nexcept KeyboardInterrupt: time.sleep(600)\n'
-  )
+# An exception would be swallowed, as some imports do, or would come only when a compilation is done.
+SLOW = (
+  'import pathlib, time\npathlib.Path("started").touch()\n'
+  'try: time.sleep(600)\nexcept KeyboardInterrupt: time.sleep(600)\n'
+)
+
+
+@pytest.mark.parametrize('module', ['slow.py', 'absl.py'], ids=['in user code', 'in the first imports'])
+def test_an_interrupt_before_the_first_step_ends_the_process_at_once(tmp_path, module):
+  (tmp_path / module).write_text(SLOW)
   arguments = [*PROGRAM, 'train', '--exp=slow.py:A', '--job_log_dir=run']
   # As from a terminal: these tests may run in a shell's background, whose processes ignore interrupts.
   listening = (
     'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])'
   )
+  folders = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get('PYTHONPATH')]))
   started = subprocess.Popen(
     [sys.executable, '-c', listening, *arguments],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
     cwd=tmp_path,
+    env=os.environ | {'PYTHONPATH': folders},
   )
   while not (tmp_path / 'started').exists():
     assert started.poll() is None
     time.sleep(0.05)
   started.send_signal(signal.SIGINT)
-  assert started.communicate(timeout=300) == ('', '')
-  assert started.returncode == -signal.SIGINT
+  assert started.communicate(timeout=300) == ('', 'praxis-lite: interrupted\n')
+  assert started.returncode == 130
+
+
+# Imports the package as the console script does, and gets a signal at the first import after the handler is set.
+EARLY = """
+import os, signal, sys
+for name in ('contextlib', 'threading'):
+  sys.modules.pop(name, None)
+class Interrupts:
+  def find_spec(self, name, path=None, target=None):
+    if name == 'contextlib':
+      os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ['praxis-lite']
+import praxis_lite
+"""
+
+
+def test_an_interrupt_during_the_first_imports_is_one_line():
+  ended = subprocess.run([sys.executable, '-c', EARLY], capture_output=True, text=True, check=False)
+  assert (ended.returncode, ended.stderr) == (130, 'praxis-lite: interrupted\n')
+
+
+# A process that trains, and is inside of a computation that no handler interrupts, as a compilation.
+COMPILING = """
+import hashlib, signal
+from praxis_lite.common.interrupts import end_on_interrupt
+from praxis_lite.runs.stop_signals import StopSignals
+signal.signal(signal.SIGINT, signal.default_int_handler)
+end_on_interrupt()
+with StopSignals():
+  print('compiling', flush=True)
+  hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)
+"""
+
+
+def test_an_interrupt_of_a_compilation_is_told_and_a_second_one_ends_it():
+  process = subprocess.Popen(
+    [sys.executable, '-c', COMPILING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+  assert process.stdout.readline() == 'compiling\n'
+  time.sleep(0.5)  # Until it is in the computation.
+  process.send_signal(signal.SIGINT)
+  assert process.stderr.readline().startswith('SIGINT: waiting for a compilation or a step; a second Ctrl-C ends')
+  process.send_signal(signal.SIGINT)
+  assert process.communicate(timeout=60) == ('', 'praxis-lite: interrupted\n')
+  assert process.returncode == 130
 
 
 def test_a_prompt_of_stray_bytes_is_told(tmp_path):

@@ -92,7 +92,7 @@ MISTAKES = {
   ),
   'template without a type': (
     BLOCK.format('proj_tpl = template(Linear)'),
-    r'Block\.proj_tpl has no type annotation, so it is no field; write proj_tpl: Config = template\(\.\.\.\)',
+    r'Block\.proj_tpl has no type annotation, so it is not a field; write proj_tpl: Config = template\(\.\.\.\)',
   ),
   'REQUIRED without a type': (
     BLOCK.format('dims = REQUIRED'),
@@ -117,7 +117,7 @@ MISTAKES = {
   ),
   'field without a type': (
     MODEL.format('dims = 6') + TASK.format('task.model = Config(Mine, dims=7)'),
-    r"^Mine has no field 'dims': its attribute of this name has no type annotation\. Write dims: int = 6 in the class$",
+    r"^Mine has no field 'dims': its attribute of this name has no type annotation\. Write dims: int = 6 .*\(own\.py:",
   ),
   'required below': (NESTED, r'^block\.rbf\.input_dims: a value is required but not set \(a field of Rbf\)$'),
   'misspelt base': (
@@ -186,7 +186,7 @@ MISTAKES = {
   ),
   'field in the wrong place': (
     TASK.format('task.num_train_steps = 3'),
-    r"^SingleTask has no field 'num_train_steps'\. Did you mean 'train\.num_train_steps'\? Its fields: name, model, ",
+    r"^task \(SingleTask\) has no field 'num_train_steps'\. Did you mean 'train\.num_train_steps'\? .*\(own\.py:\d+\)$",
   ),
   'misspelt name in a task': (
     TASK.format('task.model = Config(Mien)'),
@@ -198,7 +198,7 @@ MISTAKES = {
   ),
   'shape of a mesh': (
     EXPERIMENT.format('ici_mesh_shape = 2'),
-    r'^task\.ici_mesh_shape: expected tuple\[int, .*got 2 \(int',
+    r'^task\.ici_mesh_shape: expected a tuple of integers, .* as in \(-1,\); got 2$',
   ),
   'no names': (
     ON_A_MESH.format("('data', 'mdl')"),

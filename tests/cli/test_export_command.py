@@ -55,6 +55,11 @@ def test_export_writes_the_model_of_a_checkpoint(saved, tmp_path, capsys):
       r'max_tokens: prompts of 8 tokens .* and 9 tokens after them .*, which is task\.model\.decoder_tpl\.max_decode_st'
       r'eps\) need 16 positions, and the model has 12; pass max_tokens \(--max_tokens\) of at most 5, or a smaller',
     ),
+    'decode only': (
+      ['--out={new}', '--prompt_length=8'],
+      r'--prompt_length is for --what=decode; leave it out, or add ',
+    ),
+    'forward only': (['--out={new}', '--what=decode', '--inputs=ids'], r'--inputs is for --what=forward; leave it out'),
     'step': (['--out={new}', '--step=7'], r'there is no checkpoint of step 7 in .*; there are \[3\]'),
     'model': (
       ['--out={new}', '--exp=digits.DigitsMlp', '--what=decode'],

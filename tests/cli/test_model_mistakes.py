@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from praxis_lite import REQUIRED, BaseExperiment, BaseModel, Config, Layer, SingleTask, WeightHParams, template
+from praxis_lite import REQUIRED, BaseExperiment, BaseModel, Config, Layer, SingleTask, WeightHParams, child, template
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import Linear
 from praxis_lite.models import weighted_mean
@@ -101,6 +101,16 @@ MISTAKES = {
     'super().setup(); self.other = Config(Scale).instantiate()',
     r"^Mine\.other: Scale was built without create_child, .*; write self\.create_child\('other', Config\(Scale, \.\.\.",
   ),
+  'no such field, of a child that is declared': (
+    'bend_tpl: Config = template(Scale)\n  bend: Scale = child()\n\n  def setup(self):',
+    "super().setup(); self.create_child('bend', self.bend_tpl.clone(dimz=6))",
+    r"Scale.* has no field 'dimz'\. Did you mean 'dims'\? .*own\.py:40",
+  ),
+  'no such field that is set, of a child that is declared': (
+    'bend_tpl: Config = template(Scale)\n  bend: Scale = child()\n\n  def setup(self):',
+    "super().setup(); self.bend_tpl.dimz = 6; self.create_child('bend', self.bend_tpl)",
+    r"Scale.* has no field 'dimz'\. Did you mean 'dims'\? .*own\.py:40",
+  ),
   'list without create_children': (
     SETUP,
     'super().setup(); self.others = [Config(Scale).instantiate() for _ in range(2)]',
@@ -136,13 +146,13 @@ MISTAKES = {
     PREDICTIONS,
     "return self.head(batch['x'][:, :5])[:, 0]",
     r'^head \(Linear\.__call__\): dot_general requires contracting .*got \(5,\) and \(6,\); .*x \[\d, 5\], '
-    r'w \[6, 1\] \(own\.py:37\)$',
+    r'w \[6, 1\]; head\.input_dims = 5 would fit \(own\.py:37\)$',
   ),
   'shapes in a layer of their own': (
     SETUP,
     "super().setup(); self.create_child('wide', Config(Scale, dims=7))\n"
     "  def compute_predictions(self, batch): return self.wide(batch['x'])[:, 0]",
-    r'^wide \(Scale\.__call__\): .*ncompatible shapes for broadcasting: .*; x_BD \[\d, 6\], s \[7\] \(own\.py:19\)$',
+    r'^wide \(Scale\.__call__\): .*ncompatible .*; x_BD \[\d, 6\], s \[7\]; wide\.dims = 6 would fit \(own\.py:19\)$',
   ),
   'weights': (
     LOSS,
@@ -359,8 +369,8 @@ MISTAKES = {
     PREDICTIONS,
     "jax.lax.scan(lambda c, y: (self.add_aux_loss('size', y), (c, y))[1], 0.0, batch['y'])\n"
     '    return super().compute_predictions(batch)',
-    r'^task\.model: train_step uses an array .* Or a layer adds a summary, a loss or an update in the body of its own '
-    r'jax\.lax\.scan; add it after the loop$',
+    r'^Mine\.size: the auxiliary loss is computed in a function that a transform of JAX traces, .* body of a scan, .* '
+    r'return the value from that function, and report it after the transform$',
   ),
   # What is returned, and in which dtype.
   'integers for labels': (
@@ -463,6 +473,15 @@ def test_a_mistake_in_a_model_is_told_in_a_line_with_its_remedy(capsys, tmp_path
   told = fails(capsys, 'train', *own(head, body))
   assert re.search(message, told), told
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_mistake_that_only_the_evaluation_finds_names_its_data(capsys, own, tmp_path):
+  flags = own(SETUP, 'super().setup()')
+  file = tmp_path / 'own.py'
+  other = "Config(ArrayInput, name='valid', arrays={'x': np.ones((4, 5)), 'y': np.ones(4)}, batch_size=4)"
+  file.write_text(file.read_text().replace('is_training=True)]', f'is_training=True), {other}]'))
+  told = fails(capsys, 'train', *flags)
+  assert re.search(r'^eval/valid: scale \(Scale\.__call__\): .*ncompatible .*x_BD \[4, 5\], s \[6\]', told), told
 
 
 def test_the_traceback_is_printed_on_request(capsys, own):

@@ -48,7 +48,7 @@ def test_eval_show_check_verify_and_decode_need_no_experiment(run, capsys):
   assert 'task.model.hidden = 9' in call(capsys, 'show', run)
   call(capsys, 'check', run)
   assert 'right: as on one device' in call(capsys, 'verify', run, '--quick')
-  assert '--prompt needs a language model; the model of this experiment has no decoder_tpl' in call(
+  assert 'a prompt needs a language model; the model of this experiment has no decoder_tpl' in call(
     capsys, 'decode', run, '--prompt=a', code=2
   )
 
@@ -117,12 +117,22 @@ def test_with_an_experiment_what_differs_from_the_record_is_found_too(run, capsy
   assert to_text(read_record(run).config.roots()) == before
 
 
+def test_a_command_that_restores_says_how_the_config_of_exp_differs(run, capsys):
+  given = [EXP, '--set=task.model.hidden=9']
+  assert main(['eval', *given, f'--job_log_dir={run}', '--nocompilation_cache', '--set=datasets[1].batch_size=3']) == 0
+  assert capsys.readouterr().err == 'the config differs from the recorded one: datasets[1].batch_size: 4 -> 3\n'
+  assert main(['eval', *given, f'--job_log_dir={run}', '--nocompilation_cache']) == 0
+  assert capsys.readouterr().err == ''
+
+
 def test_code_of_the_user_is_imported_where_it_is_trusted_only(run, tmp_path):
-  """In another process, which has not imported it."""
+  """In a process of another user, who has not named it for this run."""
+
+  environment = os.environ | {'XDG_STATE_HOME': str(tmp_path)}
 
   def show(*arguments):
     command = [sys.executable, '-m', 'praxis_lite', 'show', f'--job_log_dir={run}', '--noparameters', *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
 
   refused = show()
   assert refused.returncode == 2
@@ -145,8 +155,10 @@ def test_what_could_not_be_recorded_is_told(run, capsys):
 
 
 def test_a_directory_that_records_nothing(tmp_path, capsys):
-  for command in ('show', 'check', 'eval', 'train', 'verify', 'decode'):
+  for command in ('show', 'check', 'train', 'verify'):
     assert re.search('--exp is missing: .*nothing records none', call(capsys, command, tmp_path / 'nothing', code=2))
+  for command in ('eval', 'decode'):
+    assert 'nothing records no run; there is no' in call(capsys, command, tmp_path / 'nothing', code=2)
   assert not (tmp_path / 'nothing').exists()
 
 
@@ -158,3 +170,15 @@ def test_the_runs_near_a_directory_that_is_none_are_named(run, capsys):
   assert f"', and no run; there is no such directory. Did you mean '{run.name}'?" in call(
     capsys, 'show', run, f'--diff={run}s', code=2
   )
+  (run.parent / 'a_bcd').mkdir()
+  (run.parent / 'a_bcd' / 'run.json').touch()
+  assert call(capsys, 'eval', run.parent / 'a_xyd', code=2).endswith('records no run; there is no such directory.\n')
+
+
+def test_a_run_whose_record_is_missing_is_not_said_to_be_below_itself(run, capsys, tmp_path):
+  (tmp_path / 'checkpoints').mkdir()
+  shutil.copy(run / 'config.txt', tmp_path)
+  for command in ('show', 'eval'):
+    told = call(capsys, command, tmp_path, code=2)
+    assert f'{tmp_path} records no run, but has other files of a run; name its experiment with --exp, and train' in told
+    assert told.endswith(f'; {tmp_path / "config.txt"} has its config as text\n')

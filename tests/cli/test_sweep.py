@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 
+import jax
 import pytest
 from quick_xla import xla_flags
 from warm_python import WarmPopen, started
@@ -25,6 +26,7 @@ RATE = 'task.train.learner.learning_rate'
 
 def sweep(folder, *arguments):
   """Its exit code, and what it prints; each point is a process of its own."""
+  jax.devices()  # Started here, with the devices of this process.
   with contextlib.ExitStack() as stack:
     patched = stack.enter_context(pytest.MonkeyPatch.context())
     patched.setattr(subprocess, 'Popen', WarmPopen)
@@ -47,7 +49,7 @@ def swept(tmp_path_factory):
 @pytest.mark.slow
 def test_a_sweep_trains_each_point_reports_failures_and_names_the_best(swept):
   folder, code, printed = swept
-  assert code == 1
+  assert code == 1 and 'without a record' not in printed
   names = [f'learning_rate={rate},hidden={hidden}' for rate in ('1e-3', '1e-1') for hidden in (5, 13)]
   assert sorted(p.name for p in folder.iterdir()) == sorted([*names, 'sweep.json'])
   assert re.search(r'\[1/4\] learning_rate=1e-3,hidden=5: done in \d+ s', printed)
@@ -73,11 +75,11 @@ def test_the_same_sweep_again_starts_only_what_is_not_finished(swept):
 def test_runs_prints_the_table_of_a_sweep(swept, capsys):
   folder, *_ = swept
   assert main(['runs', str(folder)]) == 0
-  header, *rows = capsys.readouterr().out.splitlines()
-  assert header.split() == ['run', 'step', 'age', 'loss', 'best', 'differs', 'in']
-  assert rows.pop() == 'best: eval/valid/loss, lower is better, @ its step'
+  title, header, *rows = capsys.readouterr().out.splitlines()
+  assert title == 'tiny_experiment.Tiny (TinyModel), 2 runs; best: lowest eval/valid/loss'
+  assert header.split() == ['run', 'step', 'age', 'loss', 'best', 'learning_rate']
   assert len(rows) == 2  # The others have written nothing.
-  assert any(re.search(r'hidden=5 +2/2 +[\d.]+ s +[\d.]+ +[\d.]+ @2  learning_rate=0.001', row) for row in rows), rows
+  assert any(re.search(r'hidden=5 +2/2 +[\d.]+ s +[\d.]+ +[\d.]+ @2 +0.001', row) for row in rows), rows
   assert main(['runs', str(folder), '--metric=nothing']) == 2
   assert '--metric=nothing: no run has it' in capsys.readouterr().err
 
@@ -90,7 +92,7 @@ def test_the_table_fits_the_terminal(swept, capsys, monkeypatch, columns):
   lines = re.sub(r'\x1b\[\d*m', '', capsys.readouterr().out).splitlines()
   assert max(map(len, lines)) <= columns
   text = ''.join(lines).replace(' ', '')
-  assert all(word in text for word in ('hidden=5', '2/2', 'learning_rate=0.001'))
+  assert all(word in text for word in ('hidden=5', 'learning_rate', '0.001'))
 
 
 def test_runs_where_there_are_none(tmp_path, capsys):
@@ -103,6 +105,19 @@ def test_a_sweep_in_the_directory_of_a_run_is_refused(tmp_path, capsys):
   (tmp_path / 'run.json').touch()
   assert main(['sweep', EXP, f'--job_log_dir={tmp_path}', '--set=task.model.hidden=1,2']) == 2
   assert 'is the directory of a run' in capsys.readouterr().err
+
+
+def test_a_point_that_is_interrupted_before_it_trains_is_not_called_silent(tmp_path, monkeypatch, capsys):
+  def interrupt(points, folder, command, *, parallel, ended):
+    for code, point in zip((-signal.SIGTERM, 128 + signal.SIGTERM), points):
+      (folder / point.name).mkdir()
+      (folder / point.name / 'sweep.log').touch()
+      ended(point, code, 1.0)
+    return True
+
+  monkeypatch.setattr('praxis_lite.runs.sweep.run_points', interrupt)
+  assert main(['sweep', EXP, f'--job_log_dir={tmp_path}', '--set=task.model.hidden=3,4']) == 130
+  assert capsys.readouterr().out.count('stopped: interrupted before it trained') == 2
 
 
 @pytest.mark.slow
@@ -134,12 +149,25 @@ def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
       [EXP, '--job_log_dir=x', f'--set={RATE}=1,2', '--set=datasets[0].batch_size=4,0'],
       'learning_rate=1,batch_size=0: ',
     ),
-    ([EXP, '--job_log_dir=x', '--devices=2', '--set=task.ici_mesh_shape=(1,),(4,)'], 'the mesh needs 4 devices, and '),
+    (
+      [EXP, '--job_log_dir=x', '--devices=2', '--set=task.ici_mesh_shape=(1,),(4,)'],
+      "{'data': 4} needs 4 devices, and there are 2",
+    ),
+    (
+      [EXP, '--job_log_dir=x', '--set=task.ici_mesh_shape=(1,),(999,)'],
+      "999,_-d704579a: task: ici_mesh_shape: the mesh {'data': 999} needs 999 devices",
+    ),
+    (
+      [EXP, '--job_log_dir=x', '--set=task.train.best_metric=loss,foo'],
+      "best_metric=foo: task.train.best_metric = 'foo': there is no such metric",
+    ),
+    ([EXP, '--job_log_dir=x', '--set=task.train.inputs_split_mapping.map_1d=None,(data,)'], "has no 'map_2d', and an"),
     ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,'], 'a value between commas is empty'),
   ],
 )
 def test_mistakes_are_told_before_anything_is_written(tmp_path, monkeypatch, capsys, arguments, message):
   monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
   assert main(['sweep', *arguments]) == 2
   assert message in capsys.readouterr().err
   assert list(tmp_path.iterdir()) == []

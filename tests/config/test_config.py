@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import typing
 
 import numpy as np
@@ -15,9 +16,13 @@ from praxis_lite.common.config import (
   config_values,
   field_type_hints,
   instantiate,
+  target,
   template,
 )
 from praxis_lite.common.errors import ConfigError, UnknownFieldError
+from praxis_lite.common.importing import short_path
+from praxis_lite.experiments.lm import SyntheticLmTiny
+from praxis_lite.training.experiment import configure
 
 if typing.TYPE_CHECKING:
   from nowhere import Unresolvable
@@ -145,3 +150,57 @@ def test_configs_in_the_fields_of_a_template_are_not_shared():
   one, other = Config(Outer), Config(Outer)
   one.inner_tpl.norm_tpl.epsilon = 2.0
   assert other.inner_tpl.norm_tpl.epsilon == Config(Outer).inner_tpl.norm_tpl.epsilon == 1.0
+
+
+# ---------------------------------------------------------------- where a name is misspelled
+
+
+def misspell(edit):
+  """Runs a line of a user's code; returns the message of its error, without this file's name."""
+  with pytest.raises(UnknownFieldError) as caught:
+    edit()
+  line = f'{short_path(__file__)}:{edit.__code__.co_firstlineno + 1}'
+  assert str(caught.value).endswith(f' ({line})')
+  return str(caught.value).partition(' has no field')[0]
+
+
+def test_a_misspelled_field_names_the_path_of_its_config_and_the_line():
+  experiment = configure(SyntheticLmTiny)
+  cfg, model = experiment.task, experiment.task.model
+
+  def set_a_field():
+    experiment.task.model.hiden = 3
+
+  def read_a_config():
+    cfg.modle.hidden = 3
+
+  def set_fields():
+    experiment.task.train.set(num_train_step=3)
+
+  def set_in_an_input():
+    experiment.datasets[1].batch_sze = 3
+
+  def use_a_variable():
+    model.lm_tpl.transfrmer_tpl.x = 3
+
+  def make_a_config():
+    Config(target(cfg), nmae='a')
+
+  assert misspell(set_a_field) == 'task.model (LanguageModel)'
+  assert misspell(read_a_config) == 'task (LanguageModelTask)'
+  assert misspell(set_fields) == 'task.train (TrainParams)'
+  assert misspell(set_in_an_input) == 'datasets[1] (SyntheticLMInput)'
+  assert misspell(use_a_variable) == 'model.lm_tpl (TransformerLm)'
+  assert misspell(make_a_config) == 'LanguageModelTask'
+
+
+@pytest.mark.parametrize(
+  'package', ['praxis_lite', 'praxis_lite.runs', 'praxis_lite.training', 'praxis_lite.partitioning']
+)
+def test_a_star_imports_the_public_names_of_a_package(package):
+  names = {}
+  exec(f'from {package} import *', names)
+  module = importlib.import_module(package)
+  assert set(module.__all__) <= names.keys() and set(module.__all__) <= set(dir(module))
+  assert {'praxis_lite': 'Config', 'praxis_lite.runs': 'run_train'}.get(package, 'partition_spmd_model') in names
+  assert not {'lazy_names', 'TYPE_CHECKING', 'annotations'} & names.keys()

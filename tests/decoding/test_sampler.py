@@ -57,10 +57,14 @@ def _decode(context, chunk, **fields):
   return jax.jit(run)
 
 
-def greedy_by_hand(prompt, steps, context=99):
+def greedy_by_hand(prompt, steps, context=99, penalty=1.0, ngram=None):
   ids = list(prompt)
   for _ in range(steps):
-    ids.append(int(np.argmax(logits_after(ids[-context:]))))
+    logits = logits_after(ids[-context:])
+    logits = np.where(np.isin(np.arange(V), ids), np.where(logits > 0, logits / penalty, logits * penalty), logits)
+    groups = {tuple(ids[i : i + ngram]) for i in range(len(ids) - ngram + 1)} if ngram else ()
+    allowed = [t for t in range(V) if (*ids[len(ids) - ngram + 1 :], t) not in groups] if ngram else range(V)
+    ids.append(int(max(allowed, key=lambda t: logits[t])))
   return ids[len(prompt) :]
 
 
@@ -136,6 +140,21 @@ def test_wide_arrays_and_chunks_change_nothing(context, chunk):
   np.testing.assert_array_equal(sampled.ids[1, :3], decode(context=context).ids[1, :3])
 
 
+@pytest.mark.parametrize('penalty, ngram', [(1.7, None), (1.0, 2), (1.3, 3)])
+@pytest.mark.parametrize('context', [None, 5])
+def test_repetitions_of_prompt_and_continuation_are_penalized_and_excluded(penalty, ngram, context):
+  """Also those of tokens that the model does not see any more."""
+  fields = {'repetition_penalty': penalty, 'no_repeat_ngram_size': ngram, 'temperature': 0.0, 'max_decode_steps': 16}
+  decoded, plain = decode(context=context, **fields), decode(context=context, temperature=0.0, max_decode_steps=16)
+  assert not np.array_equal(decoded.ids, plain.ids)
+  for row, length in enumerate(LENGTHS):
+    expected = greedy_by_hand(PROMPTS[row, :length], 16, context or 99, penalty, ngram)
+    assert decoded.ids[row].tolist() == expected
+    ids = [*PROMPTS[row, :length], *expected]
+    logits = logits_after(ids[:-1][-(context or 99) :]).astype(np.float64)  # The log-probability is the model's own.
+    np.testing.assert_allclose(decoded.log_probs[row, -1], logits[ids[-1]] - np.log(np.exp(logits).sum()), atol=1e-4)
+
+
 def test_a_row_may_ask_for_no_token():
   np.testing.assert_array_equal(decode(max_tokens=np.array([0, 2, 9], np.int32)).lengths, [0, 2, 6])
 
@@ -153,7 +172,11 @@ def test_many_lengths_share_a_bucket():
 
 
 @pytest.mark.parametrize(
-  'fields', [{'max_decode_steps': 0}, {'temperature': -1.0}, {'top_k': 0}, {'top_p': 0.0}, {'top_p': 1.5}]
+  'fields',
+  [
+    *({'max_decode_steps': 0}, {'temperature': -1.0}, {'top_k': -1}, {'top_p': 0.0}, {'top_p': 1.5}, {'min_p': 1.5}),
+    *({'min_p': -0.1}, {'repetition_penalty': 0.0}, {'repetition_penalty': float('nan')}, {'no_repeat_ngram_size': 0}),
+  ],
 )
 def test_impossible_hyperparameters_are_named(fields):
   (field,) = fields

@@ -12,12 +12,13 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding import Sampler, sample_tokens
+from praxis_lite.models.decoding.sampling import exclude_ngrams, penalize_repetition
 
 LOGITS = np.array([0.3, 2.0, -1.0, 1.2, 2.0, 0.0], np.float32)
 DRAWS = 20000
 
 
-def truncated(logits, temperature, top_k, top_p):
+def truncated(logits, temperature, top_k, top_p, min_p=None):
   """The smallest allowed sets by definition: tokens by falling probability, lower ids first among equals."""
   probs = np.exp(logits / temperature)
   probs /= probs.sum()
@@ -27,24 +28,79 @@ def truncated(logits, temperature, top_k, top_p):
     total = sum(probs[i] for i in kept)
     n = next(n for n in range(1, len(kept) + 1) if sum(probs[i] for i in kept[:n]) / total >= top_p - 1e-7)
     kept = kept[:n]
+  kept = [i for i in kept if probs[i] >= (min_p or 0) * probs.max() - 1e-12]
   expected = np.zeros(len(probs))
   expected[kept] = probs[kept]
   return expected / expected.sum()
 
 
 @pytest.mark.parametrize(
-  'temperature, top_k, top_p', list(itertools.product([1.0, 0.5], [None, 1, 3, 9], [None, 0.2, 0.85, 1.0]))
+  'temperature, top_k, top_p, min_p',
+  [
+    *itertools.product([1.0, 0.5], [None, 1, 3, 9], [None, 0.2, 0.85, 1.0], [None]),
+    *[
+      (1.0, None, None, 0.0),
+      (1.0, 0, None, None),
+      (1.0, 0, 0.85, None),
+      (1.0, None, None, 0.2),
+      (2.0, None, None, 0.2),
+      (1.0, 3, 0.9, 0.5),
+      (1.0, None, 0.85, 1.0),
+    ],
+  ],
 )
-def test_tokens_are_drawn_from_the_truncated_distribution(temperature, top_k, top_p):
+def test_tokens_are_drawn_from_the_truncated_distribution(temperature, top_k, top_p, min_p):
   keys = jax.random.split(jax.random.key(0), DRAWS)
   logits = jnp.broadcast_to(LOGITS, (DRAWS, 6))
   # Not under jit: the operations are compiled once for all cases.
-  drawn = sample_tokens(logits, keys, temperature=temperature, top_k=top_k, top_p=top_p)
+  drawn = sample_tokens(logits, keys, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
   frequencies = np.bincount(drawn, minlength=6) / DRAWS
-  expected = truncated(LOGITS.astype(np.float64), temperature, top_k, top_p)
+  expected = truncated(LOGITS.astype(np.float64), temperature, top_k, top_p, min_p)
   assert set(np.flatnonzero(frequencies)) <= set(np.flatnonzero(expected))
   # Five standard deviations of a frequency at most.
   np.testing.assert_allclose(frequencies, expected, atol=5 * 0.5 / np.sqrt(DRAWS))
+
+
+def repeated(row, size):
+  """The tokens that would end a group of `size` tokens that is in the row already, by definition."""
+  groups = {tuple(row[i : i + size]) for i in range(len(row) - size + 1)}
+  return [t for t in range(6) if len(row) + 1 >= size and (*row[len(row) - size + 1 :], t) in groups]
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 5])
+def test_what_repeats_a_row_is_less_probable_or_excluded(size):
+  rng = np.random.default_rng(size)
+  lengths = np.array([0, 1, 2, 4, 9, 12])
+  ids = rng.integers(0, 4, (6, 12)).astype(np.int32)
+  ids[np.arange(12) >= lengths[:, None]] = 5  # Arbitrary: it must have no effect.
+  logits = rng.normal(size=(6, 6)).astype(np.float32)
+  penalized = penalize_repetition(logits, ids, lengths, 1.5)
+  excluded = exclude_ngrams(logits, ids, lengths, size)
+  for row, length in enumerate(lengths):
+    text = ids[row, :length].tolist()
+    expected = [x if t not in text else x / 1.5 if x > 0 else x * 1.5 for t, x in enumerate(logits[row])]
+    np.testing.assert_allclose(penalized[row], expected, rtol=1e-6)
+    expected = np.where(np.isin(np.arange(6), repeated(text, size)), -np.inf, logits[row])
+    np.testing.assert_array_equal(excluded[row], expected)
+  np.testing.assert_array_equal(exclude_ngrams(logits, ids, lengths, 13), logits)
+
+
+def test_repetitions_are_those_of_transformers():
+  torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
+  theirs = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
+  rng = np.random.default_rng(0)
+  ids, logits = rng.integers(0, 6, (5, 12)).astype(np.int32), rng.normal(size=(5, 6)).astype(np.float32)
+  lengths, inputs = np.full(5, 12), (torch.tensor(ids, dtype=torch.long), torch.tensor(logits))
+  expected = theirs.RepetitionPenaltyLogitsProcessor(1.3)(*inputs)
+  np.testing.assert_allclose(penalize_repetition(logits, ids, lengths, 1.3), expected, rtol=1e-6)
+  for size in (1, 2, 3):
+    expected = theirs.NoRepeatNGramLogitsProcessor(size)(*inputs)
+    np.testing.assert_array_equal(exclude_ngrams(logits, ids, lengths, size), expected)
+  expected = theirs.MinPLogitsWarper(0.3)(*inputs).isfinite()
+  keys = jax.random.split(jax.random.key(0), 2000)
+  for row in range(5):
+    drawn = sample_tokens(jnp.broadcast_to(logits[row], (2000, 6)), keys, min_p=0.3)
+    assert set(np.asarray(drawn).tolist()) == set(np.flatnonzero(expected[row]).tolist())
 
 
 def test_zero_temperature_takes_the_most_probable():

@@ -66,6 +66,20 @@ def test_a_mapping_that_cannot_be_is_an_error_with_its_field(wt: Any, kind: str,
   assert has_errors([problem])
 
 
+@pytest.mark.parametrize('fault', ['branch on an array', 'shapes'])
+def test_an_error_of_the_model_in_the_step_is_not_called_one_of_shardings(fault: str) -> None:
+  def loss(self: ClassificationModel, predictions: Any, batch: Any) -> Any:
+    if fault == 'shapes':
+      return batch['label'] + jnp.ones((3, 5))
+    return 1.0 if batch['weights'].sum() > 0 else 0.0
+
+  config = classifier()
+  model = type('Faulty', (ClassificationModel,), {'compute_loss': loss})
+  config.model = Config(model, num_classes=8, network_tpl=config.model.network_tpl)
+  (problem,) = check(config, BATCH)
+  assert problem.kind == 'error in the step' and has_errors([problem])
+
+
 def test_an_axis_that_the_mesh_does_not_have_is_found_in_rules_strategies_and_inputs() -> None:
   rules = classifier(('embed', 'mlp'), logical_axis_rules=(('embed', 'model'), ('mlp', 'mdl')))
   strategy = classifier(None, strategy=[('.*', 'shard_dim("model", 0)')])

@@ -5,17 +5,14 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from browser import IS_NARROW, needs_chromium, use_page
 
 from praxis_lite.instruments.explain import Problem, Severity, ShardingReport, check, explain_task
 from praxis_lite.instruments.explain.page import render_page, write_page
 from praxis_lite.training import registry
-
-CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 
 
 @pytest.fixture(scope='module')
@@ -64,43 +61,57 @@ def test_it_is_written_where_asked(report: ShardingReport, tmp_path: Path) -> No
   assert file.read_text(encoding='utf-8').startswith('<!doctype html>')
 
 
-# Uses each control as a user would, and leaves what the page then says in its title.
+# Uses each control as a user would.
 _SESSION = """
-<script>
-const said = [], count = () => said.push($('count').textContent);
-try {
+  const count = () => say($('count').textContent);
   count();
   $('search').value = 'softmax'; $('search').oninput(); count();
   $('search').value = ''; $('search').oninput();
   for (const button of document.querySelectorAll('#kinds button[aria-pressed=false]')) button.click();
   count();
   for (const array of data.arrays) select(array);
-  document.querySelector('#map rect.group').onclick(); said.push($('crumbs').querySelectorAll('button').length);
+  document.querySelector('#map rect.group').onclick(); say($('crumbs').querySelectorAll('button').length);
   $('color').value = 'kind'; $('color').onchange();
   document.documentElement.className = ''; $('theme').click();
-  said.push(document.documentElement.className);
+  say(document.documentElement.className);
   select(data.arrays.find((a) => a.path === 'lm.softmax.w'));
-  said.push(document.querySelectorAll('figure .cell').length);
-} catch (error) { said.push('ERROR ' + error.stack); }
-document.title = said.join(' | ');
-</script></body>
+  say(document.querySelectorAll('figure .cell').length);
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium')
+@needs_chromium
 def test_in_a_browser_it_filters_zooms_switches_themes_and_draws_every_array(
   report: ShardingReport, tmp_path: Path
 ) -> None:
-  page = tmp_path / 'page.html'
-  page.write_text(render_page(report, 'x').replace('</body>', _SESSION), encoding='utf-8')
-  flags = '--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking'
-  command = [CHROMIUM, *flags.split(), '--disable-component-update', '--disable-sync', f'--user-data-dir={tmp_path}/u']
-  done = subprocess.run(
-    [*command, '--dump-dom', page.as_uri()], capture_output=True, text=True, timeout=600, check=True
-  )
-  said = re.search(r'<title>(.*?)</title>', done.stdout, re.DOTALL)[1].split(' | ')
+  said = use_page(render_page(report, 'x'), _SESSION, tmp_path)
   stored, everything = len(report.variables) + len(report.slots), len(report.arrays())
   softmax = sum('softmax' in e.path for e in [*report.variables, *report.slots])
   assert said[:3] == [f'{n} of {everything} arrays' for n in (stored, softmax, everything)]
   # Crumbs 'all' and 'lm'; dark; 64 parts of the array and 64 devices of the mesh.
   assert said[3:] == ['2', 'dark', '128']
+
+
+@needs_chromium
+def test_on_a_phone_nothing_is_cut_and_reasons_have_a_line_of_their_own(report: ShardingReport, tmp_path: Path) -> None:
+  widths = 'say(Math.min(...[...document.querySelectorAll("td.why")].map((cell) => cell.clientWidth)));'
+  *fits, narrowest = use_page(render_page(report, 'x'), IS_NARROW + widths, tmp_path, width=400)
+  assert fits == ['true'] * 3
+  assert int(narrowest) > 250
+
+
+_OPENED = """
+  say(state.selected.kind, partsOf(state.selected), visible().includes(state.selected));
+  say(document.querySelectorAll('figure').length, $('mesh').textContent);
+"""
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+  ('name', 'opened'),
+  [
+    ('lm.StdlibLmData', ['activation', '8', 'true', '2', 'replica 8 x data 1 x mdl 1 = 8 devices']),
+    ('lm.StdlibLmTiny', ['parameter', '1', 'true', '0', 'one device: nothing to split, so the page shows sizes']),
+  ],
+)
+def test_it_opens_on_the_array_with_most_parts(name: str, opened: list[str], tmp_path: Path) -> None:
+  assert use_page(render_page(explain_task(registry.get(name)), 'x'), _OPENED, tmp_path) == opened

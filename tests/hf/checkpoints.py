@@ -125,9 +125,21 @@ def make(folder: Path, case: str, **changes: Any) -> Path:
   return folder
 
 
-def write(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], max_file_bytes: int = 8000) -> None:
-  """Writes config.json and tensors by the names given, by default in several files."""
+def write(
+  folder: Path,
+  config: dict[str, Any],
+  shapes: dict[str, tuple[int, ...]],
+  max_file_bytes: int = 8000,
+  **values: np.ndarray,
+) -> Path:
+  """Writes config.json and tensors by the names given, by default in several files; `values` are other tensors."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config))
   declared = {name: Declared(np.dtype(np.float32), shape) for name, shape in shapes.items()}
-  write_folder(folder, declared, lambda n: weight(n, shapes[n], config['model_type']), max_file_bytes)
+  declared |= {name: Declared(value.dtype, value.shape) for name, value in values.items()}
+
+  def tensor(name: str) -> np.ndarray:
+    return values[name] if name in values else weight(name, shapes[name], config['model_type'])
+
+  write_folder(folder, declared, tensor, max_file_bytes)
+  return folder

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
 from checkpoints import CASES, IDS
 from on_meshes import MESHES, load
 
+import praxis_lite
 from praxis_lite.bridges.hf import export_run, import_run, write_model
 from praxis_lite.inputs import HfTokenizer
 from praxis_lite.models import transformer_lm
@@ -60,7 +63,8 @@ def test_16_bits_there_and_back(tmp_path):
     assert torch.equal(ours.state_dict()[name], tensor), name
 
 
-def test_a_tokenizer_and_its_chats_are_those_of_transformers(tmp_path):
+def chat_tokenizer():
+  """A tokenizer of transformers with a chat template."""
   from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
   tokenizer = Tokenizer(models.BPE())
@@ -73,6 +77,34 @@ def test_a_tokenizer_and_its_chats_are_those_of_transformers(tmp_path):
     "{{- bos_token }}\n{%- for m in messages %}\n  {{- '<|' + m.role + '|>' + m['content'] | trim + eos_token }}\n"
     '{%- endfor %}\n{%- if add_generation_prompt %}<|assistant|>{% endif %}'
   )
+  return theirs
+
+
+def test_an_export_generates_the_same_with_its_tokenizer_and_settings(tmp_path):
+  """As a server that loads the folder would: tokens of a chat, stop token, penalties."""
+  tokenizer = chat_tokenizer()
+  model = transformer_lm(vocab_size=len(tokenizer), model_dims=18, num_layers=2, num_heads=3).instantiate()
+  rng = np.random.default_rng(0)
+  variables = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape, np.float32), model.init(jax.random.key(0)))
+  write_model(tmp_path / 'source', model, variables)
+  tokenizer.save_pretrained(tmp_path / 'source')
+  says = {'repetition_penalty': 1.3, 'no_repeat_ngram_size': 3, 'max_new_tokens': 20, 'eos_token_id': 1}
+  (tmp_path / 'source' / 'generation_config.json').write_text(json.dumps(says))
+  import_run(tmp_path / 'source', tmp_path / 'run')
+  export_run(read_record(tmp_path / 'run').config, tmp_path / 'run', tmp_path / 'out')
+
+  theirs, tokenizer = loaded(tmp_path / 'out'), transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+  run = praxis_lite.open_run(tmp_path / 'run').load()
+  messages = [{'role': 'user', 'content': 'the cat'}]
+  ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors='pt', return_dict=True)
+  assert ids['input_ids'][0].tolist() == run.tokenizer.chat_ids(messages)
+  expected = theirs.generate(**ids, pad_token_id=0)[0, ids['input_ids'].shape[1] :].tolist()
+  assert run.decode([run.tokenizer.chat_ids(messages)]) == [expected]
+  assert expected != run.decode([run.tokenizer.chat_ids(messages)], repetition_penalty=1.0)[0]
+
+
+def test_a_tokenizer_and_its_chats_are_those_of_transformers(tmp_path):
+  theirs = chat_tokenizer()
   theirs.save_pretrained(tmp_path)
   ours = HfTokenizer(path=str(tmp_path))
   messages = [{'role': 'user', 'content': ' the cat\n'}]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import golden, make, write
 
+from praxis_lite.bridges.hf import import_run, read_model
 from praxis_lite.bridges.hf.files import INDEX_FILE, Declared, read_header, write_folder
 from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint
 from praxis_lite.cli.main import main
-from praxis_lite.common.errors import CheckpointError, UserError
+from praxis_lite.common.errors import CheckpointError, DataError, UserError
+from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
 
 
 def opened(folder):
@@ -33,7 +36,15 @@ def one_file(tmp_path, case='llama'):
 @pytest.mark.parametrize(
   'changes, message',
   [
-    ({'model_type': 'qwen'}, r"model_type 'qwen' is not supported. Did you mean 'qwen[23]'\? Known: llama, mistral, "),
+    (
+      {'model_type': 'gemma3'},
+      r"config.json: model_type 'gemma3' is not supported; supported: llama, mistral, .*, gpt2$",
+    ),
+    ({'model_type': 'mamba'}, r"model_type 'mamba' is not supported; supported: llama, mistral, .*, gpt2$"),
+    (
+      {'architectures': ['LlamaForSequenceClassification']},
+      r'architectures = \["LlamaForSequenceClassification"\]: a head .* such as a classification head, is not',
+    ),
     ({'hidden_act': 'mish'}, r"config.json: hidden_act = 'mish' is not supported; known: silu, "),
     ({'hidden_size': 'x'}, r"config.json: hidden_size = 'x'; expected an integer of at least 1"),
     (
@@ -83,7 +94,7 @@ def test_truncated_and_damaged_files_are_named(tmp_path):
   file.write_bytes(data[:-7])
   with pytest.raises(CheckpointError, match=rf'is truncated: its header describes {len(data)} bytes, and there are'):
     opened(tmp_path)
-  for beginning in (data[:100], b'', b'PK\x03\x04' + data[4:]):
+  for beginning in (data[:100], data[:5], b'PK\x03\x04' + data[4:]):
     file.write_bytes(beginning)
     with pytest.raises(CheckpointError, match='is truncated, or not a safetensors file'):
       opened(tmp_path)
@@ -105,6 +116,10 @@ def test_shards_that_are_missing_and_an_index_that_is_wrong_are_named(tmp_path):
   with pytest.raises(CheckpointError, match=f'names the file {first}, and there is no such file'):
     opened(tmp_path)
   (tmp_path / 'moved').rename(tmp_path / first)
+  (tmp_path / INDEX_FILE).rename(tmp_path / 'moved')
+  with pytest.raises(CheckpointError, match=f'; {first} is a part of a checkpoint: download the index too$'):
+    opened(tmp_path)
+  (tmp_path / 'moved').rename(tmp_path / INDEX_FILE)
   index['weight_map']['lost'] = first
   (tmp_path / INDEX_FILE).write_text(json.dumps(index))
   with pytest.raises(CheckpointError, match=f'says that lost is in {first}, which does not have it'):
@@ -118,11 +133,84 @@ def test_shards_that_are_missing_and_an_index_that_is_wrong_are_named(tmp_path):
     opened(tmp_path)
 
 
-def test_other_formats_are_named(tmp_path):
-  file = one_file(tmp_path)
-  file.rename(tmp_path / 'pytorch_model.bin')
-  with pytest.raises(CheckpointError, match=r'pytorch_model.bin is in an older format: load and save it with transfor'):
+@pytest.mark.parametrize('has_config', [True, False])
+@pytest.mark.parametrize(
+  'name, message',
+  [
+    ('pytorch_model.bin', 'is in an older format: load and save it with transformers'),
+    (
+      'model-Q4_K_M.gguf',
+      r'is in the format of llama.cpp; download the model from which it was made, as \*.safetensors',
+    ),
+    (
+      'consolidated.safetensors',
+      r'names of tensors of its authors; download model\*.safetensors and config.json of the',
+    ),
+    (
+      'consolidated.00.pth',
+      r'is in the format of its authors; download model\*.safetensors and config.json of the same',
+    ),
+    (
+      'adapter_model.safetensors',
+      'is an adapter, such as LoRA, without the model; merge both with peft, and save them',
+    ),
+  ],
+)
+def test_other_formats_are_named(name, message, has_config, tmp_path):
+  one_file(tmp_path).rename(tmp_path / name)
+  if not has_config:
+    (tmp_path / 'config.json').unlink()
+  for path in (tmp_path, tmp_path / name):
+    with pytest.raises(UserError, match=f'; {name} .*{message}'):
+      opened(path)
+
+
+def test_a_head_of_another_kind_is_named_by_its_tensors(tmp_path):
+  write(tmp_path, golden('llama')['config'], shapes_of('llama') | {'score.weight': (2, 18)})
+  with pytest.raises(CheckpointError, match=r'score.weight belongs to a head that does not predict the next token'):
     opened(tmp_path)
+
+
+POINTER = 'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4976698672\n'
+
+
+def test_git_lfs_pointers_are_named(tmp_path):
+  file = one_file(tmp_path)
+  file.write_text(POINTER)
+  with pytest.raises(
+    CheckpointError, match=r'model.safetensors is a Git LFS pointer, not the file itself; run `git lfs'
+  ):
+    opened(tmp_path)
+  for tokenizer in (HfTokenizer(path=str(file)), SentencePieceTokenizer(model_path=str(file))):
+    with pytest.raises(DataError, match=r'path: .*model.safetensors is a Git LFS pointer'):
+      _ = tokenizer.vocab_size
+  with pytest.raises(DataError, match=r'text.path: .*model.safetensors is a Git LFS pointer'):
+    TextInput(name='text', path=str(file), seq_len=4, batch_size=1).get_next()
+
+
+@pytest.mark.parametrize(
+  'dtype, value, what',
+  [('float32', np.nan, 'NaN'), ('bfloat16', np.nan, 'NaN'), ('float16', -np.inf, 'infinite values')],
+)
+def test_a_weight_that_is_not_finite_is_named_and_nothing_is_left(dtype, value, what, tmp_path):
+  def tensor(name):
+    weights = np.ones(tuple(shapes[name]), jnp.dtype(dtype))
+    weights[..., -1] = value if name == bad else 1
+    return weights
+
+  shapes, bad = shapes_of('llama'), 'model.layers.1.mlp.down_proj.weight'
+  make(tmp_path / 'hf', 'llama')
+  for file in (tmp_path / 'hf').glob('*.safetensors*'):
+    file.unlink()
+  declared = {name: Declared(np.dtype(jnp.dtype(dtype)), shape) for name, shape in shapes.items()}
+  write_folder(tmp_path / 'hf', declared, tensor, 10**9)
+  with pytest.raises(
+    CheckpointError, match=rf'model.safetensors: {bad} has {what}; its training diverged, or the file'
+  ):
+    read_model(tmp_path / 'hf')
+  with pytest.raises(CheckpointError, match=rf'^{tmp_path}/hf/model.safetensors: {bad} has {what}'):
+    import_run(tmp_path / 'hf', tmp_path / 'runs' / 'llama')
+  assert not (tmp_path / 'runs' / 'llama').exists()
 
 
 def test_quantized_tensors_are_refused_when_they_are_read(tmp_path):
@@ -150,6 +238,28 @@ def test_commands_say_what_is_missing(arguments, message, tmp_path, monkeypatch,
   err = capsys.readouterr().err
   assert message in err and err.count('\n') == 1
   assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_is_broken_is_named_by_the_import(tmp_path):
+  pytest.importorskip('tokenizers', reason='needs the package tokenizers: pip install praxis_lite[hf]')
+  make(tmp_path / 'hf', 'llama')
+  (tmp_path / 'hf' / 'tokenizer.json').write_text('{"model": ')
+  with pytest.raises(DataError, match=r'hf/tokenizer\.json is not a tokenizer'):
+    import_run(tmp_path / 'hf', tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+  import_run(
+    tmp_path / 'hf', tmp_path / 'run', overrides=['datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer']
+  )
+
+
+def test_a_model_without_a_tokenizer_is_told_of(tmp_path, capsys):
+  make(tmp_path / 'hf', 'llama')
+  run = f'--job_log_dir={tmp_path / "run"}'
+  assert main(['import-hf', str(tmp_path / 'hf'), run]) == 0
+  assert main(['decode', run, '--prompt=a']) == 2
+  assert "no tokenizer; to decode and train on text, set the one in a folder by --set 'd" in capsys.readouterr().err
+  assert main(['export-hf', run, f'--out={tmp_path / "out"}']) == 0
+  assert capsys.readouterr().err == 'no files of a tokenizer: the run has none in the format of transformers\n'
 
 
 def test_nothing_is_written_where_an_import_fails(tmp_path, capsys):

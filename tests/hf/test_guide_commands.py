@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import jax
 import pytest
 
-from praxis_lite.bridges.hf import write_model
+import praxis_lite
+from praxis_lite.bridges.hf import export_run, import_run, write_model
 from praxis_lite.cli.main import main
+from praxis_lite.common.config import Config
+from praxis_lite.inputs import HfTokenizer, SyntheticLMInput, TextInput
 from praxis_lite.models import transformer_lm
+from praxis_lite.runs.executor import run_train
+from praxis_lite.runs.records.record import read_record
 
 GUIDE = Path(__file__).parents[2] / 'docs' / 'hugging-face.md'
 # What makes them quick; the guide's own are for models of real size.
@@ -56,8 +62,10 @@ def test_the_commands_of_the_guide(chat_model, tmp_path, monkeypatch, capsys):
   (tmp_path / 'my_texts').mkdir()
   (tmp_path / 'my_texts' / 'one.txt').write_text('Once upon a time there was a mat. ' * 50)
   monkeypatch.chdir(tmp_path)
-  commands = [line for line in GUIDE.read_text().splitlines() if line.startswith('praxis-lite ')]
-  assert [shlex.split(c)[1] for c in commands] == ['import-hf', 'decode', 'decode', 'train', 'export-hf']
+  lines = map(str.strip, GUIDE.read_text().splitlines())
+  commands = [line for line in lines if line.startswith('praxis-lite ')]
+  names = ['import-hf', 'decode', 'decode', 'train', 'export-hf', 'train', 'export-hf']
+  assert [shlex.split(c)[1] for c in commands] == names
   for command in commands:
     _, name, *arguments = shlex.split(command)
     assert main([name, *arguments, *QUICKER.get(name, [])]) == 0, capsys.readouterr().err
@@ -66,4 +74,52 @@ def test_the_commands_of_the_guide(chat_model, tmp_path, monkeypatch, capsys):
       assert out.startswith('Once upon a time') == ('--chat' not in arguments)
   assert main(['show', '--job_log_dir=runs/llama']) == 0  # It is named in a sentence.
   written = {path.name for path in (tmp_path / 'exported' / 'llama').iterdir()}
-  assert written == {'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'}
+  configs = {'config.json', 'generation_config.json', 'tokenizer_config.json'}
+  assert written == configs | {'model.safetensors', 'tokenizer.json'}
+
+
+def test_an_import_is_trained_in_another_directory_and_in_place_after_it_was_moved(
+  chat_model, tmp_path, monkeypatch, capsys
+):
+  (tmp_path / 'text.txt').write_text('Once upon a time there was a mat. ' * 50)
+  monkeypatch.chdir(tmp_path)
+  import_run(chat_model, 'imported')
+  record = Path('imported/run.json').read_text()
+  shutil.move('imported', 'moved')  # Its config names the tokenizer in `imported`.
+  data = ['--set=datasets[*].path=text.txt', '--set=task.evaluate.max_batches=1', *QUICKER['train']]
+  new = ['--exp=moved', '--job_log_dir=new', '--set=task.train.init_from.path=moved']
+  assert main(['train', *new, *data]) == 0, capsys.readouterr().err
+  assert 'with the same name and shape' in capsys.readouterr().out  # The variables of the import.
+  assert Path('moved/run.json').read_text() == record
+  assert main(['train', '--job_log_dir=moved', *data]) == 0, capsys.readouterr().err
+  shutil.move('new', 'newer')
+  shutil.rmtree('moved')
+  assert main(['eval', '--job_log_dir=newer']) == 0, capsys.readouterr().err
+
+
+def test_a_run_keeps_the_tokenizer_of_its_import(chat_model, tmp_path, monkeypatch, capsys):
+  """Also if it is trained on other inputs, in another directory, or is a copy."""
+  monkeypatch.chdir(tmp_path)
+  import_run(chat_model, 'imported')
+  config = read_record('imported').config
+  size = config.task.model.vocab_size
+  data = Config(SyntheticLMInput, name='train', is_training=True, seq_len=8, vocab_size=size, batch_size=2)
+  config = config._replace(datasets=[data])
+  config.task.train.set(num_train_steps=1, save_interval_steps=1, eval_interval_steps=None)
+  config.task.train.init_from.path = 'imported'
+  run_train(config, 'tuned')
+  shutil.move('imported', 'elsewhere')
+  assert main(['checkpoints', 'copy', 'tuned', 'copied', '--nooptimizer']) == 0
+  capsys.readouterr()
+  for directory in ('copied', 'elsewhere'):  # The datasets of the second name a tokenizer where it was imported.
+    assert main(['decode', f'--job_log_dir={directory}', '--chat', '--prompt=Once', '--max_tokens=4']) == 0
+    assert capsys.readouterr().err == ''
+  assert isinstance(praxis_lite.open_run('tuned').load().tokenizer, HfTokenizer)
+  assert 'tokenizer.json' in export_run(config, 'copied', 'exported')
+  # A run that was not imported has the tokenizer of its dataset.
+  shutil.rmtree('copied/hugging_face')
+  tokenizer = Config(HfTokenizer, path=str(chat_model))
+  config = config._replace(
+    datasets=[data, Config(TextInput, path='x', seq_len=8, batch_size=2, tokenizer_tpl=tokenizer)]
+  )
+  assert 'tokenizer.json' in export_run(config, 'copied', 'exported with that of the data')

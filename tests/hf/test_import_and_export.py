@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.models import set_pipeline, transformer_lm
+from praxis_lite.runs import open_run
 from praxis_lite.runs.executor import run_train
+from praxis_lite.runs.exported import load_for_jax
 from praxis_lite.runs.inference import decode_prompts
 from praxis_lite.runs.records.record import read_record
 
@@ -35,6 +39,22 @@ _EXPERTS_OVER_DATA = ('expert_axis=data', "weight_split_dims_mapping.wt=('data',
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('case', ['mistral', 'mixtral'])
+def test_an_imported_run_is_exported_for_any_batch_size_without_data(tmp_path, case):
+  """Windows, whose caches are rings, and experts."""
+  assert main(['import-hf', str(make(tmp_path / 'source', case)), f'--job_log_dir={tmp_path / "run"}']) == 0
+  model = open_run(tmp_path / 'run').load()
+  model.export(tmp_path / 'out', 'decode', formats=('stablehlo',), platforms=('cpu',), prompt_length=8, max_tokens=2)
+  model.export(tmp_path / 'forward', formats=('stablehlo',), platforms=('cpu',))
+  forward = json.loads((tmp_path / 'forward' / 'signature.json').read_text())['programs']['forward']
+  assert forward['inputs']['ids']['shape'][0] == 'batch'
+  ids = np.asarray(IDS)[:, :8]
+  lengths = np.full(len(ids), ids.shape[1], np.int32)
+  padded = np.pad(ids, ((0, 0), (0, 8 - ids.shape[1]))).astype(np.int32)
+  logits = load_for_jax(tmp_path / 'out')['prefill']({'ids': padded, 'lengths': lengths})['logits']
+  np.testing.assert_allclose(logits, model.predict({'ids': ids})['logits'][:, -1], atol=1e-4)
+
+
 def test_an_imported_run_decodes_trains_and_is_exported(tmp_path, capsys):
   source, run = make(tmp_path / 'source', 'mixtral'), tmp_path / 'run'
   expected = tensors_of(source)
@@ -51,6 +71,11 @@ def test_an_imported_run_decodes_trains_and_is_exported(tmp_path, capsys):
   out = tmp_path / 'before'
   assert main(['export-hf', f'--job_log_dir={run}', f'--out={out}', '--max_file_gb=0.000008']) == 0
   assert_same_tensors(out, expected)
+  assert main(['export-hf', f'--job_log_dir={run}', f'--out={tmp_path / "none"}', '--max_file_gb=0']) == 2
+  assert '--max_file_gb=0: expected more than 0' in capsys.readouterr().err and not (tmp_path / 'none').exists()
+  with pytest.raises(ConfigError, match=r'^max_file_bytes: expected at least 1, got 0'):
+    export_run(config, run, tmp_path / 'none', max_file_bytes=0)
+  assert not (tmp_path / 'none').exists()
   export_run(config, run, tmp_path / 'half', dtype='bfloat16')
   assert {str(tensor.dtype) for tensor in tensors_of(tmp_path / 'half').values()} == {'bfloat16'}
 
@@ -59,7 +84,7 @@ def test_an_imported_run_decodes_trains_and_is_exported(tmp_path, capsys):
   config.task.train.set(num_train_steps=2, save_interval_steps=1)
   capsys.readouterr()
   assert run_train(config, run).step == 2
-  assert '13 variables from the checkpoint, 13 of them unchanged' in capsys.readouterr().out
+  assert 'last values of 13 of 13 variables, 13 with the same name and shape' in capsys.readouterr().out
   config.task.train.num_train_steps = 3
   assert run_train(config, run).step == 3
   assert 'restored step 2 of 3' in capsys.readouterr().out
@@ -109,18 +134,70 @@ def test_stages_in_rounds_are_written_in_the_order_of_their_layers(tmp_path):
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.reshape(a.shape)), back.variables, variables)
 
 
+def decoder_of(source, run, **says):
+  """Imports a checkpoint with this generation_config.json; returns the sampler and the lines about the import."""
+  (source / 'generation_config.json').write_text(json.dumps(says))
+  lines = import_run(source, run)
+  return read_record(run).config.task.model.decoder_tpl.instantiate(), lines
+
+
 def test_sampling_is_as_generation_config_says(tmp_path):
   source = make(tmp_path / 'source', 'llama')
-  (source / 'generation_config.json').write_text(
-    '{"do_sample": true, "temperature": 0.6, "top_k": 7, "eos_token_id": [2, 3]}'
-  )
-  import_run(source, tmp_path / 'run')
-  decoder = read_record(tmp_path / 'run').config.task.model.decoder_tpl
+  says = {'do_sample': True, 'temperature': 0.6, 'top_k': 7, 'min_p': 0.05, 'eos_token_id': [2, 3], 'bos_token_id': 1}
+  says |= {
+    'repetition_penalty': 1.05,
+    'no_repeat_ngram_size': 3,
+    'max_new_tokens': 64,
+    'num_beams': 1,
+    'use_cache': True,
+  }
+  decoder, lines = decoder_of(source, tmp_path / 'run', **says)
   assert (decoder.temperature, decoder.top_k, decoder.top_p, decoder.stop_ids) == (0.6, 7, None, (2, 3))
-  for says, told in (('"temperature": "warm"', "temperature = 'warm'"), ('"eos_token_id": ["2"]', 'eos_token_id =')):
-    (source / 'generation_config.json').write_text(f'{{"do_sample": true, {says}}}')
+  assert (decoder.min_p, decoder.repetition_penalty, decoder.no_repeat_ngram_size) == (0.05, 1.05, 3)
+  assert decoder.max_decode_steps == 64 and not any('generation_config' in line for line in lines)
+  # What transformers assumes: the 50 most probable tokens; and greedy decoding without do_sample.
+  decoder, _ = decoder_of(source, tmp_path / 'assumed', do_sample=True, top_p=1.0)
+  assert (decoder.temperature, decoder.top_k, decoder.top_p, decoder.max_decode_steps) == (1.0, 50, None, 128)
+  decoder, _ = decoder_of(source, tmp_path / 'all', do_sample=True, top_k=0)
+  assert decoder.top_k is None
+  for says, told in (({'temperature': 'warm'}, "temperature = 'warm'"), ({'eos_token_id': ['2']}, 'eos_token_id =')):
     with pytest.raises(ConfigError, match=told):
-      import_run(source, tmp_path / 'other')
+      decoder_of(source, tmp_path / 'other', do_sample=True, **says)
+
+
+def test_settings_of_generation_config_that_are_not_used_are_told(tmp_path):
+  source = make(tmp_path / 'source', 'llama')
+  says = {'temperature': 0.6, 'repetition_penalty': 1.2, 'num_beams': 4, 'length_penalty': 1.0, 'stop_strings': ['END']}
+  decoder, (_, ignored, unused, *_) = decoder_of(source, tmp_path / 'run', **says)
+  assert (decoder.temperature, decoder.top_k, decoder.repetition_penalty) == (0.0, None, 1.2)
+  assert ignored.endswith('without do_sample, decoding is greedy, so it ignores temperature = 0.6')
+  assert unused.endswith("settings, so they are not used: num_beams = 4, stop_strings = ['END']")
+  for ids, kept, end in ((9999, (), '; no token ends a continuation'), ([-1, 2], (2,), '')):
+    decoder, (_, line, *_) = decoder_of(source, tmp_path / str(kept), eos_token_id=ids)
+    assert decoder.stop_ids == kept
+    assert line.endswith(f'source: eos_token_id = {ids} is not in the vocabulary of 37 tokens{end}')
+
+
+@pytest.mark.parametrize(
+  'says',
+  [
+    {'do_sample': True, 'temperature': 0.6, 'top_k': 7, 'top_p': 0.9, 'min_p': 0.05, 'eos_token_id': [2, 3]},
+    {'do_sample': True, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'eos_token_id': 2, 'max_new_tokens': 9},
+    {'do_sample': False, 'eos_token_id': 2, 'num_beams': 4, 'repetition_penalty': 1.2, 'no_repeat_ngram_size': 3},
+  ],
+)
+def test_an_export_has_the_settings_of_the_sampler(says, tmp_path):
+  source = make(tmp_path / 'source', 'llama')
+  decoder_of(source, tmp_path / 'run', **says)
+  config = read_record(tmp_path / 'run').config
+  assert 'generation_config.json' in export_run(config, tmp_path / 'run', tmp_path / 'out')
+  written = json.loads((tmp_path / 'out' / 'generation_config.json').read_text())
+  assert written == {'repetition_penalty': 1.0, 'no_repeat_ngram_size': 0, **says}
+  config.task.model.decoder_tpl.set(temperature=0.3, max_decode_steps=77)
+  export_run(config, tmp_path / 'run', tmp_path / 'warmer')
+  written = json.loads((tmp_path / 'warmer' / 'generation_config.json').read_text())
+  assert (written['temperature'], written['do_sample']) == (0.3, True)
+  assert written.get('max_new_tokens') == (77 if 'max_new_tokens' in says else None)
 
 
 def test_a_full_disk_leaves_no_export(tmp_path, monkeypatch, capsys):

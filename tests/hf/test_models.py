@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import CASES, IDS, golden, make, weight, write
+from checkpoints import CASES, IDS, D, V, golden, make, weight, write
 from on_meshes import MESHES, load
 
 from praxis_lite.bridges.hf import writer
 from praxis_lite.bridges.hf.families import FAMILIES, describe_model
 from praxis_lite.bridges.hf.files import StoredTensor, read_folder
 from praxis_lite.bridges.hf.hf_config import HfConfig
+from praxis_lite.bridges.hf.reader import open_checkpoint
 from praxis_lite.common.config.overrides import apply_overrides
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.models import transformer_lm
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -97,9 +99,61 @@ def test_a_file_of_transformers_4_says_the_same():
 def test_tensors_without_the_prefix_of_the_head_and_old_buffers_are_accepted(tmp_path):
   recorded = golden('gpt2')
   names = {name.removeprefix('transformer.'): tuple(shape) for name, shape in recorded['tensors'].items()}
-  write(tmp_path / 'old', recorded['config'], {**names, 'h.0.attn.bias': (1, 1, 8, 8), 'h.0.attn.masked_bias': ()})
-  there = load(tmp_path / 'old')
+  mask = np.tri(8, dtype=np.float32)[None, None]
+  buffers = {'h.0.attn.bias': mask, 'h.1.attn.bias': mask.astype(bool), 'h.0.attn.masked_bias': np.float32([-1e4])[0]}
+  there = load(write(tmp_path / 'old', recorded['config'], names, **buffers))
   np.testing.assert_array_equal(there.true_variables['softmax']['w'], weight('wte.weight', names['wte.weight'], 'gpt2'))
+
+
+@pytest.mark.parametrize(
+  'case, name, value',
+  [
+    ('gpt2', 'transformer.h.0.attn.bias', np.ones((1, 1, 8, 8), np.float32)),
+    ('gpt2', 'transformer.h.0.attn.masked_bias', np.float32([-1])[0]),
+    ('gpt2', 'transformer.h.0.attn.rotary_emb.inv_freq', np.ones(3, np.float32)),
+    ('llama', 'model.layers.1.self_attn.rotary_emb.inv_freq', 1e4 ** -np.array([0, 1 / 3, 2 / 3])),
+    ('llama', 'model.layers.1.self_attn.rotary_emb.inv_freq', 50.0 ** -np.array([0, 1 / 2])),
+  ],
+)
+def test_buffers_that_config_json_contradicts_are_refused(case, name, value, tmp_path):
+  recorded = golden(case)
+  shapes = {name: tuple(shape) for name, shape in recorded['tensors'].items()}
+  with pytest.raises(CheckpointError, match=rf'has tensors that its config.json does not account for: {name}$'):
+    load(write(tmp_path, recorded['config'], shapes, **{name: value}))
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize('factor', [1, 2])
+def test_rates_of_old_checkpoints_are_accepted_if_they_are_those_of_config_json(dtype, factor, tmp_path):
+  recorded = golden('llama_with_biases')  # Rates are divided by 2; old files have them as they are, or divided.
+  shapes = {name: tuple(shape) for name, shape in recorded['tensors'].items()}
+  rates = (100.0 ** -np.array([0, 1 / 3, 2 / 3]) / factor).astype(dtype)
+  open_checkpoint(
+    write(tmp_path, recorded['config'], shapes, **{'model.layers.0.self_attn.rotary_emb.inv_freq': rates})
+  )
+
+
+@pytest.mark.parametrize('case, is_tied', [('llama', True), ('gpt2', None)])
+def test_a_head_of_its_own_is_not_tied_whatever_config_json_says(case, is_tied, tmp_path):
+  recorded = golden(case)
+  config = {**recorded['config'], **({} if is_tied is None else {'tie_word_embeddings': is_tied})}
+  shapes = {name: tuple(shape) for name, shape in recorded['tensors'].items()} | {'lm_head.weight': (V, D)}
+  there = load(write(tmp_path / 'differs', config, shapes))
+  (note,) = there.checkpoint.notes
+  assert 'tie_word_embeddings is true, but lm_head.weight differs from' in note
+  np.testing.assert_array_equal(there.true_variables['softmax']['w'].T, weight('lm_head.weight', (V, D), case))
+  if case == 'llama':  # Its golden logits are those of a head of its own.
+    np.testing.assert_allclose(there.logits(IDS), recorded['logits'], rtol=1e-5, atol=1e-5)
+  written = tensors_of(there.write(tmp_path / 'out'))
+  np.testing.assert_array_equal(written['lm_head.weight'], weight('lm_head.weight', (V, D), case))
+
+
+def test_a_head_that_repeats_the_embedding_is_tied(tmp_path):
+  recorded = golden('qwen3')
+  shapes = {name: tuple(shape) for name, shape in recorded['tensors'].items()}
+  head = weight('model.embed_tokens.weight', (V, D), 'qwen3')
+  there = load(write(tmp_path, recorded['config'], shapes, **{'lm_head.weight': head}))
+  assert 'embedding' not in there.true_variables and not there.checkpoint.notes
 
 
 @pytest.mark.parametrize('style, repeat', [('llama', True), ('llama', False), ('gpt2', True)])

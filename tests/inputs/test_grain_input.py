@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,12 +258,38 @@ def test_what_a_file_does_not_have_is_one_clear_line(files, name, fields, messag
 
 
 @pytest.mark.parametrize('cls, kind', [(TableInput, 'Parquet or Arrow'), (ArrayRecordInput, 'ArrayRecord')])
-@pytest.mark.parametrize('content', [b'no such format ' * 9000, b'PAR1 cut off', b'ARROW1 cut off', b''])
+@pytest.mark.parametrize('content', [b'no such format ' * 9000, b'PAR1 cut off', b'ARROW1 cut off'])
 def test_a_file_of_another_format_is_named(tmp_path, cls, kind, content):
   (tmp_path / 'data').write_bytes(content)
   source = Config(cls, name='rows', path=str(tmp_path), features=FEATURES, batch_size=2).instantiate()
   with pytest.raises(DataError, match=rf'rows\.path: .*data is not a whole {kind} file'):
     next(source)
+
+
+def test_a_folder_of_a_saved_dataset_is_read_and_its_splits_are_told_apart(tmp_path):
+  folder = tmp_path / 'tokens' / 'train'
+  folder.mkdir(parents=True)
+  for name in ('data-00000-of-00001.arrow', 'cache-1a2b.arrow'):  # The second is the result of a `map`.
+    with pa.ipc.new_stream(folder / name, _table().schema) as writer:
+      writer.write_table(_table())
+  (folder / 'dataset_info.json').write_text('{}')
+  (folder / 'state.json').write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}')
+  (tmp_path / 'tokens' / 'dataset_dict.json').write_text('{"splits": ["train", "test"]}')
+  fields = {'name': 'rows', 'features': FEATURES, 'batch_size': 2}
+  assert TableInput(path=str(folder), **fields).num_examples == NUM_ROWS
+  with pytest.raises(
+    DataError, match=r'rows\.path: .*tokens has a folder for each split; name one of them: .*/train, .*/'
+  ):
+    _ = TableInput(path=str(tmp_path / 'tokens'), **fields).files
+
+
+@pytest.mark.parametrize('name', ['rows.parquet', 'rows.array_record'])
+def test_other_files_in_a_folder_are_named_with_a_pattern_for_the_data(files, tmp_path, name):
+  shutil.copy(files / name, tmp_path / name)
+  (tmp_path / 'README.md').write_text('A dataset.')
+  ending = name.removeprefix('rows')
+  with pytest.raises(DataError, match=rf'README.md is not .*; to read only the data, .* as in {tmp_path}/\*\{ending}$'):
+    next(Config(FORMATS[name], name='rows', path=str(tmp_path), features=FEATURES, batch_size=2).instantiate())
 
 
 def test_a_missing_value_and_lists_of_several_lengths_are_told(tmp_path):

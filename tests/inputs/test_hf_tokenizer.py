@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError
-from praxis_lite.inputs import HfTokenizer, TextInput
+from praxis_lite.inputs import HfTokenizer, TableInput, TextInput
 from praxis_lite.inputs.hf_tokenizer import _bytes_of
 
 TEMPLATE = (
@@ -100,13 +101,84 @@ def test_the_template_may_be_a_file_or_one_of_several(make, tmp_path):
   assert make().chat_prompt(MESSAGES) == 'y'
 
 
+CHAT = [*MESSAGES, {'role': 'assistant', 'content': 'sat 🙂'}, {'role': 'user', 'content': 'on?'}]
+CHAT += [{'role': 'assistant', 'content': 'the mat'}]
+MARKED = (
+  "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+  "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+IN_LINES = """
+{%- macro said(m) -%}
+  {%- generation -%}
+    {{ m.content | trim }}{{ eos_token }}
+  {%- endgeneration -%}
+{%- endmacro -%}
+{%- for m in messages %}
+<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ said(m) }}{% else %}{{ m.content }}{% endif %}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize('template', [TEMPLATE, MARKED, IN_LINES], ids=['not marked', 'marked', 'in lines'])
+def test_the_answers_of_a_chat_are_told(make, template):
+  tokenizer = make(chat_template=template)
+  ids, is_answer = tokenizer.chat_tokens(CHAT)
+  assert ids.shape == is_answer.shape and ids.dtype == 'int32' and is_answer.dtype == bool
+  assert ''.join(tokenizer._model.id_to_token(i) or '' for i in ids[is_answer]).count('</s>') == 2
+  assert tokenizer.decode(ids[is_answer]) == 'sat 🙂the mat'
+  shown = tokenizer.chat_prompt(CHAT)
+  assert '\ue000' not in shown and shown.startswith(tokenizer._model.decode(ids.tolist(), skip_special_tokens=False))
+  assert not tokenizer.chat_tokens(MESSAGES).is_answer.any()
+
+
+def test_answers_are_those_of_transformers(make, tmp_path):
+  transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
+  tokenizer = make(chat_template=MARKED)
+  theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / 'tokenizer.json'), eos_token='</s>')
+  theirs.chat_template = MARKED
+  found = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+  ids, is_answer = tokenizer.chat_tokens(CHAT)
+  assert found['input_ids'] == ids.tolist() and found['assistant_masks'] == is_answer.astype(int).tolist()
+
+
+def test_a_template_that_does_not_show_answers_is_refused(make):
+  """It leaves out what was said before the last message."""
+  tokenizer = make(chat_template="{{ messages[-1]['content'] }}")
+  with pytest.raises(DataError, match=r'the chat template of .* does not mark answers by {% generation %}, and its'):
+    tokenizer.chat_tokens(CHAT)
+
+
+def test_a_model_may_be_trained_on_the_answers_of_chats(make, tmp_path):
+  """As in docs/hugging-face.md."""
+  pa = pytest.importorskip('pyarrow', reason='needs PyArrow: pip install praxis_lite[grain]')
+  pytest.importorskip('grain', reason='needs Grain: pip install praxis_lite[grain]')
+  from pyarrow import parquet
+
+  tokenizer = make(chat_template=MARKED)
+  parquet.write_table(pa.table({'messages': [CHAT] * 4}), tmp_path / 'chats.parquet')
+
+  def answers(row, length=64):
+    chat = tokenizer.chat_tokens(row['messages'])
+    ids, is_answer = (np.resize(x, length + 1) * (np.arange(length + 1) < len(x)) for x in chat)
+    return {'ids': ids[:-1], 'labels': ids[1:], 'weights': is_answer[1:].astype(np.float32)}
+
+  batch = TableInput(path=str(tmp_path / 'chats.parquet'), parse_fn=answers, batch_size=4).get_next()
+  assert tokenizer.decode(batch['labels'][0][batch['weights'][0] == 1]) == 'sat 🙂the mat'
+
+
 @pytest.mark.parametrize(
   'template, message',
   [
     ("{{ raise_exception('no system role') }}", 'fails: no system role'),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "fails: access to attribute '__class__'"),
     ("{{ messages.append('x') }}", 'fails: '),
-    ('{% for i in range(10**7) %}{% endfor %}', 'fails: Range too big'),
+    ('{% for i in range(10**7) %}{% endfor %}', 'fails: its ranges have more than 1,000,000 numbers in all'),
+    ('{% for i in range(10**30) %}{% endfor %}', 'fails: Python int too large'),
+    (
+      '{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}',
+      'fails: its ranges have more than',
+    ),
+    ('{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'fails: maximum recursion depth exceeded'),
+    ("{{ 'x' * 10**17 }}", 'fails: MemoryError'),
     ('{% if %}', 'fails: Expected an expression'),
     (None, 'there is no chat template in'),
   ],

@@ -188,10 +188,13 @@ CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, causal=True)
   'change, name, reason',
   [
     ({}, 'cudnn', 'the fused kernel takes this case'),
-    ({'platform': 'cpu'}, 'blockwise', '8,192 queries x 8,192 keys are too many'),
+    ({'platform': 'cpu'}, 'blockwise', 'the logits of 8,192 queries x 8,192 keys are too large'),
     ({'query_len': 512, 'key_len': 512}, 'cudnn', '512 queries x 512 keys, and the fused kernel'),
-    ({'query_len': 512, 'key_len': 512, 'platform': 'cpu'}, 'dense', '512 queries x 512 keys are few'),
-    ({'query_len': 1, 'key_len': 1024}, 'dense', '1 queries x 1,024 keys are few'),
+    ({'query_len': 512, 'key_len': 512, 'platform': 'cpu'}, 'dense', 'the logits of 512 queries x 512 keys are small'),
+    ({'query_len': 1023, 'key_len': 1024, 'platform': 'cpu'}, 'dense', 'are small'),
+    ({'query_len': 1024, 'key_len': 1024, 'platform': 'cpu'}, 'blockwise', 'are too large'),
+    ({'query_len': 1024, 'key_len': 1024, 'soft_cap': True}, 'dense', 'are small'),
+    ({'query_len': 1, 'key_len': 1024}, 'dense', 'the logits of 1 queries x 1,024 keys are small'),
     ({'arrays': True}, 'dense', 'as an array'),
     ({'soft_cap': True}, 'blockwise', 'has no logit_soft_cap'),
     ({'dtype': jnp.dtype('float32')}, 'blockwise', 'not in float32'),
@@ -203,7 +206,8 @@ CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, causal=True)
     ({'partly_mapped': True}, 'blockwise', 'inside of a shard_map over other axes'),
   ],
 )
-def test_auto_says_what_it_chooses_and_why(change, name, reason):
+def test_auto_says_what_it_chooses_and_why(monkeypatch, change, name, reason):
+  monkeypatch.setattr('praxis_lite.layers.tokamax_attention.is_installed', lambda: False)
   choice = choose_attention('auto', CASE._replace(**change))
   assert choice.name == name and reason in choice.reason
 

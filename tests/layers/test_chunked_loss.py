@@ -240,6 +240,14 @@ MESHES = {
   'more parts than chunks': ((1, 1, 8), SharedEmbeddingSoftmax, ('mdl', None), OUT, 2),
   'three devices': ((1, 1, 3), FullSoftmax, ('data', 'mdl'), OUT, 3),
   'classes over two axes': ((2, 2, 2), FullSoftmax, (None, ('data', 'mdl')), ('replica', None, ('data', 'mdl')), 2),
+  'rows over 3, an axis that splits nothing': ((2, 3, 1), FullSoftmax, ('data', 'mdl'), ('data', None, 'mdl'), 24),
+  'rows and lengths, fully sharded': (
+    (1, 2, 3),
+    SharedEmbeddingSoftmax,
+    (None, ('data', 'mdl')),
+    ('data', 'mdl', None),
+    8,
+  ),
   'logits left to the compiler': ((1, 3, 1), SharedEmbeddingSoftmax, ('data', None), None, 3),
 }
 
@@ -265,14 +273,20 @@ def test_only_sums_and_the_gradient_of_the_input_cross_the_axis_that_splits_the_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('batch, gathers', [(4, [(3, (1, 4, 2)), (3, (1, 4, 2))]), (32, [(1, (1, 4, 6))])], ids=str)
-def test_a_fully_sharded_table_is_gathered_once_in_a_pass(batch, gathers):
-  """6 classes of a part in chunks of 2: chunk by chunk where the table is larger than the logits of a chunk; else at
-  once, for both passes."""
+@pytest.mark.parametrize(
+  'batch, gathers, sums',
+  [(4, [(3, (1, 4, 2)), (3, (1, 4, 2))], (3, {2, 4})), (32, [(1, (1, 4, 6))], (1, {4, 6}))],
+  ids=str,
+)
+def test_a_fully_sharded_table_is_gathered_and_its_gradient_summed_at_once_where_rows_are_many(batch, gathers, sums):
+  """6 classes of a part in chunks of 2: chunk by chunk in each pass where the table is large beside the logits."""
   program, actual, expected = on_mesh((1, 4, 2), FullSoftmax, ('data', 'mdl'), OUT, batch)
   assert_close(actual, expected)
-  executed = parse(program()).executed_instructions()
-  assert [(times, i.collective_result[0].dims) for i, times in executed if i.collective == 'all-gather'] == gathers
+  executed = [(n, i) for i, n in parse(program()).executed_instructions() if i.collective]
+  assert [(n, i.collective_result[0].dims) for n, i in executed if i.collective == 'all-gather'] == gathers
+  reduced = [(n, array.dims) for n, i in executed if 'reduce' in i.collective for array in i.collective_result]
+  tables = [(n, {*dims} - {1}) for n, dims in reduced]
+  assert [table for table in tables if table[1] in ({2, 4}, {4, 6})] == [sums], reduced
 
 
 TRAINED = {

@@ -20,6 +20,7 @@ from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias
 from praxis_lite.layers.context_parallel import SequenceSplit, aligned_heads, context_parallel_attention
 from praxis_lite.layers.masks import Visibility
 from praxis_lite.layers.positions import BucketedBias
+from praxis_lite.layers.sequence_parts import SequencePlan
 from praxis_lite.sharding import GuardedJit
 
 
@@ -120,10 +121,21 @@ def counted(method, *, backward=False, **rules):
   return {kind: c.count for kind, c in collectives(program).items() if c.count}
 
 
+@pytest.mark.parametrize('devices', [2, 3, 4, 8])
+def test_devices_of_a_causal_ring_have_equal_work_in_each_round(devices):
+  split, size = SequenceSplit('context'), 4
+  plan = SequencePlan(split, 2 * size * devices, 2 * size * devices, size, devices, True, 0, devices - 1)
+  parts = [plan.indices(plan.query_len, device) for device in range(devices)]
+  assert sorted(np.concatenate(parts).ravel()) == [*range(plan.query_len)]
+  for offset in range(devices):
+    met = [np.sum(q.reshape(-1, 1) >= parts[d - offset].ravel()) for d, q in enumerate(parts)]
+    assert len({*met}) == 1
+
+
 def test_collectives_are_those_that_are_meant():
-  """A ring of 4 sends each block on 3 times; half parts cost two permutes, there and back."""
+  """A ring of 4 sends each block on 3 times; halves of parts cost a permute, there and back."""
   assert counted('ring') == {'collective-permute': 3}
-  assert counted('ring', causal=True) == {'collective-permute': 2 + 3 + 2}
+  assert counted('ring', causal=True) == {'collective-permute': 1 + 3 + 1}
   # Of 4 parts of 8, a window of 8 reaches into one.
   assert counted('ring', causal=True, window=8) == {'collective-permute': 1}
   # Backward, queries, keys and values, gradients of the output, and one number a query are exchanged, and their
@@ -131,6 +143,25 @@ def test_collectives_are_those_that_are_meant():
   assert counted('ring', backward=True) == {'collective-permute': 3 + 3 + 4}
   assert counted('all_to_all', causal=True) == {'all-to-all': 2}
   assert counted('all_to_all', causal=True, backward=True) == {'all-to-all': 2 + 2}
+
+
+def test_devices_of_a_ring_take_as_many_iterations_if_the_compiler_may_split_the_rows():
+  """It may put communication of all devices into a loop, so that a device which takes fewer would make them wait."""
+  mesh, name = mesh_of(context=4, mdl=2), 'causal'
+  floats, others, gradient = arguments(CASES[name])
+
+  def both(split, floats, gradient):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      out, pull = jax.vjp(lambda f: split_attend(f, others, split), floats)
+      return out, pull(gradient)[0]
+
+  for others_split in (False, True):
+    split = functools.partial(both, SequenceSplit('context', others_split=others_split))
+    program = str(jax.make_jaxpr(split)(floats, gradient))
+    assert ('while[' in program) == (not others_split)
+  placed = jax.device_put((floats, gradient), NamedSharding(mesh, PartitionSpec()))
+  found = GuardedJit(split)(*placed)
+  jax.tree.map(lambda d, b: np.testing.assert_allclose(b, d, atol=1e-5, rtol=1e-5), on_one_device(name), found)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,21 +31,29 @@ def router(**fields):
   return moe
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def results(layer, variables, x, args, side):
+  """Returns (outputs, auxiliary losses, updates, summaries) of a layer."""
+  y, out = layer.apply(variables, x, *args, do_eval=False, **side)
+  losses = {name: value * weight for name, (value, weight) in out.aux_losses.items()}
+  return y, losses, out.updates, {name: s.value for name, s in out.summaries.items() if s.kind == 'scalar'}
+
+
 def in_parts(layer_tpl, side=None):
-  """Returns (outputs, auxiliary losses, updates, summaries) of one layer, microbatch after microbatch."""
+  """Returns the results of one layer, microbatch after microbatch."""
   layer = Config(Repeat, layers_tpl=layer_tpl, num_layers=1).instantiate()
   variables, x, side, losses, summaries = drawn_variables(layer.abstract_init()), x_BTD(), side or {}, [], []
   y = np.zeros_like(x)
   for m in range(M):
     rows = np.arange(m, B, M)
     own = {name: v[rows] if np.ndim(v) and len(v) == B else v for name, v in side.items()}
-    y[rows], out = layer.apply(variables, x[rows], do_eval=False, **own)
+    y[rows], *of_part = results(layer, variables, x[rows], (), own)
     if any(v is not None and not np.any(v) for name, v in own.items() if name in ('valid', 'weights')):
       continue  # Padding alone counts in nothing.
-    variables = merge(variables, out.updates)
-    updates = out.updates
-    losses.append({name: value * weight for name, (value, weight) in out.aux_losses.items()})
-    summaries.append({name: s.value for name, s in out.summaries.items() if s.kind == 'scalar'})
+    losses.append(of_part[0])
+    updates = of_part[1]
+    variables = merge(variables, updates)
+    summaries.append(of_part[2])
 
   def mean(*values):
     return np.mean(values, axis=0)
@@ -56,9 +66,7 @@ def staged(layer_tpl, args=(), side=None, **fields):
   layer = Config(
     Pipelined, layers_tpl=layer_tpl, num_layers=1, num_stages=1, num_microbatches=M, **fields
   ).instantiate()
-  y, out = layer.apply(drawn_variables(layer.abstract_init()), x_BTD(), *args, do_eval=False, **(side or {}))
-  losses = {name: value * weight for name, (value, weight) in out.aux_losses.items()}
-  return y, losses, out.updates, {name: s.value for name, s in out.summaries.items() if s.kind == 'scalar'}
+  return results(layer, drawn_variables(layer.abstract_init()), x_BTD(), args, side or {})
 
 
 def assert_equal(got, expected):
@@ -217,11 +225,12 @@ def test_the_losses_of_a_language_model_are_those_with_more_rows_of_no_weight(ro
   variables = drawn_variables(model.abstract_init())
   ids = np.random.default_rng(0).integers(0, 17, (rows, 6)).astype(np.int32)
 
-  def losses(added):
-    _, out = model.apply(variables, batch_of(ids, added), do_eval=False, key=jax.random.key(1))
+  @jax.jit
+  def losses(batch):
+    _, out = model.apply(variables, batch, do_eval=False, key=jax.random.key(1))
     return out.aux_losses, out.updates
 
-  assert_equal(losses(0), losses(6 - rows))
+  assert_equal(losses(batch_of(ids, 0)), losses(batch_of(ids, 6 - rows)))
 
 
 @pytest.mark.parametrize('rows, added', [(1, 2), (2, 5)])
@@ -230,15 +239,14 @@ def test_microbatches_of_rows_that_fill_up_a_batch_count_in_nothing(rows, added)
   variables = drawn_variables(model.abstract_init())
   ids = np.random.default_rng(0).integers(0, 17, (rows, 6)).astype(np.int32)
 
-  def found(added):
-    def loss(variables):
-      (metrics, _), out = model.apply(variables, batch_of(ids, added), do_eval=False, key=jax.random.key(1))
-      total = metrics['loss'][0] + sum(value * weight for value, weight in out.aux_losses.values())
-      return total, (out.aux_losses, out.updates, {name: s.value for name, s in out.summaries.items()})
+  @jax.jit
+  @functools.partial(jax.value_and_grad, has_aux=True)
+  def found(variables, batch):
+    (metrics, _), out = model.apply(variables, batch, do_eval=False, key=jax.random.key(1))
+    total = metrics['loss'][0] + sum(value * weight for value, weight in out.aux_losses.values())
+    return total, (out.aux_losses, out.updates, {name: s.value for name, s in out.summaries.items()})
 
-    return jax.value_and_grad(loss, has_aux=True)(variables)
-
-  assert_equal(found(added), found(0))
+  assert_equal(found(variables, batch_of(ids, added)), found(variables, batch_of(ids, 0)))
 
 
 class Averages(Layer):
@@ -267,17 +275,21 @@ def test_whatever_says_so_and_whatever_the_layer_does(name, mark, stages, rounds
   ).instantiate()
   x, variables = x_BTD()[:2], drawn_variables(layer.abstract_init())
 
+  @jax.jit
+  def run(x, said):
+    y, out = layer.apply(variables, x, do_eval=False, **{name: said})
+    return y[:2], out.aux_losses, out.updates, {name: s.value for name, s in out.summaries.items()}
+
   def found(added):
     said = np.full((2 + added, T), mark)
     said[:2] = not mark
-    y, out = layer.apply(variables, np.pad(x, ((0, added), (0, 0), (0, 0))), do_eval=False, **{name: said})
-    return y[:2], out.aux_losses, out.updates, {name: s.value for name, s in out.summaries.items()}
+    return run(np.pad(x, ((0, added), (0, 0), (0, 0))), said)
 
   assert_equal(found(4), found(0))
   # A batch of padding alone is computed as any other.
   said = np.full((B, T), mark)
-  _, out = layer.apply(variables, x_BTD(), do_eval=False, **{name: said})
-  assert_equal(out.aux_losses, {'layers/fixed': (3.0, 2.0)})
+  _, aux_losses, *_ = run(x_BTD(), said)
+  assert_equal(aux_losses, {'layers/fixed': (3.0, 2.0)})
 
 
 def test_a_pipeline_in_a_pipeline_leaves_out_microbatches_of_rows_that_fill_up_the_outer_one():

@@ -1,5 +1,6 @@
 """What a step is by default on a GPU, in programs traced for one: no device is needed."""
 
+import math
 import re
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
+from praxis_lite.layers import MultiHeadAttention
 from praxis_lite.models import transformer_lm
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.weights import WeightHParams
@@ -39,6 +41,26 @@ def test_attention_is_the_fused_kernel_and_runs_once_forward(packed):
   assert program.count('dot_product_attention_fwd_wrapper[') == 1  # In the body of the loop: none is computed again.
   assert program.count('dot_product_attention_bwd_wrapper[') == 1
   assert f'{B},2,{T},{T}]' not in program  # No logits of all heads.
+
+
+@pytest.mark.parametrize('implementation', ['auto', 'dense'])
+@pytest.mark.parametrize(
+  'fields',
+  [{'sliding_window': 128, 'logit_soft_cap': 50.0}, {'logit_soft_cap': 50.0}, {'dropout_rate': 0.1}, {'dims': 144}],
+  ids=['window and soft cap', 'soft cap', 'dropout', 'large heads'],
+)
+def test_attention_that_cudnn_refuses_holds_no_logits(fields, implementation):
+  length, dims = 2048, fields.get('dims', 64)
+  config = Config(MultiHeadAttention, input_dims=2 * dims, num_heads=2, num_kv_heads=1, causal=True)
+  config.set(dims_per_head=dims, fprop_dtype=jnp.bfloat16, implementation=implementation)
+  layer = config.set(**{name: value for name, value in fields.items() if name != 'dims'}).instantiate()
+  x = jax.ShapeDtypeStruct((1, length, 2 * dims), jnp.bfloat16)
+  variables = jax.eval_shape(lambda: layer.init(jax.random.key(0)))
+  with jax.sharding.use_abstract_mesh(abstract_mesh({'data': 1}, 'gpu')), pretend_cudnn_for_plans():
+    loss = jax.grad(lambda v, x: jnp.sum(layer.apply(v, x, key=jax.random.key(1))[0].astype(jnp.float32)), (0, 1))
+    program = str(jax.make_jaxpr(loss)(variables, x))
+  largest = max(math.prod(map(int, dims.split(','))) for dims in re.findall(r'\b\w+\[([\d,]+)\]', program))
+  assert (largest < length * length) == (implementation == 'auto')
 
 
 def test_a_single_gpu_has_no_loop_over_layers_and_several_have():

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import MultiHeadAttention, RelativeBias, Repeat, RotaryPositions
+from praxis_lite.layers import MultiHeadAttention, RelativeBias, Repeat, RotaryPositions, attention
 from praxis_lite.sharding import GuardedJit
 
 B, T, D = 2, 23, 12
@@ -78,6 +78,20 @@ def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slo
   variables, x = drawn_variables(layer.abstract_init()), inputs()
   y, state = decoded(layer, variables, x)
   assert state['key'].shape == (B, layer.num_kv_heads, slots, 4)
+  np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+  'most, slots', [(3, 18), (6, 18), (8, 18), (9, 18), (12, 18), (17, 18), (18, 18), (64, 18)], ids=str
+)
+@pytest.mark.parametrize('fields', [{}, {'cache_dtype': jnp.float32, 'num_kv_heads': 4}], ids=['', 'all heads'])
+def test_accelerators_read_several_pages_at_once_for_a_single_token(most, slots, fields, monkeypatch):
+  monkeypatch.setattr(attention, 'platform', lambda: 'gpu')
+  monkeypatch.setattr(attention, '_MOST_SLOTS', most)
+  layer = build(cache_page_size=3, **fields)
+  variables, x = drawn_variables(layer.abstract_init()), inputs()
+  y, state = decoded(layer, variables, x)
+  assert state['key'].shape[2] == slots
   np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
 
 
@@ -182,12 +196,13 @@ _KINDS = [{}, {'cache_page_size': 4, 'cache_dtype': 'int8'}, {'sliding_window': 
 
 
 @pytest.mark.parametrize('fields', _KINDS, ids=str)
-def test_a_loop_over_layers_extends_its_caches_in_place(fields, monkeypatch):
+def test_a_loop_over_layers_extends_its_caches_in_place(fields):
   attention = Config(MultiHeadAttention, input_dims=D, num_heads=4, num_kv_heads=2, dims_per_head=4, causal=True)
-  layer = Config(Repeat, layers_tpl=attention.set(**fields), num_layers=3).instantiate()
+  config = Config(Repeat, layers_tpl=attention.set(**fields), num_layers=3)
+  layer, loop = config.instantiate(), config.clone(unroll=1).instantiate()
   variables, x = drawn_variables(layer.abstract_init()), inputs()
 
-  def outputs(variables, x):
+  def outputs(layer, variables, x):
     """Of a prompt with padding, and of a loop of single tokens."""
     _, side = layer.apply(variables, B, PROMPT + STEPS, method='init_decode_state')
     pos = jnp.where(np.arange(PROMPT) < LENGTHS[:, None], np.arange(PROMPT), -1)
@@ -201,9 +216,8 @@ def test_a_loop_over_layers_extends_its_caches_in_place(fields, monkeypatch):
 
     return jnp.where(pos[..., None] < 0, 0, y), jax.lax.scan(step, side.decode_state, jnp.arange(STEPS))[1]
 
-  expected = jax.jit(outputs)(variables, x)
-  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_DECODED_UNROLLED', 0)
-  in_loop = jax.jit(functools.partial(outputs)).lower(variables, x).compile()
+  expected = jax.jit(functools.partial(outputs, layer))(variables, x)
+  in_loop = jax.jit(functools.partial(outputs, loop)).lower(variables, x).compile()
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), in_loop(variables, x), expected)
   slots = layer.layers._cached_attention().empty(B, PROMPT + STEPS, 2, 4).num_slots
   loops = in_loop.as_text().partition('ENTRY')[0]

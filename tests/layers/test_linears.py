@@ -11,15 +11,7 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import (
-  ACTIVATIONS,
-  Bias,
-  Dropout,
-  FeedForward,
-  GatedFeedForward,
-  Linear,
-  get_activation,
-)
+from praxis_lite.layers import ACTIVATIONS, Bias, Dropout, FeedForward, GatedFeedForward, Linear, get_activation
 from praxis_lite.sharding.weights import WeightHParamsCollection
 
 B, T, D, F = 2, 3, 4, 6

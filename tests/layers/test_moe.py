@@ -315,7 +315,12 @@ def compiled(moe, shape, fn=None, rows=8):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       return layer.apply(variables, x)[0]
 
-  return GuardedJit(forward if fn == 'forward' else of_step).lower(variables, x).compile()
+  def recomputed(variables, x):
+    again = jax.checkpoint(lambda variables, x: jnp.sum(forward(variables, x)))
+    return jax.value_and_grad(again, argnums=(0, 1))(variables, x)
+
+  chosen = {'forward': forward, 'recomputed': recomputed, None: of_step}[fn]
+  return GuardedJit(chosen).lower(variables, x).compile()
 
 
 def parallel(**fields):
@@ -326,13 +331,16 @@ def parallel(**fields):
 
 
 @pytest.mark.slow
-def test_two_all_to_alls_forward_and_two_backward():
+def test_all_to_alls_of_tokens_weights_and_outputs():
   moe = parallel(dispatch='capacity')
   # One all-reduce sums the parts of F, one the numbers of tokens and of choices.
-  expected = {'all-to-all': 2, 'all-reduce': 2, 'all-gather': 0, 'reduce-scatter': 0, 'collective-permute': 0}
+  expected = {'all-to-all': 3, 'all-reduce': 2, 'all-gather': 0, 'reduce-scatter': 0, 'collective-permute': 0}
   assert_collectives(compiled(moe, (2, 2, 2), 'forward'), {**expected, 'all-reduce': 1})
   whole = compiled(moe, (2, 2, 2))
-  assert_collectives(whole, {**expected, 'all-to-all': 4, 'all-reduce': collectives(whole)['all-reduce'].count})
+  assert_collectives(whole, {**expected, 'all-to-all': 6, 'all-reduce': collectives(whole)['all-reduce'].count})
+  # The gradients of weights need outputs only where these are computed, so they are not sent again.
+  again = collectives(compiled(moe, (2, 2, 2), 'recomputed'))['all-to-all']
+  assert again.count == 8, again
 
 
 @pytest.mark.slow

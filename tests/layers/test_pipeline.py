@@ -12,13 +12,7 @@ from test_repeat import Residual
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, ShardingError
-from praxis_lite.layers import (
-  PipelinedTransformer,
-  PipelineSchedule,
-  RepeatedTransformer,
-  TransformerBlock,
-  pipeline,
-)
+from praxis_lite.layers import PipelinedTransformer, PipelineSchedule, RepeatedTransformer, TransformerBlock, pipeline
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.call import fold_in_path
 from praxis_lite.layers.linears import Linear
@@ -184,12 +178,6 @@ def test_rows_that_fill_up_microbatches_do_not_count_and_side_inputs_follow_thei
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), loss(staged), loss(repeated))
 
 
-def stacked(state):
-  """The caches that `Repeat` keeps for each layer, as one stack."""
-  in_turn = [state['layers'][str(i)] for i in range(len(state['layers']))]
-  return {'layers': jax.tree.map(lambda *x: jnp.stack(x), *in_turn)}
-
-
 def test_blocks_decode_through_the_stages():
   repeated, staged = blocks(RepeatedTransformer), blocks(PipelinedTransformer, num_stages=3, microbatch_size=1)
   variables, x = drawn_variables(repeated.abstract_init()), normal(2, 5, 8)
@@ -202,7 +190,7 @@ def test_blocks_decode_through_the_stages():
     return first, second, side.decode_state
 
   got, (first, second, caches) = jax.jit(lambda: (decoded(staged), decoded(repeated)))()
-  expected = first, second, stacked(caches)
+  expected = first, second, caches
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 
@@ -250,7 +238,7 @@ def test_caches_go_through_the_stages(R):
   for x_BD in x:
     (y, state), (y_repeat, expected) = extend(x_BD, state, expected)
     np.testing.assert_allclose(y, y_repeat, rtol=1e-5)
-  np.testing.assert_allclose(state['layers']['sum'].reshape(L, 2, D), stacked(expected)['layers']['sum'], rtol=1e-5)
+  np.testing.assert_allclose(state['layers']['sum'].reshape(L, 2, D), expected['layers']['sum'], rtol=1e-5)
 
 
 def test_what_is_kept_for_the_backward_pass():

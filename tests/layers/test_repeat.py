@@ -137,15 +137,14 @@ def test_repetitions_draw_different_numbers():
     layer.apply(variables, x_BD())
 
 
-@pytest.mark.parametrize('most_unrolled', [LAYERS, LAYERS - 1])
-def test_caches_extend_one_by_one_or_stacked(most_unrolled, monkeypatch):
-  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_DECODED_UNROLLED', most_unrolled)
-  layer = repeat().instantiate()
+@pytest.mark.parametrize('unroll', [LAYERS, LAYERS - 1, 1])
+def test_caches_extend_one_by_one_or_stacked(unroll):
+  layer = repeat(unroll=unroll).instantiate()
   variables = drawn_variables(layer.abstract_init())
   _, side = layer.apply(variables, 2, method='init_decode_state')
   shapes = jax.tree.map(jnp.shape, side.decode_state['layers'], is_leaf=lambda x: hasattr(x, 'shape'))
   by_number = {str(i): {'sum': (2, D)} for i in range(LAYERS)}
-  assert shapes == (by_number if most_unrolled == LAYERS else {'sum': (LAYERS, 2, D)})
+  assert shapes == (by_number if unroll == LAYERS else {'sum': (LAYERS, 2, D)})
   caches, steps = [np.zeros((2, D))] * LAYERS, np.random.default_rng(9).standard_normal((3, 2, D)).astype(np.float32)
   for x in steps:
     y, side = layer.apply(variables, x, decode_state=side.decode_state, method='extend_step')
@@ -154,6 +153,16 @@ def test_caches_extend_one_by_one_or_stacked(most_unrolled, monkeypatch):
       caches[i] = caches[i] + expected
       expected = expected + np.tanh(caches[i] @ w)
     np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'num_layers, dims, is_loop',
+  [(4, D, False), (5, D, True), (16, 1448, True), (16, 1449, False), (17, 1449, True)],  # 4 * 1449**2 bytes are 8 MB.
+)
+def test_decoding_is_a_loop_if_layers_are_many_or_small(num_layers, dims, is_loop):
+  layer = repeat({'dims': dims}, num_layers=num_layers).instantiate()
+  _, side = jax.eval_shape(lambda: layer.apply({'layers': {}}, 2, method='init_decode_state'))
+  assert side.decode_state['layers'].keys() == ({'sum'} if is_loop else set(map(str, range(num_layers))))
 
 
 def _loss_and_grads(layer, variables):

@@ -116,6 +116,19 @@ def test_schedules_are_float32_finite_and_the_same_when_traced(config: Config) -
     (Config(learning.Transformer, model_dims=0), r'Transformer\.model_dims'),
     (Config(learning.LinearWarmupSqrtDecay, warmup_steps=-1), r'LinearWarmupSqrtDecay\.warmup_steps'),
     (Config(learning.LinearWarmupExponentialDecay, warmup_steps=1, total_steps=9, final_value=0.0), r'final_value'),
+    (Config(learning.Constant, value=float('nan')), r'Constant\.value: expected finite numbers, got nan'),
+    (Config(learning.Constant, value=-1.0), r'Constant\.value: expected at least 0, got -1'),
+    (Config(learning.Cosine, total_steps=9, final_value=-0.1), r'Cosine\.final_value: expected at least 0'),
+    (Config(learning.Linear, limit=(9, float('inf'))), r'Linear\.limit: expected finite numbers'),
+    (Config(learning.Linear, limit=(9, -1.0)), r'Linear: expected values of at least 0, got 0\.0 and -1\.0'),
+    (
+      Config(learning.PiecewiseConstant, boundaries=(1,), values=(1.0, -1.0)),
+      r'PiecewiseConstant\.values: .*at least 0',
+    ),
+    (
+      Config(learning.LinearWarmupCosine, warmup_steps=1, total_steps=9, final_value=-1.0),
+      r'final_value: .*at least 0',
+    ),
     (Config(learning.Linear), r'Linear\.limit: a value is required'),
   ],
 )

@@ -10,7 +10,8 @@ from praxis_lite.instruments.plan import plan
 from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
 from praxis_lite.instruments.plan.local_program import local_program
 from praxis_lite.instruments.plan.lowering import lower_without_devices
-from praxis_lite.layers.dot_product import dot_product_attention
+from praxis_lite.layers import AttentionSpec, Causal, dot_product_attention
+from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.sharding.mesh import abstract_mesh
 
 B, T, N, H = 8, 256, 4, 32
@@ -19,14 +20,14 @@ MESH = {'data': 4, 'mdl': 2}
 COMPUTES_GRADIENT_OF_MASK = tuple(int(part) for part in jax.__version__.split('.')[:2]) < (0, 11)
 
 
-def lowered_program(function, *arrays, mesh=MESH, kind='gpu'):
+def lowered_program(function, *arrays, mesh=MESH, kind='gpu', **options):
   """What a device does in a function of arrays, each with its shape, dtype and how its dimensions are split."""
   mesh = abstract_mesh(mesh, kind)
   structs = [
     jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*split))) for shape, dtype, split in arrays
   ]
   with jax.sharding.use_abstract_mesh(mesh), pretend_cudnn_for_plans():
-    return local_program(lower_without_devices(jax.jit(function).trace(*structs), kind))
+    return local_program(lower_without_devices(jax.jit(function).trace(*structs), kind), **options)
 
 
 # ---------------------------------------------------------------- fused attention
@@ -51,7 +52,7 @@ def test_fused_attention_counts_as_the_kernels_that_a_compiler_calls(causal, pac
   devices = 8 if split else 1
   product = 2.0 * B * N * T * T * H * (0.5 if causal else 1.0) / devices
   assert (forward.flops, backward.flops) == (2 * product, 5 * product)
-  assert all(p.is_attention and p.dtype == 'bf16' and p.count == 1 for p in program.products)
+  assert all(p.attention_dims == H and p.dtype == 'bf16' and p.count == 1 for p in program.products)
   one, sums = 2 * B * T * N * H / devices, 4 * B * T * N / devices  # Bytes of queries, and of what softmax keeps.
   mask = 2 * B * T * T / mesh['data'] if packed else 0  # A bias, which heads share.
   assert forward.bytes == 4 * one + sums + mask
@@ -59,7 +60,29 @@ def test_fused_attention_counts_as_the_kernels_that_a_compiler_calls(causal, pac
   assert backward.bytes == 8 * one + sums + mask * (1 + gradients)
   assert program.collectives == ()
   # What the forward pass keeps, the mask and the gradient of the result: never the logits of all heads.
-  assert one + sums + mask <= program.temporaries <= 3 * one + sums + 2 * mask
+  assert one + sums + mask <= program.peak.bytes <= 3 * one + sums + 2 * mask
+
+
+@pytest.mark.parametrize('mesh', [MESH, {'data': 1}], ids=['split', 'one device'])
+def test_splash_attention_counts_as_what_its_kernels_compute(mesh):
+  """Of the 10 pairs of blocks that meet under a causal mask, in 2, 3 and 4 products."""
+  T, split = 512, ('data', None, 'mdl') if len(mesh) > 1 else ()
+  array = ((B, T, N, H), jnp.bfloat16, split)
+  rows = RowSplit(('data',), ('mdl',)) if split else None
+  spec = AttentionSpec(implementation='splash', block_size=128)
+
+  def loss(query, key, value):
+    out = dot_product_attention(query, key, value, Causal(), spec=spec, split=rows)
+    return jnp.square(out.astype(jnp.float32)).sum()
+
+  program = lowered_program(jax.grad(loss, (0, 1, 2)), array, array, array, mesh=mesh, kind='tpu')
+  product = 2.0 * B * N * 10 * 128 * 128 * H / (8 if split else 1)
+  kernels = [p for p in program.products if p.attention_dims == H]
+  assert sorted(p.flops for p in kernels) == [2 * product, 3 * product, 4 * product]
+  assert all(p.dtype == 'bf16' and p.count == 1 for p in kernels)
+  one = 2 * B * T * N * H / (8 if split else 1)  # Bytes of queries.
+  assert min(p.bytes for p in kernels) >= 3 * one + 2 * one * 10 / 4  # Keys and values, for each pair.
+  assert program.collectives == ()
 
 
 # ---------------------------------------------------------------- what is stored
@@ -75,7 +98,7 @@ def test_sums_of_what_goes_through_layers_are_stored_once_each():
 
   array = ((64, 64), jnp.float32, ())
   few, many = (lowered_program(lambda x, w, n=n: layers(x, w, n), array, array, mesh={'data': 1}) for n in (2, 12))
-  assert few.temporaries == many.temporaries <= 3 * size
+  assert few.peak.bytes == many.peak.bytes <= 3 * size
   assert sum(f.bytes for f in many.fusions) == 12 * 3 * size  # Each reads x and its product, and writes their sum.
 
 
@@ -109,6 +132,60 @@ def test_a_loop_without_a_known_count_is_named():
   assert name.endswith('while') and [p.count for p in program.products] == [1]
 
 
+@pytest.mark.parametrize('trips', [None, 16], ids=['scan', 'while'])
+@pytest.mark.parametrize('reads', [False, True], ids=['writes', 'reads what was there'])
+def test_an_update_in_a_loop_moves_its_slice(reads, trips):
+  rows, size = 16, 4 * 1024
+
+  def fill(x, end):
+    def body(i, out):
+      row = 2 * jax.lax.dynamic_slice_in_dim(x, i, 1)
+      row = jnp.where(i > 3, row, jax.lax.dynamic_slice_in_dim(out, i, 1)) if reads else row
+      return jax.lax.dynamic_update_slice_in_dim(out, row, i, 0)
+
+    return jax.lax.fori_loop(0, rows if trips is None else jnp.minimum(end[0], trips), body, jnp.zeros_like(x))
+
+  program = lowered_program(fill, ((rows, 1024), jnp.float32, ()), ((1,), jnp.int32, ()), mesh={'data': 1})
+  updates = [f for f in program.fusions if 'update_slice' in f.name]
+  assert [f.count for f in updates] == [rows if trips is None else 1]
+  scalars = 16  # At most: the numbers of rows.
+  assert size * (2 + reads) <= updates[0].bytes <= size * (2 + reads) + scalars
+  others = sum(f.count * f.bytes for f in program.fusions if f not in updates)
+  assert rows * size <= others <= rows * (size + 3 * scalars)  # Only zeros at the start, and the numbers of rows.
+
+
+# ---------------------------------------------------------------- grouped products
+
+
+@pytest.mark.parametrize(('has_ragged_dot', 'groups'), [(True, 1), (False, 4)])
+def test_a_ragged_dot_without_a_kernel_multiplies_every_row_by_every_group(has_ragged_dot, groups):
+  def loss(x, w, sizes):
+    return jnp.square(jax.lax.ragged_dot(x, w, sizes)).sum()
+
+  arrays = ((64, 8), jnp.float32, ()), ((4, 8, 16), jnp.float32, ()), ((4,), jnp.int32, ())
+  program = lowered_program(jax.grad(loss, (0, 1)), *arrays, mesh={'data': 1}, has_ragged_dot=has_ragged_dot)
+  assert [p.flops for p in program.products] == [2 * 64 * 8 * 16 * groups] * 3
+
+
+def test_kernels_for_grouped_products_have_the_flops_of_their_rows():
+  def call(*shape):
+    return jax.ffi.ffi_call('kernel', jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+  def grouped_product(x, w, sizes):
+    return call(64, 16)(x, w, sizes)
+
+  def grouped_sum(x, y, sizes):
+    return call(4, 8, 16)(x, y, sizes)
+
+  def both(x, w, sizes):
+    return jax.jit(grouped_sum)(x, jax.jit(grouped_product)(x, w, sizes), sizes), call(64, 16)(x, w, sizes)
+
+  arrays = ((64, 8), jnp.bfloat16, ()), ((4, 8, 16), jnp.bfloat16, ()), ((4,), jnp.int32, ())
+  program = lowered_program(both, *arrays, mesh={'data': 1})
+  moved = 2 * (64 * 8 + 4 * 8 * 16 + 64 * 16) + 4 * 4
+  assert [(p.flops, p.bytes, p.dtype) for p in program.products] == [(2 * 64 * 8 * 16, moved, 'bf16')] * 2
+
+
 # ---------------------------------------------------------------- a model
 
 
@@ -123,3 +200,13 @@ def test_a_model_is_planned_as_a_gpu_runs_it():
   # Read as a loop, although a single GPU has none.
   assert sorted((op.phase, op.count) for op in kernels) == [('backward', LAYERS), ('forward', LAYERS)]
   assert not any("'auto'" in note for note in found.notes)
+
+
+def test_live_bytes_are_divided_by_layer_and_kind():
+  found = plan(small_lm((1, 4, 2)), None, 'h100:1x8', compile=False)
+  live = found.memory.live
+  assert sum(part.bytes for part in live) == found.memory.temporaries
+  saved = [part for part in live if part.kind == 'saved activations']
+  assert saved and all(part.layer.startswith('lm.transformer') and part.phase == 'forward' for part in saved)
+  assert all(buffer.shape.split('[')[1].startswith(f'{LAYERS},') for part in saved for buffer in part.buffers)
+  assert max(part.bytes for part in live) < found.memory.temporaries

@@ -85,7 +85,9 @@ def test_a_search_ranks_settings_and_says_how_to_have_them():
   assert again.step_seconds == best.seconds
   text = format_search(found)
   assert f"--set '{best.overrides[0]}'" in text
-  assert re.search(r'best of \d+ settings that were looked at: \d+% less time than its own setting', text)
+  assert re.search(
+    r'best by estimates only: \d+% less time than its own setting; \d+ settings were estimated, 0 of', text
+  )
   assert config.task.ici_mesh_shape == (8, 1, 1)  # It is as it was.
 
 
@@ -197,7 +199,8 @@ def test_a_step_that_does_not_fit_has_ways_out():
 def test_prices_are_those_of_steps(planned):
   price = price_of(planned, 1e9, 2.5)
   assert price.steps == pytest.approx(1e9 / TOKENS)
-  assert price.chip_hours == pytest.approx(price.steps * planned.step_seconds / 3600 * 8)
+  assert price.steps_seconds == pytest.approx(price.steps * planned.step_seconds)
+  assert price.chip_hours == pytest.approx(price.steps_seconds / price.goodput.share / 3600 * 8)
   assert price.money == pytest.approx(2.5 * price.chip_hours)
   assert price_of(planned).tokens == 20 * ALL
 
@@ -205,11 +208,20 @@ def test_prices_are_those_of_steps(planned):
 def test_the_better_of_two_plans_is_named_with_its_reason(planned):
   slow = _slower(planned, 3.0)
   assert verdict(planned, slow).startswith(
-    'the first is better: 67% less time of chips for the same work, most by less'
+    'the first is better: 67% less time of chips for the same tokens, most by less'
   )
   assert verdict(slow, planned).startswith('the second is better')
   assert 'the same time' in verdict(planned, planned)
   assert re.match(r'the first is better: the second does not fit, by \d+', verdict(planned, _slower(planned, 1e7)))
+
+
+def test_longer_sequences_are_not_better_because_their_tokens_take_more_flops(planned):
+  """As many tokens, of twice the FLOPs, in 1.5 times the time: less time for a FLOP, more for a token."""
+  longer = _slower(planned, 1.5)
+  longer = dataclasses.replace(longer, work=dataclasses.replace(planned.work, flops=2 * planned.work.flops))
+  assert verdict(planned, longer).startswith('the first is better: 33% less time of chips for the same tokens')
+  larger = dataclasses.replace(longer, work=dataclasses.replace(longer.work, parameters=2 * ALL))
+  assert verdict(planned, larger).startswith('the second is better: 25% less time of chips for the same FLOPs')
 
 
 # ---------------------------------------------------------------- the command
@@ -232,7 +244,7 @@ def test_the_command_prints_them(capsys, monkeypatch):
   assert re.search(r'to wait less for communication .*\n-+\na mesh +1 B .* 90% ', out)
   assert re.search(r'is better: |both take the same time', out)
   assert main([*named, '--search', '--search_seconds=1']) == 0
-  assert 'that were looked at' in capsys.readouterr().out
+  assert 'settings were estimated' in capsys.readouterr().out
 
 
 def test_bad_sizes_are_told(capsys):

@@ -8,6 +8,7 @@ from praxis_lite.instruments.plan.cost import cost_of
 from praxis_lite.instruments.plan.hlo import device_groups, parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.targets import find_target
 from praxis_lite.instruments.plan.topology import parse_topology
 from praxis_lite.instruments.testing import collectives
 
@@ -279,7 +280,7 @@ ENTRY %main (x: bf16[1024,1024]) -> (bf16[1024,1024], bf16[1024,1024]) {
 
 
 def test_shifts_in_opposite_directions_of_a_torus_go_on_at_the_same_time():
-  on_torus, of_host = cost(_SHIFTS, 'v5p:4x2x1'), cost(_SHIFTS, 'h100:1x8')
+  on_torus, of_host = cost(_SHIFTS, 'v5p:2x2x2'), cost(_SHIFTS, 'h100:1x8')
   once = on_torus.collectives[0].seconds
   assert on_torus.exposed_seconds == pytest.approx(once)
   assert of_host.exposed_seconds == pytest.approx(2 * of_host.collectives[0].seconds)
@@ -310,6 +311,70 @@ def test_a_gpu_start_counts_its_result_and_library_calls_their_flops():
   (gather,) = found.collectives
   assert gather.fast_bytes == 2 * 32 * 128 / 2
   assert 0 < gather.exposed < gather.seconds
+
+
+_KERNELS = """HloModule step, is_scheduled=true
+
+ENTRY %main (x: bf16[64,8], w: bf16[4,8,16], s: s32[4]) -> bf16[64,16] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %w = bf16[4,8,16]{2,1,0} parameter(1)
+  %s = s32[4]{0} parameter(2)
+  %p = bf16[64,16]{1,0} custom-call(%x, %w, %s), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/ff/jvp(jit(grouped_product))/tokamax:{\\"op\\":{}}/pallas_call"}
+  %g = bf16[4,8,16]{2,1,0} custom-call(%x, %p, %s), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/ff/transpose(jvp(jit(grouped_sum)))/pallas_call"}
+  ROOT %o = bf16[64,16]{1,0} custom-call(%x, %w, %s), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/ff/pallas_call"}
+}
+"""  # noqa: E501
+
+
+def test_kernels_for_grouped_products_have_the_flops_of_their_rows():
+  found = cost(_KERNELS, 'h100:1', layers=LayerNames([('ff',)]))
+  assert [op.flops for op in found.operations] == [2 * 64 * 8 * 16] * 2 + [0]
+  assert [(op.layer, op.phase) for op in found.operations[:2]] == [('ff', 'forward'), ('ff', 'backward')]
+  assert {op.bytes for op in found.operations} == {2 * (64 * 8 + 4 * 8 * 16 + 64 * 16) + 4 * 4}
+
+
+def test_bytes_of_an_update_in_a_loop_are_those_of_its_slice():
+  rows, n = 64, 1 << 12
+
+  def fill(x):
+    def body(i, out):
+      return jax.lax.dynamic_update_slice_in_dim(out, 2 * jax.lax.dynamic_slice_in_dim(x, i, 1), i, 0)
+
+    return jax.lax.fori_loop(0, rows, body, jnp.zeros_like(x))
+
+  found = cost(compiled(fill, (rows, n)))
+  once = 4 * rows * n  # Zeros at the start; then each row is read and written.
+  assert 3 * once <= found.bytes <= 3.01 * once + rows * 64
+
+
+_TPU_KERNEL = """HloModule step, is_scheduled=true, num_partitions=1
+
+ENTRY %main (q: bf16[8,512,64]) -> bf16[8,512,64] {
+  %t = s8[1,4,4]{2,1,0} constant({...})
+  %q = bf16[8,512,64]{2,1,0} parameter(0)
+  ROOT %a = bf16[8,512,64]{2,1,0} custom-call(%t, %q, %q, %q), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128}"
+}}, metadata={op_name="jit(step)/lm/splash_mha_fwd_residuals/pallas_call"}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"5000000","transcendentals":"1","bytes_accessed":"3000000"}}}
+}
+"""  # noqa: E501
+
+
+def test_a_tpu_kernel_counts_what_its_author_estimates():
+  (found,) = [op for op in cost(_TPU_KERNEL, 'v5e:1x1').operations if op.flops]
+  # More bytes than those of its operands and its result: it reads some of them several times.
+  assert (found.flops, found.bytes) == (5e6, 3e6)
+  v5e = find_target('v5e')
+  assert found.seconds == max(
+    3e6 / (v5e.device_bandwidth * v5e.efficiency.memory), v5e.efficiency.seconds_per_operation
+  )
+
+
+@pytest.mark.parametrize('chip, dims, filled', [('v5e', 64, 0.5), ('v5e', 128, 1), ('v6e', 128, 0.5), ('v6e', 512, 1)])
+def test_attention_takes_longer_if_its_heads_do_not_fill_the_units_for_products(chip, dims, filled):
+  text = _TPU_KERNEL.replace('512,64]', f'512,{dims}]').replace('"5000000"', '"5000000000000"')
+  (found,) = [op for op in cost(text, f'{chip}:1x1').operations if op.flops]
+  target = find_target(chip)
+  assert found.seconds == pytest.approx(5e12 / target.peak('bf16') / (target.efficiency.attention * filled))
 
 
 _OFFLOADED = """HloModule step, is_scheduled=true, num_partitions=8

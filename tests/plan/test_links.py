@@ -85,6 +85,9 @@ def test_a_permute_passes_each_link_as_often_as_it_is_far():
   for by, hops in ((1, 1), (3, 3), (7, 1)):
     assert links.traffic('collective-permute', shift(by), MIB, MIB).seconds == pytest.approx(hops * MIB / target.link)
   hosts, gpu = ideal('h100:2x8')
+  some = hosts.traffic('collective-permute', tuple((i, (i + 1) % 16) for i in range(16)), MIB, MIB)
+  assert (some.fast_bytes, some.network_bytes) == (MIB * 14 / 16, MIB * 2 / 16)  # 2 of 16 pairs span two hosts.
+  assert some.seconds == pytest.approx(MIB / gpu.network)
   across = hosts.traffic('collective-permute', tuple((i, (i + 8) % 16) for i in range(16)), MIB, MIB)
   assert (across.fast_bytes, across.network_bytes) == (0, MIB)
   assert across.seconds == pytest.approx(MIB / gpu.network)

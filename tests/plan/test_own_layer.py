@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import jax
@@ -12,11 +13,14 @@ from small_lm import LENGTH, TOKENS, small_lm
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.instruments.explain import check, explain_task, format_report
-from praxis_lite.instruments.plan import Reason, format_why, plan
+from praxis_lite.instruments.plan import Reason, format_plan, format_why, plan
+from praxis_lite.instruments.plan.compare import format_comparison
 from praxis_lite.instruments.plan.knobs import configure_task, knobs_of
-from praxis_lite.instruments.plan.searching import search
+from praxis_lite.instruments.plan.price import format_price
+from praxis_lite.instruments.plan.searching import format_search, search
 from praxis_lite.instruments.plan.what_if import WhatIf
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.expected_trips import expected_trips, read_expected_trips
 from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, TokenFlops, double_or_halve
 from praxis_lite.sharding.weights import WeightHParams
 
@@ -54,9 +58,12 @@ class Codes(Layer):
 
   def _settle(self, w_DD):
     root = jnp.linalg.cholesky((w_DD @ w_DD.T)[:SIZE, :SIZE] + jnp.eye(SIZE))
-    with jax.named_scope('settle'):
+    with self._told_trips():
       root = jax.lax.while_loop(lambda w: jnp.sum(w) > 1e-3, lambda w: 0.01 * (w @ w), root)
     return 1 + jnp.sum(root)
+
+  def _told_trips(self):
+    return contextlib.nullcontext()
 
 
 class KnownCodes(Codes):
@@ -69,8 +76,8 @@ class KnownCodes(Codes):
     products, _ = super().token_flops(length)
     return TokenFlops(products, attention=length)
 
-  def loop_trips(self, loop):
-    return {'settle/while': TRIPS}[loop]
+  def _told_trips(self):
+    return expected_trips(TRIPS)
 
   def call_flops(self, target, shapes):
     return shapes[0][-1] ** 3 // 3 if 'potrf' in target else 0.0
@@ -131,6 +138,52 @@ def test_work_that_the_program_does_not_show_counts_as_the_layer_says(compile, t
   assert not known.cost.unknown_loops and silent.cost.unknown_loops == (PATH,)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures('shared_programs')
+def test_a_program_in_jaxs_cache_with_other_names_is_not_taken_for_this_one(tmp_path):
+  silent, known = (plan(lm_with(layer, (1, 1, 1)), None, 'cpu:1', cache=tmp_path) for layer in (Codes, KnownCodes))
+  assert silent.cost.unknown_loops == (PATH,) and not known.cost.unknown_loops
+
+
+def test_a_plan_withholds_the_time_of_loops_of_unknown_length_and_a_search_does_not_rank_it(tmp_path):
+  config = lm_with(Codes, (1, 1, 1))
+  found = plan(config, None, 'h100:1', compile=False)
+  text = format_plan(found)
+  assert 'step         not known' in text and 'bottleneck   not known' in text and 'MFU' not in text
+  assert f'says how often the loops of {PATH} run' in text.replace('\n      ', ' ') and not format_price(found)
+  known = plan(lm_with(KnownCodes, (1, 1, 1)), None, 'h100:1', compile=False)
+  assert 'not known' not in format_plan(known) and 'MFU' in format_plan(known) and format_price(known)
+  assert 'faster is not known' in format_comparison(found, known)
+  ranked = search(config, None, 'h100:1', verify=0, estimates=2)
+  assert 'which setting is the fastest is not known' in format_search(ranked)
+
+
+@pytest.mark.parametrize(
+  'name, trips',
+  [
+    ('jit(f)/lm/expected_trips=12/while', 12),
+    ('jit(f)/transpose(jvp(lm/expected_trips=2.5))/while', 2.5),
+    ('jit(f)/lm/while/body/expected_trips=0/search/while', 0),
+    ('jit(f)/expected_trips=3/while/body/lm/expected_trips=4e+10/while', 4e10),
+    ('jit(f)/lm/expected_trips=12/while/body/while', None),
+    ('jit(f)/lm/while', None),
+    ('', None),
+  ],
+)
+def test_only_the_loop_of_a_scope_has_its_expected_trips(name, trips):
+  assert read_expected_trips(name) == trips
+
+
+def test_the_expected_trips_of_a_loop_and_of_its_gradient_are_in_their_names():
+  def f(x, most):
+    with expected_trips(2.5):
+      return jax.lax.fori_loop(0, most, lambda i, y: jnp.sin(y @ x), x).sum()
+
+  text = jax.jit(jax.vmap(f, (0, None))).lower(jnp.ones((2, 3, 3)), 4).compile().as_text()
+  names = re.findall(r' while\(.*op_name="([^"]*)"', text)
+  assert names and [read_expected_trips(name) for name in names] == [2.5] * len(names)
+
+
 def test_the_flops_of_a_token_are_those_that_the_layer_says():
   known, silent = (plan(lm_with(layer), None, 'cpu:8', compile=False).work for layer in (KnownCodes, Codes))
   assert known.flops - silent.flops == TOKENS * 3 * 2 * LENGTH
@@ -142,7 +195,7 @@ def test_the_knob_of_a_layer_is_searched():
   knobs = {knob.paths: knob for knob in knobs_of(configure_task(lm_with(KnownCodes)))}
   assert (knobs[field,].own, knobs[field,].neighbours(2)) == (2, [1, 4])
   assert (field,) not in {knob.paths for knob in knobs_of(configure_task(lm_with(Codes)))}
-  found = search(lm_with(KnownCodes), None, 'cpu:8', verify=0, estimates=30)
+  found = search(lm_with(KnownCodes), None, 'cpu:8', verify=0, estimates=12)
   assert {f'{field}=1', f'{field}=4'} <= {line for ranked in found for line in ranked.overrides}
 
 

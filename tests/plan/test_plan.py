@@ -17,8 +17,10 @@ from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.instruments.explain.report import task_and_inputs
 from praxis_lite.instruments.plan import compilers, format_plan, parse_topology, plan
 from praxis_lite.instruments.plan.local_program import local_program
+from praxis_lite.instruments.plan.uncertainty import time_factors
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.xla_flags import NO_FLAGS, XlaFlags
+from praxis_lite.training import registry
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 MESHES = {'data': (8, 1, 1), 'fully sharded': (1, 8, 1), 'tensor': (1, 1, 8), 'mixed': (2, 2, 2)}
@@ -71,10 +73,13 @@ def test_data_parallel_reduces_each_gradient_once(plans):
 @pytest.mark.slow
 def test_fully_sharded_gathers_forward_and_backward(plans):
   planned = plans('fully sharded')
-  matrices, tables = LAYERS * MATRICES, 2 * VOCAB * D
-  assert sent(planned, 'all-gather', phase='forward') == pytest.approx(7 / 8 * 4 * (matrices + tables), rel=0.01)
-  assert sent(planned, 'all-gather', phase='backward') == pytest.approx(7 / 8 * 4 * matrices, rel=0.01)
-  assert sent(planned, 'all-reduce') == pytest.approx(2 * 7 / 8 * 4 * ALL, rel=0.01)  # CPUs have no reduce-scatter.
+  matrices, table, ids, vectors = (7 / 8 * 4 * n for n in (LAYERS * MATRICES, VOCAB * D, TOKENS, TOKENS / 8 * D))
+  assert sent(planned, 'all-gather', phase='forward') == pytest.approx(matrices + table + ids, rel=0.01)
+  assert sent(planned, 'all-gather', phase='backward') == pytest.approx(matrices, rel=0.01)
+  # CPUs have no reduce-scatter. The embedding's table is more than its vectors, which are exchanged instead.
+  assert sent(planned, 'all-reduce') == pytest.approx(2 * (7 / 8 * 4 * ALL - table), rel=0.01)
+  for phase in ('forward', 'backward'):
+    assert sent(planned, 'all-to-all', phase=phase) == vectors
 
 
 # All-reduces of activations: after attention and feed-forward; backward, for each product of x: q, k, v, gate and up.
@@ -162,12 +167,29 @@ def test_a_second_plan_takes_the_program_of_the_first(plans, cache, monkeypatch)
   assert (again.memory, again.cost, again.compile_seconds) == (first.memory, first.cost, first.compile_seconds)
 
 
+@pytest.mark.parametrize(
+  'chips, is_compiled, expected',
+  [
+    ('h100:1x8', True, (0.98, 1.35)),
+    ('h100:8x8', True, (0.98, 1.57)),
+    ('h100:8x8', False, (0.93, 2.62)),
+    ('v5p:4x4x4', True, (0.98, 1.27)),
+    ('cpu:8', True, None),
+  ],
+)
+def test_a_plan_gives_the_range_of_its_time_by_the_errors_of_earlier_plans(chips, is_compiled, expected):
+  assert time_factors(parse_topology(chips), is_compiled) == expected
+
+
 def test_the_key_of_a_program_knows_no_addresses_and_the_chip(monkeypatch):
   rule = '%2 = stablehlo.custom_call @CustomSPMDPartitioning(%1) {api_version = 2 : i32, backend_config = "NUMBER", x}'
 
   def key(text, topology='h100:8', flags=NO_FLAGS):
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(id=0)]))
-    lowered, step = types.SimpleNamespace(as_text=lambda: text), types.SimpleNamespace(mesh=mesh, flags=flags)
+    lowered, step = (
+      types.SimpleNamespace(as_text=lambda debug_info=False: text),
+      types.SimpleNamespace(mesh=mesh, flags=flags),
+    )
     return compilers._key(lowered, step, parse_topology(topology), ())
 
   first = key(rule.replace('NUMBER', '140110625912144'))
@@ -207,11 +229,12 @@ def test_without_its_compiler_a_plan_is_analytic_and_says_so(monkeypatch):
   state = found.memory.state
   assert state.parameters == pytest.approx(4 * ALL / 8, rel=0.05)
   assert state.slots == pytest.approx(2 * state.parameters, rel=0.01)
-  matrices, tables = (7 / 8 * 4 * size for size in (LAYERS * MATRICES, 2 * VOCAB * D))
-  assert sent(found, 'all-gather', phase='forward') == pytest.approx(matrices + tables, rel=0.01)
-  assert sent(found, 'all-gather') == pytest.approx(2 * matrices + tables, rel=0.01)
-  assert sent(found, 'reduce-scatter') == pytest.approx(matrices + tables / 2, rel=0.01)
-  assert sent(found, 'all-reduce') == pytest.approx(tables, rel=0.05)  # That of the embedding's, and norms.
+  matrices, table, ids, vectors = (7 / 8 * 4 * n for n in (LAYERS * MATRICES, VOCAB * D, TOKENS, TOKENS / 8 * D))
+  assert sent(found, 'all-gather', phase='forward') == pytest.approx(matrices + table + ids, rel=0.01)
+  assert sent(found, 'all-gather') == pytest.approx(2 * matrices + table + ids, rel=0.01)
+  assert sent(found, 'reduce-scatter') == pytest.approx(matrices + table, rel=0.01)
+  assert sent(found, 'all-reduce') == pytest.approx(2 * 7 / 8 * 4 * (2 * LAYERS + 1) * D, rel=0.01)  # Of norms.
+  assert sent(found, 'all-to-all') == 2 * vectors
   # Weights are gathered, and gradients summed, beside the work of the layers.
   matrices = [c for c in found.collectives if c.layer.startswith('lm.transformer') and c.result_bytes > 1000]
   assert {c.kind for c in matrices} == {'all-gather', 'reduce-scatter'}
@@ -235,7 +258,7 @@ def test_each_buffer_that_a_loop_fills_takes_memory():
   mesh = abstract_mesh({'data': 2})
   x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))
   program = local_program(jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=('cpu',)))
-  assert program.temporaries > 4 * 8 * 64 * 64 * 4  # Before each sine and after it; all of them begin as one constant.
+  assert program.peak.bytes > 4 * 8 * 64 * 64 * 4  # Before each sine and after it; all of them begin as one constant.
 
 
 def test_a_step_that_the_compiler_refuses_is_planned_by_formulas(monkeypatch):
@@ -279,7 +302,7 @@ def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler
 
 
 def test_a_program_without_text_is_one_that_the_compiler_refuses():
-  program = types.SimpleNamespace(as_text=lambda: None)
+  program = types.SimpleNamespace(as_text=lambda debug_info=False: None)
   with pytest.raises(NotImplementedError, match='has no text'):  # As `compile_step` expects of a compiler.
     compilers._compile(types.SimpleNamespace(compile=lambda **_: program), NO_FLAGS, parse_topology('h100:8'))
 
@@ -318,3 +341,10 @@ def test_the_command(capsys, tmp_path):
   assert "Did you mean 'h100'" in capsys.readouterr().err
   assert main([*named, '--topology=h100:16']) == 2
   assert 'task.ici_mesh_shape=(4, 2, 2)' in capsys.readouterr().err
+
+
+def test_a_plan_of_a_pipeline_prints_its_bubble():
+  planned = plan(registry.get('pipelines.SyntheticLmCircular'), None, 'cpu:8', compile=False)
+  (line,) = planned.pipelines
+  assert 'pipeline' in (text := ' '.join(format_plan(planned).split())) and line in text
+  assert line.endswith('4 stages x 2 rounds x 1 layer, 4 microbatches of 2 rows in 11 ticks, bubble 27.3%')

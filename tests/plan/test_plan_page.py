@@ -3,11 +3,12 @@
 import html
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
+from browser import IS_NARROW, needs_chromium, use_page
+from small_lm import small_lm
 
+from praxis_lite.instruments.plan import plan as plan_task
 from praxis_lite.instruments.plan.cost import cost_of
 from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
@@ -17,7 +18,6 @@ from praxis_lite.instruments.plan.page import render_plan_page
 from praxis_lite.instruments.plan.planning import ModelWork, Plan
 from praxis_lite.instruments.plan.topology import parse_topology
 
-CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 LAYERS = ('lm', 'lm.stack', 'lm.stack.layers', 'lm.stack.layers.ff', 'lm.stack.layers.ff.up', 'lm.softmax')
 UP = 'jit(step)/jvp(Model)/lm/stack/while/body/layers/ff/up'
 
@@ -136,11 +136,9 @@ def test_the_schedule_is_that_of_the_plan(plan):
   assert max(row[2] for row in data['schedule']) == pytest.approx(plan.step_seconds)
 
 
-# Uses each control as a user would, and leaves what the page then says in its title.
+# Uses each control as a user would.
 _SESSION = """
-<script>
-const said = [], say = (...what) => said.push(...what), text = (id) => $(id).textContent;
-try {
+  const text = (id) => $(id).textContent;
   say(text('bottleneck'), $('totals').querySelector('.bad dt').textContent, text('notes'));
   say(document.querySelectorAll('#map rect.leaf').length, document.querySelectorAll('#roofline circle').length);
   document.querySelector('#map rect.group').onclick(); say($('crumbs').querySelectorAll('button').length);
@@ -163,31 +161,14 @@ try {
   for (const button of document.querySelectorAll('#phases button')) button.click();
   for (const button of document.querySelectorAll('th button')) button.click();
   document.documentElement.className = ''; $('theme').click(); say(document.documentElement.className);
-} catch (error) { say('ERROR ' + error.stack); }
-document.title = said.join(' | ');
-</script></body>
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium')
+@needs_chromium
 def test_in_a_browser_it_filters_zooms_sorts_and_switches_themes(plan, tmp_path):
-  page = tmp_path / 'page.html'
   # A surprise, as plans that know causes have it.
   cause = '"cause":{"reason":"resharded","fields":["a.b"],"what":"it moves","remedy":"set a.b"}'
-  text = render_plan_page(plan, 'x').replace('"cause":null', cause, 1)
-  page.write_text(text.replace('</body>', _SESSION), encoding='utf-8')
-  flags = '--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking'
-  log = '--enable-logging=stderr --log-level=0'
-  command = [CHROMIUM, *flags.split(), *log.split(), '--disable-component-update', '--disable-sync']
-  done = subprocess.run(
-    [*command, f'--user-data-dir={tmp_path}/u', '--dump-dom', page.as_uri()],
-    capture_output=True,
-    text=True,
-    timeout=600,
-    check=True,
-  )
-  said = html.unescape(re.search(r'<title>(.*?)</title>', done.stdout, re.DOTALL)[1]).split(' | ')
-  assert ':CONSOLE' not in done.stderr, done.stderr
+  said = use_page(render_plan_page(plan, 'x').replace('"cause":null', cause, 1), _SESSION, tmp_path)
   assert said[:2] == [f'Bottleneck: {plan.bottleneck}.', 'does not fit']
   assert said[2].startswith('assumed </script>h100: 989 T FLOP/s in bf16 × 0.7')  # noqa: RUF001
   # Areas, circles; crumbs of a kind of memory, and of all; the loop, and the lanes that are used.
@@ -195,3 +176,19 @@ def test_in_a_browser_it_filters_zooms_sorts_and_switches_themes(plan, tmp_path)
   assert re.fullmatch(r'forward lm\.stack: 4 \S .* µs', said[7])
   # Zoomed by two; what is live; what runs at the end of a round; collectives: all, filtered, of one axis, surprises.
   assert said[9:] == ['2.0', ' by the schedule', 'lm.stack.layers.ff.up', '2', '1', '1', 'resharded', 'dark']
+
+
+_WITHOUT_SCHEDULE = """
+  say($('time').hidden, $('layers-roofline').hidden, $('notes').textContent.includes('no timeline and no roofline'));
+  say([...$('kinds').children].map((item) => item.textContent.split(':')[0]).join());
+  say(document.querySelectorAll('#map rect.leaf').length > 20);
+"""
+
+
+@needs_chromium
+def test_without_a_compiler_it_has_no_empty_cards_and_divides_the_temporaries(tmp_path):
+  found = plan_task(small_lm((1, 1, 1)), None, 'h100:1', compile=False)
+  page = render_plan_page(found, 'x')
+  said = use_page(page, _WITHOUT_SCHEDULE + IS_NARROW, tmp_path, width=400)
+  kinds = 'parameters,optimizer slots,inputs,saved activations,temporaries'
+  assert said == ['true', 'true', 'true', kinds, *['true'] * 4]

@@ -6,6 +6,8 @@ import pytest
 
 from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.report import chips_text
 from praxis_lite.instruments.plan.targets import TARGETS, gpu_target_config
 from praxis_lite.instruments.plan.topology import check_mesh, parse_topology
 from praxis_lite.runs.throughput import peak_flops
@@ -20,6 +22,9 @@ from praxis_lite.runs.throughput import peak_flops
     ('h100:512x8', 'h100:512x8', 4096, 512),
     ('h100:64', 'h100:8x8', 64, 8),
     ('a100:4', 'a100:1x4', 4, 1),
+    ('v4:4x4x2:2', 'v4:4x4x2:2', 64, 2),
+    ('v6e:16x8', 'v6e:16x8', 128, 1),
+    ('v5e:1x1', 'v5e:1x1', 1, 1),
     ('gb200:2x72', 'gb200:2x72', 144, 2),
     ('RTX 4090:2', 'rtx4090:1x2', 2, 1),
     ('cpu:64', 'cpu:64', 64, 1),
@@ -40,6 +45,12 @@ def test_names(text, name, devices, domains):
     ('v5p', 'expected a form such as v5p:8x16x16'),
     ('v5p:4x0x4', 'expected a form such as'),
     ('v5p:64', '3 dimensions, not 1. Did you mean v5p:4x4x4?'),
+    ('v5p:3x5x7', 'no slice of v5p has these sizes; they are multiples of 4, or 1x1x1, 2x2x1'),
+    ('v5p:3x5x7', 'Did you mean v5p:4x4x8?'),
+    ('v5p:2x1x1', 'Did you mean v5p:2x2x1?'),
+    ('v5e:2x8', 'they are 1x1, 2x2, 2x4, 4x4, 4x8 and so on, to powers of two. Did you mean v5e:4x4?'),
+    ('v5e:1x2', 'Did you mean v5e:2x2?'),
+    ('v6e:12x12', 'Did you mean v6e:8x16?'),
     ('v5e:32x32', 'the largest slice of v5e is 16x16, 256 chips; several slices are written v5e:16x16:2'),
     ('h100:12', 'Did you mean h100:1x8 or h100:2x8?'),
     ('h100:2x16', 'fast links connect 8 h100 GPUs at most, not 16. Did you mean h100:4x8?'),
@@ -94,3 +105,16 @@ def test_figures_are_in_their_units_and_have_a_source(target):
     text = gpu_target_config(target)
     assert f'core_count: {target.cuda.cores} ' in text
     assert text.count('{') == text.count('}')
+
+
+def test_hosts_may_have_other_networks():
+  published = parse_topology('h100:8x8')
+  assert published.change_network() == published
+  assert published.change_network(host_gigabits=8 * 400) == published  # One adapter of 400 Gbit/s for each GPU.
+  halved = published.change_network(host_gigabits=4 * 400)
+  assert halved == published.change_network(oversubscription=2)
+  assert halved.target.network == published.target.network / 2 and halved.target.link == published.target.link
+  assert chips_text(halved).endswith('fast links among 8, 1,600 Gbit/s from each host')
+  groups = tuple((i, i + 8) for i in range(8))  # Between two hosts.
+  slow, fast = (Links(topology).traffic('all-gather', groups, 1e9, 2e9) for topology in (halved, published))
+  assert slow.network_bytes == fast.network_bytes and slow.seconds == pytest.approx(2 * fast.seconds, rel=0.01)

@@ -10,7 +10,7 @@ from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments import testing
 from praxis_lite.instruments.explain.explanation import ShardingReport, format_report
-from praxis_lite.instruments.explain.report import task_and_inputs, trace_task
+from praxis_lite.instruments.explain.report import explain, task_and_inputs, trace_task
 from praxis_lite.instruments.plan import Reason, format_why, plan
 from praxis_lite.instruments.plan.cost import Operation
 from praxis_lite.instruments.plan.dataflow import Dataflow
@@ -18,7 +18,7 @@ from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.snapshot import GrowthLimits, declared_snapshot, keep, read, regressions, snapshot_of
 from praxis_lite.instruments.plan.why import Why
-from praxis_lite.models import set_sharding
+from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.state import state_layout
 
@@ -74,6 +74,20 @@ def test_what_is_declared_is_expected_and_names_its_field(good):
   assert re.search(r'gather of a fully sharded weight +data +\S+ KiB +\S+\.weight_split_dims_mapping\.wt', text)
   assert max(map(len, text.splitlines())) <= 100
   assert text.endswith('surprises: none')
+
+
+@pytest.mark.slow
+def test_an_exchange_of_looked_up_vectors_is_named_by_the_split_of_the_table():
+  config = small_lm((1, 4, 2), num_layers=1)
+  config.datasets[0].seq_len = 8  # Few ids, so that their vectors are fewer bytes than the table.
+  found = plan(config, None, 'cpu:8')
+  field = 'lm.embedding.weight_split_dims_mapping.wt'
+  causes = {c.phase: c.cause for c in found.collectives if (c.kind, c.layer) == ('all-to-all', 'lm.embedding')}
+  assert [(c.reason, c.fields) for c in causes.values()] == [(Reason.EXCHANGE, (field,))] * 2
+  assert all(c.expected for c in found.collectives)
+  assert re.search(rf'exchange of looked-up vectors +data +\S+ KiB +{re.escape(field)}', format_why(found))
+  told = explain(config, 'lm.embedding.out').remarks
+  assert any(re.match(r'exchanged after the lookup over data, \S+ KiB of vectors and ids, or 12 KiB', r) for r in told)
 
 
 @pytest.mark.slow
@@ -178,6 +192,65 @@ def test_a_weight_is_known_through_casts_and_loops_and_what_a_loop_changes_is_co
   assert found == {'g': ['mdl_vars.lm.out.w'], 'a': ['']}
 
 
+_GATHERED_BY_SUMS = """HloModule m, num_partitions=4
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y)
+}
+
+%place (p: f32[2], at: s32[]) -> f32[8] {
+  %p = f32[2] parameter(0)
+  %at = s32[] parameter(1)
+  %zero = f32[] constant(0)
+  %zeros = f32[8] broadcast(%zero), dimensions={}
+  %mask = pred[2] constant({true, false})
+  %none = f32[2] broadcast(%zero), dimensions={}
+  %true = f32[2] select(%mask, %p, %none)
+  ROOT %placed = f32[8] dynamic-update-slice(%zeros, %true, %at)
+}
+
+ENTRY %main (v: f32[2], w: f32[2], d: f32[8], at: s32[]) -> f32[8] {
+  %v = f32[2] parameter(0), metadata={op_name="state.mdl_vars[\\'lm\\'][\\'v\\']"}
+  %w = f32[2] parameter(1), metadata={op_name="state.mdl_vars[\\'lm\\'][\\'w\\']"}
+  %d = f32[8] parameter(2), metadata={op_name="inputs[\\'ids\\']"}
+  %at = s32[] parameter(3)
+  %a = f32[8] fusion(%v, %at), kind=kLoop, calls=%place
+  %b = f32[8] fusion(%w, %at), kind=kLoop, calls=%place
+  %one = f32[8] all-reduce(%a), to_apply=%sum
+  %joined = f32[16] concatenate(%a, %b), dimensions={0}
+  %two = f32[16] all-reduce(%joined), to_apply=%sum
+  %twice = f32[8] multiply(%a, %a)
+  %mixed = f32[16] concatenate(%a, %twice), dimensions={0}
+  %three = f32[16] all-reduce(%mixed), to_apply=%sum
+  %into = f32[8] dynamic-update-slice(%d, %v, %at)
+  ROOT %four = f32[8] all-reduce(%into), to_apply=%sum
+}
+"""
+
+
+def test_a_weight_that_is_gathered_by_a_sum_of_filled_arrays_is_known():
+  flow = Dataflow(parse(_GATHERED_BY_SUMS))
+  found = {
+    instruction.name: flow.arguments(instruction, computation) for instruction, computation in flow.collectives()
+  }
+  assert found == {'one': ['mdl_vars.lm.v'], 'two': ['mdl_vars.lm.v'], 'three': [''], 'four': ['']}
+
+
+@pytest.mark.slow
+def test_weights_that_are_gathered_by_sums_are_surprises_with_a_remedy(cache):
+  config = small_lm((1, 8, 1))
+  lm = transformer_lm(vocab_size=64, model_dims=4, num_layers=2, num_heads=1, dims_per_head=8, hidden_dims=64)
+  config.task.model = set_sharding(lm.set(packed=False))
+  found = plan(config, None, 'cpu:8', cache=cache)
+  summed = [c for c in found.collectives if c.cause is not None and c.cause.reason is Reason.WEIGHT_SUMMED]
+  assert summed and {c.kind for c in summed} == {'all-reduce'} and not any(c.expected for c in summed)
+  text = ' '.join(format_why(found).split())
+  assert 'is gathered over data by a sum, which sends twice as much' in text
+  assert 'split over fewer devices: data has 8, which does not divide 4' in text
+
+
 # ---------------------------------------------------------------- snapshots
 
 
@@ -215,7 +288,8 @@ def kept(by_formulas, tmp_path):
 
 def test_growth_is_told_with_layer_and_field_from_its_limit_on(kept):
   old, _ = kept
-  memory = dict(old.memory) | {'saved activations of lm.transformer, forward': 1 << 20}
+  saved = 'saved activations of lm.transformer, forward'
+  memory = dict(old.memory) | {saved: old.memory.get(saved, 0) + (1 << 20)}
 
   def grown(share):
     return dataclasses.replace(old, memory=memory | {'peak': int(old.memory['peak'] * (1 + share))})
@@ -247,7 +321,7 @@ def test_without_a_compiler_weights_and_the_state_are_compared(kept):
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    (lambda text: 'else', 'this is no snapshot of a plan'),
+    (lambda text: 'else', 'this is not a snapshot of a plan'),
     (lambda text: text + '\nmore', r"line \d+: 'more' is not as plan --snapshot writes it"),
     (lambda text: text.replace('limits: memory', 'limits: x'), "'memory' is missing"),
     (lambda text: re.sub(r'  [\d,]+ +peak', '  many  peak', text), 'invalid literal'),
@@ -270,5 +344,8 @@ def test_the_commands(tmp_path, capsys):
   split = "task.model.lm_tpl.softmax_tpl.weight_split_dims_mapping.wt=('data',None)"
   assert main(['plan', '--nocompile', f'--check={path}', '--set', split]) == 1
   assert 'lm.softmax.w: it was 18 x 37 split (data, mdl), and is 18 x 37 split (data, -)' in capsys.readouterr().out
+  path.write_text(path.read_text().replace('mode: analytic', 'mode: compiled'))
+  assert main(['plan', '--nocompile', f'--check={path}']) == 0
+  assert 'the snapshot is compiled and this plan is analytic, so only the splits' in capsys.readouterr().out
   assert main(['plan', f'--check={path}x']) == 2
   assert 'plan --snapshot=' in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import numpy as np
@@ -12,6 +13,9 @@ from praxis_lite.checkpoints import Checkpointer, stored
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.retention import being_read, steps_to_remove
 from praxis_lite.cli.main import main
+from praxis_lite.experiments.lm import SyntheticLmTiny
+from praxis_lite.runs.records.record import write_record
+from praxis_lite.training.experiment import configure
 
 
 @pytest.fixture
@@ -140,6 +144,23 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_listed(saved, capsys, 
   assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ['step', '1', '2', '3']
 
 
+def test_a_checkpoint_is_not_copied_to_a_run_of_another_model(saved, tmp_path, capsys):
+  directory, _ = saved
+  other, recorded = tmp_path / 'other', tmp_path / 'recorded'
+  narrow = layout_on(2, with_key=True, rows=12)
+  run = Checkpointer(other)
+  run.save(7, random_state(narrow, seed=7, step=7), narrow.true_shapes, {'position': 7})
+  run.close()
+  recorded.mkdir()
+  write_record(recorded, configure(SyntheticLmTiny))
+  for target, array in ((other, 'lm.w is float32'), (recorded, 'lm.embedding.w is missing')):
+    before = sorted(tmp_path.rglob('*'))
+    for flags in ([], ['--nooptimizer'], ['--step=1']):
+      assert main(['checkpoints', 'copy', str(directory), str(target), *flags]) == 2
+      assert re.search(f'{target} has another run: .* of another model: .*{array}', capsys.readouterr().err)
+    assert sorted(tmp_path.rglob('*')) == before
+
+
 def test_the_commands_on_checkpoints(saved, capsys):
   directory, layout = saved
 
@@ -185,6 +206,9 @@ def test_the_commands_on_checkpoints(saved, capsys):
   code, out = run('list', directory)
   assert code == 0 and len(out.splitlines()) == 4 and 'data 2' in out
   code, out = run('list', directory / 'nowhere')
+  assert code == 2 and f'there is no directory {directory / "nowhere"}' in out
+  (directory / 'empty').mkdir()
+  code, out = run('list', directory / 'empty')
   assert code == 2 and 'there is no checkpoint in' in out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 
 import jax
@@ -177,15 +178,17 @@ def test_decoding_runs_at_its_interval_and_at_the_end(tmp_path):
   ]
 
 
-def test_moving_averages_are_evaluated_unless_asked_otherwise(tmp_path):
+def test_moving_averages_are_evaluated_unless_asked_otherwise(tmp_path, capsys):
   config = tiny_run(3, num_train_steps=6, learner={'ema_decay': 0.9}, **SELDOM)
   result = run_train(config, tmp_path)
   averages, variables = result.state.ema_vars, result.state.mdl_vars
   with_averages, without = expected_loss(averages, 33, 1), expected_loss(variables, 33, 1)
   assert abs(with_averages - without) > 1e-3
   assert result.metrics['eval/valid']['loss'] == pytest.approx(with_averages, rel=1e-5)
+  assert re.search(r'step 6 eval/valid loss .* s, of the average\)\n', capsys.readouterr().out)
   config.task.evaluate.use_ema = False
   assert run_eval(config, tmp_path)['eval/valid']['loss'] == pytest.approx(without, rel=1e-5)
+  assert 'of the average' not in capsys.readouterr().out
 
 
 def test_advice_is_printed_before_the_first_step(tmp_path, capsys):

@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 from tiny_runs import examples, tiny_run
 
+from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
+from praxis_lite.layers.blockwise import blockwise_attention
+from praxis_lite.layers.chunked_loss import auto_chunk_size
+from praxis_lite.layers.masks import Causal
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import exported
 from praxis_lite.runs.export import ExportSettings, _forward_program
@@ -21,7 +25,7 @@ from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.run import _mesh_for
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.sharding.weights import WeightHParams
-from praxis_lite.training.experiment import configure
+from praxis_lite.training.experiment import ExperimentConfig, configure
 from praxis_lite.training.state import initialize_train_state
 
 P, M = 8, 5  # Length of prompts; tokens to decode.
@@ -191,7 +195,8 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path, regres
   odd = tiny_run()
   odd.task.model = type(odd.task)(CountsRows)
   with pytest.raises(
-    ConfigError, match=r'forward cannot be exported for any batch size on cpu, cuda, tpu \(.*; choose a size, such as'
+    ConfigError,
+    match=r'forward cannot be exported for any batch size on cpu, cuda, tpu \(.*; choose a size, .*--batch_size=8\)$',
   ):
     loaded(odd).export(out)
   assert not out.exists() and not list(tmp_path.iterdir())
@@ -202,6 +207,37 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path, regres
   with pytest.raises(UserError, match=r'^out: .*mine exists and is not an empty directory'):
     regression.export(out / 'mine')
   assert (out / 'mine').read_text() == 'kept'
+
+
+def test_shapes_of_text_are_known_without_its_path(lm):
+  config = ExperimentConfig(lm.config.task, [dataset.clone(path=REQUIRED) for dataset in lm.config.datasets], [])
+  without = TrainedModel(config, lm.tasks, lm.stored_variables, lm.step)
+  assert without.batch_struct()['ids'].shape == lm.batch_struct()['ids'].shape
+  config.datasets[1].packing = 'unknown'
+  with pytest.raises(
+    ConfigError, match=r"datasets\[0\]\.path: a value is required .* --set 'datasets\[\*\]\.path=\.\.\.'"
+  ):
+    without.batch_struct()
+
+
+def test_layers_that_choose_by_the_number_of_rows_are_exported_for_any_number():
+  class Long(BaseModel):
+    """Attention in blocks, and the loss of a model of many classes."""
+
+    def setup(self):
+      self.create_variable('w', WeightHParams((8, 70_000)))
+
+    def compute_predictions(self, batch):
+      x = batch['x']
+      size = auto_chunk_size(70_000, x.shape[0] * x.shape[1], ())
+      assert isinstance(size, int)
+      return blockwise_attention(x, x, x, Causal()) + self.theta.w[0, 0]
+
+  model = Config(Long).instantiate()
+  variables = model.init(jax.random.key(0))
+  struct = {'x': jax.ShapeDtypeStruct((2, 1024, 6, 4), np.float32)}
+  program = _forward_program(model, variables, struct, ExportSettings(formats=('stablehlo',)))
+  assert str(program.inputs['x'].shape[0]) == 'batch'
 
 
 # ---- files that are not of one export

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import signal
 import threading
 
@@ -17,7 +18,8 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.runs import Hook, run_eval, run_train
-from praxis_lite.runs.improvement import WatchedMetric
+from praxis_lite.runs.improvement import WatchedMetric, watched_metrics
+from praxis_lite.runs.records.metric_modes import mode_of_metric
 from praxis_lite.runs.records.metrics import EvalResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
@@ -135,9 +137,66 @@ def test_a_metric_that_is_not_there_is_told_before_anything_is_written(tmp_path,
   assert not (tmp_path / 'run').exists()
 
 
+# best_metric and its mode, the metric and mode of early stopping; and the metrics of both, as path and mode.
+ACCURACY, LOSS = ('eval/valid/accuracy', 'max'), ('eval/valid/loss', 'min')
+ONE_METRIC = {
+  'neither': (None, 'min', 'loss', 'min', LOSS, LOSS),
+  'best alone': ('accuracy', 'max', 'loss', 'min', ACCURACY, ACCURACY),
+  'stopping alone': (None, 'min', 'accuracy', 'max', ACCURACY, ACCURACY),
+  'the mode of best': (None, 'max', 'accuracy', 'min', ACCURACY, ACCURACY),
+  'both': ('accuracy', 'max', 'eval/valid/accuracy', 'min', ACCURACY, ACCURACY),
+  'by the name': ('accuracy', 'auto', 'loss', 'auto', ACCURACY, ACCURACY),
+  'by the name of a path': ('eval/valid/accuracy', 'auto', 'loss', 'auto', ACCURACY, ACCURACY),
+  'stopping by the name': (None, 'auto', 'accuracy', 'auto', ACCURACY, ACCURACY),
+  'two by their names': ('accuracy', 'auto', 'eval/valid/loss', 'auto', ACCURACY, LOSS),
+  'against the name': ('loss', 'max', 'loss', 'auto', (LOSS[0], 'max'), (LOSS[0], 'max')),
+  'two metrics': ('accuracy', 'max', 'eval/valid/loss', 'min', ACCURACY, LOSS),
+}
+
+
+@pytest.mark.parametrize(('best', 'best_mode', 'metric', 'mode', 'kept', 'stops'), ONE_METRIC.values(), ids=ONE_METRIC)
+def test_one_metric_decides_about_the_best_and_about_stopping(best, best_mode, metric, mode, kept, stops):
+  task = tiny_run(1, best_metric=best, best_metric_mode=best_mode, eval_interval_steps=1).task
+  task.train.early_stopping.set(patience=1, metric=metric, mode=mode)
+  watched = watched_metrics(task.instantiate().train, {'eval/valid': ['accuracy', 'loss']})
+  assert [(found.path, found.mode) for found in watched] == [kept, stops]
+
+
+def test_two_modes_of_one_metric_are_refused():
+  task = tiny_run(1, best_metric='accuracy', best_metric_mode='min', eval_interval_steps=1).task
+  task.train.early_stopping.set(patience=1, mode='max')
+  with pytest.raises(
+    ConfigError, match=r"mode = 'max', but task\.train\.best_metric_mode = 'min', for the same metric"
+  ):
+    watched_metrics(task.instantiate().train, {'eval/valid': ['accuracy', 'loss']})
+
+
+def test_the_name_of_a_metric_tells_its_mode_or_a_mode_is_asked_for(tmp_path):
+  names = {
+    'min': ['loss', 'aux_loss', 'nll', 'perplexity', 'word_error_rate', 'MSE', 'accuracy_loss', 'eval/accuracy/loss'],
+    'max': ['accuracy', 'top5_accuracy', 'f1', 'macro-F1', 'bleu', 'eval/loss/accuracy'],
+    None: ['close', 'scale', 'flossy', ''],
+  }
+  for mode, found in names.items():
+    assert [name for name in found if mode_of_metric(name, 'auto') != mode] == []
+  assert mode_of_metric('loss', 'auto', 'max') == 'max' and mode_of_metric('accuracy', 'min') == 'min'
+
+  splits = {'eval/valid': ['accuracy', 'close', 'loss']}
+  told = "'close': its name does not tell whether lower or higher values are better; set task.train.{} to 'min'"
+  task = tiny_run(1, best_metric='close', eval_interval_steps=1).task
+  with pytest.raises(ConfigError, match=re.escape(f'task.train.best_metric = {told.format("best_metric_mode")}')):
+    watched_metrics(task.instantiate().train, splits)
+  task.train.set(best_metric=None)
+  task.train.early_stopping.set(patience=1, metric='close')
+  with pytest.raises(ConfigError, match=re.escape(told.format('early_stopping.mode'))):
+    watched_metrics(task.instantiate().train, splits)
+  task.train.early_stopping.set(mode='max')
+  assert watched_metrics(task.instantiate().train, splits).best == ('eval/valid', 'close', 'max')
+
+
 SETTINGS = {
   'patience': ({'patience': 0}, r'early_stopping\.patience: expected at least 1 evaluation, or None, got 0'),
-  'mode': ({'mode': 'low'}, r"early_stopping\.mode: expected 'min' or 'max', got 'low'"),
+  'mode': ({'mode': 'low'}, r"early_stopping\.mode: expected 'auto', 'min' or 'max', got 'low'"),
   'delta': ({'min_delta': -1.0}, r'early_stopping\.min_delta: expected at least 0, got -1'),
 }
 
@@ -220,9 +279,26 @@ def test_what_a_hook_raises_ends_the_run_after_the_state_is_saved_and_names_the_
   assert run_train(tiny_run(1, num_train_steps=step + 1), tmp_path).step == step + 1
 
 
-def test_what_is_no_hook_is_told(tmp_path):
-  with pytest.raises(ConfigError, match=r'hooks\[0\]: expected an object of a class derived from Hook, got'):
-    run_train(tiny_run(1), tmp_path / 'run', hooks=[print])
+class Misspelled(Hook):
+  def on_evaluation(self, run, split, metrics):
+    pass
+
+
+NO_HOOKS = {
+  'a function': ([print], r'hooks\[0\]: expected an object of a class derived from Hook, got'),
+  'no list': (Hook(), r'hooks: expected a list, as in hooks=\[MyHook\(\)\], got <'),
+  'a generator': ((Hook() for _ in range(2)), r'hooks: expected a list'),
+  'misspelled': (
+    [Hook(), Misspelled()],
+    r"^hooks\[1\]: Misspelled\.on_evaluation is never called\. Did you mean 'on_eval'\? A run calls on_start, ",
+  ),
+}
+
+
+@pytest.mark.parametrize(('hooks', 'message'), NO_HOOKS.values(), ids=NO_HOOKS)
+def test_what_is_no_hook_is_told(tmp_path, hooks, message):
+  with pytest.raises(ConfigError, match=message):
+    run_train(tiny_run(1), tmp_path / 'run', hooks=hooks)
   assert not (tmp_path / 'run').exists()
 
 

@@ -16,7 +16,7 @@ from praxis_lite.checkpoints.retention import RemovedError
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import UserError
 from praxis_lite.models.base import BaseModel
-from praxis_lite.runs import Hook, run_train
+from praxis_lite.runs import Hook, open_run, run_train
 from praxis_lite.runs.init_from import WarmStart
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -124,7 +124,8 @@ def test_renamed_partial_and_fresh_variables_are_the_same_on_one_device_and_on_t
     runs[devices] = true_values(result.state.mdl_vars, SHAPES)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), runs[1], runs[3])
   told = capsys.readouterr().out.splitlines()
-  start = told.index(f'init_from {directory}/checkpoints/4: 2 variables from the checkpoint, 0 of them unchanged')
+  same = 'last values of 2 of 3 variables, 0 with the same name and shape'
+  start = told.index(f'init_from {directory}/checkpoints/4: {same}')
   assert told[start + 1 : start + 4] == [
     '  renamed   body.w <- w',
     f'  partial   head <- v: ({HIDDEN},) of ({HIDDEN + 4},)',
@@ -139,18 +140,30 @@ def test_a_run_that_resumes_does_not_start_from_it_again(trained, tmp_path, caps
   config.task.train.num_train_steps = 5
   capsys.readouterr()
   assert run_train(config, tmp_path).step == 5
-  assert not any(line.startswith('init_from') for line in capsys.readouterr().out.splitlines())
+  told = capsys.readouterr().out
+  assert not any(line.startswith('init_from') for line in told.splitlines())
+  assert (
+    'task.train.init_from is not used: the run goes on after its own step 3; to start from the other run, name' in told
+  )
+  config.task.train.init_from.path = None
+  assert run_train(config, tmp_path).step == 5 and 'is not used' not in capsys.readouterr().out
+  first_values(other_run(1, tmp_path, rules=(), partial=(), use_ema=True), tmp_path / 'without_averages')
+  told = 'checkpoints/5, which has no moving averages: last values of 3 of 3 variables, 3 with the same name and shape'
+  assert told in capsys.readouterr().out
+  with pytest.raises(UserError, match=r'^load\(ema=True\): the run keeps no moving averages: its task\.train\.learner'):
+    open_run(tmp_path).load(ema=True)
 
 
 def test_averages_and_earlier_steps_can_be_taken_and_what_is_not_used_is_told(trained, tmp_path, capsys):
   directory, _, averages = trained
   variables = first_values(other_run(1, directory, use_ema=True), tmp_path / 'ema')
+  assert 'checkpoints/4: moving averages of 2 of 3 variables' in capsys.readouterr().out
   np.testing.assert_array_equal(variables['body']['w'], averages['w'])
   rules = ((r'body\..*', 'w'), ('.*', None))
   capsys.readouterr()
   first_values(other_run(1, directory, rules=rules, partial=(), step=3), tmp_path / 'earlier')
   told = capsys.readouterr().out
-  assert f'init_from {directory}/checkpoints/3: 1 variables from' in told and f'  not used  v ({HIDDEN},)' in told
+  assert f'init_from {directory}/checkpoints/3: last values of 1 of ' in told and f'  not used  v ({HIDDEN},)' in told
   best = Checkpointer(directory, read_only=True).existing_step('best')
   first_values(other_run(1, directory, step='best'), tmp_path / 'best')
   assert f'init_from {directory}/checkpoints/{best}: ' in capsys.readouterr().out
@@ -167,6 +180,10 @@ MISTAKES = {
   'matches nothing': (
     {'rules': (*RULES, (r'haed', None))},
     r"rules\[3\]: 'haed' matches no variable of this model\. Did you mean 'head'\?$",
+  ),
+  'matches the beginning': (
+    {'rules': (('bod', None), *RULES)},
+    r"'bod' matches no variable of this model\. A pattern matches whole paths: write 'bod\.\*', which matches 1\.$",
   ),
   'partial matches nothing': ({'partial': ('head', 'x')}, r"partial\[1\]: 'x' matches no variable of this model"),
   'no regex': ({'rules': (('(', None),)}, r"rules\[0\]: '\(' is not a regular expression: "),

@@ -10,12 +10,14 @@ import pytest
 from tiny_runs import INPUTS, examples, expected_loss, tiny_run
 
 import praxis_lite
+from praxis_lite.cli.command import _read_recorded
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, ShardingError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.runs import run_eval, run_train
 from praxis_lite.runs.inference import decode_prompts
+from praxis_lite.runs.predict_files import predict_files
 from praxis_lite.runs.prompts import check_ids
 from praxis_lite.training.experiment import configure
 
@@ -136,7 +138,7 @@ def test_predict_takes_batches_of_any_size_and_needs_no_labels(run, model):
       predicted = loaded.predict({'x': x[:count].astype(np.float64)})
       assert isinstance(predicted, np.ndarray) and predicted.shape == (count,)
       np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-6)
-  (compiled,) = (sizes for kind, sizes in model._sizes.items() if "'x'" in kind and "'y'" not in kind)
+  (compiled,) = (sizes for kind, sizes in model.tasks.batch_sizes.items() if "'x'" in kind and "'y'" not in kind)
   assert compiled == [7, 33]  # 3 and 1 ran in the program for 7.
 
 
@@ -149,6 +151,12 @@ def test_per_example_outputs_decoding_a_batch_and_the_pure_call_agree(model):
   np.testing.assert_allclose(model.decode(batch)['y'], predicted, rtol=1e-5)
   alone, _ = model.layer.apply(model.variables, batch, method='predict', do_eval=True)
   np.testing.assert_allclose(alone, predicted, rtol=1e-5)
+
+
+def test_any_model_that_declares_its_ids_has_them_checked(model, monkeypatch):
+  monkeypatch.setattr(type(model.layer), 'num_ids', 5)
+  with pytest.raises(DataError, match=r'^ids: 7, at position 1 of row 0, is not in .* ids are 0 to 4;'):
+    model.predict(examples(1, 1) | {'ids': np.array([[4, 7]])})
 
 
 def test_ids_that_are_not_in_the_vocabulary_are_told_before_anything_is_compiled(lm):
@@ -182,15 +190,91 @@ def test_texts_in_and_texts_out(lm):
   first = bytes(tokens[0][:1]).decode()
   assert model.decode(ids, temperature=0, max_tokens=6, stop=[first])[0] == tokens[0][:1]
   # Other lengths take the same program, and change nothing.
-  programs = len(model._tasks_by_sampler)
+  programs = len(model._prompts._tasks_by_sampler)
   assert model.decode(ids, temperature=0, max_tokens=3) == [row[:3] for row in tokens]
   longer = model.decode([ids[0] + tokens[0][:5]], temperature=0, max_tokens=1)
   assert longer == [tokens[0][5:6]]
-  assert len(model._tasks_by_sampler) == programs
+  assert len(model._prompts._tasks_by_sampler) == programs
   # The command line does the same.
   config = lm.config
   config.task.model.decoder_tpl.set(temperature=0, max_decode_steps=6)
   assert decode_prompts(config, lm.directory, ids) == tokens
+
+
+@pytest.mark.parametrize('context', [None, 8])
+def test_more_tokens_than_memory_has_room_for_are_refused_before_anything_is_allocated(lm, context, monkeypatch):
+  monkeypatch.setattr('praxis_lite.common.devices.machine_memory', lambda: 2**30)
+  run = praxis_lite.open_run(lm.directory)
+  run.config.task.model.decoder_tpl.max_context = context
+  model, prompts = run.load(), np.array([[100, 101], [102, 103]])
+  field = r'^max_tokens \(task.model.decoder_tpl.max_decode_steps\)'
+  for given in (prompts, {'ids': prompts, 'prompt_lengths': np.array([2, 2])}):
+    with pytest.raises(
+      ConfigError, match=rf'{field} = 1,000,000,000: .* of 2 need .*iB, .* 1 GiB .*; up to \d\S* fit$'
+    ):
+      model.decode(given, max_tokens=10**9)
+
+
+@pytest.mark.parametrize('mesh', [None, (3,)])
+def test_continuations_are_scored_by_their_log_probabilities(lm, mesh):
+  model = lm.load(mesh=mesh)
+  pairs = [('def ', 'main'), ('', 'def main():'), ('x' * 50, 'y'), ('def main', ''), ('de', 'f'), ('return', ' 1\n')]
+  scores = model.score(*zip(*pairs), batch_size=4)
+  for (context, continuation), score in zip(pairs, scores):
+    whole = (context.encode() or b'\0') + continuation.encode()  # A document begins with byte 0.
+    logits = model.predict({'ids': np.frombuffer(whole, np.uint8)[None]})['logits'][0].astype(np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    at = range(len(whole) - len(continuation), len(whole))
+    np.testing.assert_allclose(score.log_probs, [log_probs[i - 1, whole[i]] for i in at], atol=1e-5)
+    assert score.ids == list(continuation.encode()) and score.log_probs.dtype == np.float32
+    assert score.is_greedy == all(log_probs[i - 1].argmax() == whole[i] for i in at)
+    assert score.log_prob == pytest.approx(score.log_probs.sum(), abs=1e-5)
+  assert scores[3].log_prob == 0 and len({score.is_greedy for score in scores}) == 2
+  ids = [[list(text.encode()) for text in texts] for texts in zip(pairs[0], pairs[4])]
+  for one, expected in zip(model.score(*ids), (scores[0], scores[4])):
+    np.testing.assert_allclose(one.log_probs, expected.log_probs, atol=1e-5)
+  (alone,) = model.score(['def '], ['main'])
+  np.testing.assert_allclose(alone.log_probs, scores[0].log_probs, atol=1e-5)
+  assert model.score([], []) == []
+
+
+@pytest.mark.parametrize('temperature', [0, 0.8])
+@pytest.mark.parametrize('mesh', [None, (3,)])
+def test_segments_and_batches_change_no_token(lm, temperature, mesh):
+  """The pieces of a stream, joined, are what is returned, and that is what a single call returns."""
+  model = lm.load(mesh=mesh)
+  prompts, settings = ['def ', 'class A', 'de', 'x'], {'temperature': temperature, 'max_tokens': 30, 'seed': 3}
+  settings |= {'repetition_penalty': 1.2, 'no_repeat_ngram_size': 4}
+  texts = model.decode(prompts, **settings)
+  pieces, counts = [''] * 4, [0] * 4
+
+  def stream(row, piece):
+    pieces[row] += piece
+    counts[row] += 1
+
+  assert model.decode(prompts, **settings, stream=stream) == pieces == texts and min(counts) > 2
+  assert model.decode(prompts, **settings, batch_size=3) == texts
+  tokens, ids = [[] for _ in prompts], [list(prompt.encode()) for prompt in prompts]
+  assert model.decode(ids, **settings, stream=lambda row, new: tokens[row].extend(new)) == tokens
+  assert [bytes(row).decode(errors='replace') for row in tokens] == texts
+  stop = texts[0][9:12]
+  assert model.decode(prompts, **settings, stop=[stop])[0] == texts[0][: texts[0].index(stop) + 3]
+
+
+@pytest.mark.parametrize(
+  'contexts, continuations, message',
+  [
+    ('def', ['main'], r"^score: contexts is one text; expected a list, as in \['def'\]"),
+    (['def'], [], r'^score: there are 1 contexts and 0 continuations; expected pairs'),
+    (['def'], [[1]], r'^score: pair 0 has a text and a list of tokens; expected two texts, or two lists'),
+    ([[1]], [[0.5]], r'^score: pair 0 has \[0.5\]; expected a text, or a list of tokens'),
+    ([[1]], 3, r'^score: continuations is 3; expected a list$'),
+    ([[1]], [[2, 999]], r'^ids: 999, at position 1 of row 0, is not in the vocabulary of the model'),
+  ],
+)
+def test_pairs_that_cannot_be_scored_are_told(lm, contexts, continuations, message):
+  with pytest.raises(UserError, match=message):
+    lm.load().score(contexts, continuations)
 
 
 # -------------------------------------------------------------------- mistakes
@@ -215,7 +299,28 @@ def mistakes():
   yield lambda run, model: model.evaluate(None), ConfigError, r'^evaluate: expected a dataset, got NoneType'
   yield lambda run, model: model.decode('def'), UserError, r"expected a list of prompts, got one text; pass \['def'\]"
   yield lambda run, model: model.decode(['def']), UserError, r'texts need a dataset with a tokenizer, but there is none'
-  yield lambda run, model: model.decode([[1]], top_k=1), ConfigError, r'^prompt needs a language model'
+  yield lambda run, model: model.decode([[1]], top_k=1), ConfigError, r'^a prompt needs a language model'
+  yield (
+    lambda run, model: model.decode([[1]], batch_size=0),
+    ConfigError,
+    r'^decode: batch_size = 0; expected at least 1',
+  )
+  yield lambda run, model: model.decode({'ids': [[1]]}, batch_size=1), ConfigError, r'^decode: .* is a batch of arrays'
+  yield lambda run, model: model.decode([[1]], stop=['a']), UserError, r"^stop='a' needs a dataset with a tokenizer"
+  yield (
+    lambda run, model: model.score([[1]], [[2]]),
+    ConfigError,
+    r'^score: needs a language model; this model is a Tiny',
+  )
+  for name, bad in (('stream', True), ('seed', 'a'), ('seed', 1.5), ('batch_size', True), ('max_tokens', 2.5)):
+    told = rf'^decode: {name}: expected .* \| None, got {bad!r}'
+    yield lambda run, model, given={name: bad}: model.decode([[1]], **given), ConfigError, told
+  for bad in (3, None, True):
+    told = rf'^stop: expected a list of texts, got {bad}'
+    yield lambda run, model, bad=bad: model.decode([[1]], stop=bad), UserError, told
+  yield lambda run, model: run.load(seed=2**70).key, ConfigError, r'^seed = \d+: expected an integer of 64 bits'
+  yield lambda run, model: model.decode(['a', [1]]), UserError, r'prompts\[0\] is a text, and prompts\[1\] is not; pass'
+  yield lambda run, model: model.decode(3), UserError, r'^decode: expected a list of prompts, got 3'
   yield lambda run, model: model.decode([]), ConfigError, r'^there are no prompts'
   yield lambda run, model: model.decode([b'def']), DataError, r"^a prompt is bytes; expected a text, such as 'def', or"
   yield lambda run, model: model.decode([[0.5, 1.7]]), DataError, r'^a prompt is \[0.5, 1.7\]; expected a list of'
@@ -242,3 +347,23 @@ def test_a_directory_that_is_no_run_is_told(tmp_path):
     praxis_lite.open_run(tmp_path, StdlibLmTiny).load()
   with pytest.raises(UserError, match='no experiment'):
     praxis_lite.open_run(tmp_path, 'lm.Nope')
+  for name in ('config.json', 'model-00001-of-00002.safetensors'):
+    (tmp_path / name).touch()
+  with pytest.raises(UserError, match=rf'it is a checkpoint .* `praxis-lite import-hf {tmp_path} --job_log_dir=runs/'):
+    praxis_lite.open_run(tmp_path)
+  with pytest.raises(UserError, match=r'records no run; it is a checkpoint .* `praxis-lite import-hf '):
+    _read_recorded(str(tmp_path), (), restores=False)
+
+
+@pytest.mark.parametrize(
+  ('x', 'got'),
+  [('0.5', 'a number'), ('[[0.5]]', r'an array of shape \[1, 1\]'), ('[0.5, 1]', r'an array of shape \[2\]')],
+)
+def test_files_whose_examples_have_another_shape_than_the_data_are_refused(model, tmp_path, x, got):
+  file = tmp_path / 'a.jsonl'
+  file.write_text(f'{{"x": {x}}}\n')
+  expected = (
+    rf"a\.jsonl: 'x': expected an array of shape \[{INPUTS}\] in each example, as in the data of the run, got {got}$"
+  )
+  with pytest.raises(DataError, match=expected):
+    list(predict_files(model, [str(file)]))

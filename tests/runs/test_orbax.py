@@ -11,7 +11,8 @@ import pytest
 from small_states import layout_on, random_state
 
 from praxis_lite.checkpoints import Checkpointer
-from praxis_lite.checkpoints.contents import stored_shape, to_nested_dict, to_stored
+from praxis_lite.checkpoints.contents import stored_shape, to_stored
+from praxis_lite.common.trees import leaves_by_path, nest
 
 PACKAGE = pathlib.Path(__file__).parents[2] / 'praxis_lite'
 ADAPTER = PACKAGE / 'checkpoints' / 'orbax'
@@ -83,10 +84,10 @@ def test_the_next_api_of_orbax_reads_what_is_saved(tmp_path):
   context.pytree.loading.partial_load = True
   with context:
     reader = v1.training.Checkpointer(tmp_path / 'checkpoints')
-    shapes = to_nested_dict(jax.tree.map(stored_shape, target))
+    shapes = nest(leaves_by_path(jax.tree.map(stored_shape, target)))
     read = reader.load_checkpointables(1, {'state': shapes, 'inputs': None})
     reader.close()
   assert read['inputs']['input_state'] == {'position': 7}
   ours = Checkpointer(tmp_path, read_only=True).restore(target, layout_on(2).true_shapes)
-  expected = to_nested_dict(jax.tree.map(to_stored, ours))
+  expected = nest(leaves_by_path(jax.tree.map(to_stored, ours)))
   jax.tree.map(np.testing.assert_array_equal, read['state'], expected)

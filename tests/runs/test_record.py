@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 
 import numpy as np
 import optax
@@ -14,6 +16,7 @@ from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.config.trusted import UntrustedError
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.inputs import TableInput
 from praxis_lite.runs import run_train
 from praxis_lite.runs.records.record import first_launch, read_record, recorded_seed, write_record
 from praxis_lite.training import registry
@@ -90,6 +93,27 @@ def test_a_class_of_a_script_is_refused_with_another_remedy(tmp_path):
     _ = read_record(tmp_path).config
 
 
+def test_functions_of_a_script_are_left_out_of_datasets(tmp_path, monkeypatch):
+  """So commands that read no data work on a run that a script has trained."""
+
+  def answers(row, length=8):
+    return row
+
+  answers.__module__, answers.__qualname__ = '__main__', 'answers'
+  monkeypatch.setattr(sys.modules['__main__'], 'answers', answers, raising=False)
+  config = experiment()
+  data = Config(TableInput, name='train', path='x.parquet', parse_fn=answers, batch_size=8, is_training=True)
+  config.datasets[:] = [data, data.clone(parse_fn=functools.partial(answers, length=9), is_training=False)]
+  write_record(tmp_path, config)
+  record = read_record(tmp_path)
+  assert to_text(record.config.task) == to_text(config.task)
+  for i, dataset in enumerate(record.config.datasets):
+    assert dataset.parse_fn is REQUIRED and 'put it in a module' in record.lost[f'datasets[{i}].parse_fn']
+    with pytest.raises(ConfigError, match='parse_fn'):
+      dataset.instantiate()
+  assert read_record(tmp_path, trusted=['__main__']).config.datasets[0].parse_fn is answers
+
+
 def test_a_file_that_is_trusted_by_its_path(tmp_path, monkeypatch):
   (tmp_path / 'mine_of_record.py').write_text('def schedule(step):\n  return 1.0\n')
   monkeypatch.chdir(tmp_path)
@@ -97,6 +121,7 @@ def test_a_file_that_is_trusted_by_its_path(tmp_path, monkeypatch):
   config = experiment()
   config.task.train.learner.schedule = __import__('mine_of_record').schedule
   write_record(tmp_path, config)
+  monkeypatch.setenv('XDG_STATE_HOME', str(tmp_path / 'state'))  # As for a user who did not train the run.
   with pytest.raises(UntrustedError, match=r'task\.train\.learner\.schedule: mine_of_record'):
     _ = read_record(tmp_path).config
   record = read_record(tmp_path, trusted=['mine_of_record.py'])
@@ -116,12 +141,16 @@ def test_a_file_that_is_trusted_by_its_path(tmp_path, monkeypatch):
     '["' * 9,
   ],
 )
-def test_a_record_that_cannot_be_read_is_one_line_and_is_written_anew(tmp_path, text):
+def test_a_record_that_cannot_be_read_is_one_line_with_the_remedy_and_is_written_anew(tmp_path, text):
   (tmp_path / 'run.json').write_text(text)
-  with pytest.raises(UserError, match=r'run\.json'):
+  (tmp_path / 'config.txt').write_text('')
+  remedy = r'name its experiment with --exp, and train then records it again; .*config\.txt has its config as text'
+  what = 'is empty' if not text else 'has format 99' if '99' in text else 'is not (JSON|the record of a run)'
+  with pytest.raises(UserError, match=rf'run\.json {what}.*{"" if "99" in text else remedy}$'):
     read_record(tmp_path)
   assert recorded_seed(tmp_path) == 0  # So a run whose record is damaged goes on.
-  write_record(tmp_path, experiment())
+  (told,) = write_record(tmp_path, experiment())
+  assert told == f'{tmp_path / "run.json"} could not be read and was written anew; its earlier launches are lost'
   assert len(read_record(tmp_path).launches) == 1
 
 

@@ -13,17 +13,10 @@ import pytest
 
 from praxis_lite.common.config.overrides import alternatives, apply_overrides
 from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.runs.records.comparing import best_run, differing_fields, metric_to_compare, short_names
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import held_for_training
-from praxis_lite.runs.records.runs import (
-  age,
-  best_run,
-  differing_fields,
-  find_runs,
-  metric_to_compare,
-  read_run,
-  short_names,
-)
+from praxis_lite.runs.records.runs import age, find_runs, read_run
 from praxis_lite.runs.sweep import FinishedPoints, Point, grid, last_line, run_points
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
@@ -56,7 +49,7 @@ def test_runs_are_found_and_what_is_in_them_is_theirs(tmp_path):
   assert find_runs(tmp_path) == [tmp_path / name for name in ('a', 'b/10', 'b/2', 'old')]
   assert find_runs(tmp_path / 'a') == [tmp_path / 'a']
   assert read_run(tmp_path / 'old').step == 7
-  with pytest.raises(UserError, match='there is no directory'):
+  with pytest.raises(UserError, match='nothing does not exist'):
     find_runs(tmp_path / 'nothing')
 
 
@@ -132,6 +125,13 @@ def test_which_metric_runs_are_compared_by(tmp_path):
   recorded = read_run(make_run(tmp_path / 'c', *best, valid=[1.0]))
   assert metric_to_compare([recorded], None, None) == ('eval/valid/accuracy', 'max')
   assert metric_to_compare([recorded], 'loss', None) == ('eval/valid/loss', 'min')
+  named = read_run(make_run(tmp_path / 'e', best[0], valid=[1.0]))
+  assert metric_to_compare([named], None, None) == metric_to_compare([recorded], 'accuracy', None)
+  lowest = read_run(make_run(tmp_path / 'f', best[0], 'task.train.best_metric_mode=min', valid=[1.0]))
+  assert metric_to_compare([lowest], None, None) == ('eval/valid/accuracy', 'min')  # As its checkpoints were kept.
+  stopping = ['task.train.early_stopping.patience=3', 'task.train.early_stopping.metric=accuracy']
+  stopped = read_run(make_run(tmp_path / 'd', *stopping, 'task.train.early_stopping.mode=max', valid=[1.0]))
+  assert metric_to_compare([stopped], None, None) == ('eval/valid/accuracy', 'max')
   assert metric_to_compare([two, one, one], None, None) == ('eval/valid/loss', 'min')  # Most runs have it.
   assert best_run([one, two], 'eval/valid/loss', 'min') is one
   assert best_run([one, two], 'nothing', 'min') is None
@@ -224,6 +224,8 @@ def test_processes_run_at_once_and_failures_stop_no_other(tmp_path):
   assert codes == {'a': 0, 'b': 1, 'c': 0}
   assert max(most) == 2
   assert last_line(tmp_path, Point('b', ())) == 'said'
+  (tmp_path / 'b' / 'sweep.log').write_text('')
+  assert last_line(tmp_path, Point('b', ())) == ''
 
 
 def test_a_signal_starts_no_more_and_is_passed_on(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from praxis_lite.common.errors import UserError
 from praxis_lite.layers.base.call import Summary
+from praxis_lite.runs.records.curves import read_metrics
 from praxis_lite.runs.records.metrics import SummaryWriter, expand_scalars
 
 
@@ -37,6 +38,18 @@ def test_each_line_is_a_step_of_a_split(tmp_path):
   assert (first['step'], first['split'], first['metrics']) == (10, 'train', {'loss': 2.5, 'lr': 0.1})
   assert (second['split'], second['metrics']) == ('eval/valid', {'loss': 3.0})
   assert first['time'] <= second['time']
+
+
+def test_damaged_lines_are_left_out_and_mentioned_once(tmp_path, capsys):
+  good = json.dumps({'step': 1, 'split': 'train', 'metrics': {'loss': 1.0}})
+  path = tmp_path / 'metrics.jsonl'
+  path.write_text(f'{good}\n\n{good[:20]}')  # Empty lines, and a last one that is still being written, are no damage.
+  assert list(read_metrics(tmp_path).steps) == [1]
+  assert capsys.readouterr() == ('', '')
+  path.write_text(f'garbage\n{good}\n{{"step": "1"}}\n{good}\n')
+  for _ in range(2):
+    assert list(read_metrics(tmp_path).steps) == [1]
+  assert capsys.readouterr() == ('', f'{path}: line 1 and 1 more are damaged, and left out\n')
 
 
 def test_event_files_hold_the_same_numbers(tmp_path):

@@ -58,9 +58,10 @@ class Lines:
     self.written.append(step)
 
 
-def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100, limit=100):
+def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100, limit=100, clip=0.0):
   settings = types.SimpleNamespace(log_interval_steps=interval, num_train_steps=total, max_skipped_steps=limit)
-  task = types.SimpleNamespace(train=settings, learner=types.SimpleNamespace(on_nonfinite=on_nonfinite))
+  learner = types.SimpleNamespace(on_nonfinite=on_nonfinite, clip_gradient_norm_to_value=clip)
+  task = types.SimpleNamespace(train=settings, learner=learner)
   mesh = types.SimpleNamespace(
     devices=np.array([types.SimpleNamespace(device_kind='cpu', platform='cpu')], dtype=object)
   )
@@ -124,10 +125,23 @@ def test_steps_skipped_in_a_row_are_a_few_lines_and_end_the_run():
   )
   for part in ('a learning rate that is too high', 'Step 104 is saved', 'those of step 2', 'max_skipped_steps = 100'):
     assert part in message
-  assert 'labels' not in message
+  rate, limit = 'lower task.train.learner.learning_rate', 'task.train.learner.clip_gradient_norm_to_value'
+  assert 'labels' not in message and f'{rate}, or set {limit}; to begin anew' in message
   assert "too high, labels out of range of the classes (the last batch has 'y' from 0 to 9), or" in str(
     log.skipped.error(Hints(integers="'y' from 0 to 9"))
   )
+
+
+@pytest.mark.parametrize('on_nonfinite', ['skip', 'raise'])
+def test_gradients_that_are_clipped_already_are_to_be_clipped_more(on_nonfinite):
+  log = make_log(Lines(), on_nonfinite=on_nonfinite, clip=0.5)
+  with pytest.raises(NonFiniteError) as told:
+    for step in range(1, 5):
+      log.add(step, output(step, [], skipped=float(step > 1)))
+    log.drain()
+    raise log.skipped.error(Hints())
+  rate, limit = 'lower task.train.learner.learning_rate', 'task.train.learner.clip_gradient_norm_to_value'
+  assert f'{rate}, or lower {limit}, which is 0.5' in str(told.value)
 
 
 def test_a_step_that_is_finite_again_ends_the_count_and_the_limit_may_be_off():
@@ -138,11 +152,19 @@ def test_a_step_that_is_finite_again_ends_the_count_and_the_limit_may_be_off():
       log.add(step, output(step, [], skipped=float(step in (1, 2, 4, 5))))
     log.drain()
     assert 'step 3: finite again, after 2 updates in a row were skipped' in lines.lines
-    assert not log.skipped.too_many and not log.skipped.all_steps
+    assert not log.skipped.too_many and not log.skipped.most_steps
   for limit, ends in ((0, False), (None, False), (100, True)):
     log = make_log(Lines(), limit=limit)
     log.add(1, output(1, [], skipped=1.0))
-    assert log.skipped.all_steps == ends
+    assert log.skipped.most_steps == ends
+    log.add(2, output(2, [], skipped=0.0))
+    log.add(3, output(3, [], skipped=1.0))
+    log.add(4, output(4, [], skipped=1.0))
+    log.drain()
+    assert not log.skipped.most_steps  # The last two of four.
+    log.add(5, output(5, [], skipped=1.0))
+    log.drain()
+    assert log.skipped.most_steps == ends  # The last three of five.
 
 
 def test_what_may_be_wrong_with_a_batch():

@@ -97,10 +97,10 @@ def last_line(process):
 
 
 def let_them_stop(first, gate, batches):
-  """JAX's service looks for a signal each second and tells the others: they may take a step for each few seconds."""
+  """JAX's service looks for a signal each second and tells the others, later on a busy machine: one step at a time."""
   for more in range(batches + 1, 20):
     try:
-      first.wait(timeout=2)
+      first.wait(timeout=2 * (more - batches))
       break
     except subprocess.TimeoutExpired:
       open_gate(gate, more)

@@ -10,6 +10,7 @@ from praxis_lite.common.errors import CheckpointError, DataError
 from praxis_lite.inputs import CharTokenizer, TextInput
 from praxis_lite.models import transformer_lm
 from praxis_lite.runs import run_eval, run_train
+from praxis_lite.runs.records.record import read_record
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.training.experiment import BaseExperiment, configure
@@ -56,6 +57,14 @@ def _decode(*flags):
 
 def test_a_run_keeps_its_vocabulary(run, capfd):
   assert json.loads((run / 'run' / 'vocabulary.json').read_text()) == {'vocabulary': '\n abefilno'}
+  longer = CONFIG._replace(task=CONFIG.task.clone())
+  longer.task.train.num_train_steps = 3
+  capfd.readouterr()
+  run_train(longer, 'run')
+  (change,) = read_record('run').launches[-1].changes
+  assert change == 'task.train.num_train_steps: 2 -> 3' and 'vocabulary' not in capfd.readouterr().out
+  run_train(longer, 'run')
+  assert 'differs' not in capfd.readouterr().out
   (before,) = run_eval(CONFIG, 'run').values()
   capfd.readouterr()
   assert _decode('--prompt=a li', '--seed=3') == 0
@@ -63,7 +72,7 @@ def test_a_run_keeps_its_vocabulary(run, capfd):
   assert 'note: the model sees only the last 8 of up to 23 tokens' in captured.err
 
   (run / 'text.txt').write_text('!' + TEXT)  # '!' would be among the first ids, and shift all others.
-  with pytest.raises(DataError, match=r"datasets\[0\]: train\.path: '!' \(U\+0021\) is not among the 10 characters"):
+  with pytest.raises(DataError, match=r"datasets\[0\]\.path: '!' \(U\+0021\) is not among the 10 characters"):
     run_train(CONFIG, 'run')
   (run / 'text.txt').write_text(TEXT.replace('e', 'o'))  # Without 'e' all ids after it would be smaller.
   assert use_kept_vocabulary(CONFIG, 'run').datasets[0].tokenizer_tpl.vocabulary == '\n abefilno'

@@ -15,6 +15,7 @@ from tiny_runs import open_gate, tiny_run
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.cli.main import main
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, ShardingError
 from praxis_lite.common.figures import duration
 from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.profiling import STEPS_OF_A_SIGNAL
@@ -61,7 +62,7 @@ def test_all_time_belongs_to_one_activity_and_steps_taken_again_are_lost():
   anew = Goodput(clock)
   anew.resume(record, 0)
   assert anew.seconds()['lost'] == 13.5
-  assert goodput_line(again.seconds()).startswith('goodput 50% of 20 s: lost to restarts 18%, compiling 15%')
+  assert goodput_line(again.seconds()).startswith('20 s in all: training 50%, lost to restarts 18%, compiling 15%')
   for damage in ({}, {'seconds': [1]}, {'seconds': {'productive': 'x', 'lost': -1}, 'marks': {'x': 1}, 'step': None}):
     damaged = Goodput(clock)
     damaged.resume(damage, 3)
@@ -132,8 +133,8 @@ def test_a_watched_run(tmp_path, capfd):
   assert f'profile of steps 4 to {3 + STEPS_OF_A_SIGNAL} in {directory / "profile"}' in out
   assert list((directory / 'profile').rglob('*.xplane.pb'))
   assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-  *_, goodput, last = out.splitlines()
-  assert goodput.startswith('goodput ') and '; peak memory: host ' in goodput and 'saved in' in last
+  *_, time_spent, last = out.splitlines()
+  assert ' in all: training ' in time_spent and '; peak memory: host ' in time_spent and 'saved in' in last
 
   records = [json.loads(line) for line in (directory / 'metrics.jsonl').read_text().splitlines()]
   metrics = {r['step']: r['metrics'] for r in records if r['split'] == 'train'}
@@ -144,7 +145,7 @@ def test_a_watched_run(tmp_path, capfd):
   assert main(['status', str(directory)]) == 0
   out = capfd.readouterr().out.splitlines()
   assert out[0].startswith(f'{directory}: ended (done), ') and out[1] == 'step 20 of 20'
-  assert out[2].startswith('last save: step 20, ') and out[3].startswith('goodput ')
+  assert out[2].startswith('last save: step 20, ') and ' in all: training ' in out[3]
 
   # As a kill after step 20 would leave it, had only step 6 been saved: the time from there on is lost.
   file = directory / 'heartbeats/0.json'
@@ -163,6 +164,57 @@ def test_a_watched_run(tmp_path, capfd):
   assert after['lost'] == pytest.approx(seconds['productive'] - marks[str(first)], abs=0.01) and after['lost'] > 0
   assert after['restoring'] > 0 and after['waiting'] >= seconds['waiting']
   assert 'lost to restarts' in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures('shared_programs')
+def test_a_launch_that_is_refused_leaves_the_heartbeats_of_the_one_before(tmp_path, monkeypatch):
+  file = tmp_path / 'heartbeats/0.json'
+  run_train(tiny_run(1), tmp_path)
+  before = file.read_bytes()
+  unknown = tiny_run(1, best_metric='lose')
+  with monkeypatch.context() as patch:
+    patch.setattr('tiny_runs.HIDDEN', 8)
+    with pytest.raises(CheckpointError, match='another model'):
+      run_train(tiny_run(1), tmp_path)
+  with pytest.raises(ConfigError, match='there is no such metric'):
+    run_train(unknown, tmp_path)
+  with pytest.raises(ShardingError, match='mesh'):
+    run_train(tiny_run(10**6), tmp_path)
+  assert file.read_bytes() == before
+  file.unlink()  # As in a copy of the run without its heartbeats.
+  with pytest.raises(ConfigError):
+    run_train(unknown, tmp_path)
+  assert not file.exists()
+
+  # Data that cannot be read are no refusal: the state says so, and keeps how far the run is.
+  file.write_bytes(before)
+
+  def fail(*_):
+    raise DataError('no file ' + 'abcdef ' * 60)
+
+  with monkeypatch.context() as patch:
+    patch.setattr('praxis_lite.runs.executor.find_start', fail)
+    with pytest.raises(DataError):
+      run_train(tiny_run(1, num_train_steps=40), tmp_path)
+  (beat,) = read_heartbeats(tmp_path)
+  lines = status_of([beat], is_held=False).lines
+  assert lines[0].startswith('ended (DataError: no file abcdef') and ' abcdef ...), ' in lines[0]
+  assert lines[1] == 'step 20 of 20' and lines[2].startswith('last save: step 20, ')
+  assert json.loads(file.read_text())['goodput'] == json.loads(before)['goodput']
+
+
+@pytest.mark.usefixtures('shared_programs')
+def test_a_run_that_saves_nothing_keeps_the_time_of_its_last_save(tmp_path):
+  run_train(tiny_run(1), tmp_path)
+  (first,) = read_heartbeats(tmp_path)
+  run_train(tiny_run(1), tmp_path)
+  (again,) = read_heartbeats(tmp_path)
+  assert first.saved_step == again.saved_step == 20 and first.saved == again.saved and again.time > first.time
+  (tmp_path / 'heartbeats/0.json').unlink()
+  os.utime(tmp_path / 'checkpoints/20', (1000, 1000))
+  run_train(tiny_run(1), tmp_path)
+  (beat,) = read_heartbeats(tmp_path)
+  assert (beat.saved_step, beat.saved) == (20, 1000)
 
 
 def test_status_of_what_is_no_run(tmp_path, capsys):

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from praxis_lite.common.errors import ShardingError
 from praxis_lite.sharding import create_device_mesh
+from praxis_lite.sharding.mesh import fill_mesh_shape
 
 
 def ids(devices: np.ndarray) -> list[Any]:
@@ -50,3 +51,35 @@ def test_impossible_meshes_are_refused(kwargs: dict[str, Any], message: str) -> 
 
 def test_devices_can_be_given() -> None:
   assert ids(create_device_mesh((2,), None, ('data',), jax.devices()[4:]).devices) == [4, 5]
+
+
+FILLED = {
+  'all devices': ((-1, 1), None, (8, 1)),
+  'the rest': ((2, -1), None, (2, 4)),
+  'nothing is left': ((8, -1), None, (8, 1)),
+  'within a slice': ((-1, 2), (2, 1), (2, 2)),
+  'no -1': ((2, 1), None, (2, 1)),
+}
+
+
+@pytest.mark.parametrize(('ici', 'dcn', 'filled'), FILLED.values(), ids=FILLED)
+def test_a_size_of_minus_one_is_the_rest_of_the_devices(ici, dcn, filled):
+  names = ('data', 'mdl')
+  assert fill_mesh_shape(ici, dcn, names, 8) == fill_mesh_shape(ici, dcn, names) == filled
+  whole = tuple(n * d for n, d in zip(filled, dcn or (1, 1)))
+  assert tuple(create_device_mesh(ici, dcn, names).shape.values()) == whole
+
+
+@pytest.mark.parametrize(
+  ('ici', 'message'),
+  [
+    ((-1, -1), r'ici_mesh_shape = \(-1, -1\): only one size may be -1, for the rest of the devices'),
+    ((-1, 3), r'ici_mesh_shape = \(-1, 3\): 8 devices are no multiple of 3, the product of the other sizes'),
+    ((-1, 16), r'ici_mesh_shape = \(-1, 16\): 8 devices are no multiple of 16'),
+    ((-1, 0), r"ici_mesh_shape = .*: the size of 'mdl' must be a positive integer"),
+    ((-2, 1), r"ici_mesh_shape = .*: the size of 'data' must be a positive integer"),
+  ],
+)
+def test_a_rest_that_is_none_is_refused(ici, message):
+  with pytest.raises(ShardingError, match=message):
+    create_device_mesh(ici, None, ('data', 'mdl'))

@@ -78,27 +78,55 @@ def integers(*shape):
   return RNG.integers(-3, 4, shape).astype(np.float32)  # Their sums and products are exact.
 
 
+RESHARD_CASES = [
+  ((2, 2, 2, 2), (8, 4, 4, 4), [
+    (('d', ('a', 'b')), (None, 'b', ('c', 'd'), 'a')),
+    (('b', None, ('d', 'a'), 'c'), (None, 'c', 'b', ('d', 'a'))),
+    ((('d', 'c'), 'b'), ('b', None, ('a', 'c'), 'd')),
+  ]),
+  ((2, 2, 6), (8, 12, 2, 8), [
+    (('b', 'a', 'c', None), ('c', None, 'b', 'a')),
+    ((None, 'b', None, 'c'), ('c', None, 'a', 'b')),
+  ]),
+  ((3, 2, 2), (4, 6, 2, 1, 2), [(('c', 'a', 'b'), (None, 'b', 'a', None, 'c'))]),
+]  # fmt: skip
 RESHARDS = """
-shape, specs = (8, 4, 4, 4), [
-  (('d', ('a', 'b')), (None, 'b', ('c', 'd'), 'a')),
-  (('b', None, ('d', 'a'), 'c'), (None, 'c', 'b', ('d', 'a'))),
-  ((('d', 'c'), 'b'), ('b', None, ('a', 'c'), 'd')),
-]
-x, mesh = integers(*shape), mesh_of('a', 'b', 'c', 'd')
+shape, specs = {shape}, {specs}
+x, mesh, in_two_steps = integers(*shape), mesh_of(*'abcd'[: len({sizes})], sizes={sizes}), False
 for before, after in specs:
   for between in jnp.abs, lambda x: x:  # Another operation than the constraints needs the reshard, or one of these.
     program = constrained(mesh, lambda x: jnp.abs(between(x)), [P(*before)], P(*after))
-    assert np.array_equal(run(program, (x,), {guarded})[0], abs(x))
+    found, changed = run(program, (x,), {guarded})
+    assert np.array_equal(found, abs(x))
+    in_two_steps |= 'operand 0 in two steps' in [what for change in changed for what in change.mended]
     program = constrained(mesh, lambda x: x + 1, [P(*before)], P(*after))
     assert np.array_equal(run(lambda x: 2 * program(x), (x,), {guarded})[0], 2 * x + 2)
+assert in_two_steps == {guarded}
 """
 
 
 @pytest.mark.slow
 @GUARDED
-def test_reshards_over_four_axes(guarded):
-  code = exit_code(RESHARDS.format(guarded=guarded), 16)
+@pytest.mark.parametrize(
+  ('sizes', 'shape', 'specs'), RESHARD_CASES, ids=['four axes', 'an axis of 6', 'five dimensions']
+)
+def test_reshards_of_four_dimensions(guarded, sizes, shape, specs):
+  code = exit_code(RESHARDS.format(guarded=guarded, sizes=sizes, shape=shape, specs=specs), math.prod(sizes))
   assert code == 0 if guarded else code < 0
+
+
+@pytest.mark.slow
+def test_a_reshard_in_a_function_that_is_called_with_arrays_of_other_splits():
+  code = """
+mesh, x, (one, other) = mesh_of('a', 'b', 'c', sizes=(3, 2, 2)), integers(4, 6, 2, 1, 2), [
+  NamedSharding(mesh_of('a', 'b', 'c', sizes=(3, 2, 2)), P(*split)) for split in ((None, 'b', 'a', None, 'c'), 'cab')
+]
+at = jax.lax.with_sharding_constraint
+fn = jax.jit(lambda x: at(jnp.abs(x), one))
+found, changed = run(lambda x: fn(at(x, one)) + fn(at(x + 1, other)), (x,), True)
+assert np.array_equal(found, abs(x) + abs(x + 1)) and 'abs' in [change.op for change in changed]
+"""
+  assert exit_code(code, 12) == 0
 
 
 # ---------------------------------------------------------------- products
@@ -377,9 +405,13 @@ def test_grouped_convolution_whose_rows_are_split_over_two_axes():
   np.testing.assert_array_equal(run(program, (x, w))[0], grouped(x, w))
 
 
-@GUARDED
-def test_convolution_beside_a_sort_of_its_filter(guarded):
-  """XLA takes away a sort along one entry before it propagates shardings, Shardy does not."""
+@pytest.mark.parametrize('guarded, rounds', [(False, 6), (True, 6), (True, 1)])
+def test_convolution_beside_a_sort_of_its_filter(monkeypatch, guarded, rounds):
+  """XLA takes away a sort along one entry before it propagates shardings, Shardy does not.
+
+  After the last round, which restricts the results, the convolution is pinned too.
+  """
+  monkeypatch.setattr(guards, '_MAX_ROUNDS', rounds)
   mesh = mesh_of('a', 'b')
 
   def program(x, w, keys):
@@ -527,6 +559,19 @@ assert np.array_equal(run(program, (table, ids), {guarded})[0], np.take_along_ax
 def test_lookups_of_a_batch_in_shard_map(guarded):
   code = exit_code(BATCH_IN_SHARD_MAP.format(guarded=guarded), 24)
   assert code == 0 if guarded else code < 0
+
+
+def test_lookups_of_a_batch_in_a_function_that_is_called_with_arrays_of_other_splits():
+  """Each of its calls keeps its splits: pipelines gathered gradients of biases, which have the shape of norms."""
+  x, i, mesh = integers(2, 3, 4), np.array([2, 0]), mesh_of('a', 'b')
+  look_up = jax.jit(jax.vmap(lambda x, i: x[i]))
+  whole, split = (constrained(mesh, look_up, [P('a', None, d), P('a')], P('a', d)) for d in (None, 'b'))
+  lowered = jax.jit(lambda x, y, i: (whole(x, i), split(y, i))).lower(x, x, i)
+  guard(lowered)
+  compiled = lowered.compile()
+  for found in compiled(x, x, i):
+    assert np.array_equal(found, x[np.arange(2), i])
+  assert not collectives(compiled)['all-gather'].count
 
 
 @GUARDED
@@ -703,7 +748,7 @@ def test_sums_over_pads_that_crop(guarded):
     return jax.lax.cumsum(jax.lax.pad(x, 0.0, [(1, -1, 0), (0, 0, 2)]), reverse=True)
 
   found, _ = run(sums, (np.array([[1], [2]], np.float32),), guarded)
-  assert np.array_equal(found, [[1], [1]]) == guarded
+  assert np.array_equal(found, [[1], [1]]) == (guarded or JAX >= (0, 12))
 
 
 @GUARDED
@@ -717,6 +762,27 @@ def test_slices_of_slices(guarded, dtype):
   x = np.arange(5, dtype=np.float32)
   found, _ = run(read, (x, dtype(3)), guarded)
   assert np.array_equal(found, [2, 3]) == (guarded or JAX >= (0, 12))
+
+
+@GUARDED
+@pytest.mark.parametrize('reshaped', [False, True])
+@pytest.mark.parametrize('begin', [(0, 2), (2, 2), (5, 0), (1, 1)])
+def test_slices_of_one_entry_of_slices_and_their_gradients(guarded, reshaped, begin):
+  def read(x, begin):
+    inner = jax.lax.dynamic_slice(x, (begin[0],), (2,))
+    if reshaped:
+      return jax.lax.dynamic_slice(inner.reshape(1, 2), (0, begin[1]), (1, 1)).reshape(1)
+    return jax.lax.dynamic_slice(inner, (begin[1],), (1,))
+
+  def gradient(x, begin):  # An update in an update is added to x.
+    return jax.grad(lambda x: jnp.sum(read(x, begin)) + jnp.sum(x * x))(x)
+
+  x, wrong = np.arange(1, 6, dtype=np.float32), 0
+  place = min(begin[0], 3) + min(begin[1], 1)
+  for fn, expected in ((read, x[place : place + 1]), (gradient, 2 * x + (np.arange(5) == place))):
+    found, _ = run(fn, (x, np.array(begin, np.int32)), guarded)
+    wrong += not np.array_equal(found, expected)
+  assert (wrong == 0) == (guarded or JAX >= (0, 12) or begin == (1, 1))
 
 
 @pytest.mark.parametrize('before', ['called', 'lowered', 'compiled'])
@@ -805,6 +871,20 @@ def test_slices_beside_slices_of_no_entry(size):
   np.testing.assert_array_equal(found, np.cumsum(x))
 
 
+def test_arrays_of_no_entry_of_a_library_call_pin_no_slices():
+  """cuDNN's attention takes such arrays. Pinned slices made XLA move what stages of a pipeline send by all-to-alls."""
+
+  def program(x):
+    call = jax.ffi.ffi_call('some_library_call', jax.ShapeDtypeStruct((), jnp.float32))
+    return jnp.roll(x, 1) + call(jnp.zeros(0))
+
+  lowered = jax.jit(constrained(mesh_of('a'), program, [P('a')], P('a'))).lower(integers(8))
+  before = lowered.as_text()
+  assert 'tensor<0xf32>' in before
+  assert not guard(lowered)
+  assert lowered.as_text() == before
+
+
 @GUARDED
 def test_slices_with_strides_compile(guarded):
   def read(x):
@@ -888,7 +968,7 @@ def test_results_that_do_not_divide(guarded, rows, axes, over):
   lowered = jax.jit(constrained(mesh, lambda x: (x * 2)[None], [P()], P(None, (*axes,)))).lower(x)
   changed = guard(lowered) if guarded else []
   # What is split over part of an axis, of two rows over 4 devices, JAX cannot say any more.
-  if not guarded and JAX >= (0, 11) and axes == 'a':
+  if not guarded and (0, 11) <= JAX < (0, 12) and axes == 'a':
     with pytest.raises(ValueError, match='not divisible'):
       lowered.compile()
     return

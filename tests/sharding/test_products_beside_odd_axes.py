@@ -1,7 +1,7 @@
 """Products on a mesh with an axis of 3, which eight devices cannot have."""
 
 from praxis_lite.sharding.propagation import Axis
-from tools.splits.products import programs
+from tools.splits.products import product_programs
 from tools.splits.workers import Worker
 
 A, B, C = Axis('a', 2), Axis('b', 2), Axis('c', 3)
@@ -15,7 +15,7 @@ CASES = [
 
 def test_product_beside_an_axis_of_3():
   worker = Worker((2, 2, 3))
-  number, program = next((i, p) for i, p in enumerate(programs()) if p.name.startswith('bv,vc->bc'))
+  number, program = next((i, p) for i, p in enumerate(product_programs()) if p.name.startswith('bv,vc->bc'))
   without, with_guards = (worker.run('products', number, CASES, guarded) for guarded in (False, True))
   worker.close()
   assert [found.outcome for found in without] == ['wrong', 'wrong', 'right'], program.name
@@ -31,7 +31,7 @@ def test_products_of_matrices_in_two_dimensions():
     (((A,), (), (), (B,)), ((A,), (), (B,)), ((A,), (), (C,))),  # Along b, which w does not have.
   ]
   worker = Worker((2, 2, 3))
-  number = next(i for i, program in enumerate(programs()) if program.name.startswith('ghbv,ghv->ghb g=5'))
+  number = next(i for i, program in enumerate(product_programs()) if program.name.startswith('ghbv,ghv->ghb g=5'))
   without, with_guards = (worker.run('products', number, cases, guarded) for guarded in (False, True))
   worker.close()
   assert [found.outcome for found in without] == ['wrong', 'wrong', 'right']

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from praxis_lite.sharding.propagation import Axis
-from tools.splits.products import programs
+from tools.splits.products import product_programs
 from tools.splits.workers import Worker
 
 GRADIENT = """
@@ -87,7 +87,7 @@ def test_products_over_parts_of_an_axis():
     (((a,), (c,)), ((c,), (Axis('b', 4),)), ((), (Axis('b', 4),))),  # x is, and b is whole.
   ]
   worker = Worker((2, 4, 2))
-  number = next(i for i, program in enumerate(programs()) if program.name.startswith('bv,vc->bc'))
+  number = next(i for i, program in enumerate(product_programs()) if program.name.startswith('bv,vc->bc'))
   without, with_guards = (worker.run('products', number, cases, guarded) for guarded in (False, True))
   worker.close()
   assert [found.outcome for found in without] == ['wrong', 'wrong', 'right']

@@ -14,11 +14,7 @@ from praxis_lite.bridges.t5x import moe
 from praxis_lite.bridges.t5x.axis_names import AxisNames
 from praxis_lite.bridges.t5x.chunks import DataLayout
 from praxis_lite.bridges.t5x.meshes import DescribedDevice
-from praxis_lite.bridges.t5x.moe import (
-  MoePjitPartitioner,
-  infer_state_filter,
-  prepend_expert,
-)
+from praxis_lite.bridges.t5x.moe import MoePjitPartitioner, infer_state_filter, prepend_expert
 from praxis_lite.bridges.t5x.moe_rules import to_two_data_axes, uses_two_data_axes
 from praxis_lite.bridges.t5x.partitioners import PjitPartitioner
 from praxis_lite.common.errors import ShardingError

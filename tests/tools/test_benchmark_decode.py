@@ -26,7 +26,7 @@ def test_ratios_are_of_the_same_prompts_in_the_same_round():
     return decode
 
   args = argparse.Namespace(prompt=5, tokens=10, rounds=3, warm_up=1)
-  rows = TOOL['measure']({'ours': side(0.01, 7), 'theirs': side(0.04, 8)}, 2, args, 64)
+  rows = TOOL['measure_batch']({'ours': side(0.01, 7), 'theirs': side(0.04, 8)}, 2, args, 64)
   assert rows == [
     ['2', 'ours', '10.0', '200', '1.00', '0.50', '1.00', '100%'],
     ['2', 'theirs', '40.0', '50', '4.00', '0.50', '1.00', '50%'],
@@ -36,5 +36,5 @@ def test_ratios_are_of_the_same_prompts_in_the_same_round():
 
 @pytest.mark.skipif(importlib.util.find_spec('torch') is not None, reason='there is torch in this environment')
 def test_an_environment_without_torch_says_so(tmp_path):
-  with TOOL['theirs'](sys.executable, tmp_path / 'checkpoint', []) as (about, decode):
+  with TOOL['start_theirs'](sys.executable, tmp_path / 'checkpoint', []) as (about, decode):
     assert decode is None and 'torch' in about

@@ -74,6 +74,7 @@ def test_the_matrix_of_continuous_integration_is_what_is_declared():
 def test_packages_of_jax_have_the_same_bounds():
   everything = [*PROJECT['dependencies'], *itertools.chain(*PROJECT['optional-dependencies'].values())]
   bounds = {d.split('>')[0]: re.search(r'>=[^;]*', d)[0] for d in everything if re.match(r'jax', d)}
+  bounds.pop('jax-triton', None)  # Its releases do not follow those of JAX.
   assert {*bounds} == {'jax', 'jaxlib', 'jax-cuda12-pjrt', 'jax-cuda12-plugin'}
   assert len({*bounds.values()}) == 1, bounds
 

@@ -9,8 +9,8 @@ import pytest
 
 from praxis_lite.sharding.guards.products import is_nearly_local
 from praxis_lite.sharding.propagation import Axis
-from tools.splits.assign import all_cases, arrangements, axes_of_mesh, left_as_stated, local, ways_to_part
-from tools.splits.batches import run
+from tools.splits.assign import arrangements, axes_of_mesh, left_as_stated, local, make_cases, ways_to_part
+from tools.splits.batches import run_cases
 from tools.splits.kinds import KINDS
 
 A, B, C = Axis('a', 2), Axis('b', 2), Axis('c', 2)
@@ -23,7 +23,7 @@ def test_assignments():
   assert axes_of_mesh((2, 6)) == (A, Axis('b', 2), Axis('b', 3, 2))
   assert ((Axis('b', 6),),) in arrangements(axes_of_mesh((2, 6)), 1)  # Parts that follow each other are one.
   assert len(local((A, B, C), (('b', 'v'), ('v', 'c'), ('b', 'c')))) == 106
-  assert len([*all_cases((A, B, C), (('b',), ('b',)), 1000)]) == 16 * 16
+  assert len([*make_cases((A, B, C), (('b',), ('b',)), 1000)]) == 16 * 16
 
 
 @pytest.mark.parametrize('shape', [(2, 2), (2, 3), (4,), (6,)])
@@ -43,8 +43,8 @@ def test_the_class_that_guards_leave_as_it_is_is_whole(equation, shape):
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_sample_of_each_kind(kind):
   program = PROGRAMS[kind][0]
-  cases = [*all_cases(axes_of_mesh((2, 4)), program.dims, 12)]
-  found = run(program, (2, 4), cases)
+  cases = [*make_cases(axes_of_mesh((2, 4)), program.dims, 12)]
+  found = run_cases(program, (2, 4), cases)
   assert [case for case, one in zip(cases, found) if one.outcome != 'right'] == []
 
 
@@ -52,8 +52,8 @@ def test_a_wrong_product_is_found_without_the_guards():
   """Of 12 rows over (r, d), summed over m; the weight, which is larger, over (d, m)."""
   program = next(p for p in PROGRAMS['products'] if p.name == 'bv,vc->bc b=2 v=4 c=24')
   cases = [(((A, B), (C,)), ((C,), (B,)), ((A, B), (C,))), (((A,), ()), ((), ()), ((A,), ()))]
-  assert [one.outcome for one in run(program, (2, 2, 2), cases, guarded=False)] == ['wrong', 'right']
-  found = run(program, (2, 2, 2), cases)
+  assert [one.outcome for one in run_cases(program, (2, 2, 2), cases, guarded=False)] == ['wrong', 'right']
+  found = run_cases(program, (2, 2, 2), cases)
   assert [one.outcome for one in found] == ['right', 'right']
   assert [one.guarded for one in found] == [True, False]
 
@@ -62,8 +62,8 @@ def test_a_wrong_gradient_of_several_operations_is_found_without_the_guards():
   """Of every third row, split over two devices."""
   program = next(p for p in PROGRAMS['functions of slices'] if p.name.startswith('gradient of every third'))
   cases = [(((), ()), ((), ()), ((A,), ())), (((), (A,)), ((), (A,)), ((), (A,)))]
-  assert [one.outcome for one in run(program, (2,), cases, guarded=False)] == ['wrong', 'right']
-  assert [(one.outcome, one.guarded) for one in run(program, (2,), cases)] == [('right', True), ('right', False)]
+  assert [one.outcome for one in run_cases(program, (2,), cases, guarded=False)] == ['wrong', 'right']
+  assert [(one.outcome, one.guarded) for one in run_cases(program, (2,), cases)] == [('right', True), ('right', False)]
 
 
 @pytest.mark.slow
@@ -73,6 +73,7 @@ def test_the_command_goes_on_where_it_was_and_finds_what_aborts(tmp_path):
     sys.executable,
     'tools/enumerate_splits.py',
     '--kinds=pads',
+    '--program=(2, 6) ((-1, 0, 2)',
     '--meshes=2',
     '--cases=4',
     f'--record={record}',

@@ -12,21 +12,21 @@ from warm_python import WarmPopen
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs.records.metrics import SummaryWriter
 from tools import fault_campaign
-from tools.fault_campaign import campaign, prepare, table
+from tools.fault_campaign import campaign, fault_table, make_baseline
 from tools.faults.comparison import Results, _lines, curves_of, differences
-from tools.faults.faults import FAULTS, checkpoint_flipped, events_damaged, killed, terminated
+from tools.faults.faults import FAULTS, damage_events, flip_bit_of_checkpoint, kill, terminate
 
 
 @pytest.mark.slow
 def test_training_survives_faults(tmp_path, monkeypatch):
   """Each of these four is a process that is disturbed, or files that are, and one that goes on."""
   monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
-  baseline = prepare(tmp_path, np.random.default_rng(0), hosts=1, records=False, interrupted=1)
-  faults = killed, terminated, checkpoint_flipped, events_damaged
+  baseline = make_baseline(tmp_path, np.random.default_rng(0), hosts=1, records=False, interrupted=1)
+  faults = kill, terminate, flip_bit_of_checkpoint, damage_events
   end = time.monotonic() + 1000
   reports = list(campaign(faults, range(4), 0, tmp_path, baseline, jobs=1, end=end))
   assert len(reports) == 4
-  assert not [(r.fault, r.seen, r.problem) for r in reports if r.problem], table(reports)
+  assert not [(r.fault, r.seen, r.problem) for r in reports if r.problem], fault_table(reports)
 
 
 def written(directory, losses, resumed_step=0):
@@ -71,12 +71,12 @@ def test_without_grain_faults_of_data_in_files_are_left_out_in_one_line(monkeypa
     fault_campaign.main(['--kind=data file', '--faults=1'])
   assert ended.value.code == 2
   out, err = capsys.readouterr()
-  assert out == 'left out: data_damaged, data_replaced (Grain is not installed; pip install praxis_lite[grain])\n'
+  assert out == 'left out: damage_data, replace_data (Grain is not installed; pip install praxis_lite[grain])\n'
   assert err.splitlines()[-1].endswith('error: there is no such fault')
 
 
 def test_each_fault_of_others_is_drawn():
   names = {fault.__name__ for fault in FAULTS}
-  wanted = {'mixed_parts', 'renamed_step', 'host_stopped_when_ended', 'foreign_lock', 'directory_moved', 'odd_path'}
-  assert names >= wanted | {'metrics_no_file', 'metrics_emptied', 'data_replaced'}
+  wanted = {'mix_parts', 'rename_step', 'stop_host_at_end', 'hold_lock', 'move_directory', 'use_odd_path'}
+  assert names >= wanted | {'replace_metrics_file', 'empty_metrics', 'replace_data'}
   assert [fault_campaign.draw_fault(1, n, [*FAULTS]) for n in range(len(FAULTS))] == [*FAULTS]

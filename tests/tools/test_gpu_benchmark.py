@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from tools.benchmark_gpu import Benchmark, Contestant, disagreements
-from tools.gpu.case import TINY, Case, case_of, first_weights, tokens
-from tools.gpu.report import Row, section, table, write_section
+from tools.benchmark_gpu import Benchmark, Implementation, disagreements
+from tools.gpu.case import TINY, ModelCase, case_of, first_weights, tokens
+from tools.gpu.report import Row, results_table, section, write_section
 from tools.gpu.turn import Measured
 
-SMALL = Case('small', 8, 4, 2, 2, 16, vocab=10)
+SMALL = ModelCase('small', 8, 4, 2, 2, 16, vocab=10)
 
 
 def test_parameters_and_operations_of_a_token_are_those_counted_by_hand():
@@ -37,7 +37,7 @@ def test_the_table_compares_with_pytorch_at_the_same_length():
     Row(SMALL, 'PyTorch', 1, [0.1], 0, [30.0]),
     Row(SMALL._replace(length=16), 'ours', 2, [0.1], 0, [1.0]),
   ]
-  text = table(rows, 1e6, 2e6)
+  text = results_table(rows, 1e6, 2e6)
   heads, _, ours, torch, longer = (line.strip('| ').split(' | ') for line in text.splitlines())
   by_name = dict(zip(heads, ours))
   assert by_name['tokens/s'] == '160' and by_name['step ms'] == '100.0' and by_name['peak GiB'] == '3.0'
@@ -81,7 +81,7 @@ class _Machine(Benchmark):
   def __init__(self):
     self.asked = []
 
-  def turn(self, contestant, request):
+  def turn(self, implementation, request):
     found = []
     for trial in request.trials:
       self.asked.append(trial)
@@ -93,7 +93,7 @@ class _Machine(Benchmark):
 
 
 def test_the_search_takes_the_fastest_setting_that_fits(capsys):
-  side = Contestant('side', 'side.py', ({'slow': 2}, {'slow': 1}), ({'small': True},))
+  side = Implementation('side', 'side.py', ({'slow': 2}, {'slow': 1}), ({'small': True},))
   machine = _Machine()
   best = machine.search(side, SMALL._replace(length=1024))
   assert (best.batch, best.options) == (8, {'slow': 1})
@@ -109,7 +109,7 @@ def test_a_process_that_dies_is_an_error_of_its_setting(tmp_path, monkeypatch):
   bench = Benchmark({'side': 'python'}, tmp_path, dry=True)
   done = type('Done', (), {'returncode': -6, 'stdout': '', 'stderr': 'a\nAborted: no memory'})
   monkeypatch.setattr(Benchmark, '_run', lambda self, command: done)
-  side = Contestant('side', 'side.py', ({},), ())
+  side = Implementation('side', 'side.py', ({},), ())
   from tools.gpu.turn import Request
 
   (found,) = bench.turn(side, Request([*TINY], [{'batch': 2, 'options': {}}], 1, 1))

@@ -12,11 +12,11 @@ from praxis_lite.sharding import guards
 from tools.graphs import drawing
 from tools.graphs.families import FAMILIES
 from tools.graphs.meshes import draw_mesh
-from tools.graphs.programs import Line, Program
+from tools.graphs.programs import GraphCase, Line
 from tools.hunt.cases import shrink
 
 # Rows of this product come back permuted; around it are operations that the fault does not need.
-PERMUTED = Program(
+PERMUTED = GraphCase(
   lines=(
     Line('v1', 'ints((8, 32))', (8, 32), 'float32', is_input=True, entries=(('r', 'd'), ('m',))),
     Line('v2', 'ints((64, 32))', (64, 32), 'float32', is_input=True, entries=(('d',), ('m',))),
@@ -32,7 +32,7 @@ PERMUTED = Program(
 
 
 def draw(seed, **options):
-  return drawing.draw(np.random.default_rng(seed), FAMILIES, **{'operations': 10, 'most_devices': 8, **options})
+  return drawing.draw_program(np.random.default_rng(seed), FAMILIES, **{'operations': 10, 'most_devices': 8, **options})
 
 
 def test_meshes_have_odd_axes_and_unused_ones():
@@ -51,13 +51,13 @@ def test_a_program_is_a_function_of_its_seed():
 def test_a_program_is_drawn_of_every_seed():
   """Here the first array that is drawn is too large."""
   rng = np.random.default_rng([50, 14])
-  assert drawing.draw(rng, FAMILIES, operations=1).lines
+  assert drawing.draw_program(rng, FAMILIES, operations=1).lines
 
 
 def test_what_one_device_computes_is_guarded_too():
   """XLA forgets there too that the inner one of two slices begins inside of its array."""
   slices = 'lax.dynamic_slice_in_dim({}, {}, {}, 0)'
-  program = Program(
+  program = GraphCase(
     lines=(
       Line('v1', 'ints((15,))', (15,), 'float32', is_input=True),
       Line('v2', 'ids((), 1) + 13', (), 'int32', is_input=True),
@@ -142,5 +142,5 @@ def test_gradients_that_do_not_exist_are_not_drawn():
   x = graph.array((4,))
   loop = f'lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, -c[1]), (0, {x.name}))[1]'
   with pytest.raises(drawing.NotDrawn):
-    graph.add('loop', drawing.Operation(loop, 3.0))
+    graph.add('loop', drawing.DrawnOperation(loop, 3.0))
   assert graph.shape_of(f'{x.name} * 2').shape == (4,)

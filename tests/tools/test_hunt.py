@@ -12,10 +12,10 @@ from praxis_lite.training import partitioned_step
 from tools.hunt import models, operations
 from tools.hunt.cases import Outcome, shrink
 from tools.hunt.families import FAMILIES
-from tools.hunt_shardings import hunt
+from tools.hunt_shardings import report_cases
 
 # Rows of this product come back permuted; in it are an axis, a dimension and a loop that the fault does not need.
-PERMUTED = operations.Operation(
+PERMUTED = operations.OperationCase(
   family='product',
   sizes=(('equation', 1), ('seed', 0), ('b', 8), ('c', 64), ('v', 32)),
   mesh=(('r', 2), ('d', 2), ('m', 2)),
@@ -54,7 +54,7 @@ def outcomes(reports):
 
 @pytest.mark.slow
 def test_random_operations_are_right():
-  counts = outcomes(hunt('operations', 2026, range(45)))
+  counts = outcomes(report_cases('operations', 2026, range(45)))
   assert counts['right'] > 40
   assert counts['guarded'] > 2
 
@@ -65,7 +65,7 @@ CASES = {13: ('lm', 'train'), 27: ('classifier', 'train'), 89: ('lm', 'decode'),
 
 @pytest.mark.slow
 def test_random_models_are_right():
-  reports = [*hunt('models', 2026, CASES)]
+  reports = [*report_cases('models', 2026, CASES)]
   assert {report.number: (report.case.family, report.case.step) for report in reports} == CASES
   counts = outcomes(reports)
   assert counts['right'] == len(CASES)
@@ -74,7 +74,7 @@ def test_random_models_are_right():
 
 @pytest.mark.parametrize('family', [*FAMILIES])
 def test_a_case_is_a_function_of_its_seed(family):
-  one, other = (operations.draw(np.random.default_rng(7), family) for _ in range(2))
+  one, other = (operations.draw_operation(np.random.default_rng(7), family) for _ in range(2))
   assert one == other
   assert one.run().kind == 'right'
 

@@ -6,7 +6,7 @@ import pytest
 
 from tools.benchmark_overhead import TWO_SIDED, within_limit
 from tools.handwritten_lm import Size
-from tools.overhead_contestants import by_hand, ours
+from tools.overhead_contestants import handwritten_step, praxis_lite_step
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def handwritten_params(lm):
 
 @pytest.fixture(scope='module', params=[1, 8], ids=['one device', '8 devices'])
 def contestants(request):
-  pair = ours(SIZE, request.param), by_hand(SIZE, request.param)
+  pair = praxis_lite_step(SIZE, request.param), handwritten_step(SIZE, request.param)
   for contestant in pair:
     contestant.compile()
   return pair

@@ -36,7 +36,7 @@ TOWER = Task(
 
 
 def draw(seed, **options):
-  return tasks.draw(np.random.default_rng(seed), **options)
+  return tasks.draw_task(np.random.default_rng(seed), **options)
 
 
 def test_a_task_is_a_function_of_its_seed():
@@ -44,9 +44,9 @@ def test_a_task_is_a_function_of_its_seed():
 
 
 def test_layouts_of_a_model_differ_in_all_but_the_model():
-  first, second = (tasks.draw(np.random.default_rng(i), of_model=np.random.default_rng(9)) for i in (1, 2))
+  first, second = (tasks.draw_task(np.random.default_rng(i), of_model=np.random.default_rng(9)) for i in (1, 2))
   assert first.alone() == second.alone() and first != second
-  reports = [hunt_shardings.draw('tasks', 60, number) for number in range(6)]
+  reports = [hunt_shardings.draw_case('tasks', 60, number) for number in range(6)]
   assert [case.alone() == reports[0].alone() for case in reports] == [True] * 3 + [False] * 3
 
 

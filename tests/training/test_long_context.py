@@ -7,6 +7,7 @@ from drawn_state import drawn_state
 
 from praxis_lite.instruments.explain import explain_task
 from praxis_lite.instruments.testing import collectives
+from praxis_lite.instruments.verification import verify
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -34,6 +35,15 @@ def test_trains_like_one_device():
   np.testing.assert_allclose(split_losses, losses, rtol=1e-5)
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-5), split_weights, weights)
   assert collectives(compiled)['collective-permute'].count
+
+
+@pytest.mark.slow
+def test_verify_finds_the_kernels_for_tpus_right():
+  """They are interpreted here, and compared on several devices with themselves on one."""
+  config = configure(registry.get('long_context.AllToAllLmTiny'))
+  config.task.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.implementation = 'splash'
+  found = verify(config, quick=True)
+  assert found.compared and found.is_right, found.differences
 
 
 def test_explain_knows_the_sequence_split_and_how_attention_is_computed():

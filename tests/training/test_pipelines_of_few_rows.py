@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite.common.config import Config
 from praxis_lite.layers import MoeFeedForward
@@ -40,7 +41,7 @@ def step(mesh, rows, accumulated, **fields):
   batch = {'ids': ids, 'labels': labels, 'weights': np.ones((rows, T), np.float32)}
   on_mesh = PartitionedTask(task(mesh, accumulated, **fields), batch)
   shapes = on_mesh.unpadded_state_shapes.mdl_vars
-  out = on_mesh.train_step(on_mesh.init_state(jax.random.key(0)), jax.random.key(1), batch)
+  out = on_mesh.train_step(drawn_state(on_mesh), jax.random.key(1), batch)
   variables = jax.tree.map(lambda x, s: np.asarray(x)[tuple(map(slice, s.shape))], out.state.mdl_vars, shapes)
   summaries = {name: summary.value for name, summary in out.summaries.items()}
   return jax.device_get((out.weighted_loss, out.mean_metrics, summaries, variables))

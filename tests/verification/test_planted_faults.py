@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite.common.config import Config, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments.verification import format_verification, verify
+from praxis_lite.instruments.verification.differences import find_differences
 from praxis_lite.instruments.verification.steps import Name
-from praxis_lite.instruments.verification.verify import _differences
 from praxis_lite.layers import Conv2D, Mlp, Pooling
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.tensor_parallel import TensorParallelLinear
@@ -311,4 +311,4 @@ def test_layers_of_ours_that_look_like_these_are_right():
 
 def test_a_result_without_entries_is_right():
   empty = {Name('output', 'boxes'): np.zeros((0, 4), np.float32)}
-  assert _differences(empty, empty, [empty]) == {}
+  assert find_differences(empty, empty, [empty]) == {}

@@ -16,6 +16,7 @@ from praxis_lite.instruments.explain.report import batch_of
 from praxis_lite.instruments.verification.shrink import small_task, specs_of
 from praxis_lite.instruments.verification.small_mesh import small_mesh
 from praxis_lite.layers import Mlp
+from praxis_lite.layers.base.facts import PipelineStages
 from praxis_lite.layers.linears import Linear
 from praxis_lite.models import ClassificationModel
 from praxis_lite.training import registry
@@ -142,6 +143,25 @@ class Chunked(Linear):
 
   def __call__(self, x_BD):
     return jax.numpy.concatenate([Linear.__call__(self, x) for x in jax.numpy.array_split(x_BD, self.num_chunks)])
+
+
+class Staged(Linear):
+  """Says that it runs its rows in the stages of a pipeline."""
+
+  parts: int = 48
+
+  def pipeline_stages(self):
+    return PipelineStages(self.parts, 'parts', ('data',))
+
+
+@pytest.mark.parametrize(('data', 'small_parts'), [(24, 2), (32, 3)])
+def test_the_stages_that_a_layer_declares_become_fewer_and_fit_the_mesh_as_before(data, small_parts):
+  network = Config(Mlp, input_dims=96, hidden_dims=(48,), linear_tpl=Config(Staged))
+  task = Config(SingleTask, model=Config(ClassificationModel, num_classes=48, network_tpl=network))
+  task.set(mesh_axis_names=('data', 'mdl'), ici_mesh_shape=(data, 1))
+  leaves = {'image': ((64, 96), np.float32), 'label': ((64,), np.int32), 'weights': ((64,), np.float32)}
+  small = small_task(task, {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}, most_devices=2)
+  assert small.config.model.network_tpl.linear_tpl.parts == small_parts
 
 
 def test_a_count_that_a_layer_declares_stays_as_it_is():

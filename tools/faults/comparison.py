@@ -16,7 +16,7 @@ from praxis_lite.checkpoints.streamed import stored_arrays, whole_box
 # Metrics of durations and of the machine, which differ in every run.
 _OF_THE_MACHINE = ('speed/', 'goodput/', 'memory/', 'time/', 'input/')
 
-Line = tuple[int, str, str]  # step, split, the metrics as JSON
+MetricsLine = tuple[int, str, str]  # step, split, the metrics as JSON
 Curves = dict[str, list[tuple[int, bytes]]]  # (step, value) by split and name, in order
 
 
@@ -24,7 +24,7 @@ class Results(NamedTuple):
   """What a finished run has written.
 
   Attributes:
-    step: of its newest checkpoint.
+    step: the step of its newest checkpoint.
     arrays: the bytes of each array of that checkpoint, by name.
     lines: the lines of metrics.jsonl, in order.
     curves: the curves of its event files, as TensorBoard shows them.
@@ -32,7 +32,7 @@ class Results(NamedTuple):
 
   step: int
   arrays: dict[str, bytes]
-  lines: list[Line]
+  lines: list[MetricsLine]
   curves: Curves
 
 
@@ -72,7 +72,7 @@ def _compare(what: str, ours: list[Any], expected: list[Any], lost_before: int |
   return [f'{what}: other values at steps {[a[0] for a, b in zip(ours, expected) if a != b]}']
 
 
-def _lines(path: Path) -> list[Line]:
+def _lines(path: Path) -> list[MetricsLine]:
   lines = []
   for text in path.read_text(errors='replace').splitlines():
     try:

@@ -36,7 +36,7 @@ class SlowInput(ArrayInput):
   """Takes some time to read a batch, so that a fault can happen meanwhile.
 
   Attributes:
-    seconds: for each batch.
+    seconds: how long each batch takes.
   """
 
   arrays: Config | Callable[[], Rows] | Rows = examples

@@ -20,11 +20,11 @@ import numpy as np
 from tools.faults.experiment import NUM_STEPS, SAVE_INTERVAL
 from tools.faults.lab import FILES_MADE, FILES_READ, Lab, SurvivalError
 from tools.faults.others import FAULTS_OF_OTHERS
-from tools.faults.processes import Training, children
+from tools.faults.processes import Training, child_processes
 
 
-def _ended_by(lab: Lab, number: int, kinds: tuple[str, ...] = ()) -> Training:
-  run = lab.at_a_moment(number, kinds)
+def _end_by_signal(lab: Lab, number: int, kinds: tuple[str, ...] = ()) -> Training:
+  run = lab.start_and_signal(number, kinds)
   code = run.wait()
   lab.seen.too_late = code == 0
   if code not in (0, -number, 128 + number):
@@ -34,27 +34,27 @@ def _ended_by(lab: Lab, number: int, kinds: tuple[str, ...] = ()) -> Training:
   return run
 
 
-def killed(lab: Lab) -> None:
+def kill(lab: Lab) -> None:
   """SIGKILL"""
-  lab.go_on(_ended_by(lab, signal.SIGKILL))
+  lab.go_on(_end_by_signal(lab, signal.SIGKILL))
 
 
-def terminated(lab: Lab) -> None:
+def terminate(lab: Lab) -> None:
   """SIGTERM"""
-  run = _ended_by(lab, signal.SIGTERM)
+  run = _end_by_signal(lab, signal.SIGTERM)
   lab.go_on(run)
   if run.process.returncode == 128 + signal.SIGTERM and lab.seen.lost:
     raise SurvivalError(f'{lab.seen.lost} steps were lost though it was saved')
 
 
-def interrupted(lab: Lab) -> None:
+def interrupt(lab: Lab) -> None:
   """SIGINT"""
-  lab.go_on(_ended_by(lab, signal.SIGINT))
+  lab.go_on(_end_by_signal(lab, signal.SIGINT))
 
 
-def stopped(lab: Lab) -> None:
+def stop_and_continue(lab: Lab) -> None:
   """SIGSTOP, SIGCONT"""
-  run = lab.at_a_moment(signal.SIGSTOP)
+  run = lab.start_and_signal(signal.SIGSTOP)
   if run.wait_for(run.is_stopped):
     time.sleep(float(lab.rng.random()) * 2)
     run.send(signal.SIGCONT)
@@ -65,16 +65,16 @@ def stopped(lab: Lab) -> None:
   lab.compare()
 
 
-def stopped_and_killed(lab: Lab) -> None:
+def stop_and_kill(lab: Lab) -> None:
   """SIGSTOP, SIGKILL"""
-  run = lab.at_a_moment(signal.SIGSTOP)
+  run = lab.start_and_signal(signal.SIGSTOP)
   lab.seen.too_late = not run.wait_for(run.is_stopped)
   run.send(signal.SIGKILL)
   run.wait()
   lab.go_on(run)
 
 
-def killed_again_and_again(lab: Lab) -> None:
+def kill_three_times(lab: Lab) -> None:
   """SIGKILL three times"""
   for _ in range(2):
     at = int(lab.rng.integers(1, FILES_MADE // 3))
@@ -87,7 +87,7 @@ def killed_again_and_again(lab: Lab) -> None:
   lab.go_on()
 
 
-def two_at_once(lab: Lab) -> None:
+def start_two_runs(lab: Lab) -> None:
   """two runs at once"""
   delay = float(lab.rng.random()) * 3
   lab.seen.where = f'{delay:.1f} s apart'
@@ -102,18 +102,18 @@ def two_at_once(lab: Lab) -> None:
   lab.compare()
 
 
-def one_host_killed(lab: Lab) -> None:
+def kill_one_host(lab: Lab) -> None:
   """one host of two killed"""
   _one_host(lab, signal.SIGKILL)
 
 
-def one_of_four_hosts_killed(lab: Lab) -> None:
+def kill_one_of_four_hosts(lab: Lab) -> None:
   """one host of four killed"""
   lab.experiment = 'FaultsOnFour'
   _one_host(lab, signal.SIGKILL, 4)
 
 
-def one_host_stopped(lab: Lab) -> None:
+def stop_one_host(lab: Lab) -> None:
   """one host of two stopped"""
   _one_host(lab, signal.SIGSTOP)
 
@@ -123,8 +123,8 @@ def _one_host(lab: Lab, number: int, hosts: int = 2) -> None:
   host, step = int(lab.rng.integers(hosts)), int(lab.rng.integers(0, NUM_STEPS))
   lab.seen.where = f'host {host}, step {step}'
   run = lab.start()
-  run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == hosts)
-  processes = children(run.process.pid)
+  run.wait_for(lambda: run.last_step >= step and len(child_processes(run.process.pid)) == hosts)
+  processes = child_processes(run.process.pid)
   if len(processes) == hosts:
     os.kill(processes[host], number)
   before, lab.seen.bound = run.last_step, SAVE_INTERVAL * (1 if lab.seen.copies else 2)
@@ -138,21 +138,21 @@ def _one_host(lab: Lab, number: int, hosts: int = 2) -> None:
   lab.compare()
 
 
-def one_host_cannot_write(lab: Lab) -> None:
+def refuse_writes_of_one_host(lab: Lab) -> None:
   """one host of two cannot write"""
   lab.hosts = 2
   host, step, limit = int(lab.rng.integers(2)), int(lab.rng.integers(1, NUM_STEPS)), int(lab.rng.integers(3000))
   is_for_a_while = lab.rng.random() < 0.5
   lab.seen.where = f'host {host}, step {step}, no file above {limit} bytes{", for a while" * is_for_a_while}'
   run = lab.start()
-  if run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == 2):
-    pid = children(run.process.pid)[host]
+  if run.wait_for(lambda: run.last_step >= step and len(child_processes(run.process.pid)) == 2):
+    pid = child_processes(run.process.pid)[host]
     with contextlib.suppress(ProcessLookupError):
       _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
       resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
       if is_for_a_while and run.wait_for(lambda: run.last_step >= min(step + 6, NUM_STEPS)):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-  _ended_as_promised(run)
+  _check_end(run)
   is_told = any('error: metrics cannot be written' in line for line in run.lines)
   lab.go_on(run if run.process.returncode == 0 else None, lost_before=NUM_STEPS if is_told else None)
 
@@ -160,7 +160,7 @@ def one_host_cannot_write(lab: Lab) -> None:
 # ---- disks
 
 
-def disk_full(lab: Lab) -> None:
+def fill_disk(lab: Lab) -> None:
   """full disk"""
   step, room = int(lab.rng.integers(1, NUM_STEPS)), int(lab.rng.integers(0, 60_000))
   lab.seen.where = f'step {step}, room for {room} bytes'
@@ -177,9 +177,9 @@ def disk_full(lab: Lab) -> None:
       run.wait_for(lambda: run.last_step >= min(step + 6, NUM_STEPS))
       (lab.directory / 'filler').unlink()
       lab.seen.where += ', for a while'
-      _ended_as_promised(run)
+      _check_end(run)
     else:
-      _ended_as_promised(run)
+      _check_end(run)
       (lab.directory / 'filler').unlink()
     lab.go_on(run if run.process.returncode == 0 else None)
   finally:
@@ -202,11 +202,11 @@ def _disk_quota(lab: Lab) -> None:
   """Used where nothing can be mounted: limits the length of files, like a disk that has no room for long files."""
   limit = int(lab.rng.integers(300, 6000))
   lab.seen.where = f'no file above {limit} bytes'
-  _ended_as_promised(lab.start(FAULTS_FILE_LIMIT=str(limit)))
+  _check_end(lab.start(FAULTS_FILE_LIMIT=str(limit)))
   lab.go_on()
 
 
-def _ended_as_promised(run: Training) -> None:
+def _check_end(run: Training) -> None:
   """Checks the end of a run whose disk failed: code 0 if everything was written in the end, else 2 and a message."""
   code = run.wait()
   told = 'error: ' in run.text or 'failed' in run.text or 'cannot be written' in run.text
@@ -229,7 +229,7 @@ def _has_mounts() -> bool:
     here.rmdir()
 
 
-def permission_lost(lab: Lab) -> None:
+def remove_permission(lab: Lab) -> None:
   """lost permission"""
   step = int(lab.rng.integers(1, NUM_STEPS))
   what = str(lab.rng.choice(['.', 'checkpoints', 'metrics.jsonl']))
@@ -240,7 +240,7 @@ def permission_lost(lab: Lab) -> None:
   if not path.exists():
     raise SurvivalError(f'it ended with {run.wait()}: {run.lines[-2:]}')
   with _read_only(path):
-    _ended_as_promised(run)
+    _check_end(run)
   # Metrics that could not be written until the end are lost. Then the last line says so.
   is_told = 'metrics cannot be written' in run.lines[-1]
   lab.go_on(run if run.process.returncode == 0 else None, lost_before=NUM_STEPS if is_told else None)
@@ -269,22 +269,22 @@ class _read_only:
 # ---- damage
 
 
-def checkpoint_truncated(lab: Lab) -> None:
+def truncate_checkpoint(lab: Lab) -> None:
   """truncated checkpoint file"""
-  _damaged_checkpoint(lab, _truncate)
+  _damage_checkpoint(lab, _truncate)
 
 
-def checkpoint_flipped(lab: Lab) -> None:
+def flip_bit_of_checkpoint(lab: Lab) -> None:
   """flipped bit in a checkpoint file"""
-  _damaged_checkpoint(lab, _flip)
+  _damage_checkpoint(lab, _flip)
 
 
-def checkpoint_file_gone(lab: Lab) -> None:
+def delete_file_of_checkpoint(lab: Lab) -> None:
   """checkpoint file gone"""
-  _damaged_checkpoint(lab, _remove)
+  _damage_checkpoint(lab, _remove)
 
 
-def _damaged_checkpoint(lab: Lab, damage: Callable[[Path, np.random.Generator], str]) -> None:
+def _damage_checkpoint(lab: Lab, damage: Callable[[Path, np.random.Generator], str]) -> None:
   lab.take()
   newest = lab.checkpoints()[-1]
   files = sorted(p for p in newest.rglob('*') if p.is_file() and p.stat().st_size)
@@ -297,10 +297,10 @@ def _damaged_checkpoint(lab: Lab, damage: Callable[[Path, np.random.Generator], 
     raise SurvivalError(f'step {restored} was restored, and only {newest.name} was damaged')
 
 
-def copy_damaged(lab: Lab) -> None:
+def damage_copy(lab: Lab) -> None:
   """damaged emergency copy"""
   lab.seen.copies = True
-  _ended_by(lab, signal.SIGKILL, ('step', 'saving'))
+  _end_by_signal(lab, signal.SIGKILL, ('step', 'saving'))
   copies, checkpoints = lab.copies(), lab.checkpoints()
   if copies:
     damage = (_truncate, _flip, _remove)[int(lab.rng.integers(3))]
@@ -311,7 +311,7 @@ def copy_damaged(lab: Lab) -> None:
     raise SurvivalError(f'step {lab.started[-1].restored_step} was restored, and there were {undamaged}')
 
 
-def events_damaged(lab: Lab) -> None:
+def damage_events(lab: Lab) -> None:
   """damaged event files and metrics"""
   lab.take()
   files = sorted([*lab.directory.rglob('*tfevents*'), lab.directory / 'metrics.jsonl'])
@@ -323,7 +323,7 @@ def events_damaged(lab: Lab) -> None:
   lab.go_on(lost_before=int(lab.checkpoints()[-1].name))
 
 
-def record_damaged(lab: Lab) -> None:
+def damage_record(lab: Lab) -> None:
   """damaged run.json, config.txt or best.json"""
   lab.take()
   files = [p for name in ('run.json', 'config.txt', 'best.json') if (p := lab.directory / name).exists()]
@@ -333,7 +333,7 @@ def record_damaged(lab: Lab) -> None:
   lab.go_on()
 
 
-def data_damaged(lab: Lab) -> None:
+def damage_data(lab: Lab) -> None:
   """damaged data file"""
   lab.experiment = 'FaultsInFiles'
   data = lab.directory.parent / 'data.array_record'
@@ -355,7 +355,7 @@ def data_damaged(lab: Lab) -> None:
   lab.go_on()
 
 
-def clock_set_back(lab: Lab) -> None:
+def set_back_clock(lab: Lab) -> None:
   """clock set back"""
   lab.take()
   offset, after = -int(10 ** lab.rng.uniform(1, 8)), float(lab.rng.random()) * 3
@@ -394,27 +394,27 @@ def _flip(file: Path, rng: np.random.Generator) -> str:
 
 # The weight with which each fault is drawn.
 FAULTS: dict[Callable[[Lab], None], int] = {
-  killed: 12,
-  terminated: 8,
-  interrupted: 5,
-  stopped: 4,
-  stopped_and_killed: 3,
-  killed_again_and_again: 3,
-  two_at_once: 4,
-  one_host_killed: 3,
-  one_of_four_hosts_killed: 1,
-  one_host_stopped: 1,
-  one_host_cannot_write: 3,
-  disk_full: 5,
-  permission_lost: 4,
-  checkpoint_truncated: 5,
-  checkpoint_flipped: 7,
-  checkpoint_file_gone: 2,
-  events_damaged: 5,
-  record_damaged: 3,
-  copy_damaged: 3,
-  data_damaged: 3,
-  clock_set_back: 5,
+  kill: 12,
+  terminate: 8,
+  interrupt: 5,
+  stop_and_continue: 4,
+  stop_and_kill: 3,
+  kill_three_times: 3,
+  start_two_runs: 4,
+  kill_one_host: 3,
+  kill_one_of_four_hosts: 1,
+  stop_one_host: 1,
+  refuse_writes_of_one_host: 3,
+  fill_disk: 5,
+  remove_permission: 4,
+  truncate_checkpoint: 5,
+  flip_bit_of_checkpoint: 7,
+  delete_file_of_checkpoint: 2,
+  damage_events: 5,
+  damage_record: 3,
+  damage_copy: 3,
+  damage_data: 3,
+  set_back_clock: 5,
   **FAULTS_OF_OTHERS,
 }
 

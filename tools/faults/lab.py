@@ -62,7 +62,7 @@ class Lab:
   """A directory for one fault, its random numbers, and ways to train there.
 
   Args:
-    directory: of the run; it does not exist yet.
+    directory: the directory of the run; it does not exist yet.
     rng: random numbers of this fault.
     baseline: what to compare with.
     experiment: class name in `experiment.py`.
@@ -168,7 +168,7 @@ class Lab:
 
   # ---- moments
 
-  def at_a_moment(self, number: int, kinds: tuple[str, ...] = ()) -> Training:
+  def start_and_signal(self, number: int, kinds: tuple[str, ...] = ()) -> Training:
     """Starts a run that gets a signal at a random moment of a random kind, and returns it."""
     kind = str(self.rng.choice(kinds or ('start', 'compile', 'step', 'step', 'save', 'saving', 'restore')))
     if kind in ('start', 'save', 'restore'):

@@ -15,7 +15,7 @@ from pathlib import Path
 from praxis_lite.inputs.grain_input import write_array_records
 from tools.faults.experiment import NUM_EXAMPLES, NUM_STEPS, SAVE_INTERVAL, examples
 from tools.faults.lab import FILES_MADE, Lab, SurvivalError
-from tools.faults.processes import Training, children, process_state
+from tools.faults.processes import Training, child_processes, process_state
 
 _ODD_NAMES = (
   'a[x]b',
@@ -47,19 +47,19 @@ def _expect_refusal(lab: Lab, *words: str, code: int = 2) -> Training:
 # ---- checkpoints whose parts are intact
 
 
-def mixed_parts(lab: Lab) -> None:
+def mix_parts(lab: Lab) -> None:
   """part of another checkpoint"""
   lab.take()
   *_, other, newest = lab.checkpoints()
   part = str(lab.rng.choice(['state', 'inputs', 'about']))
-  lab.seen.where = f'{part} of {newest.name} is that of {other.name}'
+  lab.seen.where = f'{part} of {newest.name} comes from {other.name}'
   shutil.rmtree(newest / part)
   shutil.copytree(other / part, newest / part)
   lab.go_on(damaged=1)
-  _restored_before(lab, int(newest.name))
+  _check_restored_before(lab, int(newest.name))
 
 
-def renamed_step(lab: Lab) -> None:
+def rename_step(lab: Lab) -> None:
   """checkpoint renamed to another step"""
   lab.take()
   newest = lab.checkpoints()[-1]
@@ -68,10 +68,10 @@ def renamed_step(lab: Lab) -> None:
   lab.seen.where = f'{newest.name} to {to}'
   newest.rename(newest.with_name(str(to)))
   lab.go_on(damaged=1)
-  _restored_before(lab, int(newest.name))
+  _check_restored_before(lab, int(newest.name))
 
 
-def _restored_before(lab: Lab, step: int) -> None:
+def _check_restored_before(lab: Lab, step: int) -> None:
   """Checks that the run continued from the checkpoint before the damaged one of `step`."""
   restored = lab.started[-1].restored_step or 0
   lab.seen.lost, lab.seen.bound = step - restored, SAVE_INTERVAL
@@ -82,15 +82,15 @@ def _restored_before(lab: Lab, step: int) -> None:
 # ---- hosts
 
 
-def host_stopped_when_ended(lab: Lab) -> None:
+def stop_host_at_end(lab: Lab) -> None:
   """SIGTERM while a host of two is stopped"""
   lab.hosts = 2
   step, which = int(lab.rng.integers(0, NUM_STEPS)), int(lab.rng.integers(3))
   is_before = bool(lab.rng.random() < 0.6)
   lab.seen.where = f'step {step}, host {("0", "1", "0 and 1")[which]}, {"before" if is_before else "after"} the signal'
   run = lab.start()
-  run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == 2)
-  hosts = children(run.process.pid)
+  run.wait_for(lambda: run.last_step >= step and len(child_processes(run.process.pid)) == 2)
+  hosts = child_processes(run.process.pid)
   hosts = hosts if which == 2 else hosts[which : which + 1]
   if not is_before:
     run.send(signal.SIGTERM)
@@ -135,7 +135,7 @@ def _lock(folder: Path, seconds: float) -> Iterator[None]:
       process.kill()
 
 
-def foreign_lock(lab: Lab) -> None:
+def hold_lock(lab: Lab) -> None:
   """lock of another program"""
   lab.take()
   newest = lab.checkpoints()[-1]
@@ -154,12 +154,12 @@ def foreign_lock(lab: Lab) -> None:
 # ---- directories
 
 
-def directory_moved(lab: Lab) -> None:
+def move_directory(lab: Lab) -> None:
   """run directory moved or deleted while it trains"""
   _move(lab)
 
 
-def directory_of_hosts_moved(lab: Lab) -> None:
+def move_directory_of_hosts(lab: Lab) -> None:
   """run directory of two hosts moved or deleted while it trains"""
   lab.hosts = 2
   _move(lab)
@@ -189,7 +189,7 @@ def _move(lab: Lab) -> None:
   lab.go_on()
 
 
-def odd_path(lab: Lab) -> None:
+def use_odd_path(lab: Lab) -> None:
   """run directory of an odd name"""
   name = str(lab.rng.choice(_ODD_NAMES))
   at = int(lab.rng.integers(FILES_MADE // 4, FILES_MADE))
@@ -210,7 +210,7 @@ def odd_path(lab: Lab) -> None:
 # ---- files
 
 
-def metrics_no_file(lab: Lab) -> None:
+def replace_metrics_file(lab: Lab) -> None:
   """no file in the place of the metrics"""
   lab.take()
   metrics, kept = lab.directory / 'metrics.jsonl', lab.directory.parent / 'kept.jsonl'
@@ -224,7 +224,7 @@ def metrics_no_file(lab: Lab) -> None:
   lab.go_on()
 
 
-def metrics_emptied(lab: Lab) -> None:
+def empty_metrics(lab: Lab) -> None:
   """metrics emptied or deleted"""
   lab.experiment = 'FaultsStopping'
   run = lab.start(FAULTS_SIGNAL=f'save:{int(lab.rng.integers(FILES_MADE // 3, FILES_MADE))}:{int(signal.SIGKILL)}')
@@ -238,7 +238,7 @@ def metrics_emptied(lab: Lab) -> None:
   lab.go_on(lost_before=NUM_STEPS)
 
 
-def data_replaced(lab: Lab) -> None:
+def replace_data(lab: Lab) -> None:
   """data file replaced by another one"""
   lab.experiment = 'FaultsInFiles'
   data = lab.directory.parent / 'data.array_record'
@@ -257,14 +257,14 @@ def data_replaced(lab: Lab) -> None:
 
 # As in `faults.py`.
 FAULTS_OF_OTHERS = {
-  mixed_parts: 5,
-  renamed_step: 4,
-  host_stopped_when_ended: 3,
-  foreign_lock: 3,
-  directory_moved: 4,
-  directory_of_hosts_moved: 3,
-  odd_path: 4,
-  metrics_no_file: 2,
-  metrics_emptied: 3,
-  data_replaced: 3,
+  mix_parts: 5,
+  rename_step: 4,
+  stop_host_at_end: 3,
+  hold_lock: 3,
+  move_directory: 4,
+  move_directory_of_hosts: 3,
+  use_odd_path: 4,
+  replace_metrics_file: 2,
+  empty_metrics: 3,
+  replace_data: 3,
 }

@@ -25,7 +25,7 @@ _RESTORED = re.compile(r'(?:host \d+: )?restored step (\d+) of ')
 
 
 class HangError(Exception):
-  """A process has not ended, or has not reached an awaited state, in time."""
+  """A process did not end or reach an expected state in time."""
 
 
 def environment(cache: Path, devices: int = 2) -> dict[str, str]:
@@ -129,7 +129,7 @@ class Training:
     return code
 
   def kill(self) -> None:
-    for child in children(self.process.pid):
+    for child in child_processes(self.process.pid):
       _kill(child)
     self.process.kill()
     self.process.wait()
@@ -143,7 +143,7 @@ def process_state(pid: int) -> str:
     return ''
 
 
-def children(pid: int) -> list[int]:
+def child_processes(pid: int) -> list[int]:
   """Returns the processes that a process has started, in order."""
   try:
     return [int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]

@@ -24,9 +24,9 @@ from praxis_lite.checkpoints.best import BestRecord
 from praxis_lite.checkpoints.contents import add_checksum, check_same_model, read_checkpoint_record
 from praxis_lite.checkpoints.stored import best_step
 from praxis_lite.common.config import Config
-from praxis_lite.common.config.json import from_json, to_json
+from praxis_lite.common.config.json import encode_readable, from_json, to_json
 from praxis_lite.common.config.overrides import alternatives, apply_overrides, get_by_path
-from praxis_lite.common.config.text import to_text
+from praxis_lite.common.config.text import changed_fields, to_text
 from praxis_lite.common.errors import UserError
 from praxis_lite.inputs import ArrayInput, ByteTokenizer, CharTokenizer, TextInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
@@ -49,13 +49,13 @@ from praxis_lite.training.experiment import ExperimentConfig, configure
 from praxis_lite.training.state import TrainState
 from tools.fuzz.mutations import mutated_bytes, mutated_json, mutated_json_text, mutated_text
 
-Draw = Callable[[np.random.Generator], Any]
+DrawValue = Callable[[np.random.Generator], Any]
 
 
 class Parser(NamedTuple):
-  """Draws bad input, and reads it. Each input has its own folder, in which a parser may need files."""
+  """Draws bad input, and reads it. Each input gets a folder of its own, where the parser may write files."""
 
-  draw: Draw
+  draw: DrawValue
   read: Callable[[Any, Path], object]
   weight: int = 1
 
@@ -80,7 +80,7 @@ _OVERRIDES = (
 
 def _change_examples(
   examples: tuple[str, ...], change: Callable[[str, np.random.Generator], str] = mutated_text
-) -> Draw:
+) -> DrawValue:
   return lambda rng: change(examples[int(rng.integers(len(examples)))], rng)
 
 
@@ -174,6 +174,7 @@ def _run_record(data: bytes, folder: Path) -> None:
   found = record.read_record(folder)
   _ = found.seed, found.commands
   to_text(found.config.roots())
+  found.other_defaults.describe(found.config.roots())
 
 
 @functools.cache
@@ -187,8 +188,8 @@ def _record() -> Any:
     'devices': '2 cpu',
   }
   more = {'versions': {'jax': '1'}, 'sources': [{'path': '/x', 'commit': 'abc', 'clean': True}], 'changes': ['a -> b']}
-  config = json.loads(_config_text())
-  return {'format': 1, 'launches': [launch | more], 'lost': {'task.x': 'why'}, 'config': config}
+  config, edited = encode_readable(_config().roots(), {}), sorted(changed_fields(_config().roots()))
+  return {'format': 1, 'launches': [launch | more], 'lost': {'task.x': 'why'}, 'config': config, 'edited': edited}
 
 
 _METRICS = [
@@ -374,7 +375,7 @@ def _troubles(data: bytes, folder: Path) -> None:
   (folder / 'trouble.jsonl').write_bytes(data)
   found = read_troubles(folder)
   if not all(isinstance(state, dict) for state in batches_to_skip(found)):
-    raise AssertionError('a state of the input is none')
+    raise AssertionError('the state of an input is not a dict')
   go_back(folder, Trouble(7, 7, 'what', 'rollback'), max_rollbacks=9)
   if not [t for t in read_troubles(folder) if t.first == 7]:
     raise AssertionError('what happened last is not on record')
@@ -429,7 +430,7 @@ def _emergency_copy(data: bytes, folder: Path) -> None:
     jax.block_until_ready(copy.restore(shapes))
 
 
-def _json_of(value: Callable[[], Any] | Any) -> Draw:
+def _json_of(value: Callable[[], Any] | Any) -> DrawValue:
   return lambda rng: mutated_json_text(value() if callable(value) else value, rng)
 
 

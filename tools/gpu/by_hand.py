@@ -13,7 +13,7 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from tools.gpu import case as shared
-from tools.gpu.case import Case
+from tools.gpu.case import ModelCase
 from tools.gpu.jax_side import JaxSide, set_up
 from tools.gpu.turn import Options, main
 from tools.handwritten_lm import Size, Tuning, make_step
@@ -22,7 +22,7 @@ from tools.handwritten_lm import Size, Tuning, make_step
 class ByHand(JaxSide):
   """Its options are the fields of `Tuning`, except for the dtype."""
 
-  def prepare(self, case: Case, batch: int, options: Options) -> None:
+  def prepare(self, case: ModelCase, batch: int, options: Options) -> None:
     shapes = self.shapes(case, batch)
     sizes = (case.model_dims, case.num_layers, case.num_heads, case.hidden_dims, case.vocab)
     size = Size(batch, case.length, *sizes, tied=True)

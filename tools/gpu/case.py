@@ -19,7 +19,7 @@ NORM_EPSILON, ROTARY_BASE = 1e-5, 10_000.0
 _POOL = 999_983  # Prime, so that rows of repeated draws differ.
 
 
-class Case(NamedTuple):
+class ModelCase(NamedTuple):
   """A model, a sequence length, and dtypes.
 
   Attributes:
@@ -74,15 +74,15 @@ _SIZES = {
   '7B': (4096, 32, 32, 11008),
 }
 SIZES = tuple(_SIZES)
-TINY = Case('tiny', 64, 64, 2, 4, 192, vocab=256, compute='float32')
+TINY = ModelCase('tiny', 64, 64, 2, 4, 192, vocab=256, compute='float32')
 
 
-def case_of(size: str, length: int) -> Case:
+def case_of(size: str, length: int) -> ModelCase:
   """Returns a case of the benchmark; the state of the largest model is in bfloat16."""
-  return Case(size, length, *_SIZES[size], state='bfloat16' if size == '7B' else 'float32')
+  return ModelCase(size, length, *_SIZES[size], state='bfloat16' if size == '7B' else 'float32')
 
 
-def first_weights(case: Case) -> Iterator[tuple[str, np.ndarray]]:
+def first_weights(case: ModelCase) -> Iterator[tuple[str, np.ndarray]]:
   """Yields the name and float32 values of each weight, equal for all implementations. Draws repeat, to save time."""
   pool = np.random.default_rng(0).standard_normal(_POOL, dtype=np.float32)
   residual = 0.02 / math.sqrt(2 * case.num_layers)
@@ -94,7 +94,7 @@ def first_weights(case: Case) -> Iterator[tuple[str, np.ndarray]]:
       yield name, np.resize(np.roll(pool, 7919 * i) * np.float32(scale), shape)
 
 
-def tokens(case: Case, batch: int, step: int) -> np.ndarray:
+def tokens(case: ModelCase, batch: int, step: int) -> np.ndarray:
   """Returns the tokens of a step, [batch, T + 1] int32. All implementations read the same endless stream of rows."""
   rows = [np.random.default_rng((1, step * batch + row)) for row in range(batch)]
   return np.stack([rng.integers(0, case.vocab, case.length + 1, dtype=np.int32) for rng in rows])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tools.gpu.case import Case, tokens
+from tools.gpu.case import ModelCase, tokens
 from tools.gpu.turn import Options
 
 _PACKAGES = ('jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda13-plugin', 'nvidia-cudnn-cu12', 'nvidia-cudnn-cu13')
@@ -33,7 +33,7 @@ class JaxSide(ABC):
     self._compiled: jax.stages.Compiled | None = None
 
   @abstractmethod
-  def prepare(self, case: Case, batch: int, options: Options) -> None:
+  def prepare(self, case: ModelCase, batch: int, options: Options) -> None:
     """Sets the case, `_compiled` and `_state`."""
 
   @abstractmethod
@@ -73,7 +73,7 @@ class JaxSide(ABC):
         continue
     return found
 
-  def shapes(self, case: Case, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+  def shapes(self, case: ModelCase, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch, of the case that is set from now on."""
     self.case, self.batch = case, batch
     dtypes = {'ids': jnp.int32, 'labels': jnp.int32, 'weights': jnp.float32}

@@ -19,12 +19,12 @@ from praxis_lite.training import PartitionedTask
 from praxis_lite.training.learning import Learner
 from praxis_lite.training.task import SingleTask
 from tools.gpu import case as shared
-from tools.gpu.case import Case
+from tools.gpu.case import ModelCase
 from tools.gpu.jax_side import JaxSide, set_up
 from tools.gpu.turn import Options, main
 
 
-def task_of(case: Case, options: Options) -> Config[SingleTask]:
+def our_task(case: ModelCase, options: Options) -> Config[SingleTask]:
   """Returns the config of the task. `options` maps paths of its fields to values that replace the defaults."""
   model = transformer_lm(
     vocab_size=case.vocab,
@@ -48,7 +48,7 @@ def task_of(case: Case, options: Options) -> Config[SingleTask]:
   return task
 
 
-def our_weights(case: Case) -> NestedDict:
+def our_weights(case: ModelCase) -> NestedDict:
   """Returns the first weights as variables of our model."""
   w = {name: jax.device_put(x.astype(case.state)) for name, x in shared.first_weights(case)}
   heads = {name: {'w': w[name[0]]} for name in ('query', 'key', 'value', 'out')}
@@ -70,8 +70,8 @@ def our_weights(case: Case) -> NestedDict:
 class Ours(JaxSide):
   """Its options map paths of the task's fields to values."""
 
-  def prepare(self, case: Case, batch: int, options: Options) -> None:
-    partitioned = PartitionedTask(task_of(case, options).instantiate(), self.shapes(case, batch))
+  def prepare(self, case: ModelCase, batch: int, options: Options) -> None:
+    partitioned = PartitionedTask(our_task(case, options).instantiate(), self.shapes(case, batch))
     self._step = partitioned.train_step
     self._key = jax.random.key(1)
     self._compiled = self._step.compiled

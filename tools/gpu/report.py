@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.gpu.case import Case
+from tools.gpu.case import ModelCase
 
 _BEGIN, _END = '<!-- training: written by tools/benchmark_gpu.py -->', '<!-- training: end -->'
 
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     settings: settings that differ from the defaults, as text.
   """
 
-  case: Case
+  case: ModelCase
   side: str
   batch: int
   step_s: Sequence[float]
@@ -58,11 +58,11 @@ _HEADS = (
 )
 
 
-def table(rows: Sequence[Row], peak: float | None, ceiling: float) -> str:
+def results_table(rows: Sequence[Row], peak: float | None, ceiling: float) -> str:
   """Returns the rows as a table in Markdown.
 
   Args:
-    rows: of one or several cases.
+    rows: the rows of one or several cases.
     peak: operations per second from the data sheet; None if it is not known.
     ceiling: operations per second of large products, measured in the same run.
   """

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from tools.gpu import case as shared
-from tools.gpu.case import Case
+from tools.gpu.case import ModelCase
 from tools.gpu.turn import Options, main
 
 _BACKENDS = {
@@ -30,7 +30,7 @@ _BACKENDS = {
 }
 
 
-class Norm(nn.Module):
+class TorchNorm(nn.Module):
   """RMSNorm, in float32."""
 
   def __init__(self, dims: int):
@@ -43,7 +43,7 @@ class Norm(nn.Module):
     return (y_BTD * self.scale).to(x_BTD.dtype)
 
 
-def rotate(x_BNTH: torch.Tensor, sin_Th: torch.Tensor, cos_Th: torch.Tensor) -> torch.Tensor:
+def rotate_heads(x_BNTH: torch.Tensor, sin_Th: torch.Tensor, cos_Th: torch.Tensor) -> torch.Tensor:
   first, second = x_BNTH.chunk(2, dim=-1)
   return torch.cat([first * cos_Th - second * sin_Th, second * cos_Th + first * sin_Th], dim=-1).to(x_BNTH.dtype)
 
@@ -51,10 +51,10 @@ def rotate(x_BNTH: torch.Tensor, sin_Th: torch.Tensor, cos_Th: torch.Tensor) -> 
 class Block(nn.Module):
   """A pre-norm block. One product computes queries, keys and values; another one computes gate and up."""
 
-  def __init__(self, case: Case):
+  def __init__(self, case: ModelCase):
     super().__init__()
     D, self.num_heads = case.model_dims, case.num_heads
-    self.norm1, self.norm2 = Norm(D), Norm(D)
+    self.norm1, self.norm2 = TorchNorm(D), TorchNorm(D)
     self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
     self.gate_up = nn.Linear(D, 2 * case.hidden_dims, bias=False)
     self.down = nn.Linear(case.hidden_dims, D, bias=False)
@@ -63,7 +63,7 @@ class Block(nn.Module):
     B, T, D = x_BTD.shape
     heads = self.qkv(self.norm1(x_BTD)).view(B, T, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
     q_BNTH, k_BNTH, v_BNTH = heads.unbind(0)
-    q_BNTH, k_BNTH = rotate(q_BNTH, sin_Th, cos_Th), rotate(k_BNTH, sin_Th, cos_Th)
+    q_BNTH, k_BNTH = rotate_heads(q_BNTH, sin_Th, cos_Th), rotate_heads(k_BNTH, sin_Th, cos_Th)
     mixed_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
     x_BTD = x_BTD + self.out(mixed_BNTH.transpose(1, 2).reshape(B, T, D))
     gate_BTF, up_BTF = self.gate_up(self.norm2(x_BTD)).chunk(2, dim=-1)
@@ -73,11 +73,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
   """Tokens [B, T + 1] -> mean cross entropy."""
 
-  def __init__(self, case: Case, remat: bool):
+  def __init__(self, case: ModelCase, remat: bool):
     super().__init__()
     self.embedding = nn.Embedding(case.vocab, case.model_dims)
     self.blocks = nn.ModuleList(Block(case) for _ in range(case.num_layers))
-    self.final_norm, self.remat = Norm(case.model_dims), remat
+    self.final_norm, self.remat = TorchNorm(case.model_dims), remat
     half = case.model_dims // case.num_heads // 2
     angle_Th = torch.arange(case.length).float()[:, None] / shared.ROTARY_BASE ** (torch.arange(half).float() / half)
     self.register_buffer('sin_Th', angle_Th.sin(), persistent=False)
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), ids[:, 1:].flatten().long())
 
 
-def fill(model: Decoder, case: Case) -> None:
+def fill(model: Decoder, case: ModelCase) -> None:
   """Copies the first weights of the case into a model."""
   w = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in shared.first_weights(case)}
   D = case.model_dims
@@ -118,7 +118,7 @@ class TorchSide:
     self._device = 'cuda' if self._gpu else 'cpu'
     torch.set_float32_matmul_precision('high' if self._gpu else 'highest')
 
-  def prepare(self, case: Case, batch: int, options: Options) -> None:
+  def prepare(self, case: ModelCase, batch: int, options: Options) -> None:
     torch._dynamo.reset()
     self._case, self._batch, self._options = case, batch, options
     model = Decoder(case, bool(options.get('remat')))

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any, NamedTuple, Protocol
 
-from tools.gpu.case import Case
+from tools.gpu.case import ModelCase
 
 Options = dict[str, Any]
 
@@ -25,7 +25,7 @@ class Request(NamedTuple):
   """The argument of a turn.
 
   Attributes:
-    case: the fields of a `Case`.
+    case: the fields of a `ModelCase`.
     trials: settings, each {'batch': rows, 'options': options of the implementation}.
     groups, steps: the number of timed groups, and of steps in a group.
     losses: the number of first steps whose losses are returned.
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
   Attributes:
     batch, options: the setting.
     error: why it could not be measured; '' if it could.
-    losses: of the first steps.
+    losses: the losses of the first steps.
     first_step_s: seconds from the start of the process, or of a later trial, to the end of its first step.
     step_s: seconds of a step, for each group.
     peak_bytes: the largest memory of the device that this process has used.
@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 class Side(Protocol):
   """A program that trains the model of a case."""
 
-  def prepare(self, case: Case, batch: int, options: Options) -> None:
+  def prepare(self, case: ModelCase, batch: int, options: Options) -> None:
     """Makes the first state, and compiles the step, or arranges that its first call compiles it."""
 
   def step(self, number: int) -> Any:
@@ -91,9 +91,9 @@ class Side(Protocol):
 def main(side: Side) -> None:
   """Takes the turn that the first argument asks for."""
   request = Request(**json.loads(sys.argv[1]))
-  case, best, began = Case(*request.case), 0.0, request.started_at
+  case, best, began = ModelCase(*request.case), 0.0, request.started_at
   for trial in request.trials:
-    found = measured(side, case, request, began, **trial)
+    found = measure_setting(side, case, request, began, **trial)
     print(json.dumps(found._asdict()), flush=True)
     speed = 0.0 if found.error else found.batch / statistics.median(found.step_s)
     if found.error or (request.searching and speed < 1.01 * best):
@@ -101,7 +101,9 @@ def main(side: Side) -> None:
     best, began = speed, time.time()
 
 
-def measured(side: Side, case: Case, request: Request, began: float, batch: int, options: Options) -> Measured:
+def measure_setting(
+  side: Side, case: ModelCase, request: Request, began: float, batch: int, options: Options
+) -> Measured:
   """Measures one setting."""
   try:
     side.prepare(case, batch, options)

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from tools.graphs.meshes import MOST_DEVICES, draw_mesh
-from tools.graphs.programs import Line, Program, modules
-from tools.hunt.cases import MeshAxes, random_entries
+from tools.graphs.programs import GraphCase, Line, modules
+from tools.hunt.cases import MeshSizes, random_entries
 
 # Larger arrays make programs slow; of sizes, odd and uneven ones.
 _MOST_ENTRIES = 3000
@@ -22,7 +22,7 @@ _SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9, 10, 12, 12, 15, 16)
 _MOST_BOUND = 60.0
 
 
-class Operation(NamedTuple):
+class DrawnOperation(NamedTuple):
   """An expression that may be added to a graph.
 
   Attributes:
@@ -116,11 +116,11 @@ class Graph:
 
   # -------------------------------------------------------------- growth
 
-  def add(self, family: str, operation: Operation) -> Line:
+  def add(self, family: str, operation: DrawnOperation) -> Line:
     """Adds an operation.
 
     Raises:
-      NotDrawn: it is no valid expression, or its result is too large or empty.
+      NotDrawn: it is not a valid expression, or its result is too large or empty.
     """
     text, bound = operation.text, operation.bound
     line = self._line(family, text, operation)
@@ -157,7 +157,7 @@ class Graph:
       raise NotDrawn(f'{text}: not one array')
     return out
 
-  def _line(self, family: str, text: str, operation: Operation) -> Line:
+  def _line(self, family: str, text: str, operation: DrawnOperation) -> Line:
     out = self.shape_of(text)
     if math.prod(out.shape) > _MOST_ENTRIES or 0 in out.shape or len(out.shape) > 6:
       raise NotDrawn
@@ -182,7 +182,7 @@ class Graph:
 
   # -------------------------------------------------------------- the program
 
-  def program(self, mesh: MeshAxes, share: float) -> Program:
+  def program(self, mesh: MeshSizes, share: float) -> GraphCase:
     """Returns what was drawn as a program, with a random split for this share of the values."""
     lines = []
     for line in self.lines:
@@ -192,18 +192,18 @@ class Graph:
       lines.append(line._replace(entries=entries))
     read = {name for line in lines for name in line.uses}
     outputs = tuple(line.name for line in lines if line.name not in read and not line.is_input)
-    program = Program(tuple(lines), mesh, outputs, self.is_exact, self.gradient, seed=int(self.rng.integers(1 << 30)))
+    program = GraphCase(tuple(lines), mesh, outputs, self.is_exact, self.gradient, seed=int(self.rng.integers(1 << 30)))
     return program.needed_part(outputs)
 
 
-def draw(
+def draw_program(
   rng: np.random.Generator,
-  families: dict[str, tuple[float, Callable[[Graph], Operation]]],
+  families: dict[str, tuple[float, Callable[[Graph], DrawnOperation]]],
   *,
   operations: int = 30,
   family: str | None = None,
   most_devices: int = MOST_DEVICES,
-) -> Program:
+) -> GraphCase:
   """Returns a random program.
 
   Args:

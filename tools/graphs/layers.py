@@ -47,7 +47,7 @@ class Mixer(Layer):
     return self.shard(jnp.swapaxes(jnp.tanh(self.linear(jnp.swapaxes(x, 1, 2))), 1, 2))
 
 
-class Heads(Layer):
+class HeadProducts(Layer):
   """Products of heads: a reshape divides D, and with it the mesh axes that split D, into heads and dims per head."""
 
   dims: int = 8
@@ -80,7 +80,7 @@ class Window(Layer):
     return lax.reduce_window(self.shard(y), -jnp.inf, lax.max, (1, 2, 1), (1, 1, 1), 'SAME')
 
 
-class Memory(Layer):
+class IdSums(Layer):
   """Looks up rows of a table by ids computed from x, and sums entries of x with the same id."""
 
   dims: int = 8

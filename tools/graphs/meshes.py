@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 
-from tools.hunt.cases import MeshAxes
+from tools.hunt.cases import MeshSizes
 
 MOST_DEVICES = 24
 AXES = 'abcd'
 _SIZES = (2, 2, 2, 3, 3, 4, 5, 6)
 
 
-def draw_mesh(rng: np.random.Generator, most_devices: int = MOST_DEVICES) -> MeshAxes:
+def draw_mesh(rng: np.random.Generator, most_devices: int = MOST_DEVICES) -> MeshSizes:
   """Draws one to four axes 'a', 'b', ..., each of size 2 to 6. Splits leave some of them unused."""
   number = min(int(rng.choice([1, 2, 2, 3, 3, 3, 4, 4])), most_devices.bit_length() - 1)
   while True:

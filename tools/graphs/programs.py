@@ -21,7 +21,7 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.sharding import guards
 from tools.hunt.cases import (
   Entries,
-  MeshAxes,
+  MeshSizes,
   Outcome,
   num_devices,
   remove_axis,
@@ -107,14 +107,14 @@ class Line(NamedTuple):
   """A value of a program.
 
   Attributes:
-    name: of the value, such as 'v3'.
+    name: name of the value, such as 'v3'.
     text: its expression. For an input: how it is made, such as 'ints((2, 3))'.
-    shape, dtype: of the value.
+    shape, dtype: shape and dtype of the value.
     is_input: whether it is an input of the program.
     entries: how it is split, or None.
     simpler: simpler expressions that may replace it when a program is reduced.
     size: the number of operations that it stands for.
-    family: of the operation.
+    family: the family of the operation.
   """
 
   name: str
@@ -134,7 +134,7 @@ class Line(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class GraphCase:
   """A graph of operations.
 
   Attributes:
@@ -143,11 +143,11 @@ class Program:
     outputs: the names of the output values.
     is_exact: whether all numbers are integers.
     gradient: whether gradients are compared too.
-    seed: of the inputs.
+    seed: seed of the inputs.
   """
 
   lines: tuple[Line, ...]
-  mesh: MeshAxes
+  mesh: MeshSizes
   outputs: tuple[str, ...]
   is_exact: bool
   gradient: bool
@@ -241,7 +241,7 @@ class Program:
 
   # -------------------------------------------------------------- smaller
 
-  def smaller(self) -> Iterator[Program]:
+  def smaller(self) -> Iterator[GraphCase]:
     """Yields smaller programs: fewer outputs, lines, regions, axes or constraints, or no gradients."""
     if len(self.outputs) > 1:
       half = len(self.outputs) // 2
@@ -252,7 +252,7 @@ class Program:
     inner = [line for line in self.lines if not line.is_input]
     if len(inner) > 1:
       for line in [*inner[len(inner) // 2 : -1][::-1], *inner[: len(inner) // 2][::-1]]:
-        yield self._with(line, _to_input(line)).needed_part(self.outputs)
+        yield self._replace_line(line, _to_input(line)).needed_part(self.outputs)
       for line in inner[::-1]:  # An earlier line as the only output.
         if self.outputs != (line.name,):
           yield self.needed_part((line.name,))
@@ -265,14 +265,14 @@ class Program:
       yield dataclasses.replace(self, mesh=mesh, lines=lines)
     for line in self.lines:
       for text in line.simpler:
-        yield self._with(line, line._replace(text=text, simpler=(), size=1)).needed_part(self.outputs)
+        yield self._replace_line(line, line._replace(text=text, simpler=(), size=1)).needed_part(self.outputs)
     for line in self.lines:
       if line.entries is not None:
-        yield self._with(line, line._replace(entries=None))
+        yield self._replace_line(line, line._replace(entries=None))
         for fewer in smaller_entries(line.entries):
-          yield self._with(line, line._replace(entries=fewer))
+          yield self._replace_line(line, line._replace(entries=fewer))
 
-  def needed_part(self, outputs: Sequence[str]) -> Program:
+  def needed_part(self, outputs: Sequence[str]) -> GraphCase:
     """Returns the program with these outputs, and only the lines that they need."""
     wanted = {*outputs}
     for line in reversed(self.lines):
@@ -281,7 +281,7 @@ class Program:
     lines = tuple(line for line in self.lines if line.name in wanted)
     return dataclasses.replace(self, lines=lines, outputs=tuple(outputs))
 
-  def _with(self, old: Line, new: Line) -> Program:
+  def _replace_line(self, old: Line, new: Line) -> GraphCase:
     return dataclasses.replace(self, lines=tuple(new if line is old else line for line in self.lines))
 
 

@@ -43,11 +43,11 @@ from praxis_lite.models import ClassificationModel, set_pipeline, transformer_lm
 from praxis_lite.sharding.strategies import Op, Variable, register_rule
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
-from tools.graphs.layers import Heads, Memory, Mixer, Tower, Window
+from tools.graphs.layers import HeadProducts, IdSums, Mixer, Tower, Window
 from tools.graphs.meshes import AXES, draw_mesh
 from tools.hunt.cases import (
   Entries,
-  MeshAxes,
+  MeshSizes,
   Outcome,
   num_devices,
   random_entries,
@@ -103,7 +103,7 @@ class Task:
 
   Attributes:
     family: 'lm', 'tower' or 'convolutions'.
-    fields: of the model, the batch and the learner.
+    fields: values of fields of the model, the batch and the learner.
     mesh: names and sizes of the axes.
     weights: how variables are split, by path.
     activations: how activations are split, by path of the layer's mapping.
@@ -115,7 +115,7 @@ class Task:
 
   family: str
   fields: tuple[tuple[str, Value], ...]
-  mesh: MeshAxes
+  mesh: MeshSizes
   weights: _Splits = ()
   activations: _Splits = ()
   inputs: _Splits = ()
@@ -208,7 +208,7 @@ class Task:
     """Returns the results of the steps by name, in true shapes, and how many operations the guards changed.
 
     Args:
-      dtype: of the model.
+      dtype: the dtype in which the model computes.
       first_state: the first train state, in true shapes; 'init' does not use it. None makes one.
     """
     found: dict[str, np.ndarray] = {}
@@ -373,9 +373,9 @@ def _tower(f: dict[str, Value]) -> Config:
     'norm': Config(LayerNorm, dims=D) if f['seed'] % 2 else Config(RMSNorm, dims=D),
     'linear': Config(Linear, input_dims=D, output_dims=D),
     'mixer': Config(Mixer, length=T),
-    'heads': Config(Heads, dims=D, heads=f['heads']),
+    'heads': Config(HeadProducts, dims=D, heads=f['heads']),
     'window': Config(Window, dims=D, groups=f['heads']),
-    'memory': Config(Memory, dims=D, rows=f['rows']),
+    'memory': Config(IdSums, dims=D, rows=f['rows']),
     'experts': Config(
       MoeFeedForward, input_dims=D, hidden_dims=f['hidden_dims'], num_experts=3, dispatch=f['dispatch']
     ),
@@ -407,7 +407,7 @@ _LAYERS = ('ff', 'gated', 'attention', 'norm', 'linear', 'mixer', 'heads', 'wind
 # ---------------------------------------------------------------- drawing
 
 
-def draw(rng: np.random.Generator, of_model: np.random.Generator | None = None, only: str = '') -> Task:
+def draw_task(rng: np.random.Generator, of_model: np.random.Generator | None = None, only: str = '') -> Task:
   """Returns a random layout of a random model that runs on one device.
 
   Args:
@@ -434,7 +434,7 @@ def _draw_model(rng: np.random.Generator, only: str) -> Task:
     return dataclasses.replace(model, steps=kinds[rng.integers(len(kinds))])
 
 
-def _draw_fields(rng: np.random.Generator, family: str, mesh: MeshAxes) -> dict[str, Value]:
+def _draw_fields(rng: np.random.Generator, family: str, mesh: MeshSizes) -> dict[str, Value]:
   def one(*values: Value) -> Value:
     return values[rng.integers(len(values))]
 
@@ -466,7 +466,7 @@ def _draw_fields(rng: np.random.Generator, family: str, mesh: MeshAxes) -> dict[
   return fields
 
 
-def _draw_lm(rng: np.random.Generator, mesh: MeshAxes) -> dict[str, Value]:
+def _draw_lm(rng: np.random.Generator, mesh: MeshSizes) -> dict[str, Value]:
   def one(*values: Value) -> Value:
     return values[rng.integers(len(values))]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 # How each dimension of an array is split: the mesh axes, major first.
 Entries = tuple[tuple[str, ...], ...]
-MeshAxes = tuple[tuple[str, int], ...]
+MeshSizes = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Outcome:
     return self.kind == other.kind == 'wrong' and causes[0] == causes[1]
 
 
-class Case(Protocol):
+class FuzzCase(Protocol):
   """A program with its shardings and its mesh, as plain values."""
 
   @property
   def family(self) -> str: ...
   def run(self) -> Outcome: ...
-  def smaller(self) -> Iterator[Case]: ...
+  def smaller(self) -> Iterator[FuzzCase]: ...
   def script(self) -> str: ...
 
 
-CaseT = TypeVar('CaseT', bound=Case)
+CaseT = TypeVar('CaseT', bound=FuzzCase)
 
 
 def shrink(case: CaseT, is_wrong: Callable[[CaseT], bool], max_runs: int = 200) -> CaseT:
@@ -69,7 +69,7 @@ def shrink(case: CaseT, is_wrong: Callable[[CaseT], bool], max_runs: int = 200) 
   return case
 
 
-def random_mesh(rng: np.random.Generator, max_devices: int = 8) -> MeshAxes:
+def random_mesh(rng: np.random.Generator, max_devices: int = 8) -> MeshSizes:
   """Draws one to four axes 'a', 'b', ... over 2 to 8 devices, mostly 8, and rarely with an axis of size 1."""
   devices = int(rng.choice([2, 3, 4, 4, 6, 8, 8, 8, 8]))
   devices = min(devices, max_devices)
@@ -83,7 +83,7 @@ def random_mesh(rng: np.random.Generator, max_devices: int = 8) -> MeshAxes:
   return tuple(zip('abcd', (sizes[i] for i in rng.permutation(len(sizes)))))
 
 
-def random_entries(rng: np.random.Generator, rank: int, mesh: MeshAxes, share: float = 0.75) -> Entries:
+def random_entries(rng: np.random.Generator, rank: int, mesh: MeshSizes, share: float = 0.75) -> Entries:
   """Puts each mesh axis on a random dimension, or on none, in any order."""
   entries: list[list[str]] = [[] for _ in range(rank)]
   names = [name for name, _ in mesh]
@@ -104,7 +104,7 @@ def remove_axis(entries: Entries, axis: str) -> Entries:
   return tuple(tuple(a for a in axes if a != axis) for axes in entries)
 
 
-def smaller_meshes(mesh: MeshAxes) -> Iterator[tuple[MeshAxes, str | None]]:
+def smaller_meshes(mesh: MeshSizes) -> Iterator[tuple[MeshSizes, str | None]]:
   """Yields meshes with an axis removed, and its name, or with a smaller axis, and None."""
   for i, (name, size) in enumerate(mesh):
     if len(mesh) > 1:
@@ -118,7 +118,7 @@ def smaller_numbers(n: int) -> Iterator[int]:
   yield from sorted({m for m in (1, 2, 3, 4, n // 2, n - 1) if 0 < m < n})
 
 
-def num_devices(mesh: MeshAxes) -> int:
+def num_devices(mesh: MeshSizes) -> int:
   return math.prod(size for _, size in mesh)
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-Sizes = Mapping[str, int]
+SizesByName = Mapping[str, int]
 
 
-class Array(NamedTuple):
+class Operand(NamedTuple):
   """An argument of an expression.
 
   Attributes:
@@ -31,23 +31,23 @@ class Expression(NamedTuple):
   """The text of an expression, its arrays, and whether it has a gradient."""
 
   text: str
-  arrays: tuple[Array, ...]
+  arrays: tuple[Operand, ...]
   has_gradient: bool = True
 
 
-class Family(NamedTuple):
+class ExpressionFamily(NamedTuple):
   draw: Callable[[np.random.Generator], dict[str, int]]
-  build: Callable[[Sizes], Expression]
+  build: Callable[[SizesByName], Expression]
 
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES: dict[str, ExpressionFamily] = {}
 _Draw = Callable[[np.random.Generator], dict[str, int]]
-_Build = Callable[[Sizes], Expression]
+_Build = Callable[[SizesByName], Expression]
 
 
 def _family(draw: _Draw) -> Callable[[_Build], _Build]:
   def register(build: _Build) -> _Build:
-    FAMILIES[build.__name__.strip('_')] = Family(draw, build)
+    FAMILIES[build.__name__.strip('_')] = ExpressionFamily(draw, build)
     return build
 
   return register
@@ -80,7 +80,7 @@ def _draw_product(rng: np.random.Generator) -> dict[str, int]:
   return sizes | {letter: _size(rng) for letter in 'abcdefghijklmnopqrstuvw'}
 
 
-def _equation(sizes: Sizes) -> str:
+def _equation(sizes: SizesByName) -> str:
   """Returns one of the usual products, or a random one of two arrays with letters in any order."""
   if sizes['equation'] < len(_PRODUCTS):
     return _PRODUCTS[sizes['equation']]
@@ -94,13 +94,13 @@ def _equation(sizes: Sizes) -> str:
   return f'{shuffle(batch + left + summed)},{shuffle(batch + right + summed)}->{shuffle(batch + left + right)}'
 
 
-def _shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
+def _shape_of(letters: str, sizes: SizesByName) -> tuple[int, ...]:
   """Returns the sizes of some letters. The more letters, the smaller their largest size, so that arrays stay small."""
   largest = {0: 1, 1: 64, 2: 64, 3: 16, 4: 8}.get(len(letters), 6)
   return tuple(min(sizes[letter], largest) for letter in letters)
 
 
-def _cap_sizes(equation: str, sizes: Sizes) -> Sizes:
+def _cap_sizes(equation: str, sizes: SizesByName) -> SizesByName:
   """Returns the sizes of an equation's letters, reduced so that no array is too large."""
   left, right = equation.partition('->')[0].split(',')
   capped = {letter: sizes[letter] for letter in {*left, *right}}
@@ -110,11 +110,11 @@ def _cap_sizes(equation: str, sizes: Sizes) -> Sizes:
 
 
 @_family(_draw_product)
-def _product(sizes: Sizes) -> Expression:
+def _product(sizes: SizesByName) -> Expression:
   equation = _equation(sizes)
   capped = _cap_sizes(equation, sizes)
   arrays = tuple(
-    Array(tuple(capped[letter] for letter in letters)) for letters in equation.partition('->')[0].split(',')
+    Operand(tuple(capped[letter] for letter in letters)) for letters in equation.partition('->')[0].split(',')
   )
   return Expression(f'jnp.einsum({equation!r}, x0, x1)', arrays)
 
@@ -149,7 +149,7 @@ def _draw_chain(rng: np.random.Generator) -> dict[str, int]:
 
 
 @_family(_draw_chain)
-def _chain(sizes: Sizes) -> Expression:
+def _chain(sizes: SizesByName) -> Expression:
   """Builds chains of products, also with transposes and reshapes between them."""
   text, shapes = _CHAINS[sizes['chain']]
   arrays = []
@@ -165,7 +165,7 @@ def _chain(sizes: Sizes) -> Expression:
         dims[-1] *= sizes[letter]
       else:
         dims.append(sizes[letter])
-    arrays.append(Array(tuple(dims)))
+    arrays.append(Operand(tuple(dims)))
   for letter in 'bcdfg':
     text = text.replace(f'{{{letter}}}', str(sizes[letter]))
   return Expression(text, tuple(arrays))
@@ -199,7 +199,7 @@ def _draw_convolution(rng: np.random.Generator) -> dict[str, int]:
 
 
 @_family(_draw_convolution)
-def _convolution(s: Sizes) -> Expression:
+def _convolution(s: SizesByName) -> Expression:
   """Builds convolutions with strides, dilations, groups of channels and of rows, and several paddings."""
   one = s['rank'] == 1
   padding = "'SAME'", "'VALID'", '[(2, 1)]' if one else '[(2, 1), (0, 1)]'
@@ -217,7 +217,7 @@ def _convolution(s: Sizes) -> Expression:
     f'rhs_dilation={pairs["rhs"]}, dimension_numbers=({", ".join(dims)}), feature_group_count={s["groups"]}, '
     f'batch_group_count={of_rows})'
   )
-  return Expression(text, (Array(x), Array(w)))
+  return Expression(text, (Operand(x), Operand(w)))
 
 
 _WINDOW = (('strides', 'sh', 'sw'), ('lhs', 'lh', ''), ('rhs', 'dh', 'dw'))
@@ -241,7 +241,7 @@ def _draw_pooling(rng: np.random.Generator) -> dict[str, int]:
 
 
 @_family(_draw_pooling)
-def _pooling(s: Sizes) -> Expression:
+def _pooling(s: SizesByName) -> Expression:
   """Builds the maximum, minimum or sum over windows, which may overlap or leave gaps."""
   initial, function = (('-jnp.inf', 'lax.max'), ('0.0', 'lax.add'), ('jnp.inf', 'lax.min'))[s['kind']]
   one = s['rank'] == 1
@@ -252,7 +252,7 @@ def _pooling(s: Sizes) -> Expression:
   padding = ("'SAME'", "'VALID'", repr(explicit))[s['padding']]
   values = 'small' if s['kind'] == 1 else 'distinct'
   text = f'lax.reduce_window(x0, {initial}, {function}, {window}, {strides}, {padding})'
-  return Expression(text, (Array(shape, values),))
+  return Expression(text, (Operand(shape, values),))
 
 
 # ---------------------------------------------------------------- lookups
@@ -296,18 +296,18 @@ _LOOKUPS = [
 
 
 @_family(_draw_lookup)
-def _lookup(s: Sizes) -> Expression:
+def _lookup(s: SizesByName) -> Expression:
   """Builds a lookup or a scatter. The gradient of one is the other."""
   text, table, ids, updates = _LOOKUPS[s['form']]
   shape = tuple(s[letter] for letter in table)
   unique, ids = ids.startswith('unique'), ids.removeprefix('unique ')
   if unique and s['b'] > s['v']:
     raise ValueError('more unique ids than rows')
-  arrays = [Array(shape), Array(tuple(s[letter] for letter in ids), f'{"unique " * unique}ids {s["v"]}')]
+  arrays = [Operand(shape), Operand(tuple(s[letter] for letter in ids), f'{"unique " * unique}ids {s["v"]}')]
   if updates:
-    arrays.append(Array(tuple(s[letter] for letter in updates)))
+    arrays.append(Operand(tuple(s[letter] for letter in updates)))
   extreme = '.max(' in text or '.min(' in text
-  arrays = [Array(a.shape, 'distinct') if extreme and a.values == 'small' else a for a in arrays]
+  arrays = [Operand(a.shape, 'distinct') if extreme and a.values == 'small' else a for a in arrays]
   for letter in 'vb':
     text = text.replace(f'{{{letter}}}', str(s[letter]))
   return Expression(text, tuple(arrays), '.mul(' not in text and not extreme)
@@ -371,9 +371,9 @@ def _draw_along(rng: np.random.Generator) -> dict[str, int]:
 
 
 @_family(_draw_along)
-def _along(s: Sizes) -> Expression:
+def _along(s: SizesByName) -> Expression:
   """Builds scans, sorts, reductions, slices, pads and reshapes of an array with three dimensions."""
   text, values = _ALONG[s['form']]
   text = text.replace('{axis}', str(s['axis'])).replace('{k}', str(s['k']))
   has_gradient = 'float32' not in text and 'norm' not in text
-  return Expression(text, (Array((s['l'], s['m'], s['n']), values),), has_gradient)
+  return Expression(text, (Operand((s['l'], s['m'], s['n']), values),), has_gradient)

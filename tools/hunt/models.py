@@ -17,7 +17,7 @@ import numpy as np
 from praxis_lite.common.errors import UserError
 from tools.hunt.cases import (
   Entries,
-  MeshAxes,
+  MeshSizes,
   Outcome,
   random_entries,
   random_mesh,
@@ -27,7 +27,7 @@ from tools.hunt.cases import (
   smaller_numbers,
 )
 
-Value = int | float | str | bool | None | tuple[int, ...]
+FieldValue = int | float | str | bool | None | tuple[int, ...]
 
 _HEADER = """\
 import os
@@ -152,7 +152,7 @@ class Model:
 
   Attributes:
     family: 'lm' or 'classifier'.
-    fields: of the model, its batch and its learner, by name.
+    fields: values of fields of the model, its batch and its learner, by name.
     mesh: names and sizes of the axes.
     mappings: how weights and activations are split, by the path of the config's field.
     step: 'train', 'eval' or 'decode'.
@@ -161,8 +161,8 @@ class Model:
   """
 
   family: str
-  fields: tuple[tuple[str, Value], ...]
-  mesh: MeshAxes
+  fields: tuple[tuple[str, FieldValue], ...]
+  mesh: MeshSizes
   mappings: tuple[tuple[str, Entries], ...]
   step: str
   optimizer: str = 'sgd'
@@ -215,13 +215,13 @@ class Model:
     return outcome
 
   def _compare(self, dtype: str, tolerance: float, rounding: float) -> Outcome:
-    """Raises what is raised on one device.
+    """Compares the step on the mesh with one device. An error on one device is raised.
 
     Args:
       dtype: what the model computes in.
       tolerance: the largest allowed error of an entry, as a share of the largest entry.
-      rounding: gradients of less than this share of the largest one are rounding alone, such as those of the bias of
-        attention's keys, and may move their variables anywhere.
+      rounding: gradients below this share of the largest one consist only of rounding errors, such as gradients of
+        the bias of attention's keys, and may change their variables arbitrarily.
     """
     scope: dict[str, object] = {}
     exec(self.body(), scope)
@@ -294,7 +294,7 @@ class Model:
         yield dataclasses.replace(self, mappings=(*self.mappings[:i], (path, fewer), *self.mappings[i + 1 :]))
 
 
-def _vanishes(path: str, field: str, value: Value) -> bool:
+def _vanishes(path: str, field: str, value: FieldValue) -> bool:
   """Returns whether the layer of a mapping no longer exists if a field has this value."""
   layers = {
     ('norm', None): ('norm_tpl',),
@@ -315,23 +315,23 @@ def _mapping(entries: Entries) -> tuple[object, ...]:
 
 _LEARNER = ('num_microbatches', 'clip_gradient_norm_to_value')
 # The simplest values of fields. Sizes are not listed: they are reduced.
-_LM_PLAIN: dict[str, Value] = {
+_LM_PLAIN: dict[str, FieldValue] = {
   **{'style': 'llama', 'repeat': False, 'remat': 'none', 'tie_embeddings': False, 'dropout': 0.0, 'segments': False},
   **{'combine_qkv': False, 'sliding_window': None, 'logit_soft_cap': None, 'qk_norm': False, 'relative_bias': False},
   **{'lookup_style': 'gather', 'z_loss_weight': 0.0, 'label_smoothing': 0.0, 'strategy': False},
   **{'num_microbatches': 1, 'clip_gradient_norm_to_value': 0.0},
 }
-_NET_PLAIN: dict[str, Value] = {
+_NET_PLAIN: dict[str, FieldValue] = {
   **{'pooling': None, 'norm': None, 'dropout': 0.0, 'strides': (1, 1), 'padding': 'SAME', 'strategy': False},
   **{'num_microbatches': 1, 'clip_gradient_norm_to_value': 0.0, 'pooling_strides': None, 'pooling_padding': 'VALID'},
 }
 
 
-def _size(value: Value) -> int:
+def _size(value: FieldValue) -> int:
   return value if isinstance(value, int) else 1
 
 
-def _lm_text(f: Mapping[str, Value], step: str) -> str:
+def _lm_text(f: Mapping[str, FieldValue], step: str) -> str:
   names = ('style', 'repeat', 'remat', 'tie_embeddings', 'dropout')
   heads = _size(f['num_kv_heads']) * _size(f['heads_per_kv'])
   lines = [
@@ -376,7 +376,7 @@ def _lm_text(f: Mapping[str, Value], step: str) -> str:
   return '\n'.join(lines)
 
 
-def _classifier_text(f: Mapping[str, Value]) -> str:
+def _classifier_text(f: Mapping[str, FieldValue]) -> str:
   groups = _size(f['groups'])
   channels = tuple(groups * _size(f[f'channels_{i}']) for i in range(_size(f['num_layers'])))
   lines = [
@@ -410,8 +410,8 @@ def _classifier_text(f: Mapping[str, Value]) -> str:
   )
 
 
-def _draw_lm(rng: np.random.Generator) -> dict[str, Value]:
-  def one(*values: Value) -> Value:
+def _draw_lm(rng: np.random.Generator) -> dict[str, FieldValue]:
+  def one(*values: FieldValue) -> FieldValue:
     return values[rng.integers(len(values))]
 
   return {
@@ -445,8 +445,8 @@ def _draw_lm(rng: np.random.Generator) -> dict[str, Value]:
   }
 
 
-def _draw_classifier(rng: np.random.Generator) -> dict[str, Value]:
-  def one(*values: Value) -> Value:
+def _draw_classifier(rng: np.random.Generator) -> dict[str, FieldValue]:
+  def one(*values: FieldValue) -> FieldValue:
     return values[rng.integers(len(values))]
 
   return {
@@ -478,7 +478,7 @@ def _draw_classifier(rng: np.random.Generator) -> dict[str, Value]:
   }
 
 
-def draw(rng: np.random.Generator) -> Model:
+def draw_model(rng: np.random.Generator) -> Model:
   """Returns a random task."""
   family = 'lm' if rng.random() < 0.75 else 'classifier'
   fields = _draw_lm(rng) if family == 'lm' else _draw_classifier(rng)
@@ -515,7 +515,7 @@ def _usual(ranks: Mapping[str, int]) -> dict[str, int]:
   return {path: -rank for path, rank in ranks.items()}
 
 
-def _draw_mappings(rng: np.random.Generator, ranks: Mapping[str, int], mesh: MeshAxes) -> dict[str, Entries]:
+def _draw_mappings(rng: np.random.Generator, ranks: Mapping[str, int], mesh: MeshSizes) -> dict[str, Entries]:
   """Draws entries for each field. For negative ranks, the layout is a common one: activations agree on their rows."""
   rows, columns, weights = random_entries(rng, 3, mesh, 1.0)
   if any(rank < 0 for rank in ranks.values()):

@@ -13,7 +13,7 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.sharding import guards
 from tools.hunt.cases import (
   Entries,
-  MeshAxes,
+  MeshSizes,
   Outcome,
   num_devices,
   random_entries,
@@ -26,7 +26,7 @@ from tools.hunt.cases import (
 )
 from tools.hunt.families import FAMILIES, Expression
 
-# These numbers choose a variant and are no sizes, so they are not reduced.
+# These numbers choose a variant and are not sizes, so they are not reduced.
 _FORMS = ('equation', 'seed', 'chain', 'form', 'kind', 'axis', 'transposed', 'padding', 'rank')
 _MAX_ENTRIES = 1 << 17
 
@@ -73,19 +73,19 @@ for one, other in zip(jax.tree.leaves(right), jax.tree.leaves(found)):
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class OperationCase:
   """A single operation with its sizes and shardings.
 
   Attributes:
-    splits: of each array, then of the result. Each has at least as many entries as the array has dimensions.
+    splits: splits of each array, then of the result. Each has at least as many entries as the array has dimensions.
     gradient: whether to compare the gradients of all float arrays, instead of the values.
     loop: whether it runs in the body of a scan.
-    seed: of the arrays' values.
+    seed: seed of the arrays' values.
   """
 
   family: str
   sizes: tuple[tuple[str, int], ...]
-  mesh: MeshAxes
+  mesh: MeshSizes
   splits: tuple[Entries, ...]
   gradient: bool
   loop: bool = False
@@ -158,7 +158,7 @@ class Operation:
     names = tuple(name for name, _ in self.mesh)
     return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes), devices=devices)
 
-  def smaller(self) -> Iterator[Operation]:
+  def smaller(self) -> Iterator[OperationCase]:
     """Yields operations with one thing less: the loop, an axis, an entry of a split, or part of a size."""
     if self.loop:
       yield dataclasses.replace(self, loop=False)
@@ -189,7 +189,7 @@ def _array_text(shape: tuple[int, ...], values: str) -> str:
   return f'rng.integers(0, {number}, {shape}).astype(np.int32)'
 
 
-def draw(rng: np.random.Generator, family: str = '') -> Operation:
+def draw_operation(rng: np.random.Generator, family: str = '') -> OperationCase:
   """Returns a random operation that runs on one device."""
   while True:
     weights = {'product': 6, 'chain': 4, 'convolution': 4, 'pooling': 2, 'lookup': 5, 'along': 5}
@@ -202,7 +202,7 @@ def draw(rng: np.random.Generator, family: str = '') -> Operation:
       continue
     if max(int(np.prod(array.shape)) for array in expression.arrays) > _MAX_ENTRIES:
       continue
-    case = Operation(
+    case = OperationCase(
       name,
       tuple(sizes.items()),
       mesh,
@@ -220,7 +220,7 @@ def draw(rng: np.random.Generator, family: str = '') -> Operation:
     return dataclasses.replace(case, splits=tuple(random_entries(rng, n, mesh, share) for n in ranks))
 
 
-def _rank_of_result(case: Operation) -> int:
+def _rank_of_result(case: OperationCase) -> int:
   scope: dict[str, object] = {}
   exec(dataclasses.replace(case, gradient=False).body(), scope)
   program: Callable[..., Callable[..., jax.Array]] = scope['program']  # type: ignore[assignment]

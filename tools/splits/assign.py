@@ -92,7 +92,7 @@ def left_as_stated(shape: Sequence[int], dims: Dims) -> list[Splits]:
   return [*found]
 
 
-def any_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
+def combinations_of_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
   """Returns all combinations of splits of the arrays; if there are more than `most`, that many random ones."""
   ways = [arrangements(axes, len(array)) for array in dims]
   if math.prod(map(len, ways)) <= most:
@@ -110,8 +110,8 @@ def _format_axis(axis: Axis) -> str:
   return f'{axis.name}:{axis.before}x{axis.size}'
 
 
-def all_cases(axes: Sequence[Axis], dims: Dims, most: int) -> Iterator[Splits]:
+def make_cases(axes: Sequence[Axis], dims: Dims, most: int) -> Iterator[Splits]:
   """Yields up to `most` local splits, as many nearly local ones, and as many others, each once."""
   every = local(axes, dims)
   first = every if len(every) <= most else random.Random(0).sample(every, most)
-  yield from dict.fromkeys([*first, *nearly_local(axes, dims, most), *any_splits(axes, dims, most)])
+  yield from dict.fromkeys([*first, *nearly_local(axes, dims, most), *combinations_of_splits(axes, dims, most)])

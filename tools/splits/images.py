@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from tools.splits.batches import Program
 
-Sizes = tuple[int, ...]
+WindowSizes = tuple[int, ...]
 _FORWARD, _FILTER_GRADIENT = ('NHWC', 'HWIO', 'NHWC'), ('CHWN', 'IHWO', 'HWNC')
 
 
@@ -127,7 +127,9 @@ def windows() -> Iterator[Program]:
     )
 
 
-def _maximum(size: Sizes, stride: Sizes, edges: Sequence[tuple[int, int]]) -> Callable[[jax.Array], jax.Array]:
+def _maximum(
+  size: WindowSizes, stride: WindowSizes, edges: Sequence[tuple[int, int]]
+) -> Callable[[jax.Array], jax.Array]:
   return lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, size, stride, edges)
 
 
@@ -143,7 +145,7 @@ def pads() -> Iterator[Program]:
     x = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
     expected = np.asarray(x)
     for dim, (low, high, between) in enumerate(edges):
-      expected = _padded(expected, dim, low, high, between)
+      expected = _pad_array(expected, dim, low, high, between)
     names = tuple(name if min(low, high) >= 0 == between else None for name, (low, high, between) in zip('tu', edges))
     yield Program(f'{shape} {edges}', 'stablehlo.pad', _pad(edges), (x,), expected, (names, (), names))
 
@@ -152,7 +154,7 @@ def _pad(edges: Sequence[tuple[int, int, int]]) -> Callable[[jax.Array], jax.Arr
   return lambda x: jax.lax.pad(x, np.float32(0), edges)
 
 
-def _padded(x: np.ndarray, dim: int, low: int, high: int, between: int) -> np.ndarray:
+def _pad_array(x: np.ndarray, dim: int, low: int, high: int, between: int) -> np.ndarray:
   entries = np.moveaxis(x, dim, 0)
   length = len(entries) + (len(entries) - 1) * between
   wide = np.zeros((length, *entries.shape[1:]), x.dtype)
@@ -188,7 +190,7 @@ def window_gradients() -> Iterator[Program]:
     )
 
 
-def _select_gradient(size: Sizes, stride: Sizes) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _select_gradient(size: WindowSizes, stride: WindowSizes) -> Callable[[jax.Array, jax.Array], jax.Array]:
   def gradient(x: jax.Array, source: jax.Array) -> jax.Array:
     maxima = _maximum(size, stride, ((0, 0),) * x.ndim)
     return jax.vjp(maxima, x)[1](source)[0]

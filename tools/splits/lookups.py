@@ -90,13 +90,13 @@ def scatters() -> Iterator[Program]:
 
 
 def _lookups() -> Iterator[tuple[str, np.ndarray, np.ndarray, tuple[tuple[int, ...], ...], tuple[int, ...], Dims]]:
-  """Of each lookup what it is called, the table, the ids, the numbers of its dimensions, and the rest of `_LOOKUPS`."""
+  """Yields, for each lookup, its name, the table, the ids, the numbers of its dimensions, and the rest of its entry."""
   for kind, shape, of_ids, numbers, sizes, dims in _LOOKUPS:
     of_dims = tuple(numbers.get(name, ()) for name in ('offset', 'collapsed', 'looked_up', 'batch', 'batch_of_ids'))
     yield kind, _table(shape), _ids(shape, of_ids, numbers['looked_up']), of_dims, sizes, dims
 
 
-def slices() -> Iterator[Program]:
+def dynamic_slices() -> Iterator[Program]:
   for shape, sizes, begin in (((5, 6), (2, 6), (4, 0)), ((12, 4), (5, 3), (9, 3)), ((3, 7), (3, 4), (0, 1))):
     x, starts = _table(shape), tuple(np.array(n, np.int32) for n in begin)
     names = tuple(name if n == size else None for name, n, size in zip('tu', shape, sizes))
@@ -173,8 +173,8 @@ _FUNCTIONS: tuple[tuple[str, Callable[..., jax.Array], tuple[int, ...], tuple[An
 )
 
 
-def functions() -> Iterator[Program]:
-  """Lookups and writes as they are written with `jax.numpy`, and the gradients by the array."""
+def lookup_functions() -> Iterator[Program]:
+  """Yields lookups and writes as users write them with `jax.numpy`, and their gradients with respect to the array."""
   for name, fn, shape, ids in _FUNCTIONS:
     x = np.random.default_rng(0).integers(-9, 10, shape).astype(np.float32)
     args = (x, *(np.array(i, np.int32) for i in ids))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tools.splits.batches import SEVERAL, Program
+from tools.splits.batches import SEVERAL, ArrayFunction, Program
 
-Function = Callable[..., jax.Array]
 _NAMES = 'tuvw'
 
 
-def slices() -> Iterator[Program]:
+def static_slices() -> Iterator[Program]:
   for shape, begin, end, strides in (
     ((12, 4), (0, 0), (5, 4), (1, 1)),
     ((7, 6), (2, 1), (3, 5), (1, 1)),
@@ -50,7 +49,7 @@ def reversals() -> Iterator[Program]:
 
 
 # Functions with the shapes of their arguments.
-_FUNCTIONS: tuple[tuple[str, Function, tuple[tuple[int, ...], ...]], ...] = (
+_FUNCTIONS: tuple[tuple[str, ArrayFunction, tuple[tuple[int, ...], ...]], ...] = (
   ('stack', lambda *x: jnp.stack(x), ((5, 3),) * 3),
   ('stack along the last dimension', lambda *x: jnp.stack(x, -1), ((7, 4),) * 2),
   ('concatenate', lambda *x: jnp.concatenate(x, 1), ((3, 5), (3, 2))),
@@ -65,7 +64,7 @@ _FUNCTIONS: tuple[tuple[str, Function, tuple[tuple[int, ...], ...]], ...] = (
 )
 
 
-def functions() -> Iterator[Program]:
+def slice_functions() -> Iterator[Program]:
   for name, fn, shapes in _FUNCTIONS:
     args = tuple(_entries(shape) for shape in shapes)
     yield function_program(name, fn, args)
@@ -73,13 +72,13 @@ def functions() -> Iterator[Program]:
       yield gradient_program(name, fn, args, i)
 
 
-def function_program(name: str, fn: Function, args: tuple[np.ndarray, ...]) -> Program:
-  """Returns the program of a function of several operations. Its expected result is that of one device."""
+def function_program(name: str, fn: ArrayFunction, args: tuple[np.ndarray, ...]) -> Program:
+  """Returns the program of a function of several operations. Its expected result is computed on one device."""
   expected = np.asarray(jax.jit(fn)(*args))
-  return Program(f'{name} {shapes_of(args)}', SEVERAL, fn, args, expected, tuple(map(names_of, (*args, expected))))
+  return Program(f'{name} {format_shapes(args)}', SEVERAL, fn, args, expected, tuple(map(names_of, (*args, expected))))
 
 
-def gradient_program(name: str, fn: Function, args: tuple[np.ndarray, ...], number: int) -> Program:
+def gradient_program(name: str, fn: ArrayFunction, args: tuple[np.ndarray, ...], number: int) -> Program:
   """Returns the program of a function's gradient with respect to one argument. Its sums and products are exact."""
   out = jax.eval_shape(fn, *args)
   weights = np.random.default_rng(1).integers(-3, 4, out.shape).astype(np.float32)
@@ -90,7 +89,7 @@ def gradient_program(name: str, fn: Function, args: tuple[np.ndarray, ...], numb
   return function_program(f'gradient of {name} by {number}', gradient, (weights, *args))
 
 
-def shapes_of(args: Sequence[np.ndarray]) -> str:
+def format_shapes(args: Sequence[np.ndarray]) -> str:
   return ' '.join(str(x.shape) for x in args)
 
 
@@ -103,14 +102,14 @@ def _entries(shape: Sequence[int]) -> np.ndarray:
   return np.random.default_rng(0).integers(-9, 10, shape).astype(np.float32)
 
 
-def _slice(cuts: Sequence[slice]) -> Function:
+def _slice(cuts: Sequence[slice]) -> ArrayFunction:
   begin, end, strides = ([getattr(cut, name) for cut in cuts] for name in ('start', 'stop', 'step'))
   return lambda x: jax.lax.slice(x, begin, end, strides)
 
 
-def _concatenate(dim: int) -> Function:
+def _concatenate(dim: int) -> ArrayFunction:
   return lambda *arrays: jax.lax.concatenate(arrays, dim)
 
 
-def _reverse(dims: Sequence[int]) -> Function:
+def _reverse(dims: Sequence[int]) -> ArrayFunction:
   return lambda x: jax.lax.rev(x, dims)

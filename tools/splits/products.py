@@ -22,7 +22,7 @@ _SIZES: tuple[Mapping[str, int], ...] = (
 )
 
 
-def programs() -> Iterator[Program]:
+def product_programs() -> Iterator[Program]:
   for equation, sizes in itertools.product(_EQUATIONS, _SIZES):
     # Arrays with many dimensions are small, because a program computes hundreds of cases.
     yield _product(equation, {name: min(size, 6) for name, size in sizes.items()} if len(equation) > 12 else sizes)

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tools.splits.batches import Program
+from tools.splits.batches import ArrayFunction, Program
 from tools.splits.parts import function_program, gradient_program
-
-Function = Callable[..., jax.Array]
 
 
 def reductions() -> Iterator[Program]:
@@ -30,7 +28,7 @@ def reductions() -> Iterator[Program]:
       yield Program(f'argmax {shape} {dims}', 'stablehlo.reduce', _argmax(dims[0]), (x,), expected, both)
 
 
-_CUMULATIVE: tuple[tuple[str, Function, tuple[int, ...], bool], ...] = (
+_CUMULATIVE: tuple[tuple[str, ArrayFunction, tuple[int, ...], bool], ...] = (
   ('cumsum', lambda x: jax.lax.cumsum(x, 0), (5, 7), True),
   ('cumsum, even', lambda x: jax.lax.cumsum(x, 1), (4, 12), True),
   ('cumsum from the end', lambda x: jax.lax.cumsum(x, 1, reverse=True), (3, 5, 4), True),
@@ -46,7 +44,7 @@ def cumulative() -> Iterator[Program]:
   yield from _programs(_CUMULATIVE)
 
 
-_LARGEST: tuple[tuple[str, Function, tuple[int, ...], bool], ...] = (
+_LARGEST: tuple[tuple[str, ArrayFunction, tuple[int, ...], bool], ...] = (
   ('largest', lambda x: jax.lax.top_k(x, 3)[0], (5, 7), True),
   ('largest, even', lambda x: jax.lax.top_k(x, 2)[0], (4, 12), True),
   ('where the largest are', lambda x: jax.lax.top_k(x, 3)[1], (3, 2, 5), False),
@@ -63,7 +61,7 @@ def largest() -> Iterator[Program]:
   yield from _programs(_LARGEST)
 
 
-def _programs(functions: tuple[tuple[str, Function, tuple[int, ...], bool], ...]) -> Iterator[Program]:
+def _programs(functions: tuple[tuple[str, ArrayFunction, tuple[int, ...], bool], ...]) -> Iterator[Program]:
   """Yields for each function the program of its values, and that of its gradient if the flag asks for it."""
   for name, fn, shape, has_gradient in functions:
     yield function_program(name, fn, (_distinct(shape),))
@@ -75,9 +73,9 @@ def _distinct(shape: tuple[int, ...]) -> np.ndarray:
   return np.random.default_rng(0).permutation(np.prod(shape)).astype(np.float32).reshape(shape) - 9
 
 
-def _reduce(fn: Callable[..., jax.Array], dims: tuple[int, ...]) -> Function:
+def _reduce(fn: Callable[..., jax.Array], dims: tuple[int, ...]) -> ArrayFunction:
   return lambda x: fn(x, dims)
 
 
-def _argmax(dim: int) -> Function:
+def _argmax(dim: int) -> ArrayFunction:
   return lambda x: jax.lax.argmax(x, dim, np.int32)

@@ -35,7 +35,7 @@ _RESHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...], Dims], ...] = (
 )
 
 
-def programs() -> Iterator[Program]:
+def reshape_programs() -> Iterator[Program]:
   for before, after, dims in _RESHAPES:
     x = np.arange(1, 1 + np.prod(before), dtype=np.float32).reshape(before)
 

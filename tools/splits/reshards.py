@@ -10,7 +10,7 @@ import numpy as np
 from tools.splits.batches import Program
 
 
-def programs() -> Iterator[Program]:
+def reshard_programs() -> Iterator[Program]:
   for shape in ((12,), (5,), (12, 12), (3, 7), (12, 4, 6), (5, 2, 3), (2, 3, 4, 2)):
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     names = tuple('tuvw'[: len(shape)])

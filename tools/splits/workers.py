@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.jax_internals.flags import add_flags
 from tools.splits.assign import Splits
-from tools.splits.batches import Found, run
+from tools.splits.batches import CaseResult, run_cases
 from tools.splits.kinds import KINDS
 
 # They make compiling fast. The timeout allows for a busy machine.
@@ -36,7 +36,7 @@ class Worker:
     self._mesh_shape = tuple(mesh_shape)
     self._connection: Connection | None = None
 
-  def run(self, kind: str, number: int, cases: Sequence[Splits], guarded: bool = True) -> list[Found]:
+  def run(self, kind: str, number: int, cases: Sequence[Splits], guarded: bool = True) -> list[CaseResult]:
     """Runs the cases of a kind's program together. If that fails, it runs each half separately."""
     found = self._ask(kind, number, cases, guarded)
     if isinstance(found, list):
@@ -44,7 +44,7 @@ class Worker:
     if isinstance(found, Exception):  # An error of this tool, not of XLA or the guards.
       raise found
     if len(cases) == 1:
-      return [Found(found)]
+      return [CaseResult(found)]
     middle = len(cases) // 2
     return [case for half in (cases[:middle], cases[middle:]) for case in self.run(kind, number, half, guarded)]
 
@@ -54,7 +54,7 @@ class Worker:
       self._process.join()
       self._connection = None
 
-  def _ask(self, kind: str, number: int, cases: Sequence[Splits], guarded: bool) -> list[Found] | str | Exception:
+  def _ask(self, kind: str, number: int, cases: Sequence[Splits], guarded: bool) -> list[CaseResult] | str | Exception:
     if self._connection is None:
       self._start()
     assert self._connection is not None
@@ -86,7 +86,7 @@ def _serve(connection: Connection) -> None:
   programs = {kind: [*make()] for kind, make in KINDS.items()}
   for kind, number, mesh_shape, cases, guarded in _requests(connection):
     try:
-      found: list[Found] | str | Exception = run(programs[kind][number], mesh_shape, cases, guarded)
+      found: list[CaseResult] | str | Exception = run_cases(programs[kind][number], mesh_shape, cases, guarded)
     except UserError:
       found = 'refused'
     except jax.errors.JaxRuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
 from praxis_lite.bridges.hf.mixtures import MIXTURES
 from praxis_lite.common.config import Config, target
-from praxis_lite.common.errors import ConfigError, did_you_mean
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import Dropout, MultiHeadAttention, TransformerBlock, TransformerLm
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import LanguageModel
@@ -24,12 +25,18 @@ def family_of(hf: HfConfig) -> Family:
   """Returns the family of a checkpoint; raises ConfigError, which lists the families, if there is none."""
   model_type = hf['model_type']
   if not isinstance(model_type, str) or model_type not in FAMILIES:
-    raise ConfigError(
-      f'{hf.where}: model_type {model_type!r} is not supported.{did_you_mean(str(model_type), FAMILIES)} '
-      f'Known: {", ".join(FAMILIES)}'
-    )
+    # No family is proposed: models of similar names, such as gemma and gemma3, differ.
+    raise ConfigError(f'{hf.where}: model_type {model_type!r} is not supported; supported: {", ".join(FAMILIES)}')
+  family = FAMILIES[model_type]
+  architectures = hf.values.get('architectures')
+  for name in architectures if isinstance(architectures, list) else ():
+    if isinstance(name, str) and 'For' in name and not name.endswith('ForCausalLM'):
+      raise ConfigError(
+        f'{hf.where}: architectures = {json.dumps(architectures)}: a head that does not predict the next token, '
+        f'such as a classification head, is not supported; only {family.architecture} is'
+      )
   hf.must_be('quantization_config', None)
-  return FAMILIES[model_type]
+  return family
 
 
 def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[Family, Values]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
+from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
@@ -33,6 +34,10 @@ class Family:
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     """Returns the config of the model in config.json; raises ConfigError if our layers cannot compute it."""
     raise NotImplementedError
+
+  def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
+    """Whether a tensor of an old checkpoint is no weight: a buffer with the values that follow from config.json."""
+    return False
 
   def values(self, lm: TransformerLm) -> Values:
     """Returns the content of config.json for a model; leaves out what this family cannot express."""

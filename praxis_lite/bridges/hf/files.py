@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,16 +29,18 @@ import ml_dtypes
 import numpy as np
 
 from praxis_lite.common.errors import CheckpointError
-from praxis_lite.common.files import parse_json
+from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, parse_json, unless_empty
 
 SINGLE_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
-_DTYPES = {
+_SHARD = re.compile(r'.*-\d+-of-\d+\.safetensors')
+_DTYPES: dict[str, np.dtype] = {
   'F64': np.dtype(np.float64),
   'F32': np.dtype(np.float32),
   'F16': np.dtype(np.float16),
   'BF16': np.dtype(ml_dtypes.bfloat16),
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MASKS: dict[str, np.dtype] = {'BOOL': np.dtype(np.bool_), 'U8': np.dtype(np.uint8)}
+_NAMES = {dtype: name for name, dtype in (_DTYPES | _MASKS).items()}
 _METADATA = '__metadata__'
 
 
@@ -74,6 +77,11 @@ class StoredTensor(NamedTuple):
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, 'r', self.offset, self.shape)[index])
 
+  def read_all(self) -> np.ndarray:
+    """Returns a copy of the whole tensor, which may also be a mask of booleans or bytes."""
+    kind = _MASKS.get(self.kind) or self.dtype
+    return np.fromfile(self.file, kind, math.prod(self.shape), offset=self.offset).reshape(self.shape)
+
 
 def read_folder(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
   """Returns the tensors of a checkpoint by name, from the headers of its files.
@@ -86,9 +94,11 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
   if not os.path.isfile(index):
     single = os.path.join(folder, SINGLE_FILE)
     if not os.path.isfile(single):
-      other = next((name for name in sorted(os.listdir(folder)) if name.endswith(('.bin', '.pth', '.pt'))), None)
-      hint = f'; {other} is in an older format: load and save it with transformers' if other else ''
-      raise CheckpointError(f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}')
+      shard = next((name for name in sorted(os.listdir(folder)) if _SHARD.fullmatch(name)), None)
+      instead = (
+        other_format(folder) if shard is None else f'; {shard} is a part of a checkpoint: download the index too'
+      )
+      raise CheckpointError(f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{instead}')
     return read_header(single)
   with open(index, 'rb') as f:
     try:
@@ -110,13 +120,37 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
   return found
 
 
+# Files of other formats by their endings, and what to do instead.
+_DOWNLOAD = 'download model*.safetensors and config.json of the same model'
+_OTHERS = {
+  '.gguf': 'is in the format of llama.cpp; download the model from which it was made, as *.safetensors',
+  'consolidated.safetensors': f'has the names of tensors of its authors; {_DOWNLOAD}',
+  'consolidated.00.pth': f'is in the format of its authors; {_DOWNLOAD}',
+  'adapter_model.safetensors': 'is an adapter, such as LoRA, without the model; merge both with peft, and save them',
+  **dict.fromkeys(('.bin', '.pth', '.pt'), 'is in an older format: load and save it with transformers'),
+}
+
+
+def other_format(path: str) -> str:
+  """Returns the end of an error message that names a file of another format; '' if the path is no such file.
+
+  Args:
+    path: a folder, or a file.
+  """
+  names = sorted(os.listdir(path)) if os.path.isdir(path) else [os.path.basename(path)]
+  return next((f'; {n} {remedy}' for ending, remedy in _OTHERS.items() for n in names if n.endswith(ending)), '')
+
+
 def read_header(file: str) -> dict[str, StoredTensor]:
   """Returns the tensors of one file by name; raises CheckpointError if it is truncated or not of this format."""
+  if is_lfs_pointer(file):
+    raise CheckpointError(f'{file} {FETCH_LFS}')
   size = os.path.getsize(file)
   with open(file, 'rb') as f:
     length = int.from_bytes(f.read(8), 'little')
     if size < 8 or length > size - 8:
-      raise CheckpointError(f'{file} is truncated, or not a safetensors file: its header is longer than {size} bytes')
+      what = f'is truncated, or not a safetensors file: its header is longer than {size} bytes'
+      raise CheckpointError(f'{file} {unless_empty(file, what)}')
     try:
       header: dict[str, Any] = parse_json(f.read(length))
       entries = {name: entry for name, entry in header.items() if name != _METADATA}
@@ -132,7 +166,8 @@ def read_header(file: str) -> dict[str, StoredTensor]:
   if end > size:
     raise CheckpointError(f'{file} is truncated: its header describes {end} bytes, and there are {size}')
   for tensor in found.values():
-    if tensor.kind in _DTYPES and tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize > size:
+    dtype = (_DTYPES | _MASKS).get(tensor.kind)
+    if dtype is not None and tensor.offset + math.prod(tensor.shape) * dtype.itemsize > size:
       raise CheckpointError(f'{file} is damaged: {tensor.name} of shape {list(tensor.shape)} goes beyond its end')
   return found
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+
+import numpy as np
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of
+from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
@@ -37,6 +41,15 @@ class Gpt2(Family):
     for norm in (lm.transformer_tpl.layers_tpl.norm_tpl, lm.final_norm_tpl):
       norm.epsilon = hf.number('layer_norm_epsilon')
     return model
+
+  def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
+    match = re.fullmatch(r'transformer\.h\.\d+\.attn\.(bias|masked_bias)', name)
+    if not match:
+      return False
+    values = tensor.read_all()
+    if match[1] == 'masked_bias':
+      return values.shape == () and float(values) < _MASKED_LOGIT
+    return values.ndim == 4 and np.array_equal(values, np.tri(values.shape[-1])[None, None])
 
   def values(self, lm: TransformerLm) -> Values:
     blocks = blocks_of(lm)
@@ -85,6 +98,7 @@ class Gpt2(Family):
     return pairs
 
 
+_MASKED_LOGIT = -9000  # Logits of masked keys were set to -1e4; that is -9984 in bfloat16.
 _GPT2 = {
   'n_positions': 1024,
   'n_inner': None,

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from praxis_lite.bridges.hf.files import other_format
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.files import parse_json, read_plain
+from praxis_lite.common.files import parse_json, read_plain, unless_empty
 from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions, YarnRotaryScaling
 
@@ -142,9 +143,11 @@ def read_config(folder: str | os.PathLike[str]) -> HfConfig:
   if not os.path.isdir(folder):
     raise ConfigError(
       f'{folder} is not a folder; expected that of a checkpoint, as made by `hf download NAME --local-dir DIR`'
+      f'{other_format(os.fspath(folder)) if os.path.isfile(folder) else ""}'
     )
   if not os.path.isfile(path):
-    raise ConfigError(f'{folder} has no {CONFIG_FILE}; expected the folder of a Hugging Face checkpoint')
+    found = other_format(os.fspath(folder)) or '; expected the folder of a Hugging Face checkpoint'
+    raise ConfigError(f'{folder} has no {CONFIG_FILE}{found}')
   return HfConfig(read_json(path), path)
 
 
@@ -152,8 +155,10 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns the JSON object in a file; raises ConfigError if the file contains something else."""
   try:
     values = parse_json(read_plain(path))
-  except (OSError, ValueError) as error:
-    raise ConfigError(f'{path} is not JSON: {error}') from None
+  except OSError as error:
+    raise ConfigError(f'{path} cannot be read: {error.strerror or error}') from None
+  except ValueError as error:
+    raise ConfigError(f'{path} {unless_empty(path, f"is not JSON: {error}")}') from None
   if not isinstance(values, dict):
     raise ConfigError(f'{path}: expected a JSON object')
   return values

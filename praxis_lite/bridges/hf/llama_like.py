@@ -14,7 +14,10 @@ import dataclasses
 import math
 from typing import cast
 
+import numpy as np
+
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of, logit_scale
+from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
@@ -52,7 +55,7 @@ class LlamaLike(Family):
     return None
 
   def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
-    """Returns the pairs of a feed-forward layer: names of tensors begin with `layer`, of variables with `ours`."""
+    """Returns the pairs of a feed-forward layer: tensors' names begin with `layer`, variables' paths with `ours`."""
     pairs = []
     for name in ('gate', 'up', 'down'):
       pairs += [
@@ -103,6 +106,16 @@ class LlamaLike(Family):
       )
       lm.softmax_tpl.soft_cap = hf['final_logit_softcapping']
     return model
+
+  def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
+    if not name.endswith('.rotary_emb.inv_freq'):
+      return False
+    dims = hf.size('hidden_size') // hf.size('num_attention_heads') if hf['head_dim'] is None else hf.size('head_dim')
+    rates_h, scaling = tensor.read_all().astype(np.float32), hf.rotary().scaling_tpl
+    unscaled = hf.rotary().set(name='rotary', dims=dims, scaling_tpl=None)
+    either = [unscaled.clone().set(scaling_tpl=s).instantiate().rates_h for s in (None, scaling)]
+    # Stored in 16 bits, rates have relative errors of 1/256, and slow ones larger errors.
+    return any(rates_h.shape == e.shape and np.allclose(rates_h, e, rtol=1e-2, atol=1e-7) for e in either)
 
   def values(self, lm: TransformerLm) -> Values:
     blocks = blocks_of(lm)

@@ -14,6 +14,7 @@ from praxis_lite.bridges.hf.family import is_tied
 from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint, read_variables
 from praxis_lite.bridges.hf.tensors import pieces
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
+from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.models import LanguageModel
@@ -40,6 +41,8 @@ def read_model(folder: str | os.PathLike[str], device: jax.Device | None = None)
   checkpoint = open_checkpoint(folder)
   model = checkpoint.family.model(checkpoint.config).instantiate()
   weights = model.abstract_init()['lm']
+  if device is None:
+    start_devices()
   mesh = Mesh([device or jax.devices()[0]], ('data',))
   layout = layout_of(jax.tree.map(lambda weight: weight.as_struct(), weights), PartitionSpec(), mesh)
   return ImportedModel(model, {'lm': read_variables(checkpoint, checked_pieces(checkpoint, weights), layout)})
@@ -53,7 +56,7 @@ def write_model(
   Args:
     folder: the target, which is created if it does not exist; files in it with the same names are replaced.
     model: must belong to a family of transformers.
-    variables: as `model.apply` accepts them; they may be split over devices.
+    variables: its variables, as `model.apply` accepts them; they may be split over devices.
     max_file_bytes: larger checkpoints are written as several files and an index.
 
   Raises:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,13 +24,14 @@ from praxis_lite.bridges.hf.files import StoredTensor, read_folder
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_config
 from praxis_lite.bridges.hf.tensors import Piece, check_tensors, pieces
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, boxes
-from praxis_lite.common.trees import NestedDict, Path, insert, node_at
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.trees import NestedDict, Path, nest, node_at
 from praxis_lite.sharding.layout import StateLayout
 
 # Bytes of a variable that are in transit to a device at the same time.
 BLOCK_BYTES = 4 << 20
-# Buffers in old checkpoints that are not weights: they follow from config.json.
-_BUFFERS = re.compile(r'.*\.rotary_emb\.inv_freq|.*\.h\.\d+\.attn\.(bias|masked_bias)')
+_HEAD = 'lm_head.weight'
+_OTHER_HEADS = ('score', 'classifier', 'qa_outputs', 'v_head', 'multiple_choice_head')
 
 
 class HfCheckpoint(NamedTuple):
@@ -41,17 +41,19 @@ class HfCheckpoint(NamedTuple):
     folder: the path of its folder.
     config: the content of its config.json.
     family: the family of its model.
-    tensors: the tensors of its files, by name.
+    tensors: the tensors of its files, by name, without those that say again what others or config.json say.
+    notes: lines about what of config.json the tensors contradict.
   """
 
   folder: str
   config: HfConfig
   family: Family
   tensors: dict[str, StoredTensor]
+  notes: tuple[str, ...] = ()
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
-  """Reads config.json and the headers of the files in a folder, but no weights.
+  """Reads config.json and the headers of the files in a folder, and tensors that may say the same as others.
 
   Raises:
     ConfigError: config.json does not exist, or its model is not supported.
@@ -61,9 +63,34 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   config = read_config(folder)
   family = family_of(config)
   tensors = read_folder(folder)
+  head = next((name for name in tensors if name.split('.')[0] in _OTHER_HEADS), None)
+  if head is not None:
+    raise CheckpointError(
+      f'{tensors[head].file}: {head} belongs to a head that does not predict the next token, such as a classification '
+      'head; only language models are supported'
+    )
   if not any(name.startswith(family.prefix) for name in tensors):  # The checkpoint is of the model without its head.
     tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
-  return HfCheckpoint(folder, config, family, tensors)
+  hf = config.replace_defaults(family.defaults)
+  tensors = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
+  if not hf['tie_word_embeddings'] or _HEAD not in tensors:
+    return HfCheckpoint(folder, config, family, tensors)
+  embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == 'softmax.w')
+  if embedding in tensors and _are_equal(tensors[_HEAD], tensors[embedding]):
+    del tensors[_HEAD]
+    return HfCheckpoint(folder, config, family, tensors)
+  untied = HfConfig({**config.values, 'tie_word_embeddings': False}, config.where)
+  note = f'{config.where}: tie_word_embeddings is true, but {_HEAD} differs from {embedding}, so they are not tied'
+  return HfCheckpoint(folder, untied, family, tensors, (note,))
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+  """Whether two tensors have the same shape and values; reads a block of rows at a time."""
+  if one.shape != other.shape or not one.shape:
+    return False
+  rows = max(1, BLOCK_BYTES // max(1, one.dtype.itemsize * math.prod(one.shape[1:])))
+  blocks = [(slice(i, i + rows),) for i in range(0, one.shape[0], rows)]
+  return all(np.array_equal(one.read(block), other.read(block)) for block in blocks)
 
 
 def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, list[Piece]]:
@@ -72,24 +99,20 @@ def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, 
   Args:
     weights: declarations of the variables of the `TransformerLm`.
   """
-  tied = 'embedding' not in weights
-  found = pieces(checkpoint.family.table(tied), weights)
+  found = pieces(checkpoint.family.table(tied='embedding' not in weights), weights)
   every = [piece for of_variable in found.values() for piece in of_variable]
-
-  def is_ignored(name: str) -> bool:
-    return bool(_BUFFERS.fullmatch(name)) or (tied and name == 'lm_head.weight')
-
-  check_tensors(checkpoint.tensors, every, is_ignored, checkpoint.folder)
+  check_tensors(checkpoint.tensors, every, checkpoint.folder)
   return found
 
 
 def stored_dtypes(checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]]) -> NestedDict:
   """Returns the dtype of each variable in the files; float32 if its tensors have different dtypes."""
-  dtypes: NestedDict = {}
-  for path, of_variable in found.items():
+
+  def dtype(of_variable: Sequence[Piece]) -> np.dtype:
     each = {checkpoint.tensors[piece.name].dtype for piece in of_variable}
-    dtypes = insert(dtypes, path, each.pop() if len(each) == 1 else np.dtype(np.float32))
-  return dtypes
+    return each.pop() if len(each) == 1 else np.dtype(np.float32)
+
+  return nest({path: dtype(of_variable) for path, of_variable in found.items()})
 
 
 def streamed_variables(
@@ -101,12 +124,13 @@ def streamed_variables(
     checkpoint, found: the checkpoint, and the result of `checked_pieces` for it.
     shapes: true shapes, and the dtypes to convert to.
   """
-  variables: NestedDict = {}
-  for path, of_variable in found.items():
+
+  def stream(path: Path, of_variable: Sequence[Piece]) -> _Variable:
     shape: jax.ShapeDtypeStruct = node_at(shapes, path)
     by_index = {piece.at: piece for piece in of_variable}
-    variables = insert(variables, path, _Variable(checkpoint.tensors, by_index, shape.shape, np.dtype(shape.dtype)))
-  return variables
+    return _Variable(checkpoint.tensors, by_index, shape.shape, np.dtype(shape.dtype))
+
+  return nest({path: stream(path, of_variable) for path, of_variable in found.items()})
 
 
 def read_variables(
@@ -138,10 +162,14 @@ class _Variable(StreamedArray):
   dtype: np.dtype
 
   def read(self, box: Box) -> np.ndarray:
+    """Returns a copy of a part; raises CheckpointError if it has NaN or infinities."""
     part, stacked = np.empty([b.stop - b.start for b in box], self.dtype), len(self._first.at)
     for i in np.ndindex(*part.shape[:stacked]):
       piece = self.pieces[tuple(b.start + n for b, n in zip(box, i))]
       part[i] = piece.view.read(self.tensors[piece.name], box[stacked:])
+      if not np.isfinite(part[i]).all():
+        tensor, what = self.tensors[piece.name], 'NaN' if np.isnan(part[i]).any() else 'infinite values'
+        raise CheckpointError(f'{tensor.file}: {tensor.name} has {what}; its training diverged, or the file is damaged')
     return part
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
@@ -192,8 +220,4 @@ def _put_on_device(
   return array
 
 
-def _insert(array: jax.Array, block: jax.Array, corner: Sequence[jax.Array]) -> jax.Array:
-  return jax.lax.dynamic_update_slice(array, block, corner)
-
-
-_with_block = jax.jit(_insert, donate_argnums=0)
+_with_block = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +20,7 @@ import optax
 
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.bridges.hf.family import is_tied
+from praxis_lite.bridges.hf.generation import GENERATION_FILE, set_decoder, write_generation
 from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, read_json
 from praxis_lite.bridges.hf.reader import (
   HfCheckpoint,
@@ -32,15 +32,17 @@ from praxis_lite.bridges.hf.reader import (
 from praxis_lite.bridges.hf.tensors import pieces
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.checkpoints import Checkpointer
-from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.config import REQUIRED, Config, target
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
-from praxis_lite.common.files import user_path
+from praxis_lite.common.files import remove_all, user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import map_with_path, node_at
-from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
+from praxis_lite.inputs import HfTokenizer, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.models import LanguageModel, set_sharding
+from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILE, tokenizer_in
+from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import job_directory
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -49,11 +51,9 @@ from praxis_lite.training.learning import Learner, LinearWarmupCosine
 from praxis_lite.training.state import TrainState, place_task_variables
 from praxis_lite.training.task import SingleTask
 
-ASSETS = 'hugging_face'  # Folder in a run directory.
-_SENTENCEPIECE_FILE, _GENERATION_FILE = 'tokenizer.model', 'generation_config.json'
 _TOKENIZER_FILES = (
   *(TOKENIZER_FILE, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja'),
-  *('vocab.json', 'merges.txt', _SENTENCEPIECE_FILE, _GENERATION_FILE),
+  *('vocab.json', 'merges.txt', SENTENCEPIECE_FILE),
 )
 # Fields of a kept config.json that an export writes anew from the model, or that depend on the version that wrote it.
 _OUTDATED = {
@@ -79,9 +79,11 @@ def import_run(
     UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable.
   """
   checkpoint = open_checkpoint(folder)
-  assets = user_path(job_log_dir).absolute() / ASSETS
+  assets = user_path(job_log_dir).absolute() / FOLDER
   config = imported_config(checkpoint, assets)
+  unused = set_decoder(config.task.model.decoder_tpl, checkpoint)
   apply_overrides(config.roots(), overrides)
+  _check_tokenizer(config, checkpoint.folder, assets)
   task = config.task.instantiate()
   weights = task.model.abstract_init()
   found = checked_pieces(checkpoint, weights['lm'])
@@ -89,7 +91,7 @@ def import_run(
   shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, node_at(dtypes, path)), weights)
   mesh = abstract_mesh(task.mesh_sizes())
   place_task_variables(task, mesh)  # Raises an error if the config cannot split the variables this way.
-  with contextlib.ExitStack() as to_close:
+  with _removed_on_failure(user_path(job_log_dir)), _unreadable_source_named(), contextlib.ExitStack() as to_close:
     directory = to_close.enter_context(job_directory(job_log_dir))
     checkpointer = Checkpointer(directory)
     to_close.callback(checkpointer.close)
@@ -100,24 +102,43 @@ def import_run(
     checkpointer.save(0, state, TrainState(jax.ShapeDtypeStruct((), np.int32), shapes, None), None)
     if is_primary_process():
       assets.mkdir(exist_ok=True)
-      _copy_files(checkpoint.folder, assets, (CONFIG_FILE, *_TOKENIZER_FILES))
+      _copy_files(checkpoint.folder, assets, (CONFIG_FILE, GENERATION_FILE, *_TOKENIZER_FILES))
     checkpointer.wait()
     if is_primary_process():
       write_record(directory, config, mesh=mesh.shape)
   size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   kinds = ', '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}))
-  lines = [f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}']
+  lines = [
+    f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}',
+    *checkpoint.notes,
+    *unused,
+  ]
   if config.datasets[0].tokenizer_tpl == Config(HfTokenizer, path=REQUIRED):
-    lines.append(
-      'there is no tokenizer beside it; to decode and train on text, set the one in a folder by --set '
-      "'datasets[*].tokenizer_tpl.path=DIR', or bytes by "
-      "--set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'"
-    )
+    lines.append(f'there is no tokenizer beside it; {HOW_TO_SET_TOKENIZER}')
   return [*lines, f'step 0: saved in {directory / "checkpoints"}']
 
 
+def _check_tokenizer(config: ExperimentConfig, folder: str, assets: Path) -> None:
+  """Raises DataError if the tokenizer that the run is going to keep cannot be read."""
+  tokenizer = tokenizer_in(folder)
+  if tokenizer is not None and any(tokenizer_in(folder, assets) == c.tokenizer_tpl for c in config.datasets):
+    with contextlib.suppress(ConfigError):  # The package that reads it may not be installed.
+      _ = tokenizer.instantiate().vocab_size
+
+
+@contextlib.contextmanager
+def _unreadable_source_named() -> Iterator[None]:
+  """Raises the error of the checkpoint that is read, in place of that of the save which reads it."""
+  try:
+    yield
+  except CheckpointError as error:
+    if isinstance(error.__cause__, CheckpointError):
+      raise error.__cause__ from None
+    raise
+
+
 def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) -> ExperimentConfig:
-  """Returns the config of a run that fine-tunes a checkpoint on text.
+  """Returns the config of a run that fine-tunes a checkpoint on text, with the sampler's own defaults.
 
   Args:
     checkpoint: the checkpoint.
@@ -127,7 +148,6 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   model = set_sharding(checkpoint.family.model(hf))
   if str(hf.values.get('dtype') or hf.values.get('torch_dtype')) in ('bfloat16', 'float16'):
     model.fprop_dtype = 'bfloat16'
-  _set_decoder(model.decoder_tpl, checkpoint)
   task = Config(
     SingleTask, name='lm', model=model, mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)
   )
@@ -142,11 +162,7 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
   task.evaluate.max_batches = 100
   length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _SEQ_LEN
-  tokenizer: Config = Config(HfTokenizer, path=REQUIRED)
-  if os.path.isfile(os.path.join(checkpoint.folder, TOKENIZER_FILE)):
-    tokenizer.path = os.fspath(assets)
-  elif os.path.isfile(os.path.join(checkpoint.folder, _SENTENCEPIECE_FILE)):
-    tokenizer = Config(SentencePieceTokenizer, model_path=os.path.join(assets, _SENTENCEPIECE_FILE))
+  tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)
   train = Config(TextInput, name='train', is_training=True, split='train')
   validation = Config(TextInput, name='validation', split='validation')
   fields = {'path': REQUIRED, 'seq_len': min(length, _SEQ_LEN), 'batch_size': 8}
@@ -154,23 +170,6 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
 
 
 _SEQ_LEN = 1024
-
-
-def _set_decoder(decoder: Config, checkpoint: HfCheckpoint) -> None:
-  """Sets a sampler's defaults from generation_config.json."""
-  file = os.path.join(checkpoint.folder, _GENERATION_FILE)
-  says: dict[str, Any] = read_json(file) if os.path.isfile(file) else {}
-  end = says.get('eos_token_id', checkpoint.config.values.get('eos_token_id'))
-  ends = end if isinstance(end, list) else [] if end is None else [end]
-  if not all(type(i) is int for i in ends):
-    raise ConfigError(f'{checkpoint.folder}: eos_token_id = {end!r}: expected a number, or a list of them')
-  for name in ('temperature', 'top_k', 'top_p'):
-    if not isinstance(says.get(name), int | float | None):
-      raise ConfigError(f'{file}: {name} = {says[name]!r}: expected a number')
-  decoder.stop_ids = tuple(i for i in ends if i < checkpoint.config.size('vocab_size'))
-  decoder.temperature = float(says.get('temperature') or 1.0) if says.get('do_sample') else 0.0
-  if says.get('do_sample'):
-    decoder.top_k, decoder.top_p = says.get('top_k') or None, says.get('top_p') or None
 
 
 def export_run(
@@ -182,7 +181,10 @@ def export_run(
   dtype: str | None = None,
   max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[str]:
-  """Writes a checkpoint of a run as one that transformers loads, with the tokenizer that was imported with it.
+  """Writes a checkpoint of a run as one that transformers loads.
+
+  With it go the files of its tokenizer, which was imported with it or is the `HfTokenizer` of a dataset, and the
+  settings of its sampler.
 
   Args:
     config: configs of the run. The run need not have been imported: its model only has to belong to a family.
@@ -198,8 +200,8 @@ def export_run(
   Raises:
     UserError: the model belongs to no family, the checkpoint does not exist, or `out` is not usable.
   """
-  directory, target = user_path(job_log_dir), user_path(out)
-  if target.exists() and (not target.is_dir() or any(target.iterdir())):
+  directory, target_folder = user_path(job_log_dir), user_path(out)
+  if target_folder.exists() and (not target_folder.is_dir() or any(target_folder.iterdir())):
     raise UserError(f'--out={out} exists and is not an empty folder; name another')
   task = config.task.instantiate()
   model = task.model
@@ -207,7 +209,7 @@ def export_run(
     raise ConfigError(
       f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have'
     )
-  recorded = read_json(directory / ASSETS / CONFIG_FILE) if (directory / ASSETS / CONFIG_FILE).is_file() else {}
+  recorded = read_json(directory / FOLDER / CONFIG_FILE) if (directory / FOLDER / CONFIG_FILE).is_file() else {}
   family, values = describe_model(model, recorded.get('model_type'))
   if recorded.get('model_type') == family.model_type:
     values = {**{k: v for k, v in recorded.items() if k not in _OUTDATED}, **values}
@@ -215,10 +217,20 @@ def export_run(
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
     variables = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)['lm']
   found = pieces(family.table(is_tied(model.lm)), model.abstract_init()['lm'])
-  with _appears_complete(target) as folder:
+  with _appears_complete(target_folder) as folder:
     files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
-    files += _copy_files(directory / ASSETS, folder, _TOKENIZER_FILES)
-  return files
+    files += _copy_files(_tokenizer_folder(config, directory / FOLDER), folder, _TOKENIZER_FILES)
+    write_generation(folder, model.decoder, directory / FOLDER)
+  return [*files, GENERATION_FILE]
+
+
+def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:
+  """Returns the folder with the files of the run's tokenizer: the kept one, or that of a dataset's `HfTokenizer`."""
+  templates = [getattr(dataset, 'tokenizer_tpl', None) for dataset in config.datasets]
+  tokenizers = [t for t in templates if isinstance(t, Config) and target(t) is HfTokenizer and t.path is not REQUIRED]
+  if not tokenizers or tokenizer_in(kept) is not None:
+    return kept
+  return tokenizers[0].instantiate().folder
 
 
 def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[str]) -> list[str]:
@@ -227,6 +239,18 @@ def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[st
   for name in present:
     shutil.copyfile(os.path.join(source, name), target / name)
   return present
+
+
+@contextlib.contextmanager
+def _removed_on_failure(directory: Path) -> Iterator[None]:
+  """Removes a directory after an error inside, unless it existed before."""
+  existed = directory.exists()
+  try:
+    yield
+  except BaseException:
+    if not existed and is_primary_process():
+      remove_all(directory)
+    raise
 
 
 @contextlib.contextmanager

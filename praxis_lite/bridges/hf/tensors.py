@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -95,7 +95,7 @@ class View:
     return self._ours(split[tuple(slice(a.at, a.at + 1) if isinstance(a, Part) else slice(None) for a in self._axes)])
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
-    """Returns a view of `split`, which has a dimension per entry of the groups, with the variable's dimensions."""
+    """Returns `split`, which has a dimension for each entry of the groups, as a view with the variable's dimensions."""
     axes = self._axes
     whole = split[tuple(0 if isinstance(a, Part) else slice(None) for a in axes)]
     kept = [a for a in axes if not isinstance(a, Part)]
@@ -203,9 +203,7 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, orde
 _SHOWN = 3
 
 
-def check_tensors(
-  found: Mapping[str, StoredTensor], wanted: Iterable[Piece], ignored: Callable[[str], bool], where: str
-) -> None:
+def check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[Piece], where: str) -> None:
   """Checks that a checkpoint has exactly the tensors of a model.
 
   Raises:
@@ -213,7 +211,7 @@ def check_tensors(
   """
   shapes = {piece.name: piece.view.their_shape for piece in wanted}
   missing = [name for name in shapes if name not in found]
-  extra = [name for name in found if name not in shapes and not ignored(name)]
+  extra = [name for name in found if name not in shapes]
   for names, what in ((missing, 'lacks'), (extra, 'has tensors that its config.json does not account for:')):
     if names:
       more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''

@@ -14,7 +14,7 @@ from praxis_lite.bridges.hf.files import Declared, write_folder
 from praxis_lite.bridges.hf.hf_config import CONFIG_FILE
 from praxis_lite.bridges.hf.tensors import Piece
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole_box
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, check_range
 from praxis_lite.common.trees import NestedDict, Path, node_at
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -40,6 +40,7 @@ def write_checkpoint(
   """
   if jax.process_count() > 1:
     raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')
+  check_range('max_file_bytes', max_file_bytes, least=1)
   parts: dict[str, list[Piece]] = {}
   for of_variable in found.values():
     for piece in of_variable:

@@ -44,7 +44,7 @@ class _Boxed:
 
 
 def remove_boxes(train_state: Any) -> Any:
-  """Returns a train state with declarations in place of arrays in boxes with axis names."""
+  """Returns a train state in which declarations replace the arrays in boxes with axis names."""
 
   def declaration(x: Any) -> Any:
     return _Boxed(x.names, x.value) if is_named_box(x) else x

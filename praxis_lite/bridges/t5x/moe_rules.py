@@ -27,8 +27,8 @@ experts and all other layers:
     a spec of an argument
       ('data',)                 (('expert', 'data'),)
 
-`partition` changes only a spec that is given for a whole argument. Trees of specs are those of parameters and optimizer
-state, which the rules have already decided.
+`partition` changes only a spec that is given for a whole argument. A tree of specs belongs to parameters or optimizer
+state, and the rules have already been applied to it.
 """
 
 from __future__ import annotations

@@ -31,9 +31,12 @@ import fiddle as fdl
 from fiddle import history
 
 from praxis_lite.common.config.configurable import REQUIRED, Configurable
+from praxis_lite.common.config.editing import CodePlace, place_of_edit
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
 
 T = TypeVar('T')
+
+_NOWHERE = CodePlace()
 
 # Checks of a Configurable class, the values of its fields and its path, called before an object of it is built. They
 # raise ConfigError. Modules that depend on this one add their checks to the list.
@@ -58,7 +61,7 @@ class Config(fdl.Config[T], Generic[T]):
       known = field_names(fn_or_cls)
       for name in kwargs:
         if known is not None and name not in known:
-          raise unknown_field(fn_or_cls, name)
+          raise unknown_field(fn_or_cls, name, place=place_of_edit(None))
       if args:
         super().__init__(fn_or_cls, *args, **kwargs)
       else:
@@ -74,7 +77,7 @@ class Config(fdl.Config[T], Generic[T]):
       try:
         super().__setattr__(name, value)
       except (AttributeError, TypeError):
-        raise unknown_field(target(self), name, below=self) from None
+        raise unknown_field(target(self), name, below=self, place=place_of_edit(self)) from None
 
   def __getattr__(self, name: str) -> Any:
     try:
@@ -84,7 +87,7 @@ class Config(fdl.Config[T], Generic[T]):
         raise
       if name in (field_names(self) or ()):
         return REQUIRED
-      raise unknown_field(target(self), name, below=self) from None
+      raise unknown_field(target(self), name, below=self, place=place_of_edit(self)) from None
 
   def __delattr__(self, name: str) -> None:
     with history.suspend_tracking():
@@ -193,6 +196,7 @@ def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Co
 
 
 instantiate = Config.instantiate
+"""Calls the target of a config: `instantiate(config)` is `config.instantiate()`."""
 
 
 def target(config: Config[T]) -> Callable[..., T]:
@@ -227,6 +231,19 @@ def config_values(config: Config) -> dict[str | int, Any]:
   return {key: REQUIRED if value is fdl.NO_VALUE else value for key, value in values.items()}
 
 
+def fill_required(config: Config) -> Config:
+  """Returns a copy in which missing required values, such as the path of a file to read, become a placeholder."""
+  config = config.clone()
+  for name, value in config_values(config).items():
+    if not isinstance(name, str) or name == 'batch_size':
+      continue
+    if value is REQUIRED:
+      setattr(config, name, 'not-set')
+    elif isinstance(value, Config):
+      setattr(config, name, fill_required(value))
+  return config
+
+
 def field_names(config: Config | Callable[..., object]) -> list[str] | None:
   """Returns the field names of a config, or of a class or function; None if it accepts any keyword."""
   try:
@@ -237,22 +254,28 @@ def field_names(config: Config | Callable[..., object]) -> list[str] | None:
 
 
 def unknown_field(
-  fn_or_cls: Callable[..., object], name: str | int, path: str | None = None, below: Config | None = None
+  fn_or_cls: Callable[..., object],
+  name: str | int,
+  path: str | None = None,
+  below: Config | None = None,
+  place: CodePlace = _NOWHERE,
 ) -> UnknownFieldError:
   """Returns the error for a field `name` that a class or function does not have, or for an index instead of a field.
 
   `path`, the config's path, is set if the field was named in an override path, which may leave out the ending _tpl.
-  `below`, the config itself, is set if the message may suggest configs nested in it that have the field.
+  `below`, the config itself, is set if the message may suggest configs nested in it that have the field. `place` is
+  where Python code named the field.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]
   what = getattr(fn_or_cls, '__qualname__', repr(fn_or_cls))
-  where = f'{path} ({what})' if path else what
+  where = f'{path or place.path} ({what})' if path or place.path else what
+  line = f' ({place.line})' if place.line else ''
   plain = inspect.getattr_static(fn_or_cls, str(name), None)  # None if the class has no such attribute either.
   if not (plain is None or callable(plain) or hasattr(plain, '__get__') or str(name).startswith('_')):
     return UnknownFieldError(
       f'{where} has no field {name!r}: its attribute of this name has no type annotation. Write '
-      f'{name}: {type(plain).__name__} = {plain!r} in the class'
+      f'{name}: {type(plain).__name__} = {plain!r} in the class{line}'
     )
   inner = (
     {key: value for key, value in below.__arguments__.items() if isinstance(value, Config)} if below is not None else {}
@@ -260,7 +283,7 @@ def unknown_field(
   deeper = [f"'{key}.{name}'" for key, value in inner.items() if name in (field_names(value) or ())]
   close = f' Did you mean {" or ".join(deeper)}?' if 0 < len(deeper) < 4 else did_you_mean(str(name), spellings)
   fields = f'Its fields: {", ".join(known)}.' if known else 'It has no fields.'
-  return UnknownFieldError(f'{where} has no field {shown_key(name)}.{close} {fields}')
+  return UnknownFieldError(f'{where} has no field {shown_key(name)}.{close} {fields}{line}')
 
 
 def shown_key(key: str | int) -> str:
@@ -269,7 +292,7 @@ def shown_key(key: str | int) -> str:
 
 
 def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
-  """Returns the resolved annotation of each field of a config's target, without those that cannot be resolved."""
+  """Returns the annotations of the fields of a config's target that can be resolved."""
   if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
     annotated: list[Any] = list(fn_or_cls.__mro__)
   else:

@@ -34,6 +34,7 @@ class _Required:
 
 
 REQUIRED: Any = _Required()
+"""The value of a field that has no default and must be set; any use of it is an error that names the field."""
 
 
 def child(*, init: Literal[False] = False) -> Any:
@@ -89,7 +90,7 @@ def _problems(cls: type[Configurable]) -> Iterator[str]:
           form = 'Config = template(...)'
         elif isinstance(value, dataclasses.Field) and not value.init:
           form = 'Linear = child()'
-        yield f'.{name} has no type annotation, so it is no field; write {name}: {form}, with its type'
+        yield f'.{name} has no type annotation, so it is not a field; write {name}: {form}, with its type'
     elif 'ClassVar' in str(annotation):
       continue
     elif isinstance(value, fdl.Config):

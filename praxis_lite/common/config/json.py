@@ -2,10 +2,12 @@
 
     {"$config": "praxis_lite.training.task:SingleTask", "name": "lm", "model": {"$config": ...}, ...}
 
-A config is written with the fields that are set on it; defaults come from the code that reads it. Values that JSON
-lacks are written as objects whose key says what they are:
+A config is written with the fields that are set on it; defaults come from the code that reads it. The record of a run
+also has the defaults of the code that wrote it, which are used if they are others than today's. Values that JSON lacks
+are written as objects whose key says what they are:
 
-    $config     a config: the reference of its target, then its fields; "$args" has positional arguments by index
+    $config     a config: the reference of its target, then its fields; "$args" has positional arguments by index, and
+                in a record "$defaults" has the fields that are not set
     $tuple      list of entries                $dict       list of [key, value], where a key is not a plain string
     $set        list of entries                $frozenset  list of entries
     $float      "nan", "inf" or "-inf"         $bytes      base64
@@ -30,14 +32,14 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.common.config.base import Config, target
+from praxis_lite.common.config.base import Config, config_values, field_names, target
 from praxis_lite.common.config.configurable import REQUIRED, Configurable
 from praxis_lite.common.config.references import is_named, reference
-from praxis_lite.common.config.text import child_path, raise_as_config_error
+from praxis_lite.common.config.text import child_path, raise_as_config_error, to_text
 from praxis_lite.common.config.trusted import UntrustedError, import_trusted
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.files import plain_dtype
@@ -71,13 +73,13 @@ def from_json(text: str, trusted: Collection[str] = ()) -> object:
     encoded = json.loads(text)
   except (ValueError, RecursionError) as error:
     raise ConfigError(f'config: not JSON: {error}') from None
-  return decode(encoded, trusted)
+  return decode(encoded, trusted)[0]
 
 
 def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
-  """Returns what `to_json` writes, as nested lists and dicts, with REQUIRED for values that could not be read back.
+  """Returns what `to_json` writes, and defaults, as nested lists and dicts; REQUIRED for what could not be read back.
 
-  Large arrays are left out too, because a config is no place for data. Secrets are replaced by `***`.
+  Large arrays are left out too, because a config is not a place for data. Secrets are replaced by `***`.
 
   Args:
     roots: configs and lists of configs by name.
@@ -86,10 +88,36 @@ def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
   return _Writer(lost).write_roots(roots)
 
 
-def decode(encoded: Json, trusted: Collection[str] = ()) -> object:
-  """Returns the value of parsed JSON from `to_json`, or of a result of `encode_readable`; raises like `from_json`."""
+class OtherFields(NamedTuple):
+  """How the fields of today's classes differ from those in a record, by their paths.
+
+  Attributes:
+    gone: fields whose recorded value was a default, and that the class no longer has.
+    new: fields that the class did not have.
+    unreadable: fields whose recorded value was a default that names something that no longer exists.
+  """
+
+  gone: list[str]
+  new: list[str]
+  unreadable: list[str]
+
+
+def decode(
+  encoded: Json, trusted: Collection[str] = (), edited: Collection[str] | None = None
+) -> tuple[object, OtherFields]:
+  """Returns the value of parsed JSON from `to_json` or `encode_readable`, and what else today's classes have.
+
+  Args:
+    encoded: the JSON, possibly written by anyone.
+    trusted: as for `from_json`.
+    edited: paths of the fields that were no defaults. Others may be missing in their classes. None means all fields.
+
+  Raises:
+    UntrustedError, ConfigError: as `from_json`.
+  """
+  reader = _Reader(trusted, edited)
   try:
-    return _Reader(trusted).read(encoded, '')
+    return reader.read(encoded, ''), reader.other
   except RecursionError:
     raise ConfigError('config: nested too deeply') from None
 
@@ -171,7 +199,8 @@ class _Writer:
     args = {'$args': self._fields(positional, path)} if positional else {}
     named = {k: v for k, v in config.__arguments__.items() if isinstance(k, str)}
     fields = {k: self._field(v, child_path(path, k)) for k, v in named.items()}
-    return {'$config': _reference(target(config), path), **args, **fields}
+    defaults = {} if self._lost is None else {'$defaults': _defaults(config, path)}
+    return {'$config': _reference(target(config), path), **args, **fields, **defaults}
 
   def _field(self, value: object, path: str) -> Json:
     try:
@@ -194,6 +223,21 @@ class _Writer:
     return [_dtype(array.dtype, path), list(array.shape), base64.b64encode(array.tobytes()).decode()]
 
 
+def _defaults(config: Config, path: str) -> dict[str, Json]:
+  """Returns the fields that are not set on a config, with REQUIRED for those that could not be read back."""
+  unset = {k: v for k, v in config_values(config).items() if isinstance(k, str) and k not in config.__arguments__}
+  return {k: _encode_default(v, child_path(path, k)) for k, v in unset.items()}
+
+
+def _encode_default(value: object, path: str) -> Json:
+  lost: dict[str, str] = {}
+  encoded = _Writer(lost)._field(value, path)
+  return _UNKNOWN if lost else encoded
+
+
+_UNKNOWN: Json = {'$required': True}
+
+
 def _reference(value: object, path: str) -> str:
   with raise_as_config_error(path, 'cannot be written as JSON: '):
     return reference(value)
@@ -213,8 +257,10 @@ def _dtype(dtype: np.dtype, path: str) -> str:
 class _Reader:
   """Reads values. Anyone may have written their JSON, so no type in it is assumed."""
 
-  def __init__(self, trusted: Collection[str]):
+  def __init__(self, trusted: Collection[str], edited: Collection[str] | None = None):
+    self.other = OtherFields([], [], [])
     self._trusted = trusted
+    self._edited = edited
     self._readers: dict[str, Callable[[dict[str, Json], str], Any]] = {
       '$config': self._config,
       '$object': self._object,
@@ -258,7 +304,12 @@ class _Reader:
     return {k: self.read(v, child_path(path, k)) for k, v in encoded.items() if not k.startswith('$')}
 
   def _config(self, encoded: dict[str, Json], path: str) -> Config:
-    fn_or_cls, fields = self._import(encoded['$config'], path), self._fields(encoded, path)
+    fn_or_cls = self._import(encoded['$config'], path)
+    known = field_names(fn_or_cls) if self._edited is not None else None
+    unknown = [k for k in encoded if known is not None and k not in known and not k.startswith('$')]
+    gone = [name for name in unknown if not self._is_edited(child_path(path, name))]
+    self.other.gone.extend(child_path(path, name) for name in gone)
+    fields = self._fields({k: v for k, v in encoded.items() if k not in gone}, path)
     positional = {int(k): self.read(v, child_path(path, int(k))) for k, v in encoded.get('$args', {}).items()}
     with raise_as_config_error(path):
       config: Config = Config(fn_or_cls, **fields)
@@ -266,7 +317,37 @@ class _Reader:
       named = dict(config.__arguments__)
       config.__arguments__.clear()
       config.__arguments__.update(positional | named)
+    if '$defaults' in encoded:
+      self._set_other_defaults(config, encoded, path)
     return config
+
+  def _is_edited(self, path: str) -> bool:
+    """Whether a field, or one below it, had another value than its default."""
+    return any(other == path or other.startswith((f'{path}.', f'{path}[')) for other in self._edited or ())
+
+  def _set_other_defaults(self, config: Config, encoded: dict[str, Json], path: str) -> None:
+    """Sets the fields of a config whose defaults were others when it was written."""
+    today, recorded = config_values(Config(target(config))), encoded['$defaults']
+    known = (*recorded, *encoded)
+    self.other.new.extend(child_path(path, k) for k in today if isinstance(k, str) and k not in known)
+    for name, value in recorded.items():
+      where = child_path(path, name)
+      if value == _UNKNOWN or name in encoded:
+        continue
+      if name not in today:
+        self.other.gone.append(where)
+        continue
+      if _encode_default(today[name], where) == value:  # So code that only a default names need not be trusted.
+        continue
+      try:
+        default = self.read(value, where)
+      except UntrustedError:
+        raise
+      except ConfigError:
+        self.other.unreadable.append(where)
+        continue
+      if to_text(default) != to_text(today[name]):
+        setattr(config, name, default)
 
   def _object(self, encoded: dict[str, Json], path: str) -> object:
     cls, fields = self._import(encoded['$object'], path), self._fields(encoded, path)

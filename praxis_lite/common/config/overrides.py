@@ -35,9 +35,12 @@ from praxis_lite.common.config.base import (
   unknown_field,
 )
 from praxis_lite.common.config.configurable import REQUIRED
+from praxis_lite.common.config.hints import members_of
+from praxis_lite.common.config.literals import unclosed_bracket
 from praxis_lite.common.config.text import child_path, fields_of, raise_as_config_error, to_text
-from praxis_lite.common.config.values import Text, describe_value, fit, members_of
-from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
+from praxis_lite.common.config.values import Text, describe_value, fit
+from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean, first_lines
+from praxis_lite.common.other_names import OUR_NAMES
 
 _ALL = '*'
 _SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|(?P<key>'[^']*'|"[^"]*"))\s*\]""")
@@ -59,33 +62,46 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
     try:
       _set(root, segments, Text(rest[1:].strip()))
     except UnknownFieldError as error:
-      raise UnknownFieldError(f'{error}{_elsewhere(root, segments, str(error))}') from None
+      raise UnknownFieldError(_suggest_paths(root, segments, str(error))) from None
   for configs in root.values() if isinstance(root, dict) else ():
     if isinstance(configs, list):  # At the end, so that indices in overrides refer to the original list.
       configs[:] = [config for config in configs if config is not None]
   return root
 
 
-def _elsewhere(root: object, segments: list[str | int], message: str) -> str:
-  """Returns existing paths that a path may mean, judging by its last name; '' if no name is close."""
+def _suggest_paths(root: object, segments: list[str | int], message: str) -> str:
+  """Returns a message about a path with existing ones that may be meant, judging by its last name, if one is close."""
   if ' has no entry [' in message:  # An index is too large; the message needs no suggestion.
-    return ''
+    return message
   name = next((str(s) for s in reversed(segments) if isinstance(s, str) and s != _ALL), '')
   values = fields_of(to_text(root))
   by_name: dict[str, list[str]] = {}
   for path in sorted(values, key=lambda path: path.count('.')):
     by_name.setdefault(path.rpartition('.')[2].removesuffix('_tpl'), []).append(path)
   close = [name.removesuffix('_tpl')]
-  if close[0] not in by_name and 'Did you mean' not in message:
+  before = _DID_YOU_MEAN.search(message)
+  elsewhere = [path for path in by_name.get(close[0], ()) if path.startswith(str(segments[0]))]
+  if before and elsewhere and f'has no field {name!r}' in message and before[1] not in OUR_NAMES.get(name.lower(), ()):
+    message, before = _DID_YOU_MEAN.sub('', message), None  # A field of just this name is nearer than a similar one.
+  if close[0] not in by_name and before is None:
     close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
   found = [path for near in close for path in by_name.get(near, ())]
   # Parents fill in the required fields of their templates, so these are not suggested. Users set those of inputs.
   found = [path for path in found if values[path] != repr(REQUIRED) or path.startswith('datasets[')] or found
-  more = f' and {len(found) - _MOST_SHOWN} more' if len(found) > _MOST_SHOWN else ''
-  return f' Did you mean {", ".join(found[:_MOST_SHOWN])}{more}?' if found else ''
+  if before is not None:  # The message has corrected one name, so the paths have that name.
+    found = [path for path in found if re.search(rf'(^|\.){re.escape(before[1])}(_tpl)?([.[]|$)', path)]
+    message = _DID_YOU_MEAN.sub('', message) if found else message
+  found = [path for path in found if path.startswith(str(segments[0]))] or found
+  if not found:
+    return message
+  merged = [re.sub(r'\[\d+\]', f'[{_ALL}]', path) for path in found]
+  shown = [path if merged.count(pattern) == 1 else pattern for path, pattern in zip(found, merged)]
+  end = '' if message.endswith(('.', '?')) else '.'
+  return f'{message}{end} Did you mean {", ".join(first_lines(list(dict.fromkeys(shown)), _MOST_SHOWN))}?'
 
 
 _MOST_SHOWN = 3
+_DID_YOU_MEAN = re.compile(r" Did you mean '([^']*)'\?")
 
 
 def set_by_path(root: object, path: str, value: object) -> None:
@@ -130,6 +146,8 @@ def alternatives(override: str) -> list[str]:
       quote = character
     else:
       depth += (character in '([{') - (character in ')]}')
+  if quote or depth > 0:
+    raise ConfigError(f'{override!r}: {unclosed_bracket(rest[1:])} is not closed')
   values = [value.strip() for value in values]
   if len(values) > 1 and not all(values):
     raise ConfigError(f'{override!r}: a value between commas is empty; write a tuple as (a, b)')
@@ -217,7 +235,8 @@ def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path
   elif segment == _ALL:
     raise UnknownFieldError(f'{path}[*]: {f"the {size} entries must be read one by one" if size else "it is empty"}')
   else:
-    raise UnknownFieldError(f'{path} is a {type(container).__name__}, so it has no {segment!r}; write {path}[0]')
+    entries = f'{path}[0]{" or " + path + "[*]" if size > 1 else ""}'
+    raise UnknownFieldError(f'{path} is a {type(container).__name__}, so it has no {segment!r}; write {entries}')
   if not -size <= index < size:
     there = f'its entries are [0] to [{size - 1}]' if size else 'it is empty'
     raise UnknownFieldError(f'{path} has no entry [{index}]; {there}')

@@ -21,7 +21,7 @@ import functools
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite.common.config.base import Config, config_values, target
@@ -52,7 +52,20 @@ def to_text_of_changes(config: object, name: str = '') -> str:
 
   A config whose class is not the default one has a line with its class, and lines that differ from its own defaults.
   """
-  return '\n'.join(_line(path, entry) for path, entry in _entries(config, name, is_root=True, changes_only=True))
+  return '\n'.join(_line(path, entry) for path, entry, _ in _changes(config, name, is_root=True))
+
+
+def changed_fields(config: object, name: str = '') -> dict[str, tuple[str, str]]:
+  """Returns the value and the default of each line of `to_text_of_changes`, as texts, by path; '' for no default."""
+  return {path: (entry[1], default) for path, entry, default in _changes(config, name, is_root=True)}
+
+
+def configs_by_path(config: object, name: str = '') -> dict[str, Config]:
+  """Returns a config, or those in a dict or list, and all that are nested in it, by their paths."""
+  found = {name: config} if isinstance(config, Config) else {}
+  for key, child in _child_values(config, is_root=True) or ():
+    found |= configs_by_path(child, child_path(name, key))
+  return found
 
 
 def diff(old: object, new: object, name: str = '') -> list[str]:
@@ -193,34 +206,50 @@ def _line(path: str, entry: _Entry) -> str:
   return f'{path}{entry[0]}{entry[1]}' if path else entry[1]
 
 
-def _entries(
-  value: object, path: str, is_root: bool = False, changes_only: bool = False, default: object = None
-) -> Iterator[tuple[str, _Entry]]:
-  """Yields (path, entry) of the lines of `value`; with `changes_only`, only those that differ from `default`."""
-  children: Iterable[tuple[Any, object]]
-  defaults: Mapping[Any, object] = {}
+def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[str, _Entry]]:
+  """Yields (path, entry) of the lines of `value`."""
+  children = _child_values(value, is_root)
+  if isinstance(value, Config) or children is None:
+    yield path, _entry_of(value, path)
+  for key, child in children or ():
+    yield from _entries(child, child_path(path, key))
+
+
+def _changes(
+  value: object, path: str, is_root: bool = False, default: object = None, has_default: bool = False
+) -> Iterator[tuple[str, _Entry, str]]:
+  """Yields (path, entry, default as text) of the lines of `value` that differ from `default`."""
+  children = _child_values(value, is_root)
+  is_of_default_class = isinstance(value, Config) and isinstance(default, Config) and target(default) is target(value)
+  if (isinstance(value, Config) and not is_of_default_class) or children is None:
+    yield path, _entry_of(value, path), _entry_of(default, path)[1] if has_default else ''
+  if isinstance(value, Config) and not is_of_default_class:
+    default = Config(target(value))
+  defaults = dict(_child_values(default) or ()) if type(default) is type(value) else {}
+  keys = [key for key, _ in children or ()]
+  if not defaults.keys() <= set(keys):  # Without an entry of the default, the other entries are changes too.
+    defaults = {}
+  for key, child in children or ():
+    if key not in defaults or [*_entries(child, '')] != [*_entries(defaults[key], '')]:
+      yield from _changes(child, child_path(path, key), False, defaults.get(key), key in defaults)
+
+
+def _child_values(value: object, is_root: bool = False) -> Sequence[tuple[Any, object]] | None:
+  """Returns what has lines of its own in a value, by key; None if the value is on one line."""
   if isinstance(value, Config):
-    of_default_class = isinstance(default, Config) and target(default) is target(value)
-    if not of_default_class:
-      yield path, (': ', dotted_name(target(value)))
-    children = config_values(value).items()
-    if changes_only:
-      defaults = config_values(default if isinstance(default, Config) and of_default_class else Config(target(value)))
-      children = [(key, child) for key, child in children if not _same_lines(child, defaults.get(key))]
-  elif type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
-    children = value.items() if is_root else sorted(value.items(), key=lambda item: format_value(item[0]))
-  elif isinstance(value, (list, tuple)) and _holds_config(value):
-    children = enumerate(value)
-  else:
-    is_left_out = isinstance(value, str) and value and is_secret(path)
-    yield path, (' = ', repr(LEFT_OUT) if is_left_out else format_value(value))
-    return
-  for key, child in children:
-    yield from _entries(child, child_path(path, key), changes_only=changes_only, default=defaults.get(key))
+    return list(config_values(value).items())
+  if type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
+    return list(value.items() if is_root else sorted(value.items(), key=lambda item: format_value(item[0])))
+  if isinstance(value, (list, tuple)) and _holds_config(value):
+    return list(enumerate(value))
+  return None
 
 
-def _same_lines(value: object, other: object) -> bool:
-  return list(_entries(value, '')) == list(_entries(other, ''))
+def _entry_of(value: object, path: str) -> _Entry:
+  if isinstance(value, Config):
+    return ': ', dotted_name(target(value))
+  is_left_out = isinstance(value, str) and value and is_secret(path)
+  return ' = ', repr(LEFT_OUT) if is_left_out else format_value(value)
 
 
 def _is_plain_key(key: object) -> bool:

@@ -66,7 +66,7 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
   """Returns the class or function that `module:qualname` names.
 
   Args:
-    reference: as `references.reference` writes it.
+    reference: a reference that `references.reference` wrote.
     trusted: names of modules and packages whose code may be imported and called.
 
   Raises:

@@ -8,7 +8,6 @@ callable.
 
 from __future__ import annotations
 
-import ast
 import collections.abc
 import contextlib
 import dataclasses
@@ -17,18 +16,28 @@ import functools
 import inspect
 import itertools
 import numbers
-import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
-from praxis_lite.common.config.base import Config, field_checks, field_type_hints, target
+from praxis_lite.common.config.base import Config, field_checks, field_names, field_type_hints, target
 from praxis_lite.common.config.configurable import REQUIRED, Configurable
+from praxis_lite.common.config.hints import (
+  accepts_config,
+  describe_hint,
+  is_callable_hint,
+  is_config,
+  is_configurable,
+  is_dtype_hint,
+  is_value_class,
+  members_of,
+)
+from praxis_lite.common.config.literals import BRACKETS, lone_quote, read_literal, unclosed_bracket
 from praxis_lite.common.config.references import import_reference, is_named, looks_like_reference
 from praxis_lite.common.config.text import format_value
-from praxis_lite.common.errors import ConfigError, UserError, did_you_mean
+from praxis_lite.common.errors import ConfigError, UserError
 
 
 class Text(str):
@@ -52,12 +61,19 @@ def fit(value: object, hint: object, current: object) -> object:
   """
   text = str(value) if isinstance(value, Text) else None
   if text is not None:
-    value = _read(text, [kind for kind in (*members_of(hint), type(current)) if _is_value_class(kind)])
+    if quote := lone_quote(text):
+      raise ConfigError(f'a quote is not closed: {text}; write {quote}text{quote}, or text without quotes')
+    value = read_literal(text, [kind for kind in (*members_of(hint), type(current)) if is_value_class(kind)])
     if isinstance(value, float) and 'e' in text.lower() and value.is_integer() and _only_int(hint):
       value = int(value)  # `num_train_steps=1e5`
   try:
+    takes_tuple = any(typing.get_origin(member) is tuple for member in members_of(hint))
+    if takes_tuple and isinstance(value, str) and value[:1] in BRACKETS and unclosed_bracket(value):
+      raise MismatchError(describe_hint(hint))  # Also if the field takes text too.
     return _fit(value, hint, current)
   except MismatchError as mismatch:
+    if text in ('None', 'null') and str in members_of(hint):
+      raise ConfigError(f'expected {mismatch}, got {text}; as text, it is written "\'{text}\'"') from None
     if text is not None and value is not text:  # `name=123`, where a string is expected.
       with contextlib.suppress(MismatchError):
         return _fit(text, hint, current)
@@ -73,15 +89,21 @@ def _only_int(hint: object) -> bool:
 
 def _guess_meaning(value: object, hint: object, current: object) -> str:
   """Returns a guess of what was meant by a value that does not fit, as the end of a message; '' without a guess."""
+  if isinstance(value, str) and value[:1] in BRACKETS and unclosed_bracket(value):
+    return f'; {unclosed_bracket(value)} is not closed'
   if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):
     # A class from the package of the present one, by its public name: `adam` in place of optax.adamw is optax.adam.
     for package in itertools.accumulate(str(target(current).__module__).split('.'), '{}.{}'.format):
       if is_named(getattr(sys.modules.get(package), value, None)):
         return f'. Did you mean {package}.{value}?'
     return ''
+  if isinstance(current, Config) and target(current) in members_of(hint):
+    return f'; set its fields, such as {", ".join(itertools.islice(field_names(current) or (), 3))}'
   with contextlib.suppress(MismatchError, ConfigError):
     if tuple in [typing.get_origin(member) for member in members_of(hint)]:
       _convert((value,), hint)
+      if hint == tuple[Any, ...] and isinstance(value, str) and not value.isidentifier():  # Not a name, but an object.
+        return '; configs of classes of your own are set in Python'
       return f'; a tuple of one is written ({format_value(value)},)'
   if isinstance(value, tuple) and value:
     with contextlib.suppress(MismatchError, ConfigError):
@@ -107,12 +129,12 @@ def check_types(cls: type[Configurable], values: Mapping[str | int, object], pat
       _convert(value, hint)
     except MismatchError as mismatch:
       given = f'{_given(value)}, the default of {cls.__qualname__}' if is_default else _given(value)
-      if type(value).__name__.startswith('GradientTransformation') and _takes_config(hint):
+      if type(value).__name__.startswith('GradientTransformation') and accepts_config(hint):
         given = f'{given}, which optax returns; write the function, as in Config(optax.adam)'
-      elif is_named(value) and _takes_config(hint):
+      elif is_named(value) and accepts_config(hint):
         write = f'{name}: Config = template({value.__name__})' if is_default else f'Config({value.__name__}, ...)'
         given = f'{given}; write {write}'
-      elif isinstance(value, str) and _takes_config(hint):
+      elif isinstance(value, str) and accepts_config(hint):
         given = f'{given}; write Config(...) of the function or class, as in Config(optax.adam)'
       elif inspect.isfunction(value):
         given = f'{given}; a function of the step belongs in a field that takes one, such as learner.schedule'
@@ -141,13 +163,13 @@ def _plain_hints(cls: Callable[..., object]) -> dict[str, object]:
 
 def _is_plain(hint: object) -> bool:
   members = members_of(hint)
-  if _is_dtype_hint(members):
+  if is_dtype_hint(members):
     return True
   if len(members) > 1:
     return all(map(_is_plain, members))
   if typing.get_origin(hint) in (tuple, list, dict):
     return all(a in (Any, Ellipsis, *_PLAIN) for a in typing.get_args(hint))
-  return hint in _PLAIN or _is_config(hint) or _is_configurable(hint) or _is_value_class(hint)
+  return hint in _PLAIN or is_config(hint) or is_configurable(hint) or is_value_class(hint)
 
 
 def describe_value(value: object) -> str:
@@ -155,75 +177,12 @@ def describe_value(value: object) -> str:
   return 'None' if value is None else f'{format_value(value)} ({type(value).__name__})'
 
 
-# -------------------------------------------------------------------- from text
-
-
-_NAMES = {'none': None, 'null': None, 'true': True, 'false': False, 'inf': float('inf'), 'nan': float('nan')}
-
-
-def _read(text: str, classes: list[type]) -> object:
-  """Reads a literal, or a call of one of `classes` such as `WeightInit('gaussian', 0.02)`; returns other text as is."""
-  if text.lower() in _NAMES:
-    return _NAMES[text.lower()]
-  try:
-    node = ast.parse(text, mode='eval').body
-    return text if isinstance(node, ast.Name) else ast.literal_eval(_Literals(classes).visit(node))
-  except ConfigError:
-    raise
-  except (SyntaxError, ValueError, TypeError, RecursionError):
-    return text
-
-
-class _Literals(ast.NodeTransformer):
-  """Replaces names by strings, and calls of some classes by their results; raises ValueError if no literal remains."""
-
-  def __init__(self, classes: Sequence[type]):
-    self._classes = {c.__name__: c for c in classes}
-
-  def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-    if node.value is Ellipsis:
-      raise ValueError('no value of a field')
-    return node
-
-  def visit_Name(self, node: ast.Name) -> ast.Constant:
-    return ast.Constant(_NAMES.get(node.id.lower(), node.id))
-
-  def visit_Call(self, node: ast.Call) -> ast.Constant:
-    make = self._maker(node.func)
-    args = [ast.literal_eval(self.visit(a)) for a in node.args]
-    keywords = {str(k.arg): ast.literal_eval(self.visit(k.value)) for k in node.keywords}
-    try:
-      return ast.Constant(make(*args, **keywords))  # type: ignore[arg-type]
-    except TypeError as error:
-      raise ConfigError(str(error)) from None
-
-  def _maker(self, function: ast.expr) -> Callable[..., object]:
-    """Returns the class, or its class method, that a call names."""
-    match function:
-      case ast.Name(id=name) if name in self._classes:
-        return self._classes[name]
-      case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in self._classes:
-        methods = [n for n, _ in inspect.getmembers(self._classes[name], inspect.ismethod) if n[0] != '_']
-        if attribute not in methods:
-          close = did_you_mean(attribute, methods)
-          raise ConfigError(f'{name} has no {attribute!r}.{close} It has {", ".join(methods)}.')
-        return getattr(self._classes[name], attribute)
-    raise ValueError('no class that may be called')
-
-
-def _is_value_class(kind: object) -> bool:
-  return isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore
-
-
-# -------------------------------------------------------------------- to the annotation
-
-
 def _fit(value: object, hint: object, current: object) -> object:
   if value is REQUIRED or isinstance(value, Config):
     return value if value is REQUIRED else _convert(value, hint)
   members = members_of(hint)
-  takes_config = isinstance(current, Config) or any(map(_is_config, members))
-  takes_callable = any(map(_is_callable_hint, members)) or (is_named(current) and Any in members)
+  takes_config = isinstance(current, Config) or any(map(is_config, members))
+  takes_callable = any(map(is_callable_hint, members)) or (is_named(current) and Any in members)
   if isinstance(value, str) and looks_like_reference(value) and (takes_config or takes_callable):
     with contextlib.suppress(*([UserError] if str in members or (Any in members and not takes_config) else [])):
       found = import_reference(value)
@@ -236,7 +195,7 @@ def _fit(value: object, hint: object, current: object) -> object:
     if hint is not Any or value is None:
       return _convert(value, hint)
   raise MismatchError(
-    describe_hint(hint) if _is_configurable(hint) else 'the name of a class or function, such as package.module.Class'
+    describe_hint(hint) if is_configurable(hint) else 'the name of a class or function, such as package.module.Class'
   )
 
 
@@ -254,9 +213,9 @@ def _convert(value: Any, hint: Any) -> object:
   if Any in members:
     return value
   built = target(value) if isinstance(value, Config) else None
-  if isinstance(built, type) and any(_is_configurable(member) and issubclass(built, member) for member in members):
+  if isinstance(built, type) and any(is_configurable(member) and issubclass(built, member) for member in members):
     return value  # The annotation is the class that the field's config builds.
-  if _is_dtype_hint(members):
+  if is_dtype_hint(members):
     return _checked_dtype(value, none_allowed=types.NoneType in members)
   if len(members) > 1:
     if type(value) in members:
@@ -282,7 +241,8 @@ def _convert(value: Any, hint: Any) -> object:
   return value
 
 
-_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # NumPy registers its types as these.
+# NumPy registers its types as these.
+_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, complex: numbers.Complex}
 # A string is a sequence too, but is not accepted as one.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
@@ -317,76 +277,45 @@ def _checked_dtype(value: Any, none_allowed: bool) -> object:
   raise MismatchError('the name of a dtype, such as float32, bfloat16, float16, int32')
 
 
-def _passes(value: object, hint: object) -> bool:
-  if hint in (str, bool, bytes, types.NoneType) or _is_config(hint) or _is_value_class(hint):
-    return isinstance(value, typing.get_origin(hint) or hint)  # type: ignore[arg-type]
-  import typeguard
-
+def _passes(value: Any, hint: Any) -> bool:
+  """Whether a value has an annotated type. An annotation that names no class, or a protocol, accepts all values."""
+  members = members_of(hint)
+  if len(members) > 1:
+    return any(_passes(value, member) for member in members)
+  hint = types.NoneType if members[0] is None else members[0]
+  origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+  if origin is typing.Literal:
+    return any(type(value) is type(choice) and value == choice for choice in arguments)
+  if origin is collections.abc.Callable:
+    return callable(value) and _takes(value, arguments)
+  if hint in _NUMBERS:
+    return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
   try:
-    typeguard.check_type(
-      value,
-      hint,
-      forward_ref_policy=typeguard.ForwardRefPolicy.IGNORE,
-      collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS,
-    )
-  except typeguard.TypeCheckError:
-    return False
-  except (TypeError, NameError):
-    return True  # This annotation cannot be checked.
+    if not isinstance(value, origin):
+      return False
+  except TypeError:
+    return True
+  if origin is type:
+    return all(not isinstance(base, type) or issubclass(value, base) for base in arguments)
+  if issubclass(origin, collections.abc.Mapping):
+    return all(_passes(x, of) for item in value.items() for x, of in zip(item, arguments))
+  if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+    return len(value) == len(arguments) and all(map(_passes, value, arguments))
+  if issubclass(origin, collections.abc.Collection) and arguments:
+    return all(_passes(x, arguments[0]) for x in value)
   return True
 
 
-# -------------------------------------------------------------------- annotations
-
-
-def members_of(hint: object) -> list[Any]:
-  """Returns the members of a union, or the annotation itself."""
-  if typing.get_origin(hint) is typing.Annotated:
-    return members_of(typing.get_args(hint)[0])
-  if typing.get_origin(hint) in (typing.Union, types.UnionType):
-    return [member for argument in typing.get_args(hint) for member in members_of(argument)]
-  return [hint]
-
-
-def describe_hint(hint: object) -> str:
-  """Returns an annotation as people write it."""
-  members = members_of(hint)
-  if typing.get_origin(hint) is typing.Literal:
-    return f'one of {", ".join(map(repr, typing.get_args(hint)))}'
-  if len(members) > 1:
-    return ' | '.join(map(describe_hint, members))
-  if hint is types.NoneType:
-    return 'None'
-  if _is_configurable(hint):
-    return f'the config of {"an" if hint.__qualname__[0] in "AEIOU" else "a"} {hint.__qualname__}'
-  if hint is Config:
-    return 'a Config'
-  if _is_callable_hint(hint):
-    return 'a function or class'
-  if isinstance(hint, type) and not typing.get_args(hint):
-    return hint.__qualname__
-  return re.sub(r'(?:\w+\.)+(?=\w)', '', str(hint))
-
-
-def _is_config(hint: object) -> bool:
-  origin = typing.get_origin(hint) or hint
-  return isinstance(origin, type) and issubclass(origin, Config)
-
-
-def _is_configurable(hint: object) -> TypeGuard[type[Configurable]]:
-  return isinstance(hint, type) and issubclass(hint, Configurable)
-
-
-def _takes_config(hint: object) -> bool:
-  return any(_is_config(member) or _is_configurable(member) for member in members_of(hint))
-
-
-def _is_callable_hint(hint: object) -> bool:
-  return (typing.get_origin(hint) or hint) in (collections.abc.Callable, type)
-
-
-def _is_dtype_hint(members: list[Any]) -> bool:
-  """Whether the annotation contains DTypeLike. Only code that has imported JAX can contain such an annotation."""
-  jax_typing = sys.modules.get('jax.typing')
-  spellings = typing.get_args(jax_typing.DTypeLike) if jax_typing else ()
-  return bool(spellings) and all(spelling in members for spelling in spellings)
+def _takes(function: Callable[..., object], arguments: tuple[Any, ...]) -> bool:
+  """Whether a function can be called as the arguments of `Callable[[...], ...]` say."""
+  if not arguments or not isinstance(arguments[0], list):
+    return True
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):
+    return True  # It has no signature that Python can read.
+  try:
+    signature.bind(*arguments[0])
+  except TypeError:
+    return False
+  return True

@@ -5,6 +5,8 @@
     flags         which XLA flags this jaxlib knows: an unknown one ends the process
     mlir          jaxlib's bindings of MLIR: operations, attributes, passes
     lowering      lowers programs for devices that do not exist
+    tracing       which trace is running
+    splash        the kernels of splash attention, forward and backward apart
     processes     the service that connects the processes of a run, and the clusters that JAX knows
 
 Each function supports the forms in all supported releases, and raises `UnknownJax` for other forms. Code that only

@@ -71,7 +71,7 @@ def sharding_rule_attribute(
   """Returns Shardy's propagation rule for a `custom_partitioning` operation; None if it has no rule.
 
   Args:
-    context: of the lowering.
+    context: the context of the lowering.
     rule, static_args: the parameters `sharding_rule` and `static_args` of the operation.
     taken, given: the types of its operands and results.
   """
@@ -90,7 +90,7 @@ def sharding_rule_attribute(
 def pretend_cudnn(version: int) -> Iterator[None]:
   """Lets fused attention be traced without cuDNN, by giving JAX this version when it asks for cuDNN's."""
   module: Any = importlib.import_module(_FUSED_ATTENTION) if importlib.util.find_spec(_FUSED_ATTENTION) else None
-  with _replace_attribute(module, 'check_cudnn_version', lambda: version):
+  with replace_attribute(module, 'check_cudnn_version', lambda: version):
     yield
 
 
@@ -160,11 +160,11 @@ class _ChangingJit:
 
 def _allow_no_devices() -> contextlib.AbstractContextManager[None]:
   """Lets JAX lower operations that it otherwise lowers only for existing devices."""
-  return _replace_attribute(_private('dispatch'), 'jaxpr_has_prim_requiring_devices', lambda jaxpr: False)
+  return replace_attribute(_private('dispatch'), 'jaxpr_has_prim_requiring_devices', lambda jaxpr: False)
 
 
 @contextlib.contextmanager
-def _replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
   """Replaces an attribute of a module, if it exists."""
   before = getattr(module, name, None)
   if before is None:

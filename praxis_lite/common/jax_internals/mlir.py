@@ -21,7 +21,10 @@ def run_passes(pipeline: str, root: ir.Operation) -> None:
   """
   with reading(f'the passes {pipeline}'):
     passes = PassManager.parse(pipeline)
+    passes.enable_verifier(False)  # It verifies the program after each pass, which takes longer than the passes.
   try:
+    root.verify()
     passes.run(root)
+    root.verify()
   except ir.MLIRError as error:
     raise UnknownJax(f'the passes {pipeline} refuse this program: {error}') from error

@@ -28,7 +28,7 @@ class ScanSizes(NamedTuple):
 
 
 class WhileSizes(NamedTuple):
-  """How many operands of a while are constants of the condition, of the body, and carried, in this order."""
+  """The operands of a while, in order: constants of the condition, constants of the body, and carried values."""
 
   cond_consts: int
   body_consts: int
@@ -87,7 +87,7 @@ def _check_sizes(equation: JaxprEqn, sizes: _SizesT, fit: bool) -> _SizesT:
 
 
 def mapped_axes(equation: JaxprEqn) -> dict[str, int]:
-  """Returns the mesh axes that a `shard_map` itself maps, without those of outer ones, with their sizes.
+  """Returns the sizes of the mesh axes that a `shard_map` maps; axes that an enclosing `shard_map` maps are left out.
 
   Raises:
     UnknownJax: its parameters do not have a known form.

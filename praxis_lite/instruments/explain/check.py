@@ -1,6 +1,7 @@
 """check: finds problems in a task's shardings before anything is compiled, and proposes a remedy for each.
 
-error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
+error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit, a step that
+          cannot be traced
 warning   unused axis, large replicated weight, padding, a product whose operands are split differently, shadowed rule,
           unused pattern, optimizer slot split unlike its weight, experts that are gathered, are unbalanced or see
           later tokens, a number of stages that is not a multiple of its mesh axis
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.errors import ShardingError, ShardingFault, UserError
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.jax_internals import reading, unless_unknown
@@ -27,11 +30,12 @@ from praxis_lite.instruments.explain.report import (
   trace_task,
 )
 from praxis_lite.sharding.layout import StateLayout
-from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.mesh import abstract_mesh, device_kind
 from praxis_lite.sharding.placement import place_variables
 from praxis_lite.sharding.rules import shadowed_rules
 from praxis_lite.sharding.specs import place_by_rank
 from praxis_lite.sharding.strategies import unused_patterns
+from praxis_lite.training.slow_paths import find_slow_paths
 from praxis_lite.training.state import place_task_variables, state_layout
 from praxis_lite.training.task import SingleTask
 
@@ -116,6 +120,7 @@ def check(
   if step is not None:
     problems += _unused_axes(report, sizes)
     problems += _mismatches(step, report.variables, sizes)
+    problems += _slow_paths(step, jax_task, sizes)
   problems += _find_replicated(report.variables, report.slots, limits)
   problems += _unlike_slots(report.slots, layout)
   problems += [_warn(*problem) for layer in jax_task.model.descendants() for problem in layer.problems(sizes)]
@@ -148,8 +153,8 @@ def _error(error: UserError, path: str = 'task') -> Problem:
     path = head
   else:
     text = str(error)
-  fault = error.fault if isinstance(error, ShardingError) else ShardingFault.OTHER
-  return Problem(Severity.ERROR, str(fault), path, text, '')
+  kind = str(error.fault) if isinstance(error, ShardingError) else 'error in the step'
+  return Problem(Severity.ERROR, kind, path, text, '')
 
 
 def _placing_errors(
@@ -169,6 +174,15 @@ def _placing_errors(
       except ShardingError as error:
         found.setdefault(str(error), _error(error, path_name(path)))
   return list(found.values())
+
+
+def _slow_paths(step: TracedStep, jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
+  """Returns a warning for each slow path of the step on chips like this machine's, if their figures are known."""
+  accelerator = accelerator_of(device_kind())
+  if accelerator is None:
+    return []
+  found = find_slow_paths(step.jaxpr, jax_task.model, accelerator, math.prod(sizes.values()))
+  return [_warn('slow path', slow.layer or 'the step', f'{slow.what}, {slow.cost}', slow.remedy) for slow in found]
 
 
 def _unknown_exchanges(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:

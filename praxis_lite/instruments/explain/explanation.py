@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
-from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.figures import format_axes, format_bytes
 from praxis_lite.layers.base.facts import Exchange
 from praxis_lite.sharding.padding import num_parts
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
@@ -88,7 +88,7 @@ class Explanation:
     owner: for an optimizer slot, the variable that it belongs to.
     trainable: for a variable, whether an optimizer may change it.
     frozen: for a trainable variable, whether the task's learner leaves it unchanged.
-    per_device: whether the shape is that of the part on one device, as inside `shard_map`.
+    per_device: whether the shape describes the part on one device, as inside `shard_map`.
     of_weight: for an activation, whether it is a weight that its layer constrains where it is used.
     num_active: for a variable, the number of entries that one token uses; None if it uses all of them.
     compiled: for an activation, its shape on each device in a compiled program; None if that is not known.
@@ -361,8 +361,7 @@ def format_spec(spec: PartitionSpec) -> str:
 def format_mesh(sizes: Mapping[str, int]) -> str:
   """Returns 'replica 1 x data 16 x mdl 4 = 64 devices'."""
   devices = math.prod(sizes.values())
-  axes = ' x '.join(f'{name} {size}' for name, size in sizes.items())
-  return f'{axes} = {devices} device{"s" * (devices != 1)}'
+  return f'{format_axes(sizes)} = {devices} device{"s" * (devices != 1)}'
 
 
 def _format_padding(e: Explanation) -> str:

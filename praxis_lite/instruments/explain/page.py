@@ -6,6 +6,7 @@ import html
 import importlib.resources
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,17 +48,17 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
       {'severity': str(p.severity), 'text': f'{p.kind}: {p.path}: {p.message}', 'remedy': p.remedy} for p in problems
     ],
   }
-  return fill_page(_HERE, title, data, 'page', ('picture', 'page'))
+  return fill_page(_HERE, f'{title}: sharding', data, 'page', ('picture', 'page'))
 
 
 def fill_page(package: str, title: str, data: Mapping[str, object], name: str, scripts: Sequence[str]) -> str:
-  """Returns a self-contained HTML page: a package's template, style and scripts, with the data filled in.
+  """Returns a self-contained HTML page: a package's content, style and scripts, with the data filled in.
 
   Args:
-    package: the package with `assets/{name}.html`, `assets/{name}.css` and the scripts.
+    package: the package with `assets/{name}.html`, the content of the page, `assets/{name}.css` and the scripts.
     title: title of the page.
     data: the data that the scripts read from the element `data`; must be serializable as JSON.
-    name: name of the template and the style.
+    name: name of the content and the style.
     scripts: names of the page's own scripts, in order; the scripts that all pages share come first.
   """
   # HTML ends a script at the first '</', even inside a string.
@@ -65,10 +66,9 @@ def fill_page(package: str, title: str, data: Mapping[str, object], name: str, s
   style = '\n'.join([_asset(_HERE, 'common.css'), _asset(package, f'{name}.css')])
   shared = [_asset(_HERE, f'{part}.js') for part in ('common', 'treemap')]
   script = '\n'.join([*shared, *(_asset(package, f'{part}.js') for part in scripts)])
-  page = _asset(package, f'{name}.html')
-  for part, content in {'TITLE': html.escape(title), 'STYLE': style, 'DATA': text, 'SCRIPT': script}.items():
-    page = page.replace(f'%{part}%', content, 1)
-  return page
+  body = _asset(package, f'{name}.html').rstrip()
+  parts = {'TITLE': html.escape(title), 'STYLE': style, 'BODY': body, 'DATA': text, 'SCRIPT': script}
+  return re.sub('%([A-Z]+)%', lambda match: parts[match[1]], _asset(_HERE, 'shell.html'))
 
 
 def _asset(package: str, name: str) -> str:

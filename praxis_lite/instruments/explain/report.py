@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.config import REQUIRED, Config, config_values
+from praxis_lite.common.config import Config, fill_required
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport, dimensions
@@ -154,23 +154,10 @@ def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
   training = [c for c in datasets if getattr(c, 'is_training', False)] or datasets
   for config in training:
     try:
-      return _fill_required(config).instantiate().batch_struct()
+      return fill_required(config).instantiate().batch_struct()
     except (UserError, OSError):
       continue
   return None
-
-
-def _fill_required(config: Config) -> Config:
-  """Returns a copy in which missing required values, such as the path of a file to read, become a placeholder."""
-  config = config.clone()
-  for name, value in config_values(config).items():
-    if not isinstance(name, str) or name == 'batch_size':
-      continue
-    if value is REQUIRED:
-      setattr(config, name, 'not-set')
-    elif isinstance(value, Config):
-      setattr(config, name, _fill_required(value))
-  return config
 
 
 def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping[str, object]) -> TracedStep:
@@ -200,12 +187,23 @@ def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None
   sizes = dict(layout.mesh.shape)
   traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
   state = parameter_table(jax_task, sizes), _slots(layout, sizes)
-  return ShardingReport(sizes, *state, *traced, declared_exchanges(jax_task.model))
+  exchanges = declared_exchanges(jax_task.model) | ({} if step is None else traced_exchanges(step))
+  return ShardingReport(sizes, *state, *traced, exchanges)
 
 
 def declared_exchanges(model: Layer) -> dict[str, Exchange]:
   """Returns the communication that layers of a model declare, by the path of the config field that causes it."""
   return {f'{layer.path_name}.{e.field}': e for layer in model.descendants() for e in layer.exchanges()}
+
+
+def traced_exchanges(step: TracedStep) -> dict[str, Exchange]:
+  """Returns the communication that layers have asked for while the step was traced, by path of the causing field."""
+  found = {}
+  for constraint in step.constraints:
+    if constraint.exchange is not None:
+      layer = constraint.field.partition('.activation_split_dims_mapping.')[0]
+      found[f'{layer}.{constraint.exchange.field}'] = constraint.exchange
+  return found
 
 
 def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:

@@ -10,7 +10,7 @@ from praxis_lite.common.config.references import dotted_name
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.instruments.explain.explanation import Explanation, format_counts, format_mesh
 from praxis_lite.instruments.explain.report import report_of
-from praxis_lite.layers.attention import describe_attention
+from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.sharding.batch import padded_rows
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -41,8 +41,8 @@ def summarize(config: ExperimentConfig) -> str:
     ('training', _training(task, examples, tokens)),
   ]
   if tokens is not None:
-    lines = describe_attention(task.model, tokens, bool(getattr(task.model, 'packed', False)))
-    rows += [('attention', line) for line in lines]
+    lines = describe_implementations(task.model, tokens, bool(getattr(task.model, 'packed', False)))
+    rows += [('computed by', line) for line in lines]
   rows += [('pipeline', line) for line in describe_pipelines(task.model, _microbatch_rows(task, examples, num_devices))]
   flags = describe_flags(num_devices, task.xla_flags, use_defaults=task.default_xla_flags)
   rows += [('XLA flags', line) for line in flags]

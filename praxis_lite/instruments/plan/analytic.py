@@ -21,21 +21,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
-from praxis_lite.instruments.plan.cost import Communication, Cost, Operation
+from praxis_lite.instruments.plan.cost import Communication, Cost, Operation, axes_between
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import DeviceGroups, Links
-from praxis_lite.instruments.plan.local_program import (
-  LocalCollective,
-  LocalOperation,
-  LocalProgram,
-  local_program,
-)
+from praxis_lite.instruments.plan.local_program import LocalCollective, LocalOperation, LocalProgram, local_program
 from praxis_lite.instruments.plan.lowering import lower_without_devices
-from praxis_lite.instruments.plan.memory import Live, Memory, StateBytes
+from praxis_lite.instruments.plan.memory import FILLED_IN, LiveBuffer, Memory, StateBytes, group_by_layer
 from praxis_lite.instruments.plan.targets import Target
 from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.instruments.plan.work import CountedProduct, operation_seconds
-from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.partitioned_step import PartitionedStep
 
 UNCERTAIN = (
   'analytic: the step was not compiled. State, FLOPs and collectives are of the program before XLA optimizes it, '
@@ -43,18 +38,28 @@ UNCERTAIN = (
 )
 
 
-def program_for(task: PartitionedTask, topology: Topology, hidden: HiddenWork) -> LocalProgram:
-  """Returns the program that each device runs for a task's train step. The task's mesh may lack devices."""
-  step = task.train_step
+def program_for(step: PartitionedStep, topology: Topology, hidden: HiddenWork) -> LocalProgram:
+  """Returns the program that each device runs for a step. The step's mesh may lack devices."""
   with pretend_cudnn_for_plans():
     lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
-  return local_program(lowered, hidden)
+  return local_program(lowered, hidden, has_ragged_dot=topology.target.kind == 'tpu')
 
 
-def analytic_memory(temporaries: int, state: StateBytes, target: Target) -> Memory:
-  """Returns the estimated memory of a step on each device."""
-  live = Live('temporaries', '', '', temporaries, '')
-  return Memory(int(target.device_memory), state, state.total, state.total, state.total, temporaries, live=(live,))
+def analytic_memory(
+  program: LocalProgram, needs: int | None, state: StateBytes, target: Target, names: LayerNames
+) -> Memory:
+  """Returns the estimated memory of a step on each device.
+
+  Args:
+    program, names: the program, and what finds the layer of an operation by its name.
+    needs: bytes that a compiler which refused the step says it needs; None if it does not say.
+    state, target: the arrays among the step's arguments, and the chip.
+  """
+  kinds = [FILLED_IN.get(names.phase(b.loop), 'temporaries') if b.loop else 'temporaries' for b in program.peak.buffers]
+  buffers = [LiveBuffer(kind, b.name, b.shape, b.bytes) for kind, b in zip(kinds, program.peak.buffers)]
+  temporaries = max(needs - state.total, 0) if needs else program.peak.bytes
+  sizes = (state.total, state.total, state.total, temporaries)
+  return Memory(int(target.device_memory), state, *sizes, live=group_by_layer(buffers, names))
 
 
 def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topology, names: LayerNames) -> Cost:
@@ -62,7 +67,10 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
   target, links = topology.target, Links(topology)
   groups = functools.cache(functools.partial(groups_over, mesh))
   operations = [_operation(local, target, names) for local in (*program.products, *program.fusions)]
-  collectives = [_communication(c, links, groups(c.axes) if c.axes else c.groups, names) for c in program.collectives]
+  collectives = [
+    _communication(c, links, groups(c.axes) if c.axes else c.groups, c.axes or axes_between(c.groups, mesh), names)
+    for c in program.collectives
+  ]
   if target.kind != 'cpu':
     collectives = _set_exposed(program, operations, collectives)
   seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
@@ -96,17 +104,19 @@ def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> DeviceGroups:
 
 def _operation(local: LocalOperation, target: Target, names: LayerNames) -> Operation:
   name, opcode = local.name.rpartition('/')[2], 'dot' if local.dtype else 'fusion'
-  products = [CountedProduct(local.flops, local.dtype, local.name, local.is_attention)] if local.dtype else []
+  products = [CountedProduct(local.flops, local.dtype, local.name, local.attention_dims)] if local.dtype else []
   seconds = operation_seconds(target, products, local.bytes)
   layer, phase = names.layer(local.name), names.phase(local.name)
   return Operation(name, opcode, layer, phase, local.count, local.flops, float(local.bytes), seconds)
 
 
-def _communication(found: LocalCollective, links: Links, groups: DeviceGroups, names: LayerNames) -> Communication:
+def _communication(
+  found: LocalCollective, links: Links, groups: DeviceGroups, axes: tuple[str, ...], names: LayerNames
+) -> Communication:
   traffic = links.traffic(found.kind, groups, found.operand_bytes, found.result_bytes)
   return Communication(
     f'{found.kind} of {found.name.rpartition("/")[2]}',
     *(found.kind, names.layer(found.name), names.phase(found.name), found.count, found.dtype),
-    *(found.axes, len(groups[0]), found.result_bytes),
+    *(axes, len(groups[0]), found.result_bytes),
     *(traffic.fast_bytes, traffic.network_bytes, traffic.seconds, traffic.seconds),
   )

@@ -4,7 +4,7 @@
 
     measured                a program that runs on                share of
     compute                 a product of bfloat16 matrices        the peak
-    attention               fused attention, on GPUs              the peak
+    attention               fused attention, on GPUs and TPUs     the peak
     memory                  x + 1 of a large array                the memory's bandwidth
     links                   an all-gather over all local devices  the bandwidth of their fast links
     seconds_per_operation   small operations in a row
@@ -21,11 +21,10 @@ import datetime
 import functools
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +32,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.common.files import parse_json, replace_file
+from praxis_lite.common.files import cache_folder, parse_json, replace_file
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.targets import TARGETS, Efficiency, Target
 from praxis_lite.instruments.plan.topology import Topology
@@ -43,7 +43,7 @@ from praxis_lite.layers import AttentionSpec, Causal, dot_product_attention
 
 def calibration_file() -> Path:
   """Returns the path of the file in which `praxis-lite plan` stores measurements."""
-  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'calibration.json'
+  return cache_folder() / 'calibration.json'
 
 
 def apply_calibration(topology: Topology, file: Path) -> Topology:
@@ -79,6 +79,8 @@ def calibrate(
     ConfigError: the published figures of these devices are not known.
     UserError: `file` does not have the format that this function writes.
   """
+  if devices is None:
+    start_devices()
   devices = list(devices or jax.local_devices())
   kind = devices[0].device_kind
   accelerator = accelerator_of(kind)
@@ -121,7 +123,7 @@ def _measure(
     compute = 2 * matrix**3 / perfect.peak('bf16') / taken
     yield 'compute', compute
     report('attention')
-    yield 'attention', _attention_share(perfect, matrix, seconds) if perfect.kind == 'gpu' else compute
+    yield 'attention', _attention_share(perfect, matrix, seconds) if perfect.kind in ('gpu', 'tpu') else compute
     report('memory')
     taken = _time(_increment, jnp.zeros(size // 4, jnp.float32), seconds=seconds)
     yield 'memory', 2 * size / perfect.device_bandwidth / taken
@@ -187,20 +189,22 @@ def _gather(mesh: Mesh, i: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _attention_share(perfect: Target, length: int, seconds: float) -> float:
-  """Returns the share of the peak that fused attention reaches.
+  """Returns the share of the peak that fused attention would reach with heads that fill the units for products.
 
-  It counts 2 products in the forward pass and 5 in the backward pass, half of each because the mask is causal.
+  It counts 2 products in the forward pass and 5 in the backward pass, or 7 on TPUs, half of each because the mask is
+  causal.
   """
   heads, dims = 8, 128
+  kernel: Literal['splash', 'cudnn'] = 'splash' if perfect.kind == 'tpu' else 'cudnn'
   query = jnp.ones((1, length, heads, dims), jnp.bfloat16)
 
   def step(i: jax.Array, x: jax.Array) -> jax.Array:
-    attend = functools.partial(dot_product_attention, mask=Causal(), spec=AttentionSpec(implementation='cudnn'))
+    attend = functools.partial(dot_product_attention, mask=Causal(), spec=AttentionSpec(implementation=kernel))
     gradients = jax.grad(lambda x: attend(x, x, x).astype(jnp.float32).sum())(x)
     return x + (gradients * 1e-6).astype(x.dtype)
 
-  flops = 7 * 2 * heads * dims * length**2 / 2
-  return flops / perfect.peak('bf16') / _time(step, query, seconds=seconds)
+  flops = (9 if kernel == 'splash' else 7) * 2 * heads * dims * length**2 / 2
+  return flops / perfect.peak('bf16') / perfect.attention_share(dims) / _time(step, query, seconds=seconds)
 
 
 def _topology_of(target: Target, devices: Sequence[jax.Device]) -> Topology:

@@ -17,6 +17,7 @@ class Reason(enum.StrEnum):
   INPUTS = 'inputs of the step'
   SUMS = 'losses and statistics'
   OTHER = 'exchange written in the layer'
+  WEIGHT_SUMMED = 'weight gathered by an all-reduce'
   WEIGHT_MOVED = 'weight gathered over an axis that does not split the batch'
   ACTIVATION_MOVED = 'activation resharded'
   PARTIAL_SUMS = 'activation summed over an axis of the batch'

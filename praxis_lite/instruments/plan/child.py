@@ -7,16 +7,21 @@ import json
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.instruments.plan.compilers import CompileError
+from praxis_lite.instruments.plan.inference import InferencePlan
 from praxis_lite.instruments.plan.planning import Plan
 
 # The environment variable that tells a child the directory for its compiled program.
 VARIABLE = 'PRAXIS_LITE_PLAN_CHILD'
 # Time limit of a compilation.
 _SECONDS = 3 * 3600.0
+# How often a child looks whether its parent still exists.
+_POLL_SECONDS = 0.5
 
 
 def compile_in_child(command: Sequence[str], cache: Path) -> None:
@@ -47,9 +52,21 @@ def compile_in_child(command: Sequence[str], cache: Path) -> None:
     raise refused
 
 
-def outcome_of(plan: Plan) -> str:
+def outcome_of(plan: Plan | InferencePlan) -> str:
   """Returns the JSON line that a child prints: the compiler's error, and whether the step does not fit."""
   return json.dumps({'error': plan.failure, 'does_not_fit': plan.is_refused})
+
+
+def end_with_parent() -> None:
+  """Ends this process soon after the process that started it, however that one ended."""
+  parent = os.getppid()
+
+  def watch() -> None:
+    while os.getppid() == parent:
+      time.sleep(_POLL_SECONDS)
+    os._exit(1)  # The compiler's code cannot be interrupted in another way.
+
+  threading.Thread(target=watch, daemon=True).start()
 
 
 def go_first_when_memory_is_short() -> None:

@@ -35,6 +35,9 @@ def format_comparison(first: Plan, second: Plan) -> str:
   row('memory', [plan.memory.peak for plan in plans], format_bytes)
   for kind in dict.fromkeys(kind for plan in plans for kind in plan.memory.bytes_by_kind()):
     row(f'  {kind}', [plan.memory.bytes_by_kind().get(kind, 0) for plan in plans], _signed_bytes)
+  if not all(plan.is_time_known for plan in plans):
+    text('step', lambda plan: format_seconds(plan.step_seconds) if plan.is_time_known else 'not known')
+    return f'{format_table(rows, right=(1, 2, 3))}\n\n{verdict(first, second)}'
   row('step', [plan.step_seconds for plan in plans], format_seconds)
   for limit in ('compute', 'memory', 'overhead', 'communication'):
     row(f'  {_LIMITS[limit]}', [_limits(plan)[limit] for plan in plans], format_seconds)
@@ -55,20 +58,24 @@ def verdict(first: Plan, second: Plan) -> str:
     over = -(first, second)[other].memory.room
     by = f', by {format_bytes(over)}' if over > 0 else ''
     return f'{names[fits]} is better: {names[other]} does not fit{by}'
+  if not (first.is_time_known and second.is_time_known):
+    return 'which is faster is not known, because how often some loops run depends on data; see the notes'
   # Compares chip time for equal work, because models and numbers of chips may differ.
-  costs = [plan.step_seconds * plan.topology.num_chips / plan.work.flops for plan in (first, second)]
+  work = (1.0, second.work.ratio_to(first.work))
+  costs = [plan.step_seconds * plan.topology.num_chips / done for plan, done in zip((first, second), work)]
   better = 0 if costs[0] <= costs[1] else 1
   if max(costs) <= 1.01 * min(costs):
-    return 'both take the same time of chips for the same work, within 1 %'
+    return f'both take the same time of chips for the same {first.work.unit(second.work)}, within 1 %'
   won, lost = (first, second)[better], (first, second)[1 - better]
   share = 1 - costs[better] / costs[1 - better]
   per_work = [
-    {name: seconds * plan.topology.num_chips / plan.work.flops for name, seconds in _limits(plan).items()}
-    for plan in (won, lost)
+    {name: seconds * plan.topology.num_chips / work[side] for name, seconds in _limits(plan).items()}
+    for plan, side in ((won, better), (lost, 1 - better))
   ]
   saved = {name: per_work[1][name] - per_work[0][name] for name in per_work[0]}
   most = max(saved, key=lambda name: saved[name])
-  text = f'{names[better]} is better: {share:.0%} less time of chips for the same work, most by less {_WHY[most]}'
+  text = f'{names[better]} is better: {share:.0%} less time of chips for the same {first.work.unit(second.work)}'
+  text += f', most by less {_WHY[most]}'
   if most == 'communication':
     text += _most_waiting(won, lost)
   worse = min(saved, key=lambda name: saved[name])
@@ -95,7 +102,8 @@ def _most_waiting(won: Plan, lost: Plan) -> str:
   """Names the kind of collective on which the worse plan waits longest compared with the better one."""
   before, after = _collectives(lost), _collectives(won)
   most = max(before, key=lambda key: before[key] - after.get(key, 0.0), default='')
-  return f' ({most}: {format_seconds(before[most])} against {format_seconds(after.get(most, 0.0))})' if most else ''
+  times = [format_seconds(seconds.get(most, 0.0)) for seconds in (before, after)]
+  return f' ({most}: {" against ".join(times)})' if most and times[0] != times[1] else ''
 
 
 def _limits(plan: Plan) -> Mapping[str, float]:

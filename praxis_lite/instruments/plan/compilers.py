@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from praxis_lite.common.jax_internals.lowering import pretend_cudnn
 from praxis_lite.common.native_log import collected_log
 from praxis_lite.instruments.plan.targets import gpu_target_config
 from praxis_lite.instruments.plan.topology import Topology
+from praxis_lite.layers.base.expected_trips import find_expected_trips
 from praxis_lite.sharding.xla_flags import XlaFlags
 from praxis_lite.training.partitioned_step import PartitionedStep
 
@@ -210,7 +211,7 @@ def compile_step(
       return dataclasses.replace(kept, is_cached=False)
   start = time.perf_counter()
   try:
-    with collected_log() as log:
+    with collected_log() as log, _names_in_cache_key():
       compiled, text = _compile(lowered, step.flags, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for any failure.
     why = first_line(error)[:_MOST_SHOWN].rstrip('.')
@@ -235,6 +236,18 @@ def compile_step(
 def pretend_cudnn_for_plans() -> contextlib.AbstractContextManager[None]:
   """Allows tracing fused attention without cuDNN. JAX asks for its version, but compiling does not need the library."""
   return pretend_cudnn(_CUDNN_VERSION)
+
+
+@contextlib.contextmanager
+def _names_in_cache_key() -> Iterator[None]:
+  """Makes JAX's compilation cache tell apart programs that differ only in the names of operations, which plans read."""
+  name = 'jax_compilation_cache_include_metadata_in_key'
+  before = getattr(jax.config, name)
+  jax.config.update(name, True)
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
 
 
 def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -> tuple[jax.stages.Compiled, str]:
@@ -274,6 +287,7 @@ def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology,
   for part in (topology.name, *chip, *versions, *layers, str(order), *flags):
     digest.update(part.encode() + b'\0')
   digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
+  digest.update(repr(find_expected_trips(lowered.as_text(debug_info=True))).encode())
   return digest.hexdigest()[:32]
 
 

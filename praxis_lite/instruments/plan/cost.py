@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class Operation:
   """An instruction that each device runs, or a fusion of several instructions.
 
   Attributes:
-    name, opcode: as in the program.
+    name, opcode: the name and the opcode in the program.
     layer: path of its layer; '' if it has none.
     phase: 'forward', 'backward', 'recomputed' (rematerialized in the backward pass) or 'update'.
     count: executions in a step.
@@ -47,7 +47,7 @@ class Operation:
   opcode: str
   layer: str
   phase: str
-  count: int
+  count: float
   flops: float
   bytes: float
   seconds: float
@@ -81,7 +81,7 @@ class Communication:
   kind: str
   layer: str
   phase: str
-  count: int
+  count: float
   dtype: str
   axes: tuple[str, ...]
   group_size: int
@@ -110,14 +110,14 @@ class Span:
   Attributes:
     name: name of the `Operation`, the `Communication` or the loop.
     start, end: seconds since the start of the step, or of the iteration of the loop that contains it.
-    rounds: number of iterations of a loop; 0 if it is not a loop.
+    rounds: number of iterations of a loop, which may be a mean of devices; 0 if it is not a loop.
     inside: the spans of one iteration.
   """
 
   name: str
   start: float
   end: float
-  rounds: int = 0
+  rounds: float = 0
   inside: tuple[Span, ...] = ()
 
 
@@ -126,7 +126,7 @@ class Cost:
   """The cost of one run of a program.
 
   Attributes:
-    operations, collectives: in the order of the schedule.
+    operations, collectives: its operations and collectives, in the order of the schedule.
     seconds: time of a step.
     unknown_loops: loops whose trip count the program does not say, by layer, or by name if they belong to no layer.
       Each counts as one iteration.
@@ -213,14 +213,14 @@ class _Timeline:
     self.spans += [dataclasses.replace(s, start=begins + s.start, end=begins + s.end) for s in other.spans]
     self._count(other, 1)
 
-  def repeat(self, other: _Timeline, times: int, name: str) -> None:
+  def repeat(self, other: _Timeline, times: float, name: str) -> None:
     """Adds the iterations of a loop."""
     ends = self.seconds + other.seconds * times
     if times and other.spans:
       self.spans.append(Span(name, self.seconds, ends, times, tuple(other.spans)))
     self._count(other, times)
 
-  def _count(self, other: _Timeline, times: int) -> None:
+  def _count(self, other: _Timeline, times: float) -> None:
     self.operations += [dataclasses.replace(op, count=op.count * times) for op in other.operations]
     self.collectives += [dataclasses.replace(c, count=c.count * times) for c in other.collectives]
     self.seconds += other.seconds * times
@@ -301,7 +301,7 @@ class _CostModel:
           elif key not in started and not self.program.is_carried_on(found, where):
             start(found.name, found, where, overlapped=False)
       elif instruction.opcode == 'while':
-        trips = self.program.trip_count(instruction, computation)
+        trips: float | None = self.program.trip_count(instruction, computation)
         within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
         if trips is None:
           trips = self.hidden.loop_trips(within)
@@ -335,7 +335,8 @@ class _CostModel:
       return 0.0
     seconds = operation_seconds(self.target, products, moved)
     # XLA names a fusion after its last operation. The name of its most expensive product says more about its purpose.
-    name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
+    name = max(products, key=lambda p: p.flops).op_name if products else ''
+    name = name or self._name(instruction, computation)
     flops = sum(p.flops for p in products)
     begins = line.seconds if begins is None else begins
     line.spans.append(Span(instruction.name, begins, begins + seconds))
@@ -376,7 +377,7 @@ class _CostModel:
       self.names.phase(name),
       1,
       result[0].dtype if result else '',
-      self._axes(groups),
+      axes_between(groups, self.mesh),
       len(groups[0]),
       size,
       traffic.fast_bytes,
@@ -392,16 +393,17 @@ class _CostModel:
     up = [pair[0] < pair[1] for pair in device_groups(instruction, self.program.num_devices) if len(pair) > 1]
     return _DIRECTIONS[:1] if sum(up) * 2 >= len(up) else _DIRECTIONS[1:]
 
-  def _axes(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the members of a group differ."""
-    sizes = tuple(self.mesh.values())
-    if math.prod(sizes) != self.program.num_devices or not self.mesh:
-      return ()
-    differ = np.zeros(len(sizes), bool)
-    for group in groups:
-      at = np.stack(np.unravel_index(list(group), sizes))
-      differ |= (at != at[:, :1]).any(axis=1)
-    return tuple(name for name, is_used in zip(self.mesh, differ) if is_used)
+
+def axes_between(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """Returns the mesh axes along which the members of groups of devices differ; () if the mesh lacks some of them."""
+  sizes = tuple(mesh.values())
+  if max(map(max, groups), default=0) >= math.prod(sizes) or not sizes:
+    return ()
+  differ = np.zeros(len(sizes), bool)
+  for group in groups:
+    at = np.stack(np.unravel_index(list(group), sizes))
+    differ |= (at != at[:, :1]).any(axis=1)
+  return tuple(name for name, is_used in zip(mesh, differ) if is_used)
 
 
 def name_of(instruction: Instruction, computation: Computation) -> str:

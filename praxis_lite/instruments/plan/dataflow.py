@@ -18,6 +18,9 @@ _KEEPS |= {'all-gather', 'all-gather-start', 'all-gather-done', 'dynamic-slice-s
 _KEEPS |= {'collective-permute', 'collective-permute-start', 'collective-permute-done'}
 _PASSED_ON = {'fusion', 'call', 'async-start', 'async-update', 'async-done'}
 
+# The operand that may only fill up the second operand. XLA gathers uneven parts by a sum of filled arrays.
+_FILLERS = {'dynamic-update-slice': 0, 'select': 2}
+
 Index = tuple[int, ...]  # The index of an element of a nested tuple.
 
 
@@ -33,7 +36,7 @@ class Dataflow:
           self._callers.setdefault(called.name, (instruction, computation))
 
   def collectives(self) -> Iterator[tuple[Instruction, Computation]]:
-    """Yields each collective with its computation. A collective that spans several fusions gives each of its parts."""
+    """Yields each collective with its computation. If it spans several fusions, each of its parts is yielded."""
     for computation in self._program.computations.values():
       for instruction in computation.instructions:
         if instruction.collective:
@@ -45,22 +48,38 @@ class Dataflow:
 
   def argument(self, instruction: Instruction, computation: Computation, index: Index = ()) -> str:
     """Returns the path of the argument that a value, or its element at `index`, comes from; '' if it is computed."""
+    origin, computation = self._origin(instruction, computation, index)
+    filler = _FILLERS.get(origin.opcode)
+    if filler is not None and self._is_fill(computation.operands(origin)[filler], computation):
+      return self.argument(computation.operands(origin)[1], computation)
+    if origin.opcode == 'concatenate':  # XLA joins small collectives; the first part stands for all.
+      parts = [self.argument(operand, computation) for operand in computation.operands(origin)]
+      return parts[0] if all(parts) else ''
+    is_argument = origin.opcode == 'parameter' and computation is self._program.entry
+    return argument_path(origin.op_name) if is_argument else ''
+
+  def _is_fill(self, instruction: Instruction, computation: Computation) -> bool:
+    """Whether all elements of an array are equal."""
+    return self._origin(instruction, computation)[0].opcode in ('broadcast', 'constant')
+
+  def _origin(
+    self, instruction: Instruction, computation: Computation, index: Index = ()
+  ) -> tuple[Instruction, Computation]:
+    """Returns the last instruction, from `instruction` backwards, that does more than pass a value on."""
     for _ in range(200):  # Bounds the search, in case of a cycle.
       opcode, operands = instruction.opcode, computation.operands(instruction)
       if opcode == 'parameter':
-        if computation is self._program.entry:
-          return argument_path(instruction.op_name)
-        if computation.name not in self._callers:
-          return ''
+        if computation is self._program.entry or computation.name not in self._callers:
+          break
         caller, around = self._callers[computation.name]
         given = around.operands(caller)
         number = int(instruction.literal)
         if caller.opcode == 'while':
           if index and not self._carries(computation, index[0]):
-            return ''
+            break
           number = 0
         if number >= len(given):
-          return ''
+          break
         instruction, computation = given[number], around
       elif opcode == 'get-tuple-element' and operands:
         instruction, index = operands[0], (int(instruction.attribute('index')), *index)
@@ -69,13 +88,13 @@ class Dataflow:
       elif opcode == 'while' and operands and index:
         body = self._program.computations.get(instruction.attribute('body').lstrip('%'))
         if body is None or not self._carries(body, index[0]):
-          return ''
+          break
         instruction = operands[0]
       elif opcode in _PASSED_ON:
         called = self._program.called_computations(instruction)
         if not called:
           if not operands:
-            return ''
+            break
           instruction = operands[0]
         else:
           instruction, computation = called[0].root, called[0]
@@ -83,8 +102,8 @@ class Dataflow:
         index = () if opcode.endswith(('-start', '-done')) else index
         instruction = operands[0]
       else:
-        return ''
-    return ''
+        break
+    return instruction, computation
 
   def _carries(self, body: Computation, element: int) -> bool:
     """Whether the body of a loop passes an element of its state on unchanged."""

@@ -74,7 +74,7 @@ class Declarations:
 
   Args:
     report: the report of `explain`.
-    stacks: for the path of each variable, the number of its leading dimensions that stack layers.
+    stacks: maps the path of each variable to the number of its leading dimensions that stack layers.
     manual: whether the whole step runs inside `shard_map`, where each device has its own rows.
   """
 
@@ -114,7 +114,7 @@ class Declarations:
     return found or [w for w in self.weights if any(is_below(layer, w.layer) for layer in layers if w.layer)]
 
   def fields_of(self, declarations: Iterable[Declaration], axes: Collection[str]) -> tuple[str, ...]:
-    """Returns the fields by which some declarations split arrays over any of `axes`, without duplicates."""
+    """Returns the fields with which declarations split arrays over any of `axes`, without duplicates."""
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
@@ -137,8 +137,8 @@ class Declarations:
   def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
     """Returns the declaration nearest to `layers` that contradicts others about `axes`, and those others.
 
-    Of equally near ones, it returns the one with most contradicting votes. The others declare the same role and come
-    nearest first. If all declarations agree, it returns None and an empty list.
+    If several are equally near, it returns the one that most others contradict. The others declare the same role; the
+    nearest come first. If all declarations agree, it returns None and an empty list.
     """
     voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
     for declaration in (*self.weights, *self.activations):

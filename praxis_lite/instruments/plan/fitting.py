@@ -15,18 +15,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from praxis_lite.common.config import Config
+from praxis_lite.common.errors import prefix_errors
 from praxis_lite.instruments.plan.topology import Topology
+from praxis_lite.sharding.mesh import fill_mesh_shape
 from praxis_lite.sharding.specs import all_axes
 
 
 def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   """Returns overrides that fit the mesh of a task to the devices of a topology, and a sentence about the change.
 
-  Both are empty if the mesh has the right number of devices already.
+  Both are empty if the mesh has the right number of devices already, and the sentence is empty if a size was -1.
   """
   names: tuple[str, ...] = task.mesh_axis_names or ('data',)
   ici = task.ici_mesh_shape or (1,) * len(names)
   dcn = task.dcn_mesh_shape or (1,) * len(names)
+  if -1 in ici:
+    with prefix_errors('task'):
+      return [f'task.ici_mesh_shape={fill_mesh_shape(ici, task.dcn_mesh_shape, names, topology.num_devices)}'], ''
   sizes = {name: i * d for name, i, d in zip(names, ici, dcn)}
   if math.prod(sizes.values()) == topology.num_devices or len(ici) != len(names) or len(dcn) != len(names):
     return [], ''
@@ -36,8 +41,6 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   overrides = [f'task.ici_mesh_shape={tuple(n // (across if name == rest else 1) for name, n in fitted.items())}']
   if across > 1 or math.prod(dcn) > 1:
     overrides.append(f'task.dcn_mesh_shape={tuple(across if name == rest else 1 for name in fitted)}')
-  if not task.mesh_axis_names:
-    overrides.append(f'task.mesh_axis_names={names}')
   before, after = (' x '.join(f'{name} {n:,}' for name, n in mesh.items()) for mesh in (sizes, fitted))
   return overrides, (
     f'the mesh of the experiment, {before}, is made to fit {topology.num_devices:,} devices: {after}. Each axis keeps '

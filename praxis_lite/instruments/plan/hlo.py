@@ -21,6 +21,7 @@ _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
 _INSTRUCTION = re.compile(
   r'^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(([^()]*(?:\((?:[^()]|\([^()]*\))*\)[^()]*)*)\)(.*)$'
 )
+_CONTINUED = re.compile(r'\n(?="|\}\})')  # The metadata of a TPU kernel has lines of its own.
 _OPERAND = re.compile(r'%([\w.\-]+)')
 _CALLED = re.compile(
   r'(?:calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation)'
@@ -75,7 +76,7 @@ class Instruction:
   """An instruction of a computation.
 
   Attributes:
-    name, opcode: as in the text.
+    name, opcode: the name and the opcode in the text.
     operands: names of instructions of the same computation.
     literal: the text between the parentheses: the value of a constant, or the number of a parameter.
     attributes: the text after the operands.
@@ -102,6 +103,12 @@ class Instruction:
     return arrays_of(self.shape)
 
   @property
+  def layout(self) -> str:
+    """The order of the dims of its result in memory, such as '1,0', the fastest first; '' if the program has none."""
+    found = re.search(r'\{([\d,]+)', self._result)
+    return found[1] if found else ''
+
+  @property
   def op_name(self) -> str:
     """JAX's name of the operation: scopes and primitive; '' if it has none."""
     found = _OP_NAME.search(self.attributes)
@@ -109,7 +116,7 @@ class Instruction:
 
   @property
   def collective(self) -> str:
-    """The kind of collective, from `KINDS`; '' if this is no collective, or only the end of one."""
+    """The kind of collective, from `KINDS`; '' if this is not a collective, or only the end of one."""
     kind = self.opcode.removesuffix('-start')
     return kind if kind in KINDS else ''
 
@@ -274,7 +281,7 @@ def parse(compiled: jax.stages.Compiled | str) -> CompiledProgram:
   text = compiled if isinstance(compiled, str) else compiled.as_text() or ''
   computations: dict[str, Computation] = {}
   entry, current = None, Computation('')
-  for line in text.splitlines():
+  for line in _CONTINUED.sub('', text).splitlines():
     if found := _INSTRUCTION.match(line):
       root, name, result, opcode, literal, attributes = found.groups()
       current.instructions.append(Instruction(name, result, opcode, literal, attributes, bool(root)))

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from praxis_lite.common.jax_internals.programs import scopes
 from praxis_lite.common.trees import path_name
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.expected_trips import read_expected_trips
+from praxis_lite.models.decoding.loop import NEXT_TOKEN, READ_PROMPTS
 
 
 class LayerNames:
@@ -39,26 +41,26 @@ class LayerNames:
     """Returns the layers of all operations that XLA combined into the operation of this name."""
     head, _, joined = scopes(op_name).partition('/(')
     if not joined:
-      return (self.split_scopes(head)[0],)
+      return (self._path(head),)
     names = joined.split(')')[0].split(':')
-    return tuple(self.split_scopes(f'{head}/{name}')[0] for name in names)
+    return tuple(self._path(f'{head}/{name}') for name in names)
 
-  def split_scopes(self, text: str) -> tuple[str, str]:
-    """Returns the path of a layer, and the scopes inside it: 'M/lm/while/body/ff/search/while' gives 'lm.ff' and
-    'search/while'.
-    """
-    below, path, inside = self._tree, list[str](), list[str]()
+  def _path(self, text: str) -> str:
+    """Returns the path of the layer that scopes are in: 'M/lm/while/body/ff/search/while' gives 'lm.ff'."""
+    below, path = self._tree, list[str]()
     for part in text.split('/'):
       if part in below:
-        below, inside = below[part], []
+        below = below[part]
         path.append(part)
-      else:
-        inside.append(part)
-    return '.'.join(path), '/'.join(inside)
+    return '.'.join(path)
 
   @staticmethod
   def phase(op_name: str) -> str:
-    """Returns 'forward', 'backward', 'recomputed' or 'update'."""
+    """Returns 'forward', 'backward', 'recomputed' or 'update'; of a decoding program, 'prompts' or 'tokens'."""
+    if READ_PROMPTS in op_name:
+      return 'prompts'
+    if NEXT_TOKEN in op_name:
+      return 'tokens'
     if 'rematted_computation' in op_name:
       return 'recomputed'
     if 'transpose(' in op_name:
@@ -78,11 +80,10 @@ class HiddenWork:
     self._names = LayerNames(layer.path for layer in self._layers.values())
     self.paths: set[str] = set()  # Paths of the layers that answered.
 
-  def loop_trips(self, op_name: str) -> int | None:
-    """Returns the trip count of a loop, as its layer gives it; None if the layer does not know."""
-    path, inside = self._names.split_scopes(scopes(op_name))
-    trips = self._layers[path].loop_trips(inside) if path in self._layers else None
-    if trips is not None:
+  def loop_trips(self, op_name: str) -> float | None:
+    """Returns the trip count of a loop, as its layer gives it by `expected_trips`; None if it gives none."""
+    trips, path = read_expected_trips(op_name), self._names.layer(op_name)
+    if trips is not None and path:
       self.paths.add(path)
     return trips
 

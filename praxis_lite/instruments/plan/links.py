@@ -7,7 +7,7 @@ A group has n devices, m in each of s domains of fast links (n = m s). Each devi
     reduce-scatter     O (m - 1) / m                  O (s - 1) / n              O: bytes of the operand
     all-reduce         2 R (m - 1) / m                2 R (s - 1) / n
     all-to-all         O (m - 1) / n                  O (n - m) / n
-    permute            O                              O, if a pair spans two domains
+    permute            O (1 - c)                      O c            c: share of the pairs that span two domains
 
 Both transfers run at the same time, in pieces, so the slower one sets the time. On a torus, a group that forms a box
 uses the links of all dimensions that it extends over: in both directions if the dimension is a ring, in one if it is a
@@ -106,14 +106,15 @@ class Links:
     if not moving:
       return Traffic(0.0, 0.0, 0.0)
     start, end = (self._places[[pair[i] for pair in moving]] for i in (0, 1))
-    crosses = (start[:, 0] != end[:, 0]).any()
-    stays = (start[:, 0] == end[:, 0]).any()
-    hops = 1
+    crossing, hops = float(np.mean(start[:, 0] != end[:, 0])), 1
     for dim in range(self._target.torus):
       apart = np.abs(start[:, 1 + dim] - end[:, 1 + dim])
       size = self._topology.shape[dim]
       hops = max(hops, int((np.minimum(apart, size - apart) if self._topology.wraps(dim) else apart).max()))
-    return self._add_time(operand_bytes if stays else 0.0, operand_bytes if crosses else 0.0, 1 / hops, hops)
+    # A device sends either over fast links or over the network, and the slower ones set the time.
+    fast, network = (operand_bytes if share else 0.0 for share in (1 - crossing, crossing))
+    seconds = self._add_time(fast, network, 1 / hops, hops).seconds
+    return Traffic(operand_bytes * (1 - crossing), operand_bytes * crossing, seconds)
 
   def _add_time(self, fast: float, network: float, links: float, hops: float) -> Traffic:
     target, efficiency = self._target, self._target.efficiency

@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from praxis_lite.common.jax_internals.mlir import ir
-from praxis_lite.sharding.propagation import count_parts, split_of
+from praxis_lite.sharding.propagation import count_parts, operation_name, split_of
 
 PRODUCTS = {'stablehlo.dot_general', 'chlo.ragged_dot'}
 STARTED = {'sdy.all_gather', 'sdy.all_reduce', 'sdy.reduce_scatter', 'sdy.all_to_all', 'sdy.collective_permute'}
@@ -49,12 +50,44 @@ class Sizes:
     bits = getattr(value.type.element_type, 'width', 32)
     return math.prod(self.shape(value)) * max(bits // 8, 1)
 
+  def text(self, value: ir.Value) -> str:
+    """Returns the dtype and the shape of the part on each device, such as 'bf16[4, 128]'."""
+    return f'{hlo_dtype_name(value)}{list(self.shape(value))}'
+
+
+def hlo_dtype_name(value: ir.Value) -> str:
+  """Returns the HLO name of the dtype of a value."""
+  text = str(value.type.element_type).lower()
+  return {'i8': 's8', 'i16': 's16', 'i32': 's32', 'ui8': 'u8', 'i1': 'pred'}.get(text, text)
+
 
 @dataclasses.dataclass(eq=False)
-class _Buffer:
+class Buffer:
+  """The memory of a stored value.
+
+  Attributes:
+    name: name of the operation that makes the value, or that fills it part by part; see `LocalOperation`.
+    shape, bytes: dtype, shape and bytes on each device.
+    defined, last_use: numbers of the operations of its block that make it, and that read it last.
+    loop: name of the loop that fills it part by part; '' if none does.
+  """
+
+  name: str
+  shape: str
   bytes: int
   defined: int
   last_use: int
+  loop: str = ''
+
+
+class Peak(NamedTuple):
+  """The largest number of bytes that are live at a time, and their buffers."""
+
+  bytes: int = 0
+  buffers: tuple[Buffer, ...] = ()
+
+
+_NOTHING = Peak()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +99,7 @@ class _Value:
     read: the arrays in memory that a reader of the value reads, and their bytes.
   """
 
-  held: tuple[_Buffer, ...] = ()
+  held: tuple[Buffer, ...] = ()
   read: Mapping[ir.Value, int] = dataclasses.field(default_factory=dict)
 
   @property
@@ -80,27 +113,28 @@ class BlockMemory:
   Args:
     block: a block of a program with propagated shardings.
     sizes: the sizes of arrays on each device.
+    within: the names of the loops around the block.
     fills_in_place: whether the parts of an array are computed in place, not copied into the array.
   """
 
-  def __init__(self, block: ir.Block, sizes: Sizes, fills_in_place: bool = False):
-    self._sizes, self._fills_in_place = sizes, fills_in_place
+  def __init__(self, block: ir.Block, sizes: Sizes, within: str = '', fills_in_place: bool = False):
+    self._sizes, self._within, self._fills_in_place = sizes, within, fills_in_place
     self._values: dict[ir.Value, _Value] = {
       argument: _Value(read={argument: sizes.bytes(argument)}) for argument in block.arguments
     }
-    self._buffers: list[_Buffer] = []
-    self._inside: dict[int, int] = {}
+    self._buffers: list[Buffer] = []
+    self._inside: dict[int, Peak] = {}
     self._at = -1
     self._together: set[frozenset[ir.Value]] = set()
     *_, last = block.operations
     self._returned = set(last.operation.operands)
 
-  def add(self, op: ir.Operation, inside: int = 0) -> int:
+  def add(self, op: ir.Operation, inside: Peak = _NOTHING) -> int:
     """Adds the next operation. Returns the bytes that it moves if it becomes a fusion; 0 if it does not.
 
     Args:
       op: the operation.
-      inside: bytes that are live in its regions.
+      inside: what is live in its regions.
     """
     self._at += 1
     self._inside[self._at] = inside
@@ -113,23 +147,36 @@ class BlockMemory:
     for number, result in enumerate(op.results):
       self._values[result], by_fusion = self._result(op, number, result, used)
       moved += by_fusion
+    if op.name == 'stablehlo.while':
+      self._label_filled(op)
     return moved
 
   def same(self, result: ir.Value, other: ir.Value) -> None:
     """Records that `result` is the same value as `other`."""
     self._values[result] = self._values[other]
 
-  def most_live(self) -> int:
-    """Returns the peak of live bytes, without the arguments."""
+  def peak(self) -> Peak:
+    """Returns the largest number of live bytes, and their buffers, without the arguments."""
     change = [0] * (self._at + 3)
     for buffer in self._buffers:
       change[buffer.defined] += buffer.bytes
       change[buffer.last_use + 1] -= buffer.bytes
     live = np.cumsum(change)
-    return max((int(live[at]) + inside for at, inside in self._inside.items()), default=0)
+    at, inside = max(self._inside.items(), key=lambda item: int(live[item[0]]) + item[1].bytes)
+    own = tuple(buffer for buffer in self._buffers if buffer.defined <= at <= buffer.last_use)
+    return Peak(int(live[at]) + inside.bytes, own + inside.buffers)
+
+  def _label_filled(self, loop: ir.Operation) -> None:
+    """Gives each buffer that a loop fills part by part the name of the operation that fills it."""
+    *_, last = loop.regions[1].blocks[0].operations
+    name = f'{self._within}/{operation_name(loop)}'
+    for result, passed in zip(loop.results, last.operation.operands):
+      held = self._values[result].held
+      if len(held) == 1 and getattr(passed.owner, 'name', '') == 'stablehlo.dynamic_update_slice':
+        held[0].name, held[0].loop = f'{name}/{operation_name(passed.owner)}', name
 
   def _result(self, op: ir.Operation, number: int, result: ir.Value, used: list[_Value]) -> tuple[_Value, int]:
-    """Returns the memory of a result, and the bytes that it moves if it becomes a fusion."""
+    """Returns what a result keeps in memory, and how many bytes computing it moves if it becomes a fusion."""
     size = self._sizes.bytes(result)
     if op.name == 'stablehlo.while' and not _is_copied(op, number):
       return _Value(used[number].held, {result: size}), 0
@@ -151,7 +198,8 @@ class BlockMemory:
     moved = 0 if stored and op.name not in _FUSIONS else self._bytes_read(fused.read) + size
     if result in self._returned:  # The caller holds its memory.
       return _Value((), {result: size}), moved
-    self._buffers.append(_Buffer(size, self._at, self._at))
+    name = f'{self._within}/{operation_name(op)}'
+    self._buffers.append(Buffer(name, self._sizes.text(result) if size else '', size, self._at, self._at))
     return _Value((self._buffers[-1],), {result: size}), moved
 
   def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:

@@ -18,8 +18,24 @@ import numpy as np
 
 from praxis_lite.common.jax_internals.mlir import ir
 from praxis_lite.instruments.plan.layer_names import HiddenWork
-from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention
-from praxis_lite.instruments.plan.local_memory import COLLECTIVES, LOOPS, PRODUCTS, STARTED, BlockMemory, Sizes
+from praxis_lite.instruments.plan.library_calls import (
+  estimated_cost,
+  fused_attention_flops,
+  grouped_product_flops,
+  is_attention_kernel,
+  is_fused_attention,
+  named_attention_flops,
+)
+from praxis_lite.instruments.plan.local_memory import (
+  COLLECTIVES,
+  LOOPS,
+  PRODUCTS,
+  STARTED,
+  BlockMemory,
+  Peak,
+  Sizes,
+  hlo_dtype_name,
+)
 from praxis_lite.instruments.plan.local_overlap import is_joined, overlappable_collectives
 from praxis_lite.sharding.propagation import (
   functions_of,
@@ -46,16 +62,16 @@ class LocalOperation:
     bytes: bytes that one execution reads and writes.
     flops: FLOPs of one execution; 0 for a fusion.
     dtype: HLO name of the dtype of a product's operands; '' for a fusion.
-    is_attention: whether it is a fused kernel for the whole attention.
+    attention_dims: dims per head of attention in a fused kernel; 0 for other operations.
     loop: number of the loop around it; 0 outside loops.
   """
 
   name: str
-  count: int
+  count: float
   bytes: int
   flops: float = 0.0
   dtype: str = ''
-  is_attention: bool = False
+  attention_dims: int = 0
   loop: int = 0
 
 
@@ -74,7 +90,7 @@ class LocalCollective:
   """
 
   name: str
-  count: int
+  count: float
   kind: str
   axes: tuple[str, ...]
   groups: tuple[tuple[int, ...], ...]
@@ -90,33 +106,37 @@ class LocalProgram:
   """The work of one device in a step, read from a lowered program.
 
   Attributes:
-    products, fusions, collectives: in the order of the program.
-    temporaries: peak of live bytes, without arguments and results.
+    products, fusions, collectives: its operations of these kinds, in order.
+    peak: the largest number of live bytes, and their buffers, without arguments and results.
     unknown_loops: names of loops whose trip count the program does not say; each counts as one iteration.
   """
 
   products: tuple[LocalOperation, ...]
   fusions: tuple[LocalOperation, ...]
   collectives: tuple[LocalCollective, ...]
-  temporaries: int
+  peak: Peak
   unknown_loops: tuple[str, ...] = ()
 
 
-def local_program(lowered: jax.stages.Lowered, hidden: HiddenWork | None = None) -> LocalProgram:
+def local_program(
+  lowered: jax.stages.Lowered, hidden: HiddenWork | None = None, *, has_ragged_dot: bool = False
+) -> LocalProgram:
   """Reads a program that was lowered for a mesh, with or without devices.
 
   Args:
     lowered: the program.
     hidden: what layers say about work that the program does not show.
+    has_ragged_dot: whether the compiler has a kernel for `jax.lax.ragged_dot`, as for TPU. Others multiply every row by
+      the weights of every group.
   """
   module = lowered.compiler_ir('stablehlo')
   assert module is not None
   root = make_collectives_explicit(module)  # Keep a reference: the operations in it do not outlive it.
   functions = functions_of(root)
-  reader = _Reader(Sizes(mesh_axes(module)), functions, hidden or HiddenWork())
-  temporaries = reader.read(functions['main'].regions[0].blocks[0], 1, '')
+  reader = _Reader(Sizes(mesh_axes(module)), functions, hidden or HiddenWork(), has_ragged_dot)
+  peak = reader.read(functions['main'].regions[0].blocks[0], 1, '')
   return LocalProgram(
-    tuple(reader.products), tuple(reader.fusions), tuple(reader.collectives), temporaries, tuple(reader.unknown_loops)
+    tuple(reader.products), tuple(reader.fusions), tuple(reader.collectives), peak, tuple(reader.unknown_loops)
   )
 
 
@@ -124,8 +144,10 @@ def local_program(lowered: jax.stages.Lowered, hidden: HiddenWork | None = None)
 
 
 class _Reader:
-  def __init__(self, sizes: Sizes, functions: Mapping[str, ir.Operation], hidden: HiddenWork):
-    self._sizes, self._functions, self._hidden = sizes, functions, hidden
+  def __init__(
+    self, sizes: Sizes, functions: Mapping[str, ir.Operation], hidden: HiddenWork, has_ragged_dot: bool = False
+  ):
+    self._sizes, self._functions, self._hidden, self._has_ragged_dot = sizes, functions, hidden, has_ragged_dot
     self.products: list[LocalOperation] = []
     self.fusions: list[LocalOperation] = []
     self.collectives: list[LocalCollective] = []
@@ -133,12 +155,12 @@ class _Reader:
     self._beside: set[ir.Operation] = set()
     self._loop, self._loops = 0, 0
 
-  def read(self, block: ir.Block, count: int, within: str, *, fills_in_place: bool = False) -> int:
+  def read(self, block: ir.Block, count: float, within: str, *, fills_in_place: bool = False) -> Peak:
     """Adds the work of a block that runs `count` times. Returns its peak of live bytes, without its arguments."""
-    memory = BlockMemory(block, self._sizes, fills_in_place)
+    memory = BlockMemory(block, self._sizes, within, fills_in_place)
     communicated: dict[object, ir.Value] = {}
     for op in (op.operation for op in block.operations):
-      inside = 0
+      inside = Peak()
       if op.name in LOOPS:
         inside = self._read_inside(op, count, within)
       elif op.name in PRODUCTS:
@@ -155,9 +177,9 @@ class _Reader:
         self.collectives += self._collective(op, count, within)
       if moved := memory.add(op, inside):
         self.fusions.append(LocalOperation(f'{within}/{operation_name(op)}', count, moved, loop=self._loop))
-    return memory.most_live()
+    return memory.peak()
 
-  def _read_inside(self, op: ir.Operation, count: int, within: str) -> int:
+  def _read_inside(self, op: ir.Operation, count: float, within: str) -> Peak:
     """Adds the work of an operation's regions; for a conditional, of all branches."""
     name = f'{within}/{operation_name(op)}'
     if op.name == 'stablehlo.while':
@@ -165,7 +187,7 @@ class _Reader:
       self._loops += 1
       self._loop = self._loops
       self._beside |= overlappable_collectives(body)
-      trips = _trip_count(op)
+      trips: float | None = _trip_count(op)
       if trips is None:
         trips = self._hidden.loop_trips(name)
       if trips is None:
@@ -173,9 +195,9 @@ class _Reader:
       live = self.read(body, count * (1 if trips is None else trips), name, fills_in_place=UNROLLED in op.attributes)
       self._loop = outside
       return live
-    return max(self.read(region.blocks[0], count, name) for region in op.regions)
+    return max((self.read(region.blocks[0], count, name) for region in op.regions), key=lambda peak: peak.bytes)
 
-  def _product(self, op: ir.Operation, count: int, within: str) -> LocalOperation:
+  def _product(self, op: ir.Operation, count: float, within: str) -> LocalOperation:
     left, result = op.operands[0], op.results[0]
     shape = self._sizes.shape(left)
     numbers = str(
@@ -184,19 +206,34 @@ class _Reader:
     contracted = re.search(r'lhs_contracting_dimensions = \[([\d, ]*)\]', numbers)
     dims = [int(d) for d in contracted[1].split(',') if d.strip()] if contracted else []
     flops = 2.0 * math.prod(self._sizes.shape(result)) * math.prod(shape[d] for d in dims)
+    if 'ragged' in op.name:
+      groups = self._sizes.shape(op.operands[2])[-1]
+      if len(self._sizes.shape(result)) > len(shape):  # A result for each group, which sums only its own rows.
+        flops /= groups
+      flops *= 1 if self._has_ragged_dot else groups
     moved = sum(map(self._sizes.bytes, (*op.operands[:2], result)))
-    return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, _dtype(left), loop=self._loop)
+    return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, hlo_dtype_name(left), loop=self._loop)
 
-  def _custom_call(self, op: ir.Operation, count: int, within: str) -> list[LocalOperation]:
-    """Returns the work of a custom call: fused attention, or the FLOPs that its layer gives."""
+  def _custom_call(self, op: ir.Operation, count: float, within: str) -> list[LocalOperation]:
+    """Returns the work of a custom call: attention, a grouped product, or what its author or its layer says."""
     target, name = ir.StringAttr(op.attributes['call_target_name']).value, f'{within}/{operation_name(op)}'
     if target == SPLIT_BY_RULE:
       return self._attention(op, count, within)
-    flops = self._hidden.call_flops(name, target, [self._sizes.shape(operand) for operand in op.operands])
-    moved = sum(map(self._sizes.bytes, (*op.operands, *op.results)))
-    return [LocalOperation(name, count, moved, flops, _dtype(op.operands[0]), loop=self._loop)] if flops else []
+    flops, estimated = estimated_cost(_backend_config(op))
+    shapes = [self._sizes.shape(operand) for operand in op.operands]
+    flops = flops or named_attention_flops(name) or self._hidden.call_flops(name, target, shapes)
+    if not flops and shapes and op.results:
+      flops = grouped_product_flops(name, shapes[0], self._sizes.shape(op.results[0]))
+    if not flops:
+      return []
+    operands, dims = list(zip(map(hlo_dtype_name, op.operands), shapes)), 0
+    if is_attention_kernel(target, name):  # The first operands may be tables of integers.
+      operands = [(dtype, shape) for dtype, shape in operands if dtype.startswith(('f', 'bf'))]
+      dims = operands[0][1][-1]
+    moved = max(sum(map(self._sizes.bytes, (*op.operands, *op.results))), int(estimated))
+    return [LocalOperation(name, count, moved, flops, operands[0][0], dims, self._loop)]
 
-  def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalOperation]:
+  def _attention(self, op: ir.Operation, count: float, within: str) -> list[LocalOperation]:
     """Returns the fused attention in a custom call whose own sharding rule may split batch and heads."""
     (called,) = ir.ArrayAttr(op.attributes['called_computations'])
     inside = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
@@ -204,16 +241,16 @@ class _Reader:
     share = math.prod(self._sizes.shape(query)) / math.prod(query.type.shape)
     moved = sum(map(self._sizes.bytes, (*op.operands, *op.results)))
     found = []
+    dims = query.type.shape[-1]
     for kernel in inside:
       target = ir.StringAttr(kernel.attributes['call_target_name']).value
       if is_fused_attention(target):
-        config = json.loads(ir.StringAttr(kernel.attributes['backend_config']).value)
-        flops = share * fused_attention_flops(target, config, query.type.shape[-1])
+        flops = share * fused_attention_flops(target, _backend_config(kernel), dims)
         name = f'{within}/{operation_name(op)}'
-        found.append(LocalOperation(name, count, moved, flops, _dtype(query), True, self._loop))
+        found.append(LocalOperation(name, count, moved, flops, hlo_dtype_name(query), dims, self._loop))
     return found
 
-  def _collective(self, op: ir.Operation, count: int, within: str) -> list[LocalCollective]:
+  def _collective(self, op: ir.Operation, count: float, within: str) -> list[LocalCollective]:
     """Returns the collective in a list, which is empty if nothing moves."""
     operand, result = op.operands[0], op.results[0]
     users = [use.owner.operation for use in result.uses]
@@ -233,7 +270,9 @@ class _Reader:
     # In a function that JAX traced separately, such as a lookup, an operation has only the name of the function.
     name = f'{within}/{next((name for name in map(operation_name, (op, *users)) if "/" in name), operation_name(op))}'
     return [
-      LocalCollective(name, count, kind, axes, groups, sent, received, _dtype(result), self._loop, op in self._beside)
+      LocalCollective(
+        name, count, kind, axes, groups, sent, received, hlo_dtype_name(result), self._loop, op in self._beside
+      )
     ]
 
   def _axes(self, op: ir.Operation, kind: str) -> tuple[str, ...]:
@@ -254,19 +293,25 @@ class _Reader:
     return tuple(axis for axis in self._sizes.mesh if before.get(axis) != after.get(axis))
 
 
-def _dtype(value: ir.Value) -> str:
-  """Returns the HLO name of the dtype of a value."""
-  text = str(value.type.element_type).lower()
-  return {'i8': 's8', 'i16': 's16', 'i32': 's32', 'ui8': 'u8', 'i1': 'pred'}.get(text, text)
+def _backend_config(call: ir.Operation) -> object:
+  """Returns the decoded description of a custom call; {} if it has none."""
+  if 'backend_config' not in call.attributes:
+    return {}
+  config = call.attributes['backend_config']
+  try:
+    return json.loads(ir.StringAttr(config).value) if isinstance(config, ir.StringAttr) else {}
+  except ValueError:
+    return {}
 
 
 def _trip_count(loop: ir.Operation) -> int | None:
   """Returns the trip count of a loop of `lax.scan`, which counts from zero to a constant; None for other loops."""
-  for op in loop.regions[0].blocks[0].operations:
-    if op.operation.name == 'stablehlo.compare':
-      number, limit = op.operation.operands
-      if not isinstance(number.type.element_type, ir.IntegerType) or isinstance(limit.owner, ir.Block):
-        return None
-      constant = limit.owner.operation.attributes
-      return int(np.array(ir.DenseIntElementsAttr(constant['value'])).flat[0]) if 'value' in constant else None
-  return None
+  *_, end = loop.regions[0].blocks[0].operations
+  condition = end.operation.operands[0].owner
+  if isinstance(condition, ir.Block) or condition.name != 'stablehlo.compare':
+    return None
+  number, limit = condition.operands
+  if not isinstance(number.type.element_type, ir.IntegerType) or isinstance(limit.owner, ir.Block):
+    return None
+  constant = limit.owner.operation.attributes
+  return int(np.array(ir.DenseIntElementsAttr(constant['value'])).flat[0]) if 'value' in constant else None

@@ -3,7 +3,7 @@
     peak = arguments + outputs + temporaries - outputs in the memory of donated arguments
 
 XLA's `memory_analysis` reports these sizes. What the temporaries contain is an estimate from the schedule: the results
-that are live when live results take most memory. Buffers that a loop fills layer by layer are saved activations in the
+that are live when memory use is highest. Buffers that a loop fills layer by layer are saved activations in the
 forward pass and gradients in the backward pass.
 """
 
@@ -15,16 +15,17 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from praxis_lite.common.trees import leaves_by_path, path_name
+from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.instruments.plan.cost import name_of
 from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, HloArray, Instruction, ResultShape
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.sharding.host_memory import is_on_host
 from praxis_lite.sharding.slots import owner_of
+from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 
@@ -146,15 +147,20 @@ _KINDS = ('parameters', 'optimizer slots', 'moving averages', 'inputs')
 
 def state_bytes(task: PartitionedTask) -> StateBytes:
   """Returns the bytes of a train step's arguments on each device, without arrays in host memory."""
-  arrays = tuple(_state_arrays(task))
-  parameters, slots, averages, inputs = (sum(a.bytes for a in arrays if a.kind == kind) for kind in _KINDS)
-  return StateBytes(parameters, slots, averages, inputs, arrays)
-
-
-def _state_arrays(task: PartitionedTask) -> Iterator[StateArray]:
   state, _, inputs = task.train_step.arguments
-  variables = leaves_by_path(state.mdl_vars)
-  for kind, tree in zip(_KINDS, (state.mdl_vars, state.opt_states, state.ema_vars, inputs)):
+  return _bytes_of(state.mdl_vars, state.opt_states, state.ema_vars, inputs)
+
+
+def inference_bytes(step: PartitionedStep) -> StateBytes:
+  """Like `state_bytes`, for a step without a state, such as `decode_step`."""
+  variables, _, _, inputs = step.arguments
+  return _bytes_of(variables, {}, {}, inputs)
+
+
+def _bytes_of(mdl_vars: NestedDict, slots: NestedDict, averages: NestedDict, inputs: NestedDict) -> StateBytes:
+  variables = leaves_by_path(mdl_vars)
+  arrays = []
+  for kind, tree in zip(_KINDS, (mdl_vars, slots, averages, inputs)):
     for path, struct in leaves_by_path(tree).items():
       owner = path if kind == 'parameters' else owner_of(path, variables)
       *layer, name = owner or path[-1:]
@@ -163,7 +169,9 @@ def _state_arrays(task: PartitionedTask) -> Iterator[StateArray]:
         name += f' · {before.rpartition(".")[2]}{after}'
       part = f'{_hlo_name(struct.dtype)}{list(struct.sharding.shard_shape(struct.shape))}'
       if size := bytes_on_each(struct):
-        yield StateArray(kind, path_name(tuple(layer)), name, part, size)
+        arrays.append(StateArray(kind, path_name(tuple(layer)), name, part, size))
+  by_kind = [sum(a.bytes for a in arrays if a.kind == kind) for kind in _KINDS]
+  return StateBytes(by_kind[0], by_kind[1], by_kind[2], by_kind[3], tuple(arrays))
 
 
 def bytes_on_each(tree: Any) -> int:
@@ -196,7 +204,7 @@ class _Buffer:
   kind: str = 'temporaries'
   last_use: int = -1
   given: bool = False  # Not a temporary: an argument, a result or a constant.
-  operands: tuple[_Buffer, ...] = ()  # Operands of equal size, one of which a fusion may overwrite.
+  operands: tuple[_Buffer, ...] = ()  # Operands of equal size: a fusion may overwrite one.
 
   @property
   def shape(self) -> str:
@@ -205,33 +213,47 @@ class _Buffer:
 
 _Held = _Buffer | tuple['_Held', ...]
 # What buffers that a loop over layers fills contain, by the phase of the loop. A recomputing loop keeps nothing.
-_FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
+FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
 
 def live_memory(program: CompiledProgram, names: LayerNames) -> tuple[tuple[Live, ...], dict[str, int]]:
   """Returns `Memory.live` and `Memory.over_time` of a scheduled program."""
   liveness = _Liveness(program)
-  groups: dict[tuple[str, str, str], list[_Buffer]] = collections.defaultdict(list)
-  for buffer in liveness.peak(program.entry)[1]:
-    if buffer.array.bytes:
-      groups[buffer.kind, names.layer(buffer.op_name), names.phase(buffer.op_name)].append(buffer)
-  found = []
-  for key, buffers in groups.items():
-    alike = _alike(buffers)
-    largest = max(buffers, key=lambda buffer: buffer.array.bytes).shape
-    found.append(Live(*key, sum(b.bytes for b in alike), largest, alike))
+  at_peak = [LiveBuffer(b.kind, b.op_name, b.shape, b.array.bytes) for b in liveness.peak(program.entry)[1]]
   over_time = {
     instruction.name: size
     for computation, sizes in liveness.live.items()
     for instruction, size in zip(program.computations[computation].instructions, sizes)
     if size
   }
-  return tuple(sorted(found, key=lambda live: -live.bytes)), over_time
+  return group_by_layer(at_peak, names), over_time
 
 
-def _alike(buffers: Iterable[_Buffer]) -> tuple[Buffers, ...]:
-  counts = collections.Counter((_operation(b.op_name), b.shape, b.array.bytes) for b in buffers)
+class LiveBuffer(NamedTuple):
+  """A buffer that is live at the peak: its kind as in `Live`, the name of its operation, its shape and bytes."""
+
+  kind: str
+  op_name: str
+  shape: str
+  bytes: int
+
+
+def group_by_layer(buffers: Iterable[LiveBuffer], names: LayerNames) -> tuple[Live, ...]:
+  """Returns buffers by kind, layer and phase; those that take most bytes come first."""
+  groups: dict[tuple[str, str, str], list[LiveBuffer]] = collections.defaultdict(list)
+  for buffer in buffers:
+    if buffer.bytes:
+      groups[buffer.kind, names.layer(buffer.op_name), names.phase(buffer.op_name)].append(buffer)
+  found = []
+  for key, among in groups.items():
+    largest = max(among, key=lambda buffer: buffer.bytes).shape
+    found.append(Live(*key, sum(b.bytes for b in among), largest, _alike(among)))
+  return tuple(sorted(found, key=lambda live: -live.bytes))
+
+
+def _alike(buffers: Iterable[LiveBuffer]) -> tuple[Buffers, ...]:
+  counts = collections.Counter((_operation(b.op_name), b.shape, b.bytes) for b in buffers)
   found = [Buffers(name, shape, count, count * size) for (name, shape, size), count in counts.items()]
   return tuple(sorted(found, key=lambda b: -b.bytes))
 
@@ -316,14 +338,14 @@ class _Liveness:
     return new(instruction.shape)
 
   def _tell_loop(self, loop: Instruction, carried: _Held) -> None:
-    """Labels the buffers that a loop fills part by part with the operation that fills them."""
+    """Gives each buffer that a loop fills part by part the name of the operation that fills it."""
     body = self._program.computations.get(loop.attribute('body').lstrip('%'))
     if body is None or not isinstance(carried, tuple):
       return
     for element, held in zip(body.operands(body.root), carried):
       if isinstance(held, _Buffer) and _updated_in_place(element, self._program) is not None:
         held.op_name = name_of(element, body) or loop.op_name
-        held.kind = _FILLED_IN.get(_phase_of(loop, body), held.kind)
+        held.kind = FILLED_IN.get(_phase_of(loop, body), held.kind)
 
 
 def _phase_of(loop: Instruction, body: Computation) -> str:

@@ -12,6 +12,8 @@ from praxis_lite.instruments.plan.cost import Communication, Operation, Span
 from praxis_lite.instruments.plan.planning import Plan
 from praxis_lite.instruments.plan.report import chips_text, mode_text
 
+# The operation that fills an array part by part in a loop, and what to call such an array.
+_FILLED_BY, _KEPT = 'dynamic_update_slice', 'kept in each round of a loop'
 _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 
 
@@ -25,7 +27,7 @@ def write_plan_page(path: str, plan: Plan, title: str) -> pathlib.Path:
 
 def render_plan_page(plan: Plan, title: str) -> str:
   """Returns the page as HTML."""
-  return fill_page('praxis_lite.instruments.plan', title, page_data(plan, title), 'plan', _SCRIPTS)
+  return fill_page('praxis_lite.instruments.plan', f'{title}: plan', page_data(plan, title), 'plan', _SCRIPTS)
 
 
 def page_data(plan: Plan, title: str) -> dict[str, object]:
@@ -65,14 +67,16 @@ def _headline(plan: Plan) -> dict[str, object]:
     'parameters': work.parameters,
     'active': work.active_parameters,
     'topology': plan.topology.name,
-    'chips': chips_text(plan),
+    'chips': chips_text(plan.topology),
     'numChips': plan.topology.num_chips,
     'mesh': format_mesh(plan.mesh),
     'mode': plan.mode,
-    'modeText': mode_text(plan),
+    'modeText': mode_text(plan.mode, plan.topology, plan.compile_seconds, plan.is_cached),
     'fits': plan.fits,
     'refused': plan.is_refused,
     'seconds': plan.step_seconds,
+    'isTimeKnown': plan.is_time_known,
+    'range': plan.seconds_range,
     'tokens': work.tokens,
     'tokensPerSecond': plan.tokens_per_second,
     'mfu': plan.mfu,
@@ -92,7 +96,7 @@ def _leaves(plan: Plan) -> Iterator[list[object]]:
   for live in memory.live:
     for buffer in live.buffers:
       times = f', {buffer.count} of them' if buffer.count > 1 else ''
-      name = buffer.operation or buffer.shape
+      name = _KEPT if buffer.operation == _FILLED_BY else buffer.operation or buffer.shape
       yield [live.kind, live.layer, live.phase, name, buffer.bytes, f'{buffer.shape}{times}']
     if not live.buffers:
       yield [live.kind, live.layer, live.phase, live.kind, live.bytes, live.largest]

@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from jax.sharding import AbstractMesh
+
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.explanation import Explanation
@@ -35,15 +37,21 @@ from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.memory import Memory, live_memory, state_bytes
+from praxis_lite.instruments.plan.slow_operations import find_slow_operations
 from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
+from praxis_lite.instruments.plan.uncertainty import time_factors
 from praxis_lite.instruments.plan.why import Why
+from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.slow_paths import SlowPath, find_slow_paths
 from praxis_lite.training.state import state_layout
 from praxis_lite.training.task import SingleTask
 
+# Slow paths that take less than this share of a step are left out.
+_LEAST_SLOW = 0.01
 # The share of a GPU's memory that JAX takes by default.
 _DEFAULT_GPU_FRACTION = 0.75
 
@@ -66,6 +74,16 @@ class ModelWork:
   flops: float
   causal_flops: float
 
+  def unit(self, other: ModelWork) -> str:
+    """Returns the unit in which this work is compared with other work: 'tokens' if models have one size, or 'FLOPs'."""
+    return 'tokens' if self.tokens and other.tokens and self.parameters == other.parameters else 'FLOPs'
+
+  def ratio_to(self, other: ModelWork) -> float:
+    """Returns this work divided by other work, in their `unit`."""
+    if self.tokens and other.tokens and self.unit(other) == 'tokens':
+      return self.tokens / other.tokens
+    return self.flops / other.flops
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -83,6 +101,8 @@ class Plan:
     notes: what is uncertain, and why.
     failure: why the compiler did not compile the step; '' if it did, or was not asked to.
     findings: surprises that are not collectives, such as work that several devices repeat.
+    slow_paths: operations that take a slow path on the chip, most costly first.
+    pipelines: a line about each pipeline, with its bubble.
     weights, activations: the splits of arrays, as in `explain`; for activations also the compiler's split.
   """
 
@@ -99,6 +119,8 @@ class Plan:
   notes: tuple[str, ...] = ()
   failure: str = ''
   findings: tuple[Cause, ...] = ()
+  slow_paths: tuple[SlowPath, ...] = ()
+  pipelines: tuple[str, ...] = ()
   weights: tuple[Explanation, ...] = ()
   activations: tuple[Explanation, ...] = ()
 
@@ -113,7 +135,20 @@ class Plan:
 
   @property
   def step_seconds(self) -> float:
+    """Seconds of a step. If not `is_time_known`, loops of unknown length count once, so it takes longer."""
     return self.cost.seconds
+
+  @property
+  def is_time_known(self) -> bool:
+    return not self.cost.unknown_loops
+
+  @property
+  def seconds_range(self) -> tuple[float, float] | None:
+    """The shortest and longest time of a step, by the errors of earlier plans; None if they are not known."""
+    factors = time_factors(self.topology, self.mode == 'compiled')
+    if factors is None or not self.is_time_known:
+      return None
+    return factors.least * self.step_seconds, factors.largest * self.step_seconds
 
   @property
   def tokens_per_second(self) -> float | None:
@@ -135,7 +170,7 @@ class Plan:
   @property
   def bottleneck(self) -> str:
     """What takes most of the time of a step, and in which layer, as text."""
-    return _bottleneck(self.cost, self.topology)
+    return bottleneck_of(self.cost, self.topology, 'a step')
 
 
 def plan(
@@ -169,7 +204,7 @@ def plan(
     raise ConfigError(
       'plan: the shapes of a batch are known only from its data; pass them as inputs, or set datasets[*].path'
     )
-  mesh = jax_task.mesh_sizes()
+  mesh = jax_task.mesh_sizes(topology.num_devices)
   check_mesh(mesh, topology)
   planner = _Planner(jax_task, dict(struct), topology, report)
   missing = missing_compiler(topology) if compile else ''
@@ -192,7 +227,7 @@ class _Planner:
     report: Callable[[str], object],
   ):
     self._task, self._inputs, self._topology, self._report = jax_task, inputs, topology, report
-    self._mesh = jax_task.mesh_sizes()
+    self._mesh = jax_task.mesh_sizes(topology.num_devices)
     self._layers = list(jax_task.model.descendants())
     self._names, self._hidden = LayerNames(layer.path for layer in self._layers), HiddenWork(self._layers)
 
@@ -201,6 +236,7 @@ class _Planner:
     topology, names = self._topology, self._names
     mesh = self._task.create_mesh(devices_of(topology))
     partitioned = PartitionedTask(self._task, self._inputs, mesh=mesh)
+    padding = _padding(partitioned)
     links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
     paths = [path_name(layer.path) for layer in self._layers]
     step = compile_step(
@@ -212,13 +248,15 @@ class _Planner:
     capacity, state = int(topology.target.device_memory), state_bytes(partitioned)
     memory = Memory(capacity, state, *sizes, *live_memory(program, names))
     with pretend_cudnn_for_plans():
-      layout = state_layout(self._task, abstract_mesh(self._mesh, topology.target.kind))
+      layout = state_layout(self._task, self._mesh_alone())
       why = Why(trace_task(self._task, layout, self._inputs), names)
-    found = self._make(partitioned, 'compiled', memory, why.add_causes(cost, program), [])
+    found = self._make(partitioned, 'compiled', memory, why.add_causes(cost, program), padding)
     findings = why.find_rematerialized(step.messages)
     findings += why.find_replicated(cost.operations, topology.num_devices, self._hidden.paths)
+    slow_paths = [*found.slow_paths, *find_slow_operations(program, cost, names, topology.target.kind)]
     return dataclasses.replace(
       found,
+      slow_paths=tuple(sorted(slow_paths, key=lambda slow: -slow.seconds)),
       compile_seconds=step.seconds,
       is_cached=step.is_cached,
       findings=tuple(findings),
@@ -234,18 +272,29 @@ class _Planner:
     """
     topology = self._topology
     self._report('tracing')
-    partitioned = PartitionedTask(self._task, self._inputs, mesh=abstract_mesh(self._mesh, topology.target.kind))
-    lowered = program_for(partitioned, topology, self._hidden)
+    partitioned = PartitionedTask(self._task, self._inputs, mesh=self._mesh_alone())
+    padding = _padding(partitioned)
+    lowered = program_for(partitioned.train_step, topology, self._hidden)
     state, needs = state_bytes(partitioned), refused.needs if refused else None
-    memory = analytic_memory(max(needs - state.total, 0) if needs else lowered.temporaries, state, topology.target)
+    memory = analytic_memory(lowered, needs, state, topology.target, self._names)
     cost = analytic_cost(lowered, self._mesh, topology, self._names)
-    found = self._make(partitioned, 'analytic', memory, cost, [*notes, UNCERTAIN])
+    found = self._make(partitioned, 'analytic', memory, cost, [*notes, UNCERTAIN, *padding])
     return dataclasses.replace(found, failure=failure, is_refused=refused is not None and refused.does_not_fit)
+
+  def _mesh_alone(self) -> AbstractMesh:
+    """Returns the mesh without devices, whose kind decides which kernels a step uses."""
+    target = self._topology.target
+    return abstract_mesh(self._mesh, target.kind, target.cuda.name if target.cuda else None)
 
   def _make(self, partitioned: PartitionedTask, mode: str, memory: Memory, cost: Cost, notes: Sequence[str]) -> Plan:
     target = self._topology.target
-    notes = [*notes, *doubts(cost), *_padding(partitioned)]
-    if target.kind == 'cpu':
+    notes = [*notes, *doubts(cost)]
+    if runs := self._topology.experience:
+      between = f' ({runs.least:.2f} to {runs.largest:.2f})' if runs.runs > 1 else ''
+      number = f'{runs.runs} measured runs' if runs.runs > 1 else 'a measured run'
+      took = f'steps took {runs.typical:.2f} times as long as planned{between}'
+      notes.append(f'times are corrected by {number} on {target.name}: {took}')
+    elif target.kind == 'cpu':
       notes.append('times on cpu are of an imagined machine, and only orders of magnitude')
     elif target.efficiency.calibrated:
       notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
@@ -254,6 +303,9 @@ class _Planner:
     if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
       notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
     mesh = dict(partitioned.mesh.shape)
+    with pretend_cudnn_for_plans():
+      step = partitioned.train_step.trace()
+    slow_paths = find_slow_paths(step.jaxpr, self._task.model, target, partitioned.mesh.size)
     return Plan(
       self._task.name,
       self._topology,
@@ -263,19 +315,28 @@ class _Planner:
       cost,
       model_work(partitioned),
       notes=tuple(notes),
+      slow_paths=tuple(slow for slow in slow_paths if slow.seconds > _LEAST_SLOW * cost.seconds),
+      pipelines=tuple(describe_pipelines(self._task.model, partitioned.batch_size)),
       weights=tuple(parameter_table(self._task, mesh)),
     )
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:
+  """Returns a note if the batch is filled up. Raises ConfigError if most of the work would be for nothing."""
   microbatches = partitioned.jax_task.learner.num_microbatches
   true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
-  multiple = partitioned.row_parts * microbatches
+  multiple, share = partitioned.row_parts * microbatches, f'{1 - true / computed:.0%} of the work'
   if true == computed:
     return []
+  if computed > 2 * true:
+    raise ConfigError(
+      f'datasets[*].batch_size: {true:,} rows are split into {multiple:,} parts, so rows that only fill up the batch '
+      f"would be {share}; use at least {multiple:,} rows, as in --set 'datasets[*].batch_size={multiple}', or a mesh "
+      'whose batch axes are smaller'
+    )
   return [
     f'a batch of {true:,} rows is filled up to {computed:,} with rows of weight zero, which take as long as real ones: '
-    f'{1 - true / computed:.0%} of the work; batch_size should be a multiple of {multiple:,}'
+    f'{share}; batch_size should be a multiple of {multiple:,}'
   ]
 
 
@@ -284,7 +345,10 @@ def doubts(cost: Cost) -> list[str]:
   where = ', '.join(dict.fromkeys(cost.unknown_loops))
   if not where:
     return []
-  return [f'the program does not say how often the loops of {where} run; each counts once, and a step takes longer']
+  return [
+    f'neither the program nor a layer says how often the loops of {where} run; each counts once in the times below the '
+    'headlines, and a step takes longer; give the numbers with `expected_trips`'
+  ]
 
 
 def model_work(partitioned: PartitionedTask) -> ModelWork:
@@ -317,7 +381,8 @@ def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHPar
   return 1
 
 
-def _bottleneck(cost: Cost, topology: Topology) -> str:
+def bottleneck_of(cost: Cost, topology: Topology, work: str) -> str:
+  """Returns what takes most of the time, and in which layer, as text; `work` names what takes this time."""
   limits = cost.seconds_by_limit(topology.target)
   limit = max(limits, key=lambda name: limits[name])
   share = limits[limit] / max(cost.seconds, 1e-30)
@@ -326,7 +391,7 @@ def _bottleneck(cost: Cost, topology: Topology) -> str:
     over = f'over {"+".join(waits.axes)} ' if waits.axes else ''
     kind = 'the network between hosts' if waits.network_bytes > waits.fast_bytes else 'fast links'
     return (
-      f'communication: {share:.0%} of a step waits for it, most for {waits.kind} {over}in '
+      f'communication: {share:.0%} of {work} waits for it, most for {waits.kind} {over}in '
       f'{waits.layer or "the update"} ({waits.phase}), on {kind}'
     )
   seconds: dict[str, float] = {}
@@ -339,4 +404,4 @@ def _bottleneck(cost: Cost, topology: Topology) -> str:
     'memory': 'reading and writing memory',
     'overhead': 'starting many small operations',
   }[limit]
-  return f'{limit}: {share:.0%} of a step goes to {what}{where}'
+  return f'{limit}: {share:.0%} of {work} goes to {what}{where}'

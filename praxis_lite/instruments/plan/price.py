@@ -1,14 +1,18 @@
-"""The cost of training on a number of tokens: time, chip-hours and money."""
+"""The cost of training on a number of tokens: time, with failures, chip-hours and money."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from praxis_lite.common.figures import duration, short_number
+from praxis_lite.common.figures import duration, format_seconds, short_number
+from praxis_lite.instruments.plan.goodput import EXPECTED, ExpectedGoodput, Interruptions, goodput
 from praxis_lite.instruments.plan.planning import Plan
 
 # Tokens per parameter that give the best model at a given training cost (Hoffmann et al., 2022).
 CHINCHILLA = 20
+# If a larger share of the time is useful work, failures are not mentioned.
+_NEARLY_ALL = 0.9995
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +22,17 @@ class Price:
   Attributes:
     tokens: number of tokens.
     steps: number of steps with the planned batch.
-    seconds: time of all steps. Evaluation, checkpoints and failures are not included.
+    steps_seconds: time of all steps.
+    goodput: what saves, failures, restarts and waits for inputs do to it.
+    seconds: time with these, without evaluations.
     chip_hours: total over all chips.
     money: cost at the given price of a chip-hour; None if no price was given.
   """
 
   tokens: float
   steps: float
+  steps_seconds: float
+  goodput: ExpectedGoodput
   seconds: float
   chip_hours: float
   money: float | None
@@ -35,27 +43,54 @@ def chinchilla_tokens(plan: Plan) -> float:
   return float(CHINCHILLA * plan.work.active_parameters)
 
 
-def price_of(plan: Plan, tokens: float | None = None, per_chip_hour: float | None = None) -> Price | None:
-  """Returns the cost of training on `tokens`, by default `chinchilla_tokens`; None if the plan has no tokens."""
-  if plan.work.tokens is None:
+def price_of(
+  plan: Plan,
+  tokens: float | None = None,
+  per_chip_hour: float | None = None,
+  interruptions: Interruptions = EXPECTED,
+) -> Price | None:
+  """Returns the cost of training on `tokens`, by default `chinchilla_tokens`; None if these or a time are not known.
+
+  Args:
+    plan: the plan of a step.
+    tokens: the number of tokens.
+    per_chip_hour: the price of a chip for an hour.
+    interruptions: how often the run stops, and for how long.
+  """
+  if plan.work.tokens is None or not plan.is_time_known:
     return None
   tokens = chinchilla_tokens(plan) if tokens is None else tokens
   steps = tokens / plan.work.tokens
-  seconds = steps * plan.step_seconds
-  chip_hours = seconds / 3600 * plan.topology.num_chips
-  return Price(tokens, steps, seconds, chip_hours, None if per_chip_hour is None else chip_hours * per_chip_hour)
+  seconds, chips = steps * plan.step_seconds, plan.topology.num_chips
+  found = goodput(chips, plan.memory.state.total, interruptions)
+  whole = seconds / found.share if found.share else math.inf
+  chip_hours = whole / 3600 * chips
+  money = None if per_chip_hour is None else chip_hours * per_chip_hour
+  return Price(tokens, steps, seconds, found, whole, chip_hours, money)
 
 
-def format_price(plan: Plan, tokens: float | None = None, per_chip_hour: float | None = None) -> str:
-  """Returns the cost as one or two lines; '' if the plan has no tokens."""
-  price = price_of(plan, tokens, per_chip_hour)
+def format_price(plan: Plan, tokens: float | None = None, price: Price | None = None) -> str:
+  """Returns a price, by default `price_of(plan, tokens)`, as a few lines; '' if the plan has no tokens or no time."""
+  price = price or price_of(plan, tokens)
   if price is None:
     return ''
+  if math.isinf(price.seconds):
+    return 'failures are so frequent that a run makes no progress: a chip fails sooner than it restarts and saves'
   best = chinchilla_tokens(plan)
   active = 'active ' if plan.work.active_parameters != plan.work.parameters else ''
   known = f'{CHINCHILLA} for each {active}parameter, which Hoffmann et al. (2022) found best for its cost'
   line = f'{short_number(price.tokens)} tokens take {price.steps:,.0f} steps, {duration(price.seconds)}: '
   line += f'{price.chip_hours:,.0f} chip-hours' + ('' if price.money is None else f', {price.money:,.0f} in money')
-  if tokens is None:
-    return f'{line} ({known})'
-  return f'{line}\n{short_number(best)} tokens would be {known}'
+  line += f' ({known})' if tokens is None else ''
+  lines = [line, _format_goodput(price)] if price.goodput.share < _NEARLY_ALL else [line]
+  return '\n'.join(lines if tokens is None else [*lines, f'{short_number(best)} tokens would be {known}'])
+
+
+def _format_goodput(price: Price) -> str:
+  found = price.goodput
+  if math.isinf(found.seconds_to_failure):
+    return f'{found.share:.1%} of this time is work; the rest waits for inputs'
+  return (
+    f'{found.share:.1%} of this time is work that is kept: some chip fails every {duration(found.seconds_to_failure)}, '
+    f'and a save stalls the run for {format_seconds(found.save_seconds)}, best every {duration(found.save_interval)}'
+  )

@@ -9,6 +9,8 @@ from praxis_lite.common.figures import format_bytes, format_seconds
 from praxis_lite.instruments.explain.explanation import align_columns, format_mesh
 from praxis_lite.instruments.plan.cost import Communication
 from praxis_lite.instruments.plan.planning import Plan
+from praxis_lite.instruments.plan.targets import find_target
+from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.instruments.plan.why_text import format_why
 
 _MOST_ROWS = 8
@@ -26,42 +28,51 @@ def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
   active = '' if work.active_parameters == work.parameters else f' ({work.active_parameters:,} active for each token)'
   rows = [
     ('model', f'{plan.name}: {work.parameters:,} parameters{active}'),
-    ('topology', f'{topology.name}: {chips_text(plan)}'),
+    ('topology', f'{topology.name}: {chips_text(topology)}'),
     ('mesh', format_mesh(plan.mesh)),
-    ('mode', mode_text(plan)),
+    *(('pipeline', line) for line in plan.pipelines),
+    ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached)),
     ('fits' if plan.fits else 'does not fit', _fits(plan)),
     ('step', _time(plan)),
     ('model FLOPs', _mfu(plan)),
-    ('bottleneck', plan.bottleneck),
+    ('bottleneck', plan.bottleneck if plan.is_time_known else 'not known'),
   ]
-  width = max(len(name) for name, _ in rows)
-  head = '\n'.join(_wrap(f'{name:<{width}}  {text}', width + 2) for name, text in rows)
-  sections = [head, _memory_table(plan), _time_table(plan)]
+  sections = [format_head(rows), _memory_table(plan), _time_table(plan)]
   if plan.cost.collectives:
     sections.append(_collectives_table(plan))
   sections += [why] if (why := format_why(plan, every_cause)) else []
-  sections += ['\n'.join(_wrap(f'note: {note}', 6) for note in plan.notes)] if plan.notes else []
+  sections += ['\n'.join(wrap_line(str(slow), 6) for slow in plan.slow_paths)] if plan.slow_paths else []
+  sections += ['\n'.join(wrap_line(f'note: {note}', 6) for note in plan.notes)] if plan.notes else []
   return '\n\n'.join(sections)
 
 
-def chips_text(plan: Plan) -> str:
-  topology, target = plan.topology, plan.topology.target
+def format_head(rows: Sequence[tuple[str, str]]) -> str:
+  """Returns names, in a column, and texts, wrapped."""
+  width = max(len(name) for name, _ in rows)
+  return '\n'.join(wrap_line(f'{name:<{width}}  {text}', width + 2) for name, text in rows)
+
+
+def chips_text(topology: Topology) -> str:
+  target = topology.target
   count, name = topology.num_chips, target.cuda.name if target.cuda else target.name
   if target.kind == 'cpu':
     return f'{count:,} simulated devices'
   plural = 's' if count > 1 else ''
+  network = ''
+  if target.network != find_target(target.name).network:
+    network = f', {8e-9 * target.network * target.chips_per_host:,.0f} Gbit/s from each host'
   if target.kind == 'gpu':
-    return f'{count:,} x {name}, fast links among {topology.shape[1]:,}'
+    return f'{count:,} x {name}, fast links among {topology.shape[1]:,}{network}'
   rings = ', '.join('ring' if topology.wraps(i) else 'line' for i in range(target.torus))
   slices = f', {topology.slices} slices' if topology.slices > 1 else ''
-  return f'{count:,} TPU {name} chip{plural}{slices}, torus of {rings}'
+  return f'{count:,} TPU {name} chip{plural}{slices}, torus of {rings}{network}'
 
 
-def mode_text(plan: Plan) -> str:
-  if plan.mode == 'analytic':
+def mode_text(mode: str, topology: Topology, compile_seconds: float, is_cached: bool) -> str:
+  if mode == 'analytic':
     return 'analytic: formulas, no compiler'
-  when = ', by an earlier plan' if plan.is_cached else ''
-  return f'compiled for {plan.topology.target.name} in {plan.compile_seconds:.0f} s{when}'
+  when = ', by an earlier plan' if is_cached else ''
+  return f'compiled for {topology.target.name} in {compile_seconds:.0f} s{when}'
 
 
 def _fits(plan: Plan) -> str:
@@ -73,16 +84,25 @@ def _fits(plan: Plan) -> str:
 
 
 def _time(plan: Plan) -> str:
-  tokens = plan.tokens_per_second
+  if not plan.is_time_known:
+    return 'not known: how often some loops run depends on data; see the notes'
+  tokens, limits = plan.tokens_per_second, plan.seconds_range
   speed = '' if tokens is None else f', {tokens:,.0f} tokens/s, {tokens / plan.topology.num_chips:,.0f} on each chip'
-  return f'{format_seconds(plan.step_seconds)}{speed}'
+  near = f'; by the errors of earlier plans {format_range(limits)}' if limits else ''
+  return f'{format_seconds(plan.step_seconds)}{speed}{near}'
+
+
+def format_range(seconds: tuple[float, float]) -> str:
+  """Returns a range of times, such as '2.13 s to 3.41 s'."""
+  return ' to '.join(map(format_seconds, seconds))
 
 
 def _mfu(plan: Plan) -> str:
+  used, used_causal = (f'MFU {share:.1%} by ' if plan.is_time_known else '' for share in (plan.mfu, plan.causal_mfu))
   if plan.work.tokens is None:
-    return f'{plan.work.flops:.4g} a step, MFU {plan.mfu:.1%}'
+    return f'{plan.work.flops:.4g} a step{f", {used[:-4]}" if used else ""}'
   whole, causal = plan.work.flops / plan.work.tokens, plan.work.causal_flops / plan.work.tokens
-  return f'MFU {plan.mfu:.1%} by 6N + 12LdS = {whole:.3g} a token, {plan.causal_mfu:.1%} by 6N + 6LdS = {causal:.3g}'
+  return f'{used}6N + 12LdS = {whole:.3g} a token, {used_causal.removeprefix("MFU ")}6N + 6LdS = {causal:.3g}'
 
 
 def _memory_table(plan: Plan) -> str:
@@ -101,7 +121,7 @@ def _memory_table(plan: Plan) -> str:
     rows.append(('too much', _bar(memory.capacity, -memory.room, whole, '!'), format_bytes(-memory.room), ''))
   text = format_table(rows, right=(2, 3))
   live = memory.live[:_MOST_ROWS]
-  if not live or plan.mode == 'analytic':
+  if not live:
     return text
   at_peak = [('live at the peak', 'layer', 'phase', 'bytes', 'largest')]
   at_peak += [(e.kind, e.layer or '-', e.phase, format_bytes(e.bytes), e.largest) for e in live]
@@ -176,7 +196,7 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int |
   return '\n'.join([lines[0], '-' * max(map(len, lines)), *lines[1:]])
 
 
-def _wrap(line: str, indent: int) -> str:
+def wrap_line(line: str, indent: int) -> str:
   return '\n'.join(textwrap.wrap(line, _WIDTH, subsequent_indent=' ' * indent, break_on_hyphens=False))
 
 

@@ -33,6 +33,8 @@ Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
 # The search ends when all neighbours of this many best settings are estimated.
 _MOST_PROMISING = 5
+# Above this share of the memory, XLA recomputes more, the less memory is left; an estimate grows to `_FULL` times.
+_NEARLY_FULL, _FULL = 0.85, 1.25
 # The share of the time limit for estimates, and the number of estimates to make even if they take longer.
 _FOR_ESTIMATES = 0.4
 _LEAST_ESTIMATES = 8
@@ -46,7 +48,8 @@ class Ranked:
     overrides: overrides that apply the setting; empty for the experiment's own, unless its mesh had to be fitted.
     estimate: plan from the lowered program.
     verified: plan from the compiled program; None if it was not compiled.
-    seconds, peak: seconds of a step and peak bytes on each device, compiled or from the corrected estimate.
+    seconds, peak: seconds of a step and peak bytes on each device, compiled or from the corrected estimate, which
+      expects that XLA recomputes more if memory is nearly full.
     is_own: whether this is the experiment's own setting, with a fitted mesh.
     failure: why compiling failed, other than for lack of memory; '' if it did not fail or was not tried.
   """
@@ -73,9 +76,10 @@ class Ranked:
     return self.seconds / self.estimate.work.flops
 
   @property
-  def order(self) -> tuple[bool, bool, float]:
-    """The sort key: settings that fit come first; among them, compiled ones; among these, faster ones."""
-    return (not self.fits, self.verified is None, self.seconds_for_work if self.fits else self.peak)
+  def order(self) -> tuple[bool, bool, bool, float]:
+    """The sort key: settings that fit come first; among them, those of known time; then compiled ones; then faster."""
+    is_unknown = not self.plan.is_time_known
+    return (not self.fits, is_unknown, self.verified is None, self.seconds_for_work if self.fits else self.peak)
 
 
 def search(
@@ -152,7 +156,7 @@ class _Search:
     return [ranked for _, ranked in self._rank()]
 
   def _explore(self, most: int, end: float) -> None:
-    """Estimates neighbours of the most promising settings until none is left or a limit is reached."""
+    """Estimates neighbours of the most promising settings until all are estimated or a limit is reached."""
     expanded: set[Setting] = set()
 
     def may_go_on() -> bool:
@@ -211,6 +215,7 @@ class _Search:
         continue
       verified = self._verified.get(setting)
       seconds, peak = self._correction(estimate, setting)
+      seconds *= _recomputing(peak / estimate.memory.capacity)
       if verified is not None:
         seconds, peak = verified.step_seconds, float(verified.memory.peak)
       overrides = (*self.fitted, *overrides_of(self._knobs, setting))
@@ -221,7 +226,7 @@ class _Search:
         )
       )
     if by_estimate:
-      return sorted(found, key=lambda pair: (not pair[1].fits, pair[1].order[2]))
+      return sorted(found, key=lambda pair: (*pair[1].order[:2], pair[1].order[-1]))
     return sorted(found, key=lambda pair: pair[1].order)
 
 
@@ -248,6 +253,11 @@ class Correction:
     return seconds, estimate.memory.peak + (temporaries - 1) * estimate.memory.temporaries
 
 
+def _recomputing(filled: float) -> float:
+  """Returns the factor by which a step takes longer if this share of the memory is filled."""
+  return 1 + (_FULL - 1) * min(max(filled - _NEARLY_FULL, 0) / (1 - _NEARLY_FULL), 1)
+
+
 def _factor(pairs: Sequence[tuple[Plan, Plan]], what: Callable[[Plan], float]) -> float:
   """Returns the geometric mean of the ratios between compiled programs and their estimates."""
   ratios = [what(compiled) / what(estimate) for estimate, compiled in pairs if what(estimate) > 0 < what(compiled)]
@@ -265,23 +275,46 @@ def format_search(found: Sequence[Ranked], most: int = 12) -> str:
     scale = plan.step_seconds / ranked.seconds
     tokens = '-' if plan.tokens_per_second is None else f'{plan.tokens_per_second * scale:,.0f}'
     mark = 'compiled' if ranked.verified else 'compiler failed' if ranked.failure else 'estimated'
-    changes = [line for line in ranked.overrides if 'mesh_shape' not in line and 'mesh_axis_names' not in line]
+    changes = [line for line in ranked.overrides if 'mesh_shape' not in line]
     what = ', '.join([format_mesh(plan.mesh), *(line.rpartition('.')[2] for line in changes)])
     what += ' (its own)' if ranked.is_own else ''
     refused = ranked.verified is not None and ranked.verified.is_refused
     memory = 'refused' if refused else format_bytes(int(ranked.peak))
     time = f'{share:.0%}' if ranked.fits else 'does not fit'
-    rows.append((mark, memory, format_seconds(ranked.seconds), f'{plan.mfu * scale:.1%}', tokens, time, what))
-  best = found[0]
-  lines = [format_table(rows, right=(1, 2, 3, 4, 5)), '']
+    speed = (format_seconds(ranked.seconds), f'{plan.mfu * scale:.1%}', tokens)
+    if not (plan.is_time_known and own.plan.is_time_known):
+      speed, time = ('not known', '-', '-'), '-' if ranked.fits else time
+    rows.append((mark, memory, *speed, time, what))
+  return '\n'.join([format_table(rows, right=(1, 2, 3, 4, 5)), '', *_verdict(found, own)])
+
+
+def _verdict(found: Sequence[Ranked], own: Ranked) -> list[str]:
+  """Returns which setting is the best, among which, and how to use it, as lines."""
+  best, compiled = found[0], [ranked for ranked in found if ranked.verified]
   if not best.fits:
-    lines.append('no setting was found that fits')
-  elif best.is_own:
-    lines.append(f'the setting of the experiment is the best of {len(found):,} that were looked at')
+    return [f'no setting fits: {_looked_at(found)}']
+  if notes := doubts(best.plan.cost):
+    return ['which setting is the fastest is not known', *(f'note: {note}' for note in notes)]
+  of = f'the best of the {len(compiled):,} that were compiled' if best.verified else 'the best by estimates only'
+  if best.is_own:
+    lines = [f"the experiment's own setting is {of}; {_looked_at(found)}"]
   else:
     gain = f'{1 - best.seconds_for_work / own.seconds_for_work:.0%} less time than its own setting'
     gain = gain if own.fits else 'its own setting does not fit'
-    lines.append(f'best of {len(found):,} settings that were looked at: {gain}. To use it:')
-    lines += [f"  --set '{line}'" for line in best.overrides]
-  lines += [f'note: {doubt}' for doubt in doubts(best.plan.cost)]
-  return '\n'.join(lines)
+    lines = [f'{of}: {gain}; {_looked_at(found)}. To use it:', *(f"  --set '{line}'" for line in best.overrides)]
+  promising = [
+    r for r in found if r.fits and not r.verified and not r.failure and r.seconds_for_work < best.seconds_for_work
+  ]
+  if best.verified and promising:
+    share = min(r.seconds_for_work for r in promising) / best.seconds_for_work
+    lines.append(
+      f'{len(promising):,} that were only estimated may take less time, down to {share:.0%} of this; '
+      f'--verify={len(compiled) + len(promising)} --search_seconds=1800 compiles more'
+    )
+  return lines
+
+
+def _looked_at(found: Sequence[Ranked]) -> str:
+  compiled, failed = (sum(map(bool, marks)) for marks in zip(*((r.verified, r.failure) for r in found)))
+  text = f'{len(found):,} settings were estimated, {compiled:,} of them compiled'
+  return text + (f', and the compiler failed for {failed:,}' if failed else '')

@@ -66,7 +66,7 @@ class Group:
     why, fields: the reason for the collectives, and the fields that declare them.
   """
 
-  times: int
+  times: float
   sent: int
   why: str
   fields: str
@@ -105,7 +105,7 @@ class Snapshot:
     memory = [(f'{size:,}', name) for name, size in self.memory.items()]
     weights = [(w.split, path, w.shape, w.fields) for path, w in self.weights.items()]
     collectives = [
-      (f'{group.sent:,}', f'{group.times} x', *key, group.why, group.fields or '-')
+      (f'{group.sent:,}', f'{group.times:.6g} x', *key, group.why, group.fields or '-')
       for key, group in self.collectives.items()
     ]
     for title, rows, right in (
@@ -200,7 +200,7 @@ def read(path: Path) -> Snapshot:
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f'{path}: {getattr(error, "strerror", error)}; plan --snapshot={path} writes one') from None
   if not lines or lines[0] != _TITLE:
-    raise ConfigError(f'{path}: this is no snapshot of a plan; plan --snapshot={path} writes one')
+    raise ConfigError(f'{path}: this is not a snapshot of a plan; plan --snapshot={path} writes one')
   heads: dict[str, str] = {}
   rows: dict[str, list[list[str]]] = {section: [] for section in _SECTIONS}
   section = ''

@@ -18,7 +18,7 @@ class Efficiency:
 
   Attributes:
     compute: share of the peak in matrix products.
-    attention: share of the peak in a fused kernel for attention.
+    attention: share of the peak in a fused kernel for attention whose heads fill the units for products.
     memory, links, network: shares of the bandwidth of memory, of fast links, and of links between hosts.
     seconds_per_operation: minimal time of an operation.
     seconds_per_hop: minimal time of a message between neighbours, or between hosts.
@@ -39,23 +39,28 @@ class Efficiency:
 # Book, "Maximum Achievable Matmul FLOPS"). We assume 0.9 of that for the products of a step, because their shapes are
 # not optimal and they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s;
 # links of 8 H100 reach 370 of 450 GB/s (How to Scale Your Model, chapters 2 and 12). The other shares are assumptions.
-_TPU = Efficiency(0.9, 0.9, 0.85, 0.9, 0.8, 0.5e-6, 1e-6)
+_TPU = Efficiency(0.9, 0.6, 0.85, 0.9, 0.8, 0.5e-6, 1e-6)
 _GPU = Efficiency(0.70, 0.5, 0.85, 0.8, 0.8, 3e-6, 4e-6)
 _CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)
-_COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'h100': 0.72, 'h200': 0.72, 'b200': 0.70, 'gb200': 0.70}
+# A profile of Llama 3 8B on v6e with sequences of 8,192 tokens ("TPU model performance auto-optimization", A. Vlasenko,
+# 2026) has 3.17 s of products for 2.26 to 2.31e15 FLOPs, 78 % of the peak. Its attention, by tokamax's kernels, reaches
+# 36 %, and from the time of a step with JAX's splash attention instead, we compute 30 %. There, products with 128 dims
+# per head fill half of a unit, so we assume 60 % for heads that fill it, on all TPUs.
+_COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'h100': 0.72, 'h200': 0.72, 'b200': 0.70, 'gb200': 0.70, 'v6e': 0.78}
 
 
 def _assume_efficiency(accelerator: Accelerator) -> Efficiency:
   if accelerator.kind == 'gpu':
     return dataclasses.replace(_GPU, compute=_COMPUTE.get(accelerator.name, _GPU.compute))
-  return _TPU if accelerator.kind == 'tpu' else _CPU
+  if accelerator.kind == 'tpu':
+    return dataclasses.replace(_TPU, compute=_COMPUTE.get(accelerator.name, _TPU.compute))
+  return _CPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
   """Properties of a chip that XLA's compiler for NVIDIA GPUs needs in addition to the published figures."""
 
-  capability: tuple[int, int]
   cores: int  # Streaming multiprocessors.
   clock_ghz: float
   l2_bytes: int
@@ -63,19 +68,23 @@ class Cuda:
 
 
 _CUDA = {
-  'a100-40': Cuda((8, 0), 108, 1.41, 40 << 20, 'NVIDIA A100-SXM4-40GB'),
-  'a100': Cuda((8, 0), 108, 1.41, 40 << 20, 'NVIDIA A100-SXM4-80GB'),
-  'h100': Cuda((9, 0), 132, 1.98, 50 << 20, 'NVIDIA H100 80GB HBM3'),
-  'h200': Cuda((9, 0), 132, 1.98, 50 << 20, 'NVIDIA H200'),
-  'b200': Cuda((10, 0), 148, 1.965, 132644864, 'NVIDIA B200'),
-  'gb200': Cuda((10, 0), 152, 2.062, 135528448, 'NVIDIA GB200'),
-  'l4': Cuda((8, 9), 58, 2.04, 48 << 20, 'NVIDIA L4'),
-  'l40s': Cuda((8, 9), 142, 2.52, 96 << 20, 'NVIDIA L40S'),
-  'rtx3090': Cuda((8, 6), 82, 1.695, 6 << 20, 'NVIDIA GeForce RTX 3090'),
-  'rtx4090': Cuda((8, 9), 128, 2.52, 72 << 20, 'NVIDIA GeForce RTX 4090'),
-  'rtx5090': Cuda((12, 0), 170, 2.407, 96 << 20, 'NVIDIA GeForce RTX 5090'),
-  'rtx6000ada': Cuda((8, 9), 142, 2.505, 96 << 20, 'NVIDIA RTX 6000 Ada Generation'),
+  'a100-40': Cuda(108, 1.41, 40 << 20, 'NVIDIA A100-SXM4-40GB'),
+  'a100': Cuda(108, 1.41, 40 << 20, 'NVIDIA A100-SXM4-80GB'),
+  'h100': Cuda(132, 1.98, 50 << 20, 'NVIDIA H100 80GB HBM3'),
+  'h200': Cuda(132, 1.98, 50 << 20, 'NVIDIA H200'),
+  'b200': Cuda(148, 1.965, 132644864, 'NVIDIA B200'),
+  'gb200': Cuda(152, 2.062, 135528448, 'NVIDIA GB200'),
+  'l4': Cuda(58, 2.04, 48 << 20, 'NVIDIA L4'),
+  'l40s': Cuda(142, 2.52, 96 << 20, 'NVIDIA L40S'),
+  'rtx3090': Cuda(82, 1.695, 6 << 20, 'NVIDIA GeForce RTX 3090'),
+  'rtx4090': Cuda(128, 2.52, 72 << 20, 'NVIDIA GeForce RTX 4090'),
+  'rtx5090': Cuda(170, 2.407, 96 << 20, 'NVIDIA GeForce RTX 5090'),
+  'rtx6000ada': Cuda(142, 2.505, 96 << 20, 'NVIDIA RTX 6000 Ada Generation'),
 }
+
+
+# Lengths and widths of the units for products of TPUs (Google Cloud documentation); of others, 128.
+_LARGE_UNITS = {'v6e': 256, '7x': 256}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +99,15 @@ class Target(Accelerator):
   efficiency: Efficiency
   cuda: Cuda | None = None
 
+  def attention_share(self, dims_per_head: int) -> float:
+    """Returns the share of the peak that a fused kernel for attention reaches.
+
+    A product with few dims per head, of queries and keys or of probabilities and values, leaves rows or columns of a
+    TPU's units unused.
+    """
+    side = _LARGE_UNITS.get(self.name, 128) if self.kind == 'tpu' else 1
+    return self.efficiency.attention * min(1.0, dims_per_head / side)
+
 
 def _target(accelerator: Accelerator) -> Target:
   figures = {field.name: getattr(accelerator, field.name) for field in dataclasses.fields(Accelerator)}
@@ -97,6 +115,7 @@ def _target(accelerator: Accelerator) -> Target:
 
 
 TARGETS: Mapping[str, Target] = {name: _target(accelerator) for name, accelerator in ACCELERATORS.items()}
+"""The chips that `plan` knows, by name."""
 
 
 def find_target(name: str) -> Target:
@@ -123,9 +142,9 @@ _MULTIPROCESSOR = {
 def gpu_target_config(target: Target) -> str:
   """Returns the properties of a GPU that XLA's compiler needs, as a GpuTargetConfigProto in text form."""
   cuda = target.cuda
-  assert cuda is not None, target.name
-  shared, threads, units = _MULTIPROCESSOR[cuda.capability]
-  major, minor = cuda.capability
+  assert cuda is not None and target.capability is not None, target.name
+  shared, threads, units = _MULTIPROCESSOR[target.capability]
+  major, minor = target.capability
   info = {
     'threads_per_block_limit': 1024,
     'threads_per_warp': 32,

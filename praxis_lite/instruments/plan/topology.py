@@ -12,6 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,15 @@ from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.instruments.plan.targets import Target, find_target
 
 _FORM = 'expected a form such as v5p:8x16x16, v5e:16x16:2 (two slices), h100:512x8 (hosts x GPUs of each) or cpu:64'
+
+
+class Experience(NamedTuple):
+  """Runs on a kind of chip: their number, and the typical, least and largest quotient of measured and planned time."""
+
+  runs: int
+  typical: float
+  least: float
+  largest: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +39,13 @@ class Topology:
     target: the kind of chip.
     shape: TPU: sizes of the torus of a slice. GPU: (domains of fast links, chips in a domain). cpu: (devices,).
     slices: number of slices, connected by the network of the data center.
+    experience: the runs by which the efficiency of the target was corrected; None if it was not.
   """
 
   target: Target
   shape: tuple[int, ...]
   slices: int = 1
+  experience: Experience | None = None
 
   @property
   def name(self) -> str:
@@ -65,6 +77,18 @@ class Topology:
     domains = np.repeat(np.arange(self.slices), len(one))
     return np.column_stack([domains, np.tile(one, (self.slices, 1))])
 
+  def change_network(self, host_gigabits: float | None = None, oversubscription: float = 1.0) -> Topology:
+    """Returns the topology with another network between domains of fast links.
+
+    Args:
+      host_gigabits: gigabits per second of all network adapters of a host, in one direction; None keeps the published
+        figure.
+      oversubscription: how much more the adapters can send together than the switches between hosts; 2 is 2:1.
+    """
+    target = self.target
+    share = target.network if host_gigabits is None else host_gigabits * 1e9 / 8 / target.chips_per_host
+    return dataclasses.replace(self, target=dataclasses.replace(target, network=share / oversubscription))
+
   def wraps(self, dim: int) -> bool:
     """Whether a dimension of the torus is a ring."""
     return self.shape[dim] % self.target.wraps_at == 0
@@ -93,7 +117,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
   if len(shape) != target.torus:
-    fit = _nearest_torus(target, math.prod(shape))
+    fit = nearest_torus(target, math.prod(shape))
     raise ConfigError(
       f'topology {text!r}: {target.name} is a torus of {target.torus} dimensions, not {len(shape)}. '
       f'Did you mean {target.name}:{"x".join(map(str, fit))}?'
@@ -104,15 +128,39 @@ def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]
       f'topology {text!r}: the largest slice of {target.name} is {largest}, {math.prod(target.largest):,} chips; '
       f'several slices are written {target.name}:{largest}:2'
     )
+  if not _is_sold(shape):
+    nearest = 'x'.join(map(str, nearest_torus(target, math.prod(shape))))
+    raise ConfigError(
+      f'topology {text!r}: no slice of {target.name} has these sizes; they are {_SOLD[target.torus]}. '
+      f'Did you mean {target.name}:{nearest}?'
+    )
   return shape
 
 
-def _nearest_torus(target: Target, chips: int) -> tuple[int, ...]:
-  """Returns the sizes of a torus of about `chips` chips, as close to a cube as powers of two allow."""
+# The sizes of slices by the dimensions of the torus, and those of less than 64 chips in a torus of three.
+_SOLD = {
+  2: '1x1, 2x2, 2x4, 4x4, 4x8 and so on, to powers of two',
+  3: 'multiples of 4, or 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4',
+}
+_FEW_CHIPS = ((1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+
+def _is_sold(shape: tuple[int, ...]) -> bool:
+  """Whether slices of these sizes, in any order, can be rented."""
+  if len(shape) == 3:
+    return all(size % 4 == 0 for size in shape) or tuple(sorted(shape)) in _FEW_CHIPS
+  less, more = sorted(shape)
+  return more & (more - 1) == 0 and less & (less - 1) == 0 and (more == less or (more == 2 * less and less > 1))
+
+
+def nearest_torus(target: Target, chips: int) -> tuple[int, ...]:
+  """Returns the sizes of a slice of about `chips` chips, as close to a cube as powers of two allow."""
   sizes, left = [1] * target.torus, max(round(math.log2(chips)), 0)
   for i in range(left):
     sizes[-1 - i % target.torus] *= 2
-  return tuple(min(a, b) for a, b in zip(sizes, sorted(target.largest)))
+  fit = tuple(min(a, b) for a, b in zip(sizes, sorted(target.largest)))
+  fit = fit if _is_sold(fit) else (1,) * (target.torus - 2) + (2, 2)
+  return tuple(sorted(fit, key=lambda size: (size == 1, size)))  # 2x2x1, as it is written by those who sell it.
 
 
 def _hosts(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,7 +171,7 @@ def _hosts(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]
     if count > target.domain and count % target.domain:
       below = count // target.domain
       raise ConfigError(
-        f'topology {text!r}: {count} GPUs are no whole number of hosts of {target.domain}. Did you mean '
+        f'topology {text!r}: {count} GPUs are not a whole number of hosts of {target.domain}. Did you mean '
         f'{target.name}:{below}x{target.domain} or {target.name}:{below + 1}x{target.domain}?'
       )
     shape = (max(count // target.domain, 1), min(count, target.domain))

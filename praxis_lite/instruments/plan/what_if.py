@@ -48,7 +48,7 @@ class Change:
     what: the change in words.
     overrides: the overrides that make it.
     peak: peak bytes of memory after the change.
-    time: time for the same work after the change, divided by the time before; None if it is not known.
+    time: time for the same tokens after the change, divided by the time before; None if it is not known.
     how: how the effect is known: 'exact', 'estimated' or 'compiled'.
   """
 
@@ -104,7 +104,7 @@ class WhatIf:
     except (UserError, ValueError, TypeError):
       return None
     seconds, peak = self._correction(found)
-    share = seconds / self._correction(self._own)[0] * self._own.work.flops / found.work.flops
+    share = seconds / self._correction(self._own)[0] / found.work.ratio_to(self._own.work)
     return Change(what, tuple(overrides), peak, share, 'estimated')
 
   # ---------------------------------------------------------------- state
@@ -125,7 +125,9 @@ class WhatIf:
   def _partition(self, overrides: Sequence[str]) -> PartitionedTask:
     config = self.config.change(overrides)
     task, struct = task_and_inputs(config.explained, config.inputs)
-    return PartitionedTask(task, dict(struct or {}), mesh=abstract_mesh(task.mesh_sizes()))
+    return PartitionedTask(
+      task, dict(struct or {}), mesh=abstract_mesh(task.mesh_sizes(self.planned.topology.num_devices))
+    )
 
   def _state_changes(self) -> Iterator[tuple[str, str]]:
     train = self.config.task.train
@@ -142,7 +144,7 @@ class WhatIf:
   # ---------------------------------------------------------------- batch and length
 
   def largest_batch(self) -> Change | None:
-    """Returns the largest batch that fits; None if none is found, or if no field of a dataset sets the batch."""
+    """Returns the largest batch that fits; None if there is none, or no field of a dataset sets the batch."""
     where = batch_path(self.config)
     if where is None:
       return None
@@ -152,7 +154,7 @@ class WhatIf:
     return self._largest('batch_size', rows, step, lambda size: [f'{path}={size}'])
 
   def largest_length(self) -> Change | None:
-    """Returns the largest sequence length that fits; None if none is found, or if no field of a dataset sets it."""
+    """Returns the largest sequence length that fits; None if there is none, or no field of a dataset sets it."""
     datasets = self.config.roots.get('datasets', ())
     training = next((i for i, dataset in enumerate(datasets) if getattr(dataset, 'is_training', False)), None)
     length = None if training is None else getattr(datasets[training], 'seq_len', None)
@@ -199,7 +201,7 @@ class WhatIf:
       if found.mode == 'compiled':
         sizes[guess] = found.memory.peak
         if found.fits:
-          share = found.step_seconds / self.planned.step_seconds * self.planned.work.flops / found.work.flops
+          share = found.step_seconds / self.planned.step_seconds / found.work.ratio_to(self.planned.work)
           name = name if guess == _size(best) else f'{what} {guess:,}'
           return Change(name, tuple(overrides(guess)), found.memory.peak, share, 'compiled')
       elif not found.is_refused:
@@ -215,8 +217,8 @@ class WhatIf:
   def ways_out(self) -> list[Change]:
     """Returns at most three settings that fit, by one change or two; the fastest comes first.
 
-    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries more microbatches, or fewer
-    rows, as far as the temporaries require, alone and together with those other changes that save most memory.
+    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries as many more
+    microbatches, or fewer rows, as the temporaries require, also together with the changes that save most memory.
     """
     capacity = self.planned.memory.capacity
     estimated = [self._estimate_change(_describe(overrides), overrides) for overrides in self._single_changes()]
@@ -265,10 +267,11 @@ class WhatIf:
   def less_waiting(self) -> Change | None:
     """Returns the neighbouring mesh that takes least time.
 
-    Returns None if little communication is exposed, or if no neighbouring mesh that fits saves more than 2 %.
+    Returns None if little communication is exposed, if the time is not known, or if no neighbouring mesh that fits
+    saves more than 2 %.
     """
     planned = self.planned
-    if planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
+    if not planned.is_time_known or planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
       return None
     mesh = knobs_of(self.config)[0]
     found = [self._estimate_change(f'mesh {shape}', mesh.overrides(shape)) for shape in mesh.neighbours(mesh.own)]

@@ -51,7 +51,6 @@ class Why:
       path_name(p): len(w.repeat_prefix) for p, w in leaves_by_path(task.jax_task.model.abstract_init()).items()
     }
     self.declared = Declarations(self.report, stacks, manual=task.jax_task.partitioning != 'auto')
-    self._layers = {path_name(layer.path): layer for layer in task.jax_task.model.descendants()}
 
   # ---------------------------------------------------------------- collectives
 
@@ -78,6 +77,8 @@ class Why:
       return Cause(Reason.INPUTS, layers, ('task.train.inputs_split_mapping',))
     if of_weights and instruction.collective not in ('all-reduce', 'reduce-scatter'):
       return self._moved_weight(of_weights, axes, layers)
+    if of_weights:
+      return self._summed_weight(of_weights, c, layers)
     if any(a.startswith(('opt_states', 'ema_vars')) for a in arguments):
       what = f'{", ".join(sorted(filter(None, arguments)))} is split unlike its variable'
       return Cause(Reason.STATE_MOVED, layers, ('task.train.learner',), 'give both the same spec', what)
@@ -85,7 +86,7 @@ class Why:
       return written
     if (c.result_bytes <= _SMALL and not layers) or all(_rank(dims) == 0 for dims in arrays):
       return Cause(Reason.SUMS, layers)
-    if exchange := self._exchange(axes, layers, by_compiler=True):
+    if exchange := self._exchange(axes, layers, by_compiler=instruction.collective):
       return exchange
     if instruction.collective in ('all-reduce', 'reduce-scatter'):
       return self._sum(c, axes, layers, arrays)
@@ -105,6 +106,16 @@ class Why:
     what = f'{arrays} is moved over {_and(axes)}: its layer does not say what {_and(odd)} splits'
     return self._unsaid(Reason.WEIGHT_MOVED, odd, own, what)
 
+  def _summed_weight(self, weights: Sequence[Declaration], c: Communication, layers: tuple[str, ...]) -> Cause:
+    """Returns the cause of an all-reduce of a weight. XLA adds one where it cannot gather uneven parts."""
+    own, axes = tuple(dict.fromkeys(w.layer for w in weights)) or layers, _and(c.axes)
+    parts = math.prod(self.declared.sizes[axis] for axis in c.axes)
+    uneven = sorted({size for w in weights for size, on in zip(w.shape, w.axes) if {*on} & {*c.axes} and size % parts})
+    sizes = ' and '.join(f'{size:,}' for size in uneven[:3])
+    what = f'{", ".join(w.path for w in weights[:3])} is gathered over {axes} by a sum, which sends twice as much'
+    remedy = f'split over fewer devices: {axes} has {parts:,}, which does not divide {sizes}' if uneven else ''
+    return Cause(Reason.WEIGHT_SUMMED, own, self.declared.fields_of(weights, c.axes), remedy, what)
+
   def _layer_cause(self, name: str, layers: tuple[str, ...], instruction: Instruction, axes: set[str]) -> Cause | None:
     """Returns the cause of a collective that a layer writes itself; None if XLA added the collective."""
     primitive = name.rpartition('/')[2].rstrip(')')
@@ -120,12 +131,18 @@ class Why:
       return self._exchange(axes, layers) or Cause(Reason.SUMS, layers)
     return self._exchange(axes, layers) or Cause(Reason.OTHER, layers, layers)
 
-  def _exchange(self, axes: set[str], layers: tuple[str, ...], by_compiler: bool = False) -> Cause | None:
-    """Returns the communication over `axes` that the nearest layer declares; `by_compiler`: only if XLA adds it."""
+  def _exchange(self, axes: set[str], layers: tuple[str, ...], by_compiler: str = '') -> Cause | None:
+    """Returns the communication over `axes` that the nearest layer declares.
+
+    Args:
+      axes, layers: the axes and the layers of a collective.
+      by_compiler: the kind of a collective that XLA added; '' for one that a layer wrote.
+    """
     for path in (p for layer in layers for p in _upward(layer)):
-      for exchange in self._layers[path].exchanges() if path in self._layers and axes else ():
-        if axes <= set(exchange.axes) and (exchange.by_compiler or not by_compiler):
-          return Cause(Reason.EXCHANGE, (path,), (f'{path}.{exchange.field}',), what=exchange.purpose)
+      for field, exchange in self.report.exchanges.items() if axes else ():
+        is_added = exchange.by_compiler and by_compiler in (exchange.kinds or (by_compiler,))
+        if field == f'{path}.{exchange.field}' and axes <= set(exchange.axes) and (is_added or not by_compiler):
+          return Cause(Reason.EXCHANGE, (path,), (field,), what=exchange.purpose)
     return None
 
   def _sum(self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]]) -> Cause:
@@ -135,6 +152,9 @@ class Why:
     of_weights = all(declared.fitting(dims, declared.weights) for dims in large)
     of_activations = any(declared.fitting(dims, declared.activations) for dims in large)
     if axes <= batch:
+      gathered = [w for dims in large for w in declared.fitting(dims, weights) if w.all_axes & axes]
+      if gathered and c.phase in ('forward', 'recomputed'):
+        return self._summed_weight(list(dict.fromkeys(gathered)), c, layers)
       if c.phase != 'forward' and (of_weights or not of_activations):
         return Cause(Reason.GRADIENT, layers, ('task.train.inputs_split_mapping',))
       if not of_activations or c.result_bytes <= _SMALL:
@@ -186,7 +206,7 @@ class Why:
     return self._surprise(Reason.ACTIVATION_MOVED, axes, layers, what)
 
   def _surprise(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """Returns a cause that blames the declaration that contradicts others about `axes`, or else the layers' fields."""
+    """Returns a cause: the declaration that contradicts others about `axes`; if there is none, the layers' fields."""
     suspect, others = self.declared.suspects(axes, layers)
     if suspect is None:
       return self._unsaid(reason, axes, layers, what)
@@ -200,7 +220,7 @@ class Why:
     return Cause(reason, layers, fields, remedy, what)
 
   def _unsaid(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """Returns a cause for which no declaration contradicts another. Its remedy names fields that could say more."""
+    """Returns a cause if no declaration contradicts another. Its remedy names the fields that could declare more."""
     activations = [d for d in self.declared.activations if any(is_below(d.layer, p) for p in layers)]
     near = [*activations, *self.declared.weights_near(layers)]
     fields = self.declared.fields_of(near, axes) or tuple(dict.fromkeys(d.field for d in near))
@@ -251,7 +271,7 @@ class Why:
     return tuple(idle)
 
   def find_rematerialized(self, messages: Iterable[str]) -> list[Cause]:
-    """Returns the arrays that XLA, by its messages, replicates in order to split them differently; no duplicates."""
+    """Returns the arrays that XLA says it replicates to split them differently, without duplicates."""
     causes = {}
     for message in messages:
       if found := _REMATERIALIZED.search(message):

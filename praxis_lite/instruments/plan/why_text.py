@@ -91,7 +91,7 @@ def _surprise(found: Sequence[Communication]) -> str:
   cause, times = most.cause, sum(c.count for c in found)
   over = f' over {"+".join(most.axes)}' if most.axes else ''
   head = f'{cause}: {most.kind}{over} in {most.layer or "the update"} ({most.phase})'
-  sent = f'{format_bytes(_bytes_sent(found))} in {times} collectives of a step'
+  sent = f'{format_bytes(_bytes_sent(found))} in {times:.6g} collectives of a step'
   what, remedy = (cause.what, cause.remedy) if cause else ('', '')
   return '\n'.join(['  ' + head, _wrap(f'{what}; {sent}'), *([_wrap(remedy)] if remedy else [])])
 

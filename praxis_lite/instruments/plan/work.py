@@ -13,7 +13,15 @@ import numpy as np
 
 from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, HloArray, Instruction, arrays_of
 from praxis_lite.instruments.plan.layer_names import HiddenWork
-from praxis_lite.instruments.plan.library_calls import fused_attention_flops, is_fused_attention, value_in
+from praxis_lite.instruments.plan.library_calls import (
+  estimated_cost,
+  fused_attention_flops,
+  grouped_product_flops,
+  is_attention_kernel,
+  is_fused_attention,
+  named_attention_flops,
+  value_in,
+)
 from praxis_lite.instruments.plan.targets import Target
 
 # ---------------------------------------------------------------- FLOPs
@@ -26,7 +34,7 @@ class CountedProduct:
   flops: float
   dtype: str
   op_name: str
-  is_attention: bool = False  # Attention in a fused kernel.
+  attention_dims: int = 0  # Dims per head of attention in a fused kernel; 0 for other products.
 
 
 def products_of(
@@ -47,8 +55,12 @@ def products_of(
       flops = hidden.call_flops(instruction.op_name, _target(instruction), [operand.dims for operand in operands])
     if flops:
       algorithm = re.search(r'algorithm=dot_(bf16|f16|f8\w*?)_', instruction.attributes)
+      is_attention = is_attention_kernel(_target(instruction), instruction.op_name)
+      if is_attention:  # The first operands may be tables of integers.
+        operands = [operand for operand in operands if operand.dtype.startswith(('f', 'bf'))]
       dtype = algorithm[1] if algorithm else operands[0].dtype if operands else 'f32'
-      yield CountedProduct(flops, dtype, instruction.op_name, is_fused_attention(_target(instruction)))
+      dims = operands[0].dims[-1] if is_attention else 0
+      yield CountedProduct(flops, dtype, instruction.op_name, dims)
 
 
 def _dot_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
@@ -107,7 +119,7 @@ def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, 
 
 
 def _custom_call_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
-  """Returns the FLOPs of cuBLAS and cuDNN calls on GPUs, and of Pallas kernels that give a cost estimate."""
+  """Returns the FLOPs of cuBLAS and cuDNN calls on GPUs, of grouped products, and of kernels with a cost estimate."""
   target = _target(instruction)
   config = _backend_config(instruction)
   if target.startswith('__cublas$'):
@@ -116,8 +128,9 @@ def _custom_call_flops(instruction: Instruction, operands: Sequence[HloArray]) -
     return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in dims) if dims else 0.0
   if is_fused_attention(target):
     return fused_attention_flops(target, config, operands[0].dims[-1])
-  estimate = value_in(config, 'cost_estimate')
-  return float(estimate.get('flops', 0)) if isinstance(estimate, dict) else 0.0
+  if known := estimated_cost(config)[0] or named_attention_flops(instruction.op_name):
+    return known
+  return grouped_product_flops(instruction.op_name, operands[0].dims, instruction.arrays[0].dims) if operands else 0.0
 
 
 def _target(instruction: Instruction) -> str:
@@ -145,8 +158,10 @@ _FLOPS = {
 def operation_seconds(target: Target, products: Iterable[CountedProduct], moved: float) -> float:
   """Returns the time of an operation: the longest of its compute time, its memory time and the minimal time."""
   efficiency = target.efficiency
-  reached = {False: efficiency.compute, True: efficiency.attention}
-  computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
+  computes = 0.0
+  for product in products:
+    share = target.attention_share(product.attention_dims) if product.attention_dims else efficiency.compute
+    computes += product.flops / (target.peak(product.dtype) * share)
   return max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
 
 
@@ -175,7 +190,9 @@ def bytes_of(instruction: Instruction, computation: Computation, program: Compil
     return 2.0 * _memory_bytes(operands[1])
   if instruction.opcode == 'scatter' and len(operands) > 2:
     return 3.0 * _memory_bytes(operands[2])
-  return float(result + sum(map(_memory_bytes, operands)))
+  moved = float(result + sum(map(_memory_bytes, operands)))
+  # A kernel may read an operand several times.
+  return max(moved, estimated_cost(_backend_config(instruction))[1]) if instruction.opcode == 'custom-call' else moved
 
 
 def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: CompiledProgram) -> float:

@@ -28,7 +28,7 @@ from praxis_lite.common.config import Config, config_values, target
 from praxis_lite.common.trees import NestedDict, leaves_by_path
 from praxis_lite.instruments.explain.report import trace_task
 from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES, small_mesh
-from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.layers.base.facts import PipelineStages
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.placement import placed_specs
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
@@ -39,8 +39,6 @@ from praxis_lite.training.task import SingleTask
 _SMALL = 12
 # Fields that count layers. Two layers test as much as many layers do, unless the mesh splits the stack.
 _LAYERS = ('num_layers', 'unroll')
-# Fields of a pipeline that are not sizes of arrays.
-_SCHEDULE = ('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat')
 # Fields of decoding that are not sizes of the model. A few steps, or a few slots of a page, are enough for a test.
 _DECODING = ('max_decode_steps', 'cache_page_size')
 _FEW = 8
@@ -76,8 +74,9 @@ class _Split(NamedTuple):
 
 
 class _Stages(NamedTuple):
-  """A pipeline: its number of stages, the number in the small task, and the rounds of layers in each stage."""
+  """A pipeline: the field and the number of its stages, their number in the small task, and the rounds in each."""
 
+  field: str
   number: int
   small: int
   rounds: int
@@ -118,19 +117,22 @@ def small_task(
     return as_they_are
 
   counts = {n for name, n in _integers(config.model) if name in _LAYERS}
-  sizes = {n for name, n in _integers(config.model) if name not in (*_LAYERS, *_SCHEDULE, *_DECODING)}
+  found = [layer.pipeline_stages() for layer in task.model.descendants()]
+  pipelines = [_shrink_stages(stages, real, mesh) for stages in found if stages is not None]
+  others = {*_LAYERS, *_DECODING, *(p.field for p in pipelines)}
+  sizes = {n for name, n in _integers(config.model) if name not in others}
   shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
   sizes |= {n for shape in shapes for n in shape}
   stacks = [split for split in splits if split.size in counts]
-  pipelines = [_find_stages(layer, real, mesh) for layer in _pipelines(task)]
   first = max((len(getattr(layer, 'first_tpl', ())) for layer in task.model.descendants()), default=0)
 
   def shrunk(kept: Iterable[int]) -> SmallTask:
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
     layers = {n: n if n in kept else min(n, first + _small_count(n, stacks, pipelines, real, mesh)) for n in counts}
-    by_field = {**dict.fromkeys(_LAYERS, layers), **{name: {} for name in _SCHEDULE}}
+    by_field = dict.fromkeys(_LAYERS, layers)
     by_field |= {name: {n: min(n, _FEW)} for name, n in _integers(config.model) if name in _DECODING}
-    by_field['num_stages'] = {p.number: p.small for p in pipelines}
+    for p in pipelines:
+      by_field[p.field] = {**by_field.get(p.field, {}), p.number: p.small}
     model = _change_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
     batch, decoded = _replace_sizes(inputs, chosen), prompts and _replace_sizes(prompts, chosen)
@@ -140,19 +142,19 @@ def small_task(
   return next((small for small in map(shrunk, tried) if _is_valid(small)), as_they_are)
 
 
-def _find_stages(layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
-  """Returns the stages of `layer`. `mesh` divides the small number evenly iff `real` divides the real one."""
-  S = layer.num_stages
-  parts, few = (math.prod(sizes[axis] for axis in layer.stage_axes) for sizes in (real, mesh))
+def _shrink_stages(stages: PipelineStages, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
+  """Returns stages with a small number, which `mesh` divides evenly iff `real` divides the real number."""
+  S = stages.number
+  parts, few = (math.prod(sizes[axis] for axis in stages.axes) for sizes in (real, mesh))
   small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
-  return _Stages(S, small, layer.circular_repeat)
+  return _Stages(stages.field, S, small, stages.rounds)
 
 
 def to_float32(config: Config[SingleTask]) -> Config[SingleTask]:
   """Returns a copy that stores and computes in float32 without fused kernels, because rounding could hide a fault."""
 
   def new_value(name: str, value: object) -> object:
-    return 'dense' if name == 'implementation' and value == 'cudnn' else value
+    return 'dense' if name == 'implementation' and value in ('cudnn', 'tokamax') else value
 
   return replace_dtypes(_change_fields(config, new_value), jnp.float32)
 
@@ -279,10 +281,6 @@ def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes:
   for x in jax.tree.leaves(inputs):
     add(x.shape[1:], PartitionSpec(*step.task.execution.place_input(x).spec[1:]))
   return list(found)
-
-
-def _pipelines(task: SingleTask) -> list[Pipelined]:
-  return [layer for layer in task.model.descendants() if isinstance(layer, Pipelined)]
 
 
 def _is_valid(small: SmallTask) -> bool:

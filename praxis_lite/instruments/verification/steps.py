@@ -23,7 +23,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, m
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.instruments.verification.shrink import replace_rows
 from praxis_lite.sharding.guards import Guarded
-from praxis_lite.sharding.layout import StateLayout
+from praxis_lite.sharding.layout import StateLayout, is_prng_key
 from praxis_lite.sharding.padding import pad_to, slice_to
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.training.learning.schedules import Constant
@@ -287,4 +287,4 @@ def _store_on_mesh(tree: object, layout: StateLayout) -> object:
 
 
 def _host(x: jax.Array) -> np.ndarray | jax.Array:
-  return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+  return x if is_prng_key(x) else np.asarray(x)

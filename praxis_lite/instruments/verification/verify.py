@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -25,12 +24,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from praxis_lite.common.config import Config
+from praxis_lite.common.devices import machine_memory
 from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.common.figures import format_bytes
-from praxis_lite.common.trees import NestedDict, leaves_by_path
+from praxis_lite.common.trees import NestedDict, leaves_by_path, to_path
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.explain.report import subject_of
 from praxis_lite.instruments.verification import remedies
+from praxis_lite.instruments.verification.differences import find_differences, is_unsteady
 from praxis_lite.instruments.verification.float64 import results_in_float64
 from praxis_lite.instruments.verification.shrink import SmallTask, small_task, specs_of
 from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES
@@ -57,12 +58,7 @@ from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig
 from praxis_lite.training.state import state_layout, train_state_shapes
 from praxis_lite.training.task import SingleTask
 
-# The allowed error is a share of the largest entry, plus a multiple of the change that rounding causes on one device.
-_TOLERANCE = 1e-4
-_TIMES_NOISE = 30.0
 _NOISE_SEEDS = (1, 2)
-# If rounding changes a result on one device by more than this share of its largest entry, float64 decides.
-_UNSTEADY = 0.03
 # The name of the difference if the step does not run on the mesh, and so has no results.
 _STEP = 'step'
 _NOT_JUDGED = 'not compared with float64'
@@ -322,8 +318,8 @@ class _Comparison:
       return
     found = mesh_results.result()
     self.guarded += [f'{guarded.op} in {guarded.layer or "the step"}' for guarded in on_mesh.guarded]
-    different = _differences(found, expected, noise)
-    if different or (case.kind is not StepKind.UPDATE and _is_unsteady(expected, noise)):
+    different = find_differences(found, expected, noise)
+    if different or (case.kind is not StepKind.UPDATE and is_unsteady(expected, noise)):
       verdict = self._judge(case, found, expected, noise, different)
       different = verdict.wrong
       self.differences += [
@@ -336,7 +332,7 @@ class _Comparison:
       f'({time.perf_counter() - start:.1f} s)'
     )
     if different and self.failed is None and mesh is None:
-      self.failed = case, lambda results: not _differences(results, expected, noise)
+      self.failed = case, lambda results: not find_differences(results, expected, noise)
 
   def _run_on_one_device(self, case: Case) -> tuple[StepResults, list[StepResults]]:
     """Returns the results of one device, and its results from variables with rounding noise.
@@ -367,7 +363,7 @@ class _Comparison:
     except Exception as error:  # Some layers do not support float64, which says nothing about the mesh.
       self.not_compared.append(f'float64 on one device, in {case.kind} of {case.rows} rows: {_first_line(error)}')
       return undecided
-    of_mesh, of_one = (_differences(results, exact, exact_noise) for results in (found, expected))
+    of_mesh, of_one = (find_differences(results, exact, exact_noise) for results in (found, expected))
     for name in {**different, **of_one}:
       if name not in of_mesh:
         size = f'{different.get(name, of_one.get(name, 0.0)):.2g} times its largest entry'
@@ -380,7 +376,7 @@ class _Comparison:
   def _find_placement(self, name: Name) -> Placement | None:
     """Returns the placement of the variable that a result belongs to; None if it belongs to no variable."""
     placements = leaves_by_path(self.small.placements)
-    owner = None if name.what in _OF_NO_VARIABLE else owner_of(tuple(name.of.split('.')), placements)
+    owner = None if name.what in _OF_NO_VARIABLE else owner_of(to_path(name.of), placements)
     return None if owner is None else placements[owner]
 
 
@@ -393,48 +389,11 @@ class _Verdict(NamedTuple):
   noise: list[StepResults]
 
 
-def _is_unsteady(expected: StepResults, noise: Iterable[StepResults]) -> bool:
-  """Whether rounding noise changes a float result on one device so much that it is not a reliable reference."""
-  floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating) and x.size}
-  largest = max((float(np.nanmax(np.abs(x))) for x in floats.values()), default=0.0)
-  steady = {name: max(_UNSTEADY * float(np.nanmax(np.abs(x))), 1e-4 * largest) for name, x in floats.items()}
-  return any(_error(results[name], x) > steady[name] for results in noise for name, x in floats.items())
-
-
 def _first_line(error: BaseException) -> str:
   return f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else "no message"}'
 
 
 _OF_NO_VARIABLE = ('loss', 'metric', 'output')
-
-
-def _differences(found: StepResults, expected: StepResults, noise: Iterable[StepResults]) -> dict[Name, float]:
-  """Returns the error of each result that differs by more than rounding can explain, largest first."""
-  largest: dict[str, float] = {}
-  for name, x in expected.items():
-    if np.issubdtype(x.dtype, np.floating) and x.size:
-      largest[name.what] = max(largest.get(name.what, 0.0), float(np.nanmax(np.abs(x))))
-  different = {}
-  for name, x in expected.items():
-    errors = [_error(y[name], x) for y in noise]
-    if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
-      continue
-    error, unsure = _error(found[name], x), max(errors)
-    scale = float(np.nanmax(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 1.0
-    is_exact = not np.issubdtype(x.dtype, np.floating)
-    limit = unsure * np.inf if is_exact and unsure else _TOLERANCE * scale + _TIMES_NOISE * unsure
-    limit += 0.0 if is_exact else 1e-7 * largest.get(name.what, 0.0)  # Empty results have no largest entry.
-    if error > limit:
-      different[name] = error / max(scale, 1e-30)
-  return dict(sorted(different.items(), key=lambda item: (item[0].what != 'loss', -item[1])))
-
-
-def _error(found: np.ndarray, expected: np.ndarray) -> float:
-  """Returns the largest difference of an entry; infinite if shapes differ or an entry is finite in only one array."""
-  if found.shape != expected.shape or (np.isfinite(found) != np.isfinite(expected)).any():
-    return math.inf
-  finite = np.isfinite(expected)
-  return float(np.max(np.abs(found[finite].astype(np.float64) - expected[finite].astype(np.float64)), initial=0.0))
 
 
 # ---------------------------------------------------------------- what is verified
@@ -470,7 +429,7 @@ def _check_memory(small: SmallTask) -> None:
   """Raises ConfigError if the machine's memory is too small for the copies of the state that a comparison needs."""
   shapes = jax.tree.leaves(train_state_shapes(small.config.instantiate()))
   state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended))
-  needed, there = 10 * state, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  needed, there = 10 * state, machine_memory()
   if needed > there:
     raise ConfigError(
       f'task.model: verifying {format_bytes(state)} of state takes about {format_bytes(needed)} of memory, and this '

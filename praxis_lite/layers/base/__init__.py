@@ -36,10 +36,10 @@ from praxis_lite.common.config import Config, Configurable, build_at, config_val
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
 from praxis_lite.layers.base import call
-from praxis_lite.layers.base.call import Constraint, SideOutputs, Surroundings
+from praxis_lite.layers.base.call import Constraint, Exchange, SideOutputs, Surroundings
 from praxis_lite.layers.base.facts import Facts
-from praxis_lite.layers.base.in_call import InCall
 from praxis_lite.layers.base.scope import run_in_scope
+from praxis_lite.layers.base.splits import MappedSplits
 from praxis_lite.sharding.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.sharding.rules import resolve
 from praxis_lite.sharding.specs import Placement, all_axes, place_by_rank
@@ -56,7 +56,6 @@ from praxis_lite.sharding.weights import (
 )
 
 LayerT = TypeVar('LayerT', bound='Layer')
-InputT = TypeVar('InputT')
 
 
 class SplitMapping(Configurable):
@@ -81,7 +80,7 @@ _INHERITED = ('dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical
 _parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
 
 
-class Layer(InCall, Facts, Configurable):
+class Layer(MappedSplits, Facts, Configurable):
   """Base of all layers.
 
   Attributes:
@@ -254,16 +253,6 @@ class Layer(InCall, Facts, Configurable):
         f"{self.path_name}: a child cannot be named '{name}', which is an attribute of {type(self).__name__} already"
       )
 
-  def _declare_split_mappings(self) -> None:
-    """Checks the split mappings, and records in each the field that set it, unless a parent's field set it."""
-    for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
-      mappings = {}
-      for field, mapping in self.split_mappings(group).items():
-        self._resolve(mapping, field)
-        mappings[field.rpartition('.')[2]] = to_declared_split(mapping, field)
-      if any(mapping is not None for mapping in mappings.values()):
-        setattr(self, group, getattr(self, group).clone(**mappings))
-
   # ---------------------------------------------------------------- structure
 
   def children(self) -> Iterator[tuple[str, Layer]]:
@@ -324,6 +313,18 @@ class Layer(InCall, Facts, Configurable):
       if below := child.abstract_init():
         tree[name] = below
     return tree
+
+  def cast_variables(self, variables: NestedDict) -> NestedDict:
+    """Returns variables, as `apply` takes them, in the dtypes in which `theta` gives them.
+
+    Do this once before a loop of calls. XLA would cast weights again in each iteration if it slices them from a stack.
+    """
+    tree = dict(variables)
+    for name in self._weights.keys() & tree.keys():
+      dtype = self._read_dtype(self._weights[name])
+      if dtype is not None and jnp.issubdtype(tree[name].dtype, jnp.floating):
+        tree[name] = tree[name].astype(dtype)
+    return tree | {name: child.cast_variables(tree[name]) for name, child in self.children() if name in tree}
 
   def init(self, key: jax.Array) -> NestedDict:
     """Returns initial values of all variables, each drawn with `key` folded with the variable's path."""
@@ -411,88 +412,6 @@ class Layer(InCall, Facts, Configurable):
   @functools.cached_property
   def _declared_shapes(self) -> dict[Path, tuple[int, ...]]:
     return {path: weight.full_shape for path, weight in leaves(self.abstract_init()).items()}
-
-  # ---------------------------------------------------------------- sharding
-
-  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out', remark: str = '') -> jax.Array:
-    """Constrains `x` to be split by a mapping; without a mapping or a mesh, returns `x` unchanged.
-
-    Args:
-      x: any array.
-      mapping: the field of `activation_split_dims_mapping` that maps `x`; or a mapping, one entry per dimension.
-      remark: what `explain` says about `x` besides its split.
-
-    Raises:
-      ConfigError: no such field exists.
-      ShardingError: the mapping does not fit the rank of `x` or the mesh.
-    """
-    field = mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else f'{self.path_name}.shard()'
-    if isinstance(mapping, str):
-      name, known = mapping, self._activation_mappings
-      field = f'{self.path_name}.activation_split_dims_mapping.{name}'
-      if field not in known:
-        names = [path.rpartition('.')[2] for path in known]
-        raise ConfigError(
-          f'{self.path_name}.activation_split_dims_mapping has no field {name!r}.{did_you_mean(name, names)} '
-          f'Its fields: {", ".join(names) or "none"}.'
-        )
-      mapping = known[field]
-    return self._constrain(x, field, self._resolve(mapping, field, rank=x.ndim), remark)
-
-  def split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
-    """Returns the mappings of one of the two groups, such as 'weight_split_dims_mapping', by path of their fields."""
-    mappings: Config | None = getattr(self, group)
-    fields = {} if mappings is None else config_values(mappings)
-    return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in fields.items()}
-
-  def placements(self, group: str) -> dict[str, Placement]:
-    """Returns the placements of those `split_mappings` that are set; {} if the mesh axes have no names."""
-    resolved = {field: self._resolve(mapping, field) for field, mapping in self.split_mappings(group).items()}
-    return {field: placement for field, placement in resolved.items() if placement is not None}
-
-  def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
-    """Sets mappings of one of the two groups in a built layer, so that tools can try them; weights keep their own."""
-    getattr(self, group).set(**mappings)
-    self.__dict__.pop('_activation_mappings', None)
-
-  @functools.cached_property
-  def _activation_mappings(self) -> dict[str, SplitDimsMapping]:
-    """The activation mappings, cached because `shard` needs them at every activation that is traced."""
-    return self.split_mappings('activation_split_dims_mapping')
-
-  def _shard_input(self, x: InputT) -> InputT:
-    """Constrains the first argument of a call, an array or a tree of them, by `inputs_split_mapping`."""
-    mappings, names = self.inputs_split_mapping, self.mesh_axis_names
-    if mappings is None or names is None:
-      return x
-    field = f'{self.path_name}.inputs_split_mapping'
-
-    def shard(leaf: jax.Array) -> jax.Array:
-      if not getattr(leaf, 'shape', ()):
-        return leaf
-      return self._constrain(leaf, f'{field}.map_{leaf.ndim}d', place_by_rank(mappings, names, leaf, field))
-
-    return jax.tree.map(shard, x)
-
-  def _constrain(self, x: jax.Array, field: str, placement: Placement | None, remark: str = '') -> jax.Array:
-    """Constrains `x`, and notifies the listener of the call."""
-    frame = call.frame_holding(self._path)
-    if frame is not None and frame.surroundings.listener is not None:
-      manual = frame.surroundings.manual_axes
-      frame.surroundings.listener(Constraint(field, placement, x.shape, x.dtype, manual, remark))
-    return x if placement is None else with_sharding_constraint(x, placement.spec)
-
-  def _resolve(self, mapping: SplitDimsMapping, field: str, rank: int | None = None) -> Placement | None:
-    """Returns the placement of a mapping; None without a mapping, or without names of mesh axes."""
-    if mapping is None or self.mesh_axis_names is None:
-      return None
-    return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
-
-  def _resolve_axes(self, field: str) -> tuple[str, ...]:
-    """Returns the mesh axes of a field that is one entry of a mapping; () for None, or if no mesh axes have names."""
-    entry = getattr(self, field)
-    placement = None if entry is None else self._resolve((entry,), f'{self.path_name}.{field}', rank=1)
-    return () if placement is None else tuple(all_axes(placement.spec))
 
 
 def _overrides_a_setup(cls: type[Layer]) -> bool:

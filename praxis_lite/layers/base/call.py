@@ -30,6 +30,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.jax_internals.tracing import current_trace
 from praxis_lite.common.trees import NestedDict, Path, insert, merge, node_at, path_name
 from praxis_lite.common.weighted import WeightedScalars, mean_of_means
 from praxis_lite.sharding.specs import Placement
@@ -66,15 +67,35 @@ class SideOutputs(NamedTuple):
   decode_state: NestedDict
 
 
+class Exchange(NamedTuple):
+  """Communication that a layer programs itself, such as a gather inside `shard_map`.
+
+  Attributes:
+    purpose: why it communicates, in a few words: 'exchange between experts'.
+    field: the field of the layer that asks for it: 'expert_axis'.
+    axes: the mesh axes that it communicates over.
+    by_compiler: whether XLA adds the collectives, for example where the layer rolls an array along a split dimension.
+      Otherwise only collectives inside `shard_map` belong to the exchange.
+    kinds: the kinds of its collectives, such as 'all-to-all'; () stands for all.
+  """
+
+  purpose: str
+  field: str
+  axes: tuple[str, ...]
+  by_compiler: bool = False
+  kinds: tuple[str, ...] = ()
+
+
 class Constraint(NamedTuple):
   """A sharding constraint that a layer has put on an array.
 
   Attributes:
     field: the field of the layer that names the array, as in 'lm.softmax.activation_split_dims_mapping.out'.
     placement: how the array is split, and why; None leaves that to the compiler.
-    shape, dtype: of the array.
+    shape, dtype: shape and dtype of the array.
     manual_axes: mesh axes along which the array is one device's part; the constraint does not affect them.
     remark: further remarks of the layer.
+    exchange: communication that the layer has XLA add to split the array in this way.
   """
 
   field: str
@@ -83,6 +104,7 @@ class Constraint(NamedTuple):
   dtype: jnp.dtype
   manual_axes: frozenset[str] = frozenset()
   remark: str = ''
+  exchange: Exchange | None = None
 
 
 def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
@@ -124,7 +146,7 @@ def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
 
 
 def fold_in_paths(key: jax.Array, paths: Sequence[Path]) -> dict[Path, jax.Array]:
-  """Returns `fold_in_path(key, path)` for each path; under a trace in one operation, as many would compile slowly."""
+  """Returns `fold_in_path(key, path)` for each path; while tracing, in one operation, because many compile slowly."""
   # Other PRNG implementations may draw differently for several keys at a time.
   together = isinstance(key, jax.core.Tracer) and jax.random.key_impl(key) == 'threefry2x32'
   if not (paths and together):
@@ -139,7 +161,10 @@ def _path_hash(path: Path) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-  """One call in progress. Paths are absolute; trees start at `root`; `active` is the layer whose method is running."""
+  """One call in progress. Paths are absolute, and trees start at `root`.
+
+  `active` is the layer whose method is running, and `trace` the trace of JAX in which the call began.
+  """
 
   root: Path
   variables: NestedDict
@@ -153,6 +178,7 @@ class Frame:
   aux_losses: WeightedScalars = dataclasses.field(default_factory=dict)
   updates: NestedDict = dataclasses.field(default_factory=dict)
   draws: dict[Path, int] = dataclasses.field(default_factory=dict)
+  trace: object = dataclasses.field(default_factory=current_trace)
 
   def variable(self, path: Path) -> Any:
     """Returns the subtree or array at `path`, as stored; variables updated in this call have their new values."""

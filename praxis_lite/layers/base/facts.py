@@ -1,11 +1,12 @@
 """What a layer tells the tools that explain, check and plan a step, because the program does not show it.
 
-exchanges     communication that the layer programs itself, and the field that asks for it
-token_flops   FLOPs that its formula has for one token
-loop_trips    iterations of a loop whose end depends on data
-call_flops    FLOPs of a custom call
-knobs         hyperparameters that a search may change
-problems      settings that waste memory, time or communication
+exchanges           communication that the layer programs itself, and the field that asks for it
+token_flops         FLOPs that its formula has for one token
+call_flops          FLOPs of a custom call
+knobs               hyperparameters that a search may change
+problems            settings that waste memory, time or communication
+implementation_of   which of several implementations runs, and why
+stages              how it cuts a stack of layers into the stages of a pipeline
 """
 
 from __future__ import annotations
@@ -15,24 +16,8 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from praxis_lite.layers.base.call import Exchange as Exchange
 from praxis_lite.sharding.weights import WeightHParams
-
-
-class Exchange(NamedTuple):
-  """Communication that a layer programs itself, such as a gather inside `shard_map`.
-
-  Attributes:
-    purpose: why it communicates, in a few words: 'exchange between experts'.
-    field: the field of the layer that asks for it: 'expert_axis'.
-    axes: the mesh axes that it communicates over.
-    by_compiler: whether XLA adds the collectives, for example where the layer rolls an array along a split dimension.
-      Otherwise only collectives inside `shard_map` belong to the exchange.
-  """
-
-  purpose: str
-  field: str
-  axes: tuple[str, ...]
-  by_compiler: bool = False
 
 
 class TokenFlops(NamedTuple):
@@ -76,6 +61,22 @@ class LayerProblem(NamedTuple):
   remedy: str
 
 
+class PipelineStages(NamedTuple):
+  """How a layer cuts its stack of layers into the stages of a pipeline.
+
+  Attributes:
+    number: the number of stages.
+    field: the field of the layer that sets this number.
+    axes: the mesh axes that split the stages.
+    rounds: the number of groups of layers in each stage.
+  """
+
+  number: int
+  field: str
+  axes: tuple[str, ...]
+  rounds: int = 1
+
+
 class Facts:
   """The fields and methods of a `Layer` that tools read. A layer overrides those whose defaults are wrong for it.
 
@@ -93,26 +94,17 @@ class Facts:
   _weights: dict[str, WeightHParams]
 
   def exchanges(self) -> Sequence[Exchange]:
-    """Returns the communication that this layer programs itself, without that of its children."""
+    """Returns the communication that this layer programs itself, not that of its children."""
     return ()
 
   def token_flops(self, length: int) -> TokenFlops:
-    """Returns the FLOPs of this layer for one token, without those of its children.
+    """Returns the FLOPs of this layer for one token, not counting its children.
 
     Args:
       length: tokens of a sequence.
     """
     del length
     return TokenFlops(2.0 * sum(weight.num_active for weight in self._weights.values() if len(weight.shape) > 1))
-
-  def loop_trips(self, loop: str) -> int | None:
-    """Returns the number of iterations of a loop whose end depends on data; None if it is unknown.
-
-    Args:
-      loop: the scopes of the loop inside the layer: 'while', or 'search/while' below `jax.named_scope('search')`.
-    """
-    del loop
-    return None
 
   def call_flops(self, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
     """Returns the FLOPs of a custom call on one device; 0 leaves the call uncounted.
@@ -125,11 +117,25 @@ class Facts:
     return 0.0
 
   def knobs(self) -> Sequence[Knob]:
-    """Returns the hyperparameters of this layer that a search may change, without those of its children."""
+    """Returns the hyperparameters of this layer itself, not of its children, that a search may change."""
     return ()
 
+  def pipeline_stages(self) -> PipelineStages | None:
+    """Returns the stages of a pipeline that this layer runs; None if it runs none."""
+    return None
+
+  def implementation_of(self, length: int, packed: bool) -> str:
+    """Returns how this layer computes sequences, and why, in one line; '' if it has one implementation.
+
+    Args:
+      length: tokens of a sequence.
+      packed: whether a row has several sequences.
+    """
+    del length, packed
+    return ''
+
   def problems(self, mesh_sizes: Mapping[str, int]) -> Iterable[LayerProblem]:
-    """Returns warnings about this layer on mesh axes of these sizes, without those about its children."""
+    """Returns warnings about this layer itself, not about its children, on mesh axes of these sizes."""
     del mesh_sizes
     return ()
 

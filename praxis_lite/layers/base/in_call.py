@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError, DataError, UnknownFieldError, check_choice, did_you_mean
+from praxis_lite.common.jax_internals.tracing import current_trace
 from praxis_lite.common.trees import NestedDict, Path, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
@@ -45,6 +46,22 @@ class InCall:
   def theta(self) -> Theta:
     """In a call: this layer's own variables as attributes, in `fprop_dtype` unless marked KEEP_FLOAT32."""
     return Theta(self)
+
+  def _read_dtype(self, weight: WeightHParams) -> DTypeLike | None:
+    """Returns the dtype in which `theta` gives a floating variable; None keeps its own."""
+    return None if WeightHParamsCollection.KEEP_FLOAT32 in weight.collections else self.fprop_dtype
+
+  def _read_weight(self, name: str, dtype: DTypeLike | None) -> jax.Array:
+    """In a call: returns a variable of this layer, in `dtype` if it is a floating one; None keeps its own dtype."""
+    path, frame = (*self.path, name), self._frame()
+    value = frame.variable(path)
+    if value is None:
+      raise ConfigError(
+        f'{self.path_name}.{name}: the variables passed to apply() have no such entry. If {type(self).__name__} is '
+        'part of another layer, build it in the setup() of that layer, by self.create_child(name, Config(...))'
+      )
+    kept = not jnp.issubdtype(value.dtype, jnp.floating)
+    return call.read_through(frame, frame.surroundings.read_weight(path, value, None if kept else dtype))
 
   def absorb(self, side: SideOutputs) -> None:
     """In a call: takes over the side outputs that a `self.apply(...)` inside a transform has returned."""
@@ -85,7 +102,7 @@ class InCall:
     return real
 
   def mark_filler_rows(self, paddings: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """In a call: returns `paddings` with all tokens of the rows that `real_rows` leaves out marked too.
+    """In a call: returns `paddings` in which the tokens of rows that are not `real_rows` are padding too.
 
     Args:
       paddings: [B, T], nonzero for padding tokens. Here and in the result, None means that no token is padding.
@@ -114,7 +131,8 @@ class InCall:
     A value from the body of a `jax.lax.scan` of the layer has to be returned by the body, and logged after the loop.
 
     Raises:
-      ConfigError: the kind is unknown, the value has no entries, or it is not a valid 'scalar' or 'image'.
+      ConfigError: the kind is unknown, the value has no entries or is not a valid 'scalar' or 'image', or it is logged
+        in the body of a loop, or in another function that a transform of JAX traces.
     """
     check_choice(f'{self.path_name}: kind of the summary {name!r}', kind, _SUMMARIES)
     if kind == 'scalar' and jnp.ndim(value):
@@ -128,7 +146,7 @@ class InCall:
       )
     if 0 in shape:
       raise ConfigError(f'{self.path_name}: the summary {name!r} has shape {shape}, so there is nothing to log')
-    self._frame().add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
+    self._frame_for('summary', name, value).add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
     """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`.
@@ -140,8 +158,8 @@ class InCall:
         f'{self.path_name}: the auxiliary loss {name!r} has shape {jnp.shape(value)} and a weight of shape '
         f'{jnp.shape(weight)}; both are scalars, such as a mean'
       )
-    name = f'{self.path_name}/{name}'
-    self._frame().add_aux_loss(name, jnp.asarray(value), jnp.asarray(weight, jnp.float32))
+    frame = self._frame_for('auxiliary loss', name, (value, weight))
+    frame.add_aux_loss(f'{self.path_name}/{name}', jnp.asarray(value), jnp.asarray(weight, jnp.float32))
 
   def update_var(self, name: str, value: jax.Array) -> None:
     """In a call: sets a non-trainable variable; later reads in the same call see the new value.
@@ -153,7 +171,7 @@ class InCall:
       raise ConfigError(f'{self.path_name} has no variable {name!r}.{did_you_mean(name, self._weights)}')
     if self._weights[name].trainable:
       raise ConfigError(f'{self.path_name}.{name} is trainable; declare it with trainable=False to update it in a call')
-    path, frame = (*self._path, name), self._frame()
+    path, frame = (*self._path, name), self._frame_for('new value of a variable', name, value)
     new, stored = jnp.asarray(value, self._weights[name].dtype), frame.variable(path)
     if stored is not None and new.shape != stored.shape:
       raise ConfigError(f'{self.path_name}.{name} has shape {stored.shape}, and its new value has shape {new.shape}')
@@ -171,6 +189,17 @@ class InCall:
   def decode_state(self) -> NestedDict:
     """In a call: the caches below this layer, as `apply` takes them."""
     return self._frame().read_cache(self._path) or {}
+
+  def _frame_for(self, what: str, name: str, values: object) -> call.Frame:
+    """Returns the frame that collects some values; raises ConfigError if they exist only in a transform inside it."""
+    frame = self._frame()
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)) and frame.trace != current_trace():
+      raise ConfigError(
+        f'{self.path_name}.{name}: the {what} is computed in a function that a transform of JAX traces, such as the '
+        'body of a scan, and has no value outside of it; return the value from that function, and report it after '
+        'the transform'
+      )
+    return frame
 
   def _frame(self) -> call.Frame:
     frame = call.frame_holding(self._path)
@@ -198,16 +227,7 @@ class Theta:
         f'{layer.path_name} ({type(layer).__name__}) has no variable {name!r}.{did_you_mean(name, layer._weights)} '
         f'Declare it in setup(): self.create_variable({name!r}, WeightHParams(shape))'
       )
-    path, frame = (*layer.path, name), layer._frame()
-    value = frame.variable(path)
-    if value is None:
-      raise ConfigError(
-        f'{layer.path_name}.{name}: the variables passed to apply() have no such entry. If {type(layer).__name__} is '
-        'part of another layer, build it in the setup() of that layer, by self.create_child(name, Config(...))'
-      )
-    kept = WeightHParamsCollection.KEEP_FLOAT32 in weight.collections or not jnp.issubdtype(value.dtype, jnp.floating)
-    read = frame.surroundings.read_weight(path, value, None if kept else layer.fprop_dtype)
-    return call.read_through(frame, read)
+    return layer._read_weight(name, layer._read_dtype(weight))
 
   def __setattr__(self, name: str, value: object) -> NoReturn:
     raise ConfigError(

@@ -1,7 +1,7 @@
 """Decoding: generates whole sequences with a model that predicts the next token."""
 
 from praxis_lite.models.decoding.buckets import Bucket, chunk_of
-from praxis_lite.models.decoding.loop import Decoded
+from praxis_lite.models.decoding.loop import Decoded, Draws
 from praxis_lite.models.decoding.sampler import Sampler
 from praxis_lite.models.decoding.sampling import sample_tokens
 from praxis_lite.models.decoding.steps import DecodingSteps, extend_one_by_one, prompt_step
@@ -10,6 +10,7 @@ __all__ = [
   'Bucket',
   'Decoded',
   'DecodingSteps',
+  'Draws',
   'Sampler',
   'chunk_of',
   'extend_one_by_one',

@@ -25,7 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.layers.base.expected_trips import expected_trips
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps, prompt_step
+
+READ_PROMPTS, NEXT_TOKEN = 'read_prompts', 'next_token'  # Scopes of the operations of a program.
 
 
 class Decoded(NamedTuple):
@@ -48,6 +51,18 @@ class Decoded(NamedTuple):
       'decoded_length': weighted_mean(self.lengths, rows_B),
       'log_prob': weighted_mean(self.log_probs, is_token_BM),
     }
+
+
+class Draws(NamedTuple):
+  """Where a call begins among the random numbers of its rows; None stands for rows 0, 1, ... and no earlier tokens.
+
+  Attributes:
+    row_B: int32, the number of each row.
+    num_drawn_B: int32, how many last tokens of its prompt were drawn by earlier calls.
+  """
+
+  row_B: jax.Array | None = None
+  num_drawn_B: jax.Array | None = None
 
 
 class _Progress(NamedTuple):
@@ -78,16 +93,18 @@ class DecodingLoop(Generic[DecodingState]):
   Attributes:
     steps: the model.
     draw: (logits [B, V], a key for each row or None) -> tokens [B].
+    adjust: (logits [B, V], tokens of the rows [B, L], their number [B]) -> the logits to draw from; None keeps them.
     stop_ids: tokens that end a row.
     num_steps: M.
     slots: number of tokens per row for which the state has room.
     chunk: number of tokens of a prompt that are read at once; None reads whole prompts.
-    prompt_ids_BP, prompt_lengths_B, key: see `Sampler.decode`.
+    prompt_ids_BP, prompt_lengths_B, key, draws: see `Sampler.decode`.
     limits_B: int32, the largest number of tokens after each prompt, at most M.
   """
 
   steps: DecodingSteps[DecodingState]
   draw: Callable[[jax.Array, jax.Array | None], jax.Array]
+  adjust: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None
   stop_ids: tuple[int, ...]
   num_steps: int
   slots: int
@@ -95,6 +112,7 @@ class DecodingLoop(Generic[DecodingState]):
   prompt_ids_BP: jax.Array
   prompt_lengths_B: jax.Array
   key: jax.Array | None
+  draws: Draws
   limits_B: jax.Array
 
   def run(self) -> Decoded:
@@ -107,9 +125,11 @@ class DecodingLoop(Generic[DecodingState]):
 
     def read_and_extend(progress: _Progress) -> _Progress:
       """Continues the rows until they are done, or the state is full."""
-      logits_BV, state, taken = self._read(progress, start_state)
-      carry = taken, state, self._append(logits_BV, progress)
-      return jax.lax.while_loop(lambda c: (c[0] < self.slots) & c[-1].continues, self._extend, carry)[-1]
+      with jax.named_scope(READ_PROMPTS):
+        logits_BV, state, taken = self._read(progress, start_state)
+        carry = taken, state, self._append(logits_BV, progress)
+      with expected_trips(self.num_steps - 1):
+        return jax.lax.while_loop(lambda c: (c[0] < self.slots) & c[-1].continues, self._extend, carry)[-1]
 
     progress = _Progress(jnp.int32(0), zeros_B, decoded, is_done_B)
     if self._fits:
@@ -122,7 +142,7 @@ class DecodingLoop(Generic[DecodingState]):
     return self.slots == self.prompt_ids_BP.shape[1] + self.num_steps - 1
 
   def _read(self, progress: _Progress, state: DecodingState) -> tuple[jax.Array, DecodingState, jax.Array]:
-    """Reads the last tokens of each row, as many as the slots can hold; returns logits, state, and the slots taken."""
+    """Reads the last tokens of each row that fit in the slots; returns logits, state, and the number of slots used."""
     length_B = jnp.where(progress.done_B, 0, self.prompt_lengths_B + progress.number)
     kept_B = jnp.minimum(length_B, self.slots)
     taken = jnp.max(kept_B)
@@ -131,7 +151,8 @@ class DecodingLoop(Generic[DecodingState]):
 
     def read_chunk(start: jax.Array | int, state: DecodingState) -> tuple[jax.Array, DecodingState]:
       place_BT = (length_B - kept_B)[:, None] + start + jnp.arange(chunk, dtype=jnp.int32)
-      return self.steps.extend(*prompt_step(self._tokens(place_BT, progress), kept_B, start), state)
+      ids_BT = self._prompt_tokens(place_BT) if self._fits else self._tokens(place_BT, progress)
+      return self.steps.extend(*prompt_step(ids_BT, kept_B, start), state)
 
     def next_chunk(carry: tuple[jax.Array, jax.Array, DecodingState]) -> tuple[jax.Array, jax.Array, DecodingState]:
       start, logits_BV, state = carry
@@ -146,11 +167,12 @@ class DecodingLoop(Generic[DecodingState]):
     _, logits_BV, state = jax.lax.while_loop(lambda carry: carry[0] < taken, next_chunk, first)
     return logits_BV, state, taken
 
+  def _prompt_tokens(self, place_BT: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(self.prompt_ids_BP, place_BT, axis=1, mode='clip')
+
   def _tokens(self, place_BT: jax.Array, progress: _Progress) -> jax.Array:
     """Returns the tokens at these indices of each row, which consists of its prompt and its continuation."""
-    ids_BT = jnp.take_along_axis(self.prompt_ids_BP, place_BT, axis=1, mode='clip')
-    if self._fits:  # Only prompts are read.
-      return ids_BT
+    ids_BT = self._prompt_tokens(place_BT)
     length_B1 = self.prompt_lengths_B[:, None]
     after_BT = jnp.take_along_axis(progress.decoded.ids, place_BT - length_B1, axis=1, mode='clip')
     return jnp.where(place_BT < length_B1, ids_BT, after_BT)
@@ -160,13 +182,14 @@ class DecodingLoop(Generic[DecodingState]):
     taken, state, progress = carry
     pos_B = self.prompt_lengths_B + progress.number - 1
     last_B = jnp.zeros_like(progress.last_ids_B)
-    logits_BV, state = self.steps.extend(progress.last_ids_B[:, None], pos_B[:, None], last_B, state)
-    return taken + 1, state, self._append(logits_BV, progress)
+    with jax.named_scope(NEXT_TOKEN):
+      logits_BV, state = self.steps.extend(progress.last_ids_B[:, None], pos_B[:, None], last_B, state)
+      return taken + 1, state, self._append(logits_BV, progress)
 
   def _append(self, logits_BV: jax.Array, progress: _Progress) -> _Progress:
     """Draws the next token of each row that is not done."""
     number, _, (ids_BM, lengths_B, log_probs_BM), done_B = progress
-    ids_B = self.draw(logits_BV, self._keys(number))
+    ids_B = self.draw(self._adjust(logits_BV, progress), self._keys(number))
     log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
     log_probs_B = jnp.take_along_axis(log_probs_BV, ids_B[:, None], axis=-1)[:, 0]
     decoded = Decoded(
@@ -177,9 +200,19 @@ class DecodingLoop(Generic[DecodingState]):
     done_B |= jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32)) | (decoded.lengths >= self.limits_B)
     return _Progress(number + 1, ids_B, decoded, done_B)
 
+  def _adjust(self, logits_BV: jax.Array, progress: _Progress) -> jax.Array:
+    if self.adjust is None:
+      return logits_BV
+    place_L = jnp.arange(self.prompt_ids_BP.shape[1] + self.num_steps, dtype=jnp.int32)
+    place_BL = jnp.broadcast_to(place_L, (len(logits_BV), len(place_L)))
+    return self.adjust(logits_BV, self._tokens(place_BL, progress), self.prompt_lengths_B + progress.number)
+
   def _keys(self, number: jax.Array) -> jax.Array | None:
     """Returns the keys of token `number` of each row."""
-    if self.key is None:
+    key = self.key
+    if key is None:
       return None
-    key_of_token = jax.random.fold_in(self.key, number)
-    return jax.vmap(lambda row: jax.random.fold_in(key_of_token, row))(jnp.arange(len(self.prompt_lengths_B)))
+    zeros_B = jnp.zeros_like(self.prompt_lengths_B)
+    row_B = jnp.arange(len(zeros_B), dtype=jnp.int32) if self.draws.row_B is None else self.draws.row_B
+    number_B = number + (zeros_B if self.draws.num_drawn_B is None else self.draws.num_drawn_B)
+    return jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(key, at), row))(row_B, number_B)

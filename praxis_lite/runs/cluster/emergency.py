@@ -43,15 +43,7 @@ from praxis_lite.checkpoints.contents import (
   to_stored,
 )
 from praxis_lite.common.errors import CheckpointError, UserError, first_line
-from praxis_lite.common.files import (
-  KnownFolder,
-  open_plain,
-  parse_json,
-  plain_dtype,
-  read_plain,
-  remove_all,
-  user_path,
-)
+from praxis_lite.common.files import KnownFolder, open_plain, parse_json, plain_dtype, read_plain, remove_all, user_path
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
 from praxis_lite.runs.records.lineage import LINEAGE
@@ -268,7 +260,7 @@ class EmergencyCopies:
     return said
 
   def settle(self) -> str:
-    """Waits until all processes have written the last copy. Then removes older copies or, if it failed, its remains.
+    """Waits until all processes have written the last copy; then removes older copies, or an incomplete last one.
 
     Returns a line to print, or ''.
     """

@@ -112,7 +112,7 @@ class Launcher:
     command: the command line of each process; they find each other through environment variables.
     processes: the number of processes.
     max_restarts: how often all of them are restarted after one was lost.
-    min_processes: the fewest processes with which the job may go on without hosts that are gone; None requires all.
+    min_processes: the smallest number of processes that may continue if hosts are lost; None requires all.
     grace_s: seconds that the others have to end by themselves after one has ended.
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.

@@ -28,7 +28,7 @@ from praxis_lite.common.processes import gather_texts, is_primary_process, join_
 from praxis_lite.inputs.patient_thread import PatientThread
 from praxis_lite.runs.cluster.object_store import ObjectStore, StoreError
 from praxis_lite.runs.cluster.remote import RemoteCheckpoint, RemoteRun
-from praxis_lite.runs.hooks import InputState, Observer, Run
+from praxis_lite.runs.observer import InputState, Observer, Run
 from praxis_lite.runs.records.lineage import forget_copies
 from praxis_lite.runs.records.record import first_launch
 from praxis_lite.runs.trouble import count_rollbacks

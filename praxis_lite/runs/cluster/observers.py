@@ -14,7 +14,7 @@ from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
 from praxis_lite.runs.cluster.mirror import Mirror
 from praxis_lite.runs.cluster.preemption import preemptible
 from praxis_lite.runs.cluster.watchdog import Watchdog, the_watchdog
-from praxis_lite.runs.hooks import Observer, Run, StateToCopy
+from praxis_lite.runs.observer import Observer, Run, StateToCopy
 from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.task import TrainParams

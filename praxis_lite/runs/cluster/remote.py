@@ -29,6 +29,7 @@ from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.orbax.on_disk import record_file
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
 from praxis_lite.checkpoints.seal import check_seal, check_seal_of
+from praxis_lite.checkpoints.stored import check_same_run
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import parse_json, read_plain, remove_all
 from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreError, sum_of_file
@@ -288,13 +289,14 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
     The folder of the checkpoint.
 
   Raises:
-    CheckpointError: no such checkpoint exists, `job_log_dir` already has one of its step, it is damaged, or it cannot
-      be read or written.
+    CheckpointError: no such checkpoint exists, `job_log_dir` already has one of its step or of another model, it is
+      damaged, or it cannot be read or written.
   """
   run = RemoteRun(ObjectStore(url))
   checkpoint = remote_checkpoints(url, step)[-1]
   if step_folder(job_log_dir, checkpoint.step).exists():
     raise CheckpointError(f'there is a checkpoint of step {checkpoint.step} in {job_log_dir} already')
+  check_same_run(checkpoint.variables(), job_log_dir)
   run.fetch_files(job_log_dir, overwrite=False)
   return checkpoint.fetch(job_log_dir)
 

@@ -135,7 +135,7 @@ class Watchdog:
     self._state = 'left'
 
   def end(self, code: int) -> None:
-    """Ends this process after a failure, because JAX would wait for the others. Returns if all others have left."""
+    """Ends this process after a failure, because JAX would wait for the others. Returns only if all have left."""
     if self._state in ('', 'running'):
       self._state = f'exit code {code}'
     self._is_ending = True

@@ -11,8 +11,9 @@ import jax
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.models import BaseModel
-from praxis_lite.runs.hooks import Hook, InputState, Observers, Run
+from praxis_lite.runs.hooks import Hook
 from praxis_lite.runs.nonfinite import Hints, hints_in
+from praxis_lite.runs.observer import InputState, Observers, Run
 from praxis_lite.runs.records.metrics import DeviceMetrics
 
 _POLL_SECONDS = 0.005

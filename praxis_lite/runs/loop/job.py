@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
+from jax.sharding import Mesh
 
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.config.text import to_text
+from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
+from praxis_lite.common.figures import format_axes
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.layers.attention import describe_attention
+from praxis_lite.layers.dot_product import many_logits
+from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
+from praxis_lite.runs.loggers import Logger, build_loggers
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram, TaskOnMesh
 from praxis_lite.runs.records.record import recorded_seed
-from praxis_lite.runs.records.run_config import RunKeys, build_datasets, check_all_take_part, check_intervals, run_keys
+from praxis_lite.runs.records.run_config import (
+  Datasets,
+  RunKeys,
+  build_datasets,
+  check_all_take_part,
+  check_intervals,
+  run_keys,
+)
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
+from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.slow_paths import find_slow_paths
 from praxis_lite.training.task import SingleTask, TrainParams
 
 
@@ -30,7 +45,8 @@ class TrainJob(NamedTuple):
   """What a run trains, where, and on which data.
 
   Attributes:
-    config: the configs of the run, with the vocabulary that its directory keeps.
+    given: the configs of the run, which are recorded.
+    config: the same, with the vocabulary that its directory keeps.
     directory: the run's directory.
     seed, keys: the source of all its random numbers.
     task, settings: the task that is trained, and its `task.train`.
@@ -38,9 +54,11 @@ class TrainJob(NamedTuple):
     train_input, batch_struct: the training input, and the shapes and dtypes of its global batches.
     evaluation, decoding: programs for the other inputs.
     watched: the metrics that decide which checkpoint is the best, and when to stop.
+    loggers: what gets the metrics, besides the files of the run.
     lines: lines to print about what is trained, on which devices, and how.
   """
 
+  given: ExperimentConfig
   config: ExperimentConfig
   directory: Path
   seed: int
@@ -53,6 +71,7 @@ class TrainJob(NamedTuple):
   evaluation: Sequence[InputProgram]
   decoding: Sequence[InputProgram]
   watched: Watched
+  loggers: Sequence[Logger]
   lines: Sequence[str]
 
 
@@ -63,56 +82,112 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
     UserError: a mistake in the config, the options or the data. Nothing has been compiled or written.
   """
   seed = recorded_seed(directory) if options.seed is None else options.seed
-  config = use_kept_vocabulary(config, directory)
+  given, config = config, use_kept_vocabulary(config, directory)
   num_devices = len(options.devices or jax.devices())
   task_p, fit = fit_mesh(config.task, num_devices) if options.elastic else (config.task, '')
   task = task_p.instantiate()
   if options.debug_nans and task.learner.on_nonfinite == 'ignore':
     raise ConfigError("task.train.learner.on_nonfinite = 'ignore' changes the state that debug_nans looks at")
   check_intervals(task.train)
+  loggers = build_loggers(task.train.loggers)
   mesh = task.create_mesh(options.devices)
   check_all_take_part(mesh)
   keys = run_keys(seed, mesh)
   tasks = TaskOnMesh(task, mesh)
-  startup.mark('task')
+  startup.mark('build')
 
   datasets = build_datasets(config.datasets)
   data = datasets.the_training_input()
   decode_datasets = build_datasets(config.decode_datasets, 'decode_datasets')
-  batch = data.batch_struct()
-  datasets.check([data, *datasets.evaluation], task.model)
-  startup.mark('data')
-
-  partitioned = tasks.taking(data)
-  startup.mark('task')
-  partitioned.train_step.trace()
-  evaluation = [EvalProgram(tasks, i, keys.evaluate) for i in datasets.evaluation]
+  partitioned, evaluation, watched = _trace_steps(tasks, datasets, keys.evaluate, startup)
   decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
-  watched = watched_metrics(task.train, {program.split: program.metric_names() for program in evaluation})
-  startup.mark('trace')
+  batch = data.batch_struct()
   lines = list(_describe(task, partitioned, batch, fit, options.devices))
   return TrainJob(
-    config, directory, seed, keys, task, task.train, partitioned, data, batch, evaluation, decoding, watched, lines
+    *(given, config, directory, seed, keys, task, task.train, partitioned, data, batch),
+    *(evaluation, decoding, watched, loggers, lines),
   )
+
+
+def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | None = None) -> None:
+  """Finds mistakes in the configs of several runs like `build_job`, but on meshes without devices.
+
+  Other exceptions from user code are ignored here: they may depend on where the run takes place.
+
+  Args:
+    configs: the configs of each run, by the run's name. Inputs that several runs share are built once.
+    num_devices: the number of devices that each run will have, if known.
+
+  Raises:
+    UserError: a run cannot be trained with its config; the message names the run.
+  """
+  built: dict[str, Datasets] = {}
+  for name, config in configs.items():
+    with prefix_errors(name):
+      try:
+        task = config.task.instantiate()
+        check_intervals(task.train)
+        build_loggers(task.train.loggers)
+        sizes = task.mesh_sizes(num_devices)
+        if num_devices is not None:
+          with prefix_errors('task'):
+            check_mesh_size(sizes, task.dcn_mesh_shape, num_devices)
+        tasks = TaskOnMesh(task, cast(Mesh, abstract_mesh(sizes)))  # To trace, a mesh without devices suffices.
+        inputs = to_text({name: group for name, group in config.roots().items() if name != 'task'})
+        if inputs not in built:
+          built[inputs] = build_datasets(config.datasets)
+          build_datasets(config.decode_datasets, 'decode_datasets')
+        _trace_steps(tasks, built[inputs], jax.random.key(0), StartupTimes())
+      except UserError:
+        raise
+      except Exception:
+        continue
+
+
+def _trace_steps(
+  tasks: TaskOnMesh, datasets: Datasets, key: jax.Array, startup: StartupTimes
+) -> tuple[PartitionedTask, list[EvalProgram], Watched]:
+  """Traces the train step and the eval steps; returns also the programs of these, and the metrics that decide."""
+  task, data = tasks.jax_task, datasets.the_training_input()
+  datasets.check([data, *datasets.evaluation], task.model)
+  startup.mark('data')
+  partitioned = tasks.taking(data)
+  startup.mark('build')
+  partitioned.train_step.trace()
+  evaluation = [EvalProgram(tasks, i, key) for i in datasets.evaluation]
+  metric_names = {}
+  for program in evaluation:
+    with prefix_errors(program.split):
+      metric_names[program.split] = program.metric_names()
+  watched = watched_metrics(task.train, metric_names)
+  startup.mark('trace')
+  return partitioned, evaluation, watched
 
 
 def _describe(
   task: SingleTask, partitioned: PartitionedTask, batch_struct: Struct, fit: str, devices: Sequence[jax.Device] | None
 ) -> Iterator[str]:
-  """Yields lines about what is trained, on which of the `devices`, and how its attention and its pipelines compute."""
+  """Yields lines about what is trained, on which of the `devices`, and how its layers compute."""
   mesh, ids = partitioned.mesh, batch_struct.get('ids')
-  shape = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
   total, active = partitioned.total_num_params, partitioned.active_num_params
   of_token = '' if active == total else f' ({active:,} active for each token)'
-  yield f'{task.name}: {total:,} parameters{of_token}, mesh {shape} ({mesh.devices.flat[0].device_kind})'
+  kind = mesh.devices.flat[0].device_kind
+  where = f'1 device ({kind})' if mesh.size == 1 else f'{mesh.size} devices ({kind}), mesh {format_axes(mesh.shape)}'
+  yield f'{task.name}: {total:,} parameters{of_token} on {where}'
   if fit:
     yield fit
   available = jax.device_count() if devices is None else len(devices)
   if available > mesh.size:
     yield _describe_unused_devices(task, mesh.size, available)
   if isinstance(ids, jax.ShapeDtypeStruct) and len(ids.shape) > 1:
-    yield from describe_attention(task.model, ids.shape[1], packed='segment_ids' in batch_struct)
+    length = ids.shape[1]
+    # On a CPU, there is little to choose for short sequences.
+    platform = mesh.devices.flat[0].platform
+    if platform != 'cpu' or length**2 >= many_logits(platform):
+      yield from describe_implementations(task.model, length, packed='segment_ids' in batch_struct)
   yield from describe_pipelines(task.model, partitioned.rows_of_microbatch)
+  if accelerator := accelerator_of(kind):
+    yield from map(str, find_slow_paths(partitioned.train_step.trace().jaxpr, task.model, accelerator, mesh.size))
 
 
 def _describe_unused_devices(task: SingleTask, used: int, available: int) -> str:
@@ -120,5 +195,4 @@ def _describe_unused_devices(task: SingleTask, used: int, available: int) -> str
   names = task.mesh_axis_names or ('data',)
   axis = names.index('data') if 'data' in names else 0
   shape = ','.join(str(available if i == axis else 1) for i in range(len(names))) + ',' * (len(names) == 1)
-  named = '' if task.mesh_axis_names else '--set "task.mesh_axis_names=(\'data\',)" '
-  return f'{available} devices, and the mesh uses {used}: to use all, {named}--set "task.ici_mesh_shape=({shape})"'
+  return f'{available} devices, and the mesh uses {used}: to use all, --set "task.ici_mesh_shape=({shape})"'

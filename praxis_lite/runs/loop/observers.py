@@ -10,7 +10,7 @@ import jax
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.runs.console import Console
-from praxis_lite.runs.hooks import Hook, Hooks, Observer, Observers
+from praxis_lite.runs.hooks import Hook, Hooks
 from praxis_lite.runs.improvement import EarlyStopping, KeepBest
 from praxis_lite.runs.loop.feed import BadRecordLines
 from praxis_lite.runs.loop.job import TrainJob
@@ -19,6 +19,7 @@ from praxis_lite.runs.loop.saving import Saving
 from praxis_lite.runs.loop.start import Start
 from praxis_lite.runs.loop.train_log import TrainLog
 from praxis_lite.runs.loop.watch import Watch
+from praxis_lite.runs.observer import Observer, Observers
 from praxis_lite.runs.profiling import Profiler
 from praxis_lite.runs.records.metrics import SummaryWriter
 from praxis_lite.runs.stop_signals import StopSignals

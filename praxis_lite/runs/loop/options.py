@@ -12,7 +12,7 @@ from praxis_lite.checkpoints import OnDamage
 from praxis_lite.common.errors import ConfigError, did_you_mean
 from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.runs.hooks import Hook
+from praxis_lite.runs.hooks import Hook, check_hooks
 from praxis_lite.runs.profiling import ProfiledSteps
 from praxis_lite.training.task import SingleTask
 
@@ -29,7 +29,7 @@ class TrainOptions:
     seed: seed of the initial values and of all random numbers in training. None means the seed that the run records,
       or 0 for a new run.
     restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
-    verify_numerics: before the first step, compare its gradients with those of another computation.
+    verify_numerics: before the first step, compute its gradient norms in another way too, and stop if they differ.
     advise: returns warnings about the task, which are printed before anything is compiled.
     hooks: called after steps, evaluations and checkpoints; see `praxis_lite.runs.hooks`.
     profile_steps: the first and the last step of a trace for TensorBoard.
@@ -64,9 +64,7 @@ class TrainOptions:
   accept_changed_data: bool = False
 
   def __post_init__(self) -> None:
-    for i, hook in enumerate(self.hooks):
-      if not isinstance(hook, Hook):
-        raise ConfigError(f'hooks[{i}]: expected an object of a class derived from Hook, got {hook!r}')
+    check_hooks(self.hooks)
     if self.check_determinism is not None and self.check_determinism < 1:
       raise ConfigError(f'check_determinism = {self.check_determinism}: expected a number of steps, at least 1')
     if self.grace_s is not None and not self.grace_s > 0:

@@ -1,7 +1,7 @@
 """What decides how a run goes on besides its train state; checkpoints and emergency copies contain it.
 
     evaluations    the metrics that decide about early stopping and the best checkpoint, at each step
-    losses         the last losses, against which a jump is measured
+    losses         the last losses; a new loss far above them is a jump
     troubles       the batches to skip, and how often the run has gone back
     lines          how many lines metrics.jsonl had
     data           which files the training input reads, to notice changes
@@ -24,7 +24,7 @@ ValuesByStep = dict[int, float]  # NaN where a value was not a number.
 
 
 class Progress(NamedTuple):
-  """What decides how a run goes on besides its train state, as it was saved.
+  """What decides, besides the saved train state, how a run continues.
 
   Attributes:
     evaluations: the values of each watched metric, by its path.

@@ -15,12 +15,12 @@ from praxis_lite.common.errors import CheckpointError, UserError
 from praxis_lite.common.files import remove_all
 from praxis_lite.common.processes import gather_texts, is_primary_process, note_progress
 from praxis_lite.inputs.manifest import DataManifest
-from praxis_lite.runs.hooks import InputState, Observer, Observers, PauseReason, Run, StateToCopy
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError, gather_paths, rescue_directory
 from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.progress import Progress, evaluations_in
 from praxis_lite.runs.nonfinite import NonFiniteError
+from praxis_lite.runs.observer import InputState, Observer, Observers, PauseReason, Run, StateToCopy
 from praxis_lite.runs.records.metrics import SummaryWriter
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.runs.trouble import GoBack, LossSpikeError
@@ -189,7 +189,7 @@ class RunSaver:
       self.saving.finish(*self._position(run))
       for observer in self.observers:
         observer.on_saved(run)
-    run.last_save = run.step, time.time()
+    self.announce_checkpoints(run)
 
   def announce_checkpoints(self, run: Run) -> None:
     """Tells the observers which checkpoints have become complete since the last call."""

@@ -14,15 +14,15 @@ from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host, meet_others
 from praxis_lite.inputs.manifest import DataManifest
-from praxis_lite.runs.hooks import Observers, StateCopy
 from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.init_from import WarmStart
 from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.progress import NOTHING_KNOWN, Progress, merge_saved
+from praxis_lite.runs.observer import Observers, StateCopy
+from praxis_lite.runs.records.differences import changes_named
 from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter, read_results
-from praxis_lite.runs.records.record import changes_named
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.trouble import restore_rollbacks
 from praxis_lite.training.state import TrainState
@@ -106,7 +106,7 @@ def find_start(
   saved = Checkpointer(job.directory, max_to_keep=most, keep_interval_steps=interval, on_damage=on_damage)
   with contextlib.closing(saved) as checkpointer, observers.while_running(directory.why_lost):
     if is_restored:
-      with changes_named(job.directory, job.config), observers.measure('restoring'):
+      with changes_named(job.directory, job.given), observers.measure('restoring'):
         state, input_state, progress = _restore(job, copy, checkpointer)
       if options.restore_input and input_state is not None:
         unlike = _check_data(job, progress, data, options)
@@ -115,7 +115,7 @@ def find_start(
     else:
       progress = NOTHING_KNOWN
       state = jax.block_until_ready((warm_start or partitioned).init_state(job.keys.init))
-      startup.mark('init')
+      startup.mark('init weights')
     step, total = int(state.step), settings.num_train_steps
     origins = [] if warm_start is None else list(warm_start.report())
     notes = [*checkpointer.notes, *filter(None, [about_copies, unlike])]

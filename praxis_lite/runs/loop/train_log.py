@@ -16,8 +16,8 @@ from praxis_lite.common.jax_internals import reading, unless_unknown
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.console import Console
-from praxis_lite.runs.hooks import InputState, Observer, Observers, PauseReason, Run
 from praxis_lite.runs.nonfinite import Hints, SkippedSteps
+from praxis_lite.runs.observer import InputState, Observer, Observers, PauseReason, Run
 from praxis_lite.runs.programs import InputProgram, ProgramResult
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runs.throughput import StartupTimes, Throughput, peak_flops
@@ -69,9 +69,9 @@ class TrainLog(Observer):
     self._startup = startup
     self._first_step = first_step
     self._observers = observers or Observers(Observer())
-    raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
-    limit = settings.max_skipped_steps
-    self.skipped = SkippedSteps(first_step, limit, raises, console.line, self._report_nonfinite)
+    learner, limit = partitioned.jax_task.learner, settings.max_skipped_steps
+    raises, clip = learner.on_nonfinite == 'raise', learner.clip_gradient_norm_to_value
+    self.skipped = SkippedSteps(first_step, limit, raises, clip, console.line, self._report_nonfinite)
     self._in_flight: deque[_Step] = deque()
     self._throughput = Throughput(
       batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat
@@ -92,7 +92,7 @@ class TrainLog(Observer):
 
   def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
     skipped = self.skipped
-    return skipped.error if skipped.too_many or (is_over and skipped.all_steps) else None
+    return skipped.error if skipped.too_many or (is_over and skipped.most_steps) else None
 
   def add(self, step: int, out: TrainStepOutput) -> None:
     """Adds the outputs of step number `step`, which has just been dispatched.
@@ -102,7 +102,7 @@ class TrainLog(Observer):
     self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}))
     if step == self._first_step + 1:
       jax.block_until_ready(out.weighted_loss)
-      self._startup.mark('first step')
+      self._startup.mark('run')
       self._console.line(self._startup.report())
       self.drain()
       self._throughput.restart(step)

@@ -17,13 +17,13 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.processes import note_progress
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.runs.determinism import step_twice
-from praxis_lite.runs.hooks import Observers, Run
 from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver
 from praxis_lite.runs.nonfinite import SKIPPED
+from praxis_lite.runs.observer import Observers, Run
 from praxis_lite.runs.programs import InputProgram
 from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
 from praxis_lite.runs.records.run_config import is_due
@@ -91,7 +91,6 @@ class TrainingLoop:
       if self.job.settings.decode_interval_steps is not None:
         self._run(self.job.decoding, run)
     self.saver.finish(run)
-    self.saver.announce_checkpoints(run)
 
   def run_due(self, run: Run) -> None:
     """Saves, evaluates and decodes if that is due now; raises LostDirectoryError if the directory is lost."""

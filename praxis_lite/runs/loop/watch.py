@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import textwrap
 import time
 from pathlib import Path
 from types import TracebackType
@@ -13,17 +14,23 @@ from typing import Any, Self
 
 import jax
 
+from praxis_lite.checkpoints.contents import OtherModelError
 from praxis_lite.checkpoints.retention import CHECKPOINTS
-from praxis_lite.common.errors import first_line
-from praxis_lite.runs.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.common.errors import ConfigError, ShardingError, first_line
+from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.goodput import Goodput, SlowSteps, goodput_line, shares
 from praxis_lite.runs.records.heartbeat import Heartbeat, HeartbeatFile, read_heartbeats
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.training.steps import TrainStepOutput
 
+# Errors of a launch whose config, mesh or model does not fit the run: it has changed nothing, heartbeats included.
+_REFUSALS = (ConfigError, ShardingError, OtherModelError)
+
 
 class Watch(Observer):
   """Measures how one process spends its time, and reports it: goodput, slow steps, memory, heartbeats.
+
+  Until the run starts, heartbeats have the progress of the earlier launch.
 
   Args:
     directory: the run's directory. Heartbeats are written there once it has the record of a run.
@@ -33,6 +40,7 @@ class Watch(Observer):
     self._goodput = Goodput()
     self._directory = directory
     self._earlier = next(iter(read_heartbeats(directory)), None)
+    self._restored: tuple[int, float] | None = None  # The step that the run starts from, and when it was saved.
     self._started = time.time()
     self._run: Run | None = None
     self._first_step = 0
@@ -50,8 +58,12 @@ class Watch(Observer):
     return self
 
   def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    if self._run is None and isinstance(error, _REFUSALS):
+      self._file.withdraw()
+      return
     if kind is not None:
-      self._ended_by = kind.__name__ + (f': {first_line(error)[:300]}' if error and str(error).strip() else '')
+      reason = textwrap.shorten(first_line(error), 300, placeholder=' ...') if error and str(error).strip() else ''
+      self._ended_by = f'{kind.__name__}: {reason}' if reason else kind.__name__
     else:
       self._ended_by = (self._run.ended_by if self._run else '') or 'done'
     self._file.stop()
@@ -62,8 +74,12 @@ class Watch(Observer):
   def on_start(self, run: Run) -> None:
     self._run, self._first_step = run, run.step
     self._slow = SlowSteps(run.task.train.slow_step_factor)
-    if self._earlier is not None:
-      self._goodput.resume(self._earlier.goodput, run.step)
+    with contextlib.suppress(OSError):
+      self._restored = run.step, (self._directory / CHECKPOINTS / str(run.step)).stat().st_mtime
+    if (earlier := self._earlier) is not None:
+      self._goodput.resume(earlier.goodput, run.step)
+      if earlier.saved_step == run.step and earlier.saved is not None:  # A copy of a checkpoint is newer.
+        self._restored = earlier.saved_step, earlier.saved
     self._file.start()
 
   def on_ready(self, run: Run) -> None:
@@ -111,13 +127,11 @@ class Watch(Observer):
 
   def _heartbeat(self) -> Heartbeat:
     doing, doing_for = self._goodput.activity
-    run, step, total_steps, saved_step, saved = self._run, 0, 0, None, None
+    beat, run = self._earlier or Heartbeat(), self._run
+    step, total_steps, saved_step, saved = beat.step, beat.total_steps, beat.saved_step, beat.saved
     if run is not None:
       step, total_steps = run.step, run.total_steps
-      if run.last_save is not None:
-        saved_step, saved = run.last_save
-      elif self._earlier is not None:
-        saved_step, saved = self._earlier.saved_step, self._earlier.saved
+      saved_step, saved = run.last_save or self._restored or (None, None)
     return Heartbeat(
       pid=os.getpid(),
       host=socket.gethostname(),
@@ -132,7 +146,7 @@ class Watch(Observer):
       doing_for=round(doing_for, 3),
       saved_step=saved_step,
       saved=saved,
-      goodput=self._goodput.record(step),
+      goodput=beat.goodput if run is None else self._goodput.record(step),
       memory=self._memory,
       ended=self._ended_by,
     )

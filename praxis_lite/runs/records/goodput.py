@@ -1,6 +1,6 @@
 """Goodput: how a run spends its time, over all its restarts, and which steps took much longer than others.
 
-    goodput 91% of 3 h: saving 2%, compiling 3%, waiting for input 1%, lost to restarts 3%
+    3 h in all: training 91%, lost to restarts 3%, compiling 3%, saving 2%, waiting for input 1%
 
 Each second of the training thread belongs to exactly one activity. Time that no other activity claims counts as
 starting until training begins, and as productive afterwards. If a restart repeats steps, the time of their first run
@@ -124,13 +124,11 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def goodput_line(seconds: Mapping[str, float]) -> str:
-  """Returns one line: the productive share, and the shares of other activities that round to at least one percent."""
+  """Returns one line: the share of training, and the shares of other activities that round to at least one percent."""
   spent = sorted(shares(seconds).items(), key=lambda item: -item[1])
-  rest = ', '.join(
-    f'{ACTIVITIES[name]} {share:.0%}' for name, share in spent if name != 'productive' and share >= 0.005
-  )
-  good = f'goodput {shares(seconds).get("productive", 0.0):.0%} of {duration(sum(seconds.values()))}'
-  return f'{good}: {rest}' if rest else good
+  others = [(ACTIVITIES[name], share) for name, share in spent if name != 'productive' and share >= 0.005]
+  parts = [('training', shares(seconds).get('productive', 0.0)), *others]
+  return f'{duration(sum(seconds.values()))} in all: {", ".join(f"{name} {share:.0%}" for name, share in parts)}'
 
 
 class SlowSteps:

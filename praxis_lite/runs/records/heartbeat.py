@@ -75,20 +75,38 @@ class HeartbeatFile:
     self._current = current
     self._stop = threading.Event()
     self._thread: threading.Thread | None = None
+    self._before: str | None = None  # The content of the file before the first write; None if there was no file.
 
   def start(self) -> None:
     """Starts writing, unless it has started already."""
     if self._thread is None:
+      with contextlib.suppress(OSError, ValueError):
+        self._before = read_plain(self._directory.path / _DIRECTORY / self._name).decode()
       self._thread = threading.Thread(target=self._beat, name='heartbeat', daemon=True)
       self._thread.start()
 
   def stop(self) -> None:
-    """Writes a last time; does nothing if it was not started."""
-    if self._thread is not None:
-      self._stop.set()
-      self._thread.join(timeout=SECONDS)  # Storage may stall.
-      if not self._thread.is_alive():
-        self._write()
+    """Writes the heartbeat one last time; does nothing if it was never started."""
+    if self._stopped():
+      self._write()
+
+  def withdraw(self) -> None:
+    """Stops, and leaves the file as it was before `start`; does nothing if it was never started."""
+    if self._stopped():
+      with contextlib.suppress(OSError):
+        folder = self._directory.subfolder(_DIRECTORY)
+        if self._before is None:
+          (folder / self._name).unlink(missing_ok=True)
+        else:
+          replace_file(folder / self._name, self._before)
+
+  def _stopped(self) -> bool:
+    """Stops the thread; returns whether there was one and it has ended."""
+    if self._thread is None:
+      return False
+    self._stop.set()
+    self._thread.join(timeout=SECONDS)  # Storage may stall.
+    return not self._thread.is_alive()
 
   def _beat(self) -> None:
     self._write()

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from jax.typing import ArrayLike
 
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import KnownFolder, PatientFile, parse_json, read_plain, replace_file
+from praxis_lite.common.foreign_text import printable
 from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.records.event_files import EventFile
 
@@ -105,6 +107,7 @@ class SummaryWriter:
     lost: the `unwritten` lines of the process that is resumed; they are written now.
     enabled: False writes nothing; only one of several processes writes.
     report: prints a line when metrics cannot be written, and when they can be written again.
+    log: called with step, split and scalars after they are written; see `runs/loggers.py`.
 
   Attributes:
     num_lines: lines of metrics.jsonl, including those that could not be written yet; 0 if nothing is written.
@@ -118,9 +121,11 @@ class SummaryWriter:
     lost: Sequence[Record] = (),
     enabled: bool = True,
     report: Callable[[str], object] = lambda line: None,
+    log: Callable[[int, str, Mapping[str, float]], object] = lambda step, split, scalars: None,
   ):
     self._folder = KnownFolder(Path(directory).absolute())
     self._report = report
+    self._log = log
     self._reported = ''
     self._resumed_step = resumed_step
     self._enabled = enabled
@@ -171,6 +176,7 @@ class SummaryWriter:
     finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
     record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
     self._put(record, {name: s for name, s in summaries.items() if s.kind != 'scalar'})
+    self._log(step, split, scalars)
 
   def _put(self, record: Record, others: Mapping[str, Summary], *, is_new: bool = True) -> None:
     """Writes a record's scalars and other summaries to event files, and if `is_new`, to metrics.jsonl."""
@@ -265,6 +271,8 @@ def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
 def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
   """Yields the lines of a metrics file with their parsed content, without incomplete and damaged lines.
 
+  If a file has damaged lines, a line on stderr says so, once in a process.
+
   Raises:
     UserError: the file exists, but cannot be read.
   """
@@ -274,13 +282,24 @@ def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     return
   except OSError as error:
     raise UserError(f'{path} cannot be read: {error.strerror or error}') from None
-  for line in text.split('\n'):
+  lines, damaged = text.split('\n'), []
+  for number, line in enumerate(lines, 1):
     try:
       record = parse_json(line)
     except ValueError:
-      continue
+      record = None
     if _is_record(record):
       yield line, record
+    elif line.strip() and number < len(lines):  # The last line may still be being written.
+      damaged.append(number)
+  if damaged and path not in _reported:
+    _reported.add(path)
+    more = f' and {len(damaged) - 1} more are' if len(damaged) > 1 else ' is'
+    print(printable(f'{path}: line {damaged[0]}{more} damaged, and left out', one_line=True), file=sys.stderr)
+
+
+# The files of metrics whose damaged lines this process has reported.
+_reported: set[Path] = set()
 
 
 def _is_record(record: object) -> bool:

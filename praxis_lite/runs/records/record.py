@@ -3,8 +3,9 @@
     job_log_dir/run.json      the config as JSON, and for each launch: command, time, seed, mesh, versions, source trees
                 config.txt    the config as text, one field per line, for people and `diff`
 
-Anyone may have written a record, so reading it runs none of its code: `common/config/trusted.py` lists what is allowed.
-Values that JSON cannot hold, such as a lambda or a data set in memory, are left out; the rest can be read back.
+The JSON has every value, also defaults, so editing a default later does not change what the run computes. Values that
+JSON cannot hold, such as a lambda or a data set in memory, are left out; the rest can be read back. Anyone may have
+written a record, so reading it runs none of its code: `common/config/trusted.py` lists what is allowed.
 """
 
 from __future__ import annotations
@@ -14,61 +15,36 @@ import dataclasses
 import functools
 import json
 import os
-import platform
 import re
-import shlex
-import sys
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from praxis_lite.checkpoints.contents import OtherModelError
 from praxis_lite.common.config import Config
-from praxis_lite.common.config.json import decode, encode_readable
-from praxis_lite.common.config.text import diff_texts, to_text
+from praxis_lite.common.config.json import OtherFields, decode, encode_readable
+from praxis_lite.common.config.text import changed_fields, child_path, diff_texts, fields_of, to_text
 from praxis_lite.common.config.trusted import UntrustedError, is_of_others
-from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.common.files import parse_json, read_plain, replace_file, user_path
-from praxis_lite.common.foreign_text import printable, remove_secrets_of_argument
-from praxis_lite.runs.records.work_tree import read_work_tree
+from praxis_lite.common.errors import ConfigError, UserError, first_lines
+from praxis_lite.common.files import forbidden_by, parse_json, read_plain, replace_file, user_path
+from praxis_lite.common.foreign_text import printable
+from praxis_lite.common.moved import to_current_names
+from praxis_lite.runs.records.consents import (
+  consented_files,
+  digest,
+  files_changed_since_training,
+  files_of_user,
+  give_consent,
+  renew_consent,
+)
+from praxis_lite.runs.records.launch import Launch, read_launch, this_launch
+from praxis_lite.runs.records.moved_files import find_moved_files
+from praxis_lite.runs.records.other_defaults import OtherDefaults, compare_defaults, restore_defaults
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import ExperimentConfig
 
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
-_PACKAGES = ('praxis_lite', 'jax', 'jaxlib', 'numpy', 'optax', 'orbax-checkpoint')
 _OWN_PACKAGES = ('experiments', 'tasks')  # Packages of the user in the working directory; see `registry`.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch:
-  """One process that trained the run, or wrote its record.
-
-  Attributes:
-    started: seconds since 1970.
-    command: the command line.
-    seed: seed of the run.
-    step: the step it began at.
-    mesh: the size of each mesh axis, or None.
-    devices: number and kind of the devices, such as '8 cpu'.
-    versions: the versions of Python and of the relevant packages, by name.
-    sources: the known source trees: `path`, and for a git work tree `commit` and `clean`.
-    changes: how the config differed from that of the previous launch, one field per line.
-  """
-
-  started: float = 0.0
-  command: str = ''
-  seed: int = 0
-  step: int = 0
-  mesh: Mapping[str, int] | None = None
-  devices: str = ''
-  versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  sources: tuple[Mapping[str, Any], ...] = ()
-  changes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +54,7 @@ class RunRecord:
   Attributes:
     directory: the run directory.
     launches: the processes that wrote to it, in order.
-    text: the config as text, with the defaults of the code that wrote it.
+    text: the config as text, with the defaults of the code that wrote it, and today's names of modules that moved.
     lost: the reason for each field of the config that was left out, by the field's path.
   """
 
@@ -87,6 +63,8 @@ class RunRecord:
   text: str
   lost: Mapping[str, str]
   _encoded: Mapping[str, Any] = dataclasses.field(repr=False)
+  _digest: str = dataclasses.field(repr=False)  # Of run.json; see `consents.py`.
+  _edited: frozenset[str] | None = dataclasses.field(default=None, repr=False)  # None for a record without defaults.
   _trusted: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
   @property
@@ -99,7 +77,7 @@ class RunRecord:
     """The different command lines of the run, in order."""
     return list(dict.fromkeys(launch.command for launch in self.launches))
 
-  @functools.cached_property
+  @property
   def config(self) -> ExperimentConfig:
     """The configs of the run. Fields that were left out are REQUIRED: set them before they are used.
 
@@ -107,8 +85,17 @@ class RunRecord:
       UntrustedError: the config names a module that may not be imported; the message says how to allow it.
       ConfigError: the config names something that no longer exists.
     """
+    return self._decoded[0]
+
+  @property
+  def other_defaults(self) -> OtherDefaults:
+    """How the defaults of today's code differ from those of the run; raises like `config`."""
+    return self._decoded[1]
+
+  @functools.cached_property
+  def _decoded(self) -> tuple[ExperimentConfig, OtherDefaults]:
     try:
-      roots = _decode(self._encoded, self._trusted)
+      roots, other = self._read_roots()
     except UntrustedError as error:
       raise UntrustedError(f'{self.directory / _RECORD}: {error}. {self._remedy(error.module)}', error.module) from None
     except UserError as error:
@@ -116,21 +103,69 @@ class RunRecord:
     task = roots.get('task')
     if not isinstance(task, Config):
       raise ConfigError(f'{self.directory / _RECORD}: {self.lost.get("task", "it has no config of a task")}')
-    return ExperimentConfig(task, _configs(roots.get('datasets')), _configs(roots.get('decode_datasets')))
+    config = ExperimentConfig(task, _configs(roots.get('datasets')), _configs(roots.get('decode_datasets')))
+    if self._edited is None:
+      defaults = restore_defaults(config.roots(), self.text)
+    else:
+      defaults = compare_defaults(config.roots(), self._edited, self.text, other)
+    find_moved_files(config, self.directory)
+    return config, defaults
+
+  def _read_roots(self) -> tuple[dict[str, Any], OtherFields]:
+    modules = [*_OWN_PACKAGES, *map(registry.load_module, self._trusted)]
+    try:
+      roots, other = decode(dict(self._encoded), modules, self._edited)
+    except UntrustedError:
+      registry.load_all()  # The user's experiments import the modules they need.
+      modules += map(registry.load_module, sorted(self.consented_files()))
+      roots, other = decode(dict(self._encoded), modules, self._edited)
+    return roots if isinstance(roots, dict) else {}, other
+
+  def consented_files(self) -> set[str]:
+    """Returns the files of this user that the run names and that are unchanged; none if another user trained it."""
+    return {file for file, is_same in consented_files(self._digest).items() if is_same}
+
+  def files_changed_since_training(self) -> list[str]:
+    """Returns the files of this user that the run names and that have changed since its training."""
+    return files_changed_since_training(self._digest)
+
+  def renew_consent(self) -> None:
+    """Notes that this user has named the changed files of the run again; does nothing if another user trained it."""
+    renew_consent(self._digest)
+
+  def unchanged_defaults(self, text: str) -> set[str]:
+    """Returns the paths of defaults of the recorded code that are the same in `text`, the config of another launch."""
+    before, now = ({} if self._edited is None else fields_of(t) for t in (self.text, text))
+    return {path for path, value in before.items() if path not in (self._edited or ()) and now.get(path) == value}
 
   def _remedy(self, module: str) -> str:
-    trust = f'If you trust that code, name its module or file, as in --trust={module} or trusted=[{module!r}]; or name'
+    trust = (
+      f'If you trust that code, name its module or file, as in --trust={module} or trusted=[{module!r}]; --exp names '
+      "the experiment instead, and takes today's defaults in place of the recorded ones"
+    )
     if is_of_others(module):
       trust = (
         f'No config needs code of {module}, so the record may have been made to do harm: do not use it unless you know '
-        'who wrote it. If it is your own run, name'
+        'who wrote it. If it is your own run, name the experiment with --exp'
       )
     if module == '__main__':
-      trust = 'It was defined in a script or a notebook, which cannot be imported: put it in a module, or name'
+      trust = (
+        'It was defined in a script or a notebook, which cannot be imported: put it in a module, or name the '
+        'experiment with --exp'
+      )
     first, *later = self.commands or ['']
     made_by = f' This run was made by: {first}' if first else ''
     made_by += f'; and resumed by: {"; ".join(first_lines(later, most=3))}' if later else ''
-    return f'{trust} the experiment with --exp.{made_by}'
+    changed = sorted(file for file, is_same in consented_files(self._digest).items() if not is_same)
+    why = f'It has changed since you trained the run: {", ".join(changed)}. ' if changed else ''
+    if missing := [file for file in changed if not os.path.exists(file)]:
+      why, name = '', os.path.basename(missing[0])
+      trust = (
+        f'You trained the run with {", ".join(missing)}, which is missing: put it back; or, if it has moved, name it, '
+        f'as in --trust=FOLDER/{name}; or, if it has another name, as in --exp=FILE.py:MyExperiment, which takes '
+        "today's defaults in place of the recorded ones"
+      )
+    return f'{why}{trust}.{made_by}'
 
 
 def write_record(
@@ -163,25 +198,21 @@ def write_record(
   directory, text = Path(job_log_dir), to_text(config.roots()) + '\n'
   launches: tuple[Launch, ...] = ()
   changes: list[str] = []
+  trusted: set[str] = set()
   told: list[str] = []
+  edited = set(changed_fields(config.roots()))
+  is_damaged = has_record(directory)
   with contextlib.suppress(UserError):  # A record that cannot be read is replaced.
     before = read_record(directory)
+    is_damaged = False
     launches, changes = before.launches, diff_texts(before.text, text)
     of_seed = [f'seed: {before.seed} -> {seed}'] if before.seed != seed else []
     told, changes = diff_texts(before.text, text, folded=True) + of_seed, changes + of_seed
+    edited -= before.unchanged_defaults(text)
+    trusted |= before.consented_files()
     if keeps_record:
-      return _lines_about(told, ', which is kept')
-  launch = Launch(
-    started=round(time.time(), 3),
-    command=_command_line() if command is None else command,
-    seed=seed,
-    step=step,
-    mesh=None if mesh is None else dict(mesh),
-    devices=f'{jax.device_count()} {jax.devices()[0].device_kind}',
-    versions={'python': platform.python_version(), **dict(_versions())},
-    sources=tuple(_sources()),
-    changes=tuple(changes),
-  )
+      return _lines_about(told, step, ', which is kept')
+  launch = this_launch(seed=seed, command=command, mesh=mesh, step=step, changes=tuple(changes))
   lost: dict[str, str] = {}
   encoded = encode_readable(config.roots(), lost)
   record = {
@@ -189,23 +220,30 @@ def write_record(
     'launches': [dataclasses.asdict(entry) for entry in (*launches, launch)],
     'lost': lost,
     'config': encoded,
+    'edited': sorted(edited),
   }
-  for name, content in ((_TEXT, text), (_RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')):
+  encoded_record = json.dumps(record, indent=1, allow_nan=False) + '\n'
+  trusted |= files_of_user(encoded_record)
+  for name, content in ((_TEXT, text), (_RECORD, encoded_record)):
     try:
       replace_file(directory / name, content)
     except OSError as error:
       raise UserError(f'{directory / name} cannot be written: {error.strerror or error}') from error
-  return _lines_about(told)
+  give_consent(digest(encoded_record.encode()), trusted)
+  lost_launches = f'{directory / _RECORD} could not be read and was written anew; its earlier launches are lost'
+  return [lost_launches] if is_damaged else _lines_about(told, step)
 
 
-def _lines_about(changes: Sequence[str], kept: str = '') -> list[str]:
-  differs = f'the config differs from the recorded one{kept}:'
-  return [differs, *(f'  {line}' for line in first_lines(changes))] if changes else []
-
-
-def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
-  """Returns the first `most` lines; if there are more, also a line with the number of the others."""
-  return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
+def _lines_about(changes: Sequence[str], step: int, kept: str = '') -> list[str]:
+  if not changes:
+    return []
+  lines = [f'the config differs from the recorded one{kept}:', *(f'  {line}' for line in first_lines(changes))]
+  if step and any(re.match('task.train.init_from.path: .* -> (?!None$)', line) for line in changes):
+    lines.append(
+      f'task.train.init_from is not used: the run goes on after its own step {step}; to start from the other run, name '
+      'a new --job_log_dir'
+    )
+  return lines
 
 
 def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str] = ()) -> RunRecord:
@@ -221,21 +259,40 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
   directory = user_path(job_log_dir)
   file = directory / _RECORD
   try:
-    record = json.loads(read_plain(file))
+    content = read_plain(file)
+    record = json.loads(content)
     if record['format'] != _FORMAT:
       raise UserError(f'{file} has format {record["format"]!r}; this version of praxis_lite reads {_FORMAT}')
-    launches = tuple(map(_launch, record['launches']))
+    launches = tuple(map(read_launch, record['launches']))
     encoded, lost = dict(record['config']), {str(k): str(v) for k, v in record['lost'].items()}
+    if '__main__' not in trusted:
+      for name in ('datasets', 'decode_datasets'):
+        if name in encoded:
+          encoded[name] = _leave_out_functions_of_scripts(encoded[name], name, lost)
+    edited = frozenset(map(str, record['edited'])) if 'edited' in record else None
   except FileNotFoundError:
     raise UserError(f'{directory} has no record of a run ({_RECORD}); name its experiment with --exp') from None
   except UserError:
     raise
-  except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-    raise UserError(f'{file} cannot be read: {type(error).__name__}: {error}') from None
+  except PermissionError as error:
+    raise UserError(f'{file} cannot be read: {error.strerror}; {forbidden_by(file)}') from None
+  except OSError as error:
+    raise UserError(f'{file} cannot be read: {error.strerror or error}; {remedy_for_damage(directory)}') from None
+  except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    is_json = not isinstance(error, ValueError)
+    what = 'is not the record of a run' if is_json else f'is not JSON: {error}' if content.strip() else 'is empty'
+    raise UserError(f'{file} {what}; {remedy_for_damage(directory)}') from None
   text = ''
   with contextlib.suppress(OSError):
-    text = printable(read_plain(directory / _TEXT).decode(errors='replace'))
-  return RunRecord(directory, launches, text, lost, encoded, tuple(trusted))
+    text = to_current_names(printable(read_plain(directory / _TEXT).decode(errors='replace')))
+  return RunRecord(directory, launches, text, lost, encoded, digest(content), edited, tuple(trusted))
+
+
+def remedy_for_damage(directory: Path) -> str:
+  """Returns what to do with a run whose record is damaged or missing."""
+  text = directory / _TEXT
+  seen = f'; {text} has its config as text' if text.is_file() else ''
+  return f'name its experiment with --exp, and train then records it again{seen}'
 
 
 def first_launch(record: bytes) -> float | None:
@@ -258,108 +315,28 @@ def recorded_seed(job_log_dir: str | os.PathLike[str]) -> int:
   return 0
 
 
-@contextlib.contextmanager
-def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> Iterator[None]:
-  """Adds to an OtherModelError how the config or, if that is equal, the code differs from the recorded one."""
-  try:
-    yield
-  except OtherModelError as error:
-    with contextlib.suppress(UserError):
-      record = read_record(job_log_dir)
-      lines = diff_texts(record.text, to_text(config.roots()), folded=True)
-      lines = _deciding(lines, 'task.train.learner' if error.only_learner else 'task.model')
-      error.args = (f'{error.difference}. {_differing_config(lines) if lines else _differing_code(record)}',)
-    raise
-
-
-def _deciding(changes: Sequence[str], section: str) -> list[str]:
-  """Returns the lines of a diff that are in `section` and may change which arrays a model has."""
-  lines = [line for line in changes if line.removeprefix('+ ').removeprefix('- ').startswith(section)]
-  lines = [line for line in lines if '.decoder_tpl' not in line]  # A decoder has no variables of its own.
-  return [line for line in lines if not _DECIDES_NO_SHAPE.search(line)] or lines
-
-
-_DECIDES_NO_SHAPE = re.compile(r'split_|axis|\.learning_rate|\.schedule|\.clip_|dropout|params_init|fprop_dtype')
-
-
-def _differing_config(changes: Sequence[str]) -> str:
-  return (
-    f'What differs from the recorded config: {"; ".join(first_lines(changes, most=5))}. The directory records its '
-    'config, so leave out --exp, and the --set of these fields; or start a new run in another --job_log_dir.'
-  )
-
-
-def _differing_code(record: RunRecord) -> str:
-  """Returns the message for a checkpoint with other arrays although the config is as recorded."""
-  launch = record.launches[-1] if record.launches else Launch()
-  then, now = (
-    ', '.join(map(_describe_source, sources)) or 'sources that are not known'
-    for sources in (launch.sources, _sources())
-  )
-  version = launch.versions.get('praxis_lite')
-  return (
-    'The config is as recorded, so the code has changed: its layers declare other variables than when the checkpoint '
-    f'was written{f", by praxis_lite {version}," if version else ""} with {then}; here it is {now}. Go back to that '
-    'code, or start a new run in another --job_log_dir; task.train.init_from takes over the variables that fit.'
-  )
-
-
-def _describe_source(source: Mapping[str, Any]) -> str:
-  changed = '' if source.get('clean', True) else ' with uncommitted changes'
-  return f'commit {str(source.get("commit"))[:10]} of {source.get("path")}{changed}'
-
-
-# -------------------------------------------------------------------- reading
-
-
-def _decode(encoded: Mapping[str, Any], trusted: Collection[str]) -> dict[str, Any]:
-  modules = [*_OWN_PACKAGES, *map(registry.load_module, trusted)]
-  try:
-    roots = decode(dict(encoded), modules)
-  except UntrustedError:
-    registry.load_all()  # The user's experiments import the modules they need.
-    roots = decode(dict(encoded), modules)
-  return roots if isinstance(roots, dict) else {}
-
-
 def _configs(entries: object) -> list[Config]:
-  """Returns the configs in a list, without those that were left out."""
+  """Returns the configs of a list that the record contains."""
   return [c for c in entries if isinstance(c, Config)] if isinstance(entries, list) else []
 
 
-def _launch(encoded: Mapping[str, Any]) -> Launch:
-  known = {f.name for f in dataclasses.fields(Launch)}
-  launch = Launch(**{k: v for k, v in encoded.items() if k in known})
-  return dataclasses.replace(
-    launch,
-    started=float(launch.started),
-    command=printable(str(launch.command)),
-    seed=int(launch.seed),
-    step=int(launch.step),
-    sources=tuple(launch.sources),
-    changes=tuple(printable(str(line)) for line in launch.changes),
-  )
+def _leave_out_functions_of_scripts(encoded: Any, path: str, lost: dict[str, str]) -> Any:
+  """Returns the JSON of datasets with REQUIRED for functions of a script, which only commands that read data need.
 
-
-# -------------------------------------------------------------------- writing
-
-
-def _command_line() -> str:
-  program = Path(sys.argv[0] or 'python')
-  started = ['python', '-m', program.parent.name] if program.name == '__main__.py' else [program.name]
-  return shlex.join([*started, *map(remove_secrets_of_argument, sys.argv[1:])])
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-  for package in _PACKAGES:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-      yield package, metadata.version(package)
-
-
-def _sources() -> Iterator[dict[str, Any]]:
-  """Yields the known source trees: the working directory, and that of praxis_lite if it is elsewhere."""
-  seen = set()
-  for folder in (os.getcwd(), str(Path(__file__).parents[2])):
-    if (tree := read_work_tree(folder)) is not None and tree['path'] not in seen:
-      seen.add(tree['path'])
-      yield tree
+  Args:
+    encoded: the JSON, possibly written by anyone.
+    path: its path in the config.
+    lost: receives the reason for each field that is left out, by its path.
+  """
+  if isinstance(encoded, list):
+    return [_leave_out_functions_of_scripts(v, child_path(path, i), lost) for i, v in enumerate(encoded)]
+  if not isinstance(encoded, dict):
+    return encoded
+  partial = encoded.get('$partial')
+  called = partial[0] if isinstance(partial, list) and partial else encoded
+  function = called.get('$ref') if isinstance(called, dict) else None
+  if isinstance(function, str) and function.startswith('__main__:'):
+    lost[path] = f'{function} of a script or a notebook, which cannot be imported: put it in a module'
+    return {'$required': True}
+  below = {k: path if k.startswith('$') else child_path(path, k) for k in encoded}
+  return {k: _leave_out_functions_of_scripts(v, below[k], lost) for k, v in encoded.items()}

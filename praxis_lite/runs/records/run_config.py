@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,17 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.retention import CHECKPOINTS
 from praxis_lite.common.config import REQUIRED, Config, config_values, target
-from praxis_lite.common.config.text import to_text
+from praxis_lite.common.config.values import fit
+from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.common.files import kind_of_other, local_path
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.models.base import BaseModel
-from praxis_lite.sharding.guards import GuardedJit
-from praxis_lite.sharding.mesh import abstract_mesh
-from praxis_lite.training.experiment import ExperimentConfig
-from praxis_lite.training.state import state_layout
-from praxis_lite.training.task import SingleTask, TrainParams
+from praxis_lite.training.task import TrainParams
 
 
 class RunKeys(NamedTuple):
@@ -40,9 +36,18 @@ class RunKeys(NamedTuple):
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
+  with prefix_errors('seed'):
+    fit(seed, int, None)
+  if not -(2**63) <= seed < 2**63:
+    raise ConfigError(f'seed = {seed}: expected an integer of 64 bits')
   # A program on the mesh makes the keys: with several processes, none can put an array on all devices by itself.
-  replicated = NamedSharding(mesh, PartitionSpec())
-  return GuardedJit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
+  keys: RunKeys = jax.jit(_split_key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(seed)
+  return keys
+
+
+def _split_key(seed: int) -> RunKeys:
+  """A function of the module, so that JAX compiles it once for a seed and a mesh."""
+  return RunKeys(*jax.random.split(jax.random.key(seed), 3))
 
 
 def check_intervals(settings: TrainParams) -> None:
@@ -95,7 +100,7 @@ class Datasets(NamedTuple):
     for i, data in enumerate(self.inputs):
       if not any(data is wanted for wanted in inputs):
         continue
-      with prefix_errors(f'{self.name}[{i}]'):
+      with _name_fields_by_path(f'{self.name}[{i}]', data.label):
         try:
           batch = call_in_time(data.get_next, data.label)
         except StopIteration:
@@ -113,6 +118,7 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   Raises:
     ConfigError: two evaluation inputs have the same name, or one of them has the name of the training input.
   """
+  start_devices()
   inputs: list[BaseInput] = []
   missing = [next((field for field, x in config_values(c).items() if x is REQUIRED), None) for c in configs]
   for i, config in enumerate(configs):
@@ -122,7 +128,7 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
         f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {target(config).__qualname__}), '
         f"as in --set '{name}[{every}].{missing[i]}=...'"
       )
-    with prefix_errors(f'{name}[{i}]'):
+    with _name_fields_by_path(f'{name}[{i}]', getattr(config, 'name', None) or target(config).__name__):
       inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
   labels = [i.label for i in inputs if not i.is_training]
   twice = [label for label in labels if labels.count(label) > 1]
@@ -138,41 +144,15 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   return Datasets(name, inputs)
 
 
-def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | None = None) -> None:
-  """Builds the tasks and inputs of several runs, and checks their shardings against their meshes, using only shapes.
-
-  Other exceptions from user code are ignored here: they may depend on where the run takes place.
-
-  Args:
-    configs: the configs of each run, by the run's name. Inputs that several runs share are built once.
-    num_devices: the number of devices that each run will have, if known.
-
-  Raises:
-    UserError: a run cannot be trained with its config; the message names the run.
-  """
-  built: set[str] = set()
-  for name, config in configs.items():
-    with prefix_errors(name):
-      try:
-        _check_task(config.task.instantiate(), num_devices)
-        inputs = to_text({name: group for name, group in config.roots().items() if name != 'task'})
-        if inputs not in built:
-          build_datasets(config.datasets).the_training_input()
-          build_datasets(config.decode_datasets, 'decode_datasets')
-        built.add(inputs)
-      except UserError:
-        raise
-      except Exception:
-        continue
-
-
-def _check_task(task: SingleTask, num_devices: int | None) -> None:
-  check_intervals(task.train)
-  sizes = task.mesh_sizes()
-  needed = math.prod(sizes.values())
-  if num_devices is not None and needed > num_devices:
-    raise ConfigError(f'task.ici_mesh_shape: the mesh needs {needed} devices, and there are {num_devices}')
-  state_layout(task, abstract_mesh(sizes))
+@contextlib.contextmanager
+def _name_fields_by_path(path: str, label: str) -> Iterator[None]:
+  """Prepends the path of an input's config to errors raised inside; to its fields, in place of the input's label."""
+  try:
+    yield
+  except UserError as error:
+    of_field = str(error).removeprefix(f'{label}.')
+    error.args = (f'{path}: {error}' if of_field == str(error) else f'{path}.{of_field}',)
+    raise
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ class Status(NamedTuple):
 
   Attributes:
     is_well: whether each process is alive, or ended normally.
-    lines: for people; the first one says whether the run is alive.
+    lines: lines to print; the first one says whether the run is alive.
   """
 
   is_well: bool

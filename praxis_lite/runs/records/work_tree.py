@@ -24,11 +24,8 @@ _PROGRAMS_OF_FILTERS = ('clean', 'smudge', 'process')
 
 def read_work_tree(folder: str) -> dict[str, Any] | None:
   """Returns `path`, `commit` and `clean` (None if unknown) of a folder's work tree; None if it is in no work tree."""
-  top = _git(folder, 'rev-parse', '--show-toplevel')
-  commit = _git(folder, 'rev-parse', 'HEAD') if top else None
-  if not commit:
-    return None
-  return {'path': top, 'commit': commit, 'clean': _is_clean(folder)}
+  top, _, commit = (_git(folder, 'rev-parse', '--show-toplevel', 'HEAD') or '').rpartition('\n')
+  return {'path': top, 'commit': commit, 'clean': _is_clean(folder)} if top else None
 
 
 def _is_clean(folder: str) -> bool | None:

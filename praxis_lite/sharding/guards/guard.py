@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ from praxis_lite.common.errors import ShardingError
 from praxis_lite.common.jax_internals import reading, tell_once, unless_unknown
 from praxis_lite.common.jax_internals.flags import jaxlib_release
 from praxis_lite.common.jax_internals.lowering import export_changed
+from praxis_lite.common.jax_internals.mlir import ir
 from praxis_lite.common.jax_internals.programs import scopes
 from praxis_lite.sharding.guards import images, lapack, lookups, products, reshapes, results, transforms
 from praxis_lite.sharding.guards.arrays import GATHER, PRODUCT, SCATTER, TRANSPOSE, integer
@@ -131,17 +133,18 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
       restricted = _restrict_results(instances)
       last |= restricted
       if not found and not restricted:
-        _keep(instances)
         break
+    _keep(instances)
     guarded = [
-      Guarded(s.op.name.partition('.')[2], s.where, s.shapes, first[s], last.get(s, first[s]), (*s.mended,))
+      Guarded(_kind(s.op), s.where, s.shapes, first[s], last.get(s, first[s]), (*s.mended,))
       for s in propagation.sites
       if s in last or s.mended
     ]
     for site in propagation.sites:
       if site.op.name == transforms.FFT:
         transforms.order_entries(site.op)
-    reshard_in_two_steps(module)
+    for site, splits in reshard_in_two_steps(module).items():
+      guarded.append(Guarded(_kind(site.op), site.where, site.shapes, splits, splits, (*site.mended,)))
     final = [instance._replace(splits=last.get(instance.site, instance.splits)) for instance in instances]
     lapack.call_one_matrix_at_a_time(module.operation, final, num_devices)
     return guarded
@@ -201,6 +204,11 @@ class GuardedJit(Generic[T]):
     return self._compiled[key](*dynamic, **kwargs)
 
 
+def _kind(op: ir.Operation) -> str:
+  """Returns the name of an operation without its dialect, such as 'dot_general'."""
+  return op.name.partition('.')[2]
+
+
 def _tell_of_unknown_release() -> None:
   """Warns the user, once, if the guards were not tested on this release of JAX."""
   this = jaxlib_release()
@@ -240,10 +248,15 @@ def _keep(instances: Sequence[Instance]) -> None:
 
   XLA simplifies the program and propagates the splits again; without the constraints it could choose wrong ones.
   """
-  has_empty = any(0 in shape for instance in instances for shape in instance.site.shapes)
+  # XLA keeps arrays of no entry that a library call takes, such as those of cuDNN's attention.
+  of_xla = (site for site, *_ in instances if site.op.name != lapack.CALL)
+  has_empty = any(0 in shape for site in of_xla for shape in site.shapes)
+  calls = collections.defaultdict[Site, list[Instance]](list)
   for instance in instances:
-    for number in _arrays_to_pin(instance, has_empty):
-      instance.site.keep(number, instance.splits[number])
+    calls[instance.site].append(instance)
+  for site, of_site in calls.items():
+    for number in sorted({number for instance in of_site for number in _arrays_to_pin(instance, has_empty)}):
+      site.keep(number, [instance.splits[number] for instance in of_site])
 
 
 def _arrays_to_pin(instance: Instance, has_empty: bool) -> Iterable[int]:

@@ -56,11 +56,13 @@ def call_one_matrix_at_a_time(
   """
   if jaxlib_release() >= _MENDED:
     return []
+  calls = [op for op in operations(module, {CALL}) if is_lapack(op) and _num_matrices(op) > 1]
+  if not calls:
+    return []
   splits: dict[ir.Operation, set[tuple[ArraySplit, ...]]] = {}
   sites = {instance.site.op: instance.site for instance in instances}
   for instance in instances:
     splits.setdefault(instance.site.op, set()).add(instance.splits)
-  calls = [op for op in operations(module, {CALL}) if is_lapack(op) and _num_matrices(op) > 1]
   if num_devices == 1 and _num_runs(module, {*calls}) < 2:
     return []
   replaced = []

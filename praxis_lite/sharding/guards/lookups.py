@@ -68,9 +68,9 @@ def arrays_to_pin(lookup: Instance) -> Iterable[int]:
 
 
 def arrays_of_scatter_to_pin(scatter: Instance) -> Iterable[int]:
-  """Returns ids and updates if XLA might split updates that are whole, into a table that is split.
+  """Returns ids and updates if the table is split, the updates are not, and XLA might split these too.
 
-  It splits them over an unused axis, and writes the padding of what does not divide to row 0. On a mesh a 2 x b 2:
+  It splits them over an unused axis. If they do not divide evenly, it writes their padding to row 0. On 2 x 2:
   the gradient of `lax.top_k(jnp.abs(x), 3)` with 3 entries over 'a'. Test: `test_gradient_of_the_largest_of_all`.
   """
   sizes, updates = scatter.site.shapes[ROWS], scatter.splits[ROWS]

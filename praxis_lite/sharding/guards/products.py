@@ -71,7 +71,7 @@ def is_nearly_local(splits: Sequence[ArraySplit], names: Names, mesh: Sequence[A
 
 
 def _num_axes(mesh: Sequence[Axis], splits: Sequence[ArraySplit]) -> int:
-  """Returns the number of mesh axes, where an axis of which splits use parts counts once for each of its parts."""
+  """Returns the number of mesh axes. If splits use parts of an axis, each part counts as one axis."""
   ends = {axis.name: {1, axis.size} for axis in mesh}
   for axis in (axis for split in splits for axes in split for axis in axes):
     ends[axis.name] |= {axis.before, axis.before * axis.size}

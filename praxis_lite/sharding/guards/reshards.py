@@ -2,47 +2,68 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from praxis_lite.common.jax_internals.mlir import ir
 from praxis_lite.sharding.propagation import ArraySplit, Axis, Propagation, Site, mesh_axes, operations, split_of
 
-# XLA was right for all reshards that were tried on meshes of up to three axes.
-_NUM_AXES = 4
-_NUM_DIMS = 3
+# XLA was right for all reshards that were tried on meshes of fewer axes, and for those that change fewer dimensions.
+_NUM_AXES = 3
+_NUM_DIMS = 4
 _CONSTRAINT = 'sdy.sharding_constraint'
 # Operations without arrays of their own.
 _OUTER = {'builtin.module', 'func.func', 'sdy.mesh', 'func.return', 'stablehlo.return', 'sdy.return'}
 
 
-def reshard_in_two_steps(module: ir.Module) -> None:
+def reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]]:
   """Makes reshards over many axes gather what moves first, and split it again afterwards.
 
-  On meshes of four axes, XLA aborts the process for some reshards that change most dimensions. Example: on a mesh
-  a 2 x b 2 x c 2 x d 2, x [16, 4, 2, 4] from ('d', ('a', 'b')) to (None, 'b', ('c', 'd'), 'a'). Test:
-  `test_reshards_over_four_axes`.
+  Returns the operations whose operands it reshards, with the splits of their arrays.
+
+  XLA aborts the process for some reshards that change four dimensions. Examples: x [16, 4, 2, 4] from ('d', ('a', 'b'))
+  to (None, 'b', ('c', 'd'), 'a') on a mesh a 2 x b 2 x c 2 x d 2; x [4, 4, 2, 24] from (None, 'b', None, 'c') to
+  ('c', None, 'a', 'b') on a mesh a 2 x b 2 x c 6. Test: `test_reshards_of_four_dimensions`.
   """
-  if len(sizes := mesh_axes(module)) < _NUM_AXES:
-    return
-  propagation = Propagation(module, {op.name for op in operations(module.operation)} - _OUTER)
+  sizes = mesh_axes(module)
+  if len(sizes) < _NUM_AXES:
+    return {}
+  propagation = Propagation(module, {op.name for op in operations(module.operation)} - _OUTER, _NUM_DIMS)
   constraints = [site for site in propagation.sites if site.op.name == _CONSTRAINT]
   # Propagation removes constraints, so these have no instances.
   known = {site.op.results[0]: split_of(site.op.results[0], sizes) for site in constraints}
+  found: dict[Site, tuple[ArraySplit, ...]] = {}
+  reshards: dict[tuple[Site, int], list[tuple[ArraySplit, ArraySplit]]] = {}
   for site, splits, compatible in propagation.instances():
+    found.setdefault(site, splits)
     operands = len(site.op.operands)
     known.update(zip(site.op.results, splits[operands:]))
     for number, before in enumerate(splits[:operands]):
       # Like the result if it has its shape, as for an addition.
       after = splits[-1] if site.shapes[number] == site.shapes[-1] else compatible[number]
-      _go_through_common_axes(site, number, before, after)
+      reshards.setdefault((site, number), []).append((before, after))
   for site in constraints:
-    _go_through_common_axes(site, 0, known.get(site.op.operands[0], ()), known[site.op.results[0]])
+    before, after = known.get(site.op.operands[0], ()), known[site.op.results[0]]
+    found[site] = before, after
+    reshards[site, 0] = [(before, after)]
+  for (site, number), splits_of_calls in reshards.items():
+    _go_through_common_axes(site, number, splits_of_calls)
+  return {site: splits for site, splits in found.items() if site.mended}
 
 
-def _go_through_common_axes(site: Site, number: int, before: ArraySplit, after: ArraySplit) -> None:
-  changed = sum(old != new for old, new in zip(before, after))
-  if changed >= _NUM_DIMS and site.mend(f'operand {number} in two steps'):
-    site.restrict(number, before, tuple(map(_common_axes, before, after)))
+def _go_through_common_axes(site: Site, number: int, reshards: Sequence[tuple[ArraySplit, ArraySplit]]) -> None:
+  """Makes the reshards of an operand, one for each call of its function, gather first what any of them moves."""
+  if all(sum(old != new for old, new in zip(*reshard)) < _NUM_DIMS for reshard in reshards):
+    return
+  (before, *others), afters = zip(*reshards)
+  common = functools.reduce(_common_split, (*others, *afters), before)
+  site.mend(f'operand {number} in two steps')
+  # If the operand is split in several ways, no constraint holds for all of them.
+  site.restrict(number, common if any(other != before for other in others) else before, common)
+
+
+def _common_split(one: ArraySplit, other: ArraySplit) -> ArraySplit:
+  return tuple(map(_common_axes, one, other))
 
 
 def _common_axes(before: Sequence[Axis], after: Sequence[Axis]) -> tuple[Axis, ...]:

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.guards.arrays import GATHER, IDS, integers, make_constant
 from praxis_lite.sharding.propagation import operations
 
-SLICE = 'stablehlo.dynamic_slice'
+SLICE, UPDATE = 'stablehlo.dynamic_slice', 'stablehlo.dynamic_update_slice'
+_RESHAPE = 'stablehlo.reshape'
 _ANY = 2**64  # Larger than any id.
 
 
 def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
-  """Clamps the starts of slices of several entries, as the operation itself does, and returns the changed slices.
+  """Clamps the starts of slices, as the operation itself does, and returns the changed slices.
 
-  XLA merges a slice of a slice into one that begins at the sum of both starts, and forgets that the inner start was
-  clamped. Example: `lax.dynamic_slice(lax.dynamic_slice(x, (i,), (4,)), (j,), (2,))` of 5 entries with i = 3. On a
-  mesh, the outer slice may be a device's part of the result. A barrier keeps XLA from removing the clamp. Tests:
-  `test_slices_of_slices`, `test_slices_of_a_batch_that_are_split`.
+  XLA merges a slice of a slice into one that begins at the sum of both starts, and forgets that each start was clamped.
+  Example: `lax.dynamic_slice(lax.dynamic_slice(x, (i,), (4,)), (j,), (2,))` of 5 entries with i = 3. On a mesh, the
+  outer slice may be a device's part of the result. The same holds for an update in an update, which is a gradient of
+  these. Slices and updates of one entry are clamped only if they are inside another one; a scan has many that are not.
+  A barrier keeps XLA from removing the clamp. Tests: `test_slices_of_slices`, `test_updates_in_updates`,
+  `test_slices_of_a_batch_that_are_split`.
   """
   changed = []
-  for op in operations(module, {SLICE, GATHER}):
-    table, sizes = op.operands[0].type.shape, integers(op, 'slice_sizes')
-    partial = [dim for dim, (n, size) in enumerate(zip(table, sizes)) if 1 < size < n]
+  for op in operations(module, {SLICE, UPDATE, GATHER}):
+    table = op.operands[0].type.shape
+    sizes = op.operands[1].type.shape if op.name == UPDATE else integers(op, 'slice_sizes')
+    fewest = 0 if _is_inside_another(op) else 1
+    partial = [dim for dim, (n, size) in enumerate(zip(table, sizes)) if fewest < size < n]
     clamped = [False]
-    if op.name == SLICE:
-      clamped = [_clamp_start(op, 1 + dim, [table[dim] - sizes[dim]]) for dim in partial]
+    if op.name != GATHER:
+      first = 2 if op.name == UPDATE else 1
+      clamped = [_clamp_start(op, first + dim, [table[dim] - sizes[dim]]) for dim in partial]
     else:
       numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
       looked_up = numbers.start_index_map
@@ -37,6 +43,22 @@ def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
     if any(clamped):
       changed.append(op)
   return changed
+
+
+def _is_inside_another(op: ir.Operation) -> bool:
+  """Whether a slice reads from a slice, or an update writes an update; reshapes may be between."""
+  if op.name == UPDATE:
+    return any(use.owner.name == UPDATE and use.operand_number == 1 for use in _uses(op.results[0]))
+  value = op.operands[0]
+  while not isinstance(value.owner, ir.Block) and value.owner.name == _RESHAPE:
+    value = value.owner.operands[0]
+  return not isinstance(value.owner, ir.Block) and value.owner.name in (SLICE, GATHER)
+
+
+def _uses(value: ir.Value) -> Iterator[ir.OpOperand]:
+  """Yields the uses of a value, and those of its reshapes."""
+  for use in value.uses:
+    yield from _uses(use.owner.results[0]) if use.owner.name == _RESHAPE else [use]
 
 
 def _clamp_start(op: ir.Operation, number: int, last: Sequence[int], vector: int = 0) -> bool:

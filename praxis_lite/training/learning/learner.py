@@ -8,6 +8,7 @@ If its loss or gradient is not finite, a step changes neither variables nor slot
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.common.config import Config, Configurable, template
-from praxis_lite.common.errors import ConfigError, check_choice, did_you_mean
-from praxis_lite.common.trees import NestedDict, Path, leaves, merge, path_name, select
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.trees import NestedDict, Path, leaves, merge, near_pattern, path_name, select
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import WeightHParams, is_dtype
 from praxis_lite.training.learning.moments import MOMENTS
@@ -108,6 +109,9 @@ class Learner(Configurable):
     check_choice('learner.moments', self.moments, MOMENTS)
     if not isinstance(self.optimizer, Config):
       raise ConfigError(f'learner.optimizer: expected a Config, got {type(self.optimizer).__name__}')
+    for field in ('learning_rate', 'l2_regularizer_weight', 'decoupled_weight_decay'):
+      if not 0 <= getattr(self, field) < math.inf:
+        raise ConfigError(f'learner.{field}: expected a finite number of at least 0, got {getattr(self, field)}')
     for field in ('clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value', 'clip_gradient_value'):
       if not getattr(self, field) >= 0:
         raise ConfigError(f'learner.{field}: expected a limit above 0, or 0 for none, got {getattr(self, field)}')
@@ -185,7 +189,7 @@ class BoundLearner:
       except re.error as error:
         raise ConfigError(f'learner.{field}: {pattern!r} is not a regular expression: {error}') from None
       if not matched:
-        close = did_you_mean(pattern, map(path_name, declared))
+        close = near_pattern(pattern, map(path_name, declared))
         raise ConfigError(f'learner.{field}: {pattern!r} matches no variable.{close}')
       matching |= matched
     return matching
@@ -226,7 +230,7 @@ class BoundLearner:
     """Applies a gradient.
 
     Args:
-      gradients: of the trained variables, a part of the variable tree.
+      gradients: the gradients of the trained variables, a part of the variable tree.
       loss: the loss; if it is not finite, the step is not applied. It is the same on all devices.
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.

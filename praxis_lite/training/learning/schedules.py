@@ -69,11 +69,22 @@ def _name(function: Callable[..., object]) -> str:
 
 
 class BaseSchedule(Configurable):
-  """A function of the step. Raises ConfigError if a field that the subclass lists in `_positive` is not positive."""
+  """A function of the step.
+
+  Raises ConfigError if a number among the fields is not finite, if a field that the subclass lists in `_positive` is
+  not positive, or if a number in a field that it lists in `_not_negative` is negative.
+  """
 
   _positive: ClassVar[tuple[str, ...]] = ()
+  _not_negative: ClassVar[tuple[str, ...]] = ()
 
   def __post_init__(self) -> None:
+    for field, value in vars(self).items():
+      numbers = [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, int | float)]
+      if not all(map(math.isfinite, numbers)):
+        raise ConfigError(f'{type(self).__name__}.{field}: expected finite numbers, got {value}')
+      if field in self._not_negative and min(numbers, default=0) < 0:
+        raise ConfigError(f'{type(self).__name__}.{field}: expected at least 0, got {value}')
     for field in self._positive:
       if not getattr(self, field) > 0:
         raise ConfigError(f'{type(self).__name__}.{field}: expected more than 0, got {getattr(self, field)}')
@@ -87,6 +98,7 @@ class Constant(BaseSchedule):
   """Always `value`."""
 
   value: float = 1.0
+  _not_negative = ('value',)
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     return jnp.full((), self.value, jnp.float32)
@@ -102,6 +114,9 @@ class Linear(BaseSchedule):
   limit: tuple[int, float] = REQUIRED
 
   def __post_init__(self) -> None:
+    super().__post_init__()
+    if min(self.start[1], self.limit[1]) < 0:
+      raise ConfigError(f'Linear: expected values of at least 0, got {self.start[1]} and {self.limit[1]}')
     if self.start[0] >= self.limit[0]:
       raise ConfigError(f'Linear.limit: its step {self.limit[0]} must come after the step of start, {self.start[0]}')
 
@@ -118,6 +133,7 @@ class Cosine(BaseSchedule):
   initial_value: float = 1.0
   final_value: float = 0.0
   _positive = ('total_steps',)
+  _not_negative = ('initial_value', 'final_value')
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     done = jnp.clip(_float(step) / self.total_steps, 0.0, 1.0)
@@ -147,8 +163,10 @@ class PiecewiseConstant(BaseSchedule):
 
   boundaries: tuple[int, ...] = REQUIRED
   values: tuple[float, ...] = REQUIRED
+  _not_negative = ('values',)
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     if len(self.values) != len(self.boundaries) + 1:
       raise ConfigError(
         f'PiecewiseConstant.values: {len(self.boundaries)} boundaries need {len(self.boundaries) + 1} values, '
@@ -202,6 +220,7 @@ class LinearWarmupCosine(_Warmup):
 
   total_steps: int = REQUIRED
   final_value: float = 0.1
+  _not_negative = ('final_value',)
 
   def decay(self, step: jax.Array) -> jax.Array:
     cosine = Cosine(total_steps=max(self.total_steps - self.warmup_steps, 1), final_value=self.final_value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from tools.graphs.drawing import Graph, Operation
+from tools.graphs.drawing import DrawnOperation, Graph
 from tools.graphs.families.register import Families, family
 
 FAMILIES: Families = {}
@@ -13,7 +13,7 @@ _family = functools.partial(family, FAMILIES)
 
 
 @_family(2)
-def _cumulative(g: Graph) -> Operation:
+def _cumulative(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   axis, reverse = g.axis(x), g.chance(0.3)
   form = g.one('cumsum', 'cumsum', 'cummax', 'cummin', 'scan')
@@ -21,11 +21,11 @@ def _cumulative(g: Graph) -> Operation:
     text = f'lax.associative_scan(jnp.add, {x.name}, axis={axis}, reverse={reverse})'
   else:
     text = f'lax.{form}({x.name}, axis={axis}, reverse={reverse})'
-  return Operation(text, g.bound(x) * (x.shape[axis] if form in ('cumsum', 'scan') else 1))
+  return DrawnOperation(text, g.bound(x) * (x.shape[axis] if form in ('cumsum', 'scan') else 1))
 
 
 @_family(3)
-def _reduction(g: Graph) -> Operation:
+def _reduction(g: Graph) -> DrawnOperation:
   x = g.pick(1, 4)
   axes = tuple(i for i in range(len(x.shape)) if g.chance(0.5)) or (0,)
   form = g.one('sum', 'sum', 'max', 'min', 'any')
@@ -34,46 +34,46 @@ def _reduction(g: Graph) -> Operation:
   if form == 'any':
     text = f'jnp.any({x.name} > 0, axis={axes}, keepdims={keep}).astype({x.name}.dtype)'
   n = math.prod(x.shape[i] for i in axes)
-  return Operation(text, g.bound(x) * n if form == 'sum' else g.bound(x))
+  return DrawnOperation(text, g.bound(x) * n if form == 'sum' else g.bound(x))
 
 
 @_family(1.5)
-def _concatenate(g: Graph) -> Operation:
+def _concatenate(g: Graph) -> DrawnOperation:
   x = g.pick(1, 4)
   axis = g.axis(x)
   shape = [*x.shape]
   shape[axis] = g.size()
   y = g.pick(shape=shape)
-  return Operation(f'jnp.concatenate([{x.name}, {y.name}, {x.name}][:{g.one(2, 3)}], axis={axis})', g.bound(x, y))
+  return DrawnOperation(f'jnp.concatenate([{x.name}, {y.name}, {x.name}][:{g.one(2, 3)}], axis={axis})', g.bound(x, y))
 
 
 @_family(1)
-def _stack(g: Graph) -> Operation:
+def _stack(g: Graph) -> DrawnOperation:
   x = g.pick(0, 3)
   y = g.pick(shape=x.shape)
-  return Operation(f'jnp.stack([{x.name}, {y.name}], axis={g.rng.integers(len(x.shape) + 1)})', g.bound(x, y))
+  return DrawnOperation(f'jnp.stack([{x.name}, {y.name}], axis={g.rng.integers(len(x.shape) + 1)})', g.bound(x, y))
 
 
 @_family(2)
-def _slice(g: Graph) -> Operation:
+def _slice(g: Graph) -> DrawnOperation:
   x = g.pick(1, 4)
   index = []
   for n in x.shape:
     start = int(g.rng.integers(0, n))
     index.append(g.one(':', f'{start}:', f'{start}::2', f':{start + 1}', '::-1', f'::{g.one(2, 3)}'))
-  return Operation(f'{x.name}[{", ".join(index)}]', g.bound(x))
+  return DrawnOperation(f'{x.name}[{", ".join(index)}]', g.bound(x))
 
 
 @_family(1.5)
-def _roll(g: Graph) -> Operation:
+def _roll(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   axis = g.axis(x)
   shift = str(g.one(-2, 1, 3)) if g.chance(0.6) else g.ids((), 5).name
-  return Operation(f'jnp.roll({x.name}, {shift}, axis={axis})', g.bound(x))
+  return DrawnOperation(f'jnp.roll({x.name}, {shift}, axis={axis})', g.bound(x))
 
 
 @_family(1.5)
-def _tile(g: Graph) -> Operation:
+def _tile(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   axis = g.axis(x)
   text = g.one(
@@ -82,11 +82,11 @@ def _tile(g: Graph) -> Operation:
     f'jnp.broadcast_to({x.name}[None], {(g.one(2, 3, 4), *x.shape)})',
     f'jnp.resize({x.name}, {(g.size(), g.size())})',
   )
-  return Operation(text, g.bound(x))
+  return DrawnOperation(text, g.bound(x))
 
 
 @_family(4)
-def _reshape(g: Graph) -> Operation:
+def _reshape(g: Graph) -> DrawnOperation:
   """Splits and joins dimensions, and with them mesh axes. Sometimes a dimension keeps only a part of an axis."""
   x = g.pick(1, 5)
   n, shape = math.prod(x.shape), []
@@ -104,18 +104,18 @@ def _reshape(g: Graph) -> Operation:
       shape[i : i + 1] = [d, shape[i] // d]
     elif i + 1 < len(shape):
       shape[i : i + 2] = [shape[i] * shape[i + 1]]
-  return Operation(f'{x.name}.reshape({tuple(shape)})', g.bound(x))
+  return DrawnOperation(f'{x.name}.reshape({tuple(shape)})', g.bound(x))
 
 
 @_family(1.5)
-def _transpose(g: Graph) -> Operation:
+def _transpose(g: Graph) -> DrawnOperation:
   x = g.pick(2, 5)
   order = tuple(int(i) for i in g.rng.permutation(len(x.shape)))
-  return Operation(f'jnp.transpose({x.name}, {order})', g.bound(x))
+  return DrawnOperation(f'jnp.transpose({x.name}, {order})', g.bound(x))
 
 
 @_family(1)
-def _diagonals(g: Graph) -> Operation:
+def _diagonals(g: Graph) -> DrawnOperation:
   x = g.pick(2, 3)
   text = g.one(
     f'jnp.diagonal({x.name}, offset={g.one(-1, 0, 1)})',
@@ -124,4 +124,4 @@ def _diagonals(g: Graph) -> Operation:
     f'jnp.diag({x.name}.reshape(-1)[:8])',
     f'jnp.rot90({x.name})',
   )
-  return Operation(text, g.bound(x) * (x.shape[0] if 'trace' in text else 1))
+  return DrawnOperation(text, g.bound(x) * (x.shape[0] if 'trace' in text else 1))

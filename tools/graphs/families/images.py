@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from tools.graphs.drawing import Graph, NotDrawn, Operation
+from tools.graphs.drawing import DrawnOperation, Graph, NotDrawn
 from tools.graphs.families.register import Families, family, shuffle
 from tools.graphs.programs import Line
 
@@ -30,7 +30,7 @@ def _reshape_to_image(g: Graph, spatial: int) -> tuple[str, Line, tuple[int, ...
 
 
 @_family(4)
-def _convolution(g: Graph) -> Operation:
+def _convolution(g: Graph) -> DrawnOperation:
   """Draws groups of channels or of rows, strides, both dilations, negative padding, and dimensions in any order."""
   spatial = g.one(1, 1, 2, 2)
   text, x, shape = _reshape_to_image(g, spatial)
@@ -59,20 +59,20 @@ def _convolution(g: Graph) -> Operation:
     f'rhs_dilation={rhs_dilation}, dimension_numbers={(lhs, rhs, out)}, feature_group_count={features}, '
     f'batch_group_count={batches})'
   )
-  return Operation(call, g.bound(x) * 3 * math.prod(window.values()) * (channels // features))
+  return DrawnOperation(call, g.bound(x) * 3 * math.prod(window.values()) * (channels // features))
 
 
 @_family(1)
-def _transposed_convolution(g: Graph) -> Operation:
+def _transposed_convolution(g: Graph) -> DrawnOperation:
   text, x, shape = _reshape_to_image(g, 1)
   w = g.array((g.one(1, 2, 3), shape[-1], g.one(1, 2, 3, 4)))
   stride, padding = (g.one(1, 2, 3),), g.one('SAME', 'VALID')
   call = f"lax.conv_transpose({text}, {w.name}, {stride}, '{padding}', dimension_numbers=('NHC', 'HIO', 'NHC'))"
-  return Operation(call, g.bound(x) * 9 * shape[-1])
+  return DrawnOperation(call, g.bound(x) * 9 * shape[-1])
 
 
 @_family(2.5)
-def _windows(g: Graph) -> Operation:
+def _windows(g: Graph) -> DrawnOperation:
   x = g.pick(1, 4)
   window = tuple(g.one(1, 1, 2, 3) for _ in x.shape)
   strides = tuple(g.one(1, 1, 2) for _ in x.shape)
@@ -80,23 +80,25 @@ def _windows(g: Graph) -> Operation:
   if form == 'pool':
     padding = g.one('SAME', 'VALID')
     text = f"lax.reduce_window({x.name}, -jnp.inf, lax.max, {window}, {strides}, '{padding}')"
-    return Operation(text, g.bound(x))
+    return DrawnOperation(text, g.bound(x))
   first = {'add': '0.', 'max': '-jnp.inf', 'min': 'jnp.inf'}[form]
   padding = repr([(g.one(0, 0, min(1, k - 1)), g.one(0, min(1, k - 1))) for k in window])
   dilation = '' if form != 'add' or g.chance(0.7) else f', window_dilation={tuple(g.one(1, 2) for _ in window)}'
   call = f'lax.reduce_window({x.name}, {first}, lax.{form}, {window}, {strides}, {padding}{dilation})'
-  return Operation(call, g.bound(x) * (math.prod(window) if form == 'add' else 1))
+  return DrawnOperation(call, g.bound(x) * (math.prod(window) if form == 'add' else 1))
 
 
 @_family(2)
-def _pad(g: Graph) -> Operation:
+def _pad(g: Graph) -> DrawnOperation:
   x = g.pick(1, 4)
   config = [(g.one(-1, 0, 0, 1, 2), g.one(-1, 0, 0, 1, 3), g.one(0, 0, 0, 1, 2)) for _ in x.shape]
-  return Operation(f'lax.pad({x.name}, jnp.zeros((), {x.name}.dtype), {config})', g.bound(x))
+  return DrawnOperation(f'lax.pad({x.name}, jnp.zeros((), {x.name}.dtype), {config})', g.bound(x))
 
 
 @_family(1)
-def _pad_by_mode(g: Graph) -> Operation:
+def _pad_by_mode(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   widths = [(g.one(0, 1, 2), g.one(0, 1)) for _ in x.shape]
-  return Operation(f"jnp.pad({x.name}, {widths}, mode='{g.one('edge', 'reflect', 'wrap', 'symmetric')}')", g.bound(x))
+  return DrawnOperation(
+    f"jnp.pad({x.name}, {widths}, mode='{g.one('edge', 'reflect', 'wrap', 'symmetric')}')", g.bound(x)
+  )

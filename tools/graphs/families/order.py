@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from tools.graphs.drawing import Graph, Operation
+from tools.graphs.drawing import DrawnOperation, Graph
 from tools.graphs.families.register import Families, family
 from tools.graphs.programs import Line
 
@@ -15,53 +15,55 @@ FAMILIES: Families = {}
 _family = functools.partial(family, FAMILIES)
 
 
-def _unsigned(x: Line) -> str:
+def _replace_zeros(x: Line) -> str:
   return f'jnp.where({x.name} == 0, 0, {x.name})'
 
 
 @_family(2)
-def _sort(g: Graph) -> Operation:
+def _sort(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   axis = g.axis(x)
   if g.is_exact:  # The sort is stable, so equal entries have a determined order and gradient.
-    text = f'jnp.sort({_unsigned(x)}, axis={axis}, stable=True, descending={g.chance(0.3)})'
+    text = f'jnp.sort({_replace_zeros(x)}, axis={axis}, stable=True, descending={g.chance(0.3)})'
   else:
-    text = f'jnp.sort({_unsigned(x)}, axis={axis})'
-  return Operation(text, g.bound(x))
+    text = f'jnp.sort({_replace_zeros(x)}, axis={axis})'
+  return DrawnOperation(text, g.bound(x))
 
 
 @_family(1)
-def _sort_by_keys(g: Graph) -> Operation:
+def _sort_by_keys(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   axis = g.axis(x)
   keys = g.ids(x.shape, 4)
-  return Operation(f'lax.sort(({keys.name}, {x.name}), dimension={axis}, num_keys=1, is_stable=True)[1]', g.bound(x))
+  return DrawnOperation(
+    f'lax.sort(({keys.name}, {x.name}), dimension={axis}, num_keys=1, is_stable=True)[1]', g.bound(x)
+  )
 
 
 @_family(1)
-def _sort_rows(g: Graph) -> Operation:
+def _sort_rows(g: Graph) -> DrawnOperation:
   x = g.pick(2, 3)
-  order = f'jnp.argsort({_unsigned(x)}[(slice(None),) + (0,) * {len(x.shape) - 1}], stable=True)'
-  return Operation(f'{x.name}[{order}]', g.bound(x), size=2)
+  order = f'jnp.argsort({_replace_zeros(x)}[(slice(None),) + (0,) * {len(x.shape) - 1}], stable=True)'
+  return DrawnOperation(f'{x.name}[{order}]', g.bound(x), size=2)
 
 
 @_family(1)
-def _top_k(g: Graph) -> Operation:
+def _top_k(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
-  return Operation(f'lax.top_k({_unsigned(x)}, {g.rng.integers(1, x.shape[-1] + 1)})[0]', g.bound(x))
+  return DrawnOperation(f'lax.top_k({_replace_zeros(x)}, {g.rng.integers(1, x.shape[-1] + 1)})[0]', g.bound(x))
 
 
 @_family(0.7)
-def _ranks(g: Graph) -> Operation:
+def _ranks(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   axis = g.axis(x)
   form = g.one('jnp.argsort({x}, axis={a}, stable=True)', 'jnp.argmax({x}, axis={a})', 'jnp.argmin({x}, axis={a})')
-  text = form.format(x=_unsigned(x), a=axis)
-  return Operation(f'{text}.astype({x.name}.dtype)', float(x.shape[axis]))
+  text = form.format(x=_replace_zeros(x), a=axis)
+  return DrawnOperation(f'{text}.astype({x.name}.dtype)', float(x.shape[axis]))
 
 
 @_family(0.7)
-def _searches(g: Graph) -> Operation:
+def _searches(g: Graph) -> DrawnOperation:
   x, y = g.pick(1, 1), g.pick(1, 2)
   text = g.one(
     f'jnp.searchsorted(jnp.sort({x.name}), {y.name})',
@@ -70,4 +72,4 @@ def _searches(g: Graph) -> Operation:
     f'jnp.unique({x.name}.astype(jnp.int32), size={x.shape[0]}, fill_value=0)',
     f'jnp.bincount(jnp.abs({x.name}).astype(jnp.int32), length=6)',
   )
-  return Operation(f'{text}.astype({x.name}.dtype)', 24.0)
+  return DrawnOperation(f'{text}.astype({x.name}.dtype)', 24.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tools.graphs.drawing import Graph, NotDrawn, Operation
+from tools.graphs.drawing import DrawnOperation, Graph, NotDrawn
 from tools.graphs.families.register import Families, family
 
 FAMILIES: Families = {}
@@ -12,7 +12,7 @@ _family = functools.partial(family, FAMILIES)
 
 
 @_family(1, smooth=True)
-def _normalize(g: Graph) -> Operation:
+def _normalize(g: Graph) -> DrawnOperation:
   x = g.pick(1, 4)
   axis = g.axis(x)
   form = g.one(
@@ -20,11 +20,11 @@ def _normalize(g: Graph) -> Operation:
     '(({x} - {x}.mean({a}, keepdims=True)) / jnp.sqrt({x}.var({a}, keepdims=True) + 1))',
     'jnp.cumsum({x}, {a}) / 4', 'lax.cumlogsumexp({x}, axis={a})', 'jnp.cumprod(1 + {x} / 10, {a})',
   )  # fmt: skip
-  return Operation(form.format(x=x.name, a=axis), 20.0)
+  return DrawnOperation(form.format(x=x.name, a=axis), 20.0)
 
 
 @_family(1.5, smooth=True)
-def _fourier(g: Graph) -> Operation:
+def _fourier(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   axis = -1 if g.chance(0.9) else g.axis(x)  # XLA transposes others, and may then fail on CPUs.
   forms = [
@@ -35,11 +35,11 @@ def _fourier(g: Graph) -> Operation:
   ]  # fmt: skip
   if len(x.shape) > 1:
     forms += ['jnp.real(jnp.fft.fft2({x}))', 'jnp.real(jnp.fft.rfftn({x}))']
-  return Operation(f'{g.one(*forms).format(x=x.name, a=axis, n=g.size())}', 1000.0)
+  return DrawnOperation(f'{g.one(*forms).format(x=x.name, a=axis, n=g.size())}', 1000.0)
 
 
 @_family(1.5, smooth=True)
-def _library(g: Graph) -> Operation:
+def _library(g: Graph) -> DrawnOperation:
   """Draws a call of LAPACK with a well-conditioned matrix."""
   x = g.pick(2, 3)
   n = x.shape[-1]
@@ -55,12 +55,12 @@ def _library(g: Graph) -> Operation:
     f'jax.scipy.linalg.expm({spd} / 9)' if len(x.shape) == 2 else f'jnp.linalg.cholesky({spd})',
     f'jnp.linalg.svd({spd}, compute_uv=False)', f'jnp.linalg.norm({spd}, axis=-1)',
   )  # fmt: skip
-  return Operation(text, 1000.0, (spd,), size=2)
+  return DrawnOperation(text, 1000.0, (spd,), size=2)
 
 
 @_family(0.7, smooth=True)
-def _quantiles(g: Graph) -> Operation:
+def _quantiles(g: Graph) -> DrawnOperation:
   x = g.pick(1, 3)
   axis = g.axis(x)
   form = g.one('jnp.median({x}, axis={a})', 'jnp.quantile({x}, jnp.asarray([0.3, 0.8], {x}.dtype), axis={a})')
-  return Operation(form.format(x=x.name, a=axis), g.bound(x), size=2)
+  return DrawnOperation(form.format(x=x.name, a=axis), g.bound(x), size=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tools.graphs.drawing import Graph, Operation
+from tools.graphs.drawing import DrawnOperation, Graph
 from tools.graphs.families.register import Families, family
 from tools.graphs.programs import Line
 
@@ -27,7 +27,7 @@ def _inner(g: Graph, x: Line, rank: int, name: str) -> tuple[str, float]:
 
 
 @_family(2)
-def _region(g: Graph) -> Operation:
+def _region(g: Graph) -> DrawnOperation:
   """Draws a few operations inside remat, vmap, scan, map, cond, switch or a loop."""
   x = g.pick(2, 3)
   rank = len(x.shape)
@@ -53,28 +53,28 @@ def _region(g: Graph) -> Operation:
     'loop': f'lax.fori_loop(0, 2, lambda i, a: small({body} + i), {x.name})',
     'while': f'lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, {in_loop}), {first})[1]',
   }
-  return Operation(texts[form], bound * 8, size=2)
+  return DrawnOperation(texts[form], bound * 8, size=2)
 
 
 @_family(0.8)
-def _vmapped_lookup(g: Graph) -> Operation:
+def _vmapped_lookup(g: Graph) -> DrawnOperation:
   x = g.pick(2, 3)
   ids = g.ids((x.shape[0], g.size()), x.shape[1])
-  return Operation(f"jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode='clip'))({x.name}, {ids.name})", g.bound(x))
+  return DrawnOperation(f"jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode='clip'))({x.name}, {ids.name})", g.bound(x))
 
 
 @_family(0.8)
-def _vmapped_product(g: Graph) -> Operation:
+def _vmapped_product(g: Graph) -> DrawnOperation:
   x = g.pick(3, 3)
   w = g.array((x.shape[g.one(0, 1)], x.shape[2], g.size()))
   axis = g.one(0, 1)
   out = g.one(0, 1, 2)
   text = f'jax.vmap(lambda a, b: a @ b, in_axes=({axis}, 0), out_axes={out})({x.name}, {w.name})'
-  return Operation(text, g.bound(x) * 3 * x.shape[2])
+  return DrawnOperation(text, g.bound(x) * 3 * x.shape[2])
 
 
 @_family(0.8)
-def _moe(g: Graph) -> Operation:
+def _moe(g: Graph) -> DrawnOperation:
   """Draws the dispatch of tokens to experts by ids, and back."""
   x = g.pick(2, 2)
   E, C, F = g.one(2, 3, 4), g.one(2, 3), g.size()
@@ -85,12 +85,12 @@ def _moe(g: Graph) -> Operation:
   mask = f'jnp.einsum("te,tc->tec", {hot}, jax.nn.one_hot({place}, {C}, dtype={x.name}.dtype))'
   inputs = f'jnp.einsum("tec,td->ecd", {mask}, {x.name})'
   hidden = f'small(jnp.einsum("ecd,edf->ecf", {inputs}, {w.name}))'
-  return Operation(f'jnp.einsum("tec,ecf->tf", {mask}, {hidden})', 200.0, (hidden, inputs, mask), size=7)
+  return DrawnOperation(f'jnp.einsum("tec,ecf->tf", {mask}, {hidden})', 200.0, (hidden, inputs, mask), size=7)
 
 
 @_family(0.5, smooth=True)
-def _loss(g: Graph) -> Operation:
+def _loss(g: Graph) -> DrawnOperation:
   x = g.pick(2, 3)
   labels = g.ids(x.shape[:-1], x.shape[-1])
   logp = f'jax.nn.log_softmax({x.name})'
-  return Operation(f'-jnp.take_along_axis({logp}, {labels.name}[..., None], axis=-1)[..., 0]', 30.0, size=2)
+  return DrawnOperation(f'-jnp.take_along_axis({logp}, {labels.name}[..., None], axis=-1)[..., 0]', 30.0, size=2)

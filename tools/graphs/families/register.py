@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.graphs.drawing import Graph, NotDrawn, Operation
+from tools.graphs.drawing import DrawnOperation, Graph, NotDrawn
 
-Draw = Callable[[Graph], Operation]
+DrawOperation = Callable[[Graph], DrawnOperation]
 # The weight of each family, and the function that draws an operation.
-Families = dict[str, tuple[float, Draw]]
+Families = dict[str, tuple[float, DrawOperation]]
 
 
-def family(families: Families, weight: float = 1.0, smooth: bool = False) -> Callable[[Draw], Draw]:
+def family(families: Families, weight: float = 1.0, smooth: bool = False) -> Callable[[DrawOperation], DrawOperation]:
   """Registers a family with its weight. A family with non-integer results is drawn only for smooth programs."""
 
-  def register(draw: Draw) -> Draw:
-    def checked(g: Graph) -> Operation:
+  def register(draw: DrawOperation) -> DrawOperation:
+    def draw_or_reject(g: Graph) -> DrawnOperation:
       if smooth and g.is_exact:
         raise NotDrawn
       return draw(g)
 
-    families[draw.__name__.strip('_')] = weight, checked
+    families[draw.__name__.strip('_')] = weight, draw_or_reject
     return draw
 
   return register

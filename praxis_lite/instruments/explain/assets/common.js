@@ -23,6 +23,13 @@ function make(tag, kind, text = '') {
   return element;
 }
 
+// Makes an element with a path or a reason, which a narrow page breaks after dots.
+function breakable(tag, kind, text) {
+  const element = make(tag, kind), parts = text.split(/(?<=\.)/);
+  element.append(...parts.flatMap((part, i) => (i ? [make('wbr'), part] : [part])));
+  return element;
+}
+
 function bytes(n) {
   const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'];
   let i = 0;

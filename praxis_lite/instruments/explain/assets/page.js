@@ -8,6 +8,8 @@ const state = { kinds: new Set(['parameter', 'slot']), search: '', whole: false,
 
 const splitName = (a) => (a.free ? 'left to the compiler' : a.dims.map((d) => d[1].filter((x) => sizeOf[x] > 1).join('+')).filter(Boolean).join(', ') || 'replicated on every device');
 const sizeOf = Object.fromEntries(data.mesh);
+const numDevices = data.mesh.reduce((n, [, size]) => n * size, 1);
+const partsOf = (a) => (a.free ? 0 : a.dims.reduce((n, d) => n * d[2], 1));
 const axesOf = (a) => [...new Set(a.dims.flatMap((d) => d[1]).filter((x) => sizeOf[x] > 1))].sort();
 const groupName = (a) => (state.color === 'kind' ? KINDS[a.kind] : a.free ? 'left to the compiler' : axesOf(a).join(' + ') || 'not split');
 const groups = {};
@@ -16,7 +18,7 @@ for (const mode of ['split', 'kind']) {
   groups[mode] = mode === 'kind' ? Object.values(KINDS) : [...new Set(data.arrays.map(groupName))];
 }
 const HUES = [250, 165, 70, 320, 25, 205, 110, 285];
-state.color = 'split';
+state.color = numDevices > 1 ? 'split' : 'kind';
 
 function colorOf(a) {
   const name = groupName(a);
@@ -129,16 +131,22 @@ function drawDetail() {
   if (!a) { host.append(make('p', 'empty', 'Select an array in the tree or in the areas.')); return; }
   const waste = a.waste ? `, ${bytes(a.waste)} of padding (${((100 * a.waste) / (a.bytes + a.waste)).toFixed(2)} %)` : ', no padding';
   const copies = a.copies > 1 ? `each part on ${a.copies} devices` : 'each part on one device';
-  host.append(make('h3', '', a.path));
+  host.append(breakable('h3', '', a.path));
+  if (numDevices === 1) {
+    const share = a.free ? '' : `, ${((100 * a.local) / Math.max(visible().reduce((n, b) => n + weight(b), 0), 1)).toFixed(1)} % of the areas above`;
+    host.append(make('p', '', `${KINDS[a.kind].replace(/s$/, '')}, ${shapeText(a)} ${a.dtype}: ${bytes(a.bytes)}${share}.`));
+    host.append(make('p', '', 'The mesh is one device, which stores every array whole: there is nothing to split.'));
+    return;
+  }
   host.append(make('p', '', `${KINDS[a.kind].replace(/s$/, '')}, ${shapeText(a)} ${a.dtype}: ${bytes(a.bytes)} in all, ${a.free ? 'at most ' : ''}${bytes(a.local)} on each device; ${a.free ? 'the compiler decides' : copies}${waste}.`));
   for (const remark of a.remarks) host.append(make('p', '', `${remark}.`));
   if (a.dims.length) {
     const table = make('table', ''), head = make('tr', '');
-    for (const name of ['dim', 'size', 'mesh axes', 'parts', 'each device', 'padding', 'why']) head.append(make('th', /size|parts|each|padding/.test(name) ? 'num' : '', name));
+    for (const name of ['dim', 'size', 'mesh axes', 'parts', 'each device', 'padding', 'why']) head.append(make('th', /size|parts|each|padding/.test(name) ? 'num' : name === 'why' ? 'why' : '', name));
     table.append(head);
     a.dims.forEach(([size, axes, parts, local, source], i) => {
       const row = make('tr', '');
-      [i, size, axes.join(' + ') || '–', parts, local, local * parts - size || '–', source].forEach((value, k) => row.append(make('td', [1, 3, 4, 5].includes(k) ? 'num' : k === 6 ? 'why' : '', String(value))));
+      [i, size, axes.join(' + ') || '–', parts, local, local * parts - size || '–', source].forEach((value, k) => row.append(k === 6 ? breakable('td', 'why', value) : make('td', [1, 3, 4, 5].includes(k) ? 'num' : '', String(value))));
       table.append(row);
     });
     host.append(table);
@@ -172,18 +180,20 @@ const filter = (host, text, pressed, toggle) => chip(host, text, pressed, () => 
 
 function setUp() {
   $('title').textContent = data.title;
-  $('mesh').textContent = data.meshText;
+  $('mesh').textContent = numDevices > 1 ? data.meshText : 'one device: nothing to split, so the page shows sizes';
+  document.body.classList.toggle('one-device', numDevices === 1);
+  if (numDevices === 1) $('where').textContent = 'Bytes';
   const parameters = data.arrays.filter((a) => a.kind === 'parameter'), stored = data.arrays.filter((a) => a.kind === 'parameter' || a.kind === 'slot');
   const sum = (list, f) => list.reduce((n, a) => n + f(a), 0);
   const elements = sum(parameters, (a) => a.dims.reduce((n, d) => n * d[0], 1));
   const waste = sum(stored, (a) => a.waste), all = sum(stored, (a) => a.bytes);
-  for (const [name, value] of [
+  const total = [
     ['parameters', elements >= 1e9 ? `${(elements / 1e9).toFixed(2)} B` : elements >= 1e6 ? `${(elements / 1e6).toFixed(1)} M` : elements.toLocaleString('en')],
-    ['of state on each device', bytes(sum(stored, (a) => a.local))],
-    ['of it parameters', bytes(sum(parameters, (a) => a.local))],
-    ['of state in all', bytes(all)],
-    ['padding', `${((100 * waste) / Math.max(all + waste, 1)).toFixed(2)} %`],
-  ]) {
+    [numDevices > 1 ? 'of state on each device' : 'of state', bytes(sum(stored, (a) => a.local))],
+    [numDevices > 1 ? 'of parameters on each device' : 'of parameters', bytes(sum(parameters, (a) => a.local))],
+  ];
+  if (numDevices > 1) total.push(['of state in all', bytes(all)], ['padding', `${((100 * waste) / Math.max(all + waste, 1)).toFixed(2)} %`]);
+  for (const [name, value] of total) {
     const item = make('div', '');
     item.append(make('dt', '', name), make('dd', '', value));
     $('totals').append(item);
@@ -197,6 +207,12 @@ function setUp() {
       return item;
     }));
   }
+  const chosen = decodeURIComponent(location.hash.slice(1));
+  // Opens on the parameter with most parts; if no parameter or slot is split, on another array that is.
+  const candidates = stored.some((a) => partsOf(a) > 1) || numDevices === 1 ? parameters : data.arrays;
+  const mostSplit = [...candidates].sort((a, b) => partsOf(b) - partsOf(a) || b.local - a.local)[0] || null;
+  state.selected = data.arrays.find((a) => a.path === chosen) || mostSplit;
+  if (state.selected) state.kinds.add(state.selected.kind);
   for (const [kind, name] of Object.entries(KINDS)) {
     const count = data.arrays.filter((a) => a.kind === kind).length;
     if (count) filter($('kinds'), `${name} ${count}`, state.kinds.has(kind), () => { if (!state.kinds.delete(kind)) state.kinds.add(kind); return state.kinds.has(kind); });
@@ -211,8 +227,6 @@ function setUp() {
   });
   addEventListener('resize', draw);
   setUpTheme();
-  const chosen = decodeURIComponent(location.hash.slice(1));
-  state.selected = data.arrays.find((a) => a.path === chosen) || [...parameters].sort((a, b) => b.local - a.local)[0] || null;
   draw();
 }
 

@@ -97,12 +97,13 @@ function drawPicture(host, array, mesh, show, hide) {
 
   function arrayFigure(rows, cols, holders, add) {
     const rowLength = rowDim === null ? 1 : array.dims[rowDim][0], colLength = array.dims[colDim][0];
+    const left = rowDim === null ? 0 : 92, top = 20, widest = Math.min(416, Math.max(160, (host.clientWidth || 800) - left - 2));
     const ratio = Math.sqrt(Math.min(16, Math.max(1 / 16, colLength / Math.max(rowLength, 1))));
-    const wide = Math.min(416, cols * (array.copies > 1 ? 52 : 30)), high = Math.min(260, rows * 20);
-    const width = Math.round(Math.min(416, Math.max(200, wide, 230 * ratio)));
+    const wide = Math.min(widest, cols * (array.copies > 1 ? 52 : 30)), high = Math.min(260, rows * 20);
+    const width = Math.round(Math.min(widest, Math.max(200, wide, 230 * ratio)));
     const height = rowDim === null ? 56 : Math.round(Math.min(260, Math.max(100, high, 230 / ratio)));
     const drawnRows = Math.min(rows, MOST_PARTS), drawnCols = Math.min(cols, MOST_PARTS);
-    const left = rowDim === null ? 0 : 92, top = 20, w = width / drawnCols, h = height / drawnRows;
+    const w = width / drawnCols, h = height / drawnRows;
     const svg = shape('svg', { width: left + width + 2, height: top + height + 2 });
     svg.append(hatch());
     // Writes numbers in all cells or in none; cells with padding may have none.
@@ -120,7 +121,8 @@ function drawPicture(host, array, mesh, show, hide) {
     }
     const every = (n, room, need) => Math.max(1, Math.ceil((n * need) / room));
     for (let c = 0; c < drawnCols; c += every(drawnCols, width, 80)) {
-      svg.append(label(sliceText(c, array.dims[colDim][3], colLength), left + c * w + w / 2, 13, 'middle', 'axis'));
+      const text = sliceText(c, array.dims[colDim][3], colLength);
+      svg.append(label(text, Math.min(left + c * w + w / 2, left + width - text.length * 3), 13, 'middle', 'axis'));
     }
     if (rowDim !== null) for (let r = 0; r < drawnRows; r += every(drawnRows, height, 15)) {
       svg.append(label(sliceText(r, array.dims[rowDim][3], rowLength), left - 6, top + r * h + h / 2 + 4, 'end', 'axis'));
@@ -168,7 +170,9 @@ function hatch() {
 
 function figure(caption, svg) {
   const element = make('figure', ''), words = make('figcaption', '', caption);
-  words.style.maxWidth = `${Math.max(280, Number(svg.getAttribute('width')))}px`;
+  const [width, height] = ['width', 'height'].map((name) => Number(svg.getAttribute(name)));
+  svg.setAttribute('viewBox', `0 0 ${width} ${height}`); // So that a narrow page can shrink it.
+  words.style.maxWidth = `${Math.max(280, width)}px`;
   element.append(words, svg);
   return element;
 }

@@ -125,8 +125,8 @@ function memoryTip(node) {
 
 function drawCrumbs(top) {
   const crumbs = $('crumbs');
+  if (!top.path.length) { crumbs.replaceChildren(bytes(data.memory.peak)); return; }
   crumbs.replaceChildren(bytes(top.value));
-  if (!top.path.length) return;
   crumbs.append(' · ');
   ['all', ...top.path].forEach((name, i) => {
     const button = make('button', '', name);

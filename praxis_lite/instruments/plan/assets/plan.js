@@ -93,19 +93,21 @@ function drawHeadline() {
   const room = Math.abs(m.capacity - m.peak);
   const items = [
     [h.fits ? 'fits' : 'does not fit', h.refused ? `over ${bytes(m.capacity)}` : `${bytes(m.peak)} of ${bytes(m.capacity)}`, h.refused ? '' : `${bytes(room)} ${h.fits ? 'left' : 'too much'}`],
-    ['a step', seconds(h.seconds), ''],
-    ['MFU, 6N + 12LdS', percent(h.mfu), ''],
-    ['MFU, causal: 6N + 6LdS', percent(h.causalMfu), ''],
+    h.isTimeKnown ? ['a step', seconds(h.seconds), h.range ? `likely ${h.range.map(seconds).join(' to ')}` : ''] : ['a step', 'not known', 'see the notes'],
   ];
-  if (h.tokens) items.splice(2, 0, ['tokens a second', Math.round(h.tokensPerSecond).toLocaleString('en'), `${Math.round(h.tokensPerSecond / h.numChips).toLocaleString('en')} a chip`]);
+  if (h.isTimeKnown) items.push(['MFU, 6N + 12LdS', percent(h.mfu), `${percent(h.causalMfu)} causal, 6N + 6LdS`]);
+  if (h.tokens && h.isTimeKnown) items.splice(2, 0, ['tokens a second', Math.round(h.tokensPerSecond).toLocaleString('en'), `${Math.round(h.tokensPerSecond / h.numChips).toLocaleString('en')} a chip`]);
   for (const [name, value, more] of items) {
     const item = make('div', name === 'does not fit' ? 'bad' : ''), dd = make('dd', '', value);
     if (more) dd.append(' ', make('small', '', more));
     item.append(make('dt', '', name), dd);
     total.append(item);
   }
-  $('bottleneck').textContent = `Bottleneck: ${h.bottleneck}.`;
-  $('notes').replaceChildren(...[...data.notes, figures()].map((note) => make('li', '', note)));
+  $('bottleneck').textContent = h.isTimeKnown ? `Bottleneck: ${h.bottleneck}.` : '';
+  const isCompiled = data.schedule.length > 0;
+  $('layers-roofline').hidden = !isCompiled;
+  const missing = isCompiled ? [] : ['no timeline and no roofline: they need the schedule that the compiler of the chips makes'];
+  $('notes').replaceChildren(...[...data.notes, ...missing, figures()].map((note) => make('li', '', note)));
   const shares = Object.entries(data.limits).filter(([, secs]) => secs > 0);
   $('shares-legend').replaceChildren(...shares.map(([limit, secs]) => legendItem(limitColor(limit), `${limit}, ${LIMITS[limit][1]}: ${seconds(secs)}, ${percent(secs / h.seconds)}`)));
 }

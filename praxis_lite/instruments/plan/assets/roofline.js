@@ -1,15 +1,16 @@
 // The roofline: FLOPs per byte of memory and FLOPs per second of each layer, below the limits of the chip.
 
 function drawRoofline() {
+  if ($('layers-roofline').hidden) return;
   const svg = $('roofline'), width = svg.clientWidth || 800, height = width < 560 ? 300 : 360;
   const { peaks, bandwidth, efficiency } = data.chip;
-  const all = timeByLayer(), known = data.schedule.length > 0;
-  const points = all.filter((row) => known && row.flops > 0 && row.bytes > 0 && row.seconds > row.communication);
+  const all = timeByLayer();
+  const points = all.filter((row) => row.flops > 0 && row.bytes > 0 && row.seconds > row.communication);
   svg.replaceChildren();
   svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
   svg.style.height = `${height}px`;
   const total = data.headline.seconds, without = all.filter((row) => !row.flops).reduce((sum, row) => sum + row.seconds - row.communication, 0);
-  $('roofline-note').textContent = points.length ? `areas are shares of the time; layers without products, ${percent(without / total)} of the step, have no place here` : known ? 'no layer has products' : 'formulas do not know the bytes of each layer; with the compiler of the chips they are known';
+  $('roofline-note').textContent = points.length ? `areas are shares of the time; layers without products, ${percent(without / total)} of the step, have no place here` : 'no layer has products';
   if (!points.length) { svg.style.height = 0; return; }
   for (const row of points) { row.x = row.flops / row.bytes; row.y = row.flops / (row.seconds - row.communication); }
   const top = Math.max(...Object.values(peaks)), ridge = peaks.bf16 / bandwidth;

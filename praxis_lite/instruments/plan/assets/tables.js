@@ -97,7 +97,7 @@ const COLLECTIVE_COLUMNS = [
   { name: 'over', left: true, value: axesText },
   { name: 'layer', left: true, value: (c) => c.layer || '(no layer)' },
   { name: 'phase', left: true, value: (c) => c.phase },
-  { name: 'count', value: (c) => c.count, text: (c) => String(c.count) },
+  { name: 'count', value: (c) => c.count, text: (c) => String(Number(c.count.toFixed(1))) },
   { name: 'devices', value: (c) => c.group_size, text: (c) => String(c.group_size) },
   { name: 'result', value: (c) => c.result_bytes, text: (c) => `${c.dtype} ${bytes(c.result_bytes)}` },
   { name: 'fast links', value: (c) => c.count * c.fast_bytes, text: (c) => bytes(c.count * c.fast_bytes) },

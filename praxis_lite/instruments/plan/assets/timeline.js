@@ -66,7 +66,7 @@ function loopName(loop) {
   return paths[0].slice(0, n).join('.') || loop.name;
 }
 
-const roundsText = (loop) => `${loop.rounds} × ${seconds(loop.length)}`;
+const roundsText = (loop) => `${Number(loop.rounds.toFixed(1))} × ${seconds(loop.length)}`;
 
 // ---------------------------------------------------------------- the component
 
@@ -243,9 +243,9 @@ class Timeline {
     if (!isAbove) this.pen.line(this.left, limit, this.width, limit, colors.ink, []);
     this.pen.text(`capacity ${bytes(capacity)}${isAbove ? ' ↑' : ''}`, this.width - 118, isAbove ? y + 7 : limit + 9, 118, most > 0.8 * capacity ? colors.areaInk : colors.soft);
     if (most > 0.999 * this.peak) {
-      const top = bottom - most * scale, text = `peak ${bytes(most)}`, right = where + 150 > this.width;
+      const top = bottom - most * scale, text = `${data.memory.kinds.other < 0 ? "peak without sharing" : "peak"} ${bytes(most)}`, right = where + 200 > this.width;
       this.pen.line(where, top, where, bottom, colors.areaInk, [2, 2]);
-      this.pen.text(text, right ? where - 100 : where + 5, Math.max(top + 22, y + h / 2), 140, colors.areaInk);
+      this.pen.text(text, right ? where - 160 : where + 5, Math.max(top + 22, y + h / 2), 190, colors.areaInk);
     }
   }
 
@@ -292,7 +292,7 @@ class Timeline {
 function tipOf({ lane, span, loop, bytes: live, time }) {
   if (lane === 'memory') return live ? [bytes(live), `live at ${seconds(time)}, by the schedule`] : null;
   if (span) {
-    const what = span.op || span.collective, where = what.layer || '(no layer)', phase = what.phase, times = what.count > 1 ? `, ${what.count} times a step` : '';
+    const what = span.op || span.collective, where = what.layer || '(no layer)', phase = what.phase, times = what.count > 1 ? `, ${Number(what.count.toFixed(1))} times a step` : '';
     if (span.op) return [where, `${phase}: ${what.opcode} ${what.name}`, `${seconds(what.seconds)}${times}; limited by ${what.limit}`, `${short(what.flops)} FLOPs, ${bytes(what.bytes)}`];
     const sent = [['fast_bytes', 'fast links'], ['network_bytes', 'the network']].filter(([key]) => what[key]).map(([key, name]) => `${bytes(what[key])} over ${name}`).join(', ');
     return [`${what.kind} over ${axesText(what)}`, `${where}, ${phase}${what.cause ? `: ${what.cause.reason}` : ''}`, causeOf(what).what, `${seconds(what.seconds)}${times}, of which ${seconds(what.exposed)} are exposed`, `each device sends ${sent}`];
@@ -364,10 +364,8 @@ function allLoops(spans, times, below) {
 
 function setUpTimelines() {
   const spans = data.schedule.map(readSpan), { always } = data.memory;
-  if (!spans.length) {
-    $('time').replaceChildren(make('h2', '', 'The step in time'), make('p', 'empty', 'Formulas know no schedule. With the compiler of the chips there is one.'));
-    return;
-  }
+  $('time').hidden = !spans.length;
+  if (!spans.length) return;
   readColors();
   const every = allLoops(spans, 1, always), long = every.filter(({ loop, times }) => times * (loop.end - loop.start) > data.headline.seconds / 50);
   const enlarge = (wanted) => {

@@ -1,0 +1,114 @@
+"""An experiment that trains a model from its config.json, without its weights: to plan it, or to train it anew."""
+
+from __future__ import annotations
+
+import os
+import pprint
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.bridges.hf.families import family_of
+from praxis_lite.bridges.hf.hf_config import HfConfig, read_config, read_json
+from praxis_lite.bridges.hf.reader import HfCheckpoint
+from praxis_lite.bridges.hf.runs import imported_config
+from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.training.experiment import ExperimentConfig
+
+_LONGEST = 8192
+
+
+def read_sizes_of(path: str | os.PathLike[str]) -> HfConfig:
+  """Returns the config.json at a path, or in the folder at a path. Raises ConfigError if there is none."""
+  if not os.fspath(path).endswith('.json'):
+    return read_config(path)
+  if not os.path.isfile(path):
+    raise ConfigError(f'there is no file {path}')
+  return HfConfig(read_json(path), os.fspath(path))
+
+
+def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfig:
+  """Returns the configs of an experiment that trains a model of the sizes in a config.json.
+
+  It computes in bfloat16, recomputes activations in the backward pass, splits weights over all devices, and has one
+  sequence of at most 8,192 tokens for each device of the mesh (1, -1, 1). Its datasets lack a path and a tokenizer, and
+  its learner is one to fine-tune.
+
+  Args:
+    config: the content of config.json.
+
+  Raises:
+    ConfigError: the model is of no supported family.
+  """
+  hf = config if isinstance(config, HfConfig) else HfConfig(config)
+  found = imported_config(HfCheckpoint('', hf, family_of(hf), {}), '')
+  model = found.task.model
+  model.fprop_dtype = 'bfloat16'
+  model.lm_tpl.transformer_tpl.remat = 'full'
+  found.task.ici_mesh_shape = (1, -1, 1)
+  length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _LONGEST
+  for dataset in found.datasets:
+    dataset.seq_len = min(length, _LONGEST)
+  return found
+
+
+_FILE = '''"""{name} with the sizes of its config.json, as planned for {chips}.
+
+  praxis-lite train --exp={file} --job_log_dir=runs/1 --set 'datasets[*].path=texts/*.txt' \\
+    --set 'datasets[*].tokenizer_tpl.path=FOLDER_OF_ITS_TOKENIZER'
+"""
+
+from praxis_lite.bridges.hf.sizes import training_experiment
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig
+
+# The content of config.json.
+CONFIG = {config}
+
+# What the plan had set; --set changes it for a run.
+PLANNED = {overrides}
+
+
+@registry.register
+class {name}(BaseExperiment):
+  def config(self) -> ExperimentConfig:
+    config = training_experiment(CONFIG)
+    apply_overrides(config.roots(), PLANNED)
+    return config
+
+  def task(self):
+    return self.config().task
+
+  def datasets(self):
+    return self.config().datasets
+'''
+
+
+def write_experiment(path: str | os.PathLike[str], config: HfConfig, overrides: Sequence[str], chips: str) -> None:
+  """Writes a Python file with an experiment to start from.
+
+  Args:
+    path: the file, which does not exist yet.
+    config: the content of config.json.
+    overrides: changes of `training_experiment`, such as 'task.ici_mesh_shape=(1, 64, 1)'.
+    chips: the name of the topology.
+
+  Raises:
+    UserError: the file exists, or cannot be written.
+  """
+  name = ''.join(part.capitalize() for part in str(config['model_type']).replace('-', '_').split('_'))
+  text = _FILE.format(
+    name=name,
+    file=os.fspath(path),
+    chips=chips,
+    config=pprint.pformat(dict(config.values), width=100, sort_dicts=False),
+    overrides=pprint.pformat(list(overrides), width=100),
+  )
+  try:
+    with Path(path).open('x') as file:
+      file.write(text)
+  except FileExistsError:
+    raise UserError(f'{path} exists; name another file for the experiment') from None
+  except OSError as error:
+    raise UserError(f'{path} cannot be written: {error.strerror}') from None

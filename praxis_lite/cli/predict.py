@@ -1,0 +1,55 @@
+"""`praxis-lite predict`: prints the predictions of a checkpoint for files, one example on each line."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
+from praxis_lite.common.errors import UserError
+
+
+def _run(values: flags.FlagValues) -> int:
+  if not values.files:
+    raise UserError('name the files to predict, as in praxis-lite predict --job_log_dir=runs/1 new.jsonl')
+  config, job_log_dir = configured_run(values)
+
+  from praxis_lite.runs.predict_files import predict_files
+  from praxis_lite.runs.restoring import restore_model
+  from praxis_lite.runs.vocabulary import use_kept_vocabulary
+
+  config = use_kept_vocabulary(config, job_log_dir)
+  model = restore_model(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)
+  count = 0
+  for example in predict_files(model, values.files, what=values.what, batch_size=values.batch_size):
+    print(json.dumps(example))
+    count += 1
+  print(f'{count} example{"s" * (count != 1)} after step {model.step}', file=sys.stderr)
+  return 0
+
+
+def _flags() -> CommandFlags:
+  values = run_flags(seed='Seed of models that draw random numbers.', restores=True)
+  add_on_damage(values)
+  kinds = '.npz with arrays, .jsonl with an example on each line, or what a dataset of the run reads.'
+  values.add_texts('files', f'The files: {kinds}', 'new.jsonl')
+  what = "The model's predictions, or what it reports for each example with labels, such as the loss."
+  values.add_choice('what', what, ['predict', 'evaluate'], 'evaluate', 'predict')
+  values.add_integer('batch_size', 'Examples of .npz and .jsonl files to compute together.', 128, 32, least=1)
+  return values
+
+
+COMMAND = Command(
+  'predict',
+  'print predictions for files',
+  'print the predictions of a checkpoint for each example of some files, as a JSON object on a line. A .npz file has '
+  'arrays by name, a .jsonl file an example on each line; other files are read as those of the dataset of the run.',
+  'praxis-lite predict --job_log_dir=runs/1 new.jsonl > predictions.jsonl',
+  _flags(),
+  _run,
+  bare_rest='files',
+  usage='FILES --job_log_dir=RUN [--flags]',
+)

@@ -1,0 +1,64 @@
+"""Where the user's code edits a config: the line, and the path of the config in what the code has at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import fiddle as fdl
+
+from praxis_lite.common.importing import is_library, short_path
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class CodePlace(NamedTuple):
+  """A path such as 'task.model', and a line such as 'mine.py:12'; each is empty if unknown."""
+
+  path: str = ''
+  line: str = ''
+
+
+def place_of_edit(config: fdl.Config | None) -> CodePlace:
+  """Returns where the user's code is editing or making a config; an empty place if the caller is a library.
+
+  The path begins at a variable of the code: 'task.model' if it has the configs of an experiment, or the config of a
+  task, under any name; otherwise with the name of the variable.
+  """
+  frame = sys._getframe(1)
+  while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    frame = frame.f_back
+  file = frame.f_code.co_filename
+  if is_library(file):
+    return CodePlace()
+  variables = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
+  variables |= frame.f_locals
+  paths = [] if config is None else [path for pair in variables.items() for path in _paths_from(*pair, config)]
+  return CodePlace(
+    max(paths, key=len, default=''), '' if file.startswith('<') else f'{short_path(file)}:{frame.f_lineno}'
+  )
+
+
+def _paths_from(name: str, value: object, wanted: fdl.Config) -> Iterator[str]:
+  if isinstance(value, type(wanted)):
+    yield from _paths(getattr(value.__fn_or_cls__, '_config_path', '') or name, value, wanted)
+  elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # The configs of an experiment, or a layer.
+    for field in dataclasses.fields(value):  # A child that is not made yet is no attribute.
+      yield from _paths(field.name, getattr(value, '__dict__', {}).get(field.name), wanted)
+
+
+def _paths(path: str, value: object, wanted: fdl.Config) -> Iterator[str]:
+  if value is wanted:
+    yield path
+  elif isinstance(value, type(wanted)):
+    for key, entry in value.__arguments__.items():
+      yield from _paths(f'{path}.{key}', entry, wanted)
+  elif isinstance(value, list | tuple):
+    for i, entry in enumerate(value):
+      yield from _paths(f'{path}[{i}]', entry, wanted)
+  elif isinstance(value, dict):
+    for key, entry in value.items():
+      yield from _paths(f'{path}[{key!r}]', entry, wanted)

@@ -1,0 +1,45 @@
+"""What other libraries call a field, a flag or a mesh axis of this one. Errors about unknown names suggest ours.
+
+Pax's names in capitals, such as ICI_MESH_SHAPE, need no entry: `did_you_mean` ignores case.
+"""
+
+# Our name, and the names for it in Pax, PyTorch, Lightning, the Trainer of transformers, Flax and similar libraries.
+_OTHER_NAMES = {
+  # Flags.
+  'job_log_dir': 'output_dir logging_dir log_dir logdir run_dir model_dir workdir default_root_dir save_dir',
+  'exp': 'experiment config fdl_config model',
+  'set': 'fdl.set override overrides',
+  'max_tokens': 'max_new_tokens max_length',
+  # Fields of a task and its training.
+  'ici_mesh_shape': 'mesh_shape mesh',
+  'num_train_steps': 'max_steps num_steps steps total_steps num_train_epochs max_epochs num_epochs epochs',
+  'log_interval_steps': 'summary_interval_steps logging_steps log_every_n_steps log_every',
+  'eval_interval_steps': 'eval_steps val_check_interval eval_every',
+  'save_interval_steps': 'save_steps every_n_train_steps save_every',
+  'max_to_keep': 'save_max_to_keep save_total_limit save_top_k',
+  'keep_interval_steps': 'save_keep_interval_duration',
+  'init_from': 'init_from_checkpoint_rules',
+  'learning_rate': 'lr',
+  'schedule': 'lr_schedule lr_scheduler lr_scheduler_type',
+  'clip_gradient_norm_to_value': 'clip_grad_norm max_grad_norm gradient_clip_val grad_clip gradient_clipping',
+  'num_microbatches': 'gradient_accumulation_steps accumulate_grad_batches grad_accum_steps num_sub_batches',
+  'decoupled_weight_decay': 'weight_decay',
+  # Fields of models and data.
+  'fprop_dtype': 'compute_dtype activation_dtype precision',
+  'dtype': 'param_dtype weight_dtype torch_dtype',
+  'model_dims': 'hidden_size d_model n_embd embed_dim emb_dim',
+  'hidden_dims': 'intermediate_size d_ff ffn_dim mlp_dim',
+  'num_layers': 'num_hidden_layers n_layers n_layer',
+  'num_heads': 'num_attention_heads n_heads n_head',
+  'num_kv_heads': 'num_key_value_heads n_kv_heads',
+  'dims_per_head': 'head_dim head_size',
+  'batch_size': 'per_device_batch_size per_device_train_batch_size percore_batch_size global_batch_size',
+  'seq_len': 'sequence_length max_seq_len max_length max_sequence_length',
+  # Mesh axes.
+  'mdl': 'model tensor tp mp',
+  'data': 'fsdp dp batch',
+}
+OUR_NAMES: dict[str, list[str]] = {}  # By the other name; it may stand for several of ours.
+for _ours, _theirs in _OTHER_NAMES.items():
+  for _name in _theirs.split():
+    OUR_NAMES.setdefault(_name, []).append(_ours)

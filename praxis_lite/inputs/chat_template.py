@@ -1,0 +1,166 @@
+"""Chat templates: from messages to text, and which parts of the text are answers.
+
+A template is a jinja2 program. It comes from someone else, with a checkpoint, so it runs in jinja2's sandbox, and its
+ranges may have only a million numbers in all, which ends nested ones soon. Other loops may take any time. It may mark
+what the model says:    {% generation %}{{ message.content }}<|end|>{% endgeneration %}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from praxis_lite.common.errors import ConfigError, DataError, first_line
+
+if TYPE_CHECKING:
+  import jinja2.nodes
+  import jinja2.parser
+  from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Messages = Sequence[Mapping[str, Any]]
+_MOST_NUMBERS = 1_000_000
+_TAG = re.compile(r'{%[-+]?\s*generation\b')
+
+
+class ChatText(NamedTuple):
+  """A chat as text.
+
+  Attributes:
+    text: the text.
+    answers: (start, end) of each part that the model says, in characters.
+  """
+
+  text: str
+  answers: list[tuple[int, int]]
+
+
+class ChatTemplate:
+  """A chat template.
+
+  Args:
+    source: the jinja2 program.
+    specials: its variables for special tokens, such as `bos_token`.
+    where: the name of the template in messages.
+  """
+
+  def __init__(self, source: str, specials: Mapping[str, str], where: str):
+    self._source, self._specials, self._where = source, specials, where
+
+  def render(self, messages: Messages, *, add_generation_prompt: bool) -> ChatText:
+    """Returns the text of a chat.
+
+    Args:
+      messages: dicts with a `role` ('system', 'user' or 'assistant') and the `content`.
+      add_generation_prompt: whether the text ends with the beginning of an answer.
+
+    Raises:
+      DataError: the template fails.
+    """
+    try:
+      import jinja2
+    except ImportError:
+      raise ConfigError(
+        'HfTokenizer: chat templates need the package jinja2, which is not installed; pip install praxis_lite[hf]'
+      ) from None
+    # The template may compute with the text between these marks, but a message cannot contain them by chance.
+    begin, end = (f'\ue000{secrets.token_hex(8)}{kind}\ue001' for kind in 'be')
+    try:
+      template = _environment(begin, end).from_string(self._source)
+      marked = template.render(
+        messages=[dict(message) for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        tools=None,
+        **self._specials,
+      )
+    except (
+      jinja2.TemplateError,
+      TypeError,
+      ValueError,
+      ArithmeticError,
+      LookupError,
+      RecursionError,
+      MemoryError,
+    ) as error:
+      raise DataError(f'{self._where} fails: {first_line(error)}') from None
+    return _strip_marks(marked, begin, end)
+
+  def answers(self, messages: Messages) -> ChatText:
+    """Returns the text of a whole chat, with the answers that the template marks.
+
+    If it marks none, an answer is what an assistant's message adds to the text of the messages before it.
+
+    Raises:
+      DataError: the template fails; or it marks no answers and changes the text of earlier messages.
+    """
+    whole = self.render(messages, add_generation_prompt=False)
+    if _TAG.search(self._source):
+      return whole
+    answers = []
+    for i, message in enumerate(messages):
+      if message.get('role') == 'assistant':
+        before = self.render(messages[:i], add_generation_prompt=True).text if i else ''
+        after = self.render(messages[: i + 1], add_generation_prompt=False).text
+        if not (after.startswith(before) and whole.text.startswith(after)):
+          raise DataError(
+            f'{self._where} does not mark answers by {{% generation %}}, and its text does not show where they are'
+          )
+        answers.append((len(before), len(after)))
+    return ChatText(whole.text, answers)
+
+
+def _environment(begin: str, end: str) -> ImmutableSandboxedEnvironment:
+  import jinja2
+  from jinja2.ext import Extension
+  from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+  class Generation(Extension):
+    """The tag `generation`, which puts marks around its text."""
+
+    tags = {'generation'}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+      return jinja2.nodes.CallBlock(self.call_method('mark'), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+      return f'{begin}{caller()}{end}'
+
+  def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  left = _MOST_NUMBERS
+
+  def limited_range(*bounds: int) -> range:
+    nonlocal left
+    numbers = range(*bounds)
+    left -= len(numbers)
+    if left < 0:
+      raise jinja2.TemplateError(f'its ranges have more than {_MOST_NUMBERS:,} numbers in all')
+    return numbers
+
+  extensions = ['jinja2.ext.loopcontrols', Generation]
+  environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+  environment.filters['tojson'] = _to_json
+  environment.globals['range'] = limited_range
+  environment.globals['raise_exception'] = raise_exception
+  environment.globals['strftime_now'] = lambda form: datetime.now().strftime(form)
+  return environment
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+  return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _strip_marks(marked: str, begin: str, end: str) -> ChatText:
+  first, *parts = marked.split(begin)
+  text, answers = first, []
+  for part in parts:
+    answer, _, after = part.partition(end)
+    answers.append((len(text), len(text) + len(answer)))
+    text += answer + after
+  return ChatText(text.replace(end, ''), answers)

@@ -1,0 +1,99 @@
+"""The time of a long run with failures: how often it should save, and the share of the time that is useful work.
+
+Failures are independent and equally likely at any moment, so the time to the next one is exponential with mean M. A run
+saves after each T seconds of work, which stalls it for D seconds, and a failure costs a restart of R seconds and the
+work since the last save. Then the expected time for T seconds of saved work is (Daly, 2006, equation 20)
+
+    M exp(R / M) (exp((T + D) / M) - 1)
+
+and the best T, with x = D / (2 M) and D < 2 M (Daly's equation 37; the first factor is that of Young, 1974), is
+
+    sqrt(2 D M) (1 + sqrt(x) / 3 + x / 9) - D
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+# What a device copies to its host in a second, while a save stalls the run; an assumption, half of PCIe 4.0 x16.
+_TO_HOST = 12e9
+# What a save stalls a run for at least: its hosts wait for each other and start to copy; an assumption.
+_LEAST_STALL = 1.0
+_DAY = 86400.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Interruptions:
+  """What stops a run for a while.
+
+  Attributes:
+    failures_per_chip_day: failures of a chip, or of what belongs to it, in a day. The default is that of Llama 3 405B:
+      419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table 5).
+    restart_seconds: seconds from a failure to the first new step.
+    save_seconds: seconds that a save stalls the run; None derives it from the state on a device.
+    input_wait_share: share of the time of steps that a run also waits for its inputs.
+  """
+
+  failures_per_chip_day: float = 419 / 54 / 16384
+  restart_seconds: float = 300.0
+  save_seconds: float | None = None
+  input_wait_share: float = 0.0
+
+
+EXPECTED = Interruptions()
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedGoodput:
+  """What interruptions do to a run.
+
+  Attributes:
+    seconds_to_failure: mean time between failures of any of the chips.
+    save_seconds: how long a save stalls the run.
+    save_interval: the best time of work between saves, in seconds.
+    share: expected share of the time that is useful work, with this interval.
+  """
+
+  seconds_to_failure: float
+  save_seconds: float
+  save_interval: float
+  share: float
+
+
+def goodput(chips: int, bytes_to_save: float, interruptions: Interruptions = EXPECTED) -> ExpectedGoodput:
+  """Returns what interruptions do to a run.
+
+  Args:
+    chips: the number of chips; a failure of any one stops the run.
+    bytes_to_save: the state on one device.
+    interruptions: how often the run stops, and for how long.
+  """
+  save = interruptions.save_seconds
+  save = _LEAST_STALL + bytes_to_save / _TO_HOST if save is None else save
+  working = 1 / (1 + interruptions.input_wait_share)
+  if interruptions.failures_per_chip_day <= 0:
+    return ExpectedGoodput(math.inf, save, math.inf, working)
+  mean = _DAY / (interruptions.failures_per_chip_day * chips)
+  interval = best_interval(save, mean)
+  return ExpectedGoodput(
+    mean, save, interval, working * useful_share(interval, save, mean, interruptions.restart_seconds)
+  )
+
+
+def best_interval(save_seconds: float, mean: float) -> float:
+  """Returns the seconds of work between saves that take the least time; `mean` is the mean time between failures."""
+  if save_seconds >= 2 * mean:
+    return mean
+  x = save_seconds / (2 * mean)
+  return math.sqrt(2 * save_seconds * mean) * (1 + math.sqrt(x) / 3 + x / 9) - save_seconds
+
+
+def useful_share(interval: float, save_seconds: float, mean: float, restart_seconds: float) -> float:
+  """Returns the expected share of the time that is work which is kept."""
+  if interval + save_seconds + restart_seconds > 600 * mean:  # Some exp(600) times as long: it never ends.
+    return 0.0
+  if interval + save_seconds == 0:
+    return math.exp(-restart_seconds / mean)
+  wall = mean * math.exp(restart_seconds / mean) * math.expm1((interval + save_seconds) / mean)
+  return interval / wall

@@ -1,0 +1,314 @@
+"""plan_inference: predicts memory and time of decoding on chips that this machine does not have.
+
+    found = plan_inference(experiment.task, 'h100:1x8', Requests(rows=64, prompt_length=2048, max_tokens=256))
+    found.fits, found.first_token_seconds, found.token_seconds, found.largest_rows
+    print(format_inference(found))
+
+The program reads all prompts at once, and then draws one token of each row at a time. It is planned like a train step:
+the compiler of the target compiles it, or formulas replace the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.common.trees import path_name
+from praxis_lite.instruments.explain.explanation import format_mesh
+from praxis_lite.instruments.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
+from praxis_lite.instruments.plan.compilers import (
+  CompileError,
+  compile_step,
+  devices_of,
+  missing_compiler,
+  places_of,
+)
+from praxis_lite.instruments.plan.cost import Cost, cost_of
+from praxis_lite.instruments.plan.hlo import parse
+from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
+from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.memory import Memory, bytes_on_each, inference_bytes, live_memory
+from praxis_lite.instruments.plan.planning import bottleneck_of, doubts
+from praxis_lite.instruments.plan.report import chips_text, format_head, format_range, mode_text, wrap_line
+from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
+from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training.partitioned_step import PartitionedStep
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import state_layout
+from praxis_lite.training.task import SingleTask
+
+_ROUNDS, _MOST_ROWS = 3, 1 << 20  # Of the search for the largest number of rows.
+
+
+class Requests(NamedTuple):
+  """A batch of prompts of one length, which are decoded together.
+
+  Attributes:
+    rows: number of prompts.
+    prompt_length: tokens of each prompt.
+    max_tokens: tokens after each prompt.
+  """
+
+  rows: int
+  prompt_length: int
+  max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class InferencePlan:
+  """Memory and time of decoding.
+
+  Attributes:
+    name: name of the task.
+    topology, mesh, mode, compile_seconds, is_cached, is_refused, notes, failure: see `Plan`.
+    requests: what is decoded.
+    memory, cost: memory and cost of the program on each device.
+    cache_bytes: bytes of the caches of all rows, on all devices together.
+    read_bytes: bytes of the weights of a device in the dtypes in which layers read them.
+    largest_rows: about how many rows fit, a multiple of the number of devices; at most 1,048,576.
+  """
+
+  name: str
+  topology: Topology
+  mesh: Mapping[str, int]
+  mode: str
+  requests: Requests
+  memory: Memory
+  cost: Cost
+  cache_bytes: int
+  read_bytes: int
+  largest_rows: int
+  compile_seconds: float = 0.0
+  is_cached: bool = False
+  is_refused: bool = False
+  notes: tuple[str, ...] = ()
+  failure: str = ''
+
+  @property
+  def fits(self) -> bool:
+    return self.memory.room >= 0 and not self.is_refused
+
+  @property
+  def is_time_known(self) -> bool:
+    return not self.cost.unknown_loops
+
+  @property
+  def first_token_seconds(self) -> float:
+    """The time from the prompts to the first token of all rows."""
+    return self.cost.seconds - self._seconds_of_later_tokens
+
+  @property
+  def token_seconds(self) -> float | None:
+    """The time of each further token of all rows, with caches that are nearly full; None if there is only one token."""
+    later = self.requests.max_tokens - 1
+    return self._seconds_of_later_tokens / later if later else None
+
+  @property
+  def least_token_seconds(self) -> float:
+    """The time to read the weights and the caches once, if each device reads its share at the chip's bandwidth."""
+    moved = self.read_bytes + self.cache_bytes / self.topology.num_devices
+    return moved / self.topology.target.device_bandwidth
+
+  @property
+  def tokens_per_second(self) -> float:
+    """The tokens that are drawn in a second, with the time for the prompts."""
+    return self.requests.rows * self.requests.max_tokens / self.cost.seconds
+
+  @property
+  def _seconds_of_later_tokens(self) -> float:
+    spent = sum(op.count * op.seconds for op in self.cost.operations if op.phase == 'tokens')
+    waited = sum(c.count * c.exposed for c in self.cost.collectives if c.phase == 'tokens')
+    return spent + waited
+
+
+def plan_inference(
+  task: Config,
+  topology: str | Topology,
+  requests: Requests,
+  *,
+  compile: bool = True,
+  cache: Path | None = None,
+  elsewhere: Callable[[], None] | None = None,
+  report: Callable[[str], object] = lambda stage: None,
+) -> InferencePlan:
+  """Returns the memory and time of decoding on a topology.
+
+  Args:
+    task: the config of the task of a language model. It draws as its `decoder_tpl` says.
+    topology: the chips, such as 'h100:1x8'.
+    requests: what is decoded.
+    compile, cache, elsewhere, report: see `plan`.
+
+  Raises:
+    ConfigError: the model is no language model with caches, or it cannot see so many tokens at once.
+    ShardingError: the mesh of the task has another number of devices than the topology, or a mapping does not fit it.
+  """
+  topology = parse_topology(topology) if isinstance(topology, str) else topology
+  jax_task = _task_for(task, requests)
+  check_mesh(jax_task.mesh_sizes(topology.num_devices), topology)
+  planner = _Planner(jax_task, topology, requests, report)
+  missing = missing_compiler(topology) if compile else ''
+  if not compile or missing:
+    return planner.plan_lowered([missing] if missing else [], missing)
+  try:
+    return planner.plan_compiled(cache, elsewhere)
+  except CompileError as error:
+    return planner.plan_lowered([f'{error}; the numbers are analytic'], str(error), error)
+
+
+def _task_for(task: Config, requests: Requests) -> SingleTask:
+  """Returns the task with a sampler for these requests; raises ConfigError if it cannot decode them with caches."""
+  task = task.clone()
+  if not hasattr(task.model, 'decoder_tpl'):
+    raise ConfigError('task.model: plans of inference are for language models, and this model has no decoder_tpl')
+  task.model.decoder_tpl.max_decode_steps = requests.max_tokens
+  jax_task = task.instantiate()
+  limits = jax_task.model.prompt_limits()
+  if limits is None:
+    raise ConfigError('task.model: plans of inference are for models with caches, and this one has its own `decode`')
+  needed = requests.prompt_length + requests.max_tokens - 1
+  if limits.context is not None and needed > limits.context:
+    raise ConfigError(
+      f'the model sees {limits.context:,} tokens at once, and prompts of {requests.prompt_length:,} tokens with '
+      f'{requests.max_tokens:,} after them need {needed:,}; use shorter ones, or a larger max_seq_len of the model'
+    )
+  return jax_task
+
+
+class _Planner:
+  """Plans a task's decoding on a topology; see `plan_inference`."""
+
+  def __init__(self, jax_task: SingleTask, topology: Topology, requests: Requests, report: Callable[[str], object]):
+    self._task, self._topology, self._requests, self._report = jax_task, topology, requests, report
+    self._mesh = jax_task.mesh_sizes(topology.num_devices)
+    self._layers = list(jax_task.model.descendants())
+    self._names = LayerNames(layer.path for layer in self._layers)
+    limits = jax_task.model.prompt_limits()
+    assert limits is not None  # `_task_for` has checked it.
+    self._limits = limits
+
+  def plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> InferencePlan:
+    """Returns the plan of the compiled program. Raises CompileError if the compiler refuses it."""
+    topology, hidden = self._topology, HiddenWork(self._layers)
+    mesh = self._task.create_mesh(devices_of(topology))
+    step = self._step(mesh, self._requests.rows)
+    paths = [path_name(layer.path) for layer in self._layers]
+    compiled = compile_step(step, topology, layers=paths, cache=cache, elsewhere=elsewhere, report=self._report)
+    program, links = parse(compiled.text), Links(topology, places_of(topology, list(mesh.devices.flat)))
+    cost = cost_of(program, topology.target, links, mesh=self._mesh, layers=self._names, hidden=hidden)
+    sizes = compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporaries, compiled.code
+    capacity = int(topology.target.device_memory)
+    memory = Memory(capacity, inference_bytes(step), *sizes, *live_memory(program, self._names))
+    found = self._make('compiled', memory, cost, [])
+    return dataclasses.replace(found, compile_seconds=compiled.seconds, is_cached=compiled.is_cached)
+
+  def plan_lowered(self, notes: list[str], failure: str, refused: CompileError | None = None) -> InferencePlan:
+    """Returns the plan of the lowered program; arguments as in `plan`'s planner."""
+    self._report('tracing')
+    memory, cost = self._estimate(self._requests.rows, refused.needs if refused else None)
+    found = self._make('analytic', memory, cost, [*notes, UNCERTAIN])
+    return dataclasses.replace(found, failure=failure, is_refused=refused is not None and refused.does_not_fit)
+
+  def _make(self, mode: str, memory: Memory, cost: Cost, notes: list[str]) -> InferencePlan:
+    rows, length, tokens = self._requests
+    return InferencePlan(
+      self._task.name,
+      self._topology,
+      self._mesh,
+      mode,
+      self._requests,
+      memory,
+      cost,
+      self._limits.state_bytes(rows, length + tokens - 1),
+      self._read_bytes(),
+      self._largest_rows(memory),
+      notes=(*notes, *doubts(cost)),
+    )
+
+  def _read_bytes(self) -> int:
+    variables = self._step(abstract_mesh(self._mesh, self._topology.target.kind), self._requests.rows).arguments[0]
+    read = jax.eval_shape(self._task.model.cast_variables, variables)
+    return bytes_on_each(jax.tree.map(lambda x, y: x.update(dtype=y.dtype), variables, read))
+
+  def _largest_rows(self, memory: Memory) -> int:
+    """Returns about how many rows fit, by formulas that the memory of the plan corrects."""
+    requested, at_once = self._requests.rows, math.prod(self._mesh.values())  # Rows are filled up to a multiple of it.
+    missing = memory.peak - self._estimate(requested)[0].peak
+    few = -(-requested // at_once) * at_once
+    rows = 2 * few
+    for _ in range(_ROUNDS):  # Memory is nearly linear in rows, but not close to the smallest numbers.
+      sizes = [self._estimate(number)[0].peak + missing for number in (few, rows)]
+      each = max((sizes[1] - sizes[0]) / (rows - few), 1)
+      largest = int(rows + (memory.capacity - sizes[1]) / each) // at_once * at_once
+      few, rows = rows, min(max(largest, 0), _MOST_ROWS)
+      if rows in (0, few, _MOST_ROWS):
+        break
+    return rows
+
+  def _estimate(self, rows: int, needs: int | None = None) -> tuple[Memory, Cost]:
+    hidden, target = HiddenWork(self._layers), self._topology.target
+    step = self._step(abstract_mesh(self._mesh, target.kind), rows)
+    lowered = program_for(step, self._topology, hidden)
+    memory = analytic_memory(lowered, needs, inference_bytes(step), target, self._names)
+    return memory, analytic_cost(lowered, self._mesh, self._topology, self._names)
+
+  def _step(self, mesh: Mesh | AbstractMesh, rows: int) -> PartitionedStep:
+    inputs = {
+      'ids': jax.ShapeDtypeStruct((rows, self._requests.prompt_length), jnp.int32),
+      'prompt_lengths': jax.ShapeDtypeStruct((rows,), jnp.int32),
+    }
+    layout = state_layout(self._task, mesh, optimizer=False)
+    return PartitionedTask(self._task, inputs, layout=layout).decode_step
+
+
+def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = None) -> str:
+  """Returns a plan as text; with a price, also the cost of a million tokens."""
+  (rows, length, tokens), memory, topology = plan.requests, plan.memory, plan.topology
+  weights, caches = memory.state.parameters, plan.cache_bytes
+  lines = [
+    ('model', f'{plan.name}, decoding'),
+    ('requests', f'{rows:,} rows, prompts of {length:,} tokens, {tokens:,} tokens after each'),
+    ('topology', f'{topology.name}: {chips_text(topology)}'),
+    ('mesh', format_mesh(plan.mesh)),
+    ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached)),
+    (
+      'fits' if plan.fits else 'does not fit',
+      f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device: {format_bytes(weights)} of '
+      f'weights, {format_bytes(memory.peak - weights)} of caches and temporaries',
+    ),
+    ('caches', f'{format_bytes(caches)} on all devices together, {format_bytes(caches / rows)} for each row'),
+    ('batch', f'about {plan.largest_rows:,} rows of these lengths fit'),
+  ]
+  lines += _times(plan) if plan.is_time_known else [('time', 'not known: how often some loops run depends on data')]
+  if price_per_chip_hour is not None and plan.is_time_known:
+    money = price_per_chip_hour / 3600 * topology.num_chips / plan.tokens_per_second * 1e6
+    lines.append(('price', f'{money:,.3g} in money for a million tokens after prompts, with the time for the prompts'))
+  return '\n\n'.join(
+    [format_head(lines), *(['\n'.join(wrap_line(f'note: {note}', 6) for note in plan.notes)] if plan.notes else [])]
+  )
+
+
+def _times(plan: InferencePlan) -> list[tuple[str, str]]:
+  first, later, (rows, length, _) = plan.first_token_seconds, plan.token_seconds, plan.requests
+  factors = time_factors(plan.topology, plan.mode == 'compiled')
+
+  def range_of(seconds: float) -> str:
+    return f', {format_range((factors.least * seconds, factors.largest * seconds))}' if factors else ''
+
+  found = [('first token', f'{format_seconds(first)}{range_of(first)}; it reads {rows * length / first:,.0f} tokens/s')]
+  if later is not None:
+    each, least = format_seconds(later), format_seconds(plan.least_token_seconds)
+    speed = f'{rows / later:,.0f} tokens/s'
+    found.append(('next tokens', f'{each} each{range_of(later)}; {speed}. Weights and full caches are read in {least}'))
+  return [*found, ('bottleneck', bottleneck_of(plan.cost, plan.topology, 'the time'))]

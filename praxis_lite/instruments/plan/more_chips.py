@@ -1,0 +1,57 @@
+"""Finds how many chips a step needs that does not fit: the same experiment on twice as many, and so on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import format_bytes
+from praxis_lite.instruments.plan.fitting import made_to_fit
+from praxis_lite.instruments.plan.knobs import Configured
+from praxis_lite.instruments.plan.planning import Plan, plan
+from praxis_lite.instruments.plan.topology import Topology, nearest_torus
+
+_MOST_CHIPS = 4096
+
+
+def plan_on_more_chips(config: Configured, topology: Topology) -> Plan | None:
+  """Returns the plan by formulas of a step on the fewest chips on which it fits; None if it fits on none.
+
+  Each number of chips is twice the one before. The axis that splits the batch takes the additional devices.
+  """
+  for larger in _larger(topology):
+    fitted, _ = made_to_fit(config.task, larger)
+    try:
+      changed = config.change(fitted)
+      found = plan(changed.explained, changed.inputs, larger, compile=False)
+    except UserError:  # The batch has too few rows for so many devices, or an axis does not fit.
+      return None
+    if found.fits:
+      return found
+  return None
+
+
+def format_more_chips(found: Plan) -> str:
+  """Returns how many chips suffice, and the flags to plan for them, as text."""
+  mesh = tuple(found.mesh.values())
+  return (
+    f'by formulas, it fits on {found.topology.num_chips:,} chips: {format_bytes(found.memory.peak)} on each device. '
+    f"To plan that: --topology={found.topology.name} --set 'task.ici_mesh_shape={mesh}'"
+  )
+
+
+def _larger(topology: Topology) -> Iterator[Topology]:
+  """Yields topologies of the same chips, each with twice as many as the one before."""
+  target, chips = topology.target, topology.num_chips
+  while (chips := 2 * chips) <= _MOST_CHIPS:
+    if target.kind == 'tpu':
+      shape = nearest_torus(target, chips)
+      if math.prod(shape) != chips:  # More chips are several slices, whose links are slower.
+        continue
+      yield dataclasses.replace(topology, shape=shape, slices=1)
+    elif target.kind == 'gpu':
+      yield dataclasses.replace(topology, shape=(-(-chips // target.domain), min(chips, target.domain)))
+    else:
+      yield dataclasses.replace(topology, shape=(chips,))

@@ -1,0 +1,73 @@
+"""Finds operations of a compiled step that take a slow path on its chips; see `slow_paths.py` for the traced step.
+
+expanded gather       a loop that XLA makes of a gather or a scatter
+convolution           on a GPU, one that is no call of cuDNN
+transposed weight     a weight, which each step copies with its dims in another order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from praxis_lite.instruments.plan.cost import Cost
+from praxis_lite.instruments.plan.dataflow import Dataflow
+from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instruction
+from praxis_lite.instruments.plan.layer_names import LayerNames
+from praxis_lite.training.slow_paths import SlowPath
+
+_LEAST = 0.01  # Of the time of a step: findings that take less are left out.
+_WEIGHTS = 'mdl_vars.'
+
+
+def find_slow_operations(program: CompiledProgram, cost: Cost, names: LayerNames, kind: str) -> list[SlowPath]:
+  """Returns the slow operations of a step that take at least 1 % of its time, in no order.
+
+  Args:
+    program, cost: the compiled step, and its cost.
+    names: the names of the model's layers.
+    kind: 'gpu', 'tpu' or 'cpu'; on a CPU there are none.
+  """
+  flow, seconds = Dataflow(program), dict[str, float]()
+  for op in cost.operations:
+    seconds[op.name] = seconds.get(op.name, 0.0) + op.count * op.seconds
+  found: dict[tuple[str, str, str], float] = {}
+  for computation in program.computations.values() if kind != 'cpu' else ():
+    for instruction in computation.instructions:
+      if slow := _slow_path(instruction, computation, program, flow, kind):
+        what, remedy = slow
+        inside = _loop_body(instruction, program) if instruction.opcode == 'while' else [instruction]
+        key = names.layer(instruction.op_name), what, remedy
+        found[key] = found.get(key, 0.0) + sum(seconds.get(part.name, 0.0) for part in inside)
+  return [SlowPath(layer, what, t, remedy) for (layer, what, remedy), t in found.items() if t > _LEAST * cost.seconds]
+
+
+def _slow_path(
+  instruction: Instruction, computation: Computation, program: CompiledProgram, flow: Dataflow, kind: str
+) -> tuple[str, str] | None:
+  """Returns what an instruction does slowly, and the remedy; None if it takes no slow path."""
+  primitive = instruction.op_name.rpartition('/')[2]
+  if instruction.opcode == 'while' and primitive.startswith(('gather', 'scatter')):
+    return f'XLA makes a loop of a {primitive}', "set lookup_style to 'matmul', or index one dimension at a time"
+  if instruction.opcode == 'convolution' and kind == 'gpu':
+    return 'a convolution is no call of cuDNN', 'set fprop_dtype to float16, bfloat16 or float32, and groups to 1'
+  if _transposes(instruction, computation, program):
+    argument = flow.argument(instruction, computation)
+    if argument.startswith(_WEIGHTS):
+      path = argument.removeprefix(_WEIGHTS)
+      return f'each step transposes the weight {path}', 'declare its dims in the order in which products read them'
+  return None
+
+
+def _transposes(instruction: Instruction, computation: Computation, program: CompiledProgram) -> bool:
+  """Whether an instruction copies an array with its dims in another order."""
+  if instruction.opcode == 'fusion':
+    inside = (inner for called in program.called_computations(instruction) for inner in called.instructions)
+    return any(inner.opcode == 'transpose' for inner in inside)
+  if instruction.opcode == 'copy':
+    return any(operand.layout != instruction.layout for operand in computation.operands(instruction))
+  return instruction.opcode == 'transpose'
+
+
+def _loop_body(loop: Instruction, program: CompiledProgram) -> Iterator[Instruction]:
+  for called in program.called_computations(loop):
+    yield from called.instructions

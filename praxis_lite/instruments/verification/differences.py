@@ -1,0 +1,56 @@
+"""Which results of two runs of a step differ by more than rounding explains.
+
+The rounding is measured by further runs from variables with noise; see `verify.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from praxis_lite.instruments.verification.steps import Name, StepResults
+
+# The allowed error is a share of the largest entry, plus a multiple of the change that rounding causes on one device.
+_TOLERANCE = 1e-4
+_TIMES_NOISE = 30.0
+# If rounding changes a result on one device by more than this share of its largest entry, float64 decides.
+_UNSTEADY = 0.03
+
+
+def find_differences(found: StepResults, expected: StepResults, noise: Iterable[StepResults]) -> dict[Name, float]:
+  """Returns the error of each result that differs by more than rounding can explain, largest first."""
+  largest: dict[str, float] = {}
+  for name, x in expected.items():
+    if np.issubdtype(x.dtype, np.floating) and x.size:
+      largest[name.what] = max(largest.get(name.what, 0.0), float(np.nanmax(np.abs(x))))
+  different = {}
+  for name, x in expected.items():
+    errors = [_error(y[name], x) for y in noise]
+    if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
+      continue
+    error, unsure = _error(found[name], x), max(errors)
+    scale = float(np.nanmax(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 1.0
+    is_exact = not np.issubdtype(x.dtype, np.floating)
+    limit = unsure * np.inf if is_exact and unsure else _TOLERANCE * scale + _TIMES_NOISE * unsure
+    limit += 0.0 if is_exact else 1e-7 * largest.get(name.what, 0.0)  # Empty results have no largest entry.
+    if error > limit:
+      different[name] = error / max(scale, 1e-30)
+  return dict(sorted(different.items(), key=lambda item: (item[0].what != 'loss', -item[1])))
+
+
+def is_unsteady(expected: StepResults, noise: Iterable[StepResults]) -> bool:
+  """Whether rounding noise changes a float result on one device so much that it is not a reliable reference."""
+  floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating) and x.size}
+  largest = max((float(np.nanmax(np.abs(x))) for x in floats.values()), default=0.0)
+  steady = {name: max(_UNSTEADY * float(np.nanmax(np.abs(x))), 1e-4 * largest) for name, x in floats.items()}
+  return any(_error(results[name], x) > steady[name] for results in noise for name, x in floats.items())
+
+
+def _error(found: np.ndarray, expected: np.ndarray) -> float:
+  """Returns the largest difference of an entry; infinite if shapes differ or an entry is finite in only one array."""
+  if found.shape != expected.shape or (np.isfinite(found) != np.isfinite(expected)).any():
+    return math.inf
+  finite = np.isfinite(expected)
+  return float(np.max(np.abs(found[finite].astype(np.float64) - expected[finite].astype(np.float64)), initial=0.0))

@@ -1,0 +1,355 @@
+"""Grouped products: rows in groups, where each group is multiplied by weights of its own.
+
+    out[m] = rows[m] @ weights[g]    for a row m of group g; zeros for rows after the last group
+
+Groups are neighbours: the first `sizes[0]` rows belong to group 0, the next `sizes[1]` rows to group 1, and so forth.
+
+    xla       `jax.lax.ragged_dot`: a kernel on TPU. On CPU and GPU, XLA multiplies every row by the weights of every
+              group
+    blocks    a loop over blocks of rows of one group, in plain JAX; its time grows with the rows, not with the groups
+    triton    a kernel for NVIDIA GPUs, from tokamax; see `grouped_kernels.py`
+    auto      one of these, by platform; `choose_grouped_matmul` says which and why
+
+One group is a plain product. In 'blocks', a block is multiplied as a whole. Its rows that belong to other groups are
+masked, so rows need not be moved, and groups need no padding.
+
+V independent products, M rows, G groups, K dims that are summed over, N dims of the output, R rows in a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+from praxis_lite.common.errors import check_choice
+from praxis_lite.layers.grouped_kernels import multiply, sum_outer_products, why_no_kernel
+from praxis_lite.layers.precision import sum_dtype
+from praxis_lite.sharding.constraints import unmapped_axes
+from praxis_lite.sharding.mesh import platform
+
+ProductMethod = Literal['xla', 'blocks', 'triton']
+IMPLEMENTATIONS = ('auto', 'xla', 'blocks', 'triton')
+# Tag of the results for rematerialisation: in a jaxpr, a loop does not look like a product.
+GROUPED_PRODUCT = 'grouped_product'
+# The fewest and the most rows of a block, by platform. Within these limits, it has about as many as a group on
+# average: small blocks read the weights too often, and large ones reach too far into the next groups. On a GPU, a loop
+# over small blocks would be limited by memory.
+_ROWS_OF_BLOCKS = {'gpu': (128, 2048)}
+_ROWS_OF_OTHER_BLOCKS = (32, 256)
+
+# By plans of 8 and 64 groups; see docs/planning-figures.md.
+_COST_OF_BLOCKS = '2 to 5 times'
+
+_Arrays = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class GroupedMatmulChoice(NamedTuple):
+  """An implementation, and the reason for it."""
+
+  name: ProductMethod
+  reason: str
+
+
+class ProductCase(NamedTuple):
+  """What the choice of an implementation depends on, besides the platform.
+
+  Attributes:
+    dtype: dtype of both operands; None means float32.
+    rows: number of rows.
+    unmapped: mesh axes that may split the operands, because no `shard_map` maps over them.
+  """
+
+  dtype: jax.typing.DTypeLike | None = jnp.bfloat16
+  rows: int = 128
+  unmapped: tuple[str, ...] = ()
+
+
+_ANY_CASE = ProductCase()
+
+
+def choose_grouped_matmul(
+  implementation: str, path: str = 'implementation', case: ProductCase = _ANY_CASE
+) -> GroupedMatmulChoice:
+  """Returns 'xla', 'blocks' or 'triton', and the reason. If 'triton' cannot run, another one replaces it.
+
+  Args:
+    implementation: one of `IMPLEMENTATIONS`.
+    path: config path of the implementation, for messages.
+    case: the operands.
+
+  Raises:
+    ConfigError: there is no such implementation.
+  """
+  check_choice(path, implementation, IMPLEMENTATIONS)
+  if implementation in ('xla', 'blocks'):
+    return GroupedMatmulChoice(cast(ProductMethod, implementation), f'{path} is {implementation!r}')
+  at = platform()
+  if at == 'gpu':
+    refused = why_no_kernel(case.dtype, case.rows)
+    if case.unmapped:
+      axes = ', '.join(map(repr, case.unmapped))
+      refused = f"the compiler may split operands over {axes}, and cannot split the kernel of 'triton'"
+    if not refused:
+      return GroupedMatmulChoice('triton', 'tokamax has a kernel for GPUs')
+    return GroupedMatmulChoice('blocks', f"{refused}; by plans for H100, 'blocks' takes {_COST_OF_BLOCKS} as long")
+  refused = f"{path} is 'triton', which is for GPUs; " if implementation == 'triton' else ''
+  if at == 'tpu':
+    return GroupedMatmulChoice('xla', f'{refused}XLA has a kernel for TPU')
+  return GroupedMatmulChoice('blocks', f"{refused}on {at}, 'xla' multiplies every row by the weights of every group")
+
+
+def grouped_matmul(
+  rows_MK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, implementation: str = 'auto'
+) -> jax.Array:
+  """Returns [M, N]: the rows of each group multiplied by its weights; zeros for rows after the last group.
+
+  Both operands have gradients. Sums are float32, or float64 for float64 operands.
+
+  Args:
+    rows_MK: floats; one group after the other.
+    weights_GKN: floats. Integers and floats of 8 bits, which quantized weights have, become floats of the rows' dtype.
+    sizes_G: integers, the number of rows in each group; at most M in sum.
+    implementation: one of `IMPLEMENTATIONS`.
+
+  Raises:
+    ConfigError: there is no such implementation.
+  """
+  dtype = rows_MK.dtype if weights_GKN.dtype.itemsize == 1 else jnp.result_type(rows_MK, weights_GKN)
+  rows_MK, weights_GKN, sizes_G = rows_MK.astype(dtype), weights_GKN.astype(dtype), sizes_G.astype(jnp.int32)
+  case = ProductCase(dtype, rows_MK.shape[0], tuple(unmapped_axes()))
+  method = choose_grouped_matmul(implementation, case=case).name
+  if method == 'xla' or export.is_symbolic_dim(rows_MK.shape[0]):  # Sizes of blocks depend on the number of rows.
+    return jax.lax.ragged_dot(rows_MK, weights_GKN, sizes_G)
+  if not (rows_MK.size and weights_GKN.size):  # Neither has groups of rows.
+    return jnp.zeros((rows_MK.shape[0], weights_GKN.shape[2]), dtype)
+  method = 'blocks' if len(sizes_G) == 1 else method  # One group is a plain product.
+  limits = _ROWS_OF_BLOCKS.get(platform(), _ROWS_OF_OTHER_BLOCKS)
+  out_VMN = _multiply(rows_MK[None], weights_GKN[None], sizes_G[None], _Form(method, *limits, platform() != 'cpu'))
+  return checkpoint_name(out_VMN[0], GROUPED_PRODUCT)
+
+
+class _Block(NamedTuple):
+  """R rows from `start` on; those from `first` to before `end` belong to the block's group."""
+
+  start: jax.Array  # All are int32.
+  first: jax.Array
+  end: jax.Array
+  rows: int
+
+  def belongs(self) -> jax.Array:
+    """Returns [R, 1] bool: whether a row belongs to the group."""
+    row = self.start + jnp.arange(self.rows)[:, None]
+    return (row >= self.first) & (row < self.end)
+
+
+class _Groups(NamedTuple):
+  """The groups of V products with M rows each, numbered through like their rows, and the number of rows of a block."""
+
+  sizes: jax.Array  # int32
+  ends: jax.Array  # int32, the end of the rows of each group.
+  num_rows: int  # V M.
+  rows: int  # R.
+
+  @classmethod
+  def make(cls, sizes_VG: jax.Array, M: int, form: _Form) -> _Groups:
+    V, G = sizes_VG.shape
+    share = 1 if form.fixed_trips else 4
+    rows = min(max(2 ** round(math.log2(M / G / share)), form.fewest_rows), form.most_rows, M)
+    ends = jnp.cumsum(sizes_VG, axis=1) + M * jnp.arange(V, dtype=jnp.int32)[:, None]
+    return cls(sizes_VG.reshape(-1), ends.reshape(-1), V * M, rows)
+
+  def counts(self) -> jax.Array:
+    """Returns the number of blocks of each group."""
+    return -(-self.sizes // self.rows)
+
+  def block(self, group: jax.Array, place: jax.Array) -> _Block:
+    """Returns a block of a group. The last blocks begin earlier than needed, so that all have R rows."""
+    first = self.ends[group] - self.sizes[group] + self.rows * place
+    return _Block(jnp.minimum(first, self.num_rows - self.rows), first, self.ends[group], self.rows)
+
+  def loop_over_groups(self, body: Callable[[jax.Array, jax.Array, Any], Any], init: Any) -> Any:
+    """Runs `body(group, its number of blocks, carry)` for each group that has rows."""
+    with_rows, counts = jnp.argsort(self.sizes == 0, stable=True).astype(jnp.int32), self.counts()
+    number = jnp.sum(self.sizes > 0)
+    return jax.lax.fori_loop(0, number, lambda i, carry: body(with_rows[i], counts[with_rows[i]], carry), init)
+
+  def loop_over_blocks(self, body: Callable[[jax.Array, jax.Array, Any], Any], init: Any, V: int) -> Any:
+    """Runs `body(group, place in the group, carry)` as often as the blocks of any groups of V products may need.
+
+    Blocks that these groups do not have come last, after the end of the last group.
+    """
+    counts = self.counts()
+    ends, M, G = jnp.cumsum(counts), self.num_rows // V, len(counts) // V
+    filled = min(M, G)  # Groups of n rows need (n - 1) // rows + 1 blocks: most of all if no group is empty.
+    most = V * ((M - filled) // self.rows + filled)
+    block = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(block[:, None] >= ends, axis=1, dtype=jnp.int32), V * G - 1)
+    place = block - (ends - counts)[group]
+    return jax.lax.fori_loop(0, most, lambda b, carry: body(group[b], place[b], carry), init)
+
+
+class _Form(NamedTuple):
+  """How a product is computed.
+
+  Attributes:
+    method: 'blocks' or 'triton'.
+    fewest_rows, most_rows: limits of the number of rows of a block.
+    fixed_trips: whether there is one loop, with the largest number of iterations that may be needed. A GPU would wait
+      for the host in each iteration if the number depended on data. Otherwise there is a loop over the blocks of each
+      group, which reads the weights of a group once, so blocks can be smaller.
+    transposed: whether weights are [V, G, N, K].
+  """
+
+  method: ProductMethod
+  fewest_rows: int
+  most_rows: int
+  fixed_trips: bool
+  transposed: bool = False
+
+
+def _run_multiply(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Array, *, form: _Form) -> jax.Array:
+  """Returns [V, M, N]."""
+  if form.method == 'triton':
+    return _run_each(functools.partial(multiply, transposed=form.transposed), rows_VMK, weights_VGKN, sizes_VG)
+  V, M, K = rows_VMK.shape
+  if sizes_VG.shape[1] == 1:
+    dims = 'vmk,vnk->vmn' if form.transposed else 'vmk,vkn->vmn'
+    return _multiply_all(dims, _keep_rows(rows_VMK, sizes_VG), weights_VGKN[:, 0])
+  weights = weights_VGKN.reshape(-1, *weights_VGKN.shape[2:])
+  summed, N = (1, weights.shape[1]) if form.transposed else (0, weights.shape[2])
+  groups = _Groups.make(sizes_VG, M, form)
+  rows, init = rows_VMK.reshape(-1, K), jnp.zeros((V * M, N), rows_VMK.dtype)
+
+  def weights_of(group: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
+
+  def fill(block: _Block, w: jax.Array, out: jax.Array) -> jax.Array:
+    x, before = (jax.lax.dynamic_slice_in_dim(array, block.start, block.rows) for array in (rows, out))
+    y = jax.lax.dot_general(x, w, (((1,), (summed,)), ((), ())), preferred_element_type=sum_dtype(x))
+    y = jnp.where(block.belongs(), y.astype(out.dtype), before)
+    return jax.lax.dynamic_update_slice_in_dim(out, y, block.start, 0)
+
+  def fill_group(group: jax.Array, count: jax.Array, out: jax.Array) -> jax.Array:
+    w = weights_of(group)
+    return jax.lax.fori_loop(0, count, lambda place, out: fill(groups.block(group, place), w, out), out)
+
+  def fill_block(group: jax.Array, place: jax.Array, out: jax.Array) -> jax.Array:
+    return fill(groups.block(group, place), weights_of(group), out)
+
+  if form.fixed_trips:
+    return groups.loop_over_blocks(fill_block, init, V).reshape(V, M, N)
+  return groups.loop_over_groups(fill_group, init).reshape(V, M, N)
+
+
+def _run_sum(left_VMK: jax.Array, right_VMN: jax.Array, sizes_VG: jax.Array, *, form: _Form) -> jax.Array:
+  """Returns [V, G, K, N]: for each group, the sum over its rows of the outer products of both operands."""
+  if form.method == 'triton':
+    return _run_each(sum_outer_products, left_VMK, right_VMN, sizes_VG)
+  (V, M, K), N = left_VMK.shape, right_VMN.shape[2]
+  if sizes_VG.shape[1] == 1:
+    left, right = _keep_rows(left_VMK, sizes_VG), _keep_rows(right_VMN, sizes_VG)
+    return _multiply_all('vmk,vmn->vkn', left, right)[:, None]
+  groups = _Groups.make(sizes_VG, M, form)
+  left, right = left_VMK.reshape(-1, K), right_VMN.reshape(-1, N)
+  init, zeros = jnp.zeros((groups.sizes.size, K, N), left.dtype), jnp.zeros((K, N), sum_dtype(left))
+
+  def add(block: _Block, total: jax.Array) -> jax.Array:
+    slices = (jax.lax.dynamic_slice_in_dim(array, block.start, block.rows) for array in (left, right))
+    x, y = (jnp.where(block.belongs(), rows, 0) for rows in slices)
+    return total + jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)
+
+  def write(group: jax.Array, total: jax.Array, out: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), group, 0)
+
+  def sum_group(group: jax.Array, count: jax.Array, out: jax.Array) -> jax.Array:
+    total = jax.lax.fori_loop(0, count, lambda place, total: add(groups.block(group, place), total), zeros)
+    return write(group, total, out)
+
+  def add_block(group: jax.Array, place: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    out, total = carry
+    total = add(groups.block(group, place), jnp.where(place == 0, 0, total))
+    return write(group, total, out), total
+
+  if form.fixed_trips:
+    return groups.loop_over_blocks(add_block, (init, zeros), V)[0].reshape(V, -1, K, N)
+  return groups.loop_over_groups(sum_group, init).reshape(V, -1, K, N)
+
+
+def _keep_rows(rows_VMK: jax.Array, sizes_V1: jax.Array) -> jax.Array:
+  """Returns the rows of the only group, and zeros for those after it."""
+  return jnp.where(jnp.arange(rows_VMK.shape[1])[:, None] < sizes_V1[:, :, None], rows_VMK, 0)
+
+
+def _multiply_all(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
+  return jnp.einsum(dims, left, right, preferred_element_type=sum_dtype(left)).astype(left.dtype)
+
+
+def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Array:
+  """Runs a kernel for each of V products."""
+  if len(arrays_V[0]) == 1:
+    return kernel(*(x[0] for x in arrays_V))[None]
+  return jax.lax.map(lambda arrays: kernel(*arrays), arrays_V)
+
+
+def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> jax.Array:
+  """Runs `run`, with a `vmap` that makes V larger, so that its loops run one after the other and not in lockstep."""
+
+  @custom_vmap
+  def folding(*arrays: jax.Array) -> jax.Array:
+    return run(*arrays, form=form)
+
+  @folding.def_vmap
+  def fold(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+    batch = [x if split else jnp.broadcast_to(x, (axis_size, *x.shape)) for x, split in zip(arrays, in_batched)]
+    if unmapped_axes():  # The mesh may split the new dimension, which it could not after a reshape.
+      return jax.vmap(functools.partial(run, form=form._replace(method='blocks', fixed_trips=True)))(*batch), True
+    out = folding(*(x.reshape(-1, *x.shape[2:]) for x in batch))
+    return out.reshape(axis_size, -1, *out.shape[1:]), True
+
+  return folding(*arrays)
+
+
+# The names of these two functions are in the jaxpr, where FLOPs are counted by them.
+@functools.partial(jax.jit, static_argnums=3)
+def grouped_product(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Array, form: _Form) -> jax.Array:
+  return _fold_batch(_run_multiply, form, (rows_VMK, weights_VGKN, sizes_VG))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def grouped_sum(left_VMK: jax.Array, right_VMN: jax.Array, sizes_VG: jax.Array, form: _Form) -> jax.Array:
+  return _fold_batch(_run_sum, form, (left_VMK, right_VMN, sizes_VG))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _multiply(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Array, form: _Form) -> jax.Array:
+  return grouped_product(rows_VMK, weights_VGKN, sizes_VG, form)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sum(left_VMK: jax.Array, right_VMN: jax.Array, sizes_VG: jax.Array, form: _Form) -> jax.Array:
+  return grouped_sum(left_VMK, right_VMN, sizes_VG, form)
+
+
+def _multiply_bwd(form: _Form, operands: _Arrays, gradient_VMN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+  rows, weights, sizes = operands
+  left, right = (gradient_VMN, rows) if form.transposed else (rows, gradient_VMN)
+  other = form._replace(transposed=not form.transposed)
+  return _multiply(gradient_VMN, weights, sizes, other), _sum(left, right, sizes, form), None
+
+
+def _sum_bwd(form: _Form, operands: _Arrays, gradient_VGKN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+  left, right, sizes = operands
+  forms = form._replace(transposed=True), form._replace(transposed=False)
+  return _multiply(right, gradient_VGKN, sizes, forms[0]), _multiply(left, gradient_VGKN, sizes, forms[1]), None
+
+
+_multiply.defvjp(lambda *args: (_multiply(*args), args[:3]), _multiply_bwd)
+_sum.defvjp(lambda *args: (_sum(*args), args[:3]), _sum_bwd)

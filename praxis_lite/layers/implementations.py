@@ -1,0 +1,21 @@
+"""Lists which implementation each kind of layer of a model uses, and why."""
+
+from __future__ import annotations
+
+from praxis_lite.layers.base import Layer
+
+
+def describe_implementations(model: Layer, length: int, packed: bool) -> list[str]:
+  """Returns a line for each choice between implementations in a model, with the layers that made it.
+
+  Args:
+    model: the model.
+    length: tokens of a sequence.
+    packed: whether a row has several sequences.
+  """
+  layers: dict[str, list[str]] = {}
+  for layer in model.descendants():
+    if text := layer.implementation_of(length, packed):
+      layers.setdefault(text, []).append(layer.path_name)
+  more = {text: f' and {len(paths) - 1} more' if len(paths) > 1 else '' for text, paths in layers.items()}
+  return [f'{paths[0]}{more[text]}: {text}' for text, paths in layers.items()]

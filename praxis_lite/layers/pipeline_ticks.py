@@ -1,0 +1,235 @@
+"""The loop over ticks of a pipeline: what `pipeline.py` describes, for arrays that are already cut into stages.
+
+B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c = P / S rounded up: layers in a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, merge, node_at
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.call import Surroundings
+from praxis_lite.layers.pipeline_arrays import (
+  Stacks,
+  broadcast_to_stages,
+  entry_at,
+  is_float,
+  read_outside,
+  replace_entry,
+  shift,
+  take,
+  unzip,
+  where,
+)
+from praxis_lite.layers.pipeline_inputs import SideInputs
+from praxis_lite.layers.pipeline_reports import Place, Reported, TickResults
+from praxis_lite.layers.pipeline_schedule import PipelineSchedule
+
+T = TypeVar('T')
+
+
+class _TickState(NamedTuple):
+  """What a tick passes to the next one."""
+
+  carried: Any  # The result of each stage, a tree of arrays [S, mb, ...].
+  queue: Any  # The microbatches, [S, M, mb, ...]: stage 0 reads new ones, stage S - 1 writes finished ones.
+  weight_gradients: NestedDict  # See `Stacks.gradients`.
+  side_gradients: list[Any]
+  others: NestedDict  # Variables that are not trained, [S, R, c, ...].
+  caches: NestedDict  # [S, R, c, ...]
+
+
+class _TickInputs(NamedTuple):
+  """The arrays that all ticks read."""
+
+  stages: jax.Array  # 0, 1, ..., S - 1
+  key: jax.Array | None
+  held: jax.Array | None  # [M] bool, False for microbatches that contain only padding; None if there are none.
+  weights: NestedDict  # Trained variables, [S, R, c, ...].
+  side_rows: list[jax.Array]  # Rows of side inputs, [M, mb, ...].
+  shared: list[jax.Array]  # Side inputs without rows that may have gradients, [S, ...].
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticks:
+  """The loop over ticks of one call.
+
+  Attributes:
+    name: path of the pipeline, for messages.
+    layers: the layer that it repeats.
+    method: the method of `layers` to call.
+    num_layers, layers_in_group: the number of layers, and c.
+    schedule: S, M and R, and the microbatch of each stage in each tick.
+    side: the side inputs.
+    surroundings: the surroundings of each layer.
+    bubble: the input of stages without a microbatch.
+    folds_microbatch: whether the key of a layer depends on the microbatch.
+    unroll: how many layers of a group the inner loop runs in one iteration.
+    constrain: returns an array [S, ...] whose dimension 0 is split like the stages.
+    remat_layer, remat_stage: return a layer's or a stage's function that keeps less for its backward pass.
+    changed: receives the paths of variables that layers update.
+  """
+
+  name: str
+  layers: Layer
+  method: str
+  num_layers: int
+  layers_in_group: int
+  schedule: PipelineSchedule
+  side: SideInputs
+  surroundings: Surroundings
+  bubble: float
+  folds_microbatch: bool
+  unroll: int
+  constrain: Callable[[jax.Array], jax.Array]
+  remat_layer: Callable[[Callable[..., Any]], Callable[..., Any]]
+  remat_stage: Callable[[Callable[..., Any]], Callable[..., Any]]
+  changed: set[Path] = dataclasses.field(default_factory=set)
+
+  def run(
+    self,
+    key: jax.Array | None,
+    held: jax.Array | None,
+    weights: NestedDict,
+    others: NestedDict,
+    caches: NestedDict,
+    shared: list[jax.Array],
+    queue: T,
+    side_rows: list[jax.Array],
+  ) -> TickResults:
+    """Runs all ticks; `_TickInputs` and `_TickState` describe the arguments."""
+    S, M, _ = self.schedule
+    stages, fixed = jnp.arange(S), jax.lax.stop_gradient(weights)
+    carried = jax.tree.map(lambda q: self.constrain(jnp.zeros_like(q[:, 0])), queue)
+    side_gradients = [self.constrain(broadcast_to_stages(v, S)) if is_float(v) else None for v in side_rows]
+    if M == 1:  # All stages read the same rows, but each needs its own copy; see `mask_gradients`.
+      side_rows = [self.constrain(broadcast_to_stages(v, S)) for v in side_rows]
+    inputs = _TickInputs(stages, key, held, fixed, side_rows, shared)
+    start = _TickState(carried, queue, weights, side_gradients, others, caches)
+    tick = functools.partial(self._tick, inputs)
+    end, (places, reported) = jax.lax.scan(tick, start, jnp.arange(self.schedule.num_ticks))
+    return TickResults(end.queue, end.others, end.caches, places, reported)
+
+  def _tick(self, inputs: _TickInputs, state: _TickState, now: jax.Array) -> tuple[_TickState, tuple[Place, Reported]]:
+    """Returns the state after tick `now`, what each stage did in it, and what layers report."""
+    (S, M, _), stages = self.schedule, inputs.stages
+    microbatch = self.schedule.microbatch(now, stages)
+    real = (microbatch >= 0) & (microbatch < M)
+    counts = real if inputs.held is None else real & inputs.held[microbatch % M]
+    at = Place(stages, self.schedule.round(now, stages), microbatch % M, real, counts)
+    with jax.named_scope('shift'):
+      first = self.schedule.microbatch(now, 0) % M
+      new, queue = unzip(lambda v: take(v, first), state.queue)
+      starts = (stages == 0) & (at.round == 0)
+      carried = where(starts, new, jax.tree.map(shift, state.carried))
+    # spmd_axis_name is not set, because a `shard_map` inside a layer, such as that of experts, does not support it.
+    # Constraints of layers do not affect the dimension of stages; `_constrain_to_stages` does.
+    run_stages = jax.vmap(
+      self.remat_stage(functools.partial(self._run_stage, inputs.key)),
+      in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
+    )
+    (carried, weight_gradients, side_gradients, others, caches), reported = run_stages(
+      at,
+      carried,
+      Stacks(inputs.weights, state.weight_gradients),
+      Stacks(inputs.side_rows, state.side_gradients),
+      inputs.shared,
+      state.others,
+      state.caches,
+    )
+    carried, others, caches = jax.tree.map(self.constrain, (carried, others, caches))
+    last = jnp.clip(self.schedule.microbatch(now, S - 1), 0, M - 1)
+    # A bubble writes too, but to a place that a later tick overwrites.
+    queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, carried)
+    return _TickState(carried, queue, weight_gradients, side_gradients, others, caches), (at, reported)
+
+  def _run_stage(
+    self,
+    key: jax.Array | None,
+    at: Place,
+    x: Any,
+    weights: Stacks,
+    side_rows: Stacks,
+    shared: list[jax.Array],
+    others: NestedDict,
+    caches: NestedDict,
+  ) -> tuple[tuple[Any, NestedDict, list[Any], NestedDict, NestedDict], Reported]:
+    """Runs the layers of one stage and round, one after the other, on one microbatch."""
+    own, weight_gradients = weights.read(at.round, at.real)
+    rows, side_gradients = side_rows.read(at.microbatch, at.real)
+    if key is not None and self.folds_microbatch:
+      key = jax.random.fold_in(key, at.microbatch)
+
+    def run_layer(x: Any, *of_layer: Any) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
+      return self._run_layer(key, at, rows, shared, x, *of_layer)
+
+    body = self.remat_layer(run_layer)
+    xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
+    x, (new_others, new_caches, reported) = jax.lax.scan(
+      lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self.unroll
+    )
+    others, caches = replace_entry(others, new_others, at.round), replace_entry(caches, new_caches, at.round)
+    return (x, weight_gradients, side_gradients, others, caches), reported
+
+  def _run_layer(
+    self,
+    key: jax.Array | None,
+    at: Place,
+    rows: list[jax.Array],
+    shared: list[jax.Array],
+    x: Any,
+    weights: NestedDict,
+    others: NestedDict,
+    cache: NestedDict,
+    index: jax.Array,
+  ) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
+    """Runs layer `index` of a group; returns its result, its new `others` and cache, and what it reports."""
+    position, P = at.stage * self.layers_in_group + index, self.num_layers // self.schedule.rounds
+    real = at.real & (position < P)
+    if key is not None:
+      key = jax.random.fold_in(key, at.round * P + position)
+    args, kwargs, real_rows = self.side.layer_arguments(rows, shared, real)
+    if self.layers.takes_paddings and real_rows is not None and self.side.lacks('paddings'):
+      tokens = jax.tree.leaves(x)[0].shape[:2]
+      kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
+    y, out = self.layers.apply(
+      merge(weights, jax.lax.stop_gradient(others)),
+      where(real, x, jax.tree.map(lambda v: jnp.full_like(v, self.bubble if is_float(v) else 0), x)),
+      *args,
+      key=key,
+      decode_state=cache,
+      method=self.method,
+      surroundings=dataclasses.replace(
+        self.surroundings,
+        real_rows=None if real_rows is None else lambda: real_rows,
+        read_outside=functools.partial(read_outside, at.stage, real),
+      ),
+      **kwargs,
+    )
+    self._check_result(x, y)
+    counts = at.counts & (position < P)
+    self.changed.update(leaves(out.updates))
+
+    def update(path: Path, old: jax.Array) -> jax.Array:
+      new = node_at(out.updates, path)
+      return where(counts, old if new is None else new, old)
+
+    aux = {name: (v, where(counts, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
+    reported, kept = Reported(out.summaries, aux), map_with_path(update, others)
+    return where(real, y, x), (kept, where(real, out.decode_state if cache else {}, cache), reported)
+
+  def _check_result(self, x: object, y: object) -> None:
+    given, got = (jax.tree.map(lambda v: jax.typeof(v).str_short(), tree) for tree in (x, y))
+    if given != got:
+      raise ConfigError(
+        f'{self.name}.layers_tpl: a layer of a pipeline returns what it is given, {given} for a microbatch, and '
+        f'{type(self.layers).__name__} returns {got}'
+      )

@@ -1,0 +1,265 @@
+"""Attention on NVIDIA GPUs by kernels of tokamax, for what cuDNN's kernel does not take. No logits are in memory.
+
+    Mosaic   for Hopper: forward and backward kernels, also with a soft cap. For Blackwell, the backward kernels of
+             tokamax 0.0.12 need more shared memory than there is from 128 dims per head on
+    Triton   for other chips from Ampere on: its backward kernel has no soft cap, and takes a window as an array [T, S]
+
+Limits of offsets reach the kernels as a range of keys for each query, and the rest of a mask as an array of bool,
+[B or 1, 1, T, S]. Lengths are padded to whole blocks.
+
+B batch, T length of the queries, S length of the keys, N heads, K kv heads, H dims per head.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.common.errors import first_line
+from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Heads, Integers, sort_arguments
+from praxis_lite.layers.blocks import Formula, block_indices, count_pairs
+from praxis_lite.layers.blockwise import RowSplit
+from praxis_lite.layers.masks import AttentionMask, Band, OffsetMask, split_offsets
+from praxis_lite.layers.tokamax_target import (
+  INSTALL,
+  OLDEST_CAPABILITY,
+  any_target,
+  compute_capability,
+  is_installed,
+)
+from praxis_lite.sharding.mesh import device_kind
+from praxis_lite.sharding.padding import pad_to
+
+# The most dims of a head that fit in the shared memory of a multiprocessor, of at least 164 KiB or 100 KiB.
+_MOST_DIMS, _LARGE = {True: 256, False: 128}, ((8, 0), (9, 0), (10, 0))
+ATTENTION_KERNEL = 'attention_kernel_'  # Begins the names of functions that call kernels; see `_named`.
+_BLOCK = 128  # Lengths are padded to multiples of it; all blocks of the kernels divide it.
+_OPERATIONS = 'tokamax._src.ops.attention'
+# Products in a forward pass and in a backward pass, which computes the logits and their gradients twice.
+_PRODUCTS, _BACKWARD_PRODUCTS = 2, 7
+
+
+def why_no_attention_kernel(dims_per_head: int, *, soft_cap: bool, window: bool) -> str:
+  """Returns why tokamax has no kernel for the chips of the ambient mesh, as the end of a sentence; '' if it has one.
+
+  Args:
+    dims_per_head: H.
+    soft_cap: whether logits have a soft cap.
+    window: whether the mask has a window.
+  """
+  if not is_installed():
+    return f'is not installed: {INSTALL}'
+  capability = compute_capability()
+  if capability is None or capability < OLDEST_CAPABILITY:
+    return 'takes GPUs of NVIDIA from Ampere on'
+  if dims_per_head % 8 or dims_per_head > (most := _MOST_DIMS[capability in _LARGE]):
+    return f'needs dims_per_head to be a multiple of 8 of at most {most} on this chip, not {dims_per_head}'
+  if failure := _why_not_traced(device_kind(), capability):
+    return f'does not fit this JAX, or lacks packages: {failure}'
+  if not _has_mosaic(capability) and (soft_cap or window):
+    what = 'logit_soft_cap' if soft_cap else 'windows without an array of all queries and keys'
+    return f'has no gradients of {what} on chips other than Hopper'
+  return ''
+
+
+def tokamax_attention(
+  query_BTNH: jax.Array,
+  key_BSKH: jax.Array,
+  value_BSKH: jax.Array,
+  mask: AttentionMask | None = None,
+  *,
+  spec: AttentionSpec = DEFAULT_SPEC,
+  split: RowSplit | None = None,
+) -> jax.Array:
+  """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
+
+  Computes the same as `dot_product_attention`, from the same arguments.
+
+  Args:
+    split: how the ambient mesh splits rows and heads; see `splash_attention`.
+  """
+  if split is not None:
+    key_BSKH, value_BSKH = split.repeat_kv_heads(key_BSKH), split.repeat_kv_heads(value_BSKH)
+  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, None, None, spec)
+  return _attend(formula, split, heads, integers)
+
+
+def kernel_flops(name: str) -> tuple[float, int] | None:
+  """Returns the FLOPs of each call of a kernel in a function of this name, and their number; None for other names."""
+  if not name.startswith(ATTENTION_KERNEL):
+    return None
+  flops, calls = name.removeprefix(ATTENTION_KERNEL).split('_')
+  return float(flops), int(calls)
+
+
+# ---------------------------------------------------------------- both passes
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(formula: Formula, split: RowSplit | None, heads: Heads, integers: Integers) -> jax.Array:
+  return _forward(formula, split, heads, integers)[0]
+
+
+_Saved = tuple[Heads, Integers, jax.Array, jax.Array]
+
+
+def _forward(formula: Formula, split: RowSplit | None, heads: Heads, integers: Integers) -> tuple[jax.Array, _Saved]:
+  def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
+    call = _Call.make(formula, heads, integers)
+    T = heads.query.shape[1]
+    # If rematerialization keeps the results, a second call of this function is not needed, and JAX removes it.
+    out_BTNH, stats = _named(call.forward, call.flops(_PRODUCTS, backward=False), 1)(*heads[:3])
+    return out_BTNH[:, :T], stats
+
+  if split is not None:
+    local = split.map_rows(local, heads, integers, backward=False)
+  out_BTNH, stats = local(heads, integers)
+  out_BTNH, stats = checkpoint_name(out_BTNH, 'context'), checkpoint_name(stats, 'context')
+  return out_BTNH, (heads, integers, out_BTNH, stats)
+
+
+def _backward(formula: Formula, split: RowSplit | None, saved: _Saved, do_BTNH: jax.Array) -> tuple[Heads, None]:
+  def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, stats: jax.Array, do_BTNH: jax.Array) -> Heads:
+    call = _Call.make(formula, heads, integers)
+    calls = 2 if call.kernels.is_mosaic else 1
+    run = _named(call.backward, call.flops(_BACKWARD_PRODUCTS, backward=True), calls)
+    found = run(*heads[:3], out_BTNH, stats, do_BTNH)
+    return Heads(*(g[:, : x.shape[1]].astype(x.dtype) for g, x in zip(found, heads)))
+
+  heads, integers, out_BTNH, stats = saved
+  if split is not None:
+    local = split.map_rows(local, heads, integers, backward=True)
+  return local(heads, integers, out_BTNH, stats, do_BTNH), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _named(fn: Callable[..., Any], flops: float, calls: int) -> Callable[..., Any]:
+  """Returns `fn` jitted under a name with the FLOPs of each of its calls of kernels, which stays in programs."""
+
+  def call(*arrays: jax.Array) -> Any:
+    return fn(*arrays)
+
+  call.__name__ = f'{ATTENTION_KERNEL}{round(flops / calls)}_{calls}'
+  return jax.jit(call)
+
+
+# ---------------------------------------------------------------- calls of kernels
+
+
+class _Kernels(NamedTuple):
+  """The kernels for a chip."""
+
+  operation: Any  # tokamax's, whose attribute `vjp` is that of the backward pass.
+  mask: Callable[..., Any]
+  is_mosaic: bool
+
+
+class _Call(NamedTuple):
+  """A call of the forward and backward kernels for these arguments."""
+
+  kernels: _Kernels
+  formula: Formula
+  lengths: tuple[int, int]  # T and S.
+  size: int  # B N H.
+  offsets: OffsetMask
+  mask: jax.Array | None  # Bool [B or 1, 1, T, S].
+
+  @classmethod
+  def make(cls, formula: Formula, heads: Heads, integers: Integers) -> _Call:
+    (B, T, N, H), S = heads.query.shape, heads.key.shape[1]
+    offsets, others = split_offsets(integers.mask)
+    mask = None if others is None else jnp.asarray(others.to_array(T, S))
+    return cls(_kernels(), formula, (T, S), B * N * H, offsets, mask)
+
+  def forward(self, *heads: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, and the maximum and the sum of the softmax, [2, B, N, T]; T in whole blocks."""
+    with any_target():
+      out, stats = self.kernels.operation(*map(_to_blocks, heads), **self._options(), return_residuals=True)
+    return out, jnp.stack(stats)
+
+  def backward(
+    self, query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array, stats: jax.Array, do: jax.Array
+  ) -> tuple[jax.Array, ...]:
+    """Returns the gradients of queries, keys and values, with lengths in whole blocks."""
+    query, key, value, out, do = map(_to_blocks, (query, key, value, out, do))
+    with any_target():
+      bound = self.kernels.operation.bind(query, key, value, **self._options())
+      options = {name: value for name, value in bound.kwargs.items() if name != 'return_residuals'}
+      found = self.kernels.operation.vjp(tuple(stats), out, do.astype(out.dtype), query, key, value, **options)
+    return found['q'], found['k'], found['v']
+
+  def flops(self, products: int, *, backward: bool) -> float:
+    """Returns the FLOPs of products of pairs of blocks that the kernels compute."""
+    offsets = self.offsets
+    if backward:  # It skips only what causal masks empty.
+      offsets = Band(None, 0) if offsets.ahead == 0 else Band()
+    pairs = count_pairs(offsets, *(block_indices(length, _BLOCK) for length in self.lengths))
+    return 2.0 * products * pairs * _BLOCK**2 * self.size
+
+  def _options(self) -> dict[str, Any]:
+    return {
+      'logits_scale': float(self.formula.scale),
+      'logits_soft_cap': self.formula.soft_cap,
+      'mask': self._mask(),
+    }
+
+  def _mask(self) -> Any:
+    """Returns the mask as the kernels take it. Padded queries attend to a key, so that all numbers are finite."""
+    (T, S), (behind, ahead) = self.lengths, (self.offsets.behind, self.offsets.ahead)
+    index = jnp.arange(-(-T // _BLOCK) * _BLOCK, dtype=jnp.int32)
+    # If the end of the range follows from the indices alone, the kernels know it without a range.
+    is_causal = ahead == 0 and T == S
+    end = None
+    if not is_causal and (ahead is not None or S % _BLOCK):
+      end = jnp.full_like(index, S) if ahead is None else jnp.minimum(index + ahead + 1, S)
+    start = None if behind is None else jnp.clip(index - behind, 0, S - 1)
+    mask = self.mask
+    if mask is not None:
+      mask = jnp.pad(mask, [(0, 0), (0, 0), (0, len(index) - T), (0, 0)], constant_values=True)
+      mask = pad_to(mask, (*mask.shape[:3], -(-S // _BLOCK) * _BLOCK))
+    return self.kernels.mask(mask, k_start=start, k_end=end, is_causal=is_causal)
+
+
+def _to_blocks(x_BTNH: jax.Array) -> jax.Array:
+  B, T, N, H = x_BTNH.shape
+  return pad_to(x_BTNH, (B, -(-T // _BLOCK) * _BLOCK, N, H))
+
+
+def _has_mosaic(capability: tuple[int, int] | None) -> bool:
+  return capability is not None and capability[0] == 9
+
+
+def _kernels() -> _Kernels:
+  """Returns the kernels for the chips of the ambient mesh."""
+  is_mosaic = _has_mosaic(compute_capability())
+  file, name = ('pallas_mosaic_gpu', 'PallasMosaicGpu') if is_mosaic else ('pallas_triton', 'PallasTriton')
+  with any_target():
+    operation = getattr(importlib.import_module(f'{_OPERATIONS}.{file}'), f'{name}FlashAttention')()
+    return _Kernels(operation, importlib.import_module(f'{_OPERATIONS}.base').Mask, is_mosaic)
+
+
+@functools.cache
+def _why_not_traced(chip: str, capability: tuple[int, int]) -> str:
+  """Returns why no call of the kernels can be traced for the chips of the ambient mesh; '' if one can."""
+  del chip, capability  # What is traced depends on them.
+  shape: Any = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
+  heads = Heads(shape, shape, shape)
+  formula = Formula(scale=1.0)
+
+  def gradients(heads: Heads) -> Heads:
+    out, pullback = jax.vjp(lambda heads: _attend(formula, None, heads, Integers(Band(None, 0))), heads)
+    return pullback(out)[0]
+
+  try:
+    jax.eval_shape(gradients, heads)
+  except Exception as error:  # Of whatever a release of tokamax raises that does not fit this JAX, or lacks packages.
+    return first_line(error)
+  return ''

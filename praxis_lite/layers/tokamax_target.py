@@ -1,0 +1,106 @@
+"""What is needed to call kernels of the library tokamax for a chip that may belong to another machine.
+
+tokamax comes with the extra `praxis_lite[kernels]`, and is imported when a program for a GPU first asks for it. 0.0.12
+has kernels in Pallas; 0.0.17, for JAX from 0.11.1, needs the packages triton and jax-triton for some of them. Only
+`grouped_kernels.py`, `tokamax_attention.py` and this file know tokamax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from absl import flags
+from jax.extend import backend
+
+from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.jax_internals.lowering import replace_attribute
+from praxis_lite.sharding.mesh import device_kind
+
+INSTALL = 'install praxis_lite[kernels]'
+OLDEST_CAPABILITY = (8, 0)  # Ampere.
+_flags_lock = threading.RLock()
+_CORES = 128  # Multiprocessors of a chip that does not say their number.
+
+
+def is_installed() -> bool:
+  """Whether tokamax is installed; it is not imported."""
+  return importlib.util.find_spec('tokamax') is not None
+
+
+def compute_capability() -> tuple[int, int] | None:
+  """Returns the compute capability of the ambient mesh's GPUs, or of this machine's; None for GPUs not of NVIDIA.
+
+  If the chip is not known, it is the oldest one that the kernels take.
+  """
+  known = accelerator_of(device_kind())
+  if known is not None and known.capability is not None:
+    return known.capability
+  if jax.default_backend() != 'gpu':
+    return OLDEST_CAPABILITY
+  major, _, minor = str(getattr(jax.devices()[0], 'compute_capability', '')).partition('.')
+  return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+@contextlib.contextmanager
+def any_target() -> Iterator[Any]:
+  """Yields tokamax, which then takes the chip of the ambient mesh for the one of this machine.
+
+  It logs a warning for each shape that it has not tuned on this chip.
+  """
+  import tokamax
+
+  log, device = logging.getLogger('absl'), _target_device()
+  with _parsed_flags(), tokamax.config.cross_compile(True):
+    log.addFilter(_is_news)
+    try:
+      with replace_attribute(backend, 'get_default_device', lambda: device):
+        yield tokamax
+    finally:
+      log.removeFilter(_is_news)
+
+
+@contextlib.contextmanager
+def _parsed_flags() -> Iterator[None]:
+  """absl's flags can be read inside, also in a program that has not parsed them; afterwards all is as before.
+
+  Unless flags are parsed, tokamax parses the whole command line, and fails if it is that of another program.
+  """
+  with _flags_lock:
+    values = flags.FLAGS
+    were_parsed = values.is_parsed()
+    if not were_parsed:
+      values.mark_as_parsed()
+    try:
+      yield
+    finally:
+      if not were_parsed:  # absl's `unparse_flags` would also forget values that the program has set.
+        vars(values)['__flags_parsed'] = False
+
+
+class _Chip(NamedTuple):
+  """What tokamax reads of a device."""
+
+  platform: str
+  device_kind: str
+  compute_capability: str
+  core_count: int
+
+
+def _target_device() -> Any:
+  """Returns a device of the ambient mesh, or what stands for one of another machine."""
+  here, kind = jax.devices()[0], device_kind()
+  if here.platform == 'gpu' and here.device_kind == kind:
+    return here
+  chip = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
+  major, minor = compute_capability() or (0, 0)
+  return _Chip('gpu', kind, f'{major}.{minor}', getattr(chip, 'num_cores', None) or _CORES)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  return not str(record.msg).startswith('Autotuning cache miss')

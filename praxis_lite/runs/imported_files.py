@@ -1,0 +1,55 @@
+"""Files that a run keeps of the Hugging Face checkpoint that it comes from.
+
+    job_log_dir/hugging_face/      config.json and the files of the tokenizer, for chats and exports
+
+A run that begins with the variables of such a run keeps a copy of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.files import user_path
+from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer
+from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
+from praxis_lite.runs.records.moved_files import FOLDER
+
+SENTENCEPIECE_FILE = 'tokenizer.model'
+HOW_TO_SET_TOKENIZER = (
+  "to decode and train on text, set the one in a folder by --set 'datasets[*].tokenizer_tpl.path=DIR', or bytes by "
+  "--set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'"
+)
+
+
+def tokenizer_in(folder: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> Config | None:
+  """Returns the config of the tokenizer whose files are in a folder; None if there is none.
+
+  Args:
+    folder: the folder.
+    path: the folder that the config names instead, to which the files are copied.
+  """
+  named = os.fspath(folder if path is None else path)
+  if os.path.isfile(os.path.join(folder, TOKENIZER_FILE)):
+    return Config(HfTokenizer, path=named)
+  if os.path.isfile(os.path.join(folder, SENTENCEPIECE_FILE)):
+    return Config(SentencePieceTokenizer, model_path=os.path.join(named, SENTENCEPIECE_FILE))
+  return None
+
+
+def kept_tokenizer(job_log_dir: str | os.PathLike[str]) -> Config | None:
+  """Returns the config of the tokenizer that a run keeps; None if it keeps none."""
+  return tokenizer_in(user_path(job_log_dir) / FOLDER)
+
+
+def keep_files_of(source: str | os.PathLike[str], directory: Path) -> None:
+  """Copies the files that the run in `source` keeps to a new run, unless it has some already."""
+  kept, target = user_path(source) / FOLDER, directory / FOLDER
+  if not kept.is_dir() or target.exists():
+    return
+  with tempfile.TemporaryDirectory(prefix=f'.{FOLDER}-', dir=directory) as folder:
+    copy = shutil.copytree(kept, Path(folder) / FOLDER)
+    copy.rename(target)

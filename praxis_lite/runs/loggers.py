@@ -1,0 +1,203 @@
+"""Loggers send the metrics of a run to Weights & Biases, MLflow, or a service of the user's own.
+
+    config.task.train.loggers = ('wandb', Config(MlflowLogger, experiment='curves'), Config(MyLogger))
+
+They get the numbers that are written to `metrics.jsonl`, when they are written. A logger that fails, at its start or
+later, is reported once and then left out; training goes on. Event files for TensorBoard are always written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from praxis_lite.common.config import Config, Configurable, build_at
+from praxis_lite.common.config.text import fields_of, to_text
+from praxis_lite.common.errors import ConfigError, check_choice, first_line
+from praxis_lite.common.files import read_plain
+from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
+from praxis_lite.runs.records.record import first_launch
+
+
+class LoggedRun(NamedTuple):
+  """A run as its loggers see it.
+
+  Attributes:
+    directory: the directory of the run.
+    id: the same for all launches of the run, and different from that of other runs.
+    config: the fields of its config, as text by path, without passwords and the like.
+  """
+
+  directory: Path
+  id: str
+  config: Mapping[str, str]
+
+
+class Logger(Configurable):
+  """Sends the metrics of a run somewhere. Only one process of a run calls it, in the thread that trains.
+
+  An exception in a method is reported, and then the logger is left out. `package` is the package that the logger
+  imports; a run whose config needs one that is not installed does not start.
+  """
+
+  package = ''
+
+  def start(self, run: LoggedRun) -> None:
+    """Called before the first `log` of this process."""
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Takes metrics by name, such as 'train/loss' or 'eval/valid/accuracy'."""
+    raise NotImplementedError
+
+  def finish(self, *, failed: bool) -> None:
+    """Called at the end of the process; `failed` if an error ends it."""
+
+
+class WandbLogger(Logger):
+  """Weights & Biases. A run that is resumed continues its curves.
+
+  Attributes:
+    project: None uses the name of the directory that contains the run.
+    entity: user or team; None uses the default of the account.
+  """
+
+  package = 'wandb'
+
+  project: str | None = None
+  entity: str | None = None
+
+  def start(self, run: LoggedRun) -> None:
+    import wandb
+
+    project, name = self.project or run.directory.parent.name, run.directory.name
+    self._run = wandb.init(
+      project=project, entity=self.entity, name=name, id=run.id, resume='allow', config=dict(run.config)
+    )
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    self._run.log(dict(metrics), step=step)
+
+  def finish(self, *, failed: bool) -> None:
+    self._run.finish(exit_code=int(failed))
+
+
+class MlflowLogger(Logger):
+  """MLflow, at the server of MLFLOW_TRACKING_URI. A run that is resumed continues its curves.
+
+  Attributes:
+    experiment: None uses the name of the directory that contains the run.
+  """
+
+  package = 'mlflow'
+
+  experiment: str | None = None
+
+  def start(self, run: LoggedRun) -> None:
+    import mlflow
+
+    self._mlflow = mlflow
+    mlflow.set_experiment(self.experiment or run.directory.parent.name)
+    found = mlflow.search_runs(filter_string=f"tags.praxis_lite = '{run.id}'", output_format='list', max_results=1)
+    if found:
+      mlflow.start_run(run_id=found[0].info.run_id)
+    else:
+      mlflow.start_run(run_name=run.directory.name, tags={'praxis_lite': run.id})
+    mlflow.log_text(''.join(f'{path} = {value}\n' for path, value in run.config.items()), 'config.txt')
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    self._mlflow.log_metrics(dict(metrics), step=step)
+
+  def finish(self, *, failed: bool) -> None:
+    self._mlflow.end_run('FAILED' if failed else 'FINISHED')
+
+
+# What `task.train.loggers` and --track may name. TensorBoard needs no logger.
+LOGGERS: dict[str, type[Logger] | None] = {'tensorboard': None, 'wandb': WandbLogger, 'mlflow': MlflowLogger}
+
+
+def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
+  """Returns the loggers of `task.train.loggers`, which are names in `LOGGERS` or configs.
+
+  Raises:
+    ConfigError: an entry is neither, or the package of a logger is not installed.
+  """
+  loggers = []
+  for i, entry in enumerate(entries):
+    path = f'task.train.loggers[{i}]'
+    if isinstance(entry, Config):
+      logger: object = build_at(path, entry)
+    elif isinstance(entry, str):
+      try:
+        check_choice(path, entry, list(LOGGERS))
+      except ConfigError as error:
+        own = 'Loggers of your own are set in Python, as in config.task.train.loggers = (Config(MyLogger),)'
+        raise ConfigError(f'{error} {own}') from None
+      logger = make() if (make := LOGGERS[entry]) else None
+    else:
+      cls = entry if isinstance(entry, type) else type(entry)
+      form = f'Config({cls.__name__ if issubclass(cls, Logger) else "MyLogger"})'
+      raise ConfigError(f'{path}: expected a name, or the config of a Logger, as in {form}; got {entry!r}')
+    if logger is None:
+      continue
+    if not isinstance(logger, Logger):
+      raise ConfigError(f'{path}: expected the config of a Logger, got that of {type(logger).__name__}')
+    if logger.package and importlib.util.find_spec(logger.package) is None:
+      raise ConfigError(f'{path}: {logger.package} is not installed; pip install {logger.package}')
+    loggers.append(logger)
+  return loggers
+
+
+class LoggersOfRun:
+  """The loggers of a run; a context manager that finishes them. Those that fail are reported and left out.
+
+  Args:
+    loggers: see `build_loggers`.
+    directory: the directory of the run, which records its launches before anything is logged.
+    config: the configs of the run, by name.
+    report: prints a line.
+  """
+
+  def __init__(
+    self, loggers: Sequence[Logger], directory: Path, config: Mapping[str, Any], report: Callable[[str], object]
+  ):
+    self._loggers = list(loggers)
+    self._started: list[Logger] = []
+    self._directory, self._config, self._report = directory, config, report
+
+  def log(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
+    """Passes on the metrics of a split after a step."""
+    metrics = {f'{split}/{name}': value for name, value in scalars.items()}
+    for logger in list(self._loggers):
+      if logger not in self._started:
+        self._started.append(logger)
+        self._try(logger, functools.partial(self._start, logger))
+      if logger in self._loggers:
+        self._try(logger, functools.partial(logger.log, step, metrics))
+
+  def __enter__(self) -> LoggersOfRun:
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    for logger in [logger for logger in self._loggers if logger in self._started]:
+      self._try(logger, functools.partial(logger.finish, failed=kind is not None))
+
+  def _try(self, logger: Logger, call: Callable[[], None]) -> None:
+    try:
+      call()
+    except Exception as error:
+      self._loggers.remove(logger)
+      what = f'{type(error).__name__}: {first_line(error)}'
+      self._report(f'{type(logger).__name__} gets no more metrics: {what}; training goes on without it')
+
+  def _start(self, logger: Logger) -> None:
+    started = None
+    with contextlib.suppress(OSError):
+      started = first_launch(read_plain(self._directory / 'run.json'))
+    fields = fields_of(to_text(self._config))
+    shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in fields.items()}
+    number = '' if started is None else f'-{int(started * 1000):x}'
+    logger.start(LoggedRun(self._directory, f'{self._directory.name}{number}', shown))

@@ -1,0 +1,171 @@
+"""Predicts over files.
+
+a.npz      arrays by name, with the examples in dimension 0
+a.jsonl    an example on each line: its values by name
+others     read by one of the run's datasets, with these files in place of its own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.common.config import Config, field_names
+from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line, prefix_errors
+from praxis_lite.common.files import open_plain, parse_json_line, unless_empty
+from praxis_lite.common.mistakes import ShapesError
+from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
+from praxis_lite.runs.programs import examples_of
+from praxis_lite.runs.trained import TrainedModel
+
+_ARRAYS = ('.npz', '.jsonl')
+
+
+def predict_files(
+  model: TrainedModel, files: Sequence[str], *, what: str = 'predict', batch_size: int = 32
+) -> Iterator[dict[str, Any]]:
+  """Yields the predictions for each example of some files, in their order, as values that JSON can hold.
+
+  Args:
+    model: see `SavedRun.load`.
+    files: paths of .npz and .jsonl files, or of files that a dataset of the run can read.
+    what: 'predict' for the outputs of `model.predict`, or 'evaluate' for those of `model.evaluate_examples`.
+    batch_size: number of rows that are computed together; a dataset of the run has its own.
+
+  Raises:
+    UserError: a file is missing, empty or cannot be read, or the model cannot compute its examples.
+  """
+  compute = model.predict if what == 'predict' else model.evaluate_examples
+  structs: Mapping[str, Any] = {}
+  with contextlib.suppress(UserError):  # The data of the run may be elsewhere.
+    if any(file.endswith(_ARRAYS) for file in files):
+      structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
+  for file in files:
+    if not os.path.exists(file):
+      raise DataError(f'there is no file {file}')
+    with prefix_errors(file):
+      for batch in _batches(model, file, batch_size, structs):
+        try:
+          out = compute(batch)
+        except ShapesError as error:
+          _check_shapes(batch, structs, lambda shape: shape)
+          raise error
+        named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
+        if not named:
+          raise ConfigError(
+            f'{type(model.layer).__name__}.compute_loss reports no values of single examples; those are its second '
+            "result, a dict such as {'loss': loss_B}"
+          )
+        weights = np.asarray(canonical_rows(batch, 'batch')['weights'])
+        yield from examples_of(named, weights)
+
+
+def _batches(
+  model: TrainedModel, file: str, batch_size: int, structs: Mapping[str, Any]
+) -> Iterator[Mapping[str, Any]]:
+  if file.endswith('.npy'):
+    raise DataError("an array in a .npy has no name; save the arrays by name in a .npz, as np.savez('a.npz', x=x) does")
+  if not file.endswith(_ARRAYS):
+    yield from _dataset_for(model, file)
+    return
+  for rows in (_npz_rows if file.endswith('.npz') else _jsonl_rows)(file, batch_size):
+    _check_shapes(rows, structs, len)  # Sizes may differ, as those of sequences do, if the model can compute them.
+    yield {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
+
+
+def _check_shapes(
+  rows: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[tuple[int, ...]], object]
+) -> None:
+  """Raises DataError if `compared` differs between the shapes of an example and of one of the run's data."""
+  for name in structs.keys() & rows.keys() - {'weights'}:
+    expected, shape = structs[name].shape[1:], np.shape(rows[name])[1:]
+    if compared(shape) != compared(expected):
+      raise DataError(
+        f'{name!r}: expected {_describe_shape(expected)} in each example, as in the data of the run, got '
+        f'{_describe_shape(shape)}'
+      )
+
+
+def _describe_shape(shape: tuple[int, ...]) -> str:
+  return f'an array of shape {list(shape)}' if shape else 'a number'
+
+
+def _npz_rows(file: str, batch_size: int) -> Iterator[Rows]:
+  try:
+    with np.load(file) as stored:
+      rows = canonical_rows(dict(stored), 'arrays')
+  except DataError:
+    raise
+  except Exception as error:  # NumPy raises errors of many kinds.
+    raise DataError(unless_empty(file, f'is not a file of NumPy arrays: {first_line(error)}')) from None
+  if not len(rows['weights']):
+    raise DataError('has no examples')
+  for start in range(0, len(rows['weights']), batch_size):
+    yield {name: x[start : start + batch_size] for name, x in rows.items()}
+
+
+def _jsonl_rows(file: str, batch_size: int) -> Iterator[Rows]:
+  with open_plain(file) as opened:
+    lines = ((number, line) for number, line in enumerate(opened, 1) if line.strip())
+    parsed = (_parse_example(number, line) for number, line in lines)
+    first = next(parsed, None)
+    if first is None:
+      raise DataError('is empty')
+    examples = itertools.chain([first], parsed)
+    while group := list(itertools.islice(examples, batch_size)):
+      names = first[1].keys()
+      if other := next((number for number, example in group if example.keys() != names), None):
+        raise DataError(f'line {other}: expected the names of line {first[0]}, {", ".join(names)}')
+      for name in names:
+        _check_equal_shapes(name, {number: example[name] for number, example in group})
+      where = f'line {group[0][0]}' if len(group) == 1 else f'lines {group[0][0]} to {group[-1][0]}'
+      yield canonical_rows({name: [example[name] for _, example in group] for name in names}, where)
+
+
+def _check_equal_shapes(name: str, values: Mapping[int, Any]) -> None:
+  """Raises DataError unless the values of a name, by the numbers of their lines, have one shape."""
+  shapes: dict[int, tuple[int, ...]] = {}
+  for line, value in values.items():
+    try:
+      shapes[line] = np.shape(value)
+    except ValueError:
+      raise DataError(f'line {line}: {name!r} has lists of unequal lengths') from None
+    first = next(iter(shapes))
+    if shapes[line] != shapes[first]:
+      raise DataError(
+        f'line {line}: {name!r} has the shape {list(shapes[line])}, and {list(shapes[first])} in line {first}; '
+        'examples of one batch need equal shapes: pad them, or use batch_size=1'
+      )
+
+
+def _parse_example(number: int, line: bytes) -> tuple[int, dict[str, Any]]:
+  try:
+    example = parse_json_line(line)
+  except ValueError as error:
+    raise DataError(f'line {number} is not JSON: {error}') from None
+  if not isinstance(example, dict) or not example:
+    got = type(example).__name__ if example else 'an empty one'
+    raise DataError(f'line {number}: expected an object, with the values of an example by name, got {got}')
+  return number, example
+
+
+def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
+  """Returns the input of the run that reads files of this kind: the first for evaluation, or else for training."""
+  configs = sorted(model.config.datasets, key=lambda config: bool(config.is_training))
+  for config in configs:
+    field = next((name for name in ('path', 'file_pattern') if name in (field_names(config) or ())), None)
+    if field is not None:
+      whole: dict[str, Any] = {field: file, 'is_training': False, 'shuffle': False, 'num_epochs': 1}
+      whole |= {'split': None} if 'split' in (field_names(config) or ()) else {}
+      return iter(config.clone(**whole).instantiate())
+  kinds = ', '.join(_name(config) for config in configs) or 'none'
+  raise ConfigError(f'the datasets of the run read no files: {kinds}; pass .npz or .jsonl files')
+
+
+def _name(config: Config) -> str:
+  return getattr(config.__fn_or_cls__, '__name__', 'a function')

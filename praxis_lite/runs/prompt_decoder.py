@@ -1,0 +1,190 @@
+"""Continues prompts, texts or tokens, with a model on a mesh; prompts of similar lengths share compiled programs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.config.values import describe_value
+from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.inputs import BaseTokenizer
+from praxis_lite.inputs.rows import Rows
+from praxis_lite.models.decoding import Bucket
+from praxis_lite.runs.continuations import GrowingText, continue_prompts
+from praxis_lite.runs.decoding_memory import check_memory
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.prompts import Sampling, encode_prompt, fit_to_bucket, prompt_batch, stop_ids, task_with_sampler
+
+_Prompts = Sequence[str] | Sequence[Sequence[int]]
+
+
+class _DecodeCall(NamedTuple):
+  """How prompts are decoded.
+
+  Attributes:
+    tasks: the task with the settings of the sampler.
+    bucket: the sizes of the program; None if the model has its own `decode`.
+    max_tokens: the largest number of tokens after a prompt.
+    stop_ids: tokens that end a continuation.
+  """
+
+  tasks: TaskOnMesh
+  bucket: Bucket | None
+  max_tokens: int
+  stop_ids: tuple[int, ...]
+
+  def to_batch(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], num_drawn: int, row: int) -> Rows:
+    """Returns a batch of prompts for the program; `row` is the number of the first prompt."""
+    batch = prompt_batch(prompts)
+    return batch if self.bucket is None else fit_to_bucket(batch, self.bucket, max_tokens, num_drawn, row)
+
+
+class PromptDecoder:
+  """Continues prompts with any settings of the sampler of a model.
+
+  Args:
+    task: config of the task of the model.
+    tasks: the task on its mesh.
+    tokenizer: returns the tokenizer of the model, or None; called only if it is needed.
+    run: (task, batch of prompts, key) -> what the model decodes, arrays by name.
+  """
+
+  def __init__(
+    self,
+    task: Config,
+    tasks: TaskOnMesh,
+    tokenizer: Callable[[], BaseTokenizer | None],
+    run: Callable[[TaskOnMesh, Rows, jax.Array], Mapping[str, Any]],
+  ):
+    self._task, self._tasks, self._find_tokenizer, self._run = task, tasks, tokenizer, run
+    self._tasks_by_sampler: dict[str, TaskOnMesh] = {}
+    self._checked: set[tuple[int, Bucket]] = set()  # What is known to fit into memory.
+    self._has_noted = False
+
+  def decode(
+    self,
+    prompts: _Prompts,
+    settings: Sampling,
+    key: jax.Array,
+    *,
+    stop: Sequence[str],
+    stream: Callable[[int, Any], object] | None,
+    batch_size: int | None,
+  ) -> list[str] | list[list[int]]:
+    """Returns the text, or the tokens, that follow each prompt; `TrainedModel.decode` describes the arguments."""
+    if isinstance(prompts, str):
+      raise UserError(f'decode: expected a list of prompts, got one text; pass [{prompts!r}]')
+    if not hasattr(prompts, '__len__'):
+      raise UserError(f'decode: expected a list of prompts, got {describe_value(prompts)}')
+    if batch_size is not None and batch_size < 1:
+      raise ConfigError(f'decode: batch_size = {batch_size}; expected at least 1, or None for all prompts at once')
+    texts_at = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    are_texts = len(texts_at) == len(prompts)
+    if texts_at and not are_texts:
+      other = next(i for i in range(len(prompts)) if i not in texts_at)
+      both = f'prompts[{texts_at[0]}] is a text, and prompts[{other}] is not'
+      raise DataError(f'decode: {both}; pass only texts, or only lists of tokens')
+    tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
+    single_stops = self._single_stops(stop)
+    in_segments = stream is not None or len(single_stops) < len(stop)
+    rows: list[list[int]] = []
+    texts = [GrowingText(self._tokenizer(), prompt, stop) for prompt in tokens] if stop or are_texts else None
+
+    def take_tokens(row: int, ids: list[int], num_new: int, is_all: bool) -> None:
+      new = texts[row].add(ids, is_all=is_all) if are_texts and texts else ids[len(ids) - num_new :]
+      if stream is not None and new:
+        stream(row, new)
+
+    for first, group in _groups(tokens, batch_size):
+      call = self._plan(group, settings, single_stops, in_segments)
+      rows += continue_prompts(
+        group,
+        functools.partial(self._decode_tokens, call, key, first),
+        texts and texts[first : first + len(group)],
+        max_tokens=call.max_tokens,
+        stop_ids=call.stop_ids,
+        in_segments=in_segments and call.bucket is not None,
+        on_tokens=lambda row, *new, first=first: take_tokens(first + row, *new),
+      )
+    return [text.text for text in texts] if are_texts and texts else rows
+
+  def first_batch(
+    self, prompts: Sequence[Sequence[int]], stop: Sequence[str], in_segments: bool, batch_size: int | None
+  ) -> tuple[TaskOnMesh, Rows]:
+    """Returns the task and a batch of the sizes with which `decode` begins for these prompts."""
+    single_stops = self._single_stops(stop)
+    _, group = next(_groups(prompts, batch_size))
+    call = self._plan(group, {}, single_stops, in_segments or len(single_stops) < len(stop))
+    return call.tasks, call.to_batch(group, [call.max_tokens] * len(group), 0, 0)
+
+  def set_sampler(self, settings: Sampling, stops: Sequence[int] = (), max_context: int | None = None) -> TaskOnMesh:
+    """Returns the task with other settings of the sampler, which are part of the compiled program."""
+    given = {name: x for name, x in settings.items() if x is not None}
+    if not (given or stops or max_context):
+      return self._tasks
+    name = repr((given, stops, max_context))
+    if name not in self._tasks_by_sampler:
+      task = task_with_sampler(self._task, stops, max_context, **settings).instantiate()
+      self._tasks_by_sampler[name] = TaskOnMesh(task, self._tasks.mesh, self._tasks.layout)
+    return self._tasks_by_sampler[name]
+
+  # ---------------------------------------------------------------- how
+
+  def _plan(
+    self, prompts: Sequence[Sequence[int]], settings: Sampling, stops: Sequence[int], in_segments: bool
+  ) -> _DecodeCall:
+    length = int(prompt_batch(prompts)['prompt_lengths'].max())
+    limits, max_tokens = self._tasks.jax_task.model.prompt_limits(), settings.get('max_tokens')
+    if limits is None:
+      return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens or 1, ())
+    max_tokens = limits.max_tokens if max_tokens is None else max_tokens
+    if max_tokens < 1:
+      raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
+    limits.check_fits(length, max_tokens)
+    self._note_short_context(limits.context, length + max_tokens - 1)
+
+    def bucket_of(count: int) -> Bucket:
+      # All but the first segment begin with tokens that follow the prompt.
+      return Bucket.choose(*((length + count, 1) if in_segments else (length, count)), limits.context)
+
+    bucket = bucket_of(max_tokens)
+    if (len(prompts), bucket) not in self._checked:
+      check_memory(limits, self._tasks.mesh, len(prompts), max_tokens, bucket_of)
+      self._checked.add((len(prompts), bucket))
+    tasks = self.set_sampler({**settings, 'max_tokens': bucket.width}, stops, bucket.slots)
+    return _DecodeCall(tasks, bucket, max_tokens, (*limits.stop_ids, *stops))
+
+  def _decode_tokens(
+    self, call: _DecodeCall, key: jax.Array, first_row: int, read: list[list[int]], max_tokens: list[int], drawn: int
+  ) -> list[list[int]]:
+    """Returns the next tokens of each row, see `continuations.Decode`."""
+    decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row), key)
+    return [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
+
+  def _note_short_context(self, seen: int | None, most: int) -> None:
+    """Prints once that a model sees only its last `seen` tokens, if a prompt and its continuation have up to `most`."""
+    if seen is not None and most > seen and not self._has_noted and is_primary_process():
+      self._has_noted = True
+      print(f'note: the model sees only the last {seen} of up to {most} tokens', file=sys.stderr)
+
+  def _single_stops(self, stop: Sequence[str]) -> list[int]:
+    return stop_ids(self._find_tokenizer() if stop else None, stop)
+
+  def _tokenizer(self) -> BaseTokenizer:
+    tokenizer = self._find_tokenizer()
+    if tokenizer is None:
+      raise UserError('decode: texts need a dataset with a tokenizer, but there is none; pass lists of tokens')
+    return tokenizer
+
+
+def _groups(prompts: Sequence[Sequence[int]], batch_size: int | None) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
+  """Yields (number of the first prompt, prompts) of each batch; without a batch size, one batch has all prompts."""
+  size = batch_size or max(len(prompts), 1)
+  for first in range(0, max(len(prompts), 1), size):
+    yield first, prompts[first : first + size]

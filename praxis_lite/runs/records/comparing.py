@@ -1,0 +1,366 @@
+"""Compares runs: by a metric, by how their configs differ, and in groups of like runs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from praxis_lite.common.errors import UserError, did_you_mean, first_lines
+from praxis_lite.runs.records.metric_modes import mode_of_metric
+from praxis_lite.runs.records.runs import RunState, format_number
+
+
+class RunGroup(NamedTuple):
+  """Runs of one experiment and one class of models; or all runs that are the only one of theirs.
+
+  Attributes:
+    title: the experiment and the class.
+    runs: the runs, in the order to show them.
+    metric, mode: the metric to compare them by, and 'min' or 'max'; see `metric_to_compare`.
+    columns: names of the fields that differ in the group, or of those that were asked for; the important ones first.
+    values: for each run the value of each column that it has.
+  """
+
+  title: str
+  runs: list[RunState]
+  metric: str
+  mode: str
+  columns: list[str]
+  values: Sequence[Mapping[str, str]]
+
+
+def group_runs(
+  runs: Sequence[RunState],
+  metric: str | None = None,
+  mode: str | None = None,
+  *,
+  sort: str = 'best',
+  columns: Sequence[str] = (),
+) -> list[RunGroup]:
+  """Returns the runs in groups of one experiment and one class of models, sorted by title.
+
+  Args:
+    runs: the runs.
+    metric, mode: as for `metric_to_compare`; None decides for each group.
+    sort: 'best', 'name', 'step', 'age' or 'loss', or a field or metric; with '-' in front, in the other order.
+    columns: the fields and metrics to show, by their paths or the ends of these; () means those that differ.
+
+  Raises:
+    UserError: no run has the metric, or a column.
+  """
+  if metric is not None:
+    metric_to_compare(runs, metric, mode)
+  for name in (*columns, *([] if sort.removeprefix('-') in _ORDERS else [sort.removeprefix('-')])):
+    _check_column(runs, name)
+  alike: dict[str, list[RunState]] = {}
+  for run in _complete_names(runs):
+    alike.setdefault(_title(run), []).append(run)
+  alone = [found[0] for found in alike.values() if len(found) == 1]
+  groups = []
+  for title, found in sorted(alike.items()):
+    if len(found) > 1 or len(alone) < 2:
+      groups.append(_make_group(title, found, *_metric_of(runs, found, metric, mode), sort, columns))
+  if len(alone) > 1:
+    shared = (
+      set.intersection(*({*run.fields} for run in alone if run.fields)) if any(r.fields for r in alone) else set()
+    )
+    comparable = [r._replace(fields={p: v for p, v in r.fields.items() if p in shared}) for r in alone]
+    title = 'other runs, one of each experiment' if groups else 'runs of different experiments'
+    order = 'name' if sort == 'best' and metric is None else sort  # Their losses measure different things.
+    group = _make_group(title, comparable, *_metric_of(runs, alone, metric, mode), order, columns)
+    values = [
+      {
+        'experiment': run.experiment or _title(run),
+        **{name: own.get(name) or _value(run, name) for name in group.columns},
+      }
+      for run, own in zip(group.runs, group.values)
+    ]
+    names = sorted(group.columns, key=lambda name: name != 'learning_rate')  # Every class has another one, so first.
+    groups.append(group._replace(columns=['experiment', *names], values=values))
+  return groups
+
+
+def _complete_names(runs: Sequence[RunState]) -> Iterator[RunState]:
+  """Yields the runs; an experiment that was named only by its file has the name of the only one of this file."""
+  for run in runs:
+    whole = {other.experiment for other in runs if other.experiment.rpartition('.')[0] == run.experiment}
+    yield run._replace(experiment=min(whole)) if run.experiment and len(whole) == 1 else run
+
+
+def _title(run: RunState) -> str:
+  model = run.fields.get('task.model', '').rpartition('.')[2]
+  name = run.experiment or run.fields.get('task.name', '').strip('\'"')
+  return (f'{name} ({model})' if name and model else name or model) or 'runs without a record'
+
+
+def _metric_of(
+  runs: Sequence[RunState], group: Sequence[RunState], metric: str | None, mode: str | None
+) -> tuple[str, str]:
+  """Returns the metric of a group; if the group does not have the one that was asked for, that of all runs."""
+  try:
+    return metric_to_compare(group, metric, mode)
+  except UserError:
+    return metric_to_compare(runs, metric, mode)
+
+
+def _make_group(
+  title: str, runs: Sequence[RunState], metric: str, mode: str, sort: str, columns: Sequence[str]
+) -> RunGroup:
+  ordered = _sort_runs(runs, metric, mode, sort)
+  names, values = _differing(ordered)
+  if columns and 'all' not in columns:
+    names = list(columns)
+    values = [{name: own.get(name, '') or _value(run, name) for name in names} for run, own in zip(ordered, values)]
+  return RunGroup(title, ordered, metric, mode, names, values)
+
+
+# ---------------------------------------------------------------- order
+
+
+def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> list[RunState]:
+  """Returns the runs in order; those without a value are always last."""
+  name, is_reversed = sort.removeprefix('-'), sort.startswith('-')
+
+  def score(run: RunState) -> Any:
+    if name == 'best':
+      best = run.best(metric, mode)
+      return None if best is None else best[0] if mode == 'min' else -best[0]
+    if name in _ORDERS:
+      return _ORDERS[name](run)
+    return _natural(value) if (value := _value(run, name)) else None
+
+  by_name = sorted(runs, key=_ORDERS['name'])
+  with_value = [(value, run) for run in by_name if (value := score(run)) is not None]
+  ordered = [run for _, run in sorted(with_value, key=lambda pair: pair[0], reverse=is_reversed)]
+  return [*ordered, *(run for run in by_name if score(run) is None)]
+
+
+def _natural(text: str) -> list[tuple[int, float, str]]:
+  """Returns a sort key in which numbers in a text count as numbers: 'a2' comes before 'a10', and 1e-3 before 0.01."""
+  with contextlib.suppress(ValueError):
+    return [(0, float(text), '')]
+  parts = re.split(r'(\d+(?:\.\d+)?(?:e[+-]?\d+)?)', text)
+  return [(0, float(part), '') if i % 2 else (1, 0.0, part) for i, part in enumerate(parts) if part]
+
+
+_ORDERS: dict[str, Callable[[RunState], Any]] = {
+  'best': lambda run: None,  # By the metric of the group.
+  'name': lambda run: _natural(str(run.directory)),
+  'step': lambda run: run.step,
+  'age': lambda run: -run.written,
+  'loss': lambda run: run.last_loss,
+}
+
+
+# ---------------------------------------------------------------- columns
+
+
+def _check_column(runs: Sequence[RunState], name: str) -> None:
+  if name == 'all' or any(name in run.metrics or _paths(run, name) for run in runs):
+    return
+  if (several := max((_metrics(run, name) for run in runs), key=len, default=[])) and len(several) > 1:
+    raise UserError(f'{name}: several metrics end so; write {" or ".join(several)}')
+  if not several:
+    metrics, fields = _metrics_of_all(runs), dict.fromkeys(p.rpartition('.')[2] for run in runs for p in run.fields)
+    close = did_you_mean(name, [*fields, *_add_ends(metrics)])
+    lists = {'Fields that differ': _differing(runs)[0], 'Metrics': metrics}
+    has = [f' {what}: {", ".join(first_lines(names, _MOST_NAMED))}.' for what, names in lists.items() if names]
+    raise UserError(f'{name}: no run has a field or a metric of this name.{close}{"".join(has)}')
+
+
+_MOST_NAMED = 8
+
+
+def _metrics_of_all(runs: Sequence[RunState]) -> list[str]:
+  """Returns the names of the metrics of all runs, those of evaluations first."""
+  return sorted({name for run in runs for name in run.metrics}, key=lambda name: (not name.startswith('eval/'), name))
+
+
+def _add_ends(metrics: Sequence[str]) -> list[str]:
+  return [*metrics, *(name.rpartition('/')[2] for name in metrics)]
+
+
+def _metrics(run: RunState, name: str) -> list[str]:
+  """Returns the metrics that a name means: a whole name or the end of one, first of all of those of evaluations."""
+  found = [name] if name in run.metrics else [metric for metric in run.metrics if metric.endswith(f'/{name}')]
+  return sorted([metric for metric in found if metric.startswith('eval/')] or found)
+
+
+def _paths(run: RunState, name: str) -> list[str]:
+  """Returns the paths of the fields that a name means: a path or the end of one, also with `[*]` or without `_tpl`."""
+
+  def plain(path: str) -> str:
+    path = re.sub(r'_tpl(?=\.|$)', '', path)
+    return path if re.search(r'\[\d', name) else re.sub(r'\[(\d+|\*)\]', '', path)
+
+  return [path for path in run.fields if f'.{plain(path)}'.endswith(f'.{plain(name)}')]
+
+
+def _value(run: RunState, name: str) -> str:
+  """Returns the value of a field, or the last one of a metric; several fields of the same name if they differ."""
+  if name in run.metrics or not _paths(run, name):
+    return '/'.join(format_number(float(run.metrics.curve(metric).values[-1])) for metric in _metrics(run, name))
+  found = dict.fromkeys(run.fields[path] for path in _paths(run, name))
+  return '/'.join(value for value in found if value != 'REQUIRED' or len(found) == 1)
+
+
+def values_over_time(group: RunGroup, index: int) -> list[str]:
+  """Returns the value of each column for a run of a group; '1.0 -> 3.0' for a field that changed in its training."""
+  run, own = group.runs[index], group.values[index]
+  values = []
+  for name in group.columns:
+    changed = next((run.changed[path] for path in _paths(run, name) if path in run.changed), '')
+    values.append(changed if changed and own.get(name) else own.get(name, ''))
+  return values
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | None) -> tuple[str, str]:
+  """Returns the full name of the metric for comparing runs, and 'min' or 'max'.
+
+  If the metric belongs to a different input in each run, the name is a pattern, such as `eval/*/accuracy`.
+
+  Args:
+    runs: the runs.
+    metric: a full name, such as 'eval/validation/loss', or the end of one. None uses the `best_metric` that the configs
+      agree on, or the metric of `early_stopping`, or otherwise the loss; if several inputs have that metric, the input
+      that most runs have.
+    mode: 'min' if lower is better, otherwise 'max'. None uses the mode of the configs for their own metric, and for
+      others that of `mode_of_metric`, or 'min'. A metric that is given goes by 'max' if its name tells that.
+
+  Raises:
+    UserError: no run has the metric, or several inputs of one run have it.
+  """
+  recorded, modes = ({values[i] for values in map(_deciding_metric, runs)} for i in range(2))
+  agreed = next(iter(recorded)) if len(recorded) == 1 else 'None'
+  if mode is None:
+    is_own = metric in (None, agreed) and agreed != 'None'
+    is_max = (is_own and modes == {'max'}) or (metric is not None and mode_of_metric(metric) == 'max')
+    mode = 'max' if is_max else 'min'
+  wanted = metric or (agreed if agreed != 'None' else 'loss')
+  known = _metrics_of_all(runs)
+  if wanted in known:
+    return wanted, mode
+  found = [name for name in known if name.startswith('eval/') and name.endswith(f'/{wanted}')]
+  if metric is not None and len(found) > 1:
+    if any(sum(name in run.metrics for name in found) > 1 for run in runs):
+      raise UserError(f'--metric={metric}: several inputs have it; write {" or ".join(found)}')
+    return f'eval/*/{metric}', mode
+  if metric is not None and not found:
+    close, has = (
+      did_you_mean(metric, _add_ends(known)),
+      ', '.join(first_lines(known, _MOST_NAMED)) or 'no metrics',
+    )
+    raise UserError(f'--metric={metric}: no run has it.{close} They have {has}')
+  return max(found, key=lambda name: sum(name in run.metrics for run in runs), default=wanted), mode
+
+
+def _deciding_metric(run: RunState) -> tuple[str, str]:
+  """Returns the metric that decides which checkpoint of a run is the best, or 'None', and its mode."""
+
+  def field(name: str, default: str) -> str:
+    return run.fields.get(f'task.train.{name}', default).strip('\'"')
+
+  metric, mode = field('best_metric', 'None'), field('best_metric_mode', '')
+  if metric == 'None' and field('early_stopping.patience', 'None') != 'None':
+    stopping = field('early_stopping.metric', 'None')
+    return stopping, mode_of_metric(stopping, mode, field('early_stopping.mode', '')) or 'min'
+  return metric, mode_of_metric(metric, mode) or 'min'
+
+
+def best_run(runs: Sequence[RunState], metric: str, mode: str) -> RunState | None:
+  """Returns the run with the best value of a metric; None if no run has the metric."""
+  sign = 1 if mode == 'min' else -1
+  scored = [(sign * best[0], i) for i, run in enumerate(runs) if (best := run.best(metric, mode)) is not None]
+  return runs[min(scored)[1]] if scored else None
+
+
+# ---------------------------------------------------------------- how configs differ
+
+
+def differing_fields(runs: Sequence[RunState]) -> Sequence[Mapping[str, str]]:
+  """Returns for each run the fields in which the recorded configs differ, by the shortest unambiguous names.
+
+  The most important fields come first. If the class of a config differs between runs, as with different models, its
+  fields are compared only among the runs that have the same class.
+  """
+  return _differing(runs)[1]
+
+
+def _differing(runs: Sequence[RunState]) -> tuple[list[str], Sequence[Mapping[str, str]]]:
+  """Returns the names of the fields that differ, and for each run its values of those that differ among its like."""
+  recorded = [run.fields for run in runs if run.fields]
+  paths = dict.fromkeys(path for fields in recorded for path in fields)
+  classes_of = [{p: fields[p] for p in _class_paths(fields) if p in fields} for fields in recorded]
+  classes = [p for p in paths if p != 'task' and len({own[p] for own in classes_of if p in own}) > 1]
+  differing: dict[str, None] = {}
+  by_run: list[set[str]] = [set() for _ in runs]
+  for path in sorted(paths, key=_importance):
+    above = [c for c in classes if path.startswith((f'{c}.', f'{c}['))]
+    alike: dict[tuple[str | None, ...], list[int]] = {}
+    for i, run in enumerate(runs):
+      if run.fields:
+        alike.setdefault(tuple(run.fields.get(c) for c in above), []).append(i)
+    for group in alike.values():
+      if len({runs[i].fields.get(path) for i in group}) > 1:
+        differing[path] = None
+        for i in group:
+          by_run[i].add(path)
+  merged = _merged_entries(list(differing), recorded)
+  names = short_names(set(merged.values()))
+  values = [
+    {names[merged[path]]: run.fields[path] for path in differing if path in run.fields and path in own}
+    for run, own in zip(runs, by_run)
+  ]
+  return list(dict.fromkeys(names[merged[path]] for path in differing)), values
+
+
+def _class_paths(fields: Mapping[str, str]) -> set[str]:
+  """Returns the paths whose entry is the class of a config: fields below these paths belong to it."""
+  return {path[:end] for path in fields for end, character in enumerate(path) if character == '.'}
+
+
+def _importance(path: str) -> tuple[int, int]:
+  """Returns a sort key: fields that change results come first, from the root down; shardings come last."""
+  if path.endswith('.learning_rate'):
+    return 0, 0
+  if path == 'seed':
+    return 0, 99
+  if re.search(r'split|mesh|axis_rules|strategy|partitioning', path):
+    return 2, 0
+  if path == 'task.model':
+    return 0, 0
+  if path == 'task' or re.search(r'\.name$|interval_steps$|^task\.(evaluate|decode)|decoder_tpl|max_to_keep', path):
+    return 1, 0
+  return 0, 1 if path.endswith(('_tpl', '.optimizer')) else path.count('.')
+
+
+def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]]) -> dict[str, str]:
+  """Returns for each path the one to show: `datasets[*].path` if in each run all datasets have the same value."""
+  groups: dict[str, list[str]] = {}
+  for path in paths:
+    groups.setdefault(re.sub(r'\[\d+\]', '[*]', path), []).append(path)
+  shown: dict[str, str] = {}
+  for pattern, members in groups.items():
+    are_equal = all(len({fields.get(path) for path in members}) == 1 for fields in recorded)
+    shown |= {path: pattern if are_equal and len(members) > 1 else path for path in members}
+  return shown
+
+
+def short_names(paths: Collection[str]) -> dict[str, str]:
+  """Returns for each path its shortest ending, in whole names, that no other path has."""
+  endings = {path: _endings(path) for path in paths}
+  counts: dict[str, int] = {}
+  for found in endings.values():
+    for ending in found:
+      counts[ending] = counts.get(ending, 0) + 1
+  return {path: next((e for e in found if counts[e] == 1), path) for path, found in endings.items()}
+
+
+def _endings(path: str) -> list[str]:
+  parts = path.split('.')
+  return ['.'.join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]

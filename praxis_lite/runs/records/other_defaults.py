@@ -1,0 +1,128 @@
+"""How the defaults of today's code differ from those of the code that recorded a run.
+
+A record holds every value, so a run computes what it computed then. Records of the first versions lack the defaults,
+which are only in `config.txt`: those that are numbers, strings, None or tuples of these are taken from there.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from praxis_lite.common.config import REQUIRED, Config, config_values
+from praxis_lite.common.config.json import OtherFields
+from praxis_lite.common.config.references import looks_like_reference
+from praxis_lite.common.config.text import changed_fields, child_path, configs_by_path, fields_of, format_value, to_text
+from praxis_lite.common.errors import first_lines
+from praxis_lite.common.foreign_text import LEFT_OUT, printable
+
+
+class OtherDefaults(NamedTuple):
+  """What a recorded config and today's code say about fields that were not set, by path.
+
+  Attributes:
+    used: recorded value, which the config has, and today's default.
+    unused: recorded value, which could not be read, and today's default, which the config has instead.
+    gone: recorded values of fields that no longer exist.
+    new: today's defaults of fields that did not exist.
+  """
+
+  used: Mapping[str, tuple[str, str]]
+  unused: Mapping[str, tuple[str, str]]
+  gone: Mapping[str, str]
+  new: Mapping[str, str]
+
+  def describe(self, roots: Mapping[str, object]) -> list[str]:
+    """Returns a line for each kind of difference that still has an effect on configs, which may have been edited."""
+    now = fields_of(to_text(roots)) if any(self) else {}
+    used = [f'{p} = {_short(v)} (now {_short(d)})' for p, (v, d) in self.used.items() if now.get(p) == v]
+    unused = [f'{p} = {_short(d)} (recorded {_short(v)})' for p, (v, d) in self.unused.items() if now.get(p) == d]
+    gone = [f'{p} = {_short(value)}' if value else p for p, value in self.gone.items()]
+    new = [f'{p} = {_short(d)}' for p, d in self.new.items() if d not in _NO_NEWS and now.get(p) == d]
+    required = [path for path, d in self.new.items() if now.get(path) == d == repr(REQUIRED)]
+    kinds = {
+      'defaults in the code have changed; the recorded values are used': used,
+      "defaults in the code have changed, and today's are used, because those recorded cannot be read": unused,
+      'the code no longer has fields that were recorded with their defaults': gone,
+      'the code has new fields, with these defaults': new,
+      'the code has new fields without a default; unless the layer around them sets them, give them by --set': required,
+    }
+    shown = {what: ', '.join(first_lines(lines, _MOST_FIELDS)) for what, lines in kinds.items() if lines}
+    return [printable(f'{what}: {lines}', one_line=True) for what, lines in shown.items()]
+
+
+_WITHOUT_EFFECT = ('None', 'False', '0', '0.0', "''", '()', '[]', '{}')  # Defaults that usually leave a feature off.
+_NO_NEWS = (*_WITHOUT_EFFECT, repr(REQUIRED))
+# Fields that do nothing while all of some others are None.
+_NEEDED_BY = {
+  'train.best_metric_mode': ('train.best_metric', 'train.early_stopping.patience'),
+  'train.early_stopping.mode': ('train.early_stopping.patience',),
+}
+_MOST_FIELDS, _MOST_CHARACTERS = 4, 48
+
+
+def compare_defaults(
+  roots: Mapping[str, object], edited: Collection[str], text: str, other: OtherFields
+) -> OtherDefaults:
+  """Compares a recorded config with the defaults of today's code.
+
+  Args:
+    roots: the config, as it was read.
+    edited: paths of its fields that were no defaults.
+    text: the text of the config when it was recorded; '' if it is missing.
+    other: what reading it has found.
+  """
+  recorded, now = fields_of(text), fields_of(to_text(roots))
+  changed = {path: values for path, values in changed_fields(roots).items() if path not in edited}
+  used = {p: values for p, values in changed.items() if not (_is_below(p, changed) or _is_idle(p, now))}
+  unused = {path: (recorded.get(path, '?'), now.get(path, '')) for path in other.unreadable}
+  gone = {path: recorded.get(path, '') for path in other.gone}
+  return OtherDefaults(used, unused, gone, {path: now.get(path, '') for path in other.new})
+
+
+def restore_defaults(roots: Mapping[str, object], text: str) -> OtherDefaults:
+  """Sets the defaults that an old record has only as `text`, where today's differ, and returns the differences."""
+  recorded = fields_of(text)
+  used, unused = {}, {}
+  for path, config in configs_by_path(roots).items():
+    for field, where, default in _unset_fields(config, path):
+      value, now = recorded.get(where, ''), format_value(default)
+      if value in ('', now, repr(REQUIRED)) or LEFT_OUT in value or _is_same_name(value, now):
+        continue
+      try:
+        # Anyone may write a literal, because it runs no code.
+        setattr(config, field, ast.literal_eval(value))
+        used[where] = value, now
+      except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        unused[where] = value, now
+  fields = fields_of(to_text(roots))
+  return OtherDefaults({path: values for path, values in used.items() if not _is_idle(path, fields)}, unused, {}, {})
+
+
+def _unset_fields(config: Config, path: str) -> Iterator[tuple[str, str, object]]:
+  for key, default in config_values(config).items():
+    if isinstance(key, str) and key not in config.__arguments__:
+      yield key, child_path(path, key), default
+
+
+def _is_same_name(value: str, other: str) -> bool:
+  """Whether two texts are names of something that may only have moved to another module."""
+  return all(map(looks_like_reference, (value, other))) and value.rpartition('.')[2] == other.rpartition('.')[2]
+
+
+def _is_below(path: str, others: Collection[str]) -> bool:
+  return any(path[:end] in others for end, character in enumerate(path) if character in '.[')
+
+
+def _is_idle(path: str, fields: Mapping[str, str]) -> bool:
+  """Whether a field does nothing in a config, because all fields that would need it are None."""
+  return any(
+    all(fields.get(path.removesuffix(end) + other) == 'None' for other in others)
+    for end, others in _NEEDED_BY.items()
+    if path.endswith(end)
+  )
+
+
+def _short(text: str) -> str:
+  return text if len(text) <= _MOST_CHARACTERS else f'{text[: _MOST_CHARACTERS - 3]}...'

@@ -1,0 +1,88 @@
+"""Restores the model of a checkpoint on any mesh, without the optimizer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.checkpoints import Checkpointer, OnDamage, Step, restore_variables
+from praxis_lite.common.foreign_text import printable
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.models import BaseModel
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.records.differences import changes_named
+from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.state import state_layout
+from praxis_lite.training.task import SingleTask
+
+
+class RestoreOptions(TypedDict, total=False):
+  """Which checkpoint is restored, and where.
+
+  Attributes:
+    step: step of the checkpoint, or 'best'; None uses the newest.
+    devices: the devices to build the mesh of the task from; None means all devices.
+    seed: for models that draw random numbers while they predict or evaluate.
+    on_damage: 'previous' uses the checkpoint before if the newest is damaged, and says so on stderr; 'fail' raises.
+  """
+
+  step: Step
+  devices: Sequence[jax.Device] | None
+  seed: int
+  on_damage: OnDamage
+
+
+def restore_model(
+  config: ExperimentConfig,
+  job_log_dir: str | os.PathLike[str],
+  *,
+  step: Step = None,
+  devices: Sequence[jax.Device] | None = None,
+  seed: int = 0,
+  on_damage: OnDamage = 'previous',
+  create_mesh: Callable[[SingleTask], Mesh] | None = None,
+  use_ema: bool | Literal['evaluate', 'decode'] = 'evaluate',
+  check: Callable[[BaseModel], None] = lambda model: None,
+  meanwhile: Callable[[TrainedModel], None] = lambda model: None,
+) -> TrainedModel:
+  """Restores a checkpoint of a run on a mesh.
+
+  Args:
+    config: configs of the task and its datasets.
+    job_log_dir: the directory of the run.
+    step, devices, seed, on_damage: see `RestoreOptions`.
+    create_mesh: returns the mesh for the task; None uses the task's own, of `devices`.
+    use_ema: whether to use the moving averages, if the learner keeps them; or the section of the task that decides it.
+    check: called with the model before anything is restored.
+    meanwhile: called before restoring, for example to start compiling. Its argument is the model that is returned
+      later, with shapes as variables.
+
+  Raises:
+    UserError: there is no checkpoint, or it does not fit the config, or the mesh does not fit the devices.
+  """
+  checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=on_damage)
+  try:
+    checkpointer.existing_step(step)  # Reports mistakes before slow work.
+    task: SingleTask = config.task.instantiate()
+    mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
+    tasks = TaskOnMesh(task, mesh, state_layout(task, mesh, optimizer=False))
+    check(task.model)
+    shapes = tasks.layout.padded_shapes
+    model = TrainedModel(config, tasks, shapes.mdl_vars, shapes.step, seed, job_log_dir)
+    meanwhile(model)
+    ema: bool = getattr(task, use_ema).use_ema if isinstance(use_ema, str) else use_ema
+    with changes_named(job_log_dir, config):
+      model.stored_variables, model.global_step = restore_variables(
+        checkpointer, tasks.layout, use_ema=ema, step=step, weights=task.model.abstract_init()
+      )
+    for line in checkpointer.notes if is_primary_process() else ():
+      print(printable(line), file=sys.stderr)
+  finally:
+    checkpointer.close()
+  return model

@@ -1,0 +1,162 @@
+"""Scores: how probable a model finds continuations of contexts.
+
+A row of a batch is a context and its continuation, c and n tokens. The log-probabilities of the continuation are those
+of the labels at positions c - 1 to c + n - 2:
+
+    ids      a b c  d e
+    labels   b c d  e f          context a b c, continuation d e f
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from praxis_lite.common.config.values import fit
+from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.inputs import BaseTokenizer
+from praxis_lite.inputs.rows import Rows
+from praxis_lite.models.base import ScoreLimits
+from praxis_lite.runs.prompts import check_ids, encode_prompt
+
+_LEAST_LENGTH = 32  # Rows are padded to this, or to a larger power of two, so that few lengths are compiled.
+
+
+class Score(NamedTuple):
+  """How probable a model finds a continuation.
+
+  Attributes:
+    ids: the tokens of the continuation.
+    log_probs: [n] float32, log-probability of each token, in nats, given the context and the tokens before it.
+    is_greedy: whether each token is the most probable one.
+  """
+
+  ids: list[int]
+  log_probs: np.ndarray
+  is_greedy: bool
+
+  @property
+  def log_prob(self) -> float:
+    """Log-probability of the whole continuation, in nats; 0 if it has no tokens."""
+    return float(np.sum(self.log_probs, dtype=np.float64))
+
+
+class _Row(NamedTuple):
+  """The tokens of a context, possibly without its first ones, and of a continuation."""
+
+  context: list[int]
+  continuation: list[int]
+
+  @property
+  def length(self) -> int:
+    return len(self.context) + len(self.continuation) - 1
+
+
+def score_rows(
+  limits: ScoreLimits,
+  tokenizer: Callable[[], BaseTokenizer | None],
+  contexts: Sequence[str] | Sequence[Sequence[int]],
+  continuations: Sequence[str] | Sequence[Sequence[int]],
+  batch_size: int,
+  run: Callable[[Rows], dict[str, Any]],
+) -> list[Score]:
+  """Returns the score of each continuation.
+
+  Args:
+    limits: what batches the model can score.
+    tokenizer: returns its tokenizer, if it has one; called only for texts, and contexts that are empty.
+    contexts, continuations: as for `TrainedModel.score`.
+    batch_size: the largest number of rows to run at a time.
+    run: returns the model's scores, arrays by name, for a batch.
+  """
+  for name, given in (('contexts', contexts), ('continuations', continuations)):
+    if isinstance(given, str):
+      raise UserError(f'score: {name} is one text; expected a list, as in [{given!r}]')
+    if not hasattr(given, '__len__'):
+      raise UserError(f'score: {name} is {given!r}; expected a list')
+  if len(contexts) != len(continuations):
+    raise UserError(f'score: there are {len(contexts)} contexts and {len(continuations)} continuations; expected pairs')
+  with prefix_errors('score: batch_size'):
+    fit(batch_size, int, None)
+  if batch_size < 1:
+    raise ConfigError(f'score: batch_size = {batch_size}; expected at least 1')
+  rows = [_row(i, limits, tokenizer, *pair) for i, pair in enumerate(zip(contexts, continuations))]
+  scores = [Score(row.continuation, np.zeros(0, np.float32), True) for row in rows]
+  order = sorted((i for i, row in enumerate(rows) if row.continuation), key=lambda i: rows[i].length)
+  for first in range(0, len(order), batch_size):
+    group = order[first : first + batch_size]
+    out = run(_batch([rows[i] for i in group], limits))
+    for i, log_probs, is_greedy in zip(group, out['log_probs'], out['is_greedy']):
+      at = slice(len(rows[i].context) - 1, rows[i].length)
+      scores[i] = Score(rows[i].continuation, np.array(log_probs[at]), bool(is_greedy[at].all()))
+  return scores
+
+
+def _row(
+  number: int,
+  limits: ScoreLimits,
+  tokenizer: Callable[[], BaseTokenizer | None],
+  context: Any,
+  continuation: Any,
+) -> _Row:
+  if isinstance(context, str) != isinstance(continuation, str):
+    raise UserError(f'score: pair {number} has a text and a list of tokens; expected two texts, or two lists')
+  if isinstance(context, str):
+    known = tokenizer()
+    if known is None:
+      raise UserError('score: texts need a dataset with a tokenizer, but there is none; pass lists of tokens')
+    context, continuation = _tokens_of_texts(known, context, continuation)
+  else:
+    context, continuation = (_tokens(number, ids) for ids in (context, continuation))
+  if not context:
+    known = tokenizer()
+    if known is None:
+      raise DataError(f'score: context {number} is empty; it needs at least one token, such as that of a beginning')
+    context = [known.special_ids[0]]
+  most = limits.max_positions
+  if most is None:
+    return _Row(context, continuation)
+  if len(continuation) > most:
+    raise DataError(
+      f'score: continuation {number} has {len(continuation)} tokens, but the model sees at most {most} at once'
+    )
+  return _Row(context[-(most + 1 - len(continuation)) :], continuation)
+
+
+def _tokens(number: int, ids: Any) -> list[int]:
+  array = np.asarray(ids)
+  if array.shape != (0,) and (array.ndim != 1 or array.dtype.kind not in 'iu'):
+    raise DataError(f'score: pair {number} has {ids!r}; expected a text, or a list of tokens')
+  return [int(i) for i in array]
+
+
+def _tokens_of_texts(tokenizer: BaseTokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
+  """Returns the tokens of both texts. If a token of the joined text ends with the context, they are its tokens."""
+  before = encode_prompt(tokenizer, context, 'score: context')
+  whole = encode_prompt(tokenizer, context + continuation, 'score: continuation')
+  if whole[: len(before)] == before:
+    return before, whole[len(before) :]
+  return before, tokenizer.encode(continuation)
+
+
+def _batch(rows: Sequence[_Row], limits: ScoreLimits) -> Rows:
+  """Returns the batch of rows, padded to a length that many batches share."""
+  longest, most = max(row.length for row in rows), limits.max_positions
+  width = max(_LEAST_LENGTH, 1 << (longest - 1).bit_length())
+  width = width if most is None else min(width, most)
+
+  def pad(values: Iterator[list[int]], dtype: type) -> np.ndarray:
+    return np.array([[*row, *[0] * (width - len(row))] for row in values], dtype)
+
+  whole = [[*row.context, *row.continuation] for row in rows]
+  batch = {
+    'ids': pad((row[:-1] for row in whole), np.int32),
+    'labels': pad((row[1:] for row in whole), np.int32),
+    'weights': pad(([1] * row.length for row in rows), np.float32),
+  }
+  check_ids({'ids': batch['labels'], 'weights': batch['weights']}, limits.vocab_size)
+  if limits.takes_prefixes:
+    batch['prefix_lengths'] = np.array([len(row.context) for row in rows], np.int32)
+  return batch

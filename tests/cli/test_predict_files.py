@@ -1,0 +1,124 @@
+"""`praxis-lite predict` prints a line of JSON for each example of some files."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from praxis_lite.cli.main import main
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.common.errors import UserError
+from praxis_lite.experiments.lm import StdlibLmTiny
+from praxis_lite.runs import open_run, run_train
+from praxis_lite.runs.predict_files import predict_files
+from praxis_lite.training.experiment import configure
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('run')
+  config = configure(StdlibLmTiny)
+  apply_overrides(config.roots(), ['task.train.num_train_steps=1', 'task.evaluate.max_batches=1'])
+  run_train(config, directory)
+  return directory
+
+
+@pytest.fixture
+def predicted(run, capsys):
+  def predict(*arguments):
+    code = main(['predict', f'--job_log_dir={run}', '--nocompilation_cache', *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, [json.loads(line) for line in out.splitlines()], err
+
+  return predict
+
+
+def test_files_of_arrays_and_of_lines_give_what_the_model_predicts(run, predicted, tmp_path):
+  ids = np.random.default_rng(0).integers(0, 256, (5, 8))
+  np.savez(tmp_path / 'new.npz', ids=ids[:3])
+  (tmp_path / 'new.jsonl').write_text(''.join(f'{json.dumps({"ids": row.tolist()})}\n' for row in ids[3:]))
+  code, examples, told = predicted(tmp_path / 'new.npz', tmp_path / 'new.jsonl', '--batch_size=2')
+  assert (code, told) == (0, '5 examples after step 1\n')
+  wanted = open_run(run).load().predict({'ids': ids})['logits']
+  np.testing.assert_allclose([example['logits'] for example in examples], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_reports_nothing_for_an_example_is_told(tmp_path):
+  np.savez(tmp_path / 'new.npz', x=np.ones((3, 2)))
+  model = SimpleNamespace(layer=1, batch_struct=dict, predict=None, evaluate_examples=lambda batch: {})
+  with pytest.raises(
+    UserError, match=r'new\.npz: int\.compute_loss reports no values of single examples; those are its'
+  ):
+    list(predict_files(model, [str(tmp_path / 'new.npz')], what='evaluate'))
+
+
+def test_other_files_are_read_by_a_dataset_of_the_run(predicted, tmp_path):
+  (tmp_path / 'new.txt').write_text('to be, or not to be\n' * 40)
+  code, examples, _ = predicted(tmp_path / 'new.txt', '--what=evaluate')
+  assert code == 0 and len(examples) > 3  # No row that fills up the last batch.
+  assert all(np.isfinite(example['loss']) for example in examples)
+
+
+WRONG = {
+  'no file': (['nothing.npz'], None, 'there is no file nothing.npz'),
+  'no JSON': (['a.jsonl'], b'{"ids": [1]}\n{"ids": [', 'a.jsonl: line 2 is not JSON: expecting value at character 10'),
+  'no JSON before the end': (
+    ['a.jsonl'],
+    b'{"ids": [\n',
+    'a.jsonl: line 1 is not JSON: expecting value at character 10',
+  ),
+  'one array': (
+    ['a.npy'],
+    b'x',
+    'a.npy: an array in a .npy has no name; save the arrays by name in a .npz, as np.savez(',
+  ),
+  'no object': (
+    ['a.jsonl'],
+    b'[1]\n',
+    'a.jsonl: line 1: expected an object, with the values of an example by name',
+  ),
+  'other names': (['a.jsonl'], b'{"ids": [1]}\n{"id": [1]}\n', 'a.jsonl: line 2: expected the names of line 1, ids'),
+  'other lengths': (
+    ['a.jsonl'],
+    b'{"ids": [1]}\n{"ids": [1, 2]}\n',
+    "a.jsonl: line 2: 'ids' has the shape [2], and [1] in line 1",
+  ),
+  'unequal lengths': (['a.jsonl'], b'{"ids": [[1], [1, 2]]}\n', "a.jsonl: line 1: 'ids' has lists of unequal lengths"),
+  'no numbers': (['a.jsonl'], b'{"ids": ["a"]}\n', "a.jsonl: line 1['ids']: arrays of "),
+  'empty lines': (['a.jsonl'], b'', 'a.jsonl: is empty'),
+  'empty arrays': (['a.npz'], b'', 'a.npz: is empty'),
+  'no arrays': (['a.npz'], b'PK', 'a.npz: is not a file of NumPy arrays: '),
+  'an array is missing': (['a.jsonl'], b'{"x": [1]}\n', 'a.jsonl: '),
+  'a number for a list': (
+    ['a.jsonl'],
+    b'{"ids": 1}\n',
+    "a.jsonl: 'ids': expected an array of shape [32] in each example, as in the data of the run, got a number",
+  ),
+  'an id is too large': (['a.jsonl'], b'{"ids": [999]}\n', 'a.jsonl: ids: 999, at position 0 of row 0'),
+  'no files': ([], None, 'name the files to predict, as in praxis-lite predict --job_log_dir=runs/1 new.jsonl'),
+}
+
+
+def test_lines_of_other_lengths_are_predicted_one_by_one_and_no_arrays_are_an_error(predicted, tmp_path):
+  (tmp_path / 'a.jsonl').write_text('{"ids": [1]}\n{"ids": [1, 2]}\n')
+  code, examples, _ = predicted(tmp_path / 'a.jsonl', '--batch_size=1')
+  assert code == 0 and [len(example['logits']) for example in examples] == [1, 2]
+  np.savez(tmp_path / 'a.npz', ids=np.zeros((0, 8), np.int32))
+  code, _, told = predicted(tmp_path / 'a.npz')
+  assert code == 2 and told.endswith('a.npz: has no examples\n')
+
+
+@pytest.mark.parametrize(('files', 'content', 'message'), WRONG.values(), ids=WRONG)
+def test_files_that_cannot_be_predicted_are_one_line(predicted, tmp_path, monkeypatch, files, content, message):
+  monkeypatch.chdir(tmp_path)
+  if content is not None:
+    (tmp_path / files[0]).write_bytes(content)
+  code, _, told = predicted(*files)
+  assert code == 2
+  assert told.startswith(f'praxis-lite predict: error: {message}'), told
+  assert len(told.splitlines()) == 1

@@ -1,0 +1,63 @@
+"""The expected time of a run with failures, against a simulation and against the best interval by search."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from praxis_lite.instruments.plan.goodput import Interruptions, best_interval, goodput, useful_share
+
+DAY = 86400.0
+
+
+def simulated_share(interval, save, mean, restart, pieces, seed):
+  """Runs for `pieces` intervals of work that are saved; returns the share of the time that was useful."""
+  random_ = random.Random(seed)
+  time, left = 0.0, random_.expovariate(1 / mean)
+  for _ in range(pieces):
+    needed = interval + save
+    while left < needed:  # A failure: what was not saved is lost, and a restart may fail too.
+      time += left
+      left = random_.expovariate(1 / mean)
+      needed = restart + interval + save
+    time += needed
+    left -= needed
+  return pieces * interval / time
+
+
+@pytest.mark.parametrize(
+  ('interval', 'save', 'mean', 'restart'),
+  [(600, 5, 4 * 3600, 300), (3600, 60, 6 * 3600, 600), (100, 0, 1000, 10), (1800, 900, 1800, 0), (60, 1, 1e7, 300)],
+)
+def test_the_useful_share_is_that_of_simulated_failures(interval, save, mean, restart):
+  simulated = simulated_share(interval, save, mean, restart, 40_000, seed=1)
+  assert useful_share(interval, save, mean, restart) == pytest.approx(simulated, rel=0.02)
+
+
+@pytest.mark.parametrize(('save', 'mean'), [(1, 1e6), (5, 3600), (60, 3600), (600, 3600), (0.01, 100)])
+def test_no_other_interval_is_much_better_than_that_of_young_and_daly(save, mean):
+  best = best_interval(save, mean)
+  assert best == pytest.approx(math.sqrt(2 * save * mean), rel=0.5)  # Young's.
+  shares = [useful_share(best * factor, save, mean, 300) for factor in (0.25, 0.5, 0.8, 1, 1.25, 2, 4)]
+  assert max(shares) <= 1.002 * shares[3] and shares[0] < shares[3] > shares[-1]
+
+
+def test_more_chips_fail_more_often_and_no_failures_lose_nothing():
+  few, many = goodput(64, 10e9), goodput(16384, 10e9)
+  assert many.seconds_to_failure == pytest.approx(54 * DAY / 419)  # That of Llama 3 405B: 419 failures in 54 days.
+  assert few.share > many.share > 0.9 and few.save_interval > many.save_interval
+  none = goodput(16384, 10e9, Interruptions(failures_per_chip_day=0))
+  assert (none.share, none.save_interval, none.seconds_to_failure) == (1.0, math.inf, math.inf)
+
+
+def test_a_run_that_fails_before_it_saves_makes_no_progress():
+  assert goodput(1_000_000, 80e9, Interruptions(100, 3600)).share == 0.0
+  assert best_interval(10.0, 1.0) == 1.0
+
+
+def test_a_run_waits_for_inputs_and_for_saves_of_a_given_length():
+  assert goodput(8, 0, Interruptions(failures_per_chip_day=0, input_wait_share=0.25)).share == 0.8
+  long, short = (goodput(1024, 1e9, Interruptions(save_seconds=seconds)) for seconds in (60, 0))
+  assert (long.save_seconds, short.save_seconds) == (60, 0) and long.share < short.share <= 1

@@ -1,0 +1,124 @@
+"""Plans of decoding: caches, products and loops against counts by hand, and what cannot be planned."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from small_lm import DIMS, HEADS, LAYERS, MULTIPLIED, D, small_lm
+
+from praxis_lite.cli.main import main
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.instruments.plan.inference import Requests, format_inference, plan_inference
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+ROWS, PROMPT, NEW = 8, 24, 9
+SLOTS = PROMPT + NEW - 1
+REQUESTS = Requests(ROWS, PROMPT, NEW)
+
+
+def planned(task=None, topology='cpu:8', requests=REQUESTS, **how):
+  return plan_inference(task or small_lm().task, topology, requests, **how)
+
+
+def work(plan, phase):
+  """Returns the FLOPs of all devices in the prompts, or in each of the later tokens."""
+  times = plan.requests.max_tokens - 1 if phase == 'tokens' else 1
+  flops = sum(op.count * op.flops for op in plan.cost.operations if op.phase == phase)
+  return flops * plan.topology.num_devices / times
+
+
+@pytest.fixture(scope='module', params=[True, False], ids=['compiled', 'formulas'])
+def plan(request):
+  return planned(compile=request.param)
+
+
+def test_the_bytes_of_caches_are_those_of_the_real_ones(plan):
+  model = small_lm().task.model.instantiate()
+  variables = model.init(jax.random.key(0))['lm']
+  caches = model.lm.apply(variables, ROWS, SLOTS, method='init_decode_state')[1].decode_state
+  assert plan.cache_bytes == sum(x.nbytes for x in jax.tree.leaves(caches))
+  assert plan.cache_bytes >= LAYERS * ROWS * SLOTS * 2 * HEADS * DIMS * 4
+
+
+def test_each_token_multiplies_all_weights_and_attends_to_the_whole_cache(plan):
+  attention = 4 * LAYERS * HEADS * DIMS * SLOTS
+  assert plan.is_time_known
+  assert work(plan, 'tokens') == pytest.approx(ROWS * (2 * MULTIPLIED + attention), rel=0.02)
+
+
+def test_prompts_are_read_at_once(plan):
+  vocabulary = 128 * 64  # Only the last token of a prompt needs logits.
+  attention = 4 * LAYERS * HEADS * DIMS * SLOTS
+  by_hand = ROWS * (PROMPT * (2 * (MULTIPLIED - vocabulary) + attention) + 2 * vocabulary)
+  assert work(plan, 'prompts') == pytest.approx(by_hand, rel=0.02)
+
+
+@pytest.mark.parametrize('compile', [True, False])
+def test_loops_over_the_pages_of_a_cache_run_as_often_as_there_are_pages(compile):
+  config = small_lm(mesh=(1, 8, 1))
+  config.task.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_page_size = 8
+  found = planned(config.task, requests=Requests(2 * ROWS, PROMPT, NEW), compile=compile)
+  pages = -(-SLOTS // 8)
+  attention = 4 * LAYERS * HEADS * DIMS * 8 * pages
+  assert found.is_time_known
+  assert work(found, 'tokens') == pytest.approx(2 * ROWS * (2 * MULTIPLIED + attention), rel=0.02)
+
+
+def test_memory_of_simulated_devices_is_that_of_the_program():
+  task = small_lm().task
+  task.model.decoder_tpl.max_decode_steps = NEW
+  shape = jax.ShapeDtypeStruct
+  inputs = {'ids': shape((ROWS, PROMPT), 'int32'), 'prompt_lengths': shape((ROWS,), 'int32')}
+  step = PartitionedTask(task.instantiate(), inputs).decode_step
+  found, real = planned().memory, step.lower().compile().memory_analysis()
+  assert (found.arguments, found.temporaries) == (real.argument_size_in_bytes, real.temp_size_in_bytes)
+
+
+def test_the_least_time_of_a_token_reads_weights_and_caches_once(plan):
+  target = plan.topology.target
+  moved = plan.memory.state.parameters + plan.cache_bytes / 8  # It computes in float32, as weights are stored.
+  assert plan.least_token_seconds == pytest.approx(moved / target.device_bandwidth)
+  assert plan.token_seconds > plan.least_token_seconds
+  in_half = planned(small_lm(dtype=jnp.bfloat16).task, compile=False)
+  norms = (2 * LAYERS + 1) * D  # In float32.
+  assert in_half.read_bytes == pytest.approx(in_half.memory.state.parameters / 2, abs=2 * norms)
+  total = plan.first_token_seconds + (NEW - 1) * plan.token_seconds
+  assert total == pytest.approx(plan.cost.seconds)
+  assert plan.tokens_per_second == pytest.approx(ROWS * NEW / total)
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not():
+  config = configure(registry.get('lm_sizes.Llama8B'))
+  config.task.ici_mesh_shape = (1, 1, 8)
+  how = {'topology': 'h100:1x8', 'compile': False}
+  rows = planned(config.task, requests=Requests(8, 1024, 128), **how).largest_rows
+  assert rows > 500
+  assert planned(config.task, requests=Requests(rows, 1024, 128), **how).fits
+  assert not planned(config.task, requests=Requests(rows * 11 // 10, 1024, 128), **how).fits
+
+
+def test_one_token_is_only_the_prompt():
+  found = planned(requests=Requests(1, 16, 1), compile=False)
+  assert found.token_seconds is None and 'next tokens' not in format_inference(found)
+
+
+def test_models_without_caches_and_long_requests_are_refused():
+  with pytest.raises(ConfigError, match='this model has no decoder_tpl'):
+    planned(configure(registry.get('digits.DigitsMlp')).task)
+  config = small_lm()
+  config.task.model.decoder_tpl.max_context = 64
+  with pytest.raises(ConfigError, match='sees 64 tokens at once, and prompts of 60 tokens with 9 after them need 68'):
+    planned(config.task, requests=Requests(8, 60, 9))
+
+
+def test_a_command_plans_requests(capsys):
+  command = ['plan', 'lm.SyntheticLmTiny', '--topology=cpu:8', '--inference', '--nocompile']
+  assert main([*command, '--rows=16', '--prompt_length=16', '--max_tokens=8', '--price_per_chip_hour=2']) == 0
+  text = capsys.readouterr().out
+  for part in ('16 rows, prompts of 16 tokens, 8 tokens after each', 'first token', 'next tokens', 'in money for a'):
+    assert part in text
+  assert main(['plan', 'lm.SyntheticLmTiny', '--topology=cpu:8', '--rows=16']) == 2
+  assert '--rows needs --inference' in capsys.readouterr().err
+  assert main([*command, '--search']) == 2
+  assert '--search is about train steps; leave it out, or --inference' in capsys.readouterr().err
