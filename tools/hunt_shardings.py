@@ -9,7 +9,7 @@ Kinds of cases:
   graphs       graphs of some 30 operations with constraints between them, on meshes of 2 to 24 devices
   tasks        whole tasks of many kinds with random splits of all arrays, on meshes of 2 to 24 devices
 
-Each case depends only on the seed and its number; three consecutive tasks have the same model. `--first` continues
+Each case depends only on the seed and its number; `--layouts` consecutive tasks have the same model. `--first` continues
 where another run ended. A wrong case is reduced as long as it stays wrong, and printed as a standalone program. The
 exit code is 1 if any case was wrong.
 """
@@ -57,7 +57,7 @@ _KINDS: dict[str, Callable[[np.random.Generator], FuzzCase]] = {
   'models': models.draw_model,
   'graphs': functools.partial(drawing.draw_program, families=FAMILIES),
 }
-# This number of consecutive cases are layouts of one task, so it runs only once on one device.
+# By default, this number of consecutive cases are layouts of one task, so it runs only once on one device.
 _LAYOUTS = 3
 # Cases run in child processes, because XLA may abort. Forking is safe while JAX has no threads.
 _PROCESSES = multiprocessing.get_context('fork')
@@ -79,11 +79,11 @@ class CaseReport(NamedTuple):
   smallest: FuzzCase | None = None
 
 
-def draw_case(kind: str, seed: int, number: int) -> FuzzCase:
-  """Returns the case with this seed and number."""
+def draw_case(kind: str, seed: int, number: int, layouts: int = _LAYOUTS) -> FuzzCase:
+  """Returns the case with this seed and number; `layouts` consecutive tasks have the same model."""
   rng = np.random.default_rng([seed, number])
   if kind == 'tasks':
-    return tasks.draw_task(rng, of_model=np.random.default_rng([seed, number // _LAYOUTS, 1]))
+    return tasks.draw_task(rng, of_model=np.random.default_rng([seed, number // layouts, 1]))
   return _KINDS[kind](rng)
 
 
@@ -93,10 +93,11 @@ def report_cases(
   numbers: Iterable[int],
   seconds: float = _SECONDS_OF_SHRINKING,
   begin: Callable[[FuzzCase], object] = lambda case: None,
+  layouts: int = _LAYOUTS,
 ) -> Iterator[CaseReport]:
   """Runs cases, and reduces each wrong one for at most `seconds`. It calls `begin` with each case before running it."""
   for number in numbers:
-    case = draw_case(kind, seed, number)
+    case = draw_case(kind, seed, number, layouts)
     begin(case)
     outcome = run_sharding_case(case)
     smallest = None
@@ -121,12 +122,12 @@ def run_sharding_case(case: FuzzCase) -> Outcome:
 
 
 def hunt_in_processes(
-  kind: str, seed: int, numbers: range, seconds: float = _SECONDS_OF_SHRINKING
+  kind: str, seed: int, numbers: range, seconds: float = _SECONDS_OF_SHRINKING, layouts: int = _LAYOUTS
 ) -> Iterator[CaseReport]:
   """Like `report_cases`, but in a child process. If XLA aborts it or it hangs, the next case runs in a new one."""
   while numbers:
     receiving, sending = _PROCESSES.Pipe(duplex=False)
-    process = _PROCESSES.Process(target=_send, args=(sending, kind, seed, numbers, seconds), daemon=True)
+    process = _PROCESSES.Process(target=_send, args=(sending, kind, seed, numbers, seconds, layouts), daemon=True)
     process.start()
     sending.close()
     case, ended = None, _ABORTED
@@ -172,9 +173,11 @@ def ends_badly(outcome: Outcome, case: FuzzCase) -> bool:
   return hangs if outcome is _HANGS else bool(process.exitcode) and not hangs
 
 
-def _send(sending: Connection, kind: str, seed: int, numbers: Iterable[int], seconds: float) -> None:
+def _send(
+  sending: Connection, kind: str, seed: int, numbers: Iterable[int], seconds: float, layouts: int = _LAYOUTS
+) -> None:
   """Sends each case before it runs, so that the parent knows which case ended the process; then sends its report."""
-  for report in report_cases(kind, seed, numbers, seconds, begin=sending.send):
+  for report in report_cases(kind, seed, numbers, seconds, begin=sending.send, layouts=layouts):
     sending.send(report)
 
 
@@ -183,6 +186,7 @@ def main() -> int:
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--first', type=int, default=0, help='number of the first case')
   parser.add_argument('--cases', type=int, default=1000)
+  parser.add_argument('--layouts', type=int, default=_LAYOUTS, help='how many layouts each task has')
   parser.add_argument('--kind', choices=[*_KINDS, 'tasks'], default='operations')
   parser.add_argument('--minutes', type=float, default=float('inf'), help='no case begins after them')
   parser.add_argument('--shrinking', type=float, default=_SECONDS_OF_SHRINKING, help='seconds to make a case smaller')
@@ -195,7 +199,11 @@ def main() -> int:
   counts: collections.Counter[str] = collections.Counter()
   start = time.monotonic()
   for number, case, outcome, smallest in hunt_in_processes(
-    options.kind, options.seed, range(options.first, options.first + options.cases), options.shrinking
+    options.kind,
+    options.seed,
+    range(options.first, options.first + options.cases),
+    options.shrinking,
+    options.layouts,
   ):
     counts.update([outcome.kind, f'{case.family} {outcome.kind}', *['guarded'] * bool(outcome.guarded)])
     if outcome.kind in ('right', 'wrong'):

@@ -137,11 +137,13 @@ class Instance(NamedTuple):
     site: the operation. Its arrays are the operands, then the results.
     splits: how each array is split.
     compatible: how the arrays would be split if the operation were local to each device, except for sums.
+    sources: how each operand is split before Shardy reshards it for the operation.
   """
 
   site: Site
   splits: tuple[ArraySplit, ...]
   compatible: tuple[ArraySplit, ...]
+  sources: tuple[ArraySplit, ...]
 
 
 class Propagation:
@@ -185,15 +187,21 @@ class Propagation:
     _hide(operations(copy, {'stablehlo.reshape'}))
     run_passes(_MAKE_COMPATIBLE, copy)
     pairs = zip(propagated, self._read(copy), strict=True)
-    return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in pairs]
+    return [Instance(site, splits, compatible, sources) for (site, splits, sources), (_, compatible, _) in pairs]
 
-  def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[ArraySplit, ...]]]:
+  def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[ArraySplit, ...], tuple[ArraySplit, ...]]]:
+    """Yields each site with the splits of its arrays, and of what its operands are resharded from."""
     for op in operations(copy, {*self._names, _HIDDEN}):
       if _NUMBER not in op.attributes:  # A guard has inserted this operation.
         continue
       site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
       values = zip((*op.operands, *op.results), site.shapes)
-      yield site, tuple(self._read_sharding(_sharding_of(value), len(shape)) for value, shape in values)
+      sources = zip(map(_before_reshard, op.operands), site.shapes)
+      splits, sources = (
+        tuple(self._read_sharding(_sharding_of(value), len(shape)) for value, shape in pairs)
+        for pairs in (values, sources)
+      )
+      yield site, splits, sources
 
   def _read_sharding(self, sharding: ir.Attribute | None, rank: int) -> ArraySplit:
     if sharding is None:
@@ -232,6 +240,12 @@ def split_of(value: ir.Value, sizes: Mapping[str, int]) -> ArraySplit:
     results = sdy.TensorShardingPerValueAttr(owner.operation.attributes['out_shardings']).shardings
     return _split(results[ir.OpResult(value).result_number], rank, sizes)
   return _split(_sharding_of(value), rank, sizes)
+
+
+def is_closed(constrained: ir.Value) -> bool:
+  """Returns whether the constraint that makes a value says how each dimension is split, and leaves none to XLA."""
+  dims = sdy.TensorShardingAttr(constrained.owner.operation.attributes['sharding']).dimension_shardings
+  return all(sdy.DimensionShardingAttr(dim).is_closed for dim in dims)
 
 
 def callee(call: ir.Operation) -> str:
@@ -397,6 +411,12 @@ def _sharding_of(value: ir.Value) -> ir.Attribute | None:
       return attributes['sdy.sharding'] if 'sdy.sharding' in attributes else None  # noqa: SIM401
     return _result_sharding(parent, number) if parent.name == 'stablehlo.while' else None
   return _result_sharding(owner.operation, ir.OpResult(value).result_number)
+
+
+def _before_reshard(value: ir.Value) -> ir.Value:
+  """Returns what a value of a propagated program is a reshard of, or the value itself."""
+  owner = value.owner
+  return value if isinstance(owner, ir.Block) or owner.operation.name != 'sdy.reshard' else owner.operation.operands[0]
 
 
 def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:

@@ -120,10 +120,10 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     instances: list[Instance] = []
     for round_ in range(_MAX_ROUNDS if propagation.sites else 0):
       instances = propagation.instances()
-      for site, splits, _ in instances:
-        first.setdefault(site, splits)
+      for instance in instances:
+        first.setdefault(instance.site, instance.splits)
       found = [*_to_change(instances)]
-      for (site, before, _), after in found:
+      for (site, before, *_), after in found:
         if round_ == _MAX_ROUNDS - 1:  # The guards do not agree. Arrays that are not split are right.
           after = tuple(((),) * len(shape) for shape in site.shapes)
         site.state(before, after)
@@ -235,7 +235,7 @@ def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[ArraySp
   `test_sum_of_products_that_is_returned`.
   """
   restricted = {}
-  for site, before, _ in instances:
+  for site, before, *_ in instances:
     if site.op.name == results.RETURN and (after := results.guard_results(site.shapes, before)) != before:
       for i in (i for i, split in enumerate(after) if split != before[i]):
         site.restrict(i, before[i], after[i])

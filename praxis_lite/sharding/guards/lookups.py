@@ -56,7 +56,9 @@ def _are_few(lookup: Instance, free: Iterable[int], looked_up: Iterable[int]) ->
 def arrays_to_pin(lookup: Instance) -> Iterable[int]:
   """Returns the arrays of a correct lookup that XLA might split in another way, and then compute it wrongly.
 
-  * Ids, if they and the table are split. Test: `test_lookup_with_ids_that_are_split_twice`.
+  * Ids, if they and the table are split. Test: `test_lookup_with_ids_that_are_split_twice`. Inside `shard_map`, also
+    if only the table is: XLA splits the ids over the axes of the table, and aborts the process. Test:
+    `test_lookup_in_shard_map_of_rows_that_are_split`.
   * All arrays of a sharded batch of lookups: inside `shard_map`, XLA splits the rows of each table over axes that are
     free, and aborts the process. Test: `test_lookups_of_a_batch_in_shard_map`.
   """
@@ -64,7 +66,7 @@ def arrays_to_pin(lookup: Instance) -> Iterable[int]:
   numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
   if any(table[dim] for dim in numbers.operand_batching_dims):
     return range(len(lookup.splits))
-  return [IDS] if axes_of(table) and axes_of(ids) else []
+  return [IDS] if axes_of(table) and (axes_of(ids) or lookup.site.is_mapped) else []
 
 
 def arrays_of_scatter_to_pin(scatter: Instance) -> Iterable[int]:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from praxis_lite.common.jax_internals.mlir import ir
-from praxis_lite.sharding.propagation import ArraySplit, Axis, Propagation, Site, mesh_axes, operations, split_of
+from praxis_lite.sharding.propagation import ArraySplit, Axis, Propagation, Site, is_closed, mesh_axes, operations, split_of
 
 # XLA was right for all reshards that were tried on meshes of fewer axes, and for those that change fewer dimensions.
 _NUM_AXES = 3
@@ -32,13 +32,16 @@ def reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]
   constraints = [site for site in propagation.sites if site.op.name == _CONSTRAINT]
   # Propagation removes constraints, so these have no instances.
   known = {site.op.results[0]: split_of(site.op.results[0], sizes) for site in constraints}
+  stated = {value: split if is_closed(value) else None for value, split in known.items()}
   found: dict[Site, tuple[ArraySplit, ...]] = {}
   reshards: dict[tuple[Site, int], list[tuple[ArraySplit, ArraySplit]]] = {}
-  for site, splits, compatible in propagation.instances():
+  for site, splits, compatible, sources in propagation.instances():
     found.setdefault(site, splits)
-    operands = len(site.op.operands)
-    known.update(zip(site.op.results, splits[operands:]))
-    for number, before in enumerate(splits[:operands]):
+    known.update(zip(site.op.results, splits[len(sources) :]))
+    for number, source in enumerate(sources):
+      operand = site.op.operands[number]
+      # Shardy turns a constraint into a reshard too, whose source is split as before the constraint.
+      before = stated[operand] or splits[number] if operand in stated else source
       # Like the result if it has its shape, as for an addition.
       after = splits[-1] if site.shapes[number] == site.shapes[-1] else compatible[number]
       reshards.setdefault((site, number), []).append((before, after))
