@@ -9,9 +9,9 @@ Kinds of cases:
   graphs       graphs of some 30 operations with constraints between them, on meshes of 2 to 24 devices
   tasks        whole tasks of many kinds with random splits of all arrays, on meshes of 2 to 24 devices
 
-Each case depends only on the seed and its number; `--layouts` consecutive tasks have the same model. `--first` continues
-where another run ended. A wrong case is reduced as long as it stays wrong, and printed as a standalone program. The
-exit code is 1 if any case was wrong.
+Each case depends only on the seed and its number; `--layouts` consecutive tasks have the same model. `--first`
+continues where another run ended. A wrong case is reduced as long as it stays wrong, and printed as a standalone
+program. The exit code is 1 if any case was wrong.
 """
 
 from __future__ import annotations

@@ -89,6 +89,7 @@ RESHARD_CASES = [
     ((None, 'b', None, 'c'), ('c', None, 'a', 'b')),
   ]),
   ((3, 2, 2), (4, 6, 2, 1, 2), [(('c', 'a', 'b'), (None, 'b', 'a', None, 'c'))]),
+  ((2, 2, 3, 2), (12, 4, 6, 4), [('bcda', ('b', 'a', 'c'))]),
 ]  # fmt: skip
 RESHARDS = """
 shape, specs = {shape}, {specs}
@@ -104,14 +105,31 @@ for before, after in specs:
 assert in_two_steps == {guarded}
 """
 
+# The concatenation is split as its result, so Shardy reshards each of its operands.
+CONCATENATION = """
+x, mesh, split = integers(8, 4, 2, 2), mesh_of('a', 'b', 'c', sizes=(6, 2, 2)), P('a', None, 'b', 'c')
+for first in jnp.abs, lambda x: x:  # The result of an operation is resharded, or that of a constraint.
+  join = constrained(mesh, lambda x, y: jnp.concatenate([first(x), first(y)], 3), [split] * 2, P('c', 'b', 'a'))
+  found, changed = run(lambda x: join(x + 1, 2 * x), (x,), {guarded})
+  assert np.array_equal(found, np.concatenate([first(x + 1), first(2 * x)], 3))
+  assert ['concatenate'] * {guarded} == [change.op for change in changed if len(change.mended) == 2]
+"""
+
 
 @pytest.mark.slow
 @GUARDED
 @pytest.mark.parametrize(
-  ('sizes', 'shape', 'specs'), RESHARD_CASES, ids=['four axes', 'an axis of 6', 'five dimensions']
+  ('sizes', 'shape', 'specs'), RESHARD_CASES, ids=['four axes', 'an axis of 6', 'five dimensions', 'three dimensions']
 )
 def test_reshards_of_four_dimensions(guarded, sizes, shape, specs):
   code = exit_code(RESHARDS.format(guarded=guarded, sizes=sizes, shape=shape, specs=specs), math.prod(sizes))
+  assert code == 0 if guarded else code < 0
+
+
+@pytest.mark.slow
+@GUARDED
+def test_reshards_of_four_dimensions_that_shardy_inserts_for_an_operation(guarded):
+  code = exit_code(CONCATENATION.format(guarded=guarded), 24)
   assert code == 0 if guarded else code < 0
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 from praxis_lite.common.jax_internals.mlir import ir
-from praxis_lite.sharding.propagation import ArraySplit, Axis, Propagation, Site, is_closed, mesh_axes, operations, split_of
+from praxis_lite.sharding.propagation import (
+  ArraySplit,
+  Axis,
+  Propagation,
+  Site,
+  is_closed,
+  mesh_axes,
+  operations,
+  split_of,
+)
 
 # XLA was right for all reshards that were tried on meshes of fewer axes, and for those that change fewer dimensions.
 _NUM_AXES = 3
-_NUM_DIMS = 4
+_NUM_DIMS = 3
 _CONSTRAINT = 'sdy.sharding_constraint'
 # Operations without arrays of their own.
 _OUTER = {'builtin.module', 'func.func', 'sdy.mesh', 'func.return', 'stablehlo.return', 'sdy.return'}
@@ -23,7 +33,9 @@ def reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]
 
   XLA aborts the process for some reshards that change four dimensions. Examples: x [16, 4, 2, 4] from ('d', ('a', 'b'))
   to (None, 'b', ('c', 'd'), 'a') on a mesh a 2 x b 2 x c 2 x d 2; x [4, 4, 2, 24] from (None, 'b', None, 'c') to
-  ('c', None, 'a', 'b') on a mesh a 2 x b 2 x c 6. Test: `test_reshards_of_four_dimensions`.
+  ('c', None, 'a', 'b') on a mesh a 2 x b 2 x c 6. For a few that change three dimensions over three axes, it does so
+  too: x [12, 4, 6, 4] from 'bcda' to ('b', 'a', 'c') on a mesh a 2 x b 2 x c 3 x d 2. Tests:
+  `test_reshards_of_four_dimensions`, `test_reshards_of_four_dimensions_that_shardy_inserts_for_an_operation`.
   """
   sizes = mesh_axes(module)
   if len(sizes) < _NUM_AXES:
@@ -56,13 +68,19 @@ def reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]
 
 def _go_through_common_axes(site: Site, number: int, reshards: Sequence[tuple[ArraySplit, ArraySplit]]) -> None:
   """Makes the reshards of an operand, one for each call of its function, gather first what any of them moves."""
-  if all(sum(old != new for old, new in zip(*reshard)) < _NUM_DIMS for reshard in reshards):
+  if not any(map(_may_abort, reshards)):
     return
   (before, *others), afters = zip(*reshards)
   common = functools.reduce(_common_split, (*others, *afters), before)
   site.mend(f'operand {number} in two steps')
   # If the operand is split in several ways, no constraint holds for all of them.
   site.restrict(number, common if any(other != before for other in others) else before, common)
+
+
+def _may_abort(reshard: tuple[ArraySplit, ArraySplit]) -> bool:
+  changed = [(old, new) for old, new in zip(*reshard) if old != new]
+  axes = {axis.name for dim in changed for axis in itertools.chain(*dim)}
+  return len(changed) > _NUM_DIMS or (len(changed) == _NUM_DIMS and len(axes) >= _NUM_AXES)
 
 
 def _common_split(one: ArraySplit, other: ArraySplit) -> ArraySplit:
