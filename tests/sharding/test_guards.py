@@ -126,6 +126,23 @@ def test_reshards_of_four_dimensions(guarded, sizes, shape, specs):
   assert code == 0 if guarded else code < 0
 
 
+# The constraints that make the gradient's reshard in two steps change how the broadcast condition is split.
+CHOICE = """
+x, c, mesh = integers(2, 6, 12, 2), integers(2, 6, 1, 2), mesh_of('a', 'b', 'c', sizes=(2, 4, 2))
+choose = constrained(mesh, lambda x: jnp.where(c > 0, x, 0), [P('b', 'a', None, 'c')], P('a', None, 'c', 'b'))
+weights = np.arange(x.size).reshape(x.shape) % 5 - 2
+found, changed = run(jax.grad(lambda x: jnp.sum(choose(x) * weights)), (x,), {guarded})
+assert np.array_equal(found, (c > 0) * weights)
+"""
+
+
+@pytest.mark.slow
+@GUARDED
+def test_reshards_that_follow_from_the_constraints_of_others(guarded):
+  code = exit_code(CHOICE.format(guarded=guarded), 16)
+  assert code == 0 if guarded else code < 0
+
+
 @pytest.mark.slow
 @GUARDED
 def test_reshards_of_four_dimensions_that_shardy_inserts_for_an_operation(guarded):
@@ -577,6 +594,23 @@ assert np.array_equal(run(program, (table, ids), {guarded})[0], np.take_along_ax
 def test_lookups_of_a_batch_in_shard_map(guarded):
   code = exit_code(BATCH_IN_SHARD_MAP.format(guarded=guarded), 24)
   assert code == 0 if guarded else code < 0
+
+
+def test_lookup_in_shard_map_of_rows_that_are_split():
+  """Unless something holds the ids, XLA may split them over the axis of the rows' entries, and abort the process."""
+  mesh, table, ids = mesh_of('a', 'b', 'c'), integers(96, 12), np.arange(48, dtype=np.int32) * 7 % 96
+  numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+
+  def take(x, i):
+    take = constrained(mesh, lambda x: jax.lax.gather(x, i, numbers, (1, 12)), [P(None, 'b')], P(None, 'b'))
+    return take(x)
+
+  mapped = jax.shard_map(take, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={'a'}, check_vma=False)
+  lowered = jax.jit(mapped).lower(table, ids[:, None])
+  guard(lowered)
+  (kept,) = re.findall(r'stablehlo.gather"\(%\w+, (%\w+)\)', lowered.as_text())
+  assert re.search(rf'{kept} = sdy.sharding_constraint %\w+ <@mesh, \[{{}}, {{}}\]>', lowered.as_text())
+  assert np.array_equal(lowered.compile()(table, ids[:, None]), table[ids])
 
 
 def test_lookups_of_a_batch_in_a_function_that_is_called_with_arrays_of_other_splits():

@@ -21,6 +21,7 @@ from praxis_lite.sharding.propagation import (
 # XLA was right for all reshards that were tried on meshes of fewer axes, and for those that change fewer dimensions.
 _NUM_AXES = 3
 _NUM_DIMS = 3
+_MAX_ROUNDS = 6
 _CONSTRAINT = 'sdy.sharding_constraint'
 # Operations without arrays of their own.
 _OUTER = {'builtin.module', 'func.func', 'sdy.mesh', 'func.return', 'stablehlo.return', 'sdy.return'}
@@ -35,11 +36,23 @@ def reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]
   to (None, 'b', ('c', 'd'), 'a') on a mesh a 2 x b 2 x c 2 x d 2; x [4, 4, 2, 24] from (None, 'b', None, 'c') to
   ('c', None, 'a', 'b') on a mesh a 2 x b 2 x c 6. For a few that change three dimensions over three axes, it does so
   too: x [12, 4, 6, 4] from 'bcda' to ('b', 'a', 'c') on a mesh a 2 x b 2 x c 3 x d 2. Tests:
-  `test_reshards_of_four_dimensions`, `test_reshards_of_four_dimensions_that_shardy_inserts_for_an_operation`.
+  `test_reshards_of_four_dimensions`, `test_reshards_of_four_dimensions_that_shardy_inserts_for_an_operation`,
+  `test_reshards_that_follow_from_the_constraints_of_others`.
   """
-  sizes = mesh_axes(module)
-  if len(sizes) < _NUM_AXES:
+  if len(mesh_axes(module)) < _NUM_AXES:
     return {}
+  mended: dict[Site, tuple[ArraySplit, ...]] = {}
+  for _ in range(_MAX_ROUNDS):
+    # A constraint can change the splits of other arrays, so the program is read again until nothing changes.
+    found = _reshard_in_two_steps(module)
+    mended |= found
+    if not found:
+      break
+  return mended
+
+
+def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]]:
+  sizes = mesh_axes(module)
   propagation = Propagation(module, {op.name for op in operations(module.operation)} - _OUTER, _NUM_DIMS)
   constraints = [site for site in propagation.sites if site.op.name == _CONSTRAINT]
   # Propagation removes constraints, so these have no instances.
