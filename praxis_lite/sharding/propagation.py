@@ -195,13 +195,11 @@ class Propagation:
       if _NUMBER not in op.attributes:  # A guard has inserted this operation.
         continue
       site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
-      values = zip((*op.operands, *op.results), site.shapes)
-      sources = zip(map(_before_reshard, op.operands), site.shapes)
-      splits, sources = (
-        tuple(self._read_sharding(_sharding_of(value), len(shape)) for value, shape in pairs)
-        for pairs in (values, sources)
-      )
-      yield site, splits, sources
+      sources = map(_before_reshard, op.operands)
+      yield site, self._splits_of((*op.operands, *op.results), site), self._splits_of(sources, site)
+
+  def _splits_of(self, values: Iterable[ir.Value], site: Site) -> tuple[ArraySplit, ...]:
+    return tuple(self._read_sharding(_sharding_of(value), len(shape)) for value, shape in zip(values, site.shapes))
 
   def _read_sharding(self, sharding: ir.Attribute | None, rank: int) -> ArraySplit:
     if sharding is None:
@@ -242,9 +240,9 @@ def split_of(value: ir.Value, sizes: Mapping[str, int]) -> ArraySplit:
   return _split(_sharding_of(value), rank, sizes)
 
 
-def is_closed(constrained: ir.Value) -> bool:
-  """Returns whether the constraint that makes a value says how each dimension is split, and leaves none to XLA."""
-  dims = sdy.TensorShardingAttr(constrained.owner.operation.attributes['sharding']).dimension_shardings
+def is_closed(constraint: ir.Operation) -> bool:
+  """Returns whether a constraint says how each dimension is split, and leaves none to XLA."""
+  dims = sdy.TensorShardingAttr(constraint.attributes['sharding']).dimension_shardings
   return all(sdy.DimensionShardingAttr(dim).is_closed for dim in dims)
 
 
@@ -416,7 +414,9 @@ def _sharding_of(value: ir.Value) -> ir.Attribute | None:
 def _before_reshard(value: ir.Value) -> ir.Value:
   """Returns what a value of a propagated program is a reshard of, or the value itself."""
   owner = value.owner
-  return value if isinstance(owner, ir.Block) or owner.operation.name != 'sdy.reshard' else owner.operation.operands[0]
+  if isinstance(owner, ir.Block) or owner.name != 'sdy.reshard':
+    return value
+  return owner.operands[0]
 
 
 def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:

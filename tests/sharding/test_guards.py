@@ -129,10 +129,16 @@ def test_reshards_of_four_dimensions(guarded, sizes, shape, specs):
 # The constraints that make the gradient's reshard in two steps change how the broadcast condition is split.
 CHOICE = """
 x, c, mesh = integers(2, 6, 12, 2), integers(2, 6, 1, 2), mesh_of('a', 'b', 'c', sizes=(2, 4, 2))
-choose = constrained(mesh, lambda x: jnp.where(c > 0, x, 0), [P('b', 'a', None, 'c')], P('a', None, 'c', 'b'))
-weights = np.arange(x.size).reshape(x.shape) % 5 - 2
-found, changed = run(jax.grad(lambda x: jnp.sum(choose(x) * weights)), (x,), {guarded})
-assert np.array_equal(found, (c > 0) * weights)
+def total(x, c):
+  choose = constrained(mesh, lambda x: jnp.where(c > 0, x, 0), [P('b', 'a', None, 'c')], P('a', None, 'c', 'b'))
+  y = choose(x)
+  return jnp.sum(y * (jnp.arange(y.size).reshape(y.shape) % 5 - 2).astype(y.dtype)), y
+lowered = jax.jit(jax.grad(total, has_aux=True)).lower(x, c)
+if {guarded}:
+  guard(lowered)
+gradient, chosen = lowered.compile()(x, c)
+assert np.array_equal(gradient, (c > 0) * (np.arange(x.size).reshape(x.shape) % 5 - 2))
+assert np.array_equal(chosen, (c > 0) * x)
 """
 
 

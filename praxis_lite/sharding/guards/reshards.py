@@ -57,7 +57,7 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
   constraints = [site for site in propagation.sites if site.op.name == _CONSTRAINT]
   # Propagation removes constraints, so these have no instances.
   known = {site.op.results[0]: split_of(site.op.results[0], sizes) for site in constraints}
-  stated = {value: split if is_closed(value) else None for value, split in known.items()}
+  stated = {site.op.results[0]: known[site.op.results[0]] if is_closed(site.op) else None for site in constraints}
   found: dict[Site, tuple[ArraySplit, ...]] = {}
   reshards: dict[tuple[Site, int], list[tuple[ArraySplit, ArraySplit]]] = {}
   for site, splits, compatible, sources in propagation.instances():
@@ -91,7 +91,10 @@ def _go_through_common_axes(site: Site, number: int, reshards: Sequence[tuple[Ar
 
 
 def _may_abort(reshard: tuple[ArraySplit, ArraySplit]) -> bool:
-  changed = [(old, new) for old, new in zip(*reshard) if old != new]
+  before, after = reshard
+  if _common_split(before, after) in reshard:
+    return False  # It only gathers, or only splits further.
+  changed = [(old, new) for old, new in zip(before, after) if old != new]
   axes = {axis.name for dim in changed for axis in itertools.chain(*dim)}
   return len(changed) > _NUM_DIMS or (len(changed) == _NUM_DIMS and len(axes) >= _NUM_AXES)
 
