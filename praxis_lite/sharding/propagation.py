@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from praxis_lite.common.jax_internals.mlir import ir, run_passes, sdy, stablehlo
@@ -137,13 +137,24 @@ class Instance(NamedTuple):
     site: the operation. Its arrays are the operands, then the results.
     splits: how each array is split.
     compatible: how the arrays would be split if the operation were local to each device, except for sums.
-    sources: how each operand is split before Shardy reshards it for the operation.
+    sources: how each operand is split before Shardy reshards it for the operation; () unless asked for.
   """
 
   site: Site
   splits: tuple[ArraySplit, ...]
   compatible: tuple[ArraySplit, ...]
   sources: tuple[ArraySplit, ...]
+
+
+def _operands_and_results(op: ir.Operation) -> Iterable[ir.Value]:
+  return *op.operands, *op.results
+
+
+def _sources(op: ir.Operation) -> Iterable[ir.Value]:
+  """Yields the operands of an operation; if Shardy has resharded one for it, the array that it resharded."""
+  for value in op.operands:
+    owner = value.owner
+    yield value if isinstance(owner, ir.Block) or owner.name != 'sdy.reshard' else owner.operands[0]
 
 
 class Propagation:
@@ -153,10 +164,11 @@ class Propagation:
     module: a lowered program.
     names: names of operations, such as 'stablehlo.dot_general'.
     least_rank: leaves out operations on arrays of lower ranks only.
+    with_sources: whether instances have `sources`.
   """
 
-  def __init__(self, module: ir.Module, names: Collection[str], least_rank: int = 0):
-    self._module, self._names = module, names
+  def __init__(self, module: ir.Module, names: Collection[str], least_rank: int = 0, *, with_sources: bool = False):
+    self._module, self._names, self._with_sources = module, names, with_sources
     self.sites: list[Site] = []
     self._splits: dict[ir.Attribute, ArraySplit] = {}  # Many arrays have the same sharding.
     # An argument that is on no mesh, such as a number, has an empty mesh.
@@ -184,22 +196,22 @@ class Propagation:
     _reshape_where_nothing_is_repeated(copy)
     run_passes(_PROPAGATE, copy)
     propagated = list(self._read(copy))
+    sources = [splits for _, splits in self._read(copy, _sources)] if self._with_sources else [()] * len(propagated)
     _hide(operations(copy, {'stablehlo.reshape'}))
     run_passes(_MAKE_COMPATIBLE, copy)
-    pairs = zip(propagated, self._read(copy), strict=True)
-    return [Instance(site, splits, compatible, sources) for (site, splits, sources), (_, compatible, _) in pairs]
+    compatible = [splits for _, splits in self._read(copy)]
+    return [Instance(*found, *more) for found, *more in zip(propagated, compatible, sources, strict=True)]
 
-  def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[ArraySplit, ...], tuple[ArraySplit, ...]]]:
-    """Yields each site with the splits of its arrays, and of what its operands are resharded from."""
+  def _read(
+    self, copy: ir.Operation, values: Callable[[ir.Operation], Iterable[ir.Value]] = _operands_and_results
+  ) -> Iterator[tuple[Site, tuple[ArraySplit, ...]]]:
+    """Yields each site of a propagated program, and the splits of some values of its operation."""
     for op in operations(copy, {*self._names, _HIDDEN}):
       if _NUMBER not in op.attributes:  # A guard has inserted this operation.
         continue
       site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
-      sources = map(_before_reshard, op.operands)
-      yield site, self._splits_of((*op.operands, *op.results), site), self._splits_of(sources, site)
-
-  def _splits_of(self, values: Iterable[ir.Value], site: Site) -> tuple[ArraySplit, ...]:
-    return tuple(self._read_sharding(_sharding_of(value), len(shape)) for value, shape in zip(values, site.shapes))
+      pairs = zip(values(op), site.shapes)
+      yield site, tuple(self._read_sharding(_sharding_of(value), len(shape)) for value, shape in pairs)
 
   def _read_sharding(self, sharding: ir.Attribute | None, rank: int) -> ArraySplit:
     if sharding is None:
@@ -409,14 +421,6 @@ def _sharding_of(value: ir.Value) -> ir.Attribute | None:
       return attributes['sdy.sharding'] if 'sdy.sharding' in attributes else None  # noqa: SIM401
     return _result_sharding(parent, number) if parent.name == 'stablehlo.while' else None
   return _result_sharding(owner.operation, ir.OpResult(value).result_number)
-
-
-def _before_reshard(value: ir.Value) -> ir.Value:
-  """Returns what a value of a propagated program is a reshard of, or the value itself."""
-  owner = value.owner
-  if isinstance(owner, ir.Block) or owner.name != 'sdy.reshard':
-    return value
-  return owner.operands[0]
 
 
 def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:

@@ -53,7 +53,8 @@ def reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]
 
 def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]]:
   sizes = mesh_axes(module)
-  propagation = Propagation(module, {op.name for op in operations(module.operation)} - _OUTER, _NUM_DIMS)
+  names = {op.name for op in operations(module.operation)} - _OUTER
+  propagation = Propagation(module, names, _NUM_DIMS, with_sources=True)
   constraints = [site for site in propagation.sites if site.op.name == _CONSTRAINT]
   # Propagation removes constraints, so these have no instances.
   known = {site.op.results[0]: split_of(site.op.results[0], sizes) for site in constraints}
