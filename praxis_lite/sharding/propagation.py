@@ -57,7 +57,7 @@ class Site:
     self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
     self._stated: dict[int, ir.Operation] = {}
     self._callers = callers  # The call of each function.
-    manual = _manual_axes(op)
+    manual = _manual_axes(op, callers)
     self.mesh = tuple(axis for axis in axes if axis.name not in manual)
     self.is_mapped = bool(manual)
 
@@ -375,15 +375,17 @@ def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> b
   return True
 
 
-def _manual_axes(op: ir.Operation) -> set[str]:
-  """Returns the mesh axes that an enclosing `shard_map` maps."""
+def _manual_axes(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> set[str]:
+  """Returns the mesh axes that an enclosing `shard_map` maps, also if it calls the function that contains `op`."""
   axes: set[str] = set()
   parent = op.parent
   while parent is not None:
-    if parent.operation.name == 'sdy.manual_computation':
-      manual = sdy.ManualAxesAttr(parent.operation.attributes['manual_axes'])
+    outer = parent.operation
+    if outer.name == 'sdy.manual_computation':
+      manual = sdy.ManualAxesAttr(outer.attributes['manual_axes'])
       axes.update(manual[i] for i in range(len(manual)))
-    parent = parent.operation.parent
+    call = callers.get(ir.StringAttr(outer.attributes['sym_name']).value) if outer.name == 'func.func' else None
+    parent = outer.parent if call is None else call.parent
   return axes
 
 

@@ -602,21 +602,27 @@ def test_lookups_of_a_batch_in_shard_map(guarded):
   assert code == 0 if guarded else code < 0
 
 
-def test_lookup_in_shard_map_of_rows_that_are_split():
-  """Unless something holds the ids, XLA may split them over the axis of the rows' entries, and abort the process."""
-  mesh, table, ids = mesh_of('a', 'b', 'c'), integers(96, 12), np.arange(48, dtype=np.int32) * 7 % 96
+@pytest.mark.parametrize('in_a_function', [False, True])
+@pytest.mark.parametrize(('of_table', 'of_ids', 'out'), [('-b', '--', '-b'), ('--', 'b-', 'b-')])
+def test_lookup_in_shard_map_of_arrays_that_are_split(of_table, of_ids, out, in_a_function):
+  """Unless constraints hold them, XLA may split ids and the entries of rows over one axis, and abort the process."""
+  mesh, table, ids = mesh_of('a', 'b', 'c'), integers(96, 12), np.arange(48, dtype=np.int32)[:, None] * 7 % 96
   numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+  of_table, of_ids, out = (P(*(None if axis == '-' else axis for axis in split)) for split in (of_table, of_ids, out))
 
-  def take(x, i):
-    take = constrained(mesh, lambda x: jax.lax.gather(x, i, numbers, (1, 12)), [P(None, 'b')], P(None, 'b'))
-    return take(x)
+  def look_up(x, i):
+    return jax.lax.gather(x, i, numbers, (1, 12))
 
+  take = constrained(mesh, jax.jit(look_up) if in_a_function else look_up, [of_table, of_ids], out)
   mapped = jax.shard_map(take, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={'a'}, check_vma=False)
-  lowered = jax.jit(mapped).lower(table, ids[:, None])
+  lowered = jax.jit(mapped).lower(table, ids)
   guard(lowered)
-  (kept,) = re.findall(r'stablehlo.gather"\(%\w+, (%\w+)\)', lowered.as_text())
-  assert re.search(rf'{kept} = sdy.sharding_constraint %\w+ <@mesh, \[{{}}, {{}}\]>', lowered.as_text())
-  assert np.array_equal(lowered.compile()(table, ids[:, None]), table[ids])
+  made_by = dict(re.findall(r'(%\w+) = (.*)', lowered.as_text().partition('func private')[2] or lowered.as_text()))
+  (gather,) = (op for op in made_by.values() if 'stablehlo.gather' in op)
+  for operand, split in zip(re.findall(r'%\w+', gather), (of_table, of_ids)):
+    stated = re.findall(r'{("\w")?}', made_by[operand].partition('[')[2].partition(']')[0])
+    assert 'sdy.sharding_constraint' in made_by[operand] and stated == [f'"{axis}"' if axis else '' for axis in split]
+  assert np.array_equal(lowered.compile()(table, ids), table[ids[:, 0]])
 
 
 def test_lookups_of_a_batch_in_a_function_that_is_called_with_arrays_of_other_splits():

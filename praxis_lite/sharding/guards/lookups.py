@@ -56,17 +56,17 @@ def _are_few(lookup: Instance, free: Iterable[int], looked_up: Iterable[int]) ->
 def arrays_to_pin(lookup: Instance) -> Iterable[int]:
   """Returns the arrays of a correct lookup that XLA might split in another way, and then compute it wrongly.
 
-  * Ids, if they and the table are split. Test: `test_lookup_with_ids_that_are_split_twice`. Inside `shard_map`, also
-    if only the table is: XLA splits the ids over the axes of the table, and aborts the process. Test:
-    `test_lookup_in_shard_map_of_rows_that_are_split`.
-  * All arrays of a sharded batch of lookups: inside `shard_map`, XLA splits the rows of each table over axes that are
-    free, and aborts the process. Test: `test_lookups_of_a_batch_in_shard_map`.
+  * Ids, if they and the table are split. Test: `test_lookup_with_ids_that_are_split_twice`.
+  * All arrays of a sharded batch of lookups, and of any sharded lookup inside `shard_map`: there, XLA splits the rows
+    of each table over axes that are free, or ids and slices over the same axis, and aborts the process. Tests:
+    `test_lookups_of_a_batch_in_shard_map`, `test_lookup_in_shard_map_of_arrays_that_are_split`.
   """
   table, ids = lookup.splits[0], lookup.splits[IDS]
   numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
-  if any(table[dim] for dim in numbers.operand_batching_dims):
+  is_split_in_shard_map = lookup.site.is_mapped and any(map(axes_of, lookup.splits))
+  if is_split_in_shard_map or any(table[dim] for dim in numbers.operand_batching_dims):
     return range(len(lookup.splits))
-  return [IDS] if axes_of(table) and (axes_of(ids) or lookup.site.is_mapped) else []
+  return [IDS] if axes_of(table) and axes_of(ids) else []
 
 
 def arrays_of_scatter_to_pin(scatter: Instance) -> Iterable[int]:
