@@ -28,6 +28,14 @@ from praxis_lite.cli.plan_changes import (
   topologies_of,
   write_planned_experiment,
 )
+from praxis_lite.cli.plan_cheapest import (
+  add_cheapest_flags,
+  cheapest_text,
+  check_cheapest_flags,
+  find_cheapest_run,
+  read_offers,
+  write_cheapest_page,
+)
 from praxis_lite.cli.plan_inference import add_inference_flags, check_inference_flags, plan_decoding
 from praxis_lite.cli.plan_measured import check_measured_flags, read_measurement
 from praxis_lite.common.errors import UserError
@@ -47,7 +55,10 @@ def _run(values: flags.FlagValues) -> int:
   if values.calibrate:
     return _calibrate()
   check_measured_flags(values)
+  check_cheapest_flags(values)
   _check_flags(values)
+  if values.cheapest:
+    return _cheapest(values)
 
   from praxis_lite.instruments.plan import plan
   from praxis_lite.instruments.plan.child import VARIABLE, end_with_parent, go_first_when_memory_is_short, outcome_of
@@ -69,6 +80,20 @@ def _run(values: flags.FlagValues) -> int:
     make = _plan_inference if values.inference else _search if values.search else _plan
     show = make(job)
   return 0 if show() else 1
+
+
+def _cheapest(values: flags.FlagValues) -> int:
+  """Searches for the cheapest run; returns 1 if nothing reaches the goal."""
+  offers = read_offers(values)
+  topology = offers[0].topology
+  prepare(*(offer.topology for offer in offers))
+  config = planned_experiment(values, topology)
+  with _live_line('cheapest') as report, _cache(values.cache) as cache:
+    job = PlanJob(values, config, topology, (), cache, report)
+    found = find_cheapest_run(job, offers)
+  print(cheapest_text(job, found))
+  write_cheapest_page(job, found)
+  return 0 if found.is_reached else 1
 
 
 def _search(job: PlanJob) -> Callable[[], bool]:
@@ -148,6 +173,8 @@ def _check_flags(values: flags.FlagValues) -> None:
     raise UserError(f'--write_experiment={values.write_experiment} exists; name another file')
   if values.html and values.search:
     raise UserError('--html shows one plan, and --search compares many; search first, then --set what it found')
+  if values.cheapest:
+    return
   if not values.topology and values.devices is not None:
     raise UserError(
       '--devices: plan uses no devices of this machine; --topology names the chips, as in '
@@ -297,6 +324,7 @@ def _flags() -> CommandFlags:
   values.add_text('html', page, 'plan.html')
   values.add_switch('cache', 'Keep compiled programs in ~/.cache/praxis_lite/plans.', default=True)
   add_change_flags(values)
+  add_cheapest_flags(values)
   add_inference_flags(values)
   measured = 'Compare the run in --job_log_dir with its plan, and correct later plans for its kind of chip by it.'
   values.add_switch('measured', measured)

@@ -18,6 +18,7 @@ from praxis_lite.common.errors import UserError
 
 if TYPE_CHECKING:
   from praxis_lite.instruments.plan import Plan
+  from praxis_lite.instruments.plan.goodput import Interruptions
   from praxis_lite.instruments.plan.searching import Ranked
   from praxis_lite.instruments.plan.topology import Topology
   from praxis_lite.training.experiment import ExperimentConfig
@@ -59,8 +60,8 @@ class PlanJob(NamedTuple):
 def add_change_flags(values: CommandFlags) -> None:
   search = 'Search for the best mesh, rematerialization and microbatches, and compile the most promising settings.'
   values.add_switch('search', search)
-  values.add_integer('verify', 'With --search: how many settings to compile.', 10, 6, least=0)
-  values.add_integer('search_seconds', 'With --search: about how long it may take.', 1800, 480, least=1)
+  values.add_integer('verify', 'With --search or --cheapest: how many settings to compile.', 10, 6, least=0)
+  values.add_integer('search_seconds', 'With --search or --cheapest: about how long it may take.', 1800, 480, least=1)
   sizes = 'With --search: batch sizes to try too. They change what is learned.'
   values.add_list('batch_sizes', sizes, '128,256')
   compare = 'Also plan it with these overrides, side by side; topology= and exp= name other chips or experiments.'
@@ -139,17 +140,22 @@ def search_table(job: PlanJob) -> tuple[str, Ranked]:
 def more_about(job: PlanJob, found: Plan) -> list[str]:
   """Returns the sections after the plan itself: training cost, comparison, and changes."""
   from praxis_lite.instruments.plan.compare import format_comparison
-  from praxis_lite.instruments.plan.goodput import Interruptions
   from praxis_lite.instruments.plan.price import format_price, price_of
 
   values = job.values
-  given = {field.name: getattr(values, field.name) for field in dataclasses.fields(Interruptions)}
-  interruptions = Interruptions(**{name: value for name, value in given.items() if value is not None})
-  price = price_of(found, values.tokens, values.price_per_chip_hour, interruptions)
+  price = price_of(found, values.tokens, values.price_per_chip_hour, read_interruptions(values))
   sections = [format_price(found, values.tokens, price)]
   if values.compare:
     sections.append(format_comparison(found, _other_plan(job)))
   return [*filter(None, sections), *_changes(job, found)]
+
+
+def read_interruptions(values: flags.FlagValues) -> Interruptions:
+  """Returns what stops a run, by the flags."""
+  from praxis_lite.instruments.plan.goodput import Interruptions
+
+  given = {field.name: getattr(values, field.name) for field in dataclasses.fields(Interruptions)}
+  return Interruptions(**{name: value for name, value in given.items() if value is not None})
 
 
 def _changes(job: PlanJob, found: Plan) -> list[str]:

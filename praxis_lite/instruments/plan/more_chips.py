@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterator
 
 from praxis_lite.common.errors import UserError
@@ -11,7 +9,7 @@ from praxis_lite.common.figures import format_bytes
 from praxis_lite.instruments.plan.fitting import made_to_fit
 from praxis_lite.instruments.plan.knobs import Configured
 from praxis_lite.instruments.plan.planning import Plan, plan
-from praxis_lite.instruments.plan.topology import Topology, nearest_torus
+from praxis_lite.instruments.plan.topology import Topology
 
 _MOST_CHIPS = 4096
 
@@ -44,14 +42,7 @@ def format_more_chips(found: Plan) -> str:
 
 def _larger(topology: Topology) -> Iterator[Topology]:
   """Yields topologies of the same chips, each with twice as many as the one before."""
-  target, chips = topology.target, topology.num_chips
+  chips = topology.num_chips
   while (chips := 2 * chips) <= _MOST_CHIPS:
-    if target.kind == 'tpu':
-      shape = nearest_torus(target, chips)
-      if math.prod(shape) != chips:  # More chips are several slices, whose links are slower.
-        continue
-      yield dataclasses.replace(topology, shape=shape, slices=1)
-    elif target.kind == 'gpu':
-      yield dataclasses.replace(topology, shape=(-(-chips // target.domain), min(chips, target.domain)))
-    else:
-      yield dataclasses.replace(topology, shape=(chips,))
+    if larger := topology.change_chips(chips):
+      yield larger

@@ -48,6 +48,7 @@ def price_of(
   tokens: float | None = None,
   per_chip_hour: float | None = None,
   interruptions: Interruptions = EXPECTED,
+  step_seconds: float | None = None,
 ) -> Price | None:
   """Returns the cost of training on `tokens`, by default `chinchilla_tokens`; None if these or a time are not known.
 
@@ -56,12 +57,14 @@ def price_of(
     tokens: the number of tokens.
     per_chip_hour: the price of a chip for an hour.
     interruptions: how often the run stops, and for how long.
+    step_seconds: a better estimate of the time of a step than the plan's.
   """
   if plan.work.tokens is None or not plan.is_time_known:
     return None
   tokens = chinchilla_tokens(plan) if tokens is None else tokens
   steps = tokens / plan.work.tokens
-  seconds, chips = steps * plan.step_seconds, plan.topology.num_chips
+  seconds = steps * (plan.step_seconds if step_seconds is None else step_seconds)
+  chips = plan.topology.num_chips
   found = goodput(chips, plan.memory.state.total, interruptions)
   whole = seconds / found.share if found.share else math.inf
   chip_hours = whole / 3600 * chips

@@ -214,8 +214,7 @@ class _Search:
       if estimate is None:
         continue
       verified = self._verified.get(setting)
-      seconds, peak = self._correction(estimate, setting)
-      seconds *= _recomputing(peak / estimate.memory.capacity)
+      seconds, peak = self._correction.expect(estimate, setting)
       if verified is not None:
         seconds, peak = verified.step_seconds, float(verified.memory.peak)
       overrides = (*self.fitted, *overrides_of(self._knobs, setting))
@@ -251,6 +250,11 @@ class Correction:
     seconds += _factor(near, lambda p: p.cost.seconds - p.cost.exposed_seconds) * (estimate.cost.seconds - exposed)
     temporaries = _factor(near, lambda p: p.memory.temporaries)
     return seconds, estimate.memory.peak + (temporaries - 1) * estimate.memory.temporaries
+
+  def expect(self, estimate: Plan, setting: Setting = ()) -> tuple[float, float]:
+    """Returns the corrected seconds and peak bytes, and expects that XLA recomputes more if memory is nearly full."""
+    seconds, peak = self(estimate, setting)
+    return seconds * _recomputing(peak / estimate.memory.capacity), peak
 
 
 def _recomputing(filled: float) -> float:

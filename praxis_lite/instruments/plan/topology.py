@@ -89,6 +89,19 @@ class Topology:
     share = target.network if host_gigabits is None else host_gigabits * 1e9 / 8 / target.chips_per_host
     return dataclasses.replace(self, target=dataclasses.replace(target, network=share / oversubscription))
 
+  def change_chips(self, chips: int) -> Topology | None:
+    """Returns the topology with another number of chips, in one slice or in full hosts; None if there is none."""
+    target = self.target
+    if target.kind == 'tpu':  # More chips than the largest slice has are several slices, whose links are slower.
+      shape = nearest_torus(target, chips)
+      return dataclasses.replace(self, shape=shape, slices=1) if math.prod(shape) == chips else None
+    if target.kind == 'gpu':
+      hosts, rest = divmod(chips, target.domain)
+      if hosts and rest:
+        return None
+      return dataclasses.replace(self, shape=(max(hosts, 1), min(chips, target.domain)))
+    return dataclasses.replace(self, shape=(chips,))
+
   def wraps(self, dim: int) -> bool:
     """Whether a dimension of the torus is a ring."""
     return self.shape[dim] % self.target.wraps_at == 0
@@ -109,6 +122,12 @@ def parse_topology(text: str) -> Topology:
   if len(parts) > 1 and (target.kind != 'tpu' or not parts[1].isdecimal()):
     raise ConfigError(f'topology {text!r}: a part after the sizes is a number of TPU slices, as in v5e:16x16:2')
   return Topology(target, _ARRANGED[target.kind](text, target, shape), slices)
+
+
+def smallest_of(name: str) -> str:
+  """Returns the name of the topology with one chip of a kind; raises ConfigError if the kind is not known."""
+  target = find_target(name)
+  return f'{target.name}:{"x".join(["1"] * max(target.torus, 1))}'
 
 
 def _sizes(text: str) -> tuple[int, ...]:

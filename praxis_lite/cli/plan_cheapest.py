@@ -1,0 +1,153 @@
+"""`praxis-lite plan --cheapest`: the chips and settings with which a run takes little money and time."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from praxis_lite.cli.command import experiment_arguments
+from praxis_lite.cli.command_flags import CommandFlags
+from praxis_lite.cli.plan_changes import PlanJob, read_interruptions, read_topology
+from praxis_lite.common.errors import UserError
+
+if TYPE_CHECKING:
+  from praxis_lite.instruments.plan.cheapest import CheapestRun, Offer
+
+_OWN = ('prices', 'chips', 'budget', 'deadline')
+_OTHERS = (
+  *('topology', 'price_per_chip_hour', 'search', 'inference', 'what_if', 'compare', 'why', 'snapshot', 'check'),
+  *('measured', 'write_experiment', 'batch_sizes'),
+)
+_MOST_CHIPS = 4096
+_PRICES = '--prices=h100=2.5,v5p=4.2'
+_UNITS = {'h': 3600.0, 'd': 86400.0}
+
+
+def add_cheapest_flags(values: CommandFlags) -> None:
+  values.add_switch('cheapest', 'Search for the chips, their number and the settings that train on --tokens for least.')
+  values.add_list('prices', 'With --cheapest: price of a chip for an hour, of each kind to consider.', 'h100=2.5,v5p=4')
+  numbers = 'With --cheapest: numbers of chips to consider; by default all powers of two on which it fits.'
+  values.add_list('chips', numbers, '64,128,256')
+  values.add_number('budget', 'With --cheapest: the most that the run may take, in money.', '50000', least=0)
+  values.add_text('deadline', 'With --cheapest: days, hours or the date by which the run has to end.', '30d')
+
+
+def check_cheapest_flags(values: flags.FlagValues) -> None:
+  """Raises UserError if flags of --cheapest are missing, invalid, or mixed with those of other plans."""
+  for name in _OTHERS if values.cheapest else _OWN:
+    if values[name].value:
+      what = 'is for a plan of given chips; leave it out, or --cheapest' if values.cheapest else 'needs --cheapest'
+      raise UserError(f'--{name} {what}')
+  if not values.cheapest:
+    return
+  if values.hf and not any('batch_size' in line for line in values.set):
+    raise UserError("--cheapest compares runs with the same batch: --hf needs --set 'datasets[*].batch_size=256'")
+  if values.budget == 0:
+    raise UserError('--budget=0: expected a price of more than 0')
+  read_prices(values)
+  read_numbers(values)
+  if values.deadline is not None:
+    read_deadline(values.deadline)
+
+
+def read_prices(values: flags.FlagValues) -> Mapping[str, float]:
+  """Returns the price of a chip for an hour by the name of the chip."""
+  from praxis_lite.instruments.plan.targets import TARGETS, find_target
+
+  known = ', '.join(name for name, target in TARGETS.items() if target.kind != 'cpu')
+  if not values.prices:
+    raise UserError(f'--cheapest needs the price of a chip for an hour, of each kind to consider: {_PRICES} ({known})')
+  found: dict[str, float] = {}
+  for part in values.prices:
+    name, equals, text = part.partition('=')
+    try:
+      price = float(text)
+    except ValueError:
+      price = 0.0
+    if not equals or not 0 < price < float('inf'):
+      raise UserError(f'--prices: expected chips with a price of more than 0, as in {_PRICES}, got {part!r}')
+    target = find_target(name.strip())
+    if target.kind == 'cpu' or target.name in found:
+      what = 'simulated devices have no price' if target.kind == 'cpu' else 'it has two prices'
+      raise UserError(f'--prices={part}: {what}; name each of {known} at most once')
+    found[target.name] = price
+  return found
+
+
+def read_numbers(values: flags.FlagValues) -> list[int]:
+  """Returns the numbers of chips to consider."""
+  if wrong := [text for text in values.chips if not re.fullmatch(r'[1-9]\d{0,6}', text.strip())]:
+    raise UserError(f'--chips: expected numbers of chips such as 64,128, got {wrong[0]!r}')
+  powers = [2**i for i in range(_MOST_CHIPS.bit_length())]
+  return [int(text) for text in values.chips] or powers
+
+
+def read_deadline(text: str, now: datetime.datetime | None = None) -> float:
+  """Returns the seconds until a deadline: '30d', '36h', or the end of a date such as '2026-12-24'."""
+  found = re.fullmatch(r'(\d+(?:\.\d+)?)([dh])', text.strip())
+  if found and float(found[1]) > 0:
+    return float(found[1]) * _UNITS[found[2]]
+  try:
+    day = datetime.date.fromisoformat(text.strip())
+  except ValueError:
+    raise UserError(f'--deadline={text}: expected days, hours or a date, as in 30d, 36h or 2027-01-31') from None
+  now = datetime.datetime.now() if now is None else now
+  seconds = (datetime.datetime.combine(day, datetime.time.max) - now).total_seconds()
+  if seconds <= 0:
+    raise UserError(f'--deadline={text} is over; today is {now:%Y-%m-%d}')
+  return seconds
+
+
+def read_offers(values: flags.FlagValues) -> list[Offer]:
+  """Returns the chips of the flags, each kind in several numbers, with what was measured on them."""
+  from praxis_lite.instruments.plan.cheapest import Offer, offers_of
+  from praxis_lite.instruments.plan.topology import smallest_of
+
+  prices = read_prices(values)
+  kinds = [Offer(read_topology(smallest_of(name), values), price) for name, price in prices.items()]
+  offers = offers_of(kinds, read_numbers(values))
+  if not offers:
+    raise UserError(f'--chips={",".join(values.chips)}: none of {", ".join(prices)} comes in such numbers')
+  return offers
+
+
+def find_cheapest_run(job: PlanJob, offers: list[Offer]) -> CheapestRun:
+  """Returns what the run of the flags takes on each offer."""
+  from praxis_lite.instruments.plan.cheapest import Goal, find_cheapest
+
+  values = job.values
+  limit = None if values.deadline is None else read_deadline(values.deadline)
+  return find_cheapest(
+    *(job.config, None, offers, Goal(values.tokens, values.budget, limit)),
+    interruptions=read_interruptions(values),
+    verify=values.verify if values.compile else 0,
+    seconds=values.search_seconds,
+    cache=job.cache,
+    elsewhere=lambda topology, overrides: job._replace(topology=topology).elsewhere(overrides),
+    report=job.report,
+  )
+
+
+def cheapest_text(job: PlanJob, found: CheapestRun) -> str:
+  """Returns the result as text, with the command that plans the best option."""
+  from praxis_lite.instruments.plan.cheapest_text import format_cheapest
+
+  arguments = experiment_arguments(job.values)
+  if job.values.hf:
+    arguments = [f'--hf={job.values.hf}', *arguments[1:]]
+  tokens = [] if job.values.tokens is None else [f'--tokens={job.values.tokens:g}']
+  return format_cheapest(found, ('praxis-lite', 'plan', *arguments, *tokens))
+
+
+def write_cheapest_page(job: PlanJob, found: CheapestRun) -> None:
+  """Writes the page of --html, and prints where; does nothing without the flag."""
+  if job.values.html:
+    from praxis_lite.instruments.plan.cheapest_page import write_page_of_cheapest
+
+    title = job.values.exp or job.values.hf or job.values.job_log_dir
+    print(f'\nwrote {write_page_of_cheapest(job.values.html, found, title)}', file=sys.stdout)

@@ -1,0 +1,405 @@
+"""cheapest: finds the chips, their number and the settings with which a run takes little money and time.
+
+    offers       each kind of chip at its price, in several numbers
+    estimates    two settings on each offer, by formulas: the experiment's own and the best on a smaller offer, with a
+                 mesh that fits; then a search on each of the offers that promise most
+    compiled     the offers that promise most, one after the other; each corrects the estimates of its kind of chip
+
+The batch keeps its size, because another one trains another model. So a batch of few rows limits the number of chips.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import format_bytes
+from praxis_lite.instruments.explain.report import Explained, task_and_inputs
+from praxis_lite.instruments.plan.compilers import missing_compiler
+from praxis_lite.instruments.plan.fitting import made_to_fit
+from praxis_lite.instruments.plan.goodput import EXPECTED, Interruptions
+from praxis_lite.instruments.plan.knobs import Configured, configure_task
+from praxis_lite.instruments.plan.memory import state_bytes
+from praxis_lite.instruments.plan.planning import Plan, plan
+from praxis_lite.instruments.plan.price import Price, chinchilla_tokens, price_of
+from praxis_lite.instruments.plan.searching import Correction, search
+from praxis_lite.instruments.plan.topology import Topology, parse_topology
+from praxis_lite.instruments.plan.uncertainty import TimeFactors, time_factors
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+# A function that returns `plan`'s argument `elsewhere` for chips and overrides.
+ElsewhereOf = Callable[[Topology, Sequence[str]], Callable[[], None] | None]
+
+_MOST_ESTIMATES = 16  # For an offer.
+_FOR_ESTIMATES = 0.5  # Share of the time limit.
+
+
+class Offer(NamedTuple):
+  """Chips that can be rented, and the price of each for an hour."""
+
+  topology: Topology
+  per_chip_hour: float
+
+
+class Goal(NamedTuple):
+  """What a run has to reach.
+
+  Attributes:
+    tokens: number of tokens to train on; None means 20 for each active parameter.
+    budget: the largest price; None if it does not matter.
+    seconds: the longest time; None if it does not matter.
+  """
+
+  tokens: float | None = None
+  budget: float | None = None
+  seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Option:
+  """An offer, the best known setting on it, and what the run takes.
+
+  Attributes:
+    topology: the chips.
+    overrides: overrides that apply the setting.
+    plan: plan of the compiled step, or by formulas.
+    step_seconds, peak: seconds of a step and peak bytes of a device; if not compiled, corrected by compiled steps.
+    price: time and money of the run.
+    failure: why compiling failed, other than for lack of memory; '' if it did not fail or was not tried.
+  """
+
+  topology: Topology
+  overrides: tuple[str, ...]
+  plan: Plan
+  step_seconds: float
+  peak: float
+  price: Price
+  failure: str = ''
+
+  @property
+  def seconds(self) -> float:
+    return self.price.seconds
+
+  @property
+  def money(self) -> float:
+    assert self.price.money is not None  # Each offer has a price.
+    return self.price.money
+
+  @property
+  def is_compiled(self) -> bool:
+    return self.plan.mode == 'compiled'
+
+  @property
+  def factors(self) -> TimeFactors | None:
+    """The known quotients of the real time, and therefore money, and the planned one."""
+    return time_factors(self.topology, self.is_compiled)
+
+  def largest(self, value: float) -> float:
+    """Returns what the planned time or money may become at most, by the errors of earlier plans."""
+    return value * (self.factors.largest if self.factors else 1.0)
+
+  def is_beaten_by(self, other: Option) -> bool:
+    """Whether another option is no slower and no dearer, and better in one of the two."""
+    mine, theirs = (self.seconds, self.money), (other.seconds, other.money)
+    return theirs != mine and theirs[0] <= mine[0] and theirs[1] <= mine[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheapestRun:
+  """The result of `find_cheapest`.
+
+  Attributes:
+    goal: the goal, with its number of tokens.
+    options: one option for each offer on which a setting fits, the cheapest first.
+    left_out: why other offers have no option, by their names.
+    estimates: the number of settings that were estimated.
+  """
+
+  goal: Goal
+  options: tuple[Option, ...]
+  left_out: Mapping[str, str]
+  estimates: int
+
+  @property
+  def frontier(self) -> list[Option]:
+    """The options that no other beats, the cheapest first."""
+    return [option for option in self.options if not any(option.is_beaten_by(other) for other in self.options)]
+
+  @property
+  def best(self) -> Option | None:
+    """The option to take, or, if none reaches the goal, the nearest one; None if no setting fits on any offer."""
+    return next(iter(order_options(self.options, self.goal)), None)
+
+  @property
+  def is_reached(self) -> bool:
+    return self.best is not None and excess(self.best, self.goal) <= 1
+
+
+def excess(option: Option, goal: Goal, *, at_most: bool = False) -> float:
+  """Returns the larger quotient of money and budget, and of time and limit; at most 1 if the option reaches the goal.
+
+  `at_most` takes the largest time and money by the errors of earlier plans.
+  """
+  factor = option.largest(1.0) if at_most else 1.0
+  shares = [option.money / goal.budget] if goal.budget is not None else []
+  shares += [option.seconds / goal.seconds] if goal.seconds is not None else []
+  return factor * max(shares, default=0.0)
+
+
+def order_options(options: Sequence[Option], goal: Goal) -> list[Option]:
+  """Returns options, the best first: the cheapest that reach the goal, and then the nearest of the others.
+
+  With a budget and no other limit, the fastest that reach the goal come first.
+  """
+
+  def key(option: Option) -> tuple[float, float, float]:
+    missed = excess(option, goal)
+    fastest_first = goal.budget is not None and goal.seconds is None
+    costs = (option.seconds, option.money) if fastest_first else (option.money, option.seconds)
+    return (0.0, *costs) if missed <= 1 else (missed, *costs)
+
+  return sorted(options, key=key)
+
+
+def offers_of(kinds: Sequence[Offer], numbers: Sequence[int]) -> list[Offer]:
+  """Returns offers of each kind of chip in these numbers of chips, without numbers in which it does not come.
+
+  Args:
+    kinds: an offer of each kind, with any number of chips.
+    numbers: numbers of chips.
+  """
+  pairs = itertools.product(kinds, sorted({*numbers}))
+  found = ((kind.topology.change_chips(number), kind.per_chip_hour) for kind, number in pairs)
+  return [Offer(topology, price) for topology, price in found if topology is not None]
+
+
+def find_cheapest(
+  task: Explained,
+  inputs: Mapping[str, object] | None,
+  offers: Sequence[Offer],
+  goal: Goal,
+  *,
+  interruptions: Interruptions = EXPECTED,
+  verify: int = 6,
+  seconds: float = 480.0,
+  cache: Path | None = None,
+  elsewhere: ElsewhereOf | None = None,
+  report: Callable[[str], object] = lambda stage: None,
+) -> CheapestRun:
+  """Returns what a run takes on each offer, with the best known setting on it.
+
+  Args:
+    task, inputs, cache, report: see `plan`.
+    offers: chips and their prices.
+    goal: what the run has to reach; its limits decide what is compiled first.
+    interruptions: how often the run stops, and for how long.
+    verify: number of steps to compile; 0 compiles nothing.
+    seconds: approximate time limit; half of it is for estimates.
+    elsewhere: makes another process compile; see `ElsewhereOf`. None compiles in this process.
+
+  Raises:
+    UserError: the experiment has no batches of tokens, or it can be planned on none of the offers.
+  """
+  found = _Search(configure_task(task, inputs), goal, interruptions, cache, elsewhere, report)
+  return found.run(offers, verify, seconds)
+
+
+class _Setting(NamedTuple):
+  """A setting on an offer, by formulas."""
+
+  offer: Offer
+  overrides: tuple[str, ...]
+  estimate: Plan
+
+
+@dataclasses.dataclass(eq=False)
+class _Search:
+  """The state of a search; see `find_cheapest` for arguments."""
+
+  config: Configured
+  goal: Goal
+  interruptions: Interruptions
+  cache: Path | None
+  elsewhere: ElsewhereOf | None
+  report: Callable[[str], object]
+
+  def __post_init__(self) -> None:
+    self._settings: dict[str, list[_Setting]] = {}  # Those of an offer that may fit, by its name.
+    self._compiled: dict[tuple[str, tuple[str, ...]], Plan] = {}
+    self._failed: dict[tuple[str, tuple[str, ...]], str] = {}
+    self._corrections: dict[str, Correction] = {}  # By the name of a chip.
+    self._left_out: dict[str, str] = {}
+    self._estimates = 0
+
+  def run(self, offers: Sequence[Offer], verify: int, seconds: float) -> CheapestRun:
+    start = time.monotonic()
+    self._estimate_all(offers)
+    self._estimate_more(start + _FOR_ESTIMATES * seconds)
+    longest = 0.0
+    while len(self._compiled) + len(self._failed) < verify:
+      left = (o for o in self._promising() if not (o.is_compiled or o.failure or missing_compiler(o.topology)))
+      option = next(left, None)
+      if option is None or (self._compiled and time.monotonic() + longest > start + seconds):
+        break
+      longest = max(longest, self._compile(option))
+    options = sorted(self._options().values(), key=lambda option: (option.money, option.seconds))
+    return CheapestRun(self.goal, tuple(options), dict(self._left_out), self._estimates)
+
+  # ---------------------------------------------------------------- estimates
+
+  def _estimate_all(self, offers: Sequence[Offer]) -> None:
+    """Estimates a setting for each offer, and more if that does not fit: offers with few chips first, of all kinds."""
+    least, before = self._state_bytes(), dict[str, tuple[str, ...]]()
+    given_up: dict[str, str] = {}
+    first_error: UserError | None = None
+    for offer in sorted(offers, key=lambda offer: offer.topology.num_devices):
+      topology, kind = offer.topology, offer.topology.target.name
+      room = topology.target.device_memory * topology.num_devices
+      if kind in given_up or least > room:
+        too_much = f'the state takes {format_bytes(least)}, which is more than all chips together have'
+        self._left_out[topology.name] = given_up.get(kind, too_much)
+        continue
+      try:
+        self._estimate_first(offer, before.get(kind, ()))
+      except UserError as error:  # The batch has too few rows for so many devices, or an axis does not fit.
+        first_error, given_up[kind] = first_error or error, str(error)
+        self._left_out[topology.name] = str(error)
+      if settings := self._settings.get(topology.name):
+        before[kind] = settings[0].overrides
+    kinds = {offer.topology.target.name for offer in offers}
+    if first_error is not None and not self._settings and len(given_up) == len(kinds):
+      raise first_error
+
+  def _estimate_first(self, offer: Offer, before: tuple[str, ...]) -> None:
+    """Estimates the experiment's own setting and that of a smaller offer, and more settings if neither fits."""
+    try:
+      found = self._estimate(offer, (), 1)
+    except UserError:
+      if not before:
+        raise
+      self._estimate(offer, before, 1)
+      return
+    if before:
+      with contextlib.suppress(UserError):
+        found |= self._estimate(offer, before, 1)
+    if not found:
+      self._estimate(offer, before, _MOST_ESTIMATES)
+
+  def _estimate_more(self, end: float) -> None:
+    """Estimates more settings of the offers that promise most, until the time `end`."""
+    done: set[str] = set()
+    while time.monotonic() < end:
+      name = next((option.topology.name for option in self._promising() if option.topology.name not in done), None)
+      if name is None:
+        break
+      done.add(name)
+      setting = self._settings[name][0]
+      self._estimate(setting.offer, setting.overrides, _MOST_ESTIMATES)
+
+  def _estimate(self, offer: Offer, before: tuple[str, ...], number: int) -> bool:
+    """Estimates `number` settings on an offer, from overrides on; returns whether there is one that fits."""
+    name, config = offer.topology.name, self.config.change(before)
+    self.report(f'estimating {name}, {self._estimates} settings so far')
+    found = search(config.explained, config.inputs, offer.topology, verify=0, estimates=number)
+    self._estimates += len(found)
+    settings = [_Setting(offer, _last_of_each((*before, *r.overrides)), r.estimate) for r in found if r.fits]
+    if not found[0].plan.is_time_known:
+      self._left_out[name] = 'its time is not known: how often some loops run depends on data'
+      return True
+    if self._price(found[0].estimate, offer, found[0].seconds) is None:
+      raise UserError('the batches of this experiment have no tokens, so a number of tokens has no price')
+    if settings:
+      known = {setting.overrides: setting for setting in (*self._settings.get(name, ()), *settings)}
+      self._settings[name] = sorted(known.values(), key=lambda setting: self._option(setting).seconds)
+      self._left_out.pop(name, None)
+    elif name not in self._settings:
+      self._left_out[name] = f'no setting fits: at least {format_bytes(found[0].peak)} on each device'
+    return bool(settings)
+
+  def _state_bytes(self) -> float:
+    """Returns the bytes of the state in the memory of all devices together; 0 if it is not known."""
+    try:
+      one = self.config.change(made_to_fit(self.config.task, parse_topology('cpu:1'))[0])
+      task, inputs = task_and_inputs(one.explained, one.inputs)
+      state = state_bytes(PartitionedTask(task, dict(inputs or {}), mesh=abstract_mesh(task.mesh_sizes(1))))
+    except (UserError, ValueError):  # Such as stages that need their axis.
+      return 0.0
+    return float(state.parameters + state.slots + state.averages)
+
+  # ---------------------------------------------------------------- what is compiled
+
+  def _promising(self) -> list[Option]:
+    """Returns all options, in the order in which it helps the decision to know them better."""
+    ordered = order_options([*self._options().values()], self.goal)
+    if self.goal.budget is not None or self.goal.seconds is not None or not ordered:
+      return ordered
+    frontier = [option for option in ordered if not any(option.is_beaten_by(other) for other in ordered)]
+    ends = [frontier[0], frontier[-1]]
+    return list(dict.fromkeys([*ends, *frontier, *ordered]))
+
+  def _compile(self, option: Option) -> float:
+    """Compiles an option and returns the seconds that this took."""
+    start, topology = time.monotonic(), option.topology
+    setting = next(s for s in self._settings[topology.name] if s.overrides == option.overrides)
+    config = self.config.change(setting.overrides)
+    number = len(self._compiled) + len(self._failed) + 1
+    found = plan(
+      *(config.explained, config.inputs, topology),
+      cache=self.cache,
+      elsewhere=None if self.elsewhere is None else self.elsewhere(topology, setting.overrides),
+      report=lambda stage: self.report(f'{stage} number {number}, for {topology.name}'),
+    )
+    key = topology.name, setting.overrides
+    if found.mode == 'compiled' or found.is_refused:
+      self._compiled[key] = found
+      correction = self._corrections.setdefault(topology.target.name, Correction())
+      correction.add(setting.estimate, found, (topology.num_chips,))
+    else:
+      self._failed[key] = found.failure
+    return time.monotonic() - start
+
+  # ---------------------------------------------------------------- options
+
+  def _options(self) -> dict[str, Option]:
+    """Returns the best setting of each offer by all that is known, by the offer's name."""
+    found = {}
+    for name, settings in self._settings.items():
+      options = [option for option in map(self._option, settings) if option.peak <= option.plan.memory.capacity]
+      if not options:
+        self._left_out[name] = 'no setting fits, as compiled'
+      elif math.isinf(options[0].seconds):
+        self._left_out[name] = 'a chip fails sooner than the run restarts and saves'
+      else:
+        found[name] = min(options, key=lambda option: (not option.is_compiled, option.seconds))
+    return found
+
+  def _option(self, setting: _Setting) -> Option:
+    topology, key = setting.offer.topology, (setting.offer.topology.name, setting.overrides)
+    compiled = self._compiled.get(key)
+    if compiled is not None:
+      peak = float(compiled.memory.peak) if compiled.fits else math.inf
+      seconds, best = compiled.step_seconds, compiled
+    else:
+      correction, best = self._corrections.get(topology.target.name, Correction()), setting.estimate
+      seconds, peak = correction.expect(best, (topology.num_chips,))
+    price = self._price(best, setting.offer, seconds)
+    assert price is not None  # `_estimate` has checked it.
+    return Option(topology, setting.overrides, best, seconds, peak, price, self._failed.get(key, ''))
+
+  def _price(self, found: Plan, offer: Offer, step_seconds: float) -> Price | None:
+    if self.goal.tokens is None and found.work.tokens is not None:
+      self.goal = self.goal._replace(tokens=chinchilla_tokens(found))
+    return price_of(found, self.goal.tokens, offer.per_chip_hour, self.interruptions, step_seconds)
+
+
+def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
+  """Returns overrides without those that a later one replaces."""
+  return tuple({line.partition('=')[0]: line for line in overrides}.values())

@@ -1,0 +1,70 @@
+"""The result of `find_cheapest` as one self-contained HTML page: time against money, and a table."""
+
+from __future__ import annotations
+
+import pathlib
+
+from praxis_lite.common.figures import duration
+from praxis_lite.instruments.explain.page import fill_page, write_file
+from praxis_lite.instruments.plan.cheapest import CheapestRun, Option
+from praxis_lite.instruments.plan.cheapest_text import (
+  format_goal,
+  format_money,
+  format_reached,
+  left_out_lines,
+  mark_of,
+  setting_text,
+  verdict,
+)
+
+
+def write_page_of_cheapest(path: str, found: CheapestRun, title: str) -> pathlib.Path:
+  """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
+
+  Creates missing parent directories. `title` says what is trained.
+  """
+  return write_file(path, render_page_of_cheapest(found, title))
+
+
+def render_page_of_cheapest(found: CheapestRun, title: str) -> str:
+  """Returns the page as HTML."""
+  package = 'praxis_lite.instruments.plan'
+  return fill_page(package, f'{title}: cheapest run', page_of_cheapest(found, title), 'cheapest', ('cheapest',))
+
+
+def page_of_cheapest(found: CheapestRun, title: str) -> dict[str, object]:
+  """Returns the data of the page, ready for JSON. Times are in seconds."""
+  return {
+    'title': title,
+    'goal': format_goal(found.goal),
+    'budget': found.goal.budget,
+    'seconds': found.goal.seconds,
+    'hasGoal': found.goal.budget is not None or found.goal.seconds is not None,
+    'verdict': verdict(found),
+    'leftOut': [line.strip() for line in left_out_lines(found)],
+    'options': [_option(option, found) for option in found.options],
+  }
+
+
+def _option(option: Option, found: CheapestRun) -> dict[str, object]:
+  known = option.factors
+  return {
+    'name': option.topology.name,
+    'kind': option.topology.target.name,
+    'chips': option.topology.num_chips,
+    'how': mark_of(option),
+    'isCompiled': option.is_compiled,
+    'isBest': option is found.best,
+    'isUnbeaten': option in found.frontier,
+    'seconds': option.seconds,
+    'money': option.money,
+    'factors': None if known is None else [known.least, known.largest],
+    'timeText': duration(option.seconds),
+    'timeMost': '' if known is None else duration(option.largest(option.seconds)),
+    'moneyText': format_money(option.money),
+    'moneyMost': '' if known is None else format_money(option.largest(option.money)),
+    'reached': format_reached(option, found.goal),
+    'step': option.step_seconds,
+    'memory': option.peak,
+    'setting': setting_text(option),
+  }
