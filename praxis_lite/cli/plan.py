@@ -55,6 +55,11 @@ def _run(values: flags.FlagValues) -> int:
   if values.calibrate:
     return _calibrate()
   check_measured_flags(values)
+  if values.measured and not values.job_log_dir:
+    from praxis_lite.instruments.plan.experience import experience_file, format_experience
+
+    print(format_experience(experience_file()))
+    return 0
   check_cheapest_flags(values)
   _check_flags(values)
   if values.cheapest:
@@ -143,6 +148,12 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
       from praxis_lite.instruments.plan.page import write_plan_page
 
       print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.hf or values.job_log_dir)}')
+    if values.figures:
+      from praxis_lite.cli.train_plan import predict
+      from praxis_lite.runs.records.certificate import write_prediction
+
+      write_prediction(Path(values.figures), predict(found))
+      print(f'\nwrote {values.figures}')
     return _compare_with_snapshot(values, found) and found.fits
 
   return show
@@ -326,8 +337,10 @@ def _flags() -> CommandFlags:
   add_change_flags(values)
   add_cheapest_flags(values)
   add_inference_flags(values)
-  measured = 'Compare the run in --job_log_dir with its plan, and correct later plans for its kind of chip by it.'
+  measured = 'Compare the run in --job_log_dir with its plan, and correct later plans by it. Alone: what they learned.'
   values.add_switch('measured', measured)
+  figures = 'Also write the figures of a step to a file, for `train --plan`, which compares a run with them.'
+  values.add_text('figures', figures, 'plan.json')
   values.add_switch('why', 'Print the cause of each collective, and all surprises.')
   values.add_text('snapshot', 'Write weights, memory and collectives to a file, for --check.', 'plans/8b.txt')
   check = 'Exit with 1 if the step is worse than in a snapshot, which also gives the default experiment and chips.'

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OWN = ('prices', 'chips', 'budget', 'deadline')
 _OTHERS = (
   *('topology', 'price_per_chip_hour', 'search', 'inference', 'what_if', 'compare', 'why', 'snapshot', 'check'),
-  *('measured', 'write_experiment', 'batch_sizes'),
+  *('measured', 'write_experiment', 'batch_sizes', 'figures'),
 )
 _MOST_CHIPS = 4096
 _PRICES = '--prices=h100=2.5,v5p=4.2'

@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {'rows': 8, 'prompt_length': 1024, 'max_tokens': 128}
 # Flags that are about train steps.
-_OF_TRAINING = ('search', 'what_if', 'compare', 'tokens', 'html', 'why', 'snapshot', 'check', 'write_experiment')
+_OF_TRAINING = (
+  'search',
+  'what_if',
+  'compare',
+  'tokens',
+  'html',
+  'why',
+  'snapshot',
+  'check',
+  'write_experiment',
+  'figures',
+)
 
 
 def add_inference_flags(values: CommandFlags) -> None:

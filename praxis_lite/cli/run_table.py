@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, TextIO
 from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
+  from praxis_lite.runs.records.certificate import Certificate
   from praxis_lite.runs.records.comparing import RunGroup
   from praxis_lite.runs.records.runs import RunState
 
 _MOST_FIELDS, _MOST_CHARACTERS = 8, 24  # Largest number of fields in a row of a pipe, and of characters in a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module path in front of the name of a class or function.
-_FIXED = ('run', 'step', 'age', 'loss', 'best')
+_TIMES, _MEMORY = 'step / planned', 'memory / planned'
+_FIXED = ('run', 'step', 'age', 'loss', 'best', _TIMES, _MEMORY)
 # A narrow terminal leaves out the first ones of these columns to show more fields.
-_LESS_IMPORTANT = ('loss', 'age', 'step')
+_LESS_IMPORTANT = (_MEMORY, _TIMES, 'loss', 'age', 'step')
 _FEW_FIELDS = 3
 
 
@@ -57,6 +59,8 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
         'age': age(run),
         'loss': format_number(run.last_loss),
         'best': '-' if best is None else f'{format_number(best[0])} @{best[1]}',
+        _TIMES: _quotient(run.certificate and run.certificate.times),
+        _MEMORY: _quotient(run.certificate and run.certificate.memory),
       }
     )
   names = [printable(name, one_line=True) for name in group.columns]
@@ -71,7 +75,8 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
   print(_wrap(printable(f'{group.title}, {count}{about}', one_line=True), width))
 
   for left_out in range(len(_LESS_IMPORTANT) + 1):
-    left = (*_LESS_IMPORTANT[:left_out], *(() if has_best else ('best',)))
+    empty = [name for name in ('best', _TIMES, _MEMORY) if all(row[name] == '-' for row in fixed)]
+    left = (*_LESS_IMPORTANT[:left_out], *empty)
     head = [name for name in _FIXED if name not in left]
     rows = [[*head, *names], *([*(row[name] for name in head), *own] for row, own in zip(fixed, fields))]
     shown = _columns_that_fit(rows, width, needed)
@@ -118,11 +123,13 @@ def write_csv(groups: Sequence[RunGroup], folder: str, file: TextIO) -> None:
   columns = list(dict.fromkeys(name for group in groups for name in group.columns))
   writer = csv.writer(file, lineterminator='\n')
   fixed = ('group', 'run', 'step', 'num_steps', 'running', 'written', 'train/loss', 'metric', 'best', 'best_step')
-  writer.writerow([*fixed, *columns])
+  planned = tuple(_planned_cells(None)) if any(run.certificate for group in groups for run in group.runs) else ()
+  writer.writerow([*fixed, *planned, *columns])
   for group in groups:
     for run, own in zip(group.runs, group.values):
       writer.writerow(
         [printable(str(value), one_line=True) for value in _csv_cells(run, group, folder)]
+        + [str(value) for value in _planned_cells(run.certificate).values() if planned]
         + [printable(own.get(name, ''), one_line=True) for name in columns]
       )
 
@@ -134,6 +141,60 @@ def _csv_cells(run: RunState, group: RunGroup, folder: str) -> list[object]:
   where = name_below(folder, run)
   steps = run.step, '' if run.num_steps is None else run.num_steps
   return [group.title, where, *steps, run.is_running, written, loss, group.metric, best, best_step]
+
+
+def _planned_cells(certificate: Certificate | None) -> dict[str, object]:
+  """Returns the planned and measured figures of a run by the name of their column; '' for those that are not known."""
+  predicted = None if certificate is None else certificate.predicted
+  measured = None if certificate is None else certificate.measured
+  cells = {
+    'planned_step_seconds': predicted and predicted.step_seconds,
+    'measured_step_seconds': measured and measured.seconds,
+    'planned_peak_bytes': predicted and predicted.peak_bytes,
+    'measured_peak_bytes': measured and measured.device_peak,
+    'planned_waiting_seconds': predicted and predicted.waiting_seconds,
+    'planned_sent_bytes': predicted and predicted.fast_bytes + predicted.network_bytes,
+  }
+  return {name: '' if value is None else value for name, value in cells.items()}
+
+
+def _quotient(value: float | None) -> str:
+  return '-' if value is None else f'{value:.2f}'
+
+
+def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
+  """Returns a Markdown table for each group of runs, with planned and measured figures, as for a comment in CI."""
+  from praxis_lite.common.figures import format_bytes, format_seconds
+  from praxis_lite.runs.records.certificate import format_communication
+  from praxis_lite.runs.records.runs import format_number
+
+  texts = []
+  for group in groups:
+    head = ['run', 'step', 'loss', f'best {group.metric}', 'step time', 'memory', 'communication, as planned']
+    rows = []
+    for run in group.runs:
+      best, found = run.best(group.metric, group.mode), run.certificate
+      planned, seen = (None, None) if found is None else found
+      time = memory = communication = '-'
+      if seen is not None:
+        time, memory = format_seconds(seen.seconds), format_bytes(seen.device_peak) if seen.device_peak else '-'
+      if planned is not None and found is not None:
+        if found.times is not None and planned.step_seconds:
+          time += f', {found.times:.2f} x the planned {format_seconds(planned.step_seconds)}'
+        if found.memory is not None:
+          memory += f', {found.memory:.2f} x the planned {format_bytes(planned.peak_bytes)}'
+        communication = format_communication(planned) or '-'
+      steps = f'{run.step}{"" if run.num_steps is None else f"/{run.num_steps}"}'
+      at = '-' if best is None else f'{format_number(best[0])} @{best[1]}'
+      rows.append([name_below(folder, run), steps, format_number(run.last_loss), at, time, memory, communication])
+    lines = [head, ['---'] * len(head), *rows]
+    table = '\n'.join(f'| {" | ".join(map(_markdown, cells))} |' for cells in lines)
+    texts.append(f'### {_markdown(group.title)}\n\n{table}')
+  return '\n\n'.join(texts)
+
+
+def _markdown(text: str) -> str:
+  return printable(text, one_line=True).replace('\\', '\\\\').replace('|', '\\|')
 
 
 def _is_number(text: str) -> bool:

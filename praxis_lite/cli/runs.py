@@ -8,7 +8,7 @@ from absl import flags
 
 from praxis_lite.cli.command import Command
 from praxis_lite.cli.command_flags import CommandFlags, add_metric
-from praxis_lite.cli.run_table import print_groups, write_csv
+from praxis_lite.cli.run_table import format_markdown, print_groups, write_csv
 from praxis_lite.common.errors import UserError
 
 
@@ -16,6 +16,8 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runs.records.comparing import group_runs
   from praxis_lite.runs.records.runs import find_runs, read_run
 
+  if values.csv and values.markdown:
+    raise UserError('--csv and --markdown are two forms of one output; use one of them')
   if values.html == '':
     raise UserError('--html is empty: name a file, as in --html=runs.html')
   found = [read_run(directory) for directory in find_runs(values.dir)]
@@ -27,8 +29,11 @@ def _run(values: flags.FlagValues) -> int:
   if values.html:
     from praxis_lite.cli.run_page import write_run_page
 
-    print(f'wrote {write_run_page(values.html, groups, values.dir)}', file=sys.stderr if values.csv else sys.stdout)
-  if values.csv:
+    is_read = values.csv or values.markdown
+    print(f'wrote {write_run_page(values.html, groups, values.dir)}', file=sys.stderr if is_read else sys.stdout)
+  if values.markdown:
+    print(format_markdown(groups, values.dir))
+  elif values.csv:
     write_csv(groups, values.dir, sys.stdout)
   elif not values.html:
     print_groups(groups, values.dir, all_columns=bool(values.columns))
@@ -44,6 +49,8 @@ def _flags() -> CommandFlags:
   sort = 'best, name, step, age, loss, or a field or metric; with a minus in front, in the other order.'
   values.add_text('sort', f'Order of the runs: {sort}', 'learning_rate', 'best')
   values.add_switch('csv', 'Print all runs and fields that differ as CSV.')
+  markdown = 'Print tables in Markdown, with planned and measured figures, as for a comment in CI.'
+  values.add_switch('markdown', markdown)
   values.add_text('html', 'Write an HTML page with the curves of the runs.', 'runs.html')
   return values
 

@@ -32,6 +32,7 @@ def _run(values: flags.FlagValues) -> int:
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task, is_alone=job is None):
     verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
 
+  from praxis_lite.cli.train_plan import PlanOfRun
   from praxis_lite.runs.executor import run_train
   from praxis_lite.runs.loop.options import TrainOptions
 
@@ -43,7 +44,7 @@ def _run(values: flags.FlagValues) -> int:
   del options['devices']  # The --devices flag counts simulated devices, and is not an option of `train`.
   if not values['seed'].present:
     del options['seed']
-  options |= {'profile_steps': profile_steps, 'advise': _warnings}
+  options |= {'profile_steps': profile_steps, 'advise': _warnings, 'observers': [PlanOfRun(values.plan)]}
   result = run_train(config, job_log_dir, TrainOptions(**options))
   # The exit code that a shell reports for a process killed by this signal, so that `train && eval` stops.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
@@ -101,6 +102,8 @@ def _flags() -> CommandFlags:
   values.add_text('preemption_notice', notice, '/run/preempted')
   elastic = 'With fewer devices than the mesh needs, shrink its axes replica and data, with more microbatches for the'
   values.add_switch('elastic', f'{elastic} same global batch.')
+  plan = 'Figures that `plan --figures` wrote: the run records them, and compares them with what it measures.'
+  values.add_text('plan', plan, 'plan.json')
   verify = 'Before the first step of a long run on several devices, compare the gradients of a small version with'
   values.add_switch('verify', f'{verify} one device, for at most 20 seconds on the CPU.', default=True)
   return values

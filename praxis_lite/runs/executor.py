@@ -152,7 +152,8 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     done_at = {split: first_step for split in splits if broadcast_decision(writer.was_written(split))}
     metrics = {r.split: r.metrics for r in results if r.step == first_step and r.split in done_at}
     loop = TrainingLoop(job, options, directory, feed, saver, observers, stop, done_at, metrics)
-    run = Run(job.task, path, total, first_step, start.state, results, save=lambda: saver.save(run), line=line)
+    what = job.task, path, dict(job.partitioned.mesh.shape), job.batch_struct
+    run = Run(*what, total, first_step, start.state, results, save=lambda: saver.save(run), line=line)
     opened(attach_observers(observers, job, start, options, console, writer, startup, saving, stop))
 
     # ---- train

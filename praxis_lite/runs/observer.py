@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from praxis_lite.checkpoints import OnDamage
 from praxis_lite.common.errors import UserError
+from praxis_lite.inputs.rows import Struct
 from praxis_lite.runs.nonfinite import Hints
 from praxis_lite.runs.programs import InputProgram, ProgramResult
 from praxis_lite.runs.records.metrics import DeviceMetrics, EvalResult
@@ -34,6 +35,8 @@ class Run:
   Attributes:
     task: the task that is trained.
     directory: the run's directory.
+    mesh: the size of each mesh axis.
+    batch_struct: shapes and dtypes of a global batch of the training input.
     total_steps: number of steps of the whole run.
     step: number of steps taken.
     state: the train state after `step` steps, on the mesh, padded; the next step overwrites its arrays.
@@ -50,6 +53,8 @@ class Run:
 
   task: SingleTask
   directory: Path
+  mesh: Mapping[str, int]
+  batch_struct: Struct
   total_steps: int
   step: int
   state: TrainState

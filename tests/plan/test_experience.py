@@ -88,9 +88,9 @@ def test_a_run_corrects_later_plans(tmp_path, monkeypatch, capsys):
   assert main(['plan', f'--job_log_dir={run}', '--measured', '--nocompile']) == 0
   assert 'measured / planned' in capsys.readouterr().out
   ((mode, quotients),) = json.loads(experience_file().read_text()).items()
-  assert mode == 'cpu analytic' and list(quotients) == [run] and 0 < quotients[run] < math.inf
+  assert mode == 'cpu analytic' and list(quotients) == [run] and 0 < quotients[run]['time'] < math.inf
   assert main(['plan', 'lm.SyntheticLmTiny', '--topology=cpu:8', '--nocompile']) == 0
-  assert f'took {quotients[run]:.2f} times as long as planned' in ' '.join(capsys.readouterr().out.split())
+  assert f'took {quotients[run]["time"]:.2f} times as long as planned' in ' '.join(capsys.readouterr().out.split())
   assert main(['plan', '--measured', '--topology=cpu:8']) == 2
   assert '--measured needs --job_log_dir' in capsys.readouterr().err
   assert main(['plan', f'--job_log_dir={run}', '--measured', '--set=task.train.num_train_steps=3']) == 2

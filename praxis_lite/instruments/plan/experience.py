@@ -2,8 +2,9 @@
 
     praxis-lite plan --job_log_dir=runs/1 --measured
 
-compares a run with its plan and keeps the quotient of the two times. Later plans for the chip multiply all times by the
-typical quotient, which is the geometric mean. Those of compiled steps and those of formulas are kept apart.
+compares a run with its plan and keeps the quotients of the two times and memories. `train` does so at its end, for
+plans by formulas. Later plans for the chip multiply all times by the typical quotient, which is the geometric mean.
+Those of compiled steps and those of formulas are kept apart.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +42,19 @@ class Measurement(NamedTuple):
   input_wait: float
 
 
+class Learned(NamedTuple):
+  """What was measured divided by what was planned, of one run.
+
+  Attributes:
+    time, memory: the quotients of the time of a step and of its memory; memory is None if it was not reported.
+    chips: the number of chips; None if it was not kept.
+  """
+
+  time: float
+  memory: float | None = None
+  chips: int | None = None
+
+
 def experience_file() -> Path:
   """Returns the path of the file in which `praxis-lite plan --measured` keeps what it learns."""
   return cache_folder() / 'measured_runs.json'
@@ -54,9 +69,48 @@ def remember(file: Path, plan: Plan, measured: Measurement) -> None:
     measured: what the run measured.
   """
   kept = _read(file)
-  kept.setdefault(_kind(plan.topology, plan.mode), {})[measured.run] = measured.step_seconds / plan.step_seconds
+  memory = None if measured.device_peak is None else measured.device_peak / plan.memory.peak
+  learned = Learned(measured.step_seconds / plan.step_seconds, memory, plan.topology.num_chips)
+  kept.setdefault(_kind(plan.topology, plan.mode), {})[measured.run] = learned
   file.parent.mkdir(parents=True, exist_ok=True)
-  replace_file(file, json.dumps(kept, indent=2) + '\n')
+  text = json.dumps({kind: {run: one._asdict() for run, one in runs.items()} for kind, runs in kept.items()}, indent=2)
+  replace_file(file, text + '\n')
+
+
+def is_typical(plan: Plan, measured: Measurement) -> bool:
+  """Whether a run says something about the chip: its steps are many and long, and not far from the plan."""
+  if not plan.is_time_known or measured.num_steps < _FEWEST_STEPS or plan.step_seconds < _SHORTEST_STEP:
+    return False
+  return 1 / _FARTHEST < measured.step_seconds / plan.step_seconds < _FARTHEST
+
+
+_FEWEST_STEPS, _SHORTEST_STEP, _FARTHEST = 50, 0.005, 4.0
+
+
+def format_experience(file: Path) -> str:
+  """Returns what plans have learned, by chip and mode: the number of runs, the typical quotient and its spread."""
+  rows = [('chip', 'plans', 'runs', 'chips of each', 'step / planned', 'range', 'spread', 'memory / planned')]
+  for kind, runs in sorted(_read(file).items()):
+    chip, _, mode = kind.partition(' ')
+    times = [one.time for one in runs.values()]
+    memories = [one.memory for one in runs.values() if one.memory]
+    chips = sorted({one.chips for one in runs.values() if one.chips})
+    spread = math.exp(math.sqrt(sum(math.log(t / _typical(times)) ** 2 for t in times) / max(len(times) - 1, 1)))
+    several = len(times) > 1
+    rows.append(
+      (
+        *(chip, 'by formulas' if mode == 'analytic' else mode, str(len(times)), ', '.join(map(str, chips)) or '-'),
+        *(f'{_typical(times):.2f}', f'{min(times):.2f} to {max(times):.2f}' if several else '-'),
+        *(f'x {spread:.2f}' if several else '-', f'{_typical(memories):.2f}' if memories else '-'),
+      )
+    )
+  if len(rows) == 1:
+    return f'plans have learned from no run yet; `plan --job_log_dir=runs/1 --measured` compares one: {file}'
+  return f'{format_table(rows, right=(2, 4, 7))}\nlater plans are corrected by these: {file}'
+
+
+def _typical(quotients: Sequence[float]) -> float:
+  return math.exp(sum(map(math.log, quotients)) / len(quotients))
 
 
 def apply_experience(topology: Topology, file: Path, mode: str) -> Topology:
@@ -70,10 +124,10 @@ def apply_experience(topology: Topology, file: Path, mode: str) -> Topology:
   Raises:
     UserError: `file` does not have the format that `keep` writes.
   """
-  quotients = list(_read(file).get(_kind(topology, mode), {}).values())
+  quotients = [one.time for one in _read(file).get(_kind(topology, mode), {}).values()]
   if not quotients:
     return topology
-  typical = math.exp(sum(map(math.log, quotients)) / len(quotients))
+  typical = _typical(quotients)
   found = Experience(len(quotients), typical, min(quotients), max(quotients))
   old = topology.target.efficiency
   slower = dataclasses.replace(
@@ -111,13 +165,20 @@ def _kind(topology: Topology, mode: str) -> str:
   return f'{topology.target.name} {mode}'
 
 
-def _read(file: Path) -> dict[str, dict[str, float]]:
+def _read(file: Path) -> dict[str, dict[str, Learned]]:
   if not file.is_file():
     return {}
   try:
     kept = parse_json(file.read_bytes())
-    if not all(type(x) in (int, float) and 0 < x < math.inf for runs in kept.values() for x in runs.values()):
-      raise ValueError('expected positive numbers')
-    return kept
+    return {kind: {run: _parse(one) for run, one in runs.items()} for kind, runs in kept.items()}
   except (OSError, ValueError, TypeError, AttributeError) as error:
     raise UserError(f'{file}: not what `praxis-lite plan --measured` writes ({error}); remove it') from error
+
+
+def _parse(one: object) -> Learned:
+  """Returns what was kept of a run; files of earlier versions have only the quotient of times."""
+  learned = Learned(**one) if isinstance(one, dict) else Learned(one)  # type: ignore[arg-type]
+  numbers = [learned.time, *(x for x in (learned.memory, learned.chips) if x is not None)]
+  if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers):
+    raise ValueError('expected positive numbers')
+  return learned

@@ -96,7 +96,8 @@ def attach_observers(
       saving,
       Hooks(own, stop_all, observers.measure),
       *observers.others,  # After `own`, which may choose a new best checkpoint for the mirror to copy.
-      Hooks(options.hooks, stop_all, observers.measure),  # Last, so that they see what all others have done.
+      Hooks(options.hooks, stop_all, observers.measure),  # After the others, so that they see what these have done.
+      *options.observers,
     ]
     with stop, observers.while_training(stop):
       yield

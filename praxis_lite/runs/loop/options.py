@@ -13,6 +13,7 @@ from praxis_lite.common.errors import ConfigError, did_you_mean
 from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.runs.hooks import Hook, check_hooks
+from praxis_lite.runs.observer import Observer
 from praxis_lite.runs.profiling import ProfiledSteps
 from praxis_lite.training.task import SingleTask
 
@@ -32,6 +33,8 @@ class TrainOptions:
     verify_numerics: before the first step, compute its gradient norms in another way too, and stop if they differ.
     advise: returns warnings about the task, which are printed before anything is compiled.
     hooks: called after steps, evaluations and checkpoints; see `praxis_lite.runs.hooks`.
+    observers: take part in the run; see `praxis_lite.runs.observer`. Unlike an error of a hook, one of theirs ends the
+      run without saving.
     profile_steps: the first and the last step of a trace for TensorBoard.
     on_damage: what to do if the newest checkpoint is damaged: 'previous' renames it and continues from the one before,
       'fail' raises.
@@ -53,6 +56,7 @@ class TrainOptions:
   verify_numerics: bool = False
   advise: Advice | None = None
   hooks: Sequence[Hook] = ()
+  observers: Sequence[Observer] = ()
   profile_steps: tuple[int, int] | None = None
   on_damage: OnDamage = 'previous'
   debug_nans: bool = False

@@ -19,6 +19,7 @@ from praxis_lite.common.config.text import fields_of
 from praxis_lite.common.errors import UserError, did_you_mean
 from praxis_lite.common.figures import duration
 from praxis_lite.common.files import user_path
+from praxis_lite.runs.records.certificate import Certificate, read_certificate
 from praxis_lite.runs.records.curves import MetricsTable, read_metrics
 from praxis_lite.runs.records.record import RunRecord, has_record, read_record, remedy_for_damage
 from praxis_lite.runs.records.run_config import is_held
@@ -37,6 +38,7 @@ class RunState(NamedTuple):
     experiment: the experiment that was named when the run was made, such as 'lm.StdlibLm', or 'mine' if only its file
       mine.py was named; '' if that is unknown.
     changed: the values of the fields that changed when its training went on, such as '1.0 -> 3.0', by path.
+    certificate: what a plan predicted and what was measured; None if the run has no prediction.
   """
 
   directory: Path
@@ -48,6 +50,7 @@ class RunState(NamedTuple):
   fields: Mapping[str, str]
   experiment: str = ''
   changed: Mapping[str, str] = {}
+  certificate: Certificate | None = None
 
   @property
   def last_loss(self) -> float | None:
@@ -134,6 +137,7 @@ def read_run(directory: Path) -> RunState:
     fields,
     experiment,
     changed,
+    read_certificate(directory, metrics),
   )
 
 

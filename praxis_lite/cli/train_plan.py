@@ -1,0 +1,138 @@
+"""What `praxis-lite train` does about plans: it records a prediction in the run, and ends with what was measured.
+
+A run does not know `instruments/`, so an observer of this package joins the two. On chips with known figures, it makes
+the plan by formulas, once the last step is saved: that takes no time before the first step. Later plans for the chip
+learn from the run. On a CPU there is nothing to predict.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import format_axes
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.runs.observer import InputState, Observer, Run
+from praxis_lite.runs.records.certificate import (
+  PLAN_FILE,
+  Certificate,
+  Prediction,
+  format_certificate,
+  measure_steps,
+  read_prediction,
+  write_prediction,
+)
+from praxis_lite.training.steps import TrainStepOutput
+
+if TYPE_CHECKING:
+  from praxis_lite.instruments.plan import Plan
+
+_NORMAL_ENDS = ('done', 'data', 'stopped')  # A signal leaves no time for a plan.
+
+
+class PlanOfRun(Observer):
+  """Records the prediction of a run, and prints at its end how it compares with what was measured.
+
+  Args:
+    file: a prediction that `plan --figures` wrote; None predicts by formulas.
+
+  Raises:
+    UserError: the file holds no prediction.
+  """
+
+  def __init__(self, file: str | None = None):
+    self._file = file
+    self._given = None if file is None else read_prediction(Path(file))
+    self._has_trained = False
+
+  def on_start(self, run: Run) -> None:
+    """Raises UserError if the given prediction is of another mesh or other chips."""
+    if self._given is None:
+      return
+    mesh = {axis: size for axis, size in self._given.mesh.items() if size > 1}
+    if mesh != {axis: size for axis, size in run.mesh.items() if size > 1}:
+      what = f'{format_axes(self._given.mesh)}, and this run has {format_axes(run.mesh)}'
+      raise UserError(f'--plan={self._file} is for the mesh {what}; make a plan for this mesh')
+    if self._given.chip != (chip := _chip_name()):
+      raise UserError(f'--plan={self._file} is for {self._given.topology}, and this run is on {chip}; leave it out')
+    if is_primary_process():
+      write_prediction(run.directory / PLAN_FILE, self._given)
+
+  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
+    self._has_trained = True
+
+  def on_end(self, run: Run) -> None:
+    if not is_primary_process() or not self._has_trained or run.ended_by not in _NORMAL_ENDS:
+      return
+    try:
+      measured = measure_steps(run.directory)
+      predicted = self._given or _predict(run)
+    except UserError:  # Too few steps were logged, or there is no plan of this step.
+      return
+    except Exception as error:  # A plan is of no importance to a run that has trained and is saved.
+      run.line(f'no plan of this step: {type(error).__name__}: {error}')
+      return
+    if predicted is not None and (text := format_certificate(Certificate(predicted, measured))):
+      run.line(text)
+
+
+def predict(plan: Plan) -> Prediction:
+  """Returns the figures of a plan that a run is compared with."""
+  limits, collectives = plan.seconds_range or (None, None), plan.cost.collectives
+  return Prediction(
+    topology=plan.topology.name,
+    chip=plan.topology.target.name,
+    mesh=dict(plan.mesh),
+    mode=plan.mode,
+    step_seconds=plan.step_seconds if plan.is_time_known else None,
+    least_seconds=limits[0],
+    most_seconds=limits[1],
+    peak_bytes=float(plan.memory.peak),
+    waiting_seconds=sum(c.count * c.exposed for c in collectives),
+    fast_bytes=sum(c.count * c.fast_bytes for c in collectives),
+    network_bytes=sum(c.count * c.network_bytes for c in collectives),
+  )
+
+
+def _predict(run: Run) -> Prediction | None:
+  """Plans the step of a run by formulas, records the prediction, and lets later plans learn from the run.
+
+  Returns None on chips without known figures.
+  """
+  name = topology_of_run(run)
+  if name is None:
+    return None
+
+  from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology, plan
+  from praxis_lite.instruments.plan.experience import Measurement, experience_file, is_typical, remember
+
+  topology = apply_calibration(parse_topology(name), calibration_file())
+  found = plan(run.task, run.batch_struct, topology, compile=False)
+  predicted = predict(found)
+  write_prediction(run.directory / PLAN_FILE, predicted)
+  measured = Measurement(str(run.directory), *measure_steps(run.directory))
+  if is_typical(found, measured):
+    remember(experience_file(), found, measured)
+  return predicted
+
+
+def topology_of_run(run: Run) -> str | None:
+  """Returns the chips of a run as `--topology` names them; None on a CPU, and on chips without known figures."""
+  from praxis_lite.cli.plan_measured import topology_of_devices
+
+  device = jax.devices()[0]
+  if device.platform == 'cpu':
+    return None
+  return topology_of_devices(device.device_kind, math.prod(run.mesh.values()))
+
+
+def _chip_name() -> str:
+  from praxis_lite.common.accelerators import accelerator_of
+
+  device = jax.devices()[0]
+  found = None if device.platform == 'cpu' else accelerator_of(device.device_kind)
+  return device.device_kind if found is None else found.name

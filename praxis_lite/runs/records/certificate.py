@@ -1,0 +1,205 @@
+"""The certificate of a run: what a plan predicted for its steps, beside what the run measured.
+
+    job_log_dir/plan.json    the prediction; `train` writes it
+
+What was measured is read from the metrics of the last launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.common.files import parse_json, read_plain, replace_file
+from praxis_lite.runs.records.curves import MetricsTable, read_metrics
+from praxis_lite.runs.records.record import read_record
+
+PLAN_FILE = 'plan.json'
+_FIRST_LINES = 2  # The first lines of a log include what happens once.
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+  """What a plan says about a step.
+
+  Attributes:
+    topology, chip: the chips, as `--topology` names them, and the name of one.
+    mesh: the size of each mesh axis.
+    mode: 'compiled' or 'analytic', which means by formulas.
+    step_seconds: seconds of a step; None if they are not known.
+    least_seconds, most_seconds: their range by the errors of earlier plans; None if it is not known.
+    peak_bytes: largest memory of a device.
+    waiting_seconds: seconds of a step in which devices wait for communication.
+    fast_bytes, network_bytes: what each device sends in a step, over fast links and over the network between hosts.
+  """
+
+  topology: str
+  chip: str
+  mesh: Mapping[str, int]
+  mode: str
+  step_seconds: float | None
+  least_seconds: float | None = None
+  most_seconds: float | None = None
+  peak_bytes: float
+  waiting_seconds: float
+  fast_bytes: float
+  network_bytes: float
+
+
+class MeasuredSteps(NamedTuple):
+  """What the last launch of a run measured.
+
+  Attributes:
+    seconds: the typical time of a step, without waits for inputs.
+    num_steps: the number of steps that it was measured on.
+    device_peak: largest memory of a device in bytes; None if the platform does not report it.
+    input_wait: the share of the time that the run waited for inputs.
+  """
+
+  seconds: float
+  num_steps: int
+  device_peak: float | None
+  input_wait: float
+
+
+class Certificate(NamedTuple):
+  """A prediction and what was measured; None if the run has not logged enough steps."""
+
+  predicted: Prediction
+  measured: MeasuredSteps | None
+
+  @property
+  def times(self) -> float | None:
+    """The measured time of a step as a multiple of the predicted one; None if either is not known."""
+    seconds = self.predicted.step_seconds
+    if (
+      self.measured is None or not seconds or self.predicted.chip == 'cpu'
+    ):  # Times on cpu are only orders of magnitude.
+      return None
+    return self.measured.seconds / seconds
+
+  @property
+  def memory(self) -> float | None:
+    """The measured peak of memory as a multiple of the predicted one; None if it is not known."""
+    peak = None if self.measured is None else self.measured.device_peak
+    return peak / self.predicted.peak_bytes if peak and self.predicted.peak_bytes else None
+
+
+def write_prediction(path: Path, predicted: Prediction) -> None:
+  """Writes a prediction to a file; raises UserError if it cannot be written."""
+  try:
+    replace_file(path, json.dumps({'format': _FORMAT, **dataclasses.asdict(predicted)}, indent=1) + '\n')
+  except OSError as error:
+    raise UserError(f'{path} cannot be written: {error.strerror or error}') from None
+
+
+def read_prediction(path: Path) -> Prediction:
+  """Returns the prediction in a file, which anyone may have written; raises UserError if it holds none."""
+  try:
+    content = parse_json(read_plain(path))
+    if not isinstance(content, dict) or content.pop('format', None) != _FORMAT:
+      raise ValueError('it has another format')
+    texts: dict[str, Any] = {name: content[name] for name in ('topology', 'chip', 'mode')}
+    mesh = content['mesh']
+    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(mesh, dict):
+      raise ValueError('it has values of another type')
+    numbers: dict[str, Any] = {name: _number(content.get(name)) for name in _TIMES}
+    numbers |= {name: _number(content[name]) or 0.0 for name in _SIZES}
+    return Prediction(**texts, mesh={str(axis): int(size) for axis, size in mesh.items()}, **numbers)
+  except (ValueError, TypeError, KeyError) as error:
+    raise UserError(f'{path} is no prediction of `praxis-lite plan --figures`: {error}') from None
+  except OSError as error:
+    raise UserError(f'{path} cannot be read: {error.strerror or error}') from None
+
+
+_TIMES = ('step_seconds', 'least_seconds', 'most_seconds')
+_SIZES = ('peak_bytes', 'waiting_seconds', 'fast_bytes', 'network_bytes')
+
+
+def _number(value: object) -> float | None:
+  if value is None:
+    return None
+  if type(value) not in (int, float) or not 0 <= float(value) < math.inf:  # type: ignore[arg-type]
+    raise ValueError(f'expected a number of at least 0, got {value!r}')
+  return float(value)  # type: ignore[arg-type]
+
+
+def measure_steps(job_log_dir: str | os.PathLike[str], metrics: MetricsTable | None = None) -> MeasuredSteps:
+  """Returns what the last launch of a run measured; raises UserError if it logged too few steps, or has no record."""
+  metrics = read_metrics(job_log_dir) if metrics is None else metrics
+  first = read_record(job_log_dir).launches[-1].step
+  speeds = metrics.curve('train/speed/steps_per_second') if 'train/speed/steps_per_second' in metrics else None
+  of_launch = None if speeds is None else speeds.steps > first
+  if speeds is None or of_launch is None or np.sum(of_launch) <= _FIRST_LINES:
+    raise UserError(
+      f'{os.fspath(job_log_dir)}: its last launch logged too few steps to measure their time; train longer'
+    )
+  waits = dict(zip(*metrics.curve('train/speed/input_wait'))) if 'train/speed/input_wait' in metrics else {}
+  waited = np.array([waits.get(step, 0.0) for step in speeds.steps])
+  seconds = ((1 - waited) / speeds.values)[of_launch][_FIRST_LINES:]
+  steps = int(speeds.steps[-1] - speeds.steps[of_launch][_FIRST_LINES - 1])
+  peak = metrics.last().get('train/speed/device_peak_bytes')
+  return MeasuredSteps(float(np.median(seconds)), steps, peak, float(np.mean(waited[of_launch])))
+
+
+def read_certificate(job_log_dir: str | os.PathLike[str], metrics: MetricsTable | None = None) -> Certificate | None:
+  """Returns the certificate of a run; None if it has no prediction that can be read."""
+  file = Path(job_log_dir) / PLAN_FILE
+  if not file.is_file():
+    return None
+  try:
+    predicted = read_prediction(file)
+  except UserError:
+    return None
+  try:
+    return Certificate(predicted, measure_steps(job_log_dir, metrics))
+  except UserError:
+    return Certificate(predicted, None)
+
+
+def format_certificate(certificate: Certificate) -> str:
+  """Returns the predicted and measured figures as one line; '' if nothing was measured that was predicted."""
+  predicted, measured = certificate
+  parts = []
+  if certificate.times is not None and predicted.step_seconds is not None and measured is not None:
+    text = f'step {format_seconds(measured.seconds)}, {certificate.times:.2f} x the planned'
+    parts.append(f'{text} {format_seconds(predicted.step_seconds)}{_within(predicted, measured)}')
+  if certificate.memory is not None and measured is not None:
+    memory = format_bytes(measured.device_peak or 0.0)
+    parts.append(f'memory {memory}, {certificate.memory:.2f} x the planned {format_bytes(predicted.peak_bytes)}')
+  if not parts:
+    return ''
+  if communication := format_communication(predicted):
+    parts.append(f'as planned, {communication}')
+  how = 'formulas' if predicted.mode == 'analytic' else 'the compiled step'
+  return f'planned by {how} for {predicted.topology}: {"; ".join(parts)}'
+
+
+def format_communication(predicted: Prediction) -> str:
+  """Returns the planned share of waits for communication, and what a device sends; '' if it sends nothing."""
+  sent = predicted.fast_bytes + predicted.network_bytes
+  if not sent:
+    return ''
+  waits = (
+    f'{predicted.waiting_seconds / predicted.step_seconds:.0%} of a step waits, and ' if predicted.step_seconds else ''
+  )
+  network = f', {format_bytes(predicted.network_bytes)} of it over the network' if predicted.network_bytes else ''
+  return f'{waits}each device sends {format_bytes(sent)}{network}'
+
+
+def _within(predicted: Prediction, measured: MeasuredSteps) -> str:
+  if predicted.least_seconds is None or predicted.most_seconds is None:
+    return ''
+  is_within = predicted.least_seconds <= measured.seconds <= predicted.most_seconds
+  limits = f'{format_seconds(predicted.least_seconds)} to {format_seconds(predicted.most_seconds)}'
+  return f' ({"within" if is_within else "outside"} its range, {limits})'
