@@ -45,6 +45,7 @@ from praxis_lite.common.native_log import collected_log
 
 if TYPE_CHECKING:
   from praxis_lite.instruments.plan import Plan, Topology
+  from praxis_lite.instruments.plan.inference import InferencePlan
   from praxis_lite.training.experiment import ExperimentConfig
 
 
@@ -123,6 +124,7 @@ def _plan_inference(job: PlanJob) -> Callable[[], bool]:
 
   def show() -> bool:
     print(format_inference(found, values.price_per_chip_hour))
+    _write_page(values, found)
     return found.fits
 
   return show
@@ -144,10 +146,7 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
 
   def show() -> bool:
     print('\n\n'.join(sections))
-    if values.html:
-      from praxis_lite.instruments.plan.page import write_plan_page
-
-      print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.hf or values.job_log_dir)}')
+    _write_page(values, found)
     if values.figures:
       from praxis_lite.cli.train_plan import predict
       from praxis_lite.runs.records.certificate import write_prediction
@@ -157,6 +156,14 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
     return _compare_with_snapshot(values, found) and found.fits
 
   return show
+
+
+def _write_page(values: flags.FlagValues, found: Plan | InferencePlan) -> None:
+  """Writes the page of --html, and prints where; does nothing without the flag."""
+  if values.html:
+    from praxis_lite.instruments.plan.page import write_plan_page
+
+    print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.hf or values.job_log_dir)}')
 
 
 def _format_measurement(job: PlanJob, found: Plan) -> str:

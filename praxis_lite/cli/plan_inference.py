@@ -21,7 +21,6 @@ _OF_TRAINING = (
   'what_if',
   'compare',
   'tokens',
-  'html',
   'why',
   'snapshot',
   'check',

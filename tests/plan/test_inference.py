@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from browser import IS_NARROW, needs_chromium, use_page
 from small_lm import DIMS, HEADS, LAYERS, MULTIPLIED, D, small_lm
 
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments.plan.inference import Requests, format_inference, plan_inference
+from praxis_lite.instruments.plan.page import page_data, render_plan_page
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -122,3 +124,45 @@ def test_a_command_plans_requests(capsys):
   assert '--rows needs --inference' in capsys.readouterr().err
   assert main([*command, '--search']) == 2
   assert '--search is about train steps; leave it out, or --inference' in capsys.readouterr().err
+
+
+def test_a_page_has_the_times_of_prompts_and_of_tokens(plan):
+  data = page_data(plan, 'x')
+  (first, first_seconds, *_), (later, later_seconds, *_) = data['headline']['times']
+  assert (first, later, data['headline']['work']) == ('first token', 'each later token', 'program')
+  assert (first_seconds, later_seconds) == (plan.first_token_seconds, plan.token_seconds)
+  assert {row[2] for row in data['operations']} <= {'prompts', 'tokens', 'other'}
+  assert sum(row[4] * row[7] for row in data['operations'] if row[2] == 'tokens') <= (NEW - 1) * plan.token_seconds
+
+
+def test_a_page_of_one_token_and_of_a_plan_for_chips():
+  one = page_data(planned(requests=Requests(8, 16, 1), compile=False), 'x')['headline']
+  assert [time[0] for time in one['times']] == ['first token'] and one['times'][0][2] is None
+  (first, _) = page_data(planned(topology='h100:8', compile=False), 'x')['headline']['times']
+  assert first[2][0] < first[1] < first[2][1]
+
+
+_SESSION = """
+  say([...document.querySelectorAll('#totals dt')].map((item) => item.textContent).join());
+  say($('chips').textContent, [...document.querySelectorAll('#phases button')].map((item) => item.textContent).join());
+  say(document.querySelector('.work').textContent, $('layers-count').textContent.includes('of the program'));
+  document.querySelector('#phases button').click(); $('theme').click();
+"""
+
+
+@needs_chromium
+@pytest.mark.parametrize('width', [1400, 400])
+def test_in_a_browser_the_page_of_decoding_names_requests_and_phases(plan, width, tmp_path):
+  said = use_page(render_plan_page(plan, 'x'), _SESSION + (IS_NARROW if width == 400 else ''), tmp_path, width=width)
+  assert said[:2] == [
+    'fits,first token,each later token,caches,largest batch',
+    '8 prompts of 24 tokens, 9 tokens after each, on cpu:8: 8 simulated devices',
+  ]
+  assert said[2].startswith('prompts,tokens') and said[3] == 'program' and {*said[4:]} == {'true'}
+
+
+def test_a_command_writes_the_page(tmp_path, capsys):
+  page = tmp_path / 'decoding.html'
+  command = ['plan', 'lm.SyntheticLmTiny', '--topology=cpu:8', '--inference', '--nocompile', '--prompt_length=16']
+  assert main([*command, '--max_tokens=8', f'--html={page}']) == 0
+  assert f'wrote {page}' in capsys.readouterr().out and 'each later token' in page.read_text()

@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: memory, the timeline of a step, the roofline, and collectives."""
+"""A plan of a step or of decoding as one self-contained HTML page: memory, timeline, roofline, and collectives."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from praxis_lite.common.figures import format_bytes, format_seconds
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.explain.page import fill_page, write_file
 from praxis_lite.instruments.plan.cost import Communication, Operation, Span
-from praxis_lite.instruments.plan.planning import Plan
+from praxis_lite.instruments.plan.inference import InferencePlan
+from praxis_lite.instruments.plan.planning import Plan, bottleneck_of
 from praxis_lite.instruments.plan.report import chips_text, mode_text
+from praxis_lite.instruments.plan.uncertainty import time_factors
 
 # The operation that fills an array part by part in a loop, and what to call such an array.
 _FILLED_BY, _KEPT = 'dynamic_update_slice', 'kept in each round of a loop'
 _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 
 
-def write_plan_page(path: str, plan: Plan, title: str) -> pathlib.Path:
+def write_plan_page(path: str, plan: Plan | InferencePlan, title: str) -> pathlib.Path:
   """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
   Creates missing parent directories. `title` says what was planned.
@@ -25,17 +28,17 @@ def write_plan_page(path: str, plan: Plan, title: str) -> pathlib.Path:
   return write_file(path, render_plan_page(plan, title))
 
 
-def render_plan_page(plan: Plan, title: str) -> str:
+def render_plan_page(plan: Plan | InferencePlan, title: str) -> str:
   """Returns the page as HTML."""
   return fill_page('praxis_lite.instruments.plan', f'{title}: plan', page_data(plan, title), 'plan', _SCRIPTS)
 
 
-def page_data(plan: Plan, title: str) -> dict[str, object]:
+def page_data(plan: Plan | InferencePlan, title: str) -> dict[str, object]:
   """Returns the data of the page, ready for JSON. Times are in seconds; figures are for one device."""
   memory, cost, target = plan.memory, plan.cost, plan.topology.target
   return {
     'title': title,
-    'headline': _headline(plan),
+    'headline': _inference_headline(plan) if isinstance(plan, InferencePlan) else _headline(plan),
     'notes': list(plan.notes),
     'limits': cost.seconds_by_limit(target),
     'chip': {
@@ -55,7 +58,7 @@ def page_data(plan: Plan, title: str) -> dict[str, object]:
       'leaves': list(_leaves(plan)),
     },
     'operations': [_operation(op, plan) for op in cost.operations],
-    'collectives': [dataclasses.asdict(c) for c in cost.collectives],
+    'collectives': [{**dataclasses.asdict(c), 'phase': _phase(c.phase, plan)} for c in cost.collectives],
     'schedule': _schedule(cost.schedule, _places(cost.operations, cost.collectives), memory.over_time),
   }
 
@@ -63,19 +66,10 @@ def page_data(plan: Plan, title: str) -> dict[str, object]:
 def _headline(plan: Plan) -> dict[str, object]:
   work = plan.work
   return {
-    'model': plan.name,
+    **_about(plan),
+    'work': 'step',
     'parameters': work.parameters,
     'active': work.active_parameters,
-    'topology': plan.topology.name,
-    'chips': chips_text(plan.topology),
-    'numChips': plan.topology.num_chips,
-    'mesh': format_mesh(plan.mesh),
-    'mode': plan.mode,
-    'modeText': mode_text(plan.mode, plan.topology, plan.compile_seconds, plan.is_cached),
-    'fits': plan.fits,
-    'refused': plan.is_refused,
-    'seconds': plan.step_seconds,
-    'isTimeKnown': plan.is_time_known,
     'range': plan.seconds_range,
     'tokens': work.tokens,
     'tokensPerSecond': plan.tokens_per_second,
@@ -85,7 +79,49 @@ def _headline(plan: Plan) -> dict[str, object]:
   }
 
 
-def _leaves(plan: Plan) -> Iterator[list[object]]:
+def _inference_headline(plan: InferencePlan) -> dict[str, object]:
+  (rows, length, tokens), factors = plan.requests, time_factors(plan.topology, plan.mode == 'compiled')
+
+  def time(name: str, seconds: float, more: str) -> list[object]:
+    return [name, seconds, factors and [factor * seconds for factor in factors], more]
+
+  first, later = plan.first_token_seconds, plan.token_seconds
+  times = [time('first token', first, f'{rows * length / first:,.0f} tokens/s read')] if plan.is_time_known else []
+  if plan.is_time_known and later is not None:
+    least = format_seconds(plan.least_token_seconds)
+    times.append(time('each later token', later, f'{rows / later:,.0f} tokens/s; at least {least}'))
+  caches = f'{format_bytes(plan.cache_bytes / rows)} a row'
+  return {
+    **_about(plan),
+    'work': 'program',
+    'requests': f'{rows:,} prompts of {length:,} tokens, {tokens:,} tokens after each,',
+    'times': times,
+    'more': [
+      ['caches', format_bytes(plan.cache_bytes), f'on all devices, {caches}'],
+      ['largest batch', f'{plan.largest_rows:,} rows', 'about, of these lengths'],
+    ],
+    'bottleneck': bottleneck_of(plan.cost, plan.topology, 'the time'),
+  }
+
+
+def _about(plan: Plan | InferencePlan) -> dict[str, object]:
+  """Returns what plans of steps and of decoding have in common."""
+  return {
+    'model': plan.name,
+    'topology': plan.topology.name,
+    'chips': chips_text(plan.topology),
+    'numChips': plan.topology.num_chips,
+    'mesh': format_mesh(plan.mesh),
+    'mode': plan.mode,
+    'modeText': mode_text(plan.mode, plan.topology, plan.compile_seconds, plan.is_cached),
+    'fits': plan.fits,
+    'refused': plan.is_refused,
+    'seconds': plan.cost.seconds,
+    'isTimeKnown': plan.is_time_known,
+  }
+
+
+def _leaves(plan: Plan | InferencePlan) -> Iterator[list[object]]:
   """Yields the content of memory at the peak, as [kind, layer, phase, name, bytes, description]."""
   memory, inputs = plan.memory, 0
   for array in memory.state.arrays:
@@ -94,19 +130,25 @@ def _leaves(plan: Plan) -> Iterator[list[object]]:
   if unused := inputs - memory.bytes_by_kind().get('inputs', 0):
     yield ['inputs', '', '', 'not used by the step', -unused, '']
   for live in memory.live:
+    phase = _phase(live.phase, plan)
     for buffer in live.buffers:
       times = f', {buffer.count} of them' if buffer.count > 1 else ''
       name = _KEPT if buffer.operation == _FILLED_BY else buffer.operation or buffer.shape
-      yield [live.kind, live.layer, live.phase, name, buffer.bytes, f'{buffer.shape}{times}']
+      yield [live.kind, live.layer, phase, name, buffer.bytes, f'{buffer.shape}{times}']
     if not live.buffers:
-      yield [live.kind, live.layer, live.phase, live.kind, live.bytes, live.largest]
+      yield [live.kind, live.layer, phase, live.kind, live.bytes, live.largest]
   if memory.code:
     yield ['program', '', '', 'program', memory.code, '']
 
 
-def _operation(op: Operation, plan: Plan) -> list[object]:
+def _operation(op: Operation, plan: Plan | InferencePlan) -> list[object]:
   limit = op.limit(plan.topology.target)
-  return [op.name, op.layer, op.phase, op.opcode, op.count, op.flops, op.bytes, op.seconds, limit]
+  return [op.name, op.layer, _phase(op.phase, plan), op.opcode, op.count, op.flops, op.bytes, op.seconds, limit]
+
+
+def _phase(phase: str, plan: Plan | InferencePlan) -> str:
+  """Returns the name of a phase; decoding updates no weights, so what has no scope of its own is 'other'."""
+  return 'other' if isinstance(plan, InferencePlan) and phase == 'update' else phase
 
 
 def _places(operations: Iterable[Operation], collectives: Iterable[Communication]) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
 const operations = data.operations.map(([name, layer, phase, opcode, count, flops, size, secs, limit]) => ({ name, layer, phase, opcode, count, flops, bytes: size, seconds: secs, limit }));
 const collectives = data.collectives;
-const PHASES = ['forward', 'recomputed', 'backward', 'update'];
+const PHASES = ['forward', 'recomputed', 'backward', 'update', 'prompts', 'tokens', 'other'];
+// What is planned: 'step', or 'program', which decodes.
+const WORK = data.headline.work;
 const filter = { words: [], phases: new Set() };
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
@@ -84,18 +86,27 @@ const shortName = (layer) => (layer ? (prefix && layer.startsWith(prefix) ? laye
 
 // ---------------------------------------------------------------- headline
 
+function modelText(h) {
+  if (h.requests) return h.requests;
+  return `${count(h.parameters)} parameters${h.active === h.parameters ? '' : ` (${count(h.active)} active for each token)`}`;
+}
+function stepItem(h) {
+  return h.isTimeKnown ? ['a step', seconds(h.seconds), h.range ? `likely ${h.range.map(seconds).join(' to ')}` : ''] : ['a step', 'not known', 'see the notes'];
+}
+
 function drawHeadline() {
   const h = data.headline, m = data.memory, total = $('totals');
   $('title').textContent = data.title;
-  const active = h.active === h.parameters ? '' : ` (${count(h.active)} active for each token)`;
-  $('chips').textContent = `${count(h.parameters)} parameters${active} on ${h.topology}: ${h.chips}`;
+  $('chips').textContent = `${modelText(h)} on ${h.topology}: ${h.chips}`;
+  for (const place of document.querySelectorAll('.work')) place.textContent = WORK;
   $('mode').textContent = `mesh ${h.mesh}; ${h.modeText}`;
   const room = Math.abs(m.capacity - m.peak);
   const items = [
     [h.fits ? 'fits' : 'does not fit', h.refused ? `over ${bytes(m.capacity)}` : `${bytes(m.peak)} of ${bytes(m.capacity)}`, h.refused ? '' : `${bytes(room)} ${h.fits ? 'left' : 'too much'}`],
-    h.isTimeKnown ? ['a step', seconds(h.seconds), h.range ? `likely ${h.range.map(seconds).join(' to ')}` : ''] : ['a step', 'not known', 'see the notes'],
+    ...(h.times ? h.times.map(([name, secs, range, more]) => [name, seconds(secs), [range ? `likely ${range.map(seconds).join(' to ')}` : '', more].filter(Boolean).join('; ')]) : [stepItem(h)]),
   ];
-  if (h.isTimeKnown) items.push(['MFU, 6N + 12LdS', percent(h.mfu), `${percent(h.causalMfu)} causal, 6N + 6LdS`]);
+  if (h.isTimeKnown && h.mfu !== undefined) items.push(['MFU, 6N + 12LdS', percent(h.mfu), `${percent(h.causalMfu)} causal, 6N + 6LdS`]);
+  items.push(...(h.more || []));
   if (h.tokens && h.isTimeKnown) items.splice(2, 0, ['tokens a second', Math.round(h.tokensPerSecond).toLocaleString('en'), `${Math.round(h.tokensPerSecond / h.numChips).toLocaleString('en')} a chip`]);
   for (const [name, value, more] of items) {
     const item = make('div', name === 'does not fit' ? 'bad' : ''), dd = make('dd', '', value);

@@ -10,7 +10,7 @@ function drawRoofline() {
   svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
   svg.style.height = `${height}px`;
   const total = data.headline.seconds, without = all.filter((row) => !row.flops).reduce((sum, row) => sum + row.seconds - row.communication, 0);
-  $('roofline-note').textContent = points.length ? `areas are shares of the time; layers without products, ${percent(without / total)} of the step, have no place here` : 'no layer has products';
+  $('roofline-note').textContent = points.length ? `areas are shares of the time; layers without products, ${percent(without / total)} of the ${WORK}, have no place here` : 'no layer has products';
   if (!points.length) { svg.style.height = 0; return; }
   for (const row of points) { row.x = row.flops / row.bytes; row.y = row.flops / (row.seconds - row.communication); }
   const top = Math.max(...Object.values(peaks)), ridge = peaks.bf16 / bandwidth;
@@ -48,7 +48,7 @@ function drawRoofline() {
   for (const row of points) {
     const circle = shape('circle', { cx: X(row.x), cy: Y(row.y), r: radius(row) });
     circle.style.fill = groupColor(groupOf(row.layer));
-    circle.onmousemove = (event) => showTip(event, [row.layer || '(no layer)', `${short(row.x)} FLOPs per byte, ${short(row.y)} FLOP/s: ${percent(row.y / peaks.bf16)} of the bf16 peak`, `${seconds(row.seconds - row.communication)} a step, ${short(row.flops)} FLOPs, ${bytes(row.bytes)}`]);
+    circle.onmousemove = (event) => showTip(event, [row.layer || '(no layer)', `${short(row.x)} FLOPs per byte, ${short(row.y)} FLOP/s: ${percent(row.y / peaks.bf16)} of the bf16 peak`, `${seconds(row.seconds - row.communication)} a ${WORK}, ${short(row.flops)} FLOPs, ${bytes(row.bytes)}`]);
     circle.onmouseleave = hideTip;
     svg.append(circle);
   }

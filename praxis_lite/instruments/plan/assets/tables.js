@@ -82,7 +82,7 @@ function drawLayers() {
     { name: 'exposed communication', value: (row) => row.communication, text: (row) => seconds(row.communication) },
   ], rows);
   const share = rows.reduce((sum, row) => sum + row.seconds, 0) / total;
-  $('layers-count').textContent = `${rows.length} layers, ${percent(share)} of the step${share > 1.001 ? ', copies beside it included' : ''}`;
+  $('layers-count').textContent = `${rows.length} layers, ${percent(share)} of the ${WORK}${share > 1.001 ? ', copies beside it included' : ''}`;
 }
 
 const collectivesTable = { sort: 9, rising: false, all: false, kinds: new Set(), axes: new Set(), surprises: false };

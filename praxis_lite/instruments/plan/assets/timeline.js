@@ -292,7 +292,7 @@ class Timeline {
 function tipOf({ lane, span, loop, bytes: live, time }) {
   if (lane === 'memory') return live ? [bytes(live), `live at ${seconds(time)}, by the schedule`] : null;
   if (span) {
-    const what = span.op || span.collective, where = what.layer || '(no layer)', phase = what.phase, times = what.count > 1 ? `, ${Number(what.count.toFixed(1))} times a step` : '';
+    const what = span.op || span.collective, where = what.layer || '(no layer)', phase = what.phase, times = what.count > 1 ? `, ${Number(what.count.toFixed(1))} times a ${WORK}` : '';
     if (span.op) return [where, `${phase}: ${what.opcode} ${what.name}`, `${seconds(what.seconds)}${times}; limited by ${what.limit}`, `${short(what.flops)} FLOPs, ${bytes(what.bytes)}`];
     const sent = [['fast_bytes', 'fast links'], ['network_bytes', 'the network']].filter(([key]) => what[key]).map(([key, name]) => `${bytes(what[key])} over ${name}`).join(', ');
     return [`${what.kind} over ${axesText(what)}`, `${where}, ${phase}${what.cause ? `: ${what.cause.reason}` : ''}`, causeOf(what).what, `${seconds(what.seconds)}${times}, of which ${seconds(what.exposed)} are exposed`, `each device sends ${sent}`];
@@ -313,7 +313,7 @@ function readColors() {
   colors = {
     ...Object.fromEntries(['ink', 'soft', 'line', 'hover', 'accent', 'error', 'whole'].map((name) => [name, value(`--${name}`)])),
     areaInk: value('--area-ink'), area, memory: area(165), state: area(250),
-    phases: { forward: tint(165, 0.05), recomputed: tint(70, 0.05), backward: tint(250, 0.05), update: tint(320, 0.05) },
+    phases: { forward: tint(165, 0.05), recomputed: tint(70, 0.05), backward: tint(250, 0.05), update: tint(320, 0.05), prompts: tint(165, 0.05), tokens: tint(250, 0.05), other: tint(320, 0.05) },
   };
 }
 
