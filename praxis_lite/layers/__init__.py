@@ -5,9 +5,11 @@ from praxis_lite.layers.attention import MultiHeadAttention, Projection
 from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.context_parallel import context_parallel_attention
+from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.encoder_decoder import DecoderBlock, TransformerEncoderDecoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
 from praxis_lite.layers.linears import Bias, Linear
@@ -56,6 +58,8 @@ __all__ = [
   'Causal',
   'Conv2D',
   'ConvNet',
+  'CrossAttention',
+  'DecoderBlock',
   'Dropout',
   'Embedding',
   'FeedForward',
@@ -93,6 +97,7 @@ __all__ = [
   'SlidingWindow',
   'StackedTransformer',
   'TransformerBlock',
+  'TransformerEncoderDecoder',
   'TransformerLm',
   'Visibility',
   'blockwise_attention',

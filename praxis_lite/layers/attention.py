@@ -9,6 +9,8 @@ head.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -29,12 +31,13 @@ from praxis_lite.layers.dot_product import (
   dot_product_attention,
 )
 from praxis_lite.layers.fp8 import MATMULS, matmul
-from praxis_lite.layers.kv_cache import CachedAttention, KVCache
+from praxis_lite.layers.kv_cache import CachedAttention, KVCache, PositionBias
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
 from praxis_lite.layers.normalizations import Norm
 from praxis_lite.layers.positions import RelativeBias, RotaryPositions
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
+from praxis_lite.layers.shared_bias import is_bias_shared
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
@@ -173,6 +176,7 @@ class MultiHeadAttention(Layer):
   def setup(self) -> None:
     D, N, K, H = self._complete()
     self._kv_heads = K, H
+    self._has_bias = self.relative_bias_tpl is not None or is_bias_shared()
     wt = self.weight_split_dims_mapping.wt
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
     if self.combine_qkv:
@@ -237,6 +241,7 @@ class MultiHeadAttention(Layer):
     segment_pos: jax.Array | None = None,
     prefix_lengths: jax.Array | None = None,
     mask: jax.Array | None = None,
+    logit_bias: jax.Array | LogitBias | None = None,
   ) -> jax.Array:
     """Returns [B, T, D].
 
@@ -251,7 +256,10 @@ class MultiHeadAttention(Layer):
         (prefix-LM), also if `causal`. None disables it.
       mask: bool, broadcasts to [B, N, T, S], True where a query may attend; applies in addition to the masks above, and
         makes attention dense.
+      logit_bias: added to the logits: an array that broadcasts to [B, N, T, S], which makes attention dense, or a
+        function of positions. Layers that share a bias get it so; a layer with its own has `relative_bias_tpl`.
     """
+    self._check_one_bias(logit_bias)
     if kv_BSD is not None:
       for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
         if getattr(self, field):
@@ -265,7 +273,7 @@ class MultiHeadAttention(Layer):
       rules = rules & to_mask(mask)
     split = self._mesh.sequence_split()
     heads = self._project(x_BTD, kv_BSD, segment_pos, split)
-    return self._attend(heads, rules, segment_pos, self._make_dropout(x_BTD), split)
+    return self._attend(heads, rules, segment_pos, self._make_dropout(x_BTD), split, logit_bias)
 
   def attention_mask(
     self,
@@ -289,7 +297,13 @@ class MultiHeadAttention(Layer):
     """Allocates an empty cache for `batch_size` sequences of up to `max_len` tokens, padding between them included."""
     self._keep(self._cached_attention().empty(batch_size, max_len, *self._kv_heads))
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, prefix_lengths: jax.Array | None = None) -> jax.Array:
+  def extend_step(
+    self,
+    x_BTD: jax.Array,
+    pos_BT: jax.Array,
+    prefix_lengths: jax.Array | None = None,
+    logit_bias: LogitBias | None = None,
+  ) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D]; a token attends to all cached tokens up to its own position.
 
     The caller ensures that the cache has room; see `KVCache`.
@@ -299,7 +313,9 @@ class MultiHeadAttention(Layer):
       pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
       prefix_lengths: [B] int32, the length of the prefix of each row to which all tokens of the row attend. The call
         that reads the prompt must contain the whole prefix. None disables it.
+      logit_bias: a function of positions, which is added to the logits; its own positions are not used.
     """
+    self._check_one_bias(logit_bias)
     if not self.causal:
       raise ConfigError(
         f'{self.path_name}.causal: extend_step needs causal attention, since later tokens do not exist yet'
@@ -309,11 +325,14 @@ class MultiHeadAttention(Layer):
     heads = self._project(x_BTD, x_BTD, pos_BT)
     cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
     mask = self.attention_mask(prefix_lengths=prefix_lengths)
-    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache, mask)
+    context_BTNH, cache = self._cached_attention(logit_bias).extend(*heads, pos_BT, cache, mask)
     self._keep(cache)
     return self._output(context_BTNH)
 
-  def _cached_attention(self) -> CachedAttention:
+  def _cached_attention(self, logit_bias: LogitBias | None = None) -> CachedAttention:
+    bias: PositionBias | None = None if logit_bias is None else functools.partial(logit_bias.fn, logit_bias.params)
+    if self.relative_bias_tpl is not None:
+      bias = self.relative_bias
     slots_are_split = any((self.activation_split_dims_mapping.blkh or (None,) * 4)[1:2])
     dtype = self.fprop_dtype if self.cache_dtype is None else self.cache_dtype
     assert dtype is not None  # fprop_dtype is set once the layer is built.
@@ -323,7 +342,7 @@ class MultiHeadAttention(Layer):
       page_size=None if slots_are_split else self.cache_page_size,
       most_slots=0 if platform() == 'cpu' else _MOST_SLOTS,
       spec=self._spec(),
-      bias=None if self.relative_bias_tpl is None else self.relative_bias,
+      bias=bias,
     )
 
   def _keep(self, cache: KVCache) -> None:
@@ -375,6 +394,10 @@ class MultiHeadAttention(Layer):
       checkpoint_name(self.shard(value_BSKH, blkh), 'value_proj'),
     )
 
+  def _check_one_bias(self, logit_bias: object) -> None:
+    if logit_bias is not None and self.relative_bias_tpl is not None:
+      raise ConfigError(f'{self.path_name}.relative_bias_tpl: the call gives a bias too; set it to None, or give none')
+
   def _make_dropout(self, x_BTD: jax.Array) -> ProbabilityDropout | None:
     if self.dropout_rate == 0 or self.do_eval:
       return None
@@ -388,13 +411,14 @@ class MultiHeadAttention(Layer):
     pos_BT: jax.Array | None,
     dropout: ProbabilityDropout | None,
     split: SequenceSplit | None,
+    bias: jax.Array | LogitBias | None = None,
   ) -> jax.Array:
     """Returns the output, [B, T, D]. A relative bias uses `pos_BT` as the positions of both queries and keys."""
     (B, T, _, _), (_, S, K, _) = heads[0].shape, heads[1].shape
     over: RowSplit | SequenceSplit | None = split
     kernel_split, obstacle = self._kernel_split(split is not None, B)
-    name, reason = self._choose(T, S, mask, split is not None, obstacle)
-    bias: LogitBias | jax.Array | None = None
+    has_array = bias is not None and not isinstance(bias, LogitBias)
+    name, reason = self._choose(T, S, mask, split is not None, obstacle, has_array)
     if self.relative_bias_tpl is not None:
       bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, pos_BT, pos_BT)
       if name != 'blockwise':
@@ -435,7 +459,13 @@ class MultiHeadAttention(Layer):
     return None, undeclared if self._mesh.blnh is None else ''
 
   def _choose(
-    self, query_len: int, key_len: int, mask: AttentionMask, split: bool, mesh_obstacle: str
+    self,
+    query_len: int,
+    key_len: int,
+    mask: AttentionMask,
+    split: bool,
+    mesh_obstacle: str,
+    has_array: bool = False,
   ) -> AttentionChoice:
     """Returns how attention is computed, and why; see `AttentionCase`."""
     assert self.dims_per_head is not None and self.fprop_dtype is not None  # Set once the layer is built.
@@ -446,7 +476,8 @@ class MultiHeadAttention(Layer):
       mask,
       mesh_obstacle=mesh_obstacle,
       split=split,
-      logit_bias=self.relative_bias_tpl is not None,
+      array_bias=has_array,
+      logit_bias=self._has_bias and not has_array,
       soft_cap=self.logit_soft_cap is not None,
       dropout=self.dropout_rate > 0,
     )

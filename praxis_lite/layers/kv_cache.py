@@ -177,6 +177,14 @@ class CachedAttention:
     cache, context_BTNH = _scan_pages(step, cache, (query_BTNH, new), page)
     return context_BTNH, cache
 
+  def write(self, cache: KVCache, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
+    """Returns a growing cache with tokens in its next slots; the arguments are the same as for `extend`."""
+    return _append(cache, self._to_entries(key_BTKH, value_BTKH, pos_BT))
+
+  def attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
+    """Returns the results of attention to the tokens in a growing cache, [B, T, N, H]; see `extend`."""
+    return self._attend(query_BTNH, pos_BT, cache, mask, None)
+
   def _extend(
     self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask, pages: float | None = None
   ) -> tuple[jax.Array, KVCache]:

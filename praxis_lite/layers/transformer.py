@@ -85,25 +85,25 @@ class TransformerBlock(Layer):
     self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
 
-  def __call__(
-    self, x_BTD: jax.Array, *, paddings: jax.Array | None = None, **attention: jax.Array | None
-  ) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array, *, paddings: jax.Array | None = None, **attention: Any) -> jax.Array:
     """Returns [B, T, D].
 
     Args:
       x_BTD: the residual stream.
       paddings: [B, T], nonzero for padding tokens; for feed-forward layers that take paddings.
-      **attention: keyword arguments of `attention`: segment_ids, segment_pos, prefix_lengths, mask.
+      **attention: keyword arguments of `attention`: segment_ids, segment_pos, prefix_lengths, mask, logit_bias.
     """
-    return self._block(x_BTD, lambda x: self.attention(x, **attention), paddings)
+    x_BTD = self._add_attention(x_BTD, lambda x: self.attention(x, **attention))
+    return self._add_feed_forward(x_BTD, paddings)
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates the cache; see `MultiHeadAttention.init_decode_state`."""
     self.attention.init_decode_state(batch_size, max_len)
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *prefix_lengths: jax.Array) -> jax.Array:
-    """Returns [B, T, D] for the next tokens; see `MultiHeadAttention.extend_step`."""
-    return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *prefix_lengths), pos_BT < 0)
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any) -> jax.Array:
+    """Returns [B, T, D] for the next tokens; `attention` are further arguments of its `extend_step`."""
+    x_BTD = self._add_attention(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *attention))
+    return self._add_feed_forward(x_BTD, pos_BT < 0)
 
   def problems(self, mesh_sizes: Mapping[str, int]) -> Iterator[LayerProblem]:
     router: Any = getattr(self.ff, 'router', None)
@@ -116,13 +116,18 @@ class TransformerBlock(Layer):
         "set it to 'token'",
       )
 
-  def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array], paddings: jax.Array | None) -> jax.Array:
+  @property
+  def _is_hybrid(self) -> bool:
+    return self.norm_policy == 'primer_hybrid'
+
+  def _add_attention(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    return self._add_sublayer(x_BTD, attend, self.attention_norm, self.attention_out_norm if self._is_hybrid else None)
+
+  def _add_feed_forward(self, x_BTD: jax.Array, paddings: jax.Array | None) -> jax.Array:
     feed_forward: Callable[..., jax.Array] = self.ff
     if self.ff.takes_paddings:
       feed_forward = functools.partial(feed_forward, paddings=self.mark_filler_rows(paddings, x_BTD.shape[:2]))
-    hybrid = self.norm_policy == 'primer_hybrid'
-    x_BTD = self._add_sublayer(x_BTD, attend, self.attention_norm, self.attention_out_norm if hybrid else None)
-    return self._add_sublayer(x_BTD, feed_forward, self.ff_norm, self.ff_out_norm if hybrid else None)
+    return self._add_sublayer(x_BTD, feed_forward, self.ff_norm, self.ff_out_norm if self._is_hybrid else None)
 
   def _add_sublayer(
     self, x_BTD: jax.Array, sublayer: Callable[[jax.Array], jax.Array], norm: Norm, out_norm: Norm | None
@@ -176,15 +181,15 @@ class StackedTransformer(Layer):
       layer.absorb(side)
     return x_BTD
 
-  def init_decode_state(self, batch_size: int, max_len: int) -> None:
-    """Allocates the caches of all layers."""
+  def init_decode_state(self, *args: Any) -> None:
+    """Allocates the caches of all layers; the arguments are the same as for one of them."""
     for layer in self.layers:
-      layer.init_decode_state(batch_size, max_len)
+      layer.init_decode_state(*args)
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *prefix_lengths: jax.Array) -> jax.Array:
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any) -> jax.Array:
     """Returns the result of the last layer for the next tokens; see `TransformerBlock.extend_step`."""
     for layer in self.layers:
-      x_BTD = layer.extend_step(x_BTD, pos_BT, *prefix_lengths)
+      x_BTD = layer.extend_step(x_BTD, pos_BT, *attention)
     return x_BTD
 
 

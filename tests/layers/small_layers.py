@@ -115,7 +115,36 @@ def transformer_lm() -> Config:
   return config
 
 
+def cross_attention() -> Config:
+  config = split(layers.CrossAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H)
+  config.activation_split_dims_mapping.set(blnh=(BATCH, None, 'mdl', None), blkh=(BATCH, None, 'mdl', None))
+  return config.set(use_bias=True, qk_norm_tpl=Config(layers.RMSNorm), dropout_rate=0.2)
+
+
+def decoder_block() -> Config:
+  config = split(layers.DecoderBlock, out=(BATCH, None, None), input_dims=D, hidden_dims=F, num_heads=N)
+  config.set(dims_per_head=H)
+  config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  config.ff_tpl.weight_split_dims_mapping.wt = WT
+  for attention in config.attention_tpl, config.cross_attention_tpl:
+    attention.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  return config
+
+
+def encoder_decoder() -> Config:
+  config = split(layers.TransformerEncoderDecoder, out=(BATCH, None, None), vocab_size=V, model_dims=D, num_layers=2)
+  config.set(num_encoder_layers=3, num_heads=N, hidden_dims=F, dims_per_head=H, scale_output_sqrt_depth=True)
+  config.relative_bias_tpl = split(
+    layers.RelativeBias, (None, 'mdl'), (None, 'mdl', None, None), num_buckets=8, max_distance=6
+  )
+  config.encoder_tpl.layers_tpl, config.decoder_tpl.layers_tpl = block(), decoder_block()
+  config.softmax_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
+  config.softmax_tpl.activation_split_dims_mapping.set(out=OUT, emb=(BATCH, None, None))
+  return config
+
+
 X = normal(B, T, D)
+SOURCE = normal(B, 6, D, seed=2)
 IMAGES = normal(B, 6, 7, 1)
 WEIGHTS = np.array([1.0, 0.0, 0.5], np.float32)
 POSITIONS = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
@@ -127,6 +156,8 @@ CASES = {
     split(layers.Conv2D, (None, None, None, WT), (BATCH, None, None, 'mdl'), filter_shape=(3, 2, 1, 5)), (IMAGES,)
   ),
   'ConvNet': lambda: Case(conv_net(), (IMAGES, WEIGHTS)),
+  'CrossAttention': lambda: Case(cross_attention(), (X, SOURCE)),
+  'DecoderBlock': lambda: Case(decoder_block(), (X, SOURCE)),
   'Dropout': lambda: Case(split(layers.Dropout, None, OUT, rate=0.3), (X,)),
   'Embedding': lambda: Case(split(layers.Embedding, ('mdl', 'data'), OUT, num_classes=V, input_dims=D), (ids(B, T),)),
   'FeedForward': lambda: Case(split(layers.FeedForward, WT, OUT, input_dims=D, hidden_dims=F), (X,)),
@@ -169,5 +200,6 @@ CASES = {
   'SinusoidalPositions': lambda: Case(split(layers.SinusoidalPositions, None, OUT, dims=D), (POSITIONS,)),
   'StackedTransformer': lambda: Case(Config(layers.StackedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'TransformerBlock': lambda: Case(block(), (X,)),
+  'TransformerEncoderDecoder': lambda: Case(encoder_decoder(), (ids(B, 6), ids(B, T), ids(B, T)), float32_out=True),
   'TransformerLm': lambda: Case(transformer_lm(), (ids(B, T), ids(B, T)), float32_out=True),
 }

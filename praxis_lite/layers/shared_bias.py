@@ -1,0 +1,56 @@
+"""A bias on attention logits that all layers of a stack share, from one table of offsets (T5, Raffel et al., 2020).
+
+The stack's parent has the `RelativeBias`. It builds the stack inside `building_with_shared_bias`, so that the attention
+layers know, and calls it with `logit_bias=shared_bias(...)`.
+
+N heads, T length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.attention_spec import LogitBias
+from praxis_lite.layers.dot_product import many_logits
+from praxis_lite.layers.positions import RelativeBias
+from praxis_lite.sharding.mesh import platform
+
+_is_shared: contextvars.ContextVar[bool] = contextvars.ContextVar('praxis_lite_is_bias_shared', default=False)
+
+
+@contextlib.contextmanager
+def building_with_shared_bias(is_shared: bool = True) -> Iterator[None]:
+  """Tells the attention layers that are built inside whether they share a bias that each call gives them."""
+  token = _is_shared.set(is_shared)
+  try:
+    yield
+  finally:
+    _is_shared.reset(token)
+
+
+def is_bias_shared() -> bool:
+  """Whether an attention layer that is being built shares a bias with others."""
+  return _is_shared.get()
+
+
+def shared_bias(layer: RelativeBias, length: int, *, in_blocks: bool = False) -> jax.Array | LogitBias:
+  """In a call: returns the bias of self-attention in one pass, for all layers of a stack.
+
+  It is an array [1, N, T, T], computed once, if the layers hold the logits of a row in memory anyway; otherwise a
+  function, for attention that computes the bias block by block. Offsets are those of indices in the row, which inside a
+  segment equal those of positions.
+
+  Args:
+    layer: the layer with the table.
+    length: T.
+    in_blocks: whether a layer computes its attention in blocks even if T is small.
+  """
+  if in_blocks or length * length >= many_logits(platform()):
+    return LogitBias(layer.buckets, layer.theta.w)
+  pos_1T = jnp.arange(length)[None]
+  return layer(pos_1T, pos_1T)
