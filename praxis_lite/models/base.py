@@ -51,11 +51,14 @@ class ScoreLimits(NamedTuple):
     vocab_size: V; labels are from 0 to V - 1.
     max_positions: the largest number of tokens in a row; None means any number.
     takes_prefixes: whether a batch has `prefix_lengths`, [B] int32.
+    start_id: if contexts are sources, which a batch has as `source_ids` and `source_segment_ids` [B, S]: the token that
+      comes before a continuation in `ids`. None: a row is a context and its continuation.
   """
 
   vocab_size: int
   max_positions: int | None
   takes_prefixes: bool
+  start_id: int | None = None
 
 
 class BaseModel(Layer, Generic[PredictionsT]):

@@ -102,8 +102,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
-    weights_BT = _weights_of_tokens(batch)
-    ids_BT, labels_BT = (_clear_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
+    weights_BT = weights_of_tokens(batch)
+    ids_BT, labels_BT = (clear_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
     return self.lm(ids_BT, labels_BT, weights_BT, **self._visible(batch))
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
@@ -112,7 +112,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     Metrics: `loss`, nats per token; `nats_per_byte` if the number of bytes is known; in evaluation `accuracy`, the
     fraction of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, the sum.
     """
-    xent_BT, weights_BT = predictions.xent, _weights_of_tokens(batch)
+    xent_BT, weights_BT = predictions.xent, weights_of_tokens(batch)
     loss_B, weights_B = weighted_mean(xent_BT, weights_BT, axis=1)
     loss, num_tokens = weighted_mean(loss_B, weights_B)
     metrics = {'loss': (loss, num_tokens)}
@@ -127,8 +127,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, for the token after each of `ids`; the batch needs no labels."""
-    weights_BT = _weights_of_tokens(batch)
-    ids_BT = _clear_padding(batch['ids'], weights_BT)
+    weights_BT = weights_of_tokens(batch)
+    ids_BT = clear_padding(batch['ids'], weights_BT)
     return {'logits': self.lm.logits(ids_BT, weights_BT, **self._visible(batch))}
 
   def score(self, batch: NestedDict) -> dict[str, jax.Array]:
@@ -272,12 +272,12 @@ class _CachedSteps:
     return logits_BV, side.decode_state
 
 
-def _weights_of_tokens(batch: NestedDict) -> jax.Array:
+def weights_of_tokens(batch: NestedDict) -> jax.Array:
   """Returns the weights [B, T] of a batch; the weight of a row, [B], applies to each of its tokens."""
   weights = batch['weights']
   return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['ids'].shape)
 
 
-def _clear_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+def clear_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
   """Replaces negative ids of weight zero by 0: their vectors would be NaN, and 0 times NaN is not a zero gradient."""
   return jnp.where((weights_BT == 0) & (ids_BT < 0), 0, ids_BT)

@@ -146,7 +146,7 @@ def set_sharding(
   `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
 
   Args:
-    config: the config of a `LanguageModel` or a `TransformerLm`.
+    config: the config of a `LanguageModel` or a `TransformerLm`, or of an `EncoderDecoderModel` or its network.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.
@@ -156,10 +156,15 @@ def set_sharding(
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)  # A cache is not split along its length; others get `context_axis` below.
   lm.activation_split_dims_mapping.out = bld
-  for block in kinds_of_stack(lm.transformer_tpl):
+  stacks = [getattr(lm, name) for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl') if hasattr(lm, name)]
+  if len(stacks) > 1 and context_axis is not None:
+    raise ConfigError('set_sharding: context_axis does not split the sequences of an encoder-decoder; leave it None')
+  for block in (block for stack in stacks for block in kinds_of_stack(stack)):
     block.activation_split_dims_mapping.out = bld
-    block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
-    block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+    attentions = [block.attention_tpl, *([block.cross_attention_tpl] if hasattr(block, 'cross_attention_tpl') else [])]
+    for attention in attentions:
+      attention.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
+      attention.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
     block.attention_tpl.context_axis = context_axis
     dense, kind = block.ff_tpl, target(block.ff_tpl)
     if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
@@ -171,6 +176,12 @@ def set_sharding(
     dense.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
     dense.activation_split_dims_mapping.set(hidden=blf, out=bld)
   table = (mdl_axis, data_axis)
+  if getattr(lm, 'relative_bias_tpl', None) is not None:
+    lm.relative_bias_tpl.weight_split_dims_mapping.wt = (None, mdl_axis)
+    lm.relative_bias_tpl.activation_split_dims_mapping.out = (None, mdl_axis, None, None)
+  if getattr(lm, 'decoder_embedding_tpl', None) is not None:
+    lm.decoder_embedding_tpl.weight_split_dims_mapping.wt = table
+    lm.decoder_embedding_tpl.activation_split_dims_mapping.out = bld
   lm.softmax_tpl.activation_split_dims_mapping.out = blf
   if lm.embedding_tpl is None:
     lm.softmax_tpl.weight_split_dims_mapping.wt = table

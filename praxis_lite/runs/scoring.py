@@ -5,11 +5,17 @@ of the labels at positions c - 1 to c + n - 2:
 
     ids      a b c  d e
     labels   b c d  e f          context a b c, continuation d e f
+
+For an encoder-decoder, the context is the source, and the row begins with the token of a start, s:
+
+    source   a b c
+    ids      s d e
+    labels   d e f
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,10 +50,11 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-  """The tokens of a context, possibly without its first ones, and of a continuation."""
+  """The tokens of a context, possibly without its first ones, and of a continuation; and the source, if it is apart."""
 
   context: list[int]
   continuation: list[int]
+  source: list[int] | None = None
 
   @property
   def length(self) -> int:
@@ -107,7 +114,10 @@ def _row(
     known = tokenizer()
     if known is None:
       raise UserError('score: texts need a dataset with a tokenizer, but there is none; pass lists of tokens')
-    context, continuation = _tokens_of_texts(known, context, continuation)
+    if limits.start_id is None:
+      context, continuation = _tokens_of_texts(known, context, continuation)
+    else:
+      context, continuation = encode_prompt(known, context, 'score: context'), known.encode(continuation)
   else:
     context, continuation = (_tokens(number, ids) for ids in (context, continuation))
   if not context:
@@ -115,14 +125,16 @@ def _row(
     if known is None:
       raise DataError(f'score: context {number} is empty; it needs at least one token, such as that of a beginning')
     context = [known.special_ids[0]]
-  most = limits.max_positions
+  most, source = limits.max_positions, None
+  if limits.start_id is not None:
+    context, source = [limits.start_id], context
   if most is None:
-    return _Row(context, continuation)
+    return _Row(context, continuation, source)
   if len(continuation) > most:
     raise DataError(
       f'score: continuation {number} has {len(continuation)} tokens, but the model sees at most {most} at once'
     )
-  return _Row(context[-(most + 1 - len(continuation)) :], continuation)
+  return _Row(context[-(most + 1 - len(continuation)) :], continuation, source)
 
 
 def _tokens(number: int, ids: Any) -> list[int]:
@@ -143,11 +155,10 @@ def _tokens_of_texts(tokenizer: BaseTokenizer, context: str, continuation: str) 
 
 def _batch(rows: Sequence[_Row], limits: ScoreLimits) -> Rows:
   """Returns the batch of rows, padded to a length that many batches share."""
-  longest, most = max(row.length for row in rows), limits.max_positions
-  width = max(_LEAST_LENGTH, 1 << (longest - 1).bit_length())
+  width, most = _padded_length(row.length for row in rows), limits.max_positions
   width = width if most is None else min(width, most)
 
-  def pad(values: Iterator[list[int]], dtype: type) -> np.ndarray:
+  def pad(values: Iterable[list[int]], dtype: type, width: int = width) -> np.ndarray:
     return np.array([[*row, *[0] * (width - len(row))] for row in values], dtype)
 
   whole = [[*row.context, *row.continuation] for row in rows]
@@ -159,4 +170,14 @@ def _batch(rows: Sequence[_Row], limits: ScoreLimits) -> Rows:
   check_ids({'ids': batch['labels'], 'weights': batch['weights']}, limits.vocab_size)
   if limits.takes_prefixes:
     batch['prefix_lengths'] = np.array([len(row.context) for row in rows], np.int32)
+  sources = [row.source for row in rows if row.source is not None]
+  if sources:
+    width = _padded_length(map(len, sources))
+    batch['source_ids'] = pad(sources, np.int32, width)
+    batch['source_segment_ids'] = pad(([1] * len(source) for source in sources), np.int32, width)
+    check_ids({'ids': batch['source_ids'], 'weights': batch['source_segment_ids']}, limits.vocab_size)
   return batch
+
+
+def _padded_length(lengths: Iterable[int]) -> int:
+  return max(_LEAST_LENGTH, 1 << (max(lengths) - 1).bit_length())

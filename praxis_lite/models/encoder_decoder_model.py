@@ -1,0 +1,189 @@
+"""EncoderDecoderModel: trains, evaluates and decodes a network that reads a source and predicts a target.
+
+B batch, S length of the sources, T length of the targets, V vocabulary, M largest number of tokens to decode.
+
+A batch holds, besides the `ids`, `labels` and `weights` [B, T] of a `LanguageModel`, which are those of the targets,
+`source_ids` [B, S] int32. Either `source_segment_ids` [B, S] int32, 0 for padding, or `source_lengths` [B] int32, says
+which of them are tokens; without both, all are. If rows are packed, there are also `segment_ids` and `segment_pos`
+[B, T] and `source_segment_pos` [B, S]; a target attends to the source with its segment id.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.config import Config, child, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.encoder_decoder import TransformerEncoderDecoder
+from praxis_lite.layers.repeat import unstack_for_decoding
+from praxis_lite.layers.softmax import SoftmaxOutput
+from praxis_lite.models.base import PromptLimits, ScoreLimits
+from praxis_lite.models.decoding import Draws
+from praxis_lite.models.language_model import LanguageModel, clear_padding, weights_of_tokens
+
+
+class EncoderDecoderModel(LanguageModel):
+  """A model over a network with the interface of `TransformerEncoderDecoder`, trained with teacher forcing.
+
+  Attributes: the same as for `LanguageModel`, except that `model_type` has no effect, and
+    lm_tpl: config of the network, the child `lm`. `num_layers` is the number of layers of its decoder.
+    packed: whether rows may hold several pairs of a source and a target. False: each row is one pair with padding only
+      at the ends, and the numbers of segments are ignored.
+    start_id: the token that the decoder reads before the first token of a target; T5 takes its padding, 0.
+  """
+
+  lm_tpl: Config = template(TransformerEncoderDecoder)
+  start_id: int = 0
+
+  lm: TransformerEncoderDecoder = child()  # type: ignore[assignment]
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if an id is not in the vocabulary, or there are no sources."""
+    super().check_input(data, batch)
+    if 'source_ids' not in batch and 'prompt_lengths' not in batch:
+      raise ConfigError(
+        f'{data.label}: an encoder-decoder needs source_ids, [B, S] int32, in each batch; this one has '
+        f'{", ".join(sorted(batch))}'
+      )
+    known, sources = self.num_ids, np.asarray(batch.get('source_ids', ()))
+    if known is None or not sources.size:
+      return
+    segments = batch.get('source_segment_ids')
+    is_token = np.ones(sources.shape, bool) if segments is None else np.asarray(segments) != 0
+    bad = is_token & ((sources < 0) | (sources >= known))
+    if bad.any():
+      raise ConfigError(
+        f"{data.label}: found {sources[bad][0]} in 'source_ids', but task.model.vocab_size is {known}; all must be "
+        f'from 0 to {known - 1}, or be padding'
+      )
+
+  # ---------------------------------------------------------------- training and evaluation
+
+  def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
+    """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
+    weights_BT = weights_of_tokens(batch)
+    ids_BT, labels_BT = (clear_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
+    source_BS, visible = self._source(batch)
+    return self.lm(source_BS, ids_BT, labels_BT, weights_BT, **visible)
+
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `logits`, [B, T, V] float32, for the token after each of `ids`; the batch needs no labels."""
+    weights_BT = weights_of_tokens(batch)
+    source_BS, visible = self._source(batch)
+    return {'logits': self.lm.logits(source_BS, clear_padding(batch['ids'], weights_BT), weights_BT, **visible)}
+
+  def score_limits(self) -> ScoreLimits:
+    return super().score_limits()._replace(takes_prefixes=False, start_id=self.start_id)
+
+  def _source(self, batch: NestedDict) -> tuple[jax.Array, dict[str, jax.Array | None]]:
+    """Returns the tokens of the sources, [B, S], and the arguments that say which tokens are visible."""
+    source_BS, segments_BS = _tokens_of_sources(batch)
+    if not self.packed:
+      is_token = None if segments_BS is None else (segments_BS != 0).astype(jnp.int32)
+      return source_BS, {'source_segment_ids': is_token}
+    names = ('source_segment_pos', 'segment_ids', 'segment_pos')
+    return source_BS, {'source_segment_ids': segments_BS, **{name: batch.get(name) for name in names}}
+
+  # ---------------------------------------------------------------- decoding
+
+  def prompt_limits(self) -> PromptLimits | None:
+    return None
+
+  def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
+    raise ConfigError(
+      f"task.model: {type(self).__name__} cannot be exported as 'decode', whose programs continue prompts in place; "
+      "'forward' exports its predictions"
+    )
+
+  def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Writes a target for each source.
+
+    Args:
+      batch: `source_ids` [B, S] int32, and `source_lengths` or `source_segment_ids`; of packed rows, the first source
+        counts. Given beginnings of the targets are `ids` [B, P] and `prompt_lengths` [B] int32, which may be 0. If
+        there are no `source_ids`, then `ids` and `prompt_lengths` are the sources. Rows without a source get no tokens.
+        With `labels` and `weights` [B, T], as in training, also reports how many targets are exactly these.
+
+    Returns:
+      Metrics: `decoded_length`, tokens per row; `log_prob`, nats per token; and if there are labels `exact_match`, the
+      fraction of rows whose tokens equal them. Outputs: `ids` [B, M], `lengths` [B] and `log_probs` [B, M] as in
+      `Decoded`, and with labels `exact_match`, [B] bool.
+    """
+    if 'source_ids' in batch:
+      source_BS, segments_BS = _tokens_of_sources(batch)
+      is_token_BS = jnp.ones_like(source_BS) if segments_BS is None else (segments_BS == 1).astype(jnp.int32)
+    else:
+      is_token_BS = (jnp.arange(batch['ids'].shape[1]) < batch['prompt_lengths'][:, None]).astype(jnp.int32)
+      source_BS, batch = jnp.where(is_token_BS == 0, 0, batch['ids']), {**batch, 'prompt_lengths': None}
+    is_row_B = jnp.any(is_token_BS != 0, axis=1)
+    start_B1 = jnp.full((len(source_BS), 1), self.start_id, jnp.int32)
+    prompt_BP, lengths_B = start_B1, is_row_B.astype(jnp.int32)
+    if batch.get('prompt_lengths') is not None:
+      prompt_BP = jnp.concatenate([start_B1, batch['ids']], axis=1)
+      lengths_B = jnp.where(is_row_B, 1 + batch['prompt_lengths'], 0)
+    steps = _SourceSteps(self.lm, source_BS, is_token_BS)
+    key = None if self.decoder.temperature == 0 else self.next_prng_key()
+    decoded = self.decoder.decode(
+      steps, prompt_BP, lengths_B, key, batch.get('max_tokens'), draws=Draws(batch.get('row'))
+    )
+    metrics, outputs = decoded.metrics(is_row_B), dict(decoded._asdict())
+    if 'labels' in batch:
+      outputs['exact_match'] = _are_labels(decoded.ids, decoded.lengths, batch)
+      metrics['exact_match'] = weighted_mean(outputs['exact_match'], is_row_B)
+    return metrics, outputs
+
+
+class _SourceSteps:
+  """`DecodingSteps` of an encoder-decoder; the state is the keys and values of the sources, and the caches of targets.
+
+  Args:
+    lm: the network, in a call of its parent.
+    source_ids_BS, is_token_BS: the sources, and 1 for their tokens, 0 for padding.
+  """
+
+  def __init__(self, lm: TransformerEncoderDecoder, source_ids_BS: jax.Array, is_token_BS: jax.Array):
+    variables = lm.cast_variables(lm.variables)
+    self._lm = lm
+    self._variables = {**variables, 'decoder': unstack_for_decoding(lm.decoder, variables['decoder'])}
+    self._source = source_ids_BS, is_token_BS
+
+  @property
+  def max_positions(self) -> int | None:
+    return getattr(self._lm, 'max_positions', None)
+
+  def start(self, num_rows: int, num_slots: int) -> NestedDict:
+    assert num_rows == len(self._source[0])
+    _, side = self._lm.apply(self._variables, *self._source, num_slots, method='init_decode_state')
+    return side.decode_state
+
+  def extend(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
+  ) -> tuple[jax.Array, NestedDict]:
+    logits_BV, side = self._lm.apply(self._variables, ids_BT, pos_BT, last_B, decode_state=state, method='extend_step')
+    return logits_BV, side.decode_state
+
+
+def _tokens_of_sources(batch: NestedDict) -> tuple[jax.Array, jax.Array | None]:
+  """Returns the tokens of the sources, 0 for padding, and their segments; both [B, S], the latter None if all count."""
+  if 'source_ids' not in batch:
+    raise ConfigError(f'the batch has no source_ids, [B, S] int32, to read; it has {", ".join(sorted(batch))}')
+  ids_BS, segments_BS = batch['source_ids'], batch.get('source_segment_ids')
+  if segments_BS is None and batch.get('source_lengths') is not None:
+    segments_BS = (jnp.arange(ids_BS.shape[1]) < batch['source_lengths'][:, None]).astype(jnp.int32)
+  # Padding may be an invalid id, whose vector is NaN.
+  return ids_BS if segments_BS is None else jnp.where(segments_BS == 0, 0, ids_BS), segments_BS
+
+
+def _are_labels(ids_BM: jax.Array, lengths_B: jax.Array, batch: NestedDict) -> jax.Array:
+  """Returns [B] bool, whether the decoded tokens are the labels of the first target of each row."""
+  is_label_BT = weights_of_tokens(batch) > 0
+  if batch.get('segment_ids') is not None:
+    is_label_BT &= batch['segment_ids'] == 1
+  most = max(ids_BM.shape[1], is_label_BT.shape[1])
+  ids, labels, is_label = (jnp.pad(x, ((0, 0), (0, most - x.shape[1]))) for x in (ids_BM, batch['labels'], is_label_BT))
+  return (lengths_B == jnp.sum(is_label, axis=1)) & jnp.all((ids == labels) | ~is_label, axis=1)
