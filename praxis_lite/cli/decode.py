@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
+  from praxis_lite.common.config import target
   from praxis_lite.runs.inference import decode_prompts, run_decode
   from praxis_lite.runs.prompts import Sampling, stop_ids, task_with_sampler, tokenizer_of
   from praxis_lite.runs.vocabulary import use_kept_vocabulary
@@ -54,7 +55,8 @@ def _run(values: flags.FlagValues) -> int:
   if drawn and sampled.task.model.decoder_tpl.temperature == 0:
     equal = f'temperature = 0 takes the most probable token, so {" and ".join(drawn)} can change nothing'
     print(f'note: {equal}; --temperature=1 draws tokens', file=sys.stderr)
-  samples = [_Sample(prompt, tokenizer, values) for prompt in prompts for _ in range(values.num_samples)]
+  is_source = bool(getattr(target(kept.task.model), 'prompts_are_sources', False))
+  samples = [_Sample(prompt, tokenizer, values, is_source) for prompt in prompts for _ in range(values.num_samples)]
   if values.stream and len(samples) > 1:
     raise UserError(f'--stream prints one sample as it grows, but there are {len(samples)}; leave it out')
   is_streamed = len(samples) == 1 and (sys.stdout.isatty() if values.stream is None else values.stream)
@@ -93,17 +95,20 @@ class _Sample:
     given: the prompt.
     tokenizer: the tokenizer of the run; None if it has none.
     values: the flags.
+    is_source: whether the model writes a text of its own for the prompt, which is printed without it.
 
   Attributes:
     given: the prompt.
     ids: its tokens.
   """
 
-  def __init__(self, given: GivenPrompt, tokenizer: BaseTokenizer | None, values: flags.FlagValues):
+  def __init__(
+    self, given: GivenPrompt, tokenizer: BaseTokenizer | None, values: flags.FlagValues, is_source: bool = False
+  ):
     from praxis_lite.runs.continuations import GrowingText
     from praxis_lite.runs.prompts import chat_prompt, encode_prompt
 
-    self.given, self._stream_ids = given, list[int]()
+    self.given, self._stream_ids, self._is_source = given, list[int](), is_source
     if tokenizer is None:
       if given.kind != 'prompt_ids':
         raise UserError(
@@ -120,8 +125,10 @@ class _Sample:
       self.ids, self._before = given.value, tokenizer.decode(given.value)
     else:
       self.ids, self._before = encode_prompt(tokenizer, given.value, given.where), given.value
+    if is_source:
+      self._before = ''
     # An answer in a chat begins a text, so it is decoded without what is before it.
-    self._text = GrowingText(tokenizer, [] if is_chat else self.ids, values.stop)
+    self._text = GrowingText(tokenizer, [] if is_chat or is_source else self.ids, values.stop)
 
   def stream(self, row: int, ids: list[int]) -> None:
     """Prints the text of new tokens."""
@@ -134,7 +141,7 @@ class _Sample:
       continuation = {'continuation_ids': ids} if text is None else {'continuation': text}
       print(json.dumps({**self.given.record, **continuation}, ensure_ascii=False), flush=True)
     elif self._text is None:
-      print(','.join(map(str, [*self.ids, *ids])))
+      print(','.join(map(str, ids if self._is_source else [*self.ids, *ids])))
     else:
       self._print_new(ids, is_all=True)
       print(flush=True)

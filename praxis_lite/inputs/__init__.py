@@ -7,6 +7,8 @@ from praxis_lite.inputs.mixture import MixtureInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
 from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput
 from praxis_lite.inputs.rows import Feature
+from praxis_lite.inputs.source_target import SourceTargetInput
+from praxis_lite.inputs.span_corruption import SpanCorruptionInput
 from praxis_lite.inputs.synthetic import (
   ConstantFeature,
   RandomFeature,
@@ -36,6 +38,8 @@ __all__ = [
   'RandomAccessInput',
   'RandomFeature',
   'SentencePieceTokenizer',
+  'SourceTargetInput',
+  'SpanCorruptionInput',
   'SyntheticClassifierInput',
   'SyntheticInput',
   'SyntheticLMInput',

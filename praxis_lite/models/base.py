@@ -9,7 +9,7 @@ B batch, T length.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +53,21 @@ class ScoreLimits(NamedTuple):
     takes_prefixes: whether a batch has `prefix_lengths`, [B] int32.
     start_id: if contexts are sources, which a batch has as `source_ids` and `source_segment_ids` [B, S]: the token that
       comes before a continuation in `ids`. None: a row is a context and its continuation.
+    source_end_id: the token that ends a source; None adds none.
   """
 
   vocab_size: int
   max_positions: int | None
   takes_prefixes: bool
   start_id: int | None = None
+  source_end_id: int | None = None
 
 
 class BaseModel(Layer, Generic[PredictionsT]):
   """What a task trains and evaluates. Subclasses define `compute_predictions` and `compute_loss`, perhaps `decode`."""
+
+  # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
+  prompts_are_sources: ClassVar[bool] = False
 
   def compute_predictions(self, batch: NestedDict) -> PredictionsT:
     """Returns the inputs of the loss, such as logits: any tree of arrays."""

@@ -10,6 +10,8 @@ which of them are tokens; without both, all are. If rows are packed, there are a
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,20 +37,37 @@ class EncoderDecoderModel(LanguageModel):
     packed: whether rows may hold several pairs of a source and a target. False: each row is one pair with padding only
       at the ends, and the numbers of segments are ignored.
     start_id: the token that the decoder reads before the first token of a target; T5 takes its padding, 0.
+    source_end_id: the token that ends the sources of the training data, which `decode` and scores of a run add to
+      prompts and contexts; None adds none. T5 takes its end token, 1.
   """
+
+  prompts_are_sources: ClassVar[bool] = True
 
   lm_tpl: Config = template(TransformerEncoderDecoder)
   start_id: int = 0
+  source_end_id: int | None = None
 
   lm: TransformerEncoderDecoder = child()  # type: ignore[assignment]
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if an id is not in the vocabulary, or there are no sources."""
+    """Raises a `ConfigError` if an id is not in the vocabulary, sources are missing, or begin and end are others."""
     super().check_input(data, batch)
     if 'source_ids' not in batch and 'prompt_lengths' not in batch:
       raise ConfigError(
         f'{data.label}: an encoder-decoder needs source_ids, [B, S] int32, in each batch; this one has '
         f'{", ".join(sorted(batch))}'
+      )
+    first = getattr(data, 'first_id', self.start_id)
+    if first != self.start_id:
+      raise ConfigError(
+        f'{data.label}: its targets begin after token {first} (start_id, or the padding of its tokenizer), but '
+        f'task.model.start_id is {self.start_id}, with which decoding would begin; set the same in both'
+      )
+    end = getattr(data, 'source_end_id', self.source_end_id)
+    if end != self.source_end_id:
+      raise ConfigError(
+        f'{data.label}: {"no token ends its sources" if end is None else f"token {end} ends its sources"}, but '
+        f'task.model.source_end_id is {self.source_end_id}, with which prompts would end; set it to {end}'
       )
     known, sources = self.num_ids, np.asarray(batch.get('source_ids', ()))
     if known is None or not sources.size:
@@ -78,7 +97,9 @@ class EncoderDecoderModel(LanguageModel):
     return {'logits': self.lm.logits(source_BS, clear_padding(batch['ids'], weights_BT), weights_BT, **visible)}
 
   def score_limits(self) -> ScoreLimits:
-    return super().score_limits()._replace(takes_prefixes=False, start_id=self.start_id)
+    return (
+      super().score_limits()._replace(takes_prefixes=False, start_id=self.start_id, source_end_id=self.source_end_id)
+    )
 
   def _source(self, batch: NestedDict) -> tuple[jax.Array, dict[str, jax.Array | None]]:
     """Returns the tokens of the sources, [B, S], and the arguments that say which tokens are visible."""
@@ -118,8 +139,8 @@ class EncoderDecoderModel(LanguageModel):
       source_BS, segments_BS = _tokens_of_sources(batch)
       is_token_BS = jnp.ones_like(source_BS) if segments_BS is None else (segments_BS == 1).astype(jnp.int32)
     else:
-      is_token_BS = (jnp.arange(batch['ids'].shape[1]) < batch['prompt_lengths'][:, None]).astype(jnp.int32)
-      source_BS, batch = jnp.where(is_token_BS == 0, 0, batch['ids']), {**batch, 'prompt_lengths': None}
+      source_BS, is_token_BS = _prompts_as_sources(batch['ids'], batch['prompt_lengths'], self.source_end_id)
+      batch = {**batch, 'prompt_lengths': None}
     is_row_B = jnp.any(is_token_BS != 0, axis=1)
     start_B1 = jnp.full((len(source_BS), 1), self.start_id, jnp.int32)
     prompt_BP, lengths_B = start_B1, is_row_B.astype(jnp.int32)
@@ -177,6 +198,16 @@ def _tokens_of_sources(batch: NestedDict) -> tuple[jax.Array, jax.Array | None]:
     segments_BS = (jnp.arange(ids_BS.shape[1]) < batch['source_lengths'][:, None]).astype(jnp.int32)
   # Padding may be an invalid id, whose vector is NaN.
   return ids_BS if segments_BS is None else jnp.where(segments_BS == 0, 0, ids_BS), segments_BS
+
+
+def _prompts_as_sources(ids_BP: jax.Array, lengths_B: jax.Array, end_id: int | None) -> tuple[jax.Array, jax.Array]:
+  """Returns the tokens of prompts, with an end token if there is one, and 1 for tokens, 0 for padding."""
+  if end_id is not None:
+    ids_BP = jnp.pad(ids_BP, ((0, 0), (0, 1)))
+    ids_BP = jnp.where(jnp.arange(ids_BP.shape[1]) == lengths_B[:, None], end_id, ids_BP)
+    lengths_B = jnp.where(lengths_B > 0, lengths_B + 1, 0)
+  is_token_BP = jnp.arange(ids_BP.shape[1]) < lengths_B[:, None]
+  return jnp.where(is_token_BP, ids_BP, 0), is_token_BP.astype(jnp.int32)
 
 
 def _are_labels(ids_BM: jax.Array, lengths_B: jax.Array, batch: NestedDict) -> jax.Array:

@@ -94,7 +94,10 @@ class PromptDecoder:
     single_stops = self._single_stops(stop)
     in_segments = stream is not None or len(single_stops) < len(stop)
     rows: list[list[int]] = []
-    texts = [GrowingText(self._tokenizer(), prompt, stop) for prompt in tokens] if stop or are_texts else None
+    texts = None
+    if stop or are_texts:
+      are_sources = self._tasks.jax_task.model.prompts_are_sources
+      texts = [GrowingText(self._tokenizer(), [] if are_sources else prompt, stop) for prompt in tokens]
 
     def take_tokens(row: int, ids: list[int], num_new: int, is_all: bool) -> None:
       new = texts[row].add(ids, is_all=is_all) if are_texts and texts else ids[len(ids) - num_new :]

@@ -127,7 +127,8 @@ def _row(
     context = [known.special_ids[0]]
   most, source = limits.max_positions, None
   if limits.start_id is not None:
-    context, source = [limits.start_id], context
+    end = [] if limits.source_end_id is None else [limits.source_end_id]
+    context, source = [limits.start_id], [*context, *end]
   if most is None:
     return _Row(context, continuation, source)
   if len(continuation) > most:

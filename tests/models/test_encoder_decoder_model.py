@@ -14,7 +14,7 @@ from drawn_state import drawn_state, drawn_variables
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
-from praxis_lite.inputs import ArrayInput
+from praxis_lite.inputs import ArrayInput, CharTokenizer, SourceTargetInput
 from praxis_lite.models import encoder_decoder, set_sharding
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
@@ -295,6 +295,20 @@ def test_prompts_without_sources_are_the_sources():
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_prompts_end_as_sources_of_the_training_data_do():
+  model, variables = config().set(source_end_id=9).instantiate(), make()[1]
+  data = sources()
+  ended = {'source_ids': np.pad(data['source_ids'], ((0, 0), (0, 1))), 'source_lengths': data['source_lengths'] + 1}
+  ended['source_ids'][np.arange(4), data['source_lengths']] = 9
+  ended['source_lengths'][1] = 0
+  _, expected = decode(model, variables, ended)
+  _, found = decode(model, variables, {'ids': data['source_ids'], 'prompt_lengths': data['source_lengths']})
+  np.testing.assert_array_equal(found['ids'], expected['ids'])
+  _, without = decode(make()[0], variables, {'ids': data['source_ids'], 'prompt_lengths': data['source_lengths']})
+  assert np.abs(without['log_probs'] - found['log_probs']).max() > 1e-3
+  assert model.score_limits().source_end_id == 9
+
+
 def test_a_limited_context_starts_again_from_the_source():
   p = config()
   p.decoder_tpl.max_context = 3
@@ -362,6 +376,16 @@ def test_mistakes_are_named():
       model.check_input(rows, other)
   padded = {**batch, 'source_ids': np.where(batch['source_segment_ids'] == 0, -1, batch['source_ids'])}
   model.check_input(rows, padded)
+  pairs = Config(SourceTargetInput, name='pairs', pairs=[('a', 'b')], source_len=3, target_len=3, batch_size=1)
+  pairs.tokenizer_tpl = Config(CharTokenizer, vocabulary='abcd')
+  assert model.check_input(pairs.instantiate(), pairs.instantiate().get_next()) is None
+  for fields, says in (
+    ({'start_id': 3}, r'pairs: its targets begin after token 3 .* but task\.model\.start_id is 4'),
+    ({'end_sources': True}, r'pairs: token 4 ends its sources, but task\.model\.source_end_id is None, .* to 4'),
+  ):
+    other = pairs.clone().set(**fields).instantiate()
+    with pytest.raises(ConfigError, match=says):
+      model.check_input(other, other.get_next())
   with pytest.raises(ConfigError, match='the batch has no source_ids'):
     model.apply(variables, {name: batch[name] for name in ('ids', 'labels', 'weights')})
   with pytest.raises(ConfigError, match=r"style: expected 't5', 't5_v1_0' or 'classical', got 'bart'"):

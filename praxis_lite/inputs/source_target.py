@@ -1,0 +1,265 @@
+"""Pairs of a source and a target text as batches for an encoder-decoder.
+
+A batch of `SourceTargetInput` has `source_ids`, `source_segment_ids` and `source_segment_pos`, [B, S] int32; and `ids`,
+`labels`, `segment_ids` and `segment_pos`, [B, T] int32, and `weights`, [B, T] float32. Segment 0 is padding. A target
+ends with the end token, and the decoder reads it after the start token:
+
+    pair      'ab' -> 'xyz'
+    source    a b                    as the tokenizer encodes a prompt, so that decoding reads what training has read
+    ids       ^ x y z                ^ starts and $ ends a target
+    labels    x y z $
+
+With `packed`, a row holds as many pairs as fit on both sides, numbered by segment:
+
+    source    a b c d e .    segments  1 1 2 2 2 0
+    labels    x $ y z $ .    segments  1 1 2 2 2 0
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config, build_at, template
+from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.files import parse_json
+from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
+from praxis_lite.inputs.files import Paths, find_files, read_file
+from praxis_lite.inputs.random_access import RandomAccessInput
+from praxis_lite.inputs.rows import Rows, Struct, resolve_source
+from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
+
+Pairs = Sequence[tuple[str, str]]
+_OPEN_ROWS = 64  # Rows in which packing looks for room.
+
+
+class _Pair(NamedTuple):
+  """The tokens of a source, and those of a target without start and end."""
+
+  source: np.ndarray
+  target: np.ndarray
+
+
+def source_target_struct(source_len: int, target_len: int) -> Struct:
+  """Returns the struct of a row of pairs."""
+  sides = {'source_ids': source_len, 'source_segment_ids': source_len, 'source_segment_pos': source_len}
+  sides |= dict.fromkeys(('ids', 'labels', 'segment_ids', 'segment_pos'), target_len)
+  struct = {name: jax.ShapeDtypeStruct((length,), np.int32) for name, length in sides.items()}
+  return struct | {'weights': jax.ShapeDtypeStruct((target_len,), np.float32)}
+
+
+class SourceTargetInput(RecordsInput, RandomAccessInput):
+  """Pairs of texts, from TSV or JSON Lines files or from a function.
+
+  Attributes:
+    path: files `*.tsv`, with a source and a target in each line, separated by a tab; or `*.jsonl`, with an object in
+      each line. It has the forms of `TextInput.path`.
+    pairs: instead of `path`, pairs (source, target), or a function (or the `Config` of one) that returns them.
+    source_len: S, tokens of a row of sources.
+    target_len: T, tokens of a row of targets; a target of n tokens needs n + 1.
+    fields: the names of source and target in the objects of JSON Lines.
+    tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
+    start_id: the token that the decoder reads first, as `EncoderDecoderModel.start_id`; None means the padding of the
+      tokenizer.
+    end_sources: whether sources end with the end token too, as those of T5; `EncoderDecoderModel.source_end_id` is then
+      that token.
+    packed: whether a row may hold several pairs.
+    truncate: cut sources and targets that are too long, instead of treating them as bad records.
+
+  Raises (when the data is first needed):
+    DataError: a path does not exist or cannot be read, there are no pairs, or, unless `on_bad_record` is 'skip', a line
+      is no pair, is not UTF-8, has an empty side, or is too long.
+  """
+
+  path: Paths | Callable[[], Paths] | Config | None = None
+  pairs: Pairs | Callable[[], Pairs] | Config | None = None
+  source_len: int = REQUIRED
+  target_len: int = REQUIRED
+  fields: tuple[str, str] = ('source', 'target')
+  tokenizer_tpl: Config = template(ByteTokenizer)
+  start_id: int | None = None
+  end_sources: bool = False
+  packed: bool = False
+  truncate: bool = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_at_least(source_len=1, target_len=2)
+    if (self.path is None) == (self.pairs is None):
+      raise ConfigError(f'{self.label}.path: expected either path, files with pairs, or pairs, a function')
+    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of token ids."""
+    return self.tokenizer.vocab_size
+
+  @property
+  def first_id(self) -> int:
+    """The token that the decoder reads first."""
+    return self.tokenizer.special_ids[2] if self.start_id is None else self.start_id
+
+  @property
+  def source_end_id(self) -> int | None:
+    """The token that ends each source; None if there is none."""
+    return self.tokenizer.special_ids[1] if self.end_sources else None
+
+  @property
+  def num_pairs(self) -> int:
+    """Pairs in an epoch."""
+    return len(self._pairs)
+
+  @property
+  def num_examples(self) -> int:
+    return len(self._rows)
+
+  def example_struct(self) -> Struct:
+    return source_target_struct(self.source_len, self.target_len)
+
+  def data_files(self) -> list[str]:
+    return [] if self.path is None else find_files(self.path, f'{self.label}.path')
+
+  def identity(self) -> dict[str, Any]:
+    return {**super().identity(), 'packed': self.packed}
+
+  def rows(self, indices: np.ndarray) -> Rows:
+    _, eos, pad = self.tokenizer.special_ids
+    struct = self.example_struct()
+    batch: Rows = {name: np.zeros((len(indices), *s.shape), s.dtype) for name, s in struct.items()}
+    for name in ('source_ids', 'ids', 'labels'):
+      batch[name][:] = pad
+    for row, index in enumerate(indices):
+      source_at = target_at = 0
+      for segment, number in enumerate(self._rows[index], 1):
+        source, target = self._pairs[number]
+        at = slice(source_at, source_at := source_at + len(source))
+        batch['source_ids'][row, at] = source
+        batch['source_segment_ids'][row, at] = segment
+        batch['source_segment_pos'][row, at] = np.arange(len(source))
+        at = slice(target_at, target_at := target_at + len(target) + 1)
+        batch['ids'][row, at] = [self.first_id, *target]
+        batch['labels'][row, at] = [*target, eos]
+        batch['weights'][row, at] = 1
+        batch['segment_ids'][row, at] = segment
+        batch['segment_pos'][row, at] = np.arange(len(target) + 1)
+    return batch
+
+  @functools.cached_property
+  def _rows(self) -> list[list[int]]:
+    """The numbers of the pairs in each row."""
+    if not self.packed:
+      return [[number] for number in range(len(self._pairs))]
+    sizes = [(len(source), len(target) + 1) for source, target in self._pairs]
+    return pack_pairs(sizes, (self.source_len, self.target_len))
+
+  @functools.cached_property
+  def _pairs(self) -> list[_Pair]:
+    kept = [pair for file, place, texts in self._texts() if (pair := self._encode(file, place, texts)) is not None]
+    if not kept:
+      raise DataError(f'{self.label}.{self._field}: there are no pairs of a source and a target')
+    return kept
+
+  @property
+  def _field(self) -> str:
+    return 'pairs' if self.path is None else 'path'
+
+  def _texts(self) -> Iterator[tuple[str, str, tuple[str, str]]]:
+    """Yields the file, the place in it, and the texts of each pair."""
+    if self.path is None:
+      pairs = resolve_source(self.pairs)
+      if not isinstance(pairs, Sequence) or isinstance(pairs, str):
+        raise ConfigError(f'{self.label}.pairs: expected pairs (source, target), or a function, got {pairs!r}')
+      for number, pair in enumerate(pairs):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+          raise DataError(f'{self.label}.pairs: pair {number} is {pair!r}; expected two texts')
+        yield 'pairs', f'pair {number}', (pair[0], pair[1])
+      return
+    where = f'{self.label}.path'
+    for file in find_files(self.path, where):
+      split = _LINES.get(os.path.splitext(file)[1])
+      if split is None:
+        raise DataError(f'{where}: {file} is neither *.tsv nor *.jsonl')
+      for number, line in enumerate(read_file(file, where).split(b'\n'), 1):
+        if not line.strip():
+          continue
+        try:
+          yield file, f'line {number}', split(line.removesuffix(b'\r').decode(), self.fields)
+        except ValueError as error:  # Also if it is not UTF-8.
+          self.leave_out(BadRecord(file, f'line {number}', str(error)))
+
+  def _encode(self, file: str, place: str, texts: tuple[str, str]) -> _Pair | None:
+    """Returns the tokens of a pair; None if it is left out."""
+    try:
+      source, target = self.tokenizer.prompt_ids(texts[0]), self.tokenizer.encode(texts[1])
+      end = [] if self.source_end_id is None else [self.source_end_id]
+      limits = (('source', source, self.source_len - len(end)), ('target', target, self.target_len - 1))
+      for name, ids, most in limits:
+        if not ids:
+          raise DataError(f'the {name} has no tokens')
+        if len(ids) > most and not self.truncate:
+          raise DataError(
+            f'the {name} has {len(ids)} tokens, and {name}_len = {getattr(self, f"{name}_len")} has room for {most}; '
+            'set a larger one, or truncate=True'
+          )
+    except UserError as error:
+      self.leave_out(BadRecord(file, place, str(error)), self._field)
+      return None
+    (_, source, most), (_, target, most_of_target) = limits
+    dtype = np.min_scalar_type(self.vocab_size - 1)
+    return _Pair(np.asarray([*source[:most], *end], dtype), np.asarray(target[:most_of_target], dtype))
+
+
+def _split_tsv(line: str, fields: tuple[str, str]) -> tuple[str, str]:
+  texts = line.split('\t')
+  if len(texts) != 2:
+    raise ValueError(f'has {len(texts)} columns; expected a source and a target, separated by a tab')
+  return texts[0], texts[1]
+
+
+def _split_json(line: str, fields: tuple[str, str]) -> tuple[str, str]:
+  values = parse_json(line)
+  if not isinstance(values, dict):
+    raise ValueError('is no JSON object')
+  for name in fields:
+    if not isinstance(values.get(name), str):
+      raise ValueError(f'has no text {name!r}; its fields: {", ".join(map(str, values)) or "none"}')
+  return values[fields[0]], values[fields[1]]
+
+
+_LINES: dict[str, Callable[[str, tuple[str, str]], tuple[str, str]]] = {
+  '.tsv': _split_tsv,
+  '.jsonl': _split_json,
+}
+
+
+def pack_pairs(sizes: Sequence[tuple[int, int]], room: tuple[int, int]) -> list[list[int]]:
+  """Returns the numbers of the pairs in each row, each pair in one row.
+
+  Each pair, in order, goes to the fullest of the last rows that has room for both of its sides, or else to a new one.
+
+  Args:
+    sizes: the tokens of both sides of each pair, at most `room`.
+    room: the tokens of both sides of a row.
+  """
+  rows: list[list[int]] = []
+  open_rows: list[tuple[int, int, int]] = []  # Tokens that are left on both sides, and the number of the row.
+  for number, (source, target) in enumerate(sizes):
+    fits = [entry for entry in open_rows if entry[0] >= source and entry[1] >= target]
+    if fits:
+      chosen = min(fits, key=lambda entry: (entry[0] + entry[1], entry[2]))
+      open_rows.remove(chosen)
+    else:
+      chosen = (*room, len(rows))
+      rows.append([])
+    rows[chosen[2]].append(number)
+    left = chosen[0] - source, chosen[1] - target
+    if min(left) > 0:
+      open_rows.append((*left, chosen[2]))
+    if len(open_rows) > _OPEN_ROWS:
+      open_rows.remove(min(open_rows, key=lambda entry: (min(entry[:2]), entry[2])))
+  return rows
