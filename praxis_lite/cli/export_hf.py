@@ -20,13 +20,13 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.bridges.hf.runs import export_run
   from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
-  from praxis_lite.runs.imported_files import SENTENCEPIECE_FILE
+  from praxis_lite.runs.imported_files import SENTENCEPIECE_FILES
 
   size = int(values.max_file_gb * 10**9)
   files = export_run(config, job_log_dir, values.out, step=values.step, dtype=values.dtype, max_file_bytes=size)
   say_how_config_differs(values, config)
   print(f'{values.out}: {", ".join(files)}')
-  if not {TOKENIZER_FILE, SENTENCEPIECE_FILE, 'vocab.json'} & set(files):
+  if not {TOKENIZER_FILE, *SENTENCEPIECE_FILES, 'vocab.json'} & set(files):
     print('no files of a tokenizer: the run has none in the format of transformers', file=sys.stderr)
   return 0
 

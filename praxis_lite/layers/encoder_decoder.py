@@ -191,9 +191,10 @@ class TransformerEncoderDecoder(Layer):
     self.create_children('embedding_dropout', 'output_dropout', template=self.dropout_tpl)
     final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
     self._set_biases(final_norm)
-    encoder_layers = self.num_layers if self.num_encoder_layers is None else self.num_encoder_layers
+    if self.num_encoder_layers is None:
+      self.num_encoder_layers = self.num_layers
     with building_with_shared_bias() if self.relative_bias_tpl is not None else contextlib.nullcontext():
-      self.create_child('encoder', self._stack(self.encoder_tpl, encoder_layers, causal=False))
+      self.create_child('encoder', self._stack(self.encoder_tpl, self.num_encoder_layers, causal=False))
       self.create_child('decoder', self._stack(self.decoder_tpl, self.num_layers, causal=True))
     if final_norm is not None:
       self.create_children('encoder_norm', 'decoder_norm', template=final_norm)

@@ -18,7 +18,7 @@ from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.runs.records.moved_files import FOLDER
 
-SENTENCEPIECE_FILE = 'tokenizer.model'
+SENTENCEPIECE_FILES = ('tokenizer.model', 'spiece.model')  # The latter is T5's and mT5's.
 HOW_TO_SET_TOKENIZER = (
   "to decode and train on text, set the one in a folder by --set 'datasets[*].tokenizer_tpl.path=DIR', or bytes by "
   "--set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'"
@@ -35,9 +35,8 @@ def tokenizer_in(folder: str | os.PathLike[str], path: str | os.PathLike[str] | 
   named = os.fspath(folder if path is None else path)
   if os.path.isfile(os.path.join(folder, TOKENIZER_FILE)):
     return Config(HfTokenizer, path=named)
-  if os.path.isfile(os.path.join(folder, SENTENCEPIECE_FILE)):
-    return Config(SentencePieceTokenizer, model_path=os.path.join(named, SENTENCEPIECE_FILE))
-  return None
+  model = next((name for name in SENTENCEPIECE_FILES if os.path.isfile(os.path.join(folder, name))), None)
+  return None if model is None else Config(SentencePieceTokenizer, model_path=os.path.join(named, model))
 
 
 def kept_tokenizer(job_log_dir: str | os.PathLike[str]) -> Config | None:

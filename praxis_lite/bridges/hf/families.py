@@ -7,18 +7,27 @@ import json
 import math
 from collections.abc import Iterator
 
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of, logit_scale
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
 from praxis_lite.bridges.hf.mixtures import MIXTURES
+from praxis_lite.bridges.hf.t5 import T5_LIKE
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import Dropout, MultiHeadAttention, TransformerBlock, TransformerLm
+from praxis_lite.layers import (
+  Dropout,
+  MultiHeadAttention,
+  Repeat,
+  StackedTransformer,
+  TransformerBlock,
+  TransformerEncoderDecoder,
+  TransformerLm,
+)
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import LanguageModel
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_LIKE, *MIXTURES, GPT2)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_LIKE, *MIXTURES, GPT2, *T5_LIKE)}
 
 
 def family_of(hf: HfConfig) -> Family:
@@ -30,7 +39,8 @@ def family_of(hf: HfConfig) -> Family:
   family = FAMILIES[model_type]
   architectures = hf.values.get('architectures')
   for name in architectures if isinstance(architectures, list) else ():
-    if isinstance(name, str) and 'For' in name and not name.endswith('ForCausalLM'):
+    is_other_head = isinstance(name, str) and 'For' in name and not name.endswith('ForCausalLM')
+    if is_other_head and name != family.architecture:
       raise ConfigError(
         f'{hf.where}: architectures = {json.dumps(architectures)}: a head that does not predict the next token, '
         f'such as a classification head, is not supported; only {family.architecture} is'
@@ -52,16 +62,23 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
     ConfigError: the model belongs to no family; the message names the nearest one and the differences.
   """
   lm = model.lm
-  if not isinstance(lm, TransformerLm):
+  names = [name for name, family in FAMILIES.items() if isinstance(lm, family.network)]
+  if not names:
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
-  names = sorted(FAMILIES, key=lambda name: name != preferred)
+  names.sort(key=lambda name: name != preferred)
+  known = [name for name in FAMILIES if name in names]
   differences: dict[str, list[str]] = {}
   in_common: dict[str, int] = {}
   reasons: dict[str, None] = {}
   for name in names:
     family = FAMILIES[name]
     try:
-      values: Values = {'model_type': name, 'architectures': [family.architecture], **family.values(lm)}
+      values: Values = {
+        'model_type': name,
+        'architectures': [family.architecture],
+        **family.values(lm),
+        **family.more_values(model),
+      }
       there = family.model(HfConfig(values)).instantiate(name='model').lm
     except AttributeError:  # The model lacks layers that the family describes.
       continue
@@ -73,12 +90,12 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
       return family, values
   if not differences:
     why = f': {"; ".join(reasons)}' if reasons else ''
-    raise ConfigError(f'this model belongs to none of the families {", ".join(FAMILIES)}{why}')
+    raise ConfigError(f'this model belongs to none of the families {", ".join(known)}{why}')
   nearest = max(differences, key=lambda name: (in_common[name], -len(differences[name])))
   shown = differences[nearest][:_SHOWN]
   more = len(differences[nearest]) - len(shown)
   raise ConfigError(
-    f'this model belongs to none of the families {", ".join(FAMILIES)}; it differs from {nearest}, the nearest, in '
+    f'this model belongs to none of the families {", ".join(known)}; it differs from {nearest}, the nearest, in '
     f'{"; ".join(shown)}{f"; and {more} more" if more else ""}'
   )
 
@@ -94,14 +111,17 @@ def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
   Blocks correspond by number, whether or not they are repeated by a scan; other layers correspond by name.
   """
   children, of_theirs = dict(ours.children()), dict(theirs.children())
-  if isinstance(ours, TransformerLm) and isinstance(theirs, TransformerLm):
-    del children['transformer']
-    yield from dict.fromkeys(zip(blocks_of(ours), blocks_of(theirs)))
+  for name in ('transformer', 'encoder', 'decoder'):
+    one, other = children.get(name), of_theirs.get(name)
+    if isinstance(one, _STACKS) and isinstance(other, _STACKS):
+      del children[name]
+      yield from dict.fromkeys(zip(blocks_of_stack(one), blocks_of_stack(other)))
   for name, child in children.items():
     if name in of_theirs:
       yield child, of_theirs[name]
 
 
+_STACKS = Repeat, StackedTransformer
 _SHOWN = 3
 # Fields that do not change what a trained model computes, or that the layers below repeat with defaults filled in.
 _NOT_COMPARED = {
@@ -111,6 +131,7 @@ _NOT_COMPARED = {
   *('expert_axis', 'capacity_factor', 'chunk_size'),
   *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
 }
+_COMPLETE_BELOW = TransformerLm, TransformerEncoderDecoder, TransformerBlock  # Layers that fill in fields below them.
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 
 
@@ -125,7 +146,7 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
   if type(ours) is not type(theirs):
     yield f'{ours.path_name}, which is {type(ours).__name__} here and {type(theirs).__name__} there'
     return
-  skipped = _NOT_COMPARED | (_COMPLETED_BELOW if isinstance(ours, (TransformerLm, TransformerBlock)) else set())
+  skipped = _NOT_COMPARED | (_COMPLETED_BELOW if isinstance(ours, _COMPLETE_BELOW) else set())
   for field in dataclasses.fields(ours):
     if not field.init or field.name in skipped:
       continue

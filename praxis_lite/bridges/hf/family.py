@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
-from praxis_lite.layers import MultiHeadAttention, Repeat, TransformerBlock, TransformerLm
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.layers import MultiHeadAttention, Repeat, StackedTransformer, TransformerBlock, TransformerLm
+from praxis_lite.layers.base import Layer
 from praxis_lite.models import LanguageModel
 
 Values = dict[str, object]
@@ -30,6 +32,9 @@ class Family:
   architecture: str
   defaults: Mapping[str, Any]
   prefix: str = 'model.'
+  network: ClassVar[type[Layer]] = TransformerLm  # The class of the networks.
+  # Names of tensors that repeat another one in some checkpoints.
+  copies: ClassVar[Mapping[str, str]] = {}
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     """Returns the config of the model in config.json; raises ConfigError if our layers cannot compute it."""
@@ -39,18 +44,21 @@ class Family:
     """Whether a tensor of an old checkpoint is no weight: a buffer with the values that follow from config.json."""
     return False
 
-  def values(self, lm: TransformerLm) -> Values:
-    """Returns the content of config.json for a model; leaves out what this family cannot express."""
+  def values(self, lm: Any) -> Values:
+    """Returns the content of config.json for a network; leaves out what this family cannot express."""
     raise NotImplementedError
+
+  def more_values(self, model: LanguageModel) -> Values:
+    """Returns what config.json says of a model besides its network."""
+    return {}
+
+  def table_of(self, weights: NestedDict) -> list[Pair]:
+    """Returns the pairs of tensors and variables of a network with these variables."""
+    return self.table('embedding' not in weights)
 
   def table(self, tied: bool) -> list[Pair]:
     """Returns the pairs of tensors and variables; `tied` says whether softmax and embedding share a table."""
     raise NotImplementedError
-
-
-def is_tied(lm: TransformerLm) -> bool:
-  """Whether softmax and embedding share a table."""
-  return lm.embedding_tpl is None
 
 
 def logit_scale(attention: MultiHeadAttention) -> float:
@@ -61,7 +69,11 @@ def logit_scale(attention: MultiHeadAttention) -> float:
 
 def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:
   """Returns the block of each layer; a repeated block occurs as often as it is repeated."""
-  transformer = lm.transformer
-  if isinstance(transformer, Repeat):
-    return cast(list[TransformerBlock], transformer.layers_by_turn())
-  return list(transformer.layers)
+  return blocks_of_stack(lm.transformer)
+
+
+def blocks_of_stack(stack: Repeat | StackedTransformer) -> list[TransformerBlock]:
+  """Returns the block of each layer of a stack, like `blocks_of`."""
+  if isinstance(stack, Repeat):
+    return cast(list[TransformerBlock], stack.layers_by_turn())
+  return list(stack.layers)

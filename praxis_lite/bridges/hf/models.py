@@ -10,7 +10,6 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.bridges.hf.families import describe_model
-from praxis_lite.bridges.hf.family import is_tied
 from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint, read_variables
 from praxis_lite.bridges.hf.tensors import pieces
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
@@ -66,5 +65,6 @@ def write_model(
     raise ConfigError(f'a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have')
   family, values = describe_model(model)
   Path(folder).mkdir(parents=True, exist_ok=True)
-  found = pieces(family.table(is_tied(model.lm)), model.abstract_init()['lm'])
+  weights = model.abstract_init()['lm']
+  found = pieces(family.table_of(weights), weights)
   return write_checkpoint(folder, values, variables['lm'], found, max_file_bytes)

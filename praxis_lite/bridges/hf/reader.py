@@ -73,6 +73,9 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
     tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
   hf = config.replace_defaults(family.defaults)
   tensors = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
+  for copy, original in family.copies.items():
+    if copy in tensors and original in tensors and _are_equal(tensors[copy], tensors[original]):
+      del tensors[copy]
   if not hf['tie_word_embeddings'] or _HEAD not in tensors:
     return HfCheckpoint(folder, config, family, tensors)
   embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == 'softmax.w')
@@ -99,7 +102,7 @@ def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, 
   Args:
     weights: declarations of the variables of the `TransformerLm`.
   """
-  found = pieces(checkpoint.family.table(tied='embedding' not in weights), weights)
+  found = pieces(checkpoint.family.table_of(weights), weights)
   every = [piece for of_variable in found.values() for piece in of_variable]
   check_tensors(checkpoint.tensors, every, checkpoint.folder)
   return found

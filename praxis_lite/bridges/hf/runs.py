@@ -19,7 +19,6 @@ import numpy as np
 import optax
 
 from praxis_lite.bridges.hf.families import describe_model
-from praxis_lite.bridges.hf.family import is_tied
 from praxis_lite.bridges.hf.generation import GENERATION_FILE, set_decoder, write_generation
 from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, read_json
 from praxis_lite.bridges.hf.reader import (
@@ -38,10 +37,10 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.files import remove_all, user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import map_with_path, node_at
-from praxis_lite.inputs import HfTokenizer, TextInput
+from praxis_lite.inputs import HfTokenizer, SourceTargetInput, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
-from praxis_lite.models import LanguageModel, set_sharding
-from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILE, tokenizer_in
+from praxis_lite.models import EncoderDecoderModel, LanguageModel, set_sharding
+from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILES, tokenizer_in
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import job_directory
@@ -53,7 +52,7 @@ from praxis_lite.training.task import SingleTask
 
 _TOKENIZER_FILES = (
   *(TOKENIZER_FILE, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja'),
-  *('vocab.json', 'merges.txt', SENTENCEPIECE_FILE),
+  *('vocab.json', 'merges.txt', *SENTENCEPIECE_FILES),
 )
 # Fields of a kept config.json that an export writes anew from the model, or that depend on the version that wrote it.
 _OUTDATED = {
@@ -161,8 +160,14 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   task.train.set(num_train_steps=1000, eval_interval_steps=200, save_interval_steps=200)
   task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
   task.evaluate.max_batches = 100
-  length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _SEQ_LEN
   tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)
+  if isinstance(built := target(model), type) and issubclass(built, EncoderDecoderModel):
+    task.name = 'seq2seq'
+    pairs = Config(SourceTargetInput, path=REQUIRED, source_len=_SOURCE_LEN, target_len=_TARGET_LEN, batch_size=8)
+    pairs.set(tokenizer_tpl=tokenizer, start_id=model.start_id, end_sources=True, truncate=True)
+    named = [pairs.clone(name='train', is_training=True), pairs.clone(name='validation')]
+    return ExperimentConfig(task, named, [])
+  length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _SEQ_LEN
   train = Config(TextInput, name='train', is_training=True, split='train')
   validation = Config(TextInput, name='validation', split='validation')
   fields = {'path': REQUIRED, 'seq_len': min(length, _SEQ_LEN), 'batch_size': 8}
@@ -170,6 +175,7 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
 
 
 _SEQ_LEN = 1024
+_SOURCE_LEN, _TARGET_LEN = 512, 128
 
 
 def export_run(
@@ -216,7 +222,8 @@ def export_run(
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
     variables = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)['lm']
-  found = pieces(family.table(is_tied(model.lm)), model.abstract_init()['lm'])
+  weights = model.abstract_init()['lm']
+  found = pieces(family.table_of(weights), weights)
   with _appears_complete(target_folder) as folder:
     files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
     files += _copy_files(_tokenizer_folder(config, directory / FOLDER), folder, _TOKENIZER_FILES)

@@ -44,11 +44,14 @@ def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfi
   found = imported_config(HfCheckpoint('', hf, family_of(hf), {}), '')
   model = found.task.model
   model.fprop_dtype = 'bfloat16'
-  model.lm_tpl.transformer_tpl.remat = 'full'
+  for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl'):
+    if hasattr(model.lm_tpl, name):
+      getattr(model.lm_tpl, name).remat = 'full'
   found.task.ici_mesh_shape = (1, -1, 1)
   length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _LONGEST
   for dataset in found.datasets:
-    dataset.seq_len = min(length, _LONGEST)
+    if hasattr(dataset, 'seq_len'):  # Pairs of a source and a target have lengths of their own.
+      dataset.seq_len = min(length, _LONGEST)
   return found
 
 
