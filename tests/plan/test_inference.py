@@ -8,6 +8,7 @@ from small_lm import DIMS, HEADS, LAYERS, MULTIPLIED, D, small_lm
 
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.instruments.plan import inference
 from praxis_lite.instruments.plan.inference import Requests, format_inference, plan_inference
 from praxis_lite.instruments.plan.page import page_data, render_plan_page
 from praxis_lite.training import registry
@@ -33,6 +34,11 @@ def work(plan, phase):
 @pytest.fixture(scope='module', params=[True, False], ids=['compiled', 'formulas'])
 def plan(request):
   return planned(compile=request.param)
+
+
+@pytest.fixture(scope='module')
+def formulas_of_half():
+  return planned(small_lm(dtype=jnp.bfloat16).task, compile=False)
 
 
 def test_the_bytes_of_caches_are_those_of_the_real_ones(plan):
@@ -67,24 +73,24 @@ def test_loops_over_the_pages_of_a_cache_run_as_often_as_there_are_pages(compile
   assert work(found, 'tokens') == pytest.approx(2 * ROWS * (2 * MULTIPLIED + attention), rel=0.02)
 
 
-def test_memory_of_simulated_devices_is_that_of_the_program():
+@pytest.mark.parametrize('plan', [True], ids=['compiled'], indirect=True)
+def test_memory_of_simulated_devices_is_that_of_the_program(plan):
   task = small_lm().task
   task.model.decoder_tpl.max_decode_steps = NEW
   shape = jax.ShapeDtypeStruct
   inputs = {'ids': shape((ROWS, PROMPT), 'int32'), 'prompt_lengths': shape((ROWS,), 'int32')}
   step = PartitionedTask(task.instantiate(), inputs).decode_step
-  found, real = planned().memory, step.lower().compile().memory_analysis()
+  found, real = plan.memory, step.lower().compile().memory_analysis()
   assert (found.arguments, found.temporaries) == (real.argument_size_in_bytes, real.temp_size_in_bytes)
 
 
-def test_the_least_time_of_a_token_reads_weights_and_caches_once(plan):
+def test_the_least_time_of_a_token_reads_weights_and_caches_once(plan, formulas_of_half):
   target = plan.topology.target
   moved = plan.memory.state.parameters + plan.cache_bytes / 8  # It computes in float32, as weights are stored.
   assert plan.least_token_seconds == pytest.approx(moved / target.device_bandwidth)
   assert plan.token_seconds > plan.least_token_seconds
-  in_half = planned(small_lm(dtype=jnp.bfloat16).task, compile=False)
   norms = (2 * LAYERS + 1) * D  # In float32.
-  assert in_half.read_bytes == pytest.approx(in_half.memory.state.parameters / 2, abs=2 * norms)
+  assert formulas_of_half.read_bytes == pytest.approx(formulas_of_half.memory.state.parameters / 2, abs=2 * norms)
   total = plan.first_token_seconds + (NEW - 1) * plan.token_seconds
   assert total == pytest.approx(plan.cost.seconds)
   assert plan.tokens_per_second == pytest.approx(ROWS * NEW / total)
@@ -100,8 +106,16 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
   assert not planned(config.task, requests=Requests(rows * 11 // 10, 1024, 128), **how).fits
 
 
-def test_one_token_is_only_the_prompt():
+def test_one_token_is_only_the_prompt_and_each_number_of_rows_is_traced_once(monkeypatch):
+  traced, make_estimate = [], inference._Planner._make_estimate
+
+  def counted(planner, rows, needs):
+    traced.append(rows)
+    return make_estimate(planner, rows, needs)
+
+  monkeypatch.setattr(inference._Planner, '_make_estimate', counted)
   found = planned(requests=Requests(1, 16, 1), compile=False)
+  assert len(traced) == len(set(traced)) > 2  # Those of the plan, and of the search for the largest batch.
   assert found.token_seconds is None and 'next tokens' not in format_inference(found)
 
 

@@ -11,6 +11,7 @@ the compiler of the target compiles it, or formulas replace the compiler.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -197,6 +198,7 @@ class _Planner:
     limits = jax_task.model.prompt_limits()
     assert limits is not None  # `_task_for` has checked it.
     self._limits = limits
+    self._estimate = functools.cache(self._make_estimate)  # The search for the largest batch asks again for some rows.
 
   def plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> InferencePlan:
     """Returns the plan of the compiled program. Raises CompileError if the compiler refuses it."""
@@ -244,11 +246,11 @@ class _Planner:
   def _largest_rows(self, memory: Memory) -> int:
     """Returns about how many rows fit, by formulas that the memory of the plan corrects."""
     requested, at_once = self._requests.rows, math.prod(self._mesh.values())  # Rows are filled up to a multiple of it.
-    missing = memory.peak - self._estimate(requested)[0].peak
+    missing = memory.peak - self._estimate(requested, None)[0].peak
     few = -(-requested // at_once) * at_once
     rows = 2 * few
     for _ in range(_ROUNDS):  # Memory is nearly linear in rows, but not close to the smallest numbers.
-      sizes = [self._estimate(number)[0].peak + missing for number in (few, rows)]
+      sizes = [self._estimate(number, None)[0].peak + missing for number in (few, rows)]
       each = max((sizes[1] - sizes[0]) / (rows - few), 1)
       largest = int(rows + (memory.capacity - sizes[1]) / each) // at_once * at_once
       few, rows = rows, min(max(largest, 0), _MOST_ROWS)
@@ -256,7 +258,7 @@ class _Planner:
         break
     return rows
 
-  def _estimate(self, rows: int, needs: int | None = None) -> tuple[Memory, Cost]:
+  def _make_estimate(self, rows: int, needs: int | None) -> tuple[Memory, Cost]:
     hidden, target = HiddenWork(self._layers), self._topology.target
     step = self._step(abstract_mesh(self._mesh, target.kind), rows)
     lowered = program_for(step, self._topology, hidden)
