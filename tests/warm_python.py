@@ -66,6 +66,17 @@ def started(*arguments: object, **fields: Any) -> WarmPopen:
   return WarmPopen([sys.executable, '-m', 'praxis_lite', *map(str, arguments)], **pipes | fields)
 
 
+def finished(code: str, *arguments: object, **fields: Any) -> subprocess.CompletedProcess[str]:
+  """Runs code as `python -c` does; returns its exit code, and what it wrote as text. What hangs is killed, an error."""
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  with WarmPopen([sys.executable, '-c', code, *map(str, arguments)], **pipes | fields) as process:
+    try:
+      out, err = process.communicate(timeout=900)
+    finally:
+      process.kill()
+  return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 def forked(wanted: dict[str, Any], streams: list[int]) -> int:
   """The pid of a new child of this process, which does what is wanted with these as its standard streams."""
   message, prctl = json.dumps(wanted).encode(), ctypes.CDLL(None).prctl

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from quick_xla import xla_flags
+from warm_python import WarmPopen
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def test_hosts_feed_their_shares_of_a_batch() -> None:
     address = f'localhost:{free.getsockname()[1]}'
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(devices=3)}
   workers = [
-    subprocess.Popen(
+    WarmPopen(
       [sys.executable, '-c', _WORKER, address, str(i)],
       env=environment,
       stdout=subprocess.PIPE,

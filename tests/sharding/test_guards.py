@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import jax
@@ -16,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from quick_xla import xla_flags
+from warm_python import finished
 
 from praxis_lite.common import jax_internals
 from praxis_lite.common.errors import ShardingError
@@ -56,9 +57,9 @@ def exit_code(code, num_devices=None):
   """The exit code of a process of its own that runs code with the names of this file."""
   env = os.environ | {'PYTHONPATH': os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])}
   if num_devices is not None:
-    env['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={num_devices}'
+    env['XLA_FLAGS'] = xla_flags(num_devices)
   code = f'from {pathlib.Path(__file__).stem} import *\n{code}'
-  return subprocess.run([sys.executable, '-c', code], env=env, check=False).returncode
+  return finished(code, env=env).returncode
 
 
 def aborts(test):

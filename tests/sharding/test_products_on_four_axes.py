@@ -1,10 +1,10 @@
 """Products on a mesh of four axes, or of three of which one is split by part, which eight devices cannot have."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from quick_xla import xla_flags
+from warm_python import finished
 
 from praxis_lite.sharding.propagation import Axis
 from tools.splits.products import product_programs
@@ -61,8 +61,8 @@ np.testing.assert_array_equal(found, expected)
 
 
 def run(program):
-  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=16'}
-  done = subprocess.run([sys.executable, '-c', program], env=env, capture_output=True, text=True, check=False)
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(devices=16)}
+  done = finished(program, env=env)
   assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from warm_python import finished
 
 # In a process of its own, of 12 devices. An axis of 3 splits the result of a product; the others its operands.
 _PROGRAM = """
@@ -44,8 +42,7 @@ print(json.dumps([found.is_right, found.mesh_sizes, found.variables(), format_ve
 
 
 def verified(guards, **options):
-  command = [sys.executable, '-c', _PROGRAM, guards, json.dumps(options)]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ)
+  done = finished(_PROGRAM, guards, json.dumps(options))
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
 

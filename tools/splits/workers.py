@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 import os
@@ -22,7 +23,9 @@ _FLAGS = {
   'xla_cpu_parallel_codegen_split_count': '1',
   'xla_cpu_collective_call_terminate_timeout_seconds': '900',
 }
-_PROCESSES = multiprocessing.get_context('spawn')
+# Each worker is forked from a process that has imported this file, because the imports take longer than most cases.
+_PROCESSES = multiprocessing.get_context('forkserver')
+_PROCESSES.set_forkserver_preload([__name__])
 
 
 class Worker:
@@ -68,9 +71,10 @@ class Worker:
   def _start(self) -> None:
     wanted = {'xla_force_host_platform_device_count': str(math.prod(self._mesh_shape)), **_FLAGS}
     before = {name: os.environ.get(name) for name in ('XLA_FLAGS', 'JAX_PLATFORMS', 'TF_CPP_MIN_LOG_LEVEL')}
-    os.environ |= {'XLA_FLAGS': add_flags('', wanted), 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    flags = add_flags('', wanted)
+    os.environ |= {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     self._connection, theirs = _PROCESSES.Pipe()
-    self._process = _PROCESSES.Process(target=_serve, args=(theirs,), daemon=True)
+    self._process = _PROCESSES.Process(target=_serve, args=(theirs, flags), daemon=True)
     self._process.start()
     theirs.close()
     for name, value in before.items():
@@ -80,13 +84,14 @@ class Worker:
         os.environ[name] = value
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, flags: str) -> None:
   import jax
 
-  programs = {kind: [*make()] for kind, make in KINDS.items()}
+  os.environ['XLA_FLAGS'] = flags  # The process that this one is forked from had those of its first worker.
+  programs = functools.cache(lambda kind: [*KINDS[kind]()])
   for kind, number, mesh_shape, cases, guarded in _requests(connection):
     try:
-      found: list[CaseResult] | str | Exception = run_cases(programs[kind][number], mesh_shape, cases, guarded)
+      found: list[CaseResult] | str | Exception = run_cases(programs(kind)[number], mesh_shape, cases, guarded)
     except UserError:
       found = 'refused'
     except jax.errors.JaxRuntimeError as error:
