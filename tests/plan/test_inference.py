@@ -119,6 +119,13 @@ def test_one_token_is_only_the_prompt_and_each_number_of_rows_is_traced_once(mon
   assert found.token_seconds is None and 'next tokens' not in format_inference(found)
 
 
+def test_one_token_on_chips_has_a_loop_of_later_tokens_that_never_runs():
+  config = configure(registry.get('lm_sizes.Llama8B'))  # Its layers are a loop, in which weights are gathered.
+  config.task.ici_mesh_shape = (1, 8, 1)
+  found = planned(config.task, 'h100:8', Requests(8, 16, 1), compile=False)
+  assert found.token_seconds is None and found.first_token_seconds == pytest.approx(found.cost.seconds)
+
+
 def test_models_without_caches_and_long_requests_are_refused():
   with pytest.raises(ConfigError, match='this model has no decoder_tpl'):
     planned(configure(registry.get('digits.DigitsMlp')).task)

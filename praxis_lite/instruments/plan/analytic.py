@@ -88,9 +88,10 @@ def _set_exposed(
     work[local.loop] += op.count * op.seconds
   for found, c in zip(program.collectives, collectives):
     waiting[found.loop] += c.count * c.seconds * found.is_beside_work
+  # A loop that runs zero times, as that of the later tokens for a single token, has none.
   exposed = {loop: max(1 - work[loop] / seconds, 0.0) for loop, seconds in waiting.items() if seconds}
   return [
-    dataclasses.replace(c, exposed=c.seconds * exposed[found.loop]) if found.is_beside_work else c
+    dataclasses.replace(c, exposed=c.seconds * exposed.get(found.loop, 0.0)) if found.is_beside_work else c
     for found, c in zip(program.collectives, collectives)
   ]
 
