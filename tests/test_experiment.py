@@ -7,7 +7,7 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UnknownFieldError
 from praxis_lite.models import BaseModel
-from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig, configure
 from praxis_lite.training.task import SingleTask
 
 
@@ -56,3 +56,39 @@ def test_a_mesh_without_names_is_told_with_an_example_unless_it_has_one_axis():
   for shape in ((8,), [8], 'auto', (-1,)):
     task.ici_mesh_shape = shape
     assert task.instantiate().mesh_sizes(8) == {'data': 8}
+
+
+def experiment_with(**attributes) -> type[BaseExperiment]:
+  methods = {
+    'task': lambda self: Config(SingleTask, model=Config(BaseModel)),
+    'datasets': lambda self: [],
+  }
+  return type('Mine', (BaseExperiment,), methods | attributes)
+
+
+@pytest.mark.parametrize(
+  ('name', 'value', 'meant'),
+  [
+    ('mesh_axis_name', ('data',), 'mesh_axis_names'),
+    ('ici_mesh_shapes', (8,), 'ici_mesh_shape'),
+    ('ICI_MESH_SHAPE', [8], 'ici_mesh_shape'),
+    ('dcn_mesh_shap', None, 'dcn_mesh_shape'),
+  ],
+)
+def test_a_misspelt_attribute_of_an_experiment_is_told(name, value, meant):
+  message = rf"^Mine\.{name}: an experiment has no such attribute\. Did you mean '{meant}'\?$"
+  with pytest.raises(ConfigError, match=message):
+    configure(type('Derived', (experiment_with(**{name: value}),), {}))
+
+
+def test_attributes_of_an_experiment_that_are_no_mistakes_are_accepted():
+  configure(experiment_with(mesh_shape=(8,), devices=8, path='a.txt', mesh_axis_name=lambda self: 'data'))
+  used = {'ici_mesh_shapes': [(8,), (4,)], 'ici_mesh_shape': (8,), 'mesh_axis_names': ('data',)}
+  assert configure(experiment_with(**used)).task.ici_mesh_shape == (8,)
+
+
+def test_a_wrong_field_of_the_learner_is_told_by_its_whole_path():
+  task = Config(SingleTask, model=Config(BaseModel))
+  task.train.learner.learning_rate = 'fast'
+  with pytest.raises(ConfigError, match=r"^task\.train\.learner\.learning_rate: expected float, got 'fast' \(str\)$"):
+    task.instantiate()

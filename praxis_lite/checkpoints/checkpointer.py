@@ -241,6 +241,8 @@ class Checkpointer:
           'task.train.best_metric; name a step, or leave it out to use the newest'
         )
       return self._best.value.step
+    if isinstance(step, str):
+      raise CheckpointError(f"step = {step!r}: expected a number, 'best', or None for the newest; there are {steps}")
     if step is not None and step not in steps:
       raise CheckpointError(f'there is no checkpoint of step {step} in {self.directory}; there are {steps}')
     return steps[-1] if step is None else step

@@ -154,7 +154,7 @@ class _StepParser(flags.ArgumentParser[int | str]):
   def parse(self, argument: int | str) -> int | str:
     if str(argument) == 'best' or str(argument).isdecimal():
       return 'best' if argument == 'best' else int(argument)
-    raise ValueError('expected a step such as 500, or best')
+    raise ValueError('expected a step such as 500, or best; without --step, the newest is used')
 
   def flag_type(self) -> str:
     return 'step'

@@ -259,6 +259,8 @@ def _one_line(error: Exception, command: str) -> str:
       text += '.' + close.replace(" '", ' --').replace("'?", '?')
     if error.flagname == 'job_log_dir' and COMMANDS[command].bare == 'dir':
       text += f'; name the directory without a flag, as in praxis-lite {command} runs'
+    elif error.flagname == 'job_log_dir' and COMMANDS[command].bare_rest == 'dirs':
+      text += f'; name directories without a flag, as in praxis-lite {command} list runs/1'
     fields = ', and --set path=value sets a field of the config' if 'set' in known else ''
     text += f'; `praxis-lite {command} --help` lists the flags{fields}'
   return text

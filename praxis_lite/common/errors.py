@@ -85,12 +85,17 @@ def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
 
 
 @contextlib.contextmanager
-def prefix_errors(path: str) -> Iterator[None]:
-  """Prepends the path of a config to the message of a `UserError` raised inside."""
+def prefix_errors(path: str, field: str | None = None) -> Iterator[None]:
+  """Prepends the path of a config to the message of a `UserError` raised inside.
+
+  A message that begins with `field` continues the path, as `task.train` and `learner.x: wrong` do.
+  """
   try:
     yield
   except UserError as error:
-    error.args = (f'{path}: {error}',)
+    text = str(error)
+    continues = field is not None and text.startswith((f'{field}.', f'{field}:'))
+    error.args = (f'{path}.{text}' if continues else f'{path}: {text}',)
     raise
 
 

@@ -42,6 +42,19 @@ if TYPE_CHECKING:
   import pyarrow as pa
 
 _Group = tuple[str, int]  # A file, and the number of a group in it.
+# What to do with files of other kinds, by the ends of their names.
+_CONVERT = 'convert it, as by pandas and to_parquet'
+_OTHER_KINDS = {
+  '.csv': _CONVERT,
+  '.tsv': _CONVERT,
+  '.json': _CONVERT,
+  '.jsonl': _CONVERT,
+  '.txt': 'TextInput reads text',
+  '.npz': 'ArrayInput takes arrays',
+  '.npy': 'ArrayInput takes arrays',
+  '.tfrecord': 'TFRecordInput reads these',
+  '.array_record': 'ArrayRecordInput reads these',
+}
 
 
 @functools.cache
@@ -370,7 +383,11 @@ def _group_sizes(file: str, where: str) -> list[int]:
       return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     return [batch.num_rows for batch in _batches(file)]
   except (pa.ArrowException, OSError) as e:
-    reason = unless_empty(file, f'is not a whole Parquet or Arrow file: {first_line(e)}')
+    kind = os.path.splitext(file)[1].lower()
+    reason = f'is not a whole Parquet or Arrow file: {first_line(e)}'
+    if kind in _OTHER_KINDS:
+      reason = f'is a file of another kind, {kind}; TableInput reads Parquet and Arrow: {_OTHER_KINDS[kind]}'
+    reason = unless_empty(file, reason)
     raise BadRecordError(where, BadRecord(file, '', reason)) from None
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +93,9 @@ def run_train(
   if not isinstance(config, ExperimentConfig):
     experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
     raise ConfigError(f'run_train(config, job_log_dir): expected configure({experiment}), got {type(config).__name__}')
+  if not isinstance(job_log_dir, str | os.PathLike):
+    given = type(job_log_dir).__name__
+    raise ConfigError(f"run_train(config, job_log_dir): expected a directory, such as 'runs/1', got {given}")
   options = (options or TrainOptions()).replace(changes)
   start_devices()
   while True:

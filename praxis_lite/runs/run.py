@@ -160,7 +160,8 @@ def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
   """Returns the mesh of a loaded model, with Auto axes that have the task's names."""
   names = task.mesh_axis_names or ('data',)
   if isinstance(mesh, int):
-    raise ShardingError(f'load: mesh = {mesh}: expected the size along each of the axes {names}, such as ({mesh},)')
+    fits = (mesh, *(1 for _ in names[1:]))
+    raise ShardingError(f'load: mesh = {mesh}: expected the size along each of the axes {names}, such as {fits}')
   if not isinstance(mesh, Mesh):
     return create_device_mesh((1,) * len(names) if mesh is None else tuple(mesh), None, names)
   if set(mesh.axis_names) != set(names):

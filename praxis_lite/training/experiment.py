@@ -14,8 +14,9 @@ Its methods return configs:
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from praxis_lite.common.config import Config, field_names, target
@@ -23,6 +24,8 @@ from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_me
 from praxis_lite.sharding.mesh import GivenMeshShape, read_mesh_shape
 
 T = TypeVar('T')
+
+_MESH_FIELDS = ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names')
 
 
 class BaseExperiment:
@@ -88,7 +91,7 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
   """Returns an experiment's configs. Its mesh attributes fill in those that the task's config does not set.
 
   Raises:
-    ConfigError: `task()` or `datasets()` does not return configs.
+    ConfigError: `task()` or `datasets()` does not return configs, or the class misspells a mesh attribute.
   """
   name = experiment_class.__qualname__
   experiment = _call(experiment_class, name)
@@ -101,13 +104,24 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
       f'{name}.task() returned the Config of {_built_by(task)}; it must return that of a task, as in '
       'Config(SingleTask, model=Config(MyModel))'
     )
-  for field in ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names'):
+  for field in _MESH_FIELDS:
     if getattr(task, field) is None:
       setattr(task, field, getattr(experiment, field))
+  _check_spelling(experiment_class, [field for field in _MESH_FIELDS if getattr(task, field) is None])
   read_sizes(task)
   datasets = _inputs(_call(experiment.datasets, f'{name}.datasets'), f'{name}.datasets()')
   prompts = _call(experiment.decode_datasets, f'{name}.decode_datasets')
   return ExperimentConfig(task, datasets, _inputs(prompts, f'{name}.decode_datasets()'))
+
+
+def _check_spelling(experiment_class: type[BaseExperiment], unset: Sequence[str]) -> None:
+  """Raises ConfigError for an attribute of the class that is almost the name of one that is not set."""
+  for cls in experiment_class.__mro__:
+    for name in () if cls in (BaseExperiment, object) else vars(cls):
+      close = difflib.get_close_matches(name.lower(), unset, n=1, cutoff=0.9)
+      if close and not hasattr(BaseExperiment, name) and not callable(getattr(cls, name)):
+        where = f'{cls.__qualname__}.{name}'
+        raise ConfigError(f"{where}: an experiment has no such attribute. Did you mean '{close[0]}'?")
 
 
 def read_sizes(task: Config) -> None:

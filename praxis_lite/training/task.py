@@ -283,7 +283,7 @@ class SingleTask(Configurable):
         f'task.train.learner: expected the config of a Learner, got that of {getattr(built, "__name__", built)}; an '
         'optimizer is a field of it: Config(Learner, optimizer=Config(optax.adam), learning_rate=1e-3)'
       )
-    with prefix_errors('task.train'):
+    with prefix_errors('task.train', 'learner'):
       learner = self.train.learner.clone()
       if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
         learner.schedule.total_steps = self.train.num_train_steps

@@ -55,6 +55,19 @@ COMMAND_LINES = {
     r'^--track=wandb,mlflow: repeat the flag for each logger: --track=wandb --track=mlflow$',
   ),
   'no directory of checkpoints': (['checkpoints', 'show', 'nodir'], r'^there is no directory nodir$'),
+  'directory as flag': (
+    ['checkpoints', 'list', '--job_log_dir=x'],
+    r'name directories without a flag, as in praxis-lite checkpoints list runs/1; `praxis-lite checkpoints --help`',
+  ),
+  'newest step': (['eval', TINY, '--step=last'], r'a step such as 500, or best; without --step, the newest is used$'),
+  'number for a config': (
+    ['show', TINY, '--set', 'task.model.lm.transformer.layers.ff.dropout=0.1'],
+    r'ff_tpl\.dropout_tpl: expected .* got 0\.1 \(float\); this is a config: set its fields, such as rate',
+  ),
+  'schedule in lower case': (
+    ['show', TINY, '--set', 'task.train.learner.schedule=cosine'],
+    r"got 'cosine' \(str\)\. Did you mean praxis_lite\.training\.learning\.Cosine\?$",
+  ),
   'no checkpoints': (['checkpoints', 'show', '.'], r'^there is no checkpoint in checkpoints$'),
   'devices of check': (
     ['check', MESH, '--devices=4', '--set=task.ici_mesh_shape=(2,2,2)'],
@@ -200,7 +213,7 @@ OVERRIDES = {
   'warm-up': ('task.train.learner.schedule.warmup_steps=-3', r'task\.train: .*\.warmup_steps: expected at least 0'),
   'accumulation': (
     'task.train.learner.num_microbatches=0',
-    r'task\.train: learner\.num_microbatches: expected at least',
+    r'task\.train\.learner\.num_microbatches: expected at least',
   ),
   'model': ('task.model=None', r'task\.model: expected the config of a BaseModel, got None'),
   'no settings': ('task.train=None', r'^task\.train: expected the config of a TrainParams, got None'),
@@ -394,7 +407,7 @@ PROMPTS = {
   'stop': (['--prompt=a', '--stop='], r"--stop='': expected a text of at least one character"),
   'min_p': (['--prompt=a', '--min_p=2'], r'min_p: expected at least 0 and at most 1, or None, got 2\.0'),
   'penalty': (['--prompt=a', '--repetition_penalty=0'], r'repetition_penalty: expected a finite number above 0, got 0'),
-  'repeats': (['--prompt=a', '--no_repeat_ngram_size=0'], r'no_repeat_ngram_size: expected at least 1, or None, got 0'),
+  'repeats': (['--prompt=a', '--no_repeat_ngram_size=-1'], r'no_repeat_ngram_size: expected at least 1, or 0 or None'),
   'stream': (
     ['--prompt=a', '--num_samples=2', '--stream'],
     r'--stream prints one sample as it grows, but there are 2;',

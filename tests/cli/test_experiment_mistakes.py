@@ -166,15 +166,15 @@ MISTAKES = {
   ),
   'built optimizer': (
     TASK.format('task.train.learner.optimizer = optax.adam(1e-3)'),
-    r'^task\.train: learner\.optimizer: expected a Config, got GradientTransformation',
+    r'^task\.train\.learner\.optimizer: expected a Config, got GradientTransformation',
   ),
   'function for an optimizer': (
     TASK.format('task.train.learner.optimizer = optax.adam'),
-    r'^task\.train: learner\.optimizer: expected a Config, got optax.*adam \(function\); write Config\(adam, \.\.\.\)$',
+    r'^task\.train\.learner\.optimizer: expected a Config, got optax.*adam \(function\); write Config\(adam, \.\.\.\)$',
   ),
   'name of an optimizer': (
     TASK.format("task.train.learner.optimizer = 'adam'"),
-    r"^task\.train: learner\.optimizer: expected a Config, got 'adam' \(str\); write Config\(\.\.\.\) of the function",
+    r"^task\.train\.learner\.optimizer: expected a Config, got 'adam' \(str\); write Config\(\.\.\.\) of the function",
   ),
   'schedule for a rate': (
     TASK.format('task.train.learner.learning_rate = optax.cosine_decay_schedule(1e-3, 100)'),

@@ -155,6 +155,11 @@ def test_repetitions_of_prompt_and_continuation_are_penalized_and_excluded(penal
     np.testing.assert_allclose(decoded.log_probs[row, -1], logits[ids[-1]] - np.log(np.exp(logits).sum()), atol=1e-4)
 
 
+def test_no_repeat_ngram_size_of_zero_allows_repetitions():
+  fields = {'temperature': 0.0, 'max_decode_steps': 16}
+  np.testing.assert_array_equal(decode(no_repeat_ngram_size=0, **fields).ids, decode(**fields).ids)
+
+
 def test_a_row_may_ask_for_no_token():
   np.testing.assert_array_equal(decode(max_tokens=np.array([0, 2, 9], np.int32)).lengths, [0, 2, 6])
 
@@ -175,7 +180,7 @@ def test_many_lengths_share_a_bucket():
   'fields',
   [
     *({'max_decode_steps': 0}, {'temperature': -1.0}, {'top_k': -1}, {'top_p': 0.0}, {'top_p': 1.5}, {'min_p': 1.5}),
-    *({'min_p': -0.1}, {'repetition_penalty': 0.0}, {'repetition_penalty': float('nan')}, {'no_repeat_ngram_size': 0}),
+    *({'min_p': -0.1}, {'repetition_penalty': 0.0}, {'repetition_penalty': float('nan')}, {'no_repeat_ngram_size': -1}),
   ],
 )
 def test_impossible_hyperparameters_are_named(fields):

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -263,6 +264,17 @@ def test_a_file_of_another_format_is_named(tmp_path, cls, kind, content):
   (tmp_path / 'data').write_bytes(content)
   source = Config(cls, name='rows', path=str(tmp_path), features=FEATURES, batch_size=2).instantiate()
   with pytest.raises(DataError, match=rf'rows\.path: .*data is not a whole {kind} file'):
+    next(source)
+
+
+@pytest.mark.parametrize(
+  'name, remedy', [('a.csv', 'convert it'), ('a.JSONL', 'convert it'), ('a.txt', 'TextInput reads')]
+)
+def test_a_file_of_a_kind_that_other_inputs_read_is_told(tmp_path, name, remedy):
+  (tmp_path / name).write_text('x,y\n1,2\n')
+  source = Config(TableInput, name='rows', path=str(tmp_path / name), features=FEATURES, batch_size=2).instantiate()
+  kind = re.escape(os.path.splitext(name)[1].lower())
+  with pytest.raises(DataError, match=rf'{name} is a file of another kind, {kind}; TableInput reads Parq.*: {remedy}'):
     next(source)
 
 

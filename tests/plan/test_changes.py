@@ -16,7 +16,7 @@ from praxis_lite.instruments.plan import child, compilers, parse_topology, plan,
 from praxis_lite.instruments.plan.compare import verdict
 from praxis_lite.instruments.plan.fitting import fitted_mesh, made_to_fit
 from praxis_lite.instruments.plan.knobs import configure_task, knobs_of, neighbours, overrides_of
-from praxis_lite.instruments.plan.price import price_of
+from praxis_lite.instruments.plan.price import format_price, price_of
 from praxis_lite.instruments.plan.searching import Correction, format_search, search
 from praxis_lite.instruments.plan.what_if import Change, WhatIf
 
@@ -203,6 +203,8 @@ def test_prices_are_those_of_steps(planned):
   assert price.chip_hours == pytest.approx(price.steps_seconds / price.goodput.share / 3600 * 8)
   assert price.money == pytest.approx(2.5 * price.chip_hours)
   assert price_of(planned).tokens == 20 * ALL
+  for hours, text in ((0.00471, '0.0047'), (3.21, '3.2'), (1234.5, '1,234')):
+    assert f' {text} chip-hours' in format_price(planned, price=dataclasses.replace(price, chip_hours=hours))
 
 
 def test_the_better_of_two_plans_is_named_with_its_reason(planned):

@@ -192,3 +192,23 @@ def test_without_a_compiler_it_has_no_empty_cards_and_divides_the_temporaries(tm
   said = use_page(page, _WITHOUT_SCHEDULE + IS_NARROW, tmp_path, width=400)
   kinds = 'parameters,optimizer slots,inputs,saved activations,temporaries'
   assert said == ['true', 'true', 'true', kinds, *['true'] * 4]
+
+
+_NAMES = """
+  const wide = 'word-break: normal; overflow-wrap: normal; white-space: nowrap';
+  const broken = [...document.querySelectorAll('#layers td:first-child')].filter((cell) => {
+    const parts = cell.textContent.split(/(?<=\\.)/), probe = document.createElement('span');
+    probe.style.cssText = wide; cell.append(probe);
+    const width = (part) => { probe.textContent = part; return probe.getBoundingClientRect().width; };
+    const wider = parts.some((part) => width(part) > cell.clientWidth);
+    probe.remove();
+    return wider || cell.querySelectorAll('wbr').length !== parts.length - 1;
+  });
+  say(document.querySelectorAll('#layers td:first-child').length > 5, broken.length);
+"""
+
+
+@needs_chromium
+def test_on_a_phone_the_names_of_layers_break_after_dots_only(tmp_path):
+  page = render_plan_page(plan_task(small_lm((1, 1, 1)), None, 'h100:1', compile=False), 'x')
+  assert use_page(page, _NAMES, tmp_path, width=400) == ['true', '0']

@@ -211,6 +211,13 @@ def test_an_experiment_in_place_of_its_config(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+def test_something_else_in_place_of_the_directory(tmp_path):
+  config = tiny_run(1, num_train_steps=1)
+  for given, told in ((None, 'NoneType'), (3, 'int')):
+    with pytest.raises(ConfigError, match=rf"job_log_dir\): expected a directory, such as 'runs/1', got {told}$"):
+      run_train(config, given)
+
+
 def test_options_are_given_as_one_object_or_by_name(tmp_path, capsys):
   options = TrainOptions(seed=3, debug_nans=True)
   run_train(tiny_run(num_train_steps=1), tmp_path / 'one', options)

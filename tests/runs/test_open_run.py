@@ -1,6 +1,7 @@
 """Runs from Python: what a run directory says, and its model on one device or on a mesh."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -15,11 +16,14 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, ShardingError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.inputs import ArrayInput
+from praxis_lite.models import BaseModel
 from praxis_lite.runs import run_eval, run_train
 from praxis_lite.runs.inference import decode_prompts
 from praxis_lite.runs.predict_files import predict_files
 from praxis_lite.runs.prompts import check_ids
+from praxis_lite.runs.run import _mesh_for
 from praxis_lite.training.experiment import configure
+from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
@@ -266,6 +270,7 @@ def test_segments_and_batches_change_no_token(lm, temperature, mesh):
   [
     ('def', ['main'], r"^score: contexts is one text; expected a list, as in \['def'\]"),
     (['def'], [], r'^score: there are 1 contexts and 0 continuations; expected pairs'),
+    (['def'], [None], r"^score: pair 0 has None; expected a text, such as '', or a list of tokens$"),
     (['def'], [[1]], r'^score: pair 0 has a text and a list of tokens; expected two texts, or two lists'),
     ([[1]], [[0.5]], r'^score: pair 0 has \[0.5\]; expected a text, or a list of tokens'),
     ([[1]], 3, r'^score: continuations is 3; expected a list$'),
@@ -284,8 +289,17 @@ def open_beside(run, name):
   return praxis_lite.open_run(run.directory / name)
 
 
+@pytest.mark.parametrize('names, fits', [(None, '(8,)'), (('data',), '(8,)'), (('data', 'mdl'), '(8, 1)')])
+def test_a_number_in_place_of_a_mesh_comes_with_one_that_fits(names, fits):
+  task = Config(SingleTask, model=Config(BaseModel), mesh_axis_names=names).instantiate()
+  with pytest.raises(ShardingError, match=re.escape(f'such as {fits}') + '$'):
+    _mesh_for(task, 8)
+
+
 def mistakes():
   yield lambda run, model: run.load(step=7), CheckpointError, r'there is no checkpoint of step 7 in .*; there are \[10'
+  told = r"^step = 'bset': expected a number, 'best', or None for the newest; there are \[10"
+  yield lambda run, model: run.load(step='bset'), CheckpointError, told
   yield lambda run, model: run.load(mesh=(2, 2)), ShardingError, r'has 2 sizes, but mesh_axis_names'
   yield lambda run, model: run.load(mesh=2), ShardingError, r'^load: mesh = 2: expected the size .*, such as \(2,\)'
   wrong = jax.make_mesh((2,), ('mdl',), devices=jax.devices()[:2])

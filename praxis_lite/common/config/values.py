@@ -94,9 +94,15 @@ def _guess_meaning(value: object, hint: object, current: object) -> str:
   if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):
     # A class from the package of the present one, by its public name: `adam` in place of optax.adamw is optax.adam.
     for package in itertools.accumulate(str(target(current).__module__).split('.'), '{}.{}'.format):
-      if is_named(getattr(sys.modules.get(package), value, None)):
-        return f'. Did you mean {package}.{value}?'
+      module = sys.modules.get(package)
+      for name in (value, *(name for name in dir(module) if name.lower() == value.lower())):
+        if is_named(getattr(module, name, None)):
+          return f'. Did you mean {package}.{name}?'
     return ''
+  if isinstance(current, Config) and not isinstance(value, str | Config):
+    own = getattr(target(current), '__annotations__', {})
+    if names := [name for name in field_names(current) or () if name in own]:
+      return f'; this is a config: set its fields, such as {", ".join(names[:3])}'
   if isinstance(current, Config) and target(current) in members_of(hint):
     return f'; set its fields, such as {", ".join(itertools.islice(field_names(current) or (), 3))}'
   with contextlib.suppress(MismatchError, ConfigError):

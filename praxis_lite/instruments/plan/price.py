@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from praxis_lite.common.figures import duration, format_seconds, short_number
+from praxis_lite.common.figures import duration, format_seconds, short_number, significant_digits
 from praxis_lite.instruments.plan.goodput import EXPECTED, ExpectedGoodput, Interruptions, goodput
 from praxis_lite.instruments.plan.planning import Plan
 
@@ -83,10 +83,14 @@ def format_price(plan: Plan, tokens: float | None = None, price: Price | None = 
   active = 'active ' if plan.work.active_parameters != plan.work.parameters else ''
   known = f'{CHINCHILLA} for each {active}parameter, which Hoffmann et al. (2022) found best for its cost'
   line = f'{short_number(price.tokens)} tokens take {price.steps:,.0f} steps, {duration(price.seconds)}: '
-  line += f'{price.chip_hours:,.0f} chip-hours' + ('' if price.money is None else f', {price.money:,.0f} in money')
+  line += f'{_hours(price.chip_hours)} chip-hours' + ('' if price.money is None else f', {price.money:,.0f} in money')
   line += f' ({known})' if tokens is None else ''
   lines = [line, _format_goodput(price)] if price.goodput.share < _NEARLY_ALL else [line]
   return '\n'.join(lines if tokens is None else [*lines, f'{short_number(best)} tokens would be {known}'])
+
+
+def _hours(hours: float) -> str:
+  return f'{hours:,.0f}' if hours >= 10 else significant_digits(hours, 2)
 
 
 def _format_goodput(price: Price) -> str:

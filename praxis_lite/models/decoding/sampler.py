@@ -26,7 +26,7 @@ class Sampler(Configurable):
     temperature: 0 is greedy; 1 is the model's distribution.
     top_k, top_p, min_p: see `sample_tokens`.
     repetition_penalty: see `penalize_repetition`; prompts count as part of a row.
-    no_repeat_ngram_size: see `exclude_ngrams`; None allows repetitions.
+    no_repeat_ngram_size: see `exclude_ngrams`; 0 and None allow repetitions.
     max_context: number of last tokens that the model sees; None means all, limited only by its number of positions.
     stop_ids: tokens that end a row.
   """
@@ -52,8 +52,8 @@ class Sampler(Configurable):
       ('repetition_penalty', 0 < self.repetition_penalty < math.inf, 'a finite number above 0'),
       (
         'no_repeat_ngram_size',
-        self.no_repeat_ngram_size is None or self.no_repeat_ngram_size >= 1,
-        'at least 1, or None',
+        self.no_repeat_ngram_size is None or self.no_repeat_ngram_size >= 0,
+        'at least 1, or 0 or None to allow repetitions',
       ),
     ):
       if not valid:
@@ -98,7 +98,7 @@ class Sampler(Configurable):
       functools.partial(
         sample_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
       ),
-      self._adjust if self.repetition_penalty != 1 or self.no_repeat_ngram_size is not None else None,
+      self._adjust if self.repetition_penalty != 1 or self.no_repeat_ngram_size else None,
       self.stop_ids,
       num_steps=most,
       slots=slots,
@@ -115,6 +115,6 @@ class Sampler(Configurable):
     logits_BV = logits_BV.astype(jnp.float32)
     if self.repetition_penalty != 1:
       logits_BV = penalize_repetition(logits_BV, ids_BL, lengths_B, self.repetition_penalty)
-    if self.no_repeat_ngram_size is not None:
+    if self.no_repeat_ngram_size:
       logits_BV = exclude_ngrams(logits_BV, ids_BL, lengths_B, self.no_repeat_ngram_size)
     return logits_BV

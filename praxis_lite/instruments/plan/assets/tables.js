@@ -72,7 +72,7 @@ function drawLayers() {
     return host;
   };
   drawTable($('layers'), layersTable, [
-    { name: 'layer', left: true, value: (row) => row.layer || '(no layer)' },
+    { name: 'layer', left: true, value: (row) => row.layer || '(no layer)', cell: (row) => breakable('span', '', row.layer || '(no layer)') },
     { name: 'time', left: true, value: (row) => row.seconds, cell: bar },
     { name: 'seconds', value: (row) => row.seconds, text: (row) => seconds(row.seconds) },
     { name: 'share', value: (row) => row.seconds, text: (row) => percent(row.seconds / total) },
