@@ -3,6 +3,8 @@
     query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
     out = softmax(query . key / sqrt(H)) . value  W_o [N, H, D]
 
+With sinks [N], the softmax of head n has exp(sinks_n) as a further term of its denominator.
+
 B batch, T length, S length of keys and values or of the cache, D model dims, N heads, K kv heads, G = N / K, H dims per
 head.
 """
@@ -119,6 +121,9 @@ class MultiHeadAttention(Layer):
       disables them.
     relative_bias_tpl: template of the child `relative_bias`, a bias on logits that depends on the offset of positions;
       None disables it.
+    use_sinks: whether each head has a learned logit that takes part in the softmax and has no value, the variable
+      `sinks` [N], zeros at first (attention sinks of GPT-OSS; OpenAI, 2025). A head can so attend to nothing. It is
+      split like the heads of the weights.
     dropout_rate: share of the attention probabilities that is dropped in training.
     scale, logit_soft_cap, block_size: see `dot_product_attention`.
     implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' is a
@@ -151,6 +156,7 @@ class MultiHeadAttention(Layer):
   rotary_tpl: Config | None = None
   qk_norm_tpl: Config | None = None
   relative_bias_tpl: Config | None = None
+  use_sinks: bool = False
   dropout_rate: float = 0.0
   scale: float | None = None
   logit_soft_cap: float | None = None
@@ -192,6 +198,8 @@ class MultiHeadAttention(Layer):
       self.create_child('rotary', self.rotary_tpl.clone(dims=H))
     if self.relative_bias_tpl is not None:
       self.create_child('relative_bias', self.relative_bias_tpl.clone(num_heads=N))
+    if self.use_sinks:
+      self.create_variable('sinks', bias_weight(N, None if wt is None else wt.pick(1)))
     out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_out_bias)
     self.create_child('out', _split_projection(out, wt, (1, 2, 0), rank_in=2))
 
@@ -325,11 +333,11 @@ class MultiHeadAttention(Layer):
     heads = self._project(x_BTD, x_BTD, pos_BT)
     cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
     mask = self.attention_mask(prefix_lengths=prefix_lengths)
-    context_BTNH, cache = self._cached_attention(logit_bias).extend(*heads, pos_BT, cache, mask)
+    context_BTNH, cache = self._cached_attention(logit_bias, self._sinks()).extend(*heads, pos_BT, cache, mask)
     self._keep(cache)
     return self._output(context_BTNH)
 
-  def _cached_attention(self, logit_bias: LogitBias | None = None) -> CachedAttention:
+  def _cached_attention(self, logit_bias: LogitBias | None = None, sinks: jax.Array | None = None) -> CachedAttention:
     bias: PositionBias | None = None if logit_bias is None else functools.partial(logit_bias.fn, logit_bias.params)
     if self.relative_bias_tpl is not None:
       bias = self.relative_bias
@@ -343,6 +351,7 @@ class MultiHeadAttention(Layer):
       most_slots=0 if platform() == 'cpu' else _MOST_SLOTS,
       spec=self._spec(),
       bias=bias,
+      sinks=sinks,
     )
 
   def _keep(self, cache: KVCache) -> None:
@@ -398,6 +407,9 @@ class MultiHeadAttention(Layer):
     if logit_bias is not None and self.relative_bias_tpl is not None:
       raise ConfigError(f'{self.path_name}.relative_bias_tpl: the call gives a bias too; set it to None, or give none')
 
+  def _sinks(self) -> jax.Array | None:
+    return self.theta.sinks if self.use_sinks else None
+
   def _make_dropout(self, x_BTD: jax.Array) -> ProbabilityDropout | None:
     if self.dropout_rate == 0 or self.do_eval:
       return None
@@ -428,8 +440,9 @@ class MultiHeadAttention(Layer):
       over = kernel_split
     elif split is None and name == 'blockwise' and mask.arrays('query', 'key'):
       over = self._mesh.row_split(B, K)
-    spec = self._spec(name)
-    context_BTNH = dot_product_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, split=over)
+    context_BTNH = dot_product_attention(
+      *heads, mask, spec=self._spec(name), bias=bias, dropout=dropout, sinks=self._sinks(), split=over
+    )
     # All but dense attention tag the values that they keep; see `remat.py` for cuDNN's kernel.
     return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name != 'dense')
 
@@ -480,6 +493,7 @@ class MultiHeadAttention(Layer):
       logit_bias=self._has_bias and not has_array,
       soft_cap=self.logit_soft_cap is not None,
       dropout=self.dropout_rate > 0,
+      sinks=self.use_sinks,
     )
     return choose_attention(self.implementation, case, f'{self.path_name}.implementation')
 

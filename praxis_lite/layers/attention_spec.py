@@ -81,12 +81,20 @@ jax.tree_util.register_dataclass(ProbabilityDropout, data_fields=['seeds_BTN'], 
 
 
 class Heads(NamedTuple):
-  """The arguments with gradients: queries [B, T, N, H], keys and values [B, S, K, H], and parameters of the bias."""
+  """The arguments with gradients.
+
+  Attributes:
+    query: [B, T, N, H].
+    key, value: [B, S, K, H].
+    bias: the parameters of the bias, a tree of arrays, whose last dimension is that of heads.
+    sinks: [N], the logit of each head's sink; None without sinks. See `blocks.add_sinks`.
+  """
 
   query: jax.Array
   key: jax.Array
   value: jax.Array
   bias: Any = None
+  sinks: jax.Array | None = None
 
 
 class Integers(NamedTuple):
@@ -110,10 +118,11 @@ def argument_specs(
     """Returns the spec of [B, T, N, ...], or of its first dimensions."""
     return PartitionSpec(*(rows if x.shape[0] > 1 else None, length, head)[: min(x.ndim, rank)])
 
-  arrays, others = jax.tree.map(spec, (heads._replace(bias=None), integers[1:]))
+  arrays, others = jax.tree.map(spec, (heads._replace(bias=None, sinks=None), integers[1:]))
   biases = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 1), head), heads.bias)
   mask = integers.mask.map_arrays(query=lambda x: spec(x, 2), key=lambda x: spec(x, 2), row=lambda x: spec(x, 1))
-  return arrays._replace(bias=biases), Integers(mask, *others)
+  sinks = None if heads.sinks is None else PartitionSpec(head)
+  return arrays._replace(bias=biases, sinks=sinks), Integers(mask, *others)
 
 
 def sort_arguments(
@@ -122,6 +131,7 @@ def sort_arguments(
   bias: LogitBias | None,
   dropout: ProbabilityDropout | None,
   spec: AttentionSpec,
+  sinks: jax.Array | None = None,
 ) -> tuple[Formula, Heads, Integers]:
   """Returns the arguments of attention in three groups: static ones, arrays with gradients, and arrays without."""
   formula = Formula(
@@ -132,4 +142,4 @@ def sort_arguments(
   )
   pos = (bias.query_pos, bias.key_pos) if bias else (None, None)
   integers = Integers(to_mask(mask), *pos, dropout.seeds_BTN if dropout else None)
-  return formula, Heads(*heads, bias.params if bias else None), integers
+  return formula, Heads(*heads, bias.params if bias else None, sinks), integers

@@ -10,6 +10,9 @@ and backward, from the output's gradient do, delta = sum(do * out) and the logar
 
     p = exp(s - lse)     dv_j += p do_i     ds = p (do_i v_j - delta)     dq_i += ds k_j     dk_j += ds q_i
 
+A sink is a logit of a head that takes part in the softmax, as a key with the value 0 would. So it changes only `out`
+and `lse`, from which all gradients follow as above, and its own gradient is -sum(exp(sink - lse) delta) over queries.
+
 The mask says which pairs of blocks are empty, that is, fully masked; see `masks.py`. A pair that is empty because of
 its indices is not in the table of pairs, so it costs nothing. A pair that is empty because of data, such as segment
 ids, has the flag False in the table, and a branch skips it. If even the indices of blocks depend on data, such as the
@@ -218,15 +221,60 @@ def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array
   return Sums(m, total, sums.o * kept[..., None] + _product('BKGQS,BKSH->BKGQH', weights, value))
 
 
-def finish_sums(sums: Sums) -> tuple[jax.Array, jax.Array]:
-  """Returns (output, lse); a query that has seen no key has output 0."""
+def add_sinks(sums: Sums, sinks: jax.Array) -> Sums:
+  """Returns the sums with a key of value 0 added, whose logits `sinks` broadcast to `sums.m`; see `group_sinks`."""
+  sinks = sinks.astype(sums.m.dtype)
+  m = jnp.maximum(sums.m, sinks)
+  kept = jnp.exp(sums.m - m)
+  return Sums(m, sums.l * kept + jnp.exp(sinks - m), sums.o * kept[..., None])
+
+
+def finish_sums(sums: Sums, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+  """Returns (output, lse), also of sinks if there are any; a query that has seen no key has output 0."""
+  if sinks is not None:
+    sums = add_sinks(sums, sinks)
   seen = sums.m > 0.5 * MASKED
   l = jnp.where(seen, sums.l, 1.0)  # noqa: E741
   out = jnp.where(seen[..., None], sums.o / l[..., None], 0.0)
   return out, jnp.where(seen, sums.m + jnp.log(l), -MASKED)
 
 
+def group_sinks(sinks_N: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
+  """Returns sinks as [K, G, 1], which broadcasts to sums of queries."""
+  return None if sinks_N is None else sinks_N.reshape(num_kv_heads, -1, 1)
+
+
 # ---------------------------------------------------------------- backward
+
+
+def sink_gradients(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
+  """Returns the gradient of each head's sink, [N]; None without sinks.
+
+  Args:
+    sinks: their logits, which broadcast to `lse`.
+    lse: the logarithm of the sum of each query, sinks included.
+    delta: the product of each query's result and its gradient, in the shape of `lse`.
+  """
+  if sinks is None:
+    return None
+  of_queries = -jnp.exp(sinks.astype(lse.dtype) - lse) * delta
+  shape = (1,) * (lse.ndim - sinks.ndim) + sinks.shape
+  return jnp.sum(of_queries, axis=tuple(axis for axis, size in enumerate(shape) if size == 1)).reshape(-1)
+
+
+def sum_sink_gradients(
+  sinks: jax.Array | None, out: jax.Array, lse: jax.Array, do: jax.Array, axes: tuple[str, ...]
+) -> jax.Array | None:
+  """Returns the gradients of sinks [N] of results out [B, N, T, H], lse [B, N, T] and the gradient of `out`.
+
+  They are summed over `axes`, the mesh axes that split the queries.
+  """
+  if sinks is None:
+    return None
+  delta = jnp.sum(to_sum_dtype(do) * out, axis=-1)
+  found = sink_gradients(sinks[:, None], lse, delta)
+  assert found is not None
+  return jax.lax.psum(found, axes).astype(sinks.dtype) if axes else found.astype(sinks.dtype)
 
 
 def zero_gradients(queries: Queries, keys: Keys, bias: Any) -> Gradients:

@@ -77,6 +77,7 @@ def blockwise_attention(
   spec: AttentionSpec = DEFAULT_SPEC,
   bias: LogitBias | None = None,
   dropout: ProbabilityDropout | None = None,
+  sinks: jax.Array | None = None,
   split: RowSplit | None = None,
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
@@ -86,7 +87,7 @@ def blockwise_attention(
   Args:
     split: how the ambient mesh splits rows and heads; None leaves it to the compiler.
   """
-  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, bias, dropout, spec)
+  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, bias, dropout, spec, sinks)
   rows = query_BTNH.shape[0] * query_BTNH.shape[2] // _compiler_parts()
   size = spec.block_size or largest_block(integers.mask, rows)
   return attend_in_blocks(formula, size, split, heads, integers)
@@ -131,7 +132,7 @@ def _forward(
     pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
     sums = blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3]))
     sums = blocks.add_blocks(formula, mask, heads.bias, queries, keys, pairs, sums)
-    out, lse = blocks.finish_sums(sums)
+    out, lse = blocks.finish_sums(sums, blocks.group_sinks(heads.sinks, heads.key.shape[2]))
     return blocks.unblock_queries(out, heads.query.shape[1]).astype(heads.query.dtype), lse
 
   if split is not None:
@@ -161,14 +162,14 @@ def _backward(
       pairs,
       blocks.zero_gradients(queries, keys, heads.bias),
     )
-    dbias = gradients.bias
+    of_rows = gradients.bias, blocks.sink_gradients(blocks.group_sinks(heads.sinks, K), lse, delta)
     if split is not None and split.batch_axes:
-      dbias = jax.tree.map(lambda d: jax.lax.psum(d, split.batch_axes), dbias)
+      of_rows = jax.tree.map(lambda d: jax.lax.psum(d, split.batch_axes), of_rows)
     found = Heads(
       blocks.unblock_queries(gradients.q, heads.query.shape[1]),
       blocks.unblock_keys(gradients.k, heads.key.shape[1]),
       blocks.unblock_keys(gradients.v, heads.value.shape[1]),
-      dbias,
+      *of_rows,
     )
     return jax.tree.map(lambda g, x: g.astype(x.dtype), found, heads)
 

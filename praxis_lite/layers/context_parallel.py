@@ -53,14 +53,15 @@ def context_parallel_attention(
   spec: AttentionSpec = DEFAULT_SPEC,
   bias: LogitBias | None = None,
   dropout: ProbabilityDropout | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Like `blockwise_attention`, for sequences that are split over the ambient mesh; the other arguments are the same.
 
   Args:
-    split: how the arrays are split. The last dimension of each parameter of a bias is split like the heads.
+    split: how the arrays are split. Sinks, and the last dimension of each parameter of a bias, are split like heads.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, bias, dropout, spec)
+  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, bias, dropout, spec, sinks)
   T, S = query_BTNH.shape[1], key_BSKH.shape[1]
   head_parts = math.prod(mesh.shape[a] for a in split.head_axes)
   if split.method == 'all_to_all':
@@ -110,7 +111,7 @@ def _pad_to_divide(split: SequenceSplit, heads: Heads, integers: Integers, head_
     pad_queries(heads.query),
     pad_keys(heads.key),
     pad_keys(heads.value),
-    jax.tree.map(lambda p: pad_to(p, (*p.shape[:-1], all_heads)), heads.bias),
+    *jax.tree.map(lambda p: pad_to(p, (*p.shape[:-1], all_heads)), heads[3:]),
   )
   mask = integers.mask.map_arrays(query=pad_mask, key=pad_mask, row=pad)
   return padded, Integers(mask, *jax.tree.map(pad_queries, integers[1:]))
@@ -168,7 +169,7 @@ def _attend_all_to_all(
     seeds = integers.seeds_BTN
     out = attend(
       Heads(
-        query.reshape(*query.shape[:2], -1, H)[:, :T], key[:, :S], value[:, :S], jax.tree.map(slice_heads, heads.bias)
+        query.reshape(*query.shape[:2], -1, H)[:, :T], key[:, :S], value[:, :S], *jax.tree.map(slice_heads, heads[3:])
       ),
       Integers(
         integers.mask.map_arrays(query=gather_queries, key=gather_keys),

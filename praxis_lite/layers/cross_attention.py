@@ -80,4 +80,5 @@ class CrossAttention(MultiHeadAttention):
     if self.qk_norm_tpl is not None:
       query_BTNH = self.query_norm(query_BTNH)
     cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
-    return self._output(self._cached_attention().attend(self.shard(query_BTNH, 'blnh'), pos_BT, cache, Band()))
+    cached = self._cached_attention(sinks=self._sinks())
+    return self._output(cached.attend(self.shard(query_BTNH, 'blnh'), pos_BT, cache, Band()))

@@ -1,6 +1,6 @@
 """Dot-product attention: chooses an implementation, and computes dense attention.
 
-    dense       all logits at once, [B, N, T, S]: JAX's function, or our own for soft caps and dropout
+    dense       all logits at once, [B, N, T, S]: JAX's function, or our own for soft caps, sinks and dropout
     blockwise   memory linear in the length; see `blockwise.py`
     cudnn       a fused kernel for NVIDIA GPUs, in bfloat16 or float16
     tokamax     fused kernels for NVIDIA GPUs, which take cases that cuDNN's refuses; see `tokamax_attention.py`
@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.jax_internals.splash import has_splash
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, LogitBias, ProbabilityDropout
-from praxis_lite.layers.blocks import dropout_factors
+from praxis_lite.layers.blocks import dropout_factors, group_sinks
 from praxis_lite.layers.blockwise import RowSplit, blockwise_attention
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.masks import (
@@ -77,6 +77,7 @@ class AttentionCase(NamedTuple):
   logit_bias: bool = False  # Whether there is a bias that depends on positions.
   soft_cap: bool = False
   dropout: bool = False
+  sinks: bool = False  # Whether each head has a logit without a key.
   device_kind: str = ''  # Such as 'TPU v5'.
   excludes_self: bool = False  # Whether limits of the mask exclude the index of the query itself.
   splash_obstacle: str = ''  # What in the mask prevents splash attention, as the end of a sentence.
@@ -200,6 +201,8 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
     return 'has no logit_soft_cap'
   if case.dropout:
     return 'has no dropout here'
+  if case.sinks:
+    return 'has no sinks'
   if case.window and not case.causal:
     return 'has a sliding_window with causal attention alone'
   if (case.by_rows or case.logit_bias or case.arrays) and (case.query_len % 2 or case.key_len % 2):
@@ -262,6 +265,7 @@ def dot_product_attention(
   spec: AttentionSpec = DEFAULT_SPEC,
   bias: jax.Array | LogitBias | None = None,
   dropout: ProbabilityDropout | None = None,
+  sinks: jax.Array | None = None,
   split: RowSplit | SequenceSplit | None = None,
   **older: Any,
 ) -> jax.Array:
@@ -275,6 +279,8 @@ def dot_product_attention(
     spec: how attention is computed.
     bias: added to the logits: an array that broadcasts to [B, N, T, S], or a function of positions.
     dropout: dropout of probabilities; None disables it. All implementations drop the same probabilities.
+    sinks: [N], a logit of each head that takes part in the softmax of all its queries and has no value (GPT-OSS), so
+      the other probabilities sum to less than 1; scale, soft cap and bias do not apply to it. None disables them.
     split: how the ambient mesh splits the arrays, for blockwise attention and the kernels of splash attention and
       tokamax; None leaves it to the compiler, which cannot split these kernels.
     **older: arguments of earlier versions: `causal`, `window`, `prefix_lengths`, `segment_ids`, `kv_segment_ids`, and
@@ -298,23 +304,24 @@ def dot_product_attention(
     logit_bias=isinstance(bias, LogitBias),
     soft_cap=spec.logit_soft_cap is not None,
     dropout=dropout is not None,
+    sinks=sinks is not None,
     mesh_obstacle='' if split is not None or not unmapped_axes() else _NOT_SPLIT,
   )
   name, _ = choose_attention(spec.implementation, case)
   if isinstance(split, SequenceSplit) and name in ('blockwise', 'splash'):
     assert isinstance(bias, LogitBias | None)
     spec = dataclasses.replace(spec, implementation=name)
-    return context_parallel_attention(*heads, mask, split=split, spec=spec, bias=bias, dropout=dropout)
+    return context_parallel_attention(*heads, mask, split=split, spec=spec, bias=bias, dropout=dropout, sinks=sinks)
   if name in ('splash', 'tokamax'):
     assert not isinstance(split, SequenceSplit)
     attend = splash_attention if name == 'splash' else tokamax_attention
-    return attend(*heads, mask, spec=spec, split=split)
+    return attend(*heads, mask, spec=spec, sinks=sinks, split=split)
   if name == 'blockwise':
     assert isinstance(bias, LogitBias | None) and not isinstance(split, SequenceSplit)
-    return blockwise_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, split=split)
+    return blockwise_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, sinks=sinks, split=split)
   bias_BNTS = bias.to_array(T, S) if isinstance(bias, LogitBias) else bias
-  if spec.logit_soft_cap is not None or dropout is not None:
-    return _attend_densely(*heads, mask.to_array(T, S), bias_BNTS, dropout, spec)
+  if spec.logit_soft_cap is not None or dropout is not None or sinks is not None:
+    return _attend_densely(*heads, mask.to_array(T, S), bias_BNTS, dropout, sinks, spec)
   offsets, others = split_offsets(mask)
   # JAX 0.8 computes windows wrongly in dense attention, and the fused kernel has only causal ones.
   takes_window = offsets.behind is None or (name == 'cudnn' and offsets.ahead == 0)
@@ -338,9 +345,10 @@ def _attend_densely(
   mask: Array | None,
   bias: jax.Array | None,
   dropout: ProbabilityDropout | None,
+  sinks: jax.Array | None,
   spec: AttentionSpec,
 ) -> jax.Array:
-  """Returns dense attention with soft cap and dropout, which `jax.nn.dot_product_attention` does not support."""
+  """Returns dense attention with soft cap, dropout and sinks, which `jax.nn.dot_product_attention` does not support."""
   (B, T, N, H), (_, S, K, _) = query_BTNH.shape, key_BSKH.shape
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
   logits_BKGTS = jnp.einsum(
@@ -353,11 +361,22 @@ def _attend_densely(
     logits_BKGTS += group_heads(bias, K)
   if mask is not None:
     logits_BKGTS = jnp.where(group_heads(mask, K), logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
-  probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
+  probs_BKGTS = _softmax_with_sinks(logits_BKGTS, sinks)
   if dropout is not None:
     seeds_BNT = jnp.moveaxis(dropout.seeds_BTN, 2, 1)
     probs_BKGTS *= group_heads(dropout_factors(seeds_BNT, jnp.arange(S), dropout.rate), K)
   return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS.astype(value_BSKH.dtype), value_BSKH).reshape(B, T, N, H)
+
+
+def _softmax_with_sinks(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
+  """Returns the probabilities of the keys. Without a sink, those of a query sum to 1."""
+  sinks_KG1 = group_sinks(sinks_N, logits_BKGTS.shape[1])
+  if sinks_KG1 is None:
+    return jax.nn.softmax(logits_BKGTS, axis=-1)
+  sinks_KG11 = sinks_KG1[..., None].astype(logits_BKGTS.dtype)
+  top = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits_BKGTS, axis=-1, keepdims=True), sinks_KG11))
+  weights = jnp.exp(logits_BKGTS - top)
+  return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks_KG11 - top))
 
 
 def group_heads(x_BNTS: Array, num_kv_heads: int) -> Array:

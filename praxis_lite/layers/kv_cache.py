@@ -115,6 +115,7 @@ class CachedAttention:
   most_slots: int = 0  # Slots that a single token may read at once, if more than `page_size`.
   spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
+  sinks: jax.Array | None = None  # [N], see `dot_product_attention`.
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
     """Returns an empty cache for sequences of up to `max_len` tokens, padding between them included."""
@@ -229,6 +230,7 @@ class CachedAttention:
       ArrayMask(_mask_slots(mask, pos_BT, cache.pos)),
       spec=dataclasses.replace(self.spec, implementation='dense'),
       bias=None if self.bias is None else self.bias(pos_BT, cache.pos),
+      sinks=self.sinks,
     )
 
   def _attend_by_page(
@@ -255,7 +257,7 @@ class CachedAttention:
     num_pages = jnp.minimum(-(-taken // page_size), cache.num_slots // page_size)
     with expected_trips(pages):
       sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.zero_sums((B, K, N // K, T, H), wide))
-    context_BKGTH, _ = blocks.finish_sums(sums)
+    context_BKGTH, _ = blocks.finish_sums(sums, blocks.group_sinks(self.sinks, K))
     return jnp.moveaxis(context_BKGTH, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
 
 

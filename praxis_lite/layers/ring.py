@@ -51,7 +51,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
 
     zeros = blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3]))
     sums, _ = go_round(plan, _pack_keys(local_keys, local_mask), zeros, None, add)
-    out, lse = blocks.finish_sums(sums)
+    out, lse = blocks.finish_sums(sums, blocks.group_sinks(heads.sinks, heads.key.shape[2]))
     out_BLNH = join_runs(plan, blocks.unblock_queries(out, queries.at.size), plan.query_len)
     return out_BLNH.astype(heads.query.dtype), lse
 
@@ -88,10 +88,13 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
     dkv = jnp.concatenate([dk.astype(heads.key.dtype), dv.astype(heads.value.dtype)], axis=2)
     dk, dv = jnp.split(join_runs(plan, dkv, plan.key_len), 2, axis=2)
     dq = join_runs(plan, blocks.unblock_queries(dq, queries.at.size).astype(heads.query.dtype), plan.query_len)
-    dbias = jax.tree.map(
-      lambda d, p: jax.lax.psum(d, (plan.split.axis, *plan.split.batch_axes)).astype(p.dtype), dbias, heads.bias
+    dsinks = blocks.sink_gradients(blocks.group_sinks(heads.sinks, heads.key.shape[2]), lse, delta_blocks)
+    of_rows = jax.tree.map(
+      lambda d, p: jax.lax.psum(d, (plan.split.axis, *plan.split.batch_axes)).astype(p.dtype),
+      (dbias, dsinks),
+      (heads.bias, heads.sinks),
     )
-    return Heads(dq, dk, dv, dbias)
+    return Heads(dq, dk, dv, *of_rows)
 
   heads, integers, out, lse = residuals
   return plan.map_parts(local, heads, integers, backward=True)(heads, integers, out, lse, do), None

@@ -34,7 +34,7 @@ from praxis_lite.common.jax_internals.splash import (
   splash_forward,
 )
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Heads, Integers, sort_arguments
-from praxis_lite.layers.blocks import Formula
+from praxis_lite.layers.blocks import Formula, sum_sink_gradients
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.masks import (
   And,
@@ -61,6 +61,7 @@ def splash_attention(
   mask: AttentionMask | None = None,
   *,
   spec: AttentionSpec = DEFAULT_SPEC,
+  sinks: jax.Array | None = None,
   split: RowSplit | None = None,
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
@@ -74,7 +75,7 @@ def splash_attention(
   """
   if split is not None:
     key_BSKH, value_BSKH = split.repeat_kv_heads(key_BSKH), split.repeat_kv_heads(value_BSKH)
-  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, None, None, spec)
+  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, None, None, spec, sinks)
   return attend_by_splash(formula, spec.block_size, split, heads, integers)
 
 
@@ -195,7 +196,9 @@ def _backward(
     lse_BNT = pad_to(lse[0], (*lse.shape[1:3], T))
     dq, dk, dv = backward_rows(call, arrays, out_BNTH, lse_BNT, do_BNTH)
     found = (jnp.swapaxes(g, 1, 2)[:, : x.shape[1]] for g, x in zip((dq * formula.scale, dk, dv), heads))
-    return Heads(*(g.astype(x.dtype) for g, x in zip(found, heads)))
+    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(found, heads))
+    dsinks = sum_sink_gradients(heads.sinks, out_BNTH, lse_BNT, do_BNTH, split.batch_axes if split else ())
+    return Heads(dq, dk, dv, sinks=dsinks)
 
   heads, integers, out_BTNH, lse = residuals
   if split is not None:
@@ -227,7 +230,7 @@ def backward_rows(
 def _rows(arrays: SplashArrays) -> tuple[int | None, ...]:
   """Returns for each array the dimension of rows; None if it is the same for all rows."""
   differs = arrays.query_pos is not None and arrays.query_pos.ndim == 2
-  return 0, 0, 0, 0 if differs else None, 0 if arrays.ids else None
+  return 0, 0, 0, 0 if differs else None, 0 if arrays.ids else None, None
 
 
 # ---------------------------------------------------------------- arguments of the kernels
@@ -252,6 +255,7 @@ def _prepare(
     _to_heads(heads.value, S),
     None if mask_fn is None else parts.positions(jnp.arange(T, dtype=jnp.int32), lengths[1]),
     _padded_ids(parts, heads, (T, S)),
+    heads.sinks,
   )
 
 

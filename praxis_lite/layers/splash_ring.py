@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.common.jax_internals.splash import BlockTable, SplashArrays, SplashCall
 from praxis_lite.layers.attention_spec import Heads, Integers
-from praxis_lite.layers.blocks import MASKED, Formula
+from praxis_lite.layers.blocks import MASKED, Formula, sum_sink_gradients
 from praxis_lite.layers.masks import BlockRanges
 from praxis_lite.layers.ring import go_round
 from praxis_lite.layers.sequence_parts import SequencePlan, heads_to_runs, join_runs, to_runs
@@ -53,7 +53,10 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
 
     shape = queries.x_BNLH.shape
     zeros = _Results(jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], MASKED, jnp.float32))
-    (out_BNLH, lse_BNL), _ = go_round(plan, keys, zeros, None, add)
+    sums, _ = go_round(plan, keys, zeros, None, add)
+    if heads.sinks is not None:
+      sums = sums.join(zeros.out, jnp.broadcast_to(heads.sinks[:, None].astype(jnp.float32), shape[:3]))
+    out_BNLH, lse_BNL = sums
     out_BLNH = jnp.swapaxes(out_BNLH, 1, 2).astype(heads.query.dtype)
     return join_runs(plan, out_BLNH, plan.query_len), jnp.moveaxis(lse_BNL, 2, 0)
 
@@ -83,7 +86,8 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
     dk, dv = (jnp.swapaxes(x, 1, 2).astype(heads.key.dtype) for x in dkv)
     dk, dv = jnp.split(join_runs(plan, jnp.concatenate([dk, dv], axis=2), plan.key_len), 2, axis=2)
     dq = jnp.swapaxes(dq_BNLH * formula.scale, 1, 2).astype(heads.query.dtype)
-    return Heads(join_runs(plan, dq, plan.query_len), dk, dv)
+    dsinks = sum_sink_gradients(heads.sinks, *results, (plan.split.axis, *plan.split.batch_axes))
+    return Heads(join_runs(plan, dq, plan.query_len), dk, dv, sinks=dsinks)
 
   heads, integers, out, lse = residuals
   return plan.map_parts(local, heads, integers, backward=True)(heads, integers, out, lse, do), None

@@ -4,6 +4,7 @@
              tokamax 0.0.12 need more shared memory than there is from 128 dims per head on
     Triton   for other chips from Ampere on: its backward kernel has no soft cap, and takes a window as an array [T, S]
 
+The kernels have no sinks: these are added to their results, and the backward kernels then get the sums with sinks.
 Limits of offsets reach the kernels as a range of keys for each query, and the rest of a mask as an array of bool,
 [B or 1, 1, T, S]. Lengths are padded to whole blocks.
 
@@ -23,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.common.errors import first_line
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Heads, Integers, sort_arguments
-from praxis_lite.layers.blocks import Formula, block_indices, count_pairs
+from praxis_lite.layers.blocks import Formula, Sums, add_sinks, block_indices, count_pairs, sum_sink_gradients
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.masks import AttentionMask, Band, OffsetMask, split_offsets
 from praxis_lite.layers.tokamax_target import (
@@ -75,6 +76,7 @@ def tokamax_attention(
   mask: AttentionMask | None = None,
   *,
   spec: AttentionSpec = DEFAULT_SPEC,
+  sinks: jax.Array | None = None,
   split: RowSplit | None = None,
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
@@ -86,7 +88,7 @@ def tokamax_attention(
   """
   if split is not None:
     key_BSKH, value_BSKH = split.repeat_kv_heads(key_BSKH), split.repeat_kv_heads(value_BSKH)
-  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, None, None, spec)
+  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, None, None, spec, sinks)
   return _attend(formula, split, heads, integers)
 
 
@@ -115,6 +117,7 @@ def _forward(formula: Formula, split: RowSplit | None, heads: Heads, integers: I
     T = heads.query.shape[1]
     # If rematerialization keeps the results, a second call of this function is not needed, and JAX removes it.
     out_BTNH, stats = _named(call.forward, call.flops(_PRODUCTS, backward=False), 1)(*heads[:3])
+    out_BTNH, stats = _add_sinks(heads.sinks, out_BTNH, stats)
     return out_BTNH[:, :T], stats
 
   if split is not None:
@@ -130,7 +133,11 @@ def _backward(formula: Formula, split: RowSplit | None, saved: _Saved, do_BTNH: 
     calls = 2 if call.kernels.is_mosaic else 1
     run = _named(call.backward, call.flops(_BACKWARD_PRODUCTS, backward=True), calls)
     found = run(*heads[:3], out_BTNH, stats, do_BTNH)
-    return Heads(*(g[:, : x.shape[1]].astype(x.dtype) for g, x in zip(found, heads)))
+    dq, dk, dv = (g[:, : x.shape[1]].astype(x.dtype) for g, x in zip(found, heads))
+    lse_BNT = (stats[0] + jnp.log(stats[1]))[:, :, : heads.query.shape[1]]
+    out_BNTH, do_BNTH = (jnp.swapaxes(x, 1, 2) for x in (out_BTNH, do_BTNH))
+    dsinks = sum_sink_gradients(heads.sinks, out_BNTH, lse_BNT, do_BNTH, split.batch_axes if split else ())
+    return Heads(dq, dk, dv, sinks=dsinks)
 
   heads, integers, out_BTNH, stats = saved
   if split is not None:
@@ -139,6 +146,16 @@ def _backward(formula: Formula, split: RowSplit | None, saved: _Saved, do_BTNH: 
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _add_sinks(sinks: jax.Array | None, out_BTNH: jax.Array, stats: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the results of the forward kernel with a key of value 0 added to all queries of each head."""
+  if sinks is None:
+    return out_BTNH, stats
+  top_BNT, total_BNT = stats
+  sums = add_sinks(Sums(top_BNT, total_BNT, total_BNT[..., None]), sinks[:, None])
+  kept_BTN = jnp.swapaxes(sums.o[..., 0] / sums.l, 1, 2)
+  return (out_BTNH * kept_BTN[..., None]).astype(out_BTNH.dtype), jnp.stack([sums.m, sums.l])
 
 
 def _named(fn: Callable[..., Any], flops: float, calls: int) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ class Case(NamedTuple):
   prefix: bool = False
   relative_bias: bool = False
   dropout: bool = False
+  sinks: bool = False
   fields: dict[str, Any] = {}
 
 
@@ -42,6 +43,12 @@ CASES = {
   ),
   'packed positions': Case(segments=True, relative_bias=True, kv_heads=2, length=39),
   'cross': Case(kv_length=19, segments=True, kv_heads=3),
+  'causal, sinks': Case(fields={'causal': True}, sinks=True, kv_heads=2),
+  'packed window, sinks': Case(fields={'causal': True, 'window': 9}, segments=True, sinks=True, kv_heads=3, length=45),
+  'soft cap, bias, dropout, sinks': Case(
+    fields={'window': 8, 'logit_soft_cap': 1.5, 'scale': 0.7}, relative_bias=True, dropout=True, sinks=True, kv_heads=1
+  ),
+  'cross, sinks': Case(kv_length=19, sinks=True, kv_heads=6),
 }
 
 
@@ -64,6 +71,8 @@ def arguments(case: Case) -> tuple[dict[str, jax.Array], dict[str, Any], jax.Arr
   if case.dropout:
     seeds = jax.random.bits(jax.random.key(5), (B, T, N), jnp.uint32)
     others['dropout'] = ProbabilityDropout(0.4, seeds)
+  if case.sinks:  # From a head that attends to nearly nothing to one without a sink.
+    floats['sinks'] = jnp.array([9, -20, 0.5, 1, -1, 2], jnp.float32)
   if case.relative_bias:
     floats['table'] = normal(8, N)
     others['positions'] = None
@@ -84,4 +93,6 @@ def attend(floats: dict[str, jax.Array], others: dict[str, Any], **more: Any) ->
   if 'table' in floats:
     pos = others.pop('positions')
     others['bias'] = LogitBias(BucketedBias(8, 16, True), floats['table'], pos, pos)
-  return dot_product_attention(floats['query'], floats['key'], floats['value'], **others, **more)
+  return dot_product_attention(
+    floats['query'], floats['key'], floats['value'], **others, **more, sinks=floats.get('sinks')
+  )

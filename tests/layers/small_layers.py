@@ -87,7 +87,7 @@ def mlp() -> Config:
 def attention() -> Config:
   config = split(layers.MultiHeadAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H)
   config.set(causal=True, use_bias=True, rotary_tpl=Config(layers.RotaryPositions))
-  config.set(implementation='blockwise', block_size=2, dropout_rate=0.2)
+  config.set(implementation='blockwise', block_size=2, dropout_rate=0.2, use_sinks=True)
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
   return config
 

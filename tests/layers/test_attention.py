@@ -36,7 +36,8 @@ def numpy_attention(x, kv, weights, mask, cap=None):
         if cap:
           logits = cap * np.tanh(logits / cap)
         seen = np.exp(logits - logits.max()) * mask[b, t]
-        context[b, t, n] = (seen / seen.sum()) @ v[b, :, g]
+        sink = np.exp(w['sinks'][n] - logits.max()) if 'sinks' in w else 0.0
+        context[b, t, n] = (seen / (seen.sum() + sink)) @ v[b, :, g]
   return np.einsum('btnh,nhd->btd', context, w['out']['w']) + w['out'].get('b', 0.0)
 
 
@@ -77,6 +78,8 @@ ALL = np.ones((B, T, T), bool)
     ({'sliding_window': 3}, WINDOW),
     ({'causal': True, 'num_kv_heads': 2, 'logit_soft_cap': 0.7}, CAUSAL),
     ({'sliding_window': 3, 'logit_soft_cap': 0.7}, WINDOW),
+    ({'use_sinks': True}, ALL),
+    ({'causal': True, 'num_kv_heads': 2, 'logit_soft_cap': 0.7, 'use_sinks': True}, CAUSAL),
   ],
 )
 @pytest.mark.parametrize('segments', [False, True])
@@ -86,6 +89,32 @@ def test_attention_is_the_formula(fields, mask, segments):
   y, _ = run(layer, variables, x, segment_ids=SEGMENT_IDS if segments else None)
   expected = numpy_attention(x, x, variables, mask & SEGMENTS if segments else mask, fields.get('logit_soft_cap'))
   np.testing.assert_allclose(y, expected, atol=2e-5)
+
+
+def test_sinks_are_a_number_for_each_head_that_starts_as_zero():
+  layer = build(use_sinks=True)
+  assert layer.init(jax.random.key(0))['sinks'].tolist() == [0.0] * N
+  assert 'sinks' not in build().abstract_init()
+  layer = Config(MultiHeadAttention, input_dims=D, num_heads=N, use_sinks=True, mesh_axis_names=('data', 'mdl'))
+  layer.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  assert tuple(layer.instantiate().abstract_init()['sinks'].tensor_split_dims_mapping) == ('mdl',)
+
+
+@pytest.mark.parametrize('implementation', ['dense', 'blockwise'])
+def test_a_query_without_keys_attends_to_the_sink_alone(implementation):
+  layer = build(use_sinks=True, implementation=implementation, use_bias=True)
+  variables = random_variables(layer)
+  ids = np.array([[1, 1, 2], [1, 1, 1]], np.int32), np.array([[1, 1, 1, 1], [1, 1, 1, 1]], np.int32)
+
+  def loss(variables, x, kv):
+    y, _ = layer.apply(variables, x, kv, segment_ids=ids[0], kv_segment_ids=ids[1])
+    return jnp.sum(y**2), y
+
+  x, kv = inputs(length=3), inputs(8, length=4)
+  (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(variables, x, kv)
+  np.testing.assert_allclose(y[0, 2], variables['out']['b'], atol=1e-6)
+  assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+  assert (gradients[1][0, 2] == 0).all() and (gradients[0]['sinks'] != 0).all()
 
 
 @pytest.mark.parametrize('cap', [None, 2.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -39,6 +40,26 @@ def test_blockwise_is_dense(name):
   dense, blockwise = both(floats, gradient)
   assert dense[0].std() > 0.01
   jax.tree.map(lambda d, b: np.testing.assert_allclose(b, d, atol=1e-5, rtol=1e-5), dense, blockwise)
+
+
+@pytest.mark.parametrize('name', [name for name, case in CASES.items() if case.sinks])
+def test_sinks_in_bfloat16_are_those_of_float32_but_for_rounding(name):
+  floats, others, gradient = arguments(CASES[name])
+
+  @functools.partial(jax.jit, static_argnums=(2, 3))
+  def results(floats, gradient, implementation, dtype):
+    def run(floats):
+      heads = {name: x.astype(dtype) for name, x in floats.items()}
+      return attend(heads, others, implementation=implementation, block_size=None if implementation == 'dense' else 8)
+
+    out, pull = jax.vjp(run, floats)
+    return out, pull(gradient.astype(dtype))[0]
+
+  expected = results(floats, gradient, 'dense', jnp.float32)
+  for implementation in ('dense', 'blockwise'):
+    found = results(floats, gradient, implementation, jnp.bfloat16)
+    assert found[0].dtype == jnp.bfloat16
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=0.05 * abs(e).max()), found, expected)
 
 
 def test_a_bias_of_numpy_is_an_array_like_that_of_jax():
@@ -197,6 +218,7 @@ CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, causal=True)
     ({'query_len': 1, 'key_len': 1024}, 'dense', 'the logits of 1 queries x 1,024 keys are small'),
     ({'arrays': True}, 'dense', 'as an array'),
     ({'soft_cap': True}, 'blockwise', 'has no logit_soft_cap'),
+    ({'sinks': True}, 'blockwise', "cuDNN's kernel has no sinks"),
     ({'dtype': jnp.dtype('float32')}, 'blockwise', 'not in float32'),
     ({'by_rows': True}, 'cudnn', 'the fused kernel takes this case'),
     ({'by_rows': True, 'query_len': 8191}, 'blockwise', 'takes a mask or a bias of even lengths alone'),
@@ -229,12 +251,14 @@ def test_what_an_implementation_cannot_do_is_refused_by_name(implementation, cha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('rows, skips', [(4, True), (3, False)])
-def test_on_a_mesh_each_device_skips_by_the_segments_of_its_own_rows(rows, skips):
-  """Rows over 4 devices and kv heads over 2, in `shard_map`; 3 rows are left to the compiler. Equal to one device."""
-  mesh = jax.make_mesh((2, 2, 2), ('replica', 'data', 'mdl'), axis_types=(AxisType.Auto,) * 3)
+@pytest.mark.parametrize(
+  'rows, sizes, skips', [(4, (2, 2, 2), True), (3, (2, 2, 2), False), (3, (1, 3, 2), True), (3, (1, 2, 3), False)]
+)
+def test_on_a_mesh_each_device_skips_by_the_segments_of_its_own_rows(rows, sizes, skips):
+  """Rows and kv heads in `shard_map`; what does not divide is left to the compiler. Equal to one device."""
+  mesh = jax.make_mesh(sizes, ('replica', 'data', 'mdl'), axis_types=(AxisType.Auto,) * 3)
   config = Config(MultiHeadAttention, input_dims=6, num_heads=4, num_kv_heads=2, dims_per_head=4, causal=True)
-  config.set(implementation='blockwise', block_size=8, relative_bias_tpl=Config(RelativeBias))
+  config.set(implementation='blockwise', block_size=8, use_sinks=True, relative_bias_tpl=Config(RelativeBias))
   sharded = config.clone(mesh_axis_names=mesh.axis_names)
   blnh = (('replica', 'data'), None, 'mdl', None)
   sharded.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh)

@@ -40,7 +40,9 @@ def split_attend(floats, others, split):
   spec = AttentionSpec(
     **{name: others.pop(name) for name in ('scale', 'logit_soft_cap') if name in others}, block_size=4
   )
-  return context_parallel_attention(*heads, Visibility(*rules), split=split, spec=spec, **others)
+  return context_parallel_attention(
+    *heads, Visibility(*rules), split=split, spec=spec, sinks=floats.get('sinks'), **others
+  )
 
 
 @functools.cache
@@ -60,6 +62,7 @@ MESHES = {
   'with data and tensor axes': {'data': 2, 'context': 2, 'mdl': 2},
   'of four devices': {'context': 4, 'mdl': 2},
   'of three devices': {'context': 3},
+  'of three devices, and copies': {'context': 3, 'spare': 2},
 }
 IN_A_RING = {
   'all': 'of three devices',
@@ -71,6 +74,8 @@ IN_A_RING = {
   'prefix': 'with data and tensor axes',
   'soft cap, bias, dropout': 'with data and tensor axes',
   'cross': 'of four devices',
+  'packed window, sinks': 'of three devices, and copies',
+  'soft cap, bias, dropout, sinks': 'with data and tensor axes',
 }
 ALL_TO_ALL = {
   'causal': 'of four devices',
@@ -79,6 +84,9 @@ ALL_TO_ALL = {
   'soft cap, bias, dropout': 'of four devices',
   'packed positions': 'with data and tensor axes',
   'cross': 'with data and tensor axes',
+  'causal, sinks': 'of three devices, and copies',
+  'cross, sinks': 'of four devices',
+  'soft cap, bias, dropout, sinks': 'with data and tensor axes',
 }
 
 

@@ -71,6 +71,9 @@ def expected(layer, variables, x, **fields):
     ({'sliding_window': 3, 'cache_page_size': 5}, 3),
     ({'sliding_window': 1}, 1),
     ({'sliding_window': 99, 'cache_page_size': 4}, 17),
+    ({'use_sinks': True}, 17),
+    ({'use_sinks': True, 'cache_page_size': 4, 'logit_soft_cap': 2.0}, 20),
+    ({'use_sinks': True, 'sliding_window': 6, 'cache_page_size': 4}, 6),
   ],
 )
 def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slots):
@@ -84,7 +87,9 @@ def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slo
 @pytest.mark.parametrize(
   'most, slots', [(3, 18), (6, 18), (8, 18), (9, 18), (12, 18), (17, 18), (18, 18), (64, 18)], ids=str
 )
-@pytest.mark.parametrize('fields', [{}, {'cache_dtype': jnp.float32, 'num_kv_heads': 4}], ids=['', 'all heads'])
+@pytest.mark.parametrize(
+  'fields', [{}, {'cache_dtype': jnp.float32, 'num_kv_heads': 4, 'use_sinks': True}], ids=['', 'all heads, sinks']
+)
 def test_accelerators_read_several_pages_at_once_for_a_single_token(most, slots, fields, monkeypatch):
   monkeypatch.setattr(attention, 'platform', lambda: 'gpu')
   monkeypatch.setattr(attention, '_MOST_SLOTS', most)
@@ -160,7 +165,7 @@ def test_no_array_of_a_long_prompt_holds_prompt_times_cache():
 @pytest.mark.parametrize(
   'fields, blkh',
   [
-    ({'cache_page_size': 4}, (('replica', 'data'), None, 'mdl', None)),
+    ({'cache_page_size': 4, 'use_sinks': True}, (('replica', 'data'), None, 'mdl', None)),
     ({'sliding_window': 6, 'cache_dtype': 'int8'}, ('data', None, 'mdl', None)),
     ({}, (None, 'data', 'mdl', None)),  # Slots, 17 of them, over an axis: read at once.
   ],

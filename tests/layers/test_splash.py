@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_state import drawn_variables
 from jax.sharding import AbstractMesh, AxisType
 
 from praxis_lite.common.config import Config
@@ -44,12 +45,15 @@ def drawn(seed, *shape, dtype=jnp.float32):
   return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def results(implementation, mask, heads, gradient, soft_cap=None, **options):
-  """The output, and the gradients of queries, keys and values."""
+def results(implementation, mask, heads, gradient, soft_cap=None):
+  """The output, and the gradients of queries, keys, values, and perhaps sinks."""
   spec = AttentionSpec(implementation=implementation, block_size=128, logit_soft_cap=soft_cap)
 
+  def attend(query, key, value, sinks=None):
+    return dot_product_attention(query, key, value, mask, spec=spec, sinks=sinks)
+
   def run(heads, gradient):
-    out, pullback = jax.vjp(lambda *heads: dot_product_attention(*heads, mask, spec=spec, **options), *heads)
+    out, pullback = jax.vjp(attend, *heads)
     return out, *pullback(gradient)
 
   return jax.jit(run, compiler_options=FAST_COMPILE)(heads, gradient)
@@ -62,14 +66,24 @@ def results(implementation, mask, heads, gradient, soft_cap=None, **options):
     (SlidingWindow(50) & Segments(IDS, IDS), (200, 200, 2, 2, 96), {}),
     ((Causal() | Prefix(jnp.array([150, 7]))) & Segments(IDS, IDS), (200, 200, 2, 1, 128), {}),
     (Paddings(PADDINGS), (200, 140, 2, 1, 192), {'soft_cap': 3.0}),
-    (Causal() & SlidingWindow(60), (200, 200, 2, 1, 64), {'dtype': jnp.bfloat16}),
+    (Causal() & SlidingWindow(60), (200, 200, 2, 1, 64), {'dtype': jnp.bfloat16, 'sinks': True}),
+    (Causal() & SlidingWindow(60) & Segments(IDS, IDS), (200, 200, 3, 1, 64), {'soft_cap': 3.0, 'sinks': True}),
   ],
-  ids=['causal', 'two-sided window of packed rows', 'prefix of packed rows', 'padded keys, soft cap', 'bfloat16'],
+  ids=[
+    'causal',
+    'two-sided window of packed rows',
+    'prefix of packed rows',
+    'padded keys, soft cap',
+    'sinks, bfloat16',
+    'sinks, window of packed rows, soft cap',
+  ],
 )
 def test_values_and_gradients_are_those_of_dense_attention(mask, sizes, others):
   T, S, N, K, H = sizes
   dtype = others.pop('dtype', jnp.float32)
   heads = drawn(0, 2, T, N, H, dtype=dtype), *(drawn(i, 2, S, K, H, dtype=dtype) for i in (1, 2))
+  if others.pop('sinks', False):
+    heads += (jnp.arange(N, dtype=dtype),)
   gradient = drawn(3, 2, T, N, H, dtype=dtype)
   expected = results('dense', mask, heads, gradient, **others)
   found = results('splash', mask, heads, gradient, **others)
@@ -100,7 +114,7 @@ def layer_results(implementation, mesh, has_prefixes=False, **fields):
     return jnp.sum(out * jnp.cos(out)), out
 
   run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=FAST_COMPILE)
-  args = layer.init(jax.random.key(0)), x
+  args = drawn_variables(layer.abstract_init()), x
   if mesh is None:
     return run(*args)
   with jax.set_mesh(jax.make_mesh(mesh, ('data', 'spare', 'mdl'), axis_types=(AxisType.Auto,) * 3)):
@@ -110,12 +124,13 @@ def layer_results(implementation, mesh, has_prefixes=False, **fields):
 @pytest.mark.parametrize(
   'mesh, fields',
   [
-    ((1, 2, 3), {}),
-    pytest.param((2, 1, 3), {}, marks=pytest.mark.slow),
+    ((1, 2, 3), {'use_sinks': True}),
+    pytest.param((2, 1, 3), {'use_sinks': True}, marks=pytest.mark.slow),
     ((1, 3, 1), {**ALL_TO_ALL, 'has_prefixes': True, 'logit_soft_cap': 2.0}),
-    pytest.param((1, 2, 3), {**ALL_TO_ALL, 'sliding_window': 40}, marks=pytest.mark.slow),
+    pytest.param((1, 2, 3), {**ALL_TO_ALL, 'sliding_window': 40, 'use_sinks': True}, marks=pytest.mark.slow),
     ((1, 3, 1), RING),
-    pytest.param((1, 3, 1), {**RING, 'sliding_window': 40}, marks=pytest.mark.slow),
+    pytest.param((1, 3, 1), {**RING, 'sliding_window': 40, 'use_sinks': True}, marks=pytest.mark.slow),
+    pytest.param((2, 2, 1), {**RING, 'logit_soft_cap': 2.0, 'use_sinks': True}, marks=pytest.mark.slow),
     pytest.param((1, 2, 1), {**RING, 'has_prefixes': True, 'logit_soft_cap': 2.0}, marks=pytest.mark.slow),
   ],
   ids=[
@@ -125,6 +140,7 @@ def layer_results(implementation, mesh, has_prefixes=False, **fields):
     'all-to-all of heads over 3, and a window',
     'ring',
     'ring and a window',
+    'rows, ring and soft cap',
     'ring, prefixes and soft cap',
   ],
 )

@@ -63,11 +63,11 @@ def largest_array(program):
 @pytest.mark.parametrize(
   'sizes, fields, kernels',
   [
-    ((2, 1, 2), {'logit_soft_cap': 30.0}, 3),
-    ((1, 2, 2), {'context_axis': 'context', 'block_size': 512}, 6),
+    ((2, 1, 2), {'logit_soft_cap': 30.0, 'sliding_window': 300, 'use_sinks': True}, 3),
+    ((1, 2, 2), {'context_axis': 'context', 'block_size': 512, 'use_sinks': True}, 6),
     ((1, 2, 2), {'context_axis': 'context', 'context_method': 'all_to_all', 'block_size': 512}, 3),
   ],
-  ids=['rows and heads, soft cap', 'ring', 'all-to-all'],
+  ids=['rows and heads, window, soft cap, sinks', 'ring, sinks', 'all-to-all'],
 )
 def test_attention_is_kernels_without_an_array_of_all_logits(topology, sizes, fields, kernels):
   line, program = compiled(topology, sizes, **fields)

@@ -53,7 +53,13 @@ CASES = {
   'prefix': (Causal() | Prefix(jnp.array([150, 7])), (200, 200, 2, 2, 8), None),
   'causal, fewer keys': (Causal(), (200, 140, 2, 1, 8), None),
   'padded keys': (Paddings(PADDINGS), (200, 140, 2, 1, 8), None),
+  'sinks, causal window, soft cap': (Causal() & SlidingWindow(60), (200, 200, 4, 2, 8), 2.0),
+  'sinks of packed rows': (Causal() & Segments(IDS, IDS), (200, 200, 2, 1, 8), None),
 }
+
+
+def sinks_of(case, N):
+  return (jnp.linspace(4, -1, N),) if 'sinks' in case else ()
 
 
 class StandInMask(NamedTuple):
@@ -134,10 +140,10 @@ def drawn(seed, *shape, dtype=jnp.float32):
 
 
 def results(attend, heads, gradient):
-  """The output, and the gradients of queries, keys and values."""
+  """The output, and the gradients of queries, keys, values, and perhaps sinks."""
 
   def run(heads, gradient):
-    out, pullback = jax.vjp(attend, *heads)
+    out, pullback = jax.vjp(lambda q, k, v, sinks=None: attend(q, k, v, sinks=sinks), *heads)
     return out, *pullback(gradient)
 
   return jax.jit(run)(heads, gradient)
@@ -146,6 +152,7 @@ def results(attend, heads, gradient):
 def check_case(case, tolerance=1e-5):
   mask, (T, S, N, K, H), soft_cap = CASES[case]
   heads, gradient = (drawn(0, 2, T, N, H), drawn(1, 2, S, K, H), drawn(2, 2, S, K, H)), drawn(3, 2, T, N, H)
+  heads += sinks_of(case, N)
   attend = functools.partial(
     tokamax_attention.tokamax_attention, mask=mask, spec=AttentionSpec(logit_soft_cap=soft_cap)
   )
@@ -174,6 +181,8 @@ def on_chip(kind):
   [
     ('NVIDIA H100', {}, 'cudnn', 'takes this case'),
     ('NVIDIA H100', {'soft_cap': True}, 'tokamax', "takes this case (cuDNN's kernel has no logit_soft_cap)"),
+    ('NVIDIA H100', {'sinks': True}, 'tokamax', "takes this case (cuDNN's kernel has no sinks)"),
+    ('NVIDIA A100-SXM4-80GB', {'sinks': True}, 'tokamax', 'takes this case'),
     ('NVIDIA H100', {'dims_per_head': 256}, 'tokamax', 'at most 128, not 256'),
     (
       'NVIDIA H100',
@@ -249,7 +258,7 @@ def layer_of(**fields):
 
 
 def test_on_a_mesh_results_and_gradients_are_those_of_one_device(stand_in):
-  heads = drawn(0, 2, 200, 4, 8), drawn(1, 2, 200, 2, 8), drawn(2, 2, 200, 2, 8)
+  heads = drawn(0, 2, 200, 4, 8), drawn(1, 2, 200, 2, 8), drawn(2, 2, 200, 2, 8), jnp.array([2.0, 0, -1, 1])
   mask, gradient = Causal() & Segments(IDS, IDS), drawn(3, 2, 200, 4, 8)
   attend = functools.partial(tokamax_attention.tokamax_attention, mask=mask)
   expected = results(attend, heads, gradient)
@@ -296,9 +305,12 @@ def test_flops_are_those_of_the_blocks_that_the_kernels_compute(stand_in):
 
 
 @needs_tokamax
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', [name for name in CASES if 'sinks' not in name])
 def test_the_formulas_of_tokamax_itself(monkeypatch, case):
-  """The operation that its kernels are compared with, from the arguments that the kernels get."""
+  """The operation that its kernels are compared with, from the arguments that the kernels get.
+
+  Its gradients are JAX's of the softmax, and unlike those of the kernels do not follow from sums that contain sinks.
+  """
   base = pytest.importorskip('tokamax._src.ops.attention.base')
   operation = base.DotProductAttention()
   object.__setattr__(operation, 'vjp', base.DotProductAttentionVjp())
@@ -332,8 +344,11 @@ def test_the_triton_kernels_interpreted(monkeypatch, case):
 
 
 @needs_tokamax
-@pytest.mark.parametrize('chip, soft_cap, window, H', [('h100', 30.0, None, 128), ('h100', None, 200, 256)])
-def test_compiled_for_gpus_no_logits_are_in_memory(chip, soft_cap, window, H):
+@pytest.mark.parametrize(
+  'chip, soft_cap, window, H, has_sinks',
+  [('h100', 30.0, None, 128, False), ('h100', None, 200, 256, False), ('h100', 30.0, 200, 64, True)],
+)
+def test_compiled_for_gpus_no_logits_are_in_memory(chip, soft_cap, window, H, has_sinks):
   topology = parse_topology(f'{chip}:1')
   if missing := missing_compiler(topology):
     pytest.skip(missing)
@@ -341,14 +356,17 @@ def test_compiled_for_gpus_no_logits_are_in_memory(chip, soft_cap, window, H):
   at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   T, N = 1920, 2
   q = jax.ShapeDtypeStruct((1, T, N, H), jnp.bfloat16, sharding=at)
+  sinks = jax.ShapeDtypeStruct((N,), jnp.float32, sharding=at) if has_sinks else None
   attend = functools.partial(
     dot_product_attention,
     mask=Causal() if window is None else SlidingWindow(window),
     spec=AttentionSpec(logit_soft_cap=soft_cap),
   )
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    step = jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v).astype(jnp.float32) ** 2), (0, 1, 2))
-    compiled = jax.jit(step).trace(q, q, q).lower().compile()
+    step = jax.grad(
+      lambda heads, sinks: jnp.sum(attend(*heads, sinks=sinks).astype(jnp.float32) ** 2), (0, 1) if has_sinks else 0
+    )
+    compiled = jax.jit(step).trace((q, q, q), sinks).lower().compile()
   program = parse(compiled)
   cost = cost_of(program, topology.target, Links(topology))
   calls = [op for op in cost.operations if op.opcode == 'custom-call' and op.flops]

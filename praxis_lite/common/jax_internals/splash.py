@@ -65,7 +65,7 @@ class SplashArrays(NamedTuple):
   """The arrays of a row: queries [N, T, H], keys and values [K, S, H], and integers.
 
   `query_pos`, int32 [T], is what `mask_fn` receives; None without it. `ids` are int32 [T] and [S]: a query attends only
-  to keys with its own id; None masks nothing.
+  to keys with its own id; None masks nothing. `sinks`, [N], are logits of keys with the value 0; None without them.
   """
 
   query: jax.Array
@@ -73,6 +73,7 @@ class SplashArrays(NamedTuple):
   value: jax.Array
   query_pos: jax.Array | None = None
   ids: tuple[jax.Array, jax.Array] | None = None
+  sinks: jax.Array | None = None
 
 
 def has_splash() -> bool:
@@ -96,7 +97,7 @@ def splash_forward(call: SplashCall, arrays: SplashArrays) -> tuple[jax.Array, j
       _mask_info(call, arrays, 0),
       *arrays[:3],
       None if arrays.ids is None else kernels.SegmentIds(*arrays.ids),
-      sinks=None,
+      sinks=arrays.sinks,
       save_residuals=True,
       residual_checkpoint_name=None,
       **_static(call),
@@ -108,6 +109,8 @@ def splash_backward(
   call: SplashCall, arrays: SplashArrays, out: jax.Array, lse: jax.Array, do: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the gradients of queries, keys and values, from both results of `splash_forward` and the output's gradient.
+
+  They need no sinks, which both results contain.
 
   Raises:
     UnknownJax: JAX lacks something that this needs.
