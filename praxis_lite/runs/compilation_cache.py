@@ -17,6 +17,9 @@ _MIN_CACHED_COMPILE_SECONDS = 0.1
 def set_up_compilation_cache(*, enabled: bool = True) -> Path | None:
   """Stores compiled programs on disk, so that a second start of the same run need not compile them.
 
+  On GPUs, JAX keeps the results of XLA's autotuning in the same directory, so that a changed program is tuned only
+  where it differs. JAX's setting `JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES` can change this.
+
   The directory is the one in JAX's setting `JAX_COMPILATION_CACHE_DIR`, or else `cache_folder`. Returns the
   directory; None if the cache is disabled or the directory is not writable.
   """

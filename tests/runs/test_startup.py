@@ -93,6 +93,36 @@ print('hit' if hits else 'miss')
 
 
 @pytest.mark.slow
+def test_results_of_xlas_autotuning_are_kept_beside_the_programs(run_python, tmp_path):
+  """Of the options that every program is compiled with; a process without a GPU does not tune."""
+  code = """
+import sys, jax, jax.numpy as jnp
+from jax._src import compiler
+from praxis_lite.runs.compilation_cache import set_up_compilation_cache
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.xla_flags import XlaFlags
+set_up_compilation_cache(enabled=sys.argv[1] == 'on')
+compile_and_load, folders = compiler.backend_compile_and_load, []
+def compile(backend, module, devices, options, *others):
+  debug = options.executable_build_options.debug_options
+  folders.append(debug.xla_gpu_per_fusion_autotune_cache_dir or 'none')
+  return compile_and_load(backend, module, devices, options, *others)
+compiler.backend_compile_and_load = compile
+x = jax.device_put(jnp.ones((8, 8)))
+folders.clear()
+GuardedJit(lambda x: jnp.sin(x) @ x)(x)
+XlaFlags({'xla_backend_optimization_level': 0}).compile(jax.jit(lambda x: jnp.cos(x) @ x).lower(x))
+print(*folders)
+"""
+  env = {'XDG_CACHE_HOME': str(tmp_path)}
+  kept = str(tmp_path / 'praxis_lite' / 'xla_gpu_per_fusion_autotune_cache_dir')
+  assert finish(run_python(code, 'on', env=env)).split() == [kept, kept]
+  assert finish(run_python(code, 'off', env=env)).split() == ['none', 'none']
+  env['JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES'] = 'none'  # The user's own choice stays.
+  assert finish(run_python(code, 'on', env=env)).split() == ['none', 'none']
+
+
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_done_without(run_python, tmp_path):
   (tmp_path / 'file').write_text('')
   code = """
