@@ -91,8 +91,9 @@ def test_a_target_attends_to_the_source_of_its_segment(targets, implementation):
     ({'num_kv_heads': 1, 'use_bias': True, 'qk_norm_tpl': Config(RMSNorm)}, 1e-5),
     ({'cache_dtype': 'int8'}, 0.02),
     ({'logit_soft_cap': 1.0, 'scale': 1.0}, 1e-5),
+    ({'use_sinks': True}, 1e-5),
   ],
-  ids=['whole', 'pages', 'grouped', 'int8', 'cap'],
+  ids=['whole', 'pages', 'grouped', 'int8', 'cap', 'sinks'],
 )
 def test_kept_keys_and_values_give_what_one_pass_gives(fields, tolerance):
   layer = cross(**fields)
