@@ -178,11 +178,11 @@ MISTAKES = {
   ),
   'schedule for a rate': (
     TASK.format('task.train.learner.learning_rate = optax.cosine_decay_schedule(1e-3, 100)'),
-    r'^task\.train: learner\.learning_rate: expected float, got .*; a function of the step belongs in ',
+    r'^task\.train\.learner\.learning_rate: expected float, got .*; a function of the step belongs in ',
   ),
   'text for a rate': (
     TASK.format("task.train.learner.learning_rate = '1e-3'"),
-    r"^task\.train: learner\.learning_rate: expected float, got '1e-3' \(str\)$",
+    r"^task\.train\.learner\.learning_rate: expected float, got '1e-3' \(str\)$",
   ),
   'field in the wrong place': (
     TASK.format('task.num_train_steps = 3'),

@@ -258,7 +258,7 @@ def test_names_lead_to_no_other_directory(stored, tmp_path):
   fs.pipe_file(f'{root}/a\\b', b'a')
   assert steps(stored) == [6, 8]
   Mirror(stored, tmp_path / 'run').fetch()
-  assert not list(tmp_path.rglob('outside')) and not list(tmp_path.rglob('a*b'))
+  assert not list(tmp_path.rglob('outside')) and not list(tmp_path.rglob('a?b'))
 
 
 @pytest.mark.parametrize(
