@@ -269,9 +269,7 @@ class MultiHeadAttention(Layer):
     """
     self._check_one_bias(logit_bias)
     if kv_BSD is not None:
-      for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
-        if getattr(self, field):
-          raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
+      self._check_cross_attention()
     else:
       kv_BSD, kv_segment_ids = x_BTD, segment_ids
     rules = self.attention_mask(
@@ -402,6 +400,12 @@ class MultiHeadAttention(Layer):
       checkpoint_name(self.shard(key_BSKH, blkh), 'key_proj'),
       checkpoint_name(self.shard(value_BSKH, blkh), 'value_proj'),
     )
+
+  def _check_cross_attention(self) -> None:
+    """Rejects fields that make no sense if queries attend to other sequences."""
+    for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
+      if getattr(self, field):
+        raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
 
   def _check_one_bias(self, logit_bias: object) -> None:
     if logit_bias is not None and self.relative_bias_tpl is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -135,12 +136,28 @@ def _forward(
     out, lse = blocks.finish_sums(sums, blocks.group_sinks(heads.sinks, heads.key.shape[2]))
     return blocks.unblock_queries(out, heads.query.shape[1]).astype(heads.query.dtype), lse
 
+  out_BTNH, lse = compute_context(local, split, heads, integers)
+  return out_BTNH, (heads, integers, out_BTNH, lse)
+
+
+def compute_context(
+  local: Callable[[Heads, Integers], tuple[jax.Array, jax.Array]],
+  split: RowSplit | None,
+  heads: Heads,
+  integers: Integers,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the result of a forward pass and what its backward pass needs besides, both tagged 'context' for `remat`.
+
+  Args:
+    local: the pass on the rows and heads of a device.
+    split: how the mesh splits them; None if `heads` are those of one device.
+    heads, integers: the arguments of `local`.
+  """
   if split is not None:
     local = split.map_rows(local, heads, integers, backward=False)
-  out_BTNH, lse = local(heads, integers)
+  out_BTNH, more = local(heads, integers)
   # If only one of the two results were kept, the backward pass would compute both again.
-  out_BTNH, lse = checkpoint_name(out_BTNH, 'context'), checkpoint_name(lse, 'context')
-  return out_BTNH, (heads, integers, out_BTNH, lse)
+  return checkpoint_name(out_BTNH, 'context'), checkpoint_name(more, 'context')
 
 
 def _backward(

@@ -13,8 +13,6 @@ from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.masks import AttentionMask, Band, Paddings
 
-_UNSUPPORTED = ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl', 'context_axis')
-
 
 class CrossAttention(MultiHeadAttention):
   """Attention of targets to sources, such as the output of an encoder (Vaswani et al., 2017).
@@ -26,10 +24,13 @@ class CrossAttention(MultiHeadAttention):
   Attributes: the same as for `MultiHeadAttention`.
   """
 
+  def _check_cross_attention(self) -> None:
+    super()._check_cross_attention()
+    if self.context_axis:
+      raise ConfigError(f'{self.path_name}.context_axis: cross attention does not support it; leave it unset')
+
   def setup(self) -> None:
-    for field in _UNSUPPORTED:
-      if getattr(self, field):
-        raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
+    self._check_cross_attention()
     super().setup()
     self._has_bias = False
 

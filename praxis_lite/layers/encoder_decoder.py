@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.config import REQUIRED, Config, child, field_names, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_spec import LogitBias
@@ -32,13 +32,14 @@ from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.shared_bias import building_with_shared_bias, shared_bias
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
 from praxis_lite.layers.transformer import (
+  HEADS,
   RepeatedTransformer,
   StackedTransformer,
   TransformerBlock,
+  set_biases,
+  shared_look_up,
   token_paddings,
 )
-
-_HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
 
 
 class DecoderBlock(TransformerBlock):
@@ -57,7 +58,7 @@ class DecoderBlock(TransformerBlock):
 
   def setup(self) -> None:
     super().setup()
-    heads = {field: getattr(self, field) for field in _HEADS}
+    heads = {field: getattr(self, field) for field in HEADS}
     self.create_child('cross_attention', self.cross_attention_tpl.clone(input_dims=self.input_dims, **heads))
     norms = ['cross_attention_norm', *(['cross_attention_out_norm'] if self._is_hybrid else [])]
     self.create_children(*norms, template=self.norm_tpl.clone(dims=self.input_dims))
@@ -190,7 +191,7 @@ class TransformerEncoderDecoder(Layer):
       self.create_child('decoder_bias', bias.clone(bidirectional=False))
     self.create_children('embedding_dropout', 'output_dropout', template=self.dropout_tpl)
     final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
-    self._set_biases(final_norm)
+    set_biases(self.use_bias, [final_norm])
     if self.num_encoder_layers is None:
       self.num_encoder_layers = self.num_layers
     with building_with_shared_bias() if self.relative_bias_tpl is not None else contextlib.nullcontext():
@@ -199,33 +200,20 @@ class TransformerEncoderDecoder(Layer):
     if final_norm is not None:
       self.create_children('encoder_norm', 'decoder_norm', template=final_norm)
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
-    self._look_up: Callable[[jax.Array], jax.Array]
-    if self.embedding_tpl is not None:
-      self._look_up = self.embedding
-    elif isinstance(self.softmax, SharedEmbeddingSoftmax):
-      self._look_up = self.softmax.emb_lookup
-    else:
-      raise ConfigError(
-        f'{self.path_name}.embedding_tpl: None shares the table of softmax_tpl, but a {type(self.softmax).__name__} '
-        'has none to share; set embedding_tpl=Config(Embedding) or softmax_tpl=Config(SharedEmbeddingSoftmax)'
-      )
+    self._look_up = shared_look_up(self.path_name, self.softmax) if self.embedding_tpl is None else self.embedding
     self._look_up_target = self._look_up if self.decoder_embedding_tpl is None else self.decoder_embedding
 
   def _stack(self, stack: Config, num_layers: int, *, causal: bool) -> Config:
     """Returns the config of a stack with the sizes of its blocks."""
     stack = stack.clone(num_layers=num_layers)
-    sizes = {'input_dims': self.model_dims, **{field: getattr(self, field) for field in _HEADS}}
+    sizes = {'input_dims': self.model_dims, **{field: getattr(self, field) for field in HEADS}}
     sizes['hidden_dims'] = 4 * self.model_dims if self.hidden_dims is None else self.hidden_dims
     for block in kinds_of_stack(stack):
       block.set(**sizes)
       block.attention_tpl.causal = causal
-      self._set_biases(block.attention_tpl, block.ff_tpl, block.norm_tpl, getattr(block, 'cross_attention_tpl', None))
+      cross_attention = getattr(block, 'cross_attention_tpl', None)
+      set_biases(self.use_bias, [block.attention_tpl, block.ff_tpl, block.norm_tpl, cross_attention])
     return stack
-
-  def _set_biases(self, *configs: Config | None) -> None:
-    for config in configs:
-      if self.use_bias is not None and config is not None and 'use_bias' in (field_names(config) or ()):
-        config.use_bias = self.use_bias
 
   # ---------------------------------------------------------------- training and evaluation
 

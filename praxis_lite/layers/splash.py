@@ -24,7 +24,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.common.jax_internals.splash import (
   BlockTable,
@@ -35,7 +34,7 @@ from praxis_lite.common.jax_internals.splash import (
 )
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Heads, Integers, sort_arguments
 from praxis_lite.layers.blocks import Formula, sum_sink_gradients
-from praxis_lite.layers.blockwise import RowSplit
+from praxis_lite.layers.blockwise import RowSplit, compute_context
 from praxis_lite.layers.masks import (
   And,
   AttentionMask,
@@ -178,11 +177,7 @@ def _forward(
     T = heads.query.shape[1]
     return jnp.swapaxes(out_BNTH, 1, 2)[:, :T], lse_BNT[None, :, :, :T]
 
-  if split is not None:
-    local = split.map_rows(local, heads, integers, backward=False)
-  out_BTNH, lse = local(heads, integers)
-  # If only one of the two results were kept, the backward pass would compute both again.
-  out_BTNH, lse = checkpoint_name(out_BTNH, 'context'), checkpoint_name(lse, 'context')
+  out_BTNH, lse = compute_context(local, split, heads, integers)
   return out_BTNH, (heads, integers, out_BTNH, lse)
 
 

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.common.errors import first_line
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Heads, Integers, sort_arguments
 from praxis_lite.layers.blocks import Formula, Sums, add_sinks, block_indices, count_pairs, sum_sink_gradients
-from praxis_lite.layers.blockwise import RowSplit
+from praxis_lite.layers.blockwise import RowSplit, compute_context
 from praxis_lite.layers.masks import AttentionMask, Band, OffsetMask, split_offsets
 from praxis_lite.layers.tokamax_target import (
   INSTALL,
@@ -120,10 +119,7 @@ def _forward(formula: Formula, split: RowSplit | None, heads: Heads, integers: I
     out_BTNH, stats = _add_sinks(heads.sinks, out_BTNH, stats)
     return out_BTNH[:, :T], stats
 
-  if split is not None:
-    local = split.map_rows(local, heads, integers, backward=False)
-  out_BTNH, stats = local(heads, integers)
-  out_BTNH, stats = checkpoint_name(out_BTNH, 'context'), checkpoint_name(stats, 'context')
+  out_BTNH, stats = compute_context(local, split, heads, integers)
   return out_BTNH, (heads, integers, out_BTNH, stats)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,8 @@ from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat, check_pattern, kinds_of_stack, pattern
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
 
-_HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
+# The fields of a model that its attention layers get.
+HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
 
 
 class TransformerBlock(Layer):
@@ -76,7 +77,7 @@ class TransformerBlock(Layer):
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post', 'primer_hybrid'))
-    heads = {field: getattr(self, field) for field in _HEADS}
+    heads = {field: getattr(self, field) for field in HEADS}
     norms = ['attention_norm', 'ff_norm']
     if self.norm_policy == 'primer_hybrid':
       norms += ['attention_out_norm', 'ff_out_norm']
@@ -306,7 +307,7 @@ class TransformerLm(Layer):
     self.create_child('embedding_dropout', self.dropout_tpl)
     transformer = self.transformer_tpl.clone(num_layers=self.num_layers)
     sizes = {'input_dims': D, 'hidden_dims': 4 * D if self.hidden_dims is None else self.hidden_dims}
-    sizes |= {field: getattr(self, field) for field in _HEADS}
+    sizes |= {field: getattr(self, field) for field in HEADS}
     final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
     may_have_bias = [final_norm]
     first = getattr(transformer, 'first_tpl', ())
@@ -315,24 +316,13 @@ class TransformerLm(Layer):
       block.set(**sizes | ({'hidden_dims': block.hidden_dims} if has_its_own else {}))
       block.attention_tpl.causal = True
       may_have_bias += [block.attention_tpl, block.ff_tpl, block.norm_tpl]
-    for config in may_have_bias:
-      if self.use_bias is not None and config is not None and 'use_bias' in (field_names(config) or ()):
-        config.use_bias = self.use_bias
+    set_biases(self.use_bias, may_have_bias)
     self.create_child('transformer', transformer)
     self._takes_paddings = any(layer.takes_paddings for layer in self.transformer.descendants())
     if final_norm is not None:
       self.create_child('final_norm', final_norm)
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
-    self._look_up: Callable[[jax.Array], jax.Array]
-    if self.embedding_tpl is not None:
-      self._look_up = self.embedding
-    elif isinstance(self.softmax, SharedEmbeddingSoftmax):
-      self._look_up = self.softmax.emb_lookup
-    else:
-      raise ConfigError(
-        f'{self.path_name}.embedding_tpl: None shares the table of softmax_tpl, but a {type(self.softmax).__name__} '
-        'has none to share; set embedding_tpl=Config(Embedding) or softmax_tpl=Config(SharedEmbeddingSoftmax)'
-      )
+    self._look_up = shared_look_up(self.path_name, self.softmax) if self.embedding_tpl is None else self.embedding
 
   def __call__(
     self,
@@ -427,6 +417,27 @@ class TransformerLm(Layer):
     most = self.max_positions
     if most is not None and length > most:
       raise ConfigError(f'{self.path_name}.position_tpl.max_len: {most} is less than the sequence length, {length}')
+
+
+def set_biases(use_bias: bool | None, configs: Iterable[Config | None]) -> None:
+  """Sets `use_bias` of the configs that have this field; None leaves them as they are."""
+  for config in configs:
+    if use_bias is not None and config is not None and 'use_bias' in (field_names(config) or ()):
+      config.use_bias = use_bias
+
+
+def shared_look_up(path: str, softmax: FullSoftmax) -> Callable[[jax.Array], jax.Array]:
+  """Returns how a model without an `embedding_tpl` embeds ids, [B, T] to [B, T, D]: by the table of its softmax.
+
+  Raises:
+    ConfigError: the softmax has no table to share; the message names the model by its path.
+  """
+  if isinstance(softmax, SharedEmbeddingSoftmax):
+    return softmax.emb_lookup
+  raise ConfigError(
+    f'{path}.embedding_tpl: None shares the table of softmax_tpl, but a {type(softmax).__name__} '
+    'has none to share; set embedding_tpl=Config(Embedding) or softmax_tpl=Config(SharedEmbeddingSoftmax)'
+  )
 
 
 def token_paddings(weights_BT: jax.Array | None, segment_ids_BT: jax.Array | None) -> jax.Array | None:
