@@ -268,13 +268,22 @@ def operation_name(op: ir.Operation) -> str:
   return str(op.location).partition('"')[2].partition('"')[0]
 
 
+def _enclosing(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> Iterator[ir.Operation]:
+  """Yields the operations around an operation, innermost first, also through the calls of functions."""
+  parent = op.parent
+  while parent is not None:
+    outer = parent.operation
+    yield outer
+    call = callers.get(ir.StringAttr(outer.attributes['sym_name']).value) if outer.name == 'func.func' else None
+    if call is not None:
+      yield call
+    parent = outer.parent if call is None else call.parent
+
+
 def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
   """Returns the name of an operation, preceded by the names of the calls that it is in."""
-  name, parent = operation_name(op), op.parent
-  while parent is not None and parent.operation.name != 'func.func':
-    parent = parent.operation.parent
-  call = None if parent is None else callers.get(ir.StringAttr(parent.operation.attributes['sym_name']).value)
-  return name if call is None else f'{_name(call, callers)}/{name}'
+  calls = [outer for outer in _enclosing(op, callers) if outer.name == 'func.call']
+  return '/'.join(operation_name(one) for one in (*reversed(calls), op))
 
 
 def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:
@@ -378,14 +387,10 @@ def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> b
 def _manual_axes(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> set[str]:
   """Returns the mesh axes that an enclosing `shard_map` maps, also if it calls the function that contains `op`."""
   axes: set[str] = set()
-  parent = op.parent
-  while parent is not None:
-    outer = parent.operation
+  for outer in _enclosing(op, callers):
     if outer.name == 'sdy.manual_computation':
       manual = sdy.ManualAxesAttr(outer.attributes['manual_axes'])
       axes.update(manual[i] for i in range(len(manual)))
-    call = callers.get(ir.StringAttr(outer.attributes['sym_name']).value) if outer.name == 'func.func' else None
-    parent = outer.parent if call is None else call.parent
   return axes
 
 
