@@ -20,6 +20,7 @@ from praxis_lite.runs.observer import InputState, Observer, Run
 from praxis_lite.runs.records.certificate import (
   PLAN_FILE,
   Certificate,
+  MeasuredSteps,
   Prediction,
   format_certificate,
   measure_steps,
@@ -70,7 +71,7 @@ class PlanOfRun(Observer):
       return
     try:
       measured = measure_steps(run.directory)
-      predicted = self._given or _predict(run)
+      predicted = self._given or _predict(run, measured)
     except UserError:  # Too few steps were logged, or there is no plan of this step.
       return
     except Exception as error:  # A plan is of no importance to a run that has trained and is saved.
@@ -98,7 +99,7 @@ def predict(plan: Plan) -> Prediction:
   )
 
 
-def _predict(run: Run) -> Prediction | None:
+def _predict(run: Run, measured: MeasuredSteps) -> Prediction | None:
   """Plans the step of a run by formulas, records the prediction, and lets later plans learn from the run.
 
   Returns None on chips without known figures.
@@ -114,9 +115,9 @@ def _predict(run: Run) -> Prediction | None:
   found = plan(run.task, run.batch_struct, topology, compile=False)
   predicted = predict(found)
   write_prediction(run.directory / PLAN_FILE, predicted)
-  measured = Measurement(str(run.directory), *measure_steps(run.directory))
-  if is_typical(found, measured):
-    remember(experience_file(), found, measured)
+  of_run = Measurement(str(run.directory), *measured)
+  if is_typical(found, of_run):
+    remember(experience_file(), found, of_run)
   return predicted
 
 

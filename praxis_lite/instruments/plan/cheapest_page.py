@@ -13,8 +13,8 @@ from praxis_lite.instruments.plan.cheapest_text import (
   format_reached,
   left_out_lines,
   mark_of,
+  recommendation,
   setting_text,
-  verdict,
 )
 
 
@@ -40,7 +40,7 @@ def page_of_cheapest(found: CheapestRun, title: str) -> dict[str, object]:
     'budget': found.goal.budget,
     'seconds': found.goal.seconds,
     'hasGoal': found.goal.budget is not None or found.goal.seconds is not None,
-    'verdict': verdict(found),
+    'verdict': recommendation(found),
     'leftOut': [line.strip() for line in left_out_lines(found)],
     'options': [_option(option, found) for option in found.options],
   }

@@ -20,7 +20,7 @@ def format_cheapest(found: CheapestRun, command: Sequence[str] = ('praxis-lite',
     command: the beginning of a command line that plans the experiment, to which the chips and the setting are added.
   """
   sections = [_table(found)] if found.options else []
-  sections.append('\n'.join(wrap_line(line, 2) for line in verdict(found)))
+  sections.append('\n'.join(wrap_line(line, 2) for line in recommendation(found)))
   if found.best is not None:
     best = found.best
     settings = [f'--set={line}' for line in best.overrides]
@@ -89,7 +89,7 @@ def format_goal(goal: Goal) -> str:
   return f'{tokens}{within}{budget}'
 
 
-def verdict(found: CheapestRun) -> list[str]:
+def recommendation(found: CheapestRun) -> list[str]:
   """Returns which option to take, what is uncertain about it, and what was looked at, as lines."""
   best, goal = found.best, found.goal
   if best is None:

@@ -73,7 +73,7 @@ class MeasuredSteps(NamedTuple):
 
 
 class Certificate(NamedTuple):
-  """A prediction and what was measured; None if the run has not logged enough steps."""
+  """A prediction, and what was measured. `measured` is None if the run has not logged enough steps."""
 
   predicted: Prediction
   measured: MeasuredSteps | None
@@ -82,9 +82,8 @@ class Certificate(NamedTuple):
   def times(self) -> float | None:
     """The measured time of a step as a multiple of the predicted one; None if either is not known."""
     seconds = self.predicted.step_seconds
-    if (
-      self.measured is None or not seconds or self.predicted.chip == 'cpu'
-    ):  # Times on cpu are only orders of magnitude.
+    is_order_of_magnitude = self.predicted.chip == 'cpu'
+    if self.measured is None or not seconds or is_order_of_magnitude:
       return None
     return self.measured.seconds / seconds
 
