@@ -76,3 +76,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   """Files with slow tests come first: a worker takes a file at a time, and the last ones should be short."""
   slow = {item.path for item in items if item.get_closest_marker('slow')}
   items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_handlecrashitem(crashitem: str, sched) -> None:
+  """A worker that takes over the file of one that ended skips the test at which that one ended: it has failed."""
+  for tests in getattr(sched, 'workqueue', {}).values():
+    if crashitem in tests:
+      tests[crashitem] = True
