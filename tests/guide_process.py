@@ -3,6 +3,7 @@
 Each line of its input is the directory of a `guide.py`; each line of its output is a traceback as JSON, '' if it ran.
 """
 
+import faulthandler
 import gc
 import json
 import os
@@ -20,8 +21,10 @@ if __name__ == '__main__':
     os.chdir(folder)
     sys.path[:] = [folder, *path]
     error = ''
+    faulthandler.dump_traceback_later(600, exit=True)  # No guide may take longer; this shows where it waits.
     try:
       runpy.run_path('guide.py', run_name='__main__')
     except BaseException:
       error = traceback.format_exc()
+    faulthandler.cancel_dump_traceback_later()
     print(json.dumps(error), file=answers, flush=True)

@@ -61,6 +61,7 @@ def one_device(tmp_path_factory):
   env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()} | programs
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
     yield process
+    process.kill()
 
 
 @pytest.mark.slow
