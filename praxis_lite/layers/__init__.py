@@ -12,6 +12,7 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.encoder_decoder import DecoderBlock, TransformerEncoderDecoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
+from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.masks import (
   ArrayMask,
@@ -69,6 +70,7 @@ __all__ = [
   'GlobalPooling',
   'GroupNorm',
   'Known',
+  'LatentAttention',
   'LayerNorm',
   'LearnedPositions',
   'Linear',

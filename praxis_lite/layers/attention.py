@@ -12,6 +12,7 @@ head.
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +170,8 @@ class MultiHeadAttention(Layer):
   weight_split_dims_mapping: Config = template(WeightSplit)
   activation_split_dims_mapping: Config = template(AttentionActivationSplit)
 
+  _caches_values: ClassVar[bool] = True
+
   query: Projection = child()
   key: Projection = child()
   value: Projection = child()
@@ -181,27 +184,33 @@ class MultiHeadAttention(Layer):
 
   def setup(self) -> None:
     D, N, K, H = self._complete()
-    self._kv_heads = K, H
+    self._kv_heads = self._cache_heads = K, H
     self._has_bias = self.relative_bias_tpl is not None or is_bias_shared()
     wt = self.weight_split_dims_mapping.wt
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
-    if self.combine_qkv:
-      qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)
-      self.create_child('qkv', _split_projection(qkv, wt, (0, 1, None, 2), rank_in=1))
-    else:
-      for name, dims, heads in (('query', D, N), ('key', self.kv_input_dims, K), ('value', self.kv_input_dims, K)):
-        proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=self.use_bias)
-        self.create_child(name, _split_projection(proj, wt, (0, 1, 2), rank_in=1))
-    if self.qk_norm_tpl is not None:
-      self.create_children('query_norm', 'key_norm', template=self.qk_norm_tpl.clone(dims=H))
-    if self.rotary_tpl is not None:
-      self.create_child('rotary', self.rotary_tpl.clone(dims=H))
+    value_dims = self._create_projections(D, N, K, H)
     if self.relative_bias_tpl is not None:
       self.create_child('relative_bias', self.relative_bias_tpl.clone(num_heads=N))
     if self.use_sinks:
       self.create_variable('sinks', bias_weight(N, None if wt is None else wt.pick(1)))
-    out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_out_bias)
-    self.create_child('out', _split_projection(out, wt, (1, 2, 0), rank_in=2))
+    out = self.out_tpl.clone(in_shape=(N, value_dims), out_shape=(D,), use_bias=self.use_out_bias)
+    self.create_child('out', split_projection(out, wt, (1, 2, 0), rank_in=2))
+
+  def _create_projections(self, D: int, N: int, K: int, H: int) -> int:
+    """Creates the children that compute queries, keys and values; returns the dims of a value."""
+    wt = self.weight_split_dims_mapping.wt
+    if self.combine_qkv:
+      qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)
+      self.create_child('qkv', split_projection(qkv, wt, (0, 1, None, 2), rank_in=1))
+    else:
+      for name, dims, heads in (('query', D, N), ('key', self.kv_input_dims, K), ('value', self.kv_input_dims, K)):
+        proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=self.use_bias)
+        self.create_child(name, split_projection(proj, wt, (0, 1, 2), rank_in=1))
+    if self.qk_norm_tpl is not None:
+      self.create_children('query_norm', 'key_norm', template=self.qk_norm_tpl.clone(dims=H))
+    if self.rotary_tpl is not None:
+      self.create_child('rotary', self.rotary_tpl.clone(dims=H))
+    return H
 
   def _complete(self) -> tuple[int, int, int, int]:
     """Fills in the hyperparameters that follow from others, rejects inconsistent ones, and returns D, N, K, H."""
@@ -301,7 +310,7 @@ class MultiHeadAttention(Layer):
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates an empty cache for `batch_size` sequences of up to `max_len` tokens, padding between them included."""
-    self._keep(self._cached_attention().empty(batch_size, max_len, *self._kv_heads))
+    self._keep(self._cached_attention().empty(batch_size, max_len, *self._cache_heads))
 
   def extend_step(
     self,
@@ -328,12 +337,20 @@ class MultiHeadAttention(Layer):
       )
     if not self.decode_state:
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
-    heads = self._project(x_BTD, x_BTD, pos_BT)
-    cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
     mask = self.attention_mask(prefix_lengths=prefix_lengths)
-    context_BTNH, cache = self._cached_attention(logit_bias, self._sinks()).extend(*heads, pos_BT, cache, mask)
+    cached = self._cached_attention(logit_bias, self._sinks())
+    return self._output(self._extend(cached, x_BTD, pos_BT, self._kept_cache(), mask))
+
+  def _extend(
+    self, cached: CachedAttention, x_BTD: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask
+  ) -> jax.Array:
+    """Keeps the cache with these tokens appended; returns the results of attention, [B, T, N, H]."""
+    context_BTNH, cache = cached.extend(*self._project(x_BTD, x_BTD, pos_BT), pos_BT, cache, mask)
     self._keep(cache)
-    return self._output(context_BTNH)
+    return context_BTNH
+
+  def _kept_cache(self) -> KVCache:
+    return KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
 
   def _cached_attention(self, logit_bias: LogitBias | None = None, sinks: jax.Array | None = None) -> CachedAttention:
     bias: PositionBias | None = None if logit_bias is None else functools.partial(logit_bias.fn, logit_bias.params)
@@ -350,6 +367,7 @@ class MultiHeadAttention(Layer):
       spec=self._spec(),
       bias=bias,
       sinks=sinks,
+      has_values=self._caches_values,
     )
 
   def _keep(self, cache: KVCache) -> None:
@@ -361,7 +379,11 @@ class MultiHeadAttention(Layer):
 
   def _constrain_slots(self, x_BKSH: jax.Array) -> jax.Array:
     """Splits vectors of a cache over the mesh."""
-    return jnp.swapaxes(self.shard(jnp.swapaxes(x_BKSH, 1, 2), 'blkh'), 1, 2)
+    return jnp.swapaxes(self.shard(jnp.swapaxes(x_BKSH, 1, 2), self._cache_mapping()), 1, 2)
+
+  def _cache_mapping(self) -> SplitDimsMapping | str:
+    """Returns how vectors of a cache, [B, S, K, H], are split."""
+    return 'blkh'
 
   # ---------------------------------------------------------------- parts
 
@@ -394,6 +416,11 @@ class MultiHeadAttention(Layer):
       query_BTNH, key_BSKH = self.query_norm(query_BTNH), self.key_norm(key_BSKH)
     if self.rotary_tpl is not None:
       query_BTNH, key_BSKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BSKH, pos_BT)
+    return self._split_heads((query_BTNH, key_BSKH, value_BSKH), split)
+
+  def _split_heads(self, heads: QueryKeyValue, split: SequenceSplit | None) -> QueryKeyValue:
+    """Returns queries, keys and values, split over the mesh and tagged for rematerialization."""
+    query_BTNH, key_BSKH, value_BSKH = heads
     blnh, blkh = ('blnh', 'blkh') if split is None else map(self._mesh.context_mapping, ('blnh', 'blkh'))
     return (
       checkpoint_name(self.shard(query_BTNH, blnh), 'query_proj'),
@@ -517,7 +544,7 @@ class MultiHeadAttention(Layer):
     return f'{name} on {platform()}{over}: {reason}'
 
 
-def _split_projection(
+def split_projection(
   projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
 ) -> Config[Projection]:
   """Gives a projection's weight the entries `dims` of `wt`, the mapping of [D, N, H]; see `DeclaredSplit.pick`."""

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.attention import MultiHeadAttention
-from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.masks import AttentionMask, Band, Paddings
 
 
@@ -80,6 +79,5 @@ class CrossAttention(MultiHeadAttention):
     query_BTNH = self.query(x_BTD)
     if self.qk_norm_tpl is not None:
       query_BTNH = self.query_norm(query_BTNH)
-    cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
     cached = self._cached_attention(sinks=self._sinks())
-    return self._output(cached.attend(self.shard(query_BTNH, 'blnh'), pos_BT, cache, Band()))
+    return self._output(cached.attend(self.shard(query_BTNH, 'blnh'), pos_BT, self._kept_cache(), Band()))

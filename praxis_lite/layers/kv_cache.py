@@ -48,7 +48,7 @@ class KVCache(NamedTuple):
   which the layer computes them, [B, T, K, H].
 
   Attributes:
-    key, value: [B, K, S, H], in the dtype of the cache.
+    key, value: [B, K, S, H], in the dtype of the cache. A value of None means that the values are the keys.
     pos: [B, S] int32 position of the token in each slot; -1 for an empty slot.
     slot: the number of slots taken, in a growing cache; None for new tokens.
     key_scale, value_scale: [B, K, S] float32, factors of int8 entries; None for other dtypes.
@@ -57,7 +57,7 @@ class KVCache(NamedTuple):
   """
 
   key: jax.Array
-  value: jax.Array
+  value: jax.Array | None
   pos: jax.Array
   slot: jax.Array | None = None
   key_scale: jax.Array | None = None
@@ -95,10 +95,13 @@ class KVCache(NamedTuple):
 
   def read(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Returns the keys and values of slots, [B, S, K, H], in `dtype`."""
-    key, value = self.key, self.value
-    if self.key_scale is not None and self.value_scale is not None:
-      key, value = key * self.key_scale[..., None], value * self.value_scale[..., None]
-    return jnp.swapaxes(key.astype(dtype), 1, 2), jnp.swapaxes(value.astype(dtype), 1, 2)
+
+    def vectors(entries: jax.Array, scale: jax.Array | None) -> jax.Array:
+      scaled = entries if scale is None else entries * scale[..., None]
+      return jnp.swapaxes(scaled.astype(dtype), 1, 2)
+
+    key = vectors(self.key, self.key_scale)
+    return key, key if self.value is None else vectors(self.value, self.value_scale)
 
   @property
   def num_slots(self) -> int:
@@ -116,6 +119,7 @@ class CachedAttention:
   spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
   sinks: jax.Array | None = None  # [N], see `dot_product_attention`.
+  has_values: bool = True  # False if the values are the keys, which are stored once.
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
     """Returns an empty cache for sequences of up to `max_len` tokens, padding between them included."""
@@ -141,7 +145,7 @@ class CachedAttention:
     """Appends tokens to the cache; returns the results of attention, [B, T, N, H], and the cache.
 
     Args:
-      query_BTNH, key_BTKH, value_BTKH: queries, keys and values of the new tokens.
+      query_BTNH, key_BTKH, value_BTKH: queries, keys and values of the new tokens; no values if not `has_values`.
       pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
       cache: a cache with room for T tokens; a full growing cache overwrites its last slots.
       mask: which positions each token attends to, among the cached and the new tokens.
@@ -202,9 +206,12 @@ class CachedAttention:
 
   def _to_entries(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
     """Returns tokens in the form in which the cache stores them."""
-    if jnp.dtype(self.dtype) != jnp.int8:
-      return KVCache(key_BTKH.astype(self.dtype), value_BTKH.astype(self.dtype), pos_BT)
-    (key, key_scale), (value, value_scale) = _quantize(key_BTKH), _quantize(value_BTKH)
+
+    def entries(vectors_BTKH: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+      return _quantize(vectors_BTKH) if jnp.dtype(self.dtype) == jnp.int8 else (vectors_BTKH.astype(self.dtype), None)
+
+    key, key_scale = entries(key_BTKH)
+    value, value_scale = entries(value_BTKH) if self.has_values else (None, None)
     return KVCache(key, value, pos_BT, key_scale=key_scale, value_scale=value_scale)
 
   def _attend(
@@ -375,7 +382,7 @@ class StackedCaches:
 
   def __init__(self, state: NestedDict):
     places = {path[:-1] for path, x in leaves_by_path(state).items() if path[-1:] == ('pos',) and jnp.ndim(x) == 3}
-    self._places = {place for place in places if {'key', 'value', 'slot'} <= node_at(state, place).keys()}
+    self._places = {place for place in places if {'key', 'slot'} <= node_at(state, place).keys()}
     self.arrays, self.others = self.split(state)
 
   def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:

@@ -92,6 +92,13 @@ def attention() -> Config:
   return config
 
 
+def latent_attention() -> Config:
+  config = split(layers.LatentAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H)
+  config.set(rotary_dims=2, value_dims=H - 1, latent_dims=5, query_latent_dims=7, use_bias=True, causal=True)
+  config.activation_split_dims_mapping.set(blnh=(BATCH, None, 'mdl', None), blkh=(BATCH, None, 'mdl', None))
+  return config.set(rotary_tpl=Config(layers.RotaryPositions), dropout_rate=0.2, use_sinks=True)
+
+
 def moe() -> Config:
   config = split(layers.MoeFeedForward, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5)
   config.set(
@@ -169,6 +176,7 @@ CASES = {
   'GatedFeedForward': lambda: Case(split(layers.GatedFeedForward, WT, OUT, input_dims=D, hidden_dims=F), (X,)),
   'GlobalPooling': lambda: Case(split(layers.GlobalPooling, None, (BATCH, 'mdl')), (IMAGES,)),
   'GroupNorm': lambda: Case(split(layers.GroupNorm, ('mdl',), OUT, dims=9, num_groups=3), (normal(B, T, 9),)),
+  'LatentAttention': lambda: Case(latent_attention(), (X,)),
   'LayerNorm': lambda: Case(split(layers.LayerNorm, ('mdl',), OUT, dims=D), (X,)),
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),

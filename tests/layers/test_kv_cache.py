@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cached_decoding import LENGTHS, PROMPT, STEPS, B, D, decoded, expected, inputs
 from drawn_state import drawn_variables
 from jax.sharding import AxisType
 
@@ -15,47 +16,11 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import MultiHeadAttention, RelativeBias, Repeat, RotaryPositions, attention
 from praxis_lite.sharding import GuardedJit
 
-B, T, D = 2, 23, 12
-LENGTHS = np.array([7, 13])  # Of the prompts, padded to PROMPT.
-PROMPT, STEPS = 13, 4
-
 
 def build(**fields):
   config = Config(MultiHeadAttention, input_dims=D, num_heads=4, num_kv_heads=2, dims_per_head=4, causal=True)
   config.set(**fields)
   return config.set(rotary_tpl=Config(RotaryPositions)).instantiate()
-
-
-def inputs():
-  return np.random.default_rng(5).standard_normal((B, T, D)).astype(np.float32)
-
-
-def decoded(layer, variables, x, wrap=jax.jit, prefix=()):
-  """Outputs [B, T, D] of the prompts in one call and then a token at a time; zeros where nothing was computed."""
-
-  def extend(variables, x, pos, state):
-    y, side = layer.apply(variables, x, pos, *prefix, decode_state=state, method='extend_step')
-    return y, side.decode_state
-
-  extend = wrap(extend)
-  _, side = layer.apply(variables, B, PROMPT + STEPS, method='init_decode_state')
-  pos = np.where(np.arange(PROMPT) < LENGTHS[:, None], np.arange(PROMPT), -1)
-  prompt = np.where((pos >= 0)[..., None], x[:, :PROMPT], np.float32(1e3))  # Padding must not matter.
-  y, state = extend(variables, prompt, pos, side.decode_state)
-  out = np.zeros((B, T, D), np.float32)
-  for row, length in enumerate(LENGTHS):
-    out[row, :length] = y[row, :length]
-  for step in range(STEPS):
-    at = (LENGTHS + step)[:, None]
-    y, state = extend(variables, np.take_along_axis(x, at[..., None], axis=1), at, state)
-    out[np.arange(B), at[:, 0]] = y[:, 0]
-  assert np.isfinite(out).all()
-  return out, state
-
-
-def expected(layer, variables, x, **fields):
-  y, _ = layer.apply(variables, x, **fields)
-  return np.where(np.arange(T)[:, None] < (LENGTHS + STEPS)[:, None, None], y, 0)
 
 
 @pytest.mark.parametrize(
