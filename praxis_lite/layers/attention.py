@@ -118,8 +118,10 @@ class MultiHeadAttention(Layer):
     proj_tpl: template of the children `query`, `key` and `value`, or `qkv`.
     out_tpl: template of the child `out`.
     rotary_tpl: template of the child `rotary`, rotary positions of queries and keys; None disables them.
-    qk_norm_tpl: template of the children `query_norm` and `key_norm`, norms over H before rotary positions; None
-      disables them.
+    qk_norm_tpl: template of the children `query_norm` and `key_norm`, norms before rotary positions; None disables
+      them.
+    qk_norm_over: 'head': each head is normalized on its own, over H. 'heads': all heads together, over N H and K H
+      (OLMo 2).
     relative_bias_tpl: template of the child `relative_bias`, a bias on logits that depends on the offset of positions;
       None disables it.
     use_sinks: whether each head has a learned logit that takes part in the softmax and has no value, the variable
@@ -156,6 +158,7 @@ class MultiHeadAttention(Layer):
   out_tpl: Config = template(Projection)
   rotary_tpl: Config | None = None
   qk_norm_tpl: Config | None = None
+  qk_norm_over: str = 'head'
   relative_bias_tpl: Config | None = None
   use_sinks: bool = False
   dropout_rate: float = 0.0
@@ -206,8 +209,10 @@ class MultiHeadAttention(Layer):
       for name, dims, heads in (('query', D, N), ('key', self.kv_input_dims, K), ('value', self.kv_input_dims, K)):
         proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=self.use_bias)
         self.create_child(name, split_projection(proj, wt, (0, 1, 2), rank_in=1))
+    check_choice(f'{self.path_name}.qk_norm_over', self.qk_norm_over, ('head', 'heads'))
     if self.qk_norm_tpl is not None:
-      self.create_children('query_norm', 'key_norm', template=self.qk_norm_tpl.clone(dims=H))
+      for name, heads in (('query_norm', N), ('key_norm', K)):
+        self.create_child(name, self.qk_norm_tpl.clone(dims=H if self.qk_norm_over == 'head' else heads * H))
     if self.rotary_tpl is not None:
       self.create_child('rotary', self.rotary_tpl.clone(dims=H))
     return H
@@ -413,10 +418,16 @@ class MultiHeadAttention(Layer):
     else:
       query_BTNH, key_BSKH, value_BSKH = self.query(x_BTD), self.key(kv_BSD), self.value(kv_BSD)
     if self.qk_norm_tpl is not None:
-      query_BTNH, key_BSKH = self.query_norm(query_BTNH), self.key_norm(key_BSKH)
+      query_BTNH, key_BSKH = self._normalize(self.query_norm, query_BTNH), self._normalize(self.key_norm, key_BSKH)
     if self.rotary_tpl is not None:
       query_BTNH, key_BSKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BSKH, pos_BT)
     return self._split_heads((query_BTNH, key_BSKH, value_BSKH), split)
+
+  def _normalize(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
+    """Returns queries or keys, normalized over each head or over all heads together."""
+    if self.qk_norm_over == 'head':
+      return norm(x_BTNH)
+    return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
   def _split_heads(self, heads: QueryKeyValue, split: SequenceSplit | None) -> QueryKeyValue:
     """Returns queries, keys and values, split over the mesh and tagged for rematerialization."""

@@ -59,7 +59,7 @@ class CrossAttention(MultiHeadAttention):
     B, S, _ = kv_BSD.shape
     key_BSKH, value_BSKH = self.key(kv_BSD), self.value(kv_BSD)
     if self.qk_norm_tpl is not None:
-      key_BSKH = self.key_norm(key_BSKH)
+      key_BSKH = self._normalize(self.key_norm, key_BSKH)
     pos_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
     if kv_segment_ids is not None:
       pos_BS = jnp.where(kv_segment_ids == 0, -1, pos_BS)
@@ -78,6 +78,6 @@ class CrossAttention(MultiHeadAttention):
       raise ConfigError(f'{self.path_name}: attend_to_source needs the decode state that read_source makes')
     query_BTNH = self.query(x_BTD)
     if self.qk_norm_tpl is not None:
-      query_BTNH = self.query_norm(query_BTNH)
+      query_BTNH = self._normalize(self.query_norm, query_BTNH)
     cached = self._cached_attention(sinks=self._sinks())
     return self._output(cached.attend(self.shard(query_BTNH, 'blnh'), pos_BT, self._kept_cache(), Band()))

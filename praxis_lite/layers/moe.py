@@ -150,6 +150,12 @@ class MoeFeedForward(Layer):
         f"{self.path_name}.dispatch: with router_tpl.choice='expert' an expert takes a number of tokens that "
         "capacity_factor says; set dispatch='capacity'"
       )
+    usable = self.num_experts // self.router.num_groups * self.router.num_groups_per_token
+    if self.num_experts_per_token > usable:
+      raise ConfigError(
+        f'{self.path_name}.num_experts_per_token: {self.num_experts_per_token}, and the groups that a token may use '
+        f'have {usable} experts; raise router_tpl.num_groups_per_token'
+      )
     wt, down = self._weight_splits()
     weight = functools.partial(
       WeightHParams, fan_in_axes=(1,), fan_out_axes=(2,), active_share=self.num_experts_per_token / E
@@ -343,8 +349,16 @@ class MoeFeedForward(Layer):
     self, experts: DeviceExperts, x_BTD: jax.Array, scores_BTE: jax.Array, real_BT: jax.Array, bias_E: jax.Array | None
   ) -> ExpertOutputs:
     (B, T, D), E, K = x_BTD.shape, self.num_experts, self.num_experts_per_token
-    renormalize, scale = self.router.renormalize, self.router.weight_scale
-    routed = choose_experts(scores_BTE, real_BT, K, bias=bias_E, renormalize=renormalize, weight_scale=scale)
+    router = self.router
+    routed = choose_experts(
+      scores_BTE,
+      real_BT,
+      K,
+      bias=bias_E,
+      groups=(router.num_groups, router.num_groups_per_token),
+      renormalize=router.renormalize,
+      weight_scale=router.weight_scale,
+    )
     wanted_BTKE = routed.experts[..., None] == jnp.arange(E)
     experts_BTK = jnp.where(routed.experts < E, routed.experts, experts.num_experts)
     x_ND, weights_NK = x_BTD.reshape(-1, D), routed.weights.reshape(-1, K)

@@ -183,10 +183,11 @@ class RotaryPositions(Layer):
       [a, b] -> [a cos - b sin, b cos + a sin],  angle_i = pos / s_i
       s_i = min_timescale (max_timescale / min_timescale)^(i / h)
 
-  The pairs are dims i and i + h, the two halves of a head, as in LLaMA.
+  The pairs are dims i and i + h, the two halves of a head, as in LLaMA; or neighbours, as in the paper.
 
   Attributes:
     dims: H, even.
+    interleaved: whether the pairs are dims 2 i and 2 i + 1.
     min_timescale, max_timescale: s_0, and s_h in the formula above.
     scaling_tpl: template of a function of the rates 1 / s_i, for contexts longer than in the original training; None
       does not change them.
@@ -196,6 +197,7 @@ class RotaryPositions(Layer):
   dims: int = REQUIRED
   min_timescale: float = 1.0
   max_timescale: float = 10_000.0
+  interleaved: bool = False
   scaling_tpl: Config | None = None
 
   def setup(self) -> None:
@@ -223,9 +225,16 @@ class RotaryPositions(Layer):
     sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
     if self.scaling is not None and self.scaling.magnitude != 1:
       sin_BT1h, cos_BT1h = self.scaling.magnitude * sin_BT1h, self.scaling.magnitude * cos_BT1h
-    first, second = jnp.split(x_BTNH, 2, axis=-1)
+    if self.interleaved:
+      first, second = x_BTNH[..., ::2], x_BTNH[..., 1::2]
+    else:
+      first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = [first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h]
-    return self.shard(jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype))
+    if self.interleaved:
+      y_BTNH = jnp.stack(rotated, axis=-1).reshape(x_BTNH.shape)
+    else:
+      y_BTNH = jnp.concatenate(rotated, axis=-1)
+    return self.shard(y_BTNH.astype(x_BTNH.dtype))
 
 
 class RelativeBias(Layer):

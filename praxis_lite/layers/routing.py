@@ -55,6 +55,7 @@ def choose_experts(
   num_experts_per_token: int,
   *,
   bias: jax.Array | None = None,
+  groups: tuple[int, int] = (1, 1),
   renormalize: bool = True,
   weight_scale: float = 1.0,
 ) -> TokenChoice:
@@ -65,16 +66,29 @@ def choose_experts(
     real: [...] bool, False for padding.
     num_experts_per_token: K.
     bias: [E], added to the scores for the choice, but not for the weights (Wang et al., 2024).
+    groups: number of groups of consecutive experts, and how many of them a token may use: those whose two best experts
+      have the highest sum of scores (DeepSeek-V3, 2024).
     renormalize: whether the weights of a token's experts are divided by their sum.
     weight_scale: factor of the weights.
   """
   by = scores if bias is None else scores + bias
-  _, experts = jax.lax.top_k(jax.lax.stop_gradient(by), num_experts_per_token)
+  _, experts = jax.lax.top_k(_keep_groups(jax.lax.stop_gradient(by), *groups), num_experts_per_token)
   weights = jnp.take_along_axis(scores, experts, axis=-1)
   if renormalize:
     weights /= _sum_of_scores(weights)
   real = real[..., None]
   return TokenChoice(jnp.where(real, experts, scores.shape[-1]), jnp.where(real, weight_scale * weights, 0.0))
+
+
+def _keep_groups(scores: jax.Array, num_groups: int, num_kept: int) -> jax.Array:
+  """Returns scores [..., E] in which those of experts in other groups than the best ones are -inf."""
+  if num_kept == num_groups:
+    return scores
+  by_group = scores.reshape(*scores.shape[:-1], num_groups, -1)
+  best, _ = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))
+  _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), num_kept)
+  is_kept = jnp.any(kept[..., None] == jnp.arange(num_groups), axis=-2)
+  return jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 def choose_tokens(scores: jax.Array, real: jax.Array, capacity: int, weight_scale: float = 1.0) -> ExpertChoice:
@@ -112,6 +126,8 @@ class Router(Layer):
     choice: 'token': tokens choose experts. 'expert': experts choose tokens, including later ones of a sequence, so this
       is not for causal models.
     score: 'softmax' or 'sigmoid', of the logits.
+    num_groups, num_groups_per_token: groups of consecutive experts, and how many of them a token may use, so that its
+      experts are on few devices (DeepSeek-V3); see `choose_experts`. Not with expert choice.
     renormalize: whether the weights of a token's experts are divided by their sum. Not with expert choice.
     weight_scale: factor of the weights.
     jitter: in training, router inputs are multiplied by numbers in [1 - jitter, 1 + jitter] (Fedus et al., 2022).
@@ -127,6 +143,8 @@ class Router(Layer):
   num_experts: int = REQUIRED
   choice: str = 'token'
   score: str = 'softmax'
+  num_groups: int = 1
+  num_groups_per_token: int = 1
   renormalize: bool = True
   weight_scale: float = 1.0
   jitter: float = 0.0
@@ -147,6 +165,12 @@ class Router(Layer):
       if self.choice == 'expert' and getattr(self, field):
         raise ConfigError(f"{self.path_name}.{field}: with choice='expert' all experts take as many tokens; leave it 0")
     D, E, wt = self.input_dims, self.num_experts, self.weight_split_dims_mapping.wt
+    self._check_range('num_groups', least=1)
+    self._check_range('num_groups_per_token', least=1, below=self.num_groups + 1)
+    if E % self.num_groups:
+      raise ConfigError(f'{self.path_name}.num_groups: {self.num_groups} does not divide num_experts, {E}')
+    if self.choice == 'expert' and self.num_groups > 1:
+      raise ConfigError(f"{self.path_name}.num_groups: with choice='expert' tokens choose no groups; leave it 1")
     # Lower precision would change choices (Fedus et al., 2022).
     kept = frozenset({WeightHParamsCollection.KEEP_FLOAT32})
     self.create_variable('w', WeightHParams((D, E), tensor_split_dims_mapping=wt, collections=kept))

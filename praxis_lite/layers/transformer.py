@@ -37,6 +37,7 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, Soft
 
 # The fields of a model that its attention layers get.
 HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
+NORM_POLICIES = ('pre', 'post', 'post_sublayer', 'primer_hybrid')
 
 
 class TransformerBlock(Layer):
@@ -46,8 +47,9 @@ class TransformerBlock(Layer):
     input_dims: D.
     hidden_dims: hidden dims of the feed-forward layer.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    norm_policy: 'pre' (GPT-2, LLaMA), 'post' (the original transformer, BERT), or 'primer_hybrid', which normalizes
-      both the input and the output of a sublayer (Gemma 2).
+    norm_policy: what is normalized. 'pre': the input of a sublayer (GPT-2, LLaMA). 'post': the sum of its input and its
+      output (the original transformer, BERT; Praxis's 'post_skip'). 'post_sublayer': its output (OLMo 2; Praxis's
+      'post'). 'primer_hybrid': both its input and its output (Gemma 2).
     norm_tpl: template of the children `attention_norm` and `ff_norm`, and with 'primer_hybrid' of `attention_out_norm`
       and `ff_out_norm`.
     attention_tpl: template of the child `attention`.
@@ -76,7 +78,7 @@ class TransformerBlock(Layer):
   residual_dropout: Dropout = child()
 
   def setup(self) -> None:
-    check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post', 'primer_hybrid'))
+    check_choice(f'{self.path_name}.norm_policy', self.norm_policy, NORM_POLICIES)
     heads = {field: getattr(self, field) for field in HEADS}
     norms = ['attention_norm', 'ff_norm']
     if self.norm_policy == 'primer_hybrid':
@@ -133,8 +135,10 @@ class TransformerBlock(Layer):
   def _add_sublayer(
     self, x_BTD: jax.Array, sublayer: Callable[[jax.Array], jax.Array], norm: Norm, out_norm: Norm | None
   ) -> jax.Array:
-    y_BTD = sublayer(x_BTD if self.norm_policy == 'post' else norm(x_BTD))
-    if out_norm is not None:
+    y_BTD = sublayer(norm(x_BTD) if self.norm_policy in ('pre', 'primer_hybrid') else x_BTD)
+    if self.norm_policy == 'post_sublayer':
+      y_BTD = norm(y_BTD)
+    elif out_norm is not None:
       y_BTD = out_norm(y_BTD)
     x_BTD = self.shard(x_BTD + self.residual_dropout(y_BTD))
     return norm(x_BTD) if self.norm_policy == 'post' else x_BTD

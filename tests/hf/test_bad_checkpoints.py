@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +65,35 @@ def test_a_config_that_the_layers_cannot_be_is_refused(changes, message, tmp_pat
 def test_experts_in_some_layers_are_refused(tmp_path):
   with pytest.raises(UserError, match=r'mlp_only_layers = \[0\] is not supported; only \[\] or null is'):
     opened(make(tmp_path, 'qwen3_moe', mlp_only_layers=[0]))
+
+
+@pytest.mark.parametrize(
+  'case, changes, message',
+  [
+    ('deepseek_v3', {'first_k_dense_replace': 3}, 'first_k_dense_replace = 3; expected a number from 0, and less than'),
+    ('deepseek_v3', {'first_k_dense_replace': None}, 'first_k_dense_replace = None; expected a number from 0'),
+    ('deepseek_v3', {'topk_method': 'greedy'}, 'topk_method = "greedy" is not supported; only "noaux_tc" is'),
+    ('deepseek_v3', {'n_group': 4}, 'num_groups: 4 does not divide num_experts, 6'),
+    ('deepseek_v3', {'topk_group': 1}, 'num_experts_per_token: 3, and the groups that a token may use have 2 experts'),
+    ('deepseek_v3', {'v_head_dim': 0}, 'v_head_dim = 0; expected an integer of at least 1'),
+    ('smollm3', {'no_rope_layers': [1, 0]}, 'no_rope_layers must have 3 times 0 or 1'),
+    ('smollm3', {'no_rope_layers': [1, 0, 2]}, 'no_rope_layers must have 3 times 0 or 1'),
+    (
+      'smollm3',
+      {'no_rope_layers': None, 'no_rope_layer_interval': 0},
+      'no_rope_layer_interval = 0; expected an integer',
+    ),
+    ('gemma3', {'rope_parameters': {'sliding_attention': 3}}, 'rope_parameters.sliding_attention = 3; expected a JSON'),
+    (
+      'phi3',
+      {'rope_parameters': {'partial_rotary_factor': 0.5}},
+      'partial_rotary_factor other than 1 is not supported',
+    ),
+  ],
+)
+def test_what_a_family_cannot_be_is_told(case, changes, message, tmp_path):
+  with pytest.raises(UserError, match=re.escape(message)):
+    opened(make(tmp_path, case, **changes))
 
 
 def test_a_value_that_is_missing_is_named(tmp_path):

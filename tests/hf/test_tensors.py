@@ -8,13 +8,15 @@ from hypothesis import given, settings, strategies as st
 
 from praxis_lite.bridges.hf.families import FAMILIES
 from praxis_lite.bridges.hf.files import Declared, read_folder, write_folder
-from praxis_lite.bridges.hf.tensors import Part, View, parse_axes, pieces
+from praxis_lite.bridges.hf.tensors import Place, View, parse_axes, pieces
 from praxis_lite.common.config import Config
 from praxis_lite.layers import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
 
 AXES = {
   'D N H -> (N H) D': lambda x: x.transpose(1, 2, 0).reshape(12, 5),
-  'D N H -> D (1/3 N H)': lambda x: np.concatenate([0 * x, x, 0 * x], axis=1).reshape(5, 36),
+  'D N H -> D (1+.+1 N H)': lambda x: np.concatenate([0 * x, x, 0 * x], axis=1).reshape(5, 36),
+  'D N H -> (2+N+1 H) D': lambda x: np.pad(x.transpose(1, 2, 0), ((2, 1), (0, 0), (0, 0))).reshape(24, 5),
+  'D N H -> (N 3+H) 1+D': lambda x: np.pad(x.transpose(1, 2, 0), ((0, 0), (3, 0), (1, 0))).reshape(21, 6),
   'N H D -> D (N H)': lambda x: x.transpose(2, 0, 1).reshape(4, 15),
   'I O L -> O I L': lambda x: x.swapaxes(0, 1),
 }
@@ -39,7 +41,7 @@ def test_a_part_of_a_variable_is_read_from_its_tensor(axes, bounds, tmp_path_fac
 
 
 def test_notation():
-  assert parse_axes('D N H -> D (1/3 N H)') == ((0,), (Part(1, 3), 1, 2))
+  assert parse_axes('D N H -> 12+D (1+.+1 N H)') == ((Place(0, 12),), (Place(None, 1, 1), Place(1), Place(2)))
   assert View((4, 6), parse_axes('I O -> O I')).outermost == 1
 
 

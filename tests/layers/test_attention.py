@@ -16,6 +16,7 @@ from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.positions import RelativeBias, RotaryPositions
 
 B, T, D, N, H = 2, 6, 12, 4, 3
+K, RMS = 2, Config(RMSNorm)
 
 
 def numpy_attention(x, kv, weights, mask, cap=None):
@@ -196,7 +197,8 @@ def test_softmax_is_float32_when_the_layer_is_bfloat16(cap):
     {'num_kv_heads': 2, 'combine_qkv': True, 'use_bias': True},
     {'sliding_window': 3},
     {'logit_soft_cap': 1.0, 'num_kv_heads': 1},
-    {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': Config(RMSNorm)},
+    {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': RMS},
+    {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': RMS, 'qk_norm_over': 'heads'},
     {'relative_bias_tpl': Config(RelativeBias, num_buckets=4, max_distance=5)},
     {
       'relative_bias_tpl': Config(RelativeBias, num_buckets=4, max_distance=5),
@@ -216,6 +218,23 @@ def test_incremental_equals_full(fields):
     y, side = step(x[:, t : t + 1], jnp.full((B, 1), t), side.decode_state)
     steps.append(y)
   np.testing.assert_allclose(jnp.concatenate(steps, axis=1), full, atol=1e-5)
+
+
+@pytest.mark.parametrize('over, groups', [('head', (N, K)), ('heads', (1, 1))])
+def test_queries_and_keys_are_normalized_over_a_head_or_over_all_heads(over, groups):
+  layer = build(num_kv_heads=K, qk_norm_tpl=RMS, qk_norm_over=over)
+  variables, x = random_variables(layer), inputs()
+  found = layer.apply(variables, x, x, None, method='_project')[0]
+  for name, heads, parts in zip(('query', 'key'), found, groups):
+    plain = np.einsum('btd,dnh->btnh', x, variables[name]['w'])
+    by_group = plain.reshape(*x.shape[:2], parts, -1)
+    by_group = by_group / np.sqrt((by_group**2).mean(-1, keepdims=True) + 1e-6) * variables[f'{name}_norm']['scale']
+    np.testing.assert_allclose(heads, by_group.reshape(plain.shape), atol=1e-5)
+
+
+def test_what_is_normalized_is_checked():
+  with pytest.raises(ConfigError, match=r"qk_norm_over: expected 'head' or 'heads', got 'all'"):
+    build(qk_norm_tpl=RMS, qk_norm_over='all')
 
 
 def test_what_is_attended_to_depends_on_offsets_of_rotary_positions_alone():

@@ -27,6 +27,7 @@ from praxis_lite.layers import (
   TransformerEncoderDecoder,
 )
 from praxis_lite.layers.positions import relative_position_bucket
+from praxis_lite.layers.transformer import NORM_POLICIES
 
 B, T, S, D, N, H, V = 3, 7, 9, 8, 2, 3, 13
 
@@ -89,11 +90,12 @@ def test_a_target_attends_to_the_source_of_its_segment(targets, implementation):
     ({}, 1e-5),
     ({'cache_page_size': 4}, 1e-5),  # Nine sources take three pages.
     ({'num_kv_heads': 1, 'use_bias': True, 'qk_norm_tpl': Config(RMSNorm)}, 1e-5),
+    ({'num_kv_heads': 1, 'qk_norm_tpl': Config(RMSNorm), 'qk_norm_over': 'heads'}, 1e-5),
     ({'cache_dtype': 'int8'}, 0.02),
     ({'logit_soft_cap': 1.0, 'scale': 1.0}, 1e-5),
     ({'use_sinks': True}, 1e-5),
   ],
-  ids=['whole', 'pages', 'grouped', 'int8', 'cap', 'sinks'],
+  ids=['whole', 'pages', 'grouped', 'all heads', 'int8', 'cap', 'sinks'],
 )
 def test_kept_keys_and_values_give_what_one_pass_gives(fields, tolerance):
   layer = cross(**fields)
@@ -129,7 +131,7 @@ def rms(x, variable):
   return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * variable['scale']
 
 
-@pytest.mark.parametrize('policy', ['pre', 'post', 'primer_hybrid'])
+@pytest.mark.parametrize('policy', NORM_POLICIES)
 def test_a_block_of_a_decoder_is_its_formula(policy):
   layer = Config(DecoderBlock, input_dims=D, hidden_dims=12, num_heads=N, norm_policy=policy).instantiate()
   variables, x, source = drawn_variables(layer.abstract_init()), normal(B, T, D), normal(B, S, D, seed=2)
@@ -143,6 +145,8 @@ def test_a_block_of_a_decoder_is_its_formula(policy):
     norm = variables[f'{name}_norm']
     if policy == 'post':
       x = rms(x + np.asarray(sublayer(x)), norm)
+    elif policy == 'post_sublayer':
+      x = x + rms(np.asarray(sublayer(x)), norm)
     else:
       y = np.asarray(sublayer(rms(x, norm)))
       x = x + (rms(y, variables[f'{name}_out_norm']) if policy == 'primer_hybrid' else y)

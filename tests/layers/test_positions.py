@@ -89,6 +89,13 @@ def test_rotary_multiplies_complex_numbers_by_phases():
   np.testing.assert_allclose(y, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5)
 
 
+def test_interleaved_rotary_positions_pair_neighbours():
+  x, order = normal(B, T, N, H), np.arange(H).reshape(2, -1).T.ravel()  # 0, H/2, 1, H/2 + 1, ...
+  by_halves = run(RotaryPositions, {}, x, positions(), dims=H, max_timescale=100.0)
+  found = run(RotaryPositions, {}, x[..., order], positions(), dims=H, max_timescale=100.0, interleaved=True)
+  np.testing.assert_array_equal(found, by_halves[..., order])
+
+
 def test_rotary_timescales_are_those_of_praxis():
   """Pair i turns by position / (min * (max / min)^(2 i / H))."""
   x = normal(B, T, N, H)

@@ -107,6 +107,26 @@ def test_choice_with_bias_sigmoid_scale_and_without_renormalizing():
   assert np.isfinite(choose_experts(jnp.zeros((1, 3)), jnp.array([True]), 2).weights).all()
 
 
+@pytest.mark.parametrize('groups, kept, k', [(1, 1, 3), (3, 1, 2), (3, 2, 3), (6, 4, 4), (2, 2, 5), (2, 1, 1)])
+def test_tokens_use_experts_of_the_groups_with_the_best_pairs(groups, kept, k):
+  """Against a loop over tokens; scores plus biases are negative, too, and the last token is padding."""
+  E = 6
+  rng = np.random.default_rng(groups + kept)
+  scores, bias = rng.uniform(size=(9, E)).astype(np.float32), rng.normal(size=E).astype(np.float32)
+  real = np.arange(9) < 8
+  bias_E = jnp.asarray(bias)
+  choice = choose_experts(scores, real, k, bias=bias_E, groups=(groups, kept), renormalize=False)
+  for token in range(8):
+    by = scores[token] + bias
+    rank = [sorted(by[g * E // groups : (g + 1) * E // groups])[-2:] for g in range(groups)]
+    best = sorted(range(groups), key=lambda g: -sum(rank[g]))[:kept]
+    allowed = [e for e in range(E) if e // (E // groups) in best]
+    expected = sorted(allowed, key=lambda e: -by[e])[:k]
+    np.testing.assert_array_equal(choice.experts[token], expected)
+    np.testing.assert_array_equal(choice.weights[token], scores[token][expected])
+  assert (choice.experts[8] == E).all() and not choice.weights[8].any()
+
+
 def test_experts_choose_the_tokens_with_the_highest_scores():
   scores = router_scores(LOGITS, 'softmax')
   choice = choose_tokens(scores, REAL, 2)
@@ -213,6 +233,12 @@ def test_jitter_in_training_only():
     ({'score': 'softplus'}, r"Router\.score: expected 'softmax' or 'sigmoid'"),
     ({'jitter': 1.0}, r'Router\.jitter: expected at least 0 and less than 1, got 1\.0'),
     ({'bias_update_rate': -0.1}, r'Router\.bias_update_rate: expected at least 0'),
+    ({'num_groups': 2}, r'Router\.num_groups: 2 does not divide num_experts, 3'),
+    (
+      {'num_groups': 3, 'num_groups_per_token': 4},
+      r'Router\.num_groups_per_token: expected at least 1 and less than 4',
+    ),
+    ({'choice': 'expert', 'num_groups': 3}, r"Router\.num_groups: with choice='expert' tokens choose no groups"),
     ({'choice': 'expert', 'bias_update_rate': 0.1}, r"Router\.bias_update_rate: with choice='expert'"),
     ({'choice': 'expert', 'load_balance_loss_weight': 0.1}, r"load_balance_loss_weight: with choice='expert'"),
   ],

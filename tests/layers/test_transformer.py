@@ -13,7 +13,13 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
+from praxis_lite.layers.transformer import (
+  NORM_POLICIES,
+  RepeatedTransformer,
+  StackedTransformer,
+  TransformerBlock,
+  TransformerLm,
+)
 
 B, T, D, LAYERS = 2, 5, 8, 2
 
@@ -42,7 +48,7 @@ def rms(x, scale):
   return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-@pytest.mark.parametrize('policy', ['pre', 'post', 'primer_hybrid'])
+@pytest.mark.parametrize('policy', NORM_POLICIES)
 def test_block_is_its_formula(policy):
   layer = block(norm_policy=policy).instantiate()
   variables, x = drawn_variables(layer.abstract_init()), x_BTD()
@@ -59,6 +65,9 @@ def test_block_is_its_formula(policy):
   if policy == 'pre':
     x = x + attention(rms(x, scales['attention_norm']))
     expected = x + feed_forward(rms(x, scales['ff_norm']))
+  elif policy == 'post_sublayer':
+    x = x + rms(attention(x), scales['attention_norm'])
+    expected = x + rms(feed_forward(x), scales['ff_norm'])
   elif policy == 'primer_hybrid':
     x = x + rms(attention(rms(x, scales['attention_norm'])), scales['attention_out_norm'])
     expected = x + rms(feed_forward(rms(x, scales['ff_norm'])), scales['ff_out_norm'])
@@ -154,7 +163,8 @@ def test_dropout_is_of_training_only():
 
 
 def test_unknown_norm_policy_is_named():
-  with pytest.raises(ConfigError, match=r"norm_policy: expected 'pre', 'post' or 'primer_hybrid', got 'sandwich'"):
+  expected = r"norm_policy: expected 'pre', 'post', 'post_sublayer' or 'primer_hybrid', got 'sandwich'"
+  with pytest.raises(ConfigError, match=expected):
     block(norm_policy='sandwich').instantiate()
 
 

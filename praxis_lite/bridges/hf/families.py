@@ -7,11 +7,13 @@ import json
 import math
 from collections.abc import Iterator
 
+from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
 from praxis_lite.bridges.hf.mixtures import MIXTURES
+from praxis_lite.bridges.hf.phi3 import PHI3
 from praxis_lite.bridges.hf.t5 import T5_LIKE
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
@@ -27,7 +29,9 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import LanguageModel
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_LIKE, *MIXTURES, GPT2, *T5_LIKE)}
+FAMILIES: dict[str, Family] = {
+  family.model_type: family for family in (*LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT2, *T5_LIKE)
+}
 
 
 def family_of(hf: HfConfig) -> Family:
@@ -128,7 +132,7 @@ _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
   *('label_smoothing', 'z_loss_weight', 'load_balance_loss_weight', 'load_balance_scope', 'jitter'),
-  *('expert_axis', 'capacity_factor', 'chunk_size'),
+  *('expert_axis', 'capacity_factor', 'chunk_size', 'bias_update_rate'),
   *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
 }
 _COMPLETE_BELOW = TransformerLm, TransformerEncoderDecoder, TransformerBlock  # Layers that fill in fields below them.

@@ -81,10 +81,10 @@ class Gpt2(Family):
     }
     for name, theirs in norms.items():
       pairs += [Pair(f'{theirs}.weight', f'{name}.scale'), Pair(f'{theirs}.bias', f'{name}.bias')]
-    for i, name in enumerate(('query', 'key', 'value')):
+    for name, part in (('query', '.+2'), ('key', '1+.+1'), ('value', '2+.')):
       pairs += [
-        Pair(f'{layer}attn.c_attn.weight', f'{ours}attention.{name}.w', f'D N H -> D ({i}/3 N H)'),
-        Pair(f'{layer}attn.c_attn.bias', f'{ours}attention.{name}.b', f'N H -> ({i}/3 N H)'),
+        Pair(f'{layer}attn.c_attn.weight', f'{ours}attention.{name}.w', f'D N H -> D ({part} N H)'),
+        Pair(f'{layer}attn.c_attn.bias', f'{ours}attention.{name}.b', f'N H -> ({part} N H)'),
       ]
     pairs += [
       Pair(f'{layer}attn.c_proj.weight', f'{ours}attention.out.w', 'N H D -> (N H) D'),

@@ -87,13 +87,30 @@ class HfConfig:
     return _ACTIVATIONS[value]
 
   def rotary(self) -> Config[RotaryPositions]:
-    """Returns the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    given = self.values.get('rope_parameters')
+    """Returns the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+    If `rope_parameters` differ by the kind of a layer, they are those of layers with full attention.
+    """
+    given = self._rope_parameters('full_attention')
     field = 'rope_parameters' if given else 'rope_scaling'
-    rope: dict[str, Any] = given or self.values.get('rope_scaling') or {}
-    if not isinstance(rope, dict):
-      raise ConfigError(f'{self.where}: {field} = {rope!r}; expected a JSON object')
-    base = rope.get('rope_theta', self.values.get('rope_theta', self._defaults.get('rope_theta', 10_000.0)))
+    return self._rotary(field, given or self._object(field, self.values.get('rope_scaling')), 'rope_theta')
+
+  def local_rotary(self) -> Config[RotaryPositions]:
+    """Returns the rotary positions of layers with a sliding window that differ from others (Gemma 3)."""
+    return self._rotary('rope_parameters', self._rope_parameters('sliding_attention'), 'rope_local_base_freq')
+
+  def _rope_parameters(self, kind: str) -> dict[str, Any]:
+    given = self._object('rope_parameters', self.values.get('rope_parameters'))
+    return self._object(f'rope_parameters.{kind}', given[kind]) if kind in given else given
+
+  def _object(self, field: str, value: object) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+      raise ConfigError(f'{self.where}: {field} = {value!r}; expected a JSON object')
+    return value or {}
+
+  def _rotary(self, field: str, rope: dict[str, Any], base_field: str) -> Config[RotaryPositions]:
+    """Returns rotary positions; `base_field` is the name of the longest wavelength in files of transformers 4."""
+    base = rope.get('rope_theta', self.values.get(base_field, self._defaults.get(base_field, 10_000.0)))
     kind = rope.get('rope_type', rope.get('type', 'default'))
     if rope.get('partial_rotary_factor', self.values.get('partial_rotary_factor', 1.0)) != 1.0:
       raise ConfigError(f'{self.where}: partial_rotary_factor other than 1 is not supported')

@@ -6,13 +6,16 @@ qwen2      biases of queries, keys and values; sliding windows in some layers
 qwen3      norms of queries and keys
 gemma      zero-centred norms, embeddings times sqrt(D), GELU
 gemma2     gemma with norms after each sublayer too, soft caps, and sliding windows in every other layer
+gemma3     gemma2 with norms of queries and keys, without soft caps, and with other rotary positions in windows
+olmo2      norms of the outputs of sublayers, and of all queries and all keys together
+smollm3    llama with some layers, such as every fourth, that have no positions
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -22,10 +25,18 @@ from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_val
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import FeedForward, MoeFeedForward, RMSNorm, SharedEmbeddingSoftmax, TransformerLm
+from praxis_lite.layers import (
+  FeedForward,
+  MoeFeedForward,
+  MultiHeadAttention,
+  RMSNorm,
+  RotaryPositions,
+  SharedEmbeddingSoftmax,
+  TransformerLm,
+)
 from praxis_lite.models import LanguageModel, transformer_lm
 
-_MOST_LAYERS = 100_000  # A limit, because anyone may have written config.json.
+MOST_LAYERS = 100_000  # A limit, because anyone may have written config.json.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +46,26 @@ class LlamaLike(Family):
   Attributes:
     qkv_bias: whether queries, keys and values always have biases, and the output never.
     optional_biases: names in config.json of flags for biases.
-    qk_norm: whether queries and keys are normalized.
+    qk_norm: what queries and keys are normalized over, see `MultiHeadAttention`; None if they are not.
     is_gemma: whether norms are zero-centred and embeddings scaled.
-    hybrid_norms: whether there are norms before and after each sublayer, and soft caps.
+    norm_policy: see `TransformerBlock`. With 'primer_hybrid', config.json also has the scale and soft caps of logits.
     windows: which layers have sliding windows: 'none', 'all', or given by `layer_types`.
+    layers_in_period: without `layer_types`, the last of so many layers has full attention, and the others have windows.
+    may_omit_positions: whether some layers have no rotary positions.
+    has_default_padding: whether transformers assumes an id of padding. It is then written as null, because a small
+      vocabulary does not have it.
     hidden_dims_field: name in config.json of the feed-forward layers' hidden dims.
   """
 
   qkv_bias: bool = False
   optional_biases: tuple[str, ...] = ()
-  qk_norm: bool = False
+  qk_norm: str | None = None
   is_gemma: bool = False
-  hybrid_norms: bool = False
+  norm_policy: str = 'pre'
   windows: str = 'none'
+  layers_in_period: int | None = None
+  may_omit_positions: bool = False
+  has_default_padding: bool = False
   hidden_dims_field: str = 'intermediate_size'
 
   def experts(self, hf: HfConfig) -> Config[MoeFeedForward] | None:
@@ -69,8 +87,8 @@ class LlamaLike(Family):
     hf.must_be('use_bidirectional_attention', False, None)
     for name in {'attention_bias', 'mlp_bias'} - {*self.optional_biases}:
       hf.must_be(name, False)
-    num_layers, windows = hf.size('num_hidden_layers', most=_MOST_LAYERS), self._windows(hf)
-    alike = len(set(windows)) == 1
+    num_layers = hf.size('num_hidden_layers', most=MOST_LAYERS)
+    cycle = _shortest_cycle([*zip(self._windows(hf), self._positions(hf))])
     model = transformer_lm(
       vocab_size=hf.size('vocab_size'),
       model_dims=hf.size('hidden_size'),
@@ -87,24 +105,29 @@ class LlamaLike(Family):
     norm = Config(RMSNorm, epsilon=hf.number('rms_norm_eps'), zero_centered=self.is_gemma)
     block.norm_tpl, lm.final_norm_tpl = norm, norm.clone()
     bias = 'attention_bias' in self.optional_biases and bool(hf['attention_bias'])
-    block.attention_tpl.set(use_bias=bias or self.qkv_bias, use_out_bias=bias, rotary_tpl=hf.rotary())
-    if self.qk_norm:
-      block.attention_tpl.qk_norm_tpl = norm.clone()
+    block.attention_tpl.set(use_bias=bias or self.qkv_bias, use_out_bias=bias)
+    if self.qk_norm is not None:
+      block.attention_tpl.set(qk_norm_tpl=norm.clone(), qk_norm_over=self.qk_norm)
     block.ff_tpl.activation = self._activation(hf)
     if 'mlp_bias' in self.optional_biases:
       block.ff_tpl.use_bias = bool(hf['mlp_bias'])
-    if alike:
-      block.attention_tpl.sliding_window = windows[0]
-    else:
-      lm.transformer_tpl.sliding_windows = _shortest_cycle(windows)
     if self.is_gemma:
       (lm.softmax_tpl if lm.embedding_tpl is None else lm.embedding_tpl).scale_sqrt_depth = True
-    if self.hybrid_norms:
-      block.norm_policy = 'primer_hybrid'
+    block.norm_policy = self.norm_policy
+    if self.norm_policy == 'primer_hybrid':
       block.attention_tpl.set(
         scale=hf.number('query_pre_attn_scalar') ** -0.5, logit_soft_cap=hf['attn_logit_softcapping']
       )
       lm.softmax_tpl.soft_cap = hf['final_logit_softcapping']
+    windows, rotary = zip(*cycle)
+    block.attention_tpl.set(sliding_window=windows[0], rotary_tpl=rotary[0])
+    if any(r != rotary[0] for r in rotary):
+      lm.transformer_tpl.layers_tpl = tuple(block.clone() for _ in cycle)
+      for of_layer, window, positions in zip(lm.transformer_tpl.layers_tpl, windows, rotary):
+        of_layer.attention_tpl.set(sliding_window=window, rotary_tpl=positions)
+    elif len(cycle) > 1:
+      block.attention_tpl.sliding_window = None
+      lm.transformer_tpl.sliding_windows = windows
     return model
 
   def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
@@ -132,17 +155,19 @@ class LlamaLike(Family):
       self._activation_field: activation_name(block.ff.activation, where),
       'rms_norm_eps': block.attention_norm.epsilon,
       'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
-      **(rope_values(attention.rotary) if attention.rotary_tpl is not None else {}),
+      **self._position_values([b.attention for b in blocks]),
     }
     if 'attention_bias' in self.optional_biases:
       values['attention_bias'] = attention.use_bias
     if 'mlp_bias' in self.optional_biases:
       values['mlp_bias'] = cast(FeedForward, block.ff).use_bias
-    if self.hybrid_norms:
+    if self.norm_policy == 'primer_hybrid':
       scalar = logit_scale(attention) ** -2
       values['query_pre_attn_scalar'] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
       values['attn_logit_softcapping'] = attention.logit_soft_cap
       values['final_logit_softcapping'] = lm.softmax.soft_cap
+    if self.has_default_padding:
+      values['pad_token_id'] = None
     windows = [b.attention.sliding_window for b in blocks]
     if self.windows != 'none':
       values['sliding_window'] = next((w for w in windows if w is not None), None)
@@ -170,37 +195,32 @@ class LlamaLike(Family):
       Pair(f'{layer}self_attn.o_proj.bias', f'{ours}attention.out.b'),
       *self.feed_forward_table(layer, ours),
     ]
-    norms = {'attention_norm': 'input_layernorm', 'ff_norm': 'post_attention_layernorm'}
-    if self.hybrid_norms:  # Here 'post_attention_layernorm' names another norm.
-      norms |= {
-        'attention_out_norm': 'post_attention_layernorm',
-        'ff_norm': 'pre_feedforward_layernorm',
-        'ff_out_norm': 'post_feedforward_layernorm',
-      }
+    norms = _NORMS[self.norm_policy]
     return [*pairs, *(Pair(f'{layer}{theirs}.weight', f'{ours}{name}.scale') for name, theirs in norms.items())]
 
   @property
   def _activation_field(self) -> str:
-    return 'hidden_activation' if self.hybrid_norms else 'hidden_act'
+    return 'hidden_activation' if self.norm_policy == 'primer_hybrid' else 'hidden_act'
 
   def _activation(self, hf: HfConfig) -> str:
     # Gemma's first config files said 'gelu' but meant its tanh approximation; later files have a second field.
-    if self.is_gemma and not self.hybrid_norms:
+    if self.is_gemma and self.norm_policy == 'pre':
       field = 'hidden_activation' if hf.values.get('hidden_activation') else 'hidden_act'
       return 'gelu_tanh' if hf[field] == 'gelu' else hf.activation(field)
     return hf.activation(self._activation_field)
 
   def _windows(self, hf: HfConfig) -> list[int | None]:
     """Returns the sliding window of each layer."""
-    count = hf.size('num_hidden_layers', most=_MOST_LAYERS)
+    count = hf.size('num_hidden_layers', most=MOST_LAYERS)
     if self.windows == 'none' or hf['sliding_window'] is None or not hf['use_sliding_window']:
       return [None] * count
     window = hf.size('sliding_window')
     if self.windows == 'all':
       return [window] * count
     types = hf['layer_types']
-    if types is None and self.hybrid_norms:
-      types = ['full_attention' if i % 2 else 'sliding_attention' for i in range(count)]
+    if types is None and self.layers_in_period is not None:
+      is_full = [i % self.layers_in_period == self.layers_in_period - 1 for i in range(count)]
+      types = ['full_attention' if full else 'sliding_attention' for full in is_full]
     if types is None:
       first = hf.number('max_window_layers')
       types = ['sliding_attention' if i >= first else 'full_attention' for i in range(count)]
@@ -209,13 +229,64 @@ class LlamaLike(Family):
       raise ConfigError(f'{hf.where}: layer_types must have {count} times full_attention or sliding_attention')
     return [window if kind == 'sliding_attention' else None for kind in types]
 
+  def _positions(self, hf: HfConfig) -> list[Config[RotaryPositions] | None]:
+    """Returns the rotary positions of each layer."""
+    count = hf.size('num_hidden_layers', most=MOST_LAYERS)
+    if not self.may_omit_positions:
+      return [hf.rotary()] * count
+    flags = hf['no_rope_layers']  # A flag is 1, or True, for a layer that has them.
+    if flags is None:
+      period = hf.size('no_rope_layer_interval')
+      flags = [(i + 1) % period != 0 for i in range(count)]
+    if not isinstance(flags, list) or len(flags) != count or not all(flag in (0, 1) for flag in flags):
+      raise ConfigError(f'{hf.where}: no_rope_layers must have {count} times 0 or 1')
+    return [hf.rotary() if flag else None for flag in flags]
 
-def _shortest_cycle(windows: list[int | None]) -> tuple[int | None, ...]:
-  """Returns the shortest prefix whose repetition gives all of `windows`."""
-  for length in range(1, len(windows) + 1):
-    if all(w == windows[i % length] for i, w in enumerate(windows)):
-      return tuple(windows[:length])
-  return tuple(windows)
+  def _position_values(self, attentions: list[MultiHeadAttention]) -> Values:
+    """Returns the fields of config.json for the positions of the layers."""
+    first = next((attention for attention in attentions if attention.rotary_tpl is not None), None)
+    values = {} if first is None else rope_values(first.rotary)
+    if self.may_omit_positions:
+      values['no_rope_layers'] = [int(attention.rotary_tpl is not None) for attention in attentions]
+    return values
+
+
+class Gemma3(LlamaLike):
+  """Gemma 3: layers with a sliding window have rotary positions of their own."""
+
+  def _positions(self, hf: HfConfig) -> list[Config[RotaryPositions] | None]:
+    return [hf.rotary() if window is None else hf.local_rotary() for window in self._windows(hf)]
+
+  def _position_values(self, attentions: list[MultiHeadAttention]) -> Values:
+    values: Values = {}
+    for attention in attentions:
+      if attention.rotary_tpl is not None and attention.sliding_window is None:
+        values |= rope_values(attention.rotary)
+      elif attention.rotary_tpl is not None:
+        values['rope_local_base_freq'] = attention.rotary.max_timescale
+    return values
+
+
+Kind = TypeVar('Kind')
+
+
+def _shortest_cycle(kinds: list[Kind]) -> list[Kind]:
+  """Returns the shortest prefix whose repetition gives the kinds of all layers."""
+  lengths = range(1, len(kinds) + 1)
+  return kinds[: next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))]
+
+
+# The names of norms in each policy. `post_attention_layernorm` is the name of three different ones.
+_NORMS = {
+  'pre': {'attention_norm': 'input_layernorm', 'ff_norm': 'post_attention_layernorm'},
+  'post_sublayer': {'attention_norm': 'post_attention_layernorm', 'ff_norm': 'post_feedforward_layernorm'},
+  'primer_hybrid': {
+    'attention_norm': 'input_layernorm',
+    'attention_out_norm': 'post_attention_layernorm',
+    'ff_norm': 'pre_feedforward_layernorm',
+    'ff_out_norm': 'post_feedforward_layernorm',
+  },
+}
 
 
 LLAMA_DEFAULTS = {
@@ -258,7 +329,7 @@ LLAMA_LIKE = (
     'qwen3',
     'Qwen3ForCausalLM',
     _QWEN | {'head_dim': 128},
-    qk_norm=True,
+    qk_norm='head',
     optional_biases=('attention_bias',),
     windows='by layer',
   ),
@@ -274,8 +345,41 @@ LLAMA_LIKE = (
     'Gemma2ForCausalLM',
     _GEMMA2,
     is_gemma=True,
-    hybrid_norms=True,
+    norm_policy='primer_hybrid',
     optional_biases=('attention_bias',),
     windows='by layer',
+    layers_in_period=2,
+  ),
+  Gemma3(
+    'gemma3_text',
+    'Gemma3ForCausalLM',
+    _GEMMA2
+    | {'attn_logit_softcapping': None, 'final_logit_softcapping': None}
+    | {'rope_theta': 1e6, 'rope_local_base_freq': 10_000.0},
+    is_gemma=True,
+    qk_norm='head',
+    norm_policy='primer_hybrid',
+    optional_biases=('attention_bias',),
+    windows='by layer',
+    layers_in_period=6,
+  ),
+  LlamaLike(
+    'olmo2',
+    'Olmo2ForCausalLM',
+    LLAMA_DEFAULTS | {'rms_norm_eps': 1e-5},
+    qk_norm='heads',
+    norm_policy='post_sublayer',
+    optional_biases=('attention_bias',),
+  ),
+  LlamaLike(
+    'smollm3',
+    'SmolLM3ForCausalLM',
+    LLAMA_DEFAULTS
+    | {'num_key_value_heads': 4, 'tie_word_embeddings': True, 'rope_theta': 2e6}
+    | {'use_sliding_window': False, 'no_rope_layers': None, 'no_rope_layer_interval': 4},
+    optional_biases=('attention_bias', 'mlp_bias'),
+    windows='by layer',
+    may_omit_positions=True,
+    has_default_padding=True,
   ),
 )

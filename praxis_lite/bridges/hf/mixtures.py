@@ -78,7 +78,7 @@ MIXTURES = (
     LLAMA_DEFAULTS
     | {'num_key_value_heads': 4, 'sliding_window': 4096, 'use_sliding_window': False}
     | {'moe_intermediate_size': 768, 'num_experts': 128, 'num_experts_per_tok': 8, 'norm_topk_prob': False},
-    qk_norm=True,
+    qk_norm='head',
     optional_biases=('attention_bias',),
     windows='all',
     hidden_dims_field='moe_intermediate_size',

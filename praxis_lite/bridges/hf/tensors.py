@@ -3,12 +3,14 @@
     Pair('model.layers.{layer}.self_attn.q_proj.weight', 'transformer.layers.attention.query.w', 'D N H -> (N H) D')
 
 says that the query weight [D, N, H] of a layer is stored transposed, with heads and dims per head in one dimension. The
-letters only name dimensions. A fraction is a part of a tensor that several variables share:
+letters only name dimensions. Several variables may share a tensor. Numbers say how many entries of others are around:
 
-    'D N H -> D (1/3 N H)'      the second of three parts, along the second dimension
+    'D N H -> (2+N+1 H) D'      of the heads, two come before, and one comes after
+    'D N H -> D (1+.+1 N H)'    the second of three parts; a point is a single entry
 
 The stacked variables of a repeated layer have a tensor for each `{layer}`. The variables of `layers_0`, `layers_1`, ...
-do too; if these layers form a pattern that is repeated, they are stacked, and `rest_0`, ... are the layers after them.
+do too; if these layers form a pattern that is repeated, they are stacked, `first_0`, ... are the layers before them,
+and `rest_0`, ... those after them.
 If a dimension stands before a colon, each of its entries, an `{expert}`, has its own tensor:
 
     Pair('model.layers.{layer}.experts.{expert}.up.weight', 'transformer.layers.ff.up', 'E: D F -> F D')
@@ -31,11 +33,17 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, path_name
 from praxis_lite.sharding.weights import WeightHParams
 
 
-class Part(NamedTuple):
-  """Part number `at` of `of` equal parts."""
+class Place(NamedTuple):
+  """What a tensor has in one of the dimensions from which it is made: entries of a variable, and others around them.
 
-  at: int
-  of: int
+  Attributes:
+    axis: the dimension of the variable; None if the variable has a single entry here, and no dimension.
+    before, after: how many entries before and after those of the variable belong to other variables.
+  """
+
+  axis: int | None
+  before: int = 0
+  after: int = 0
 
 
 class Pair(NamedTuple):
@@ -58,27 +66,27 @@ class View:
 
   Attributes:
     shape: shape of the variable, in one layer and for one expert.
-    groups: for each dimension of the tensor, the dimensions of the variable that form it, outermost first.
+    groups: for each dimension of the tensor, the places from which it is made, outermost first.
   """
 
   shape: tuple[int, ...]
-  groups: tuple[tuple[int | Part, ...], ...]
+  groups: tuple[tuple[Place, ...], ...]
 
   @property
   def their_shape(self) -> tuple[int, ...]:
     """Shape of the whole tensor."""
-    return tuple(math.prod(self._sizes(group)) for group in self.groups)
+    return tuple(math.prod(map(self._size, group)) for group in self.groups)
 
   @property
   def outermost(self) -> int:
     """The dimension of the variable whose entries are contiguous pieces of the tensor."""
-    return next(axis for group in self.groups for axis in group if not isinstance(axis, Part))
+    return next(place.axis for place in self._places if place.axis is not None)
 
   def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
     """Returns the part `index` of the variable; reads little more of the tensor than this part."""
     their_index, split_shape, split_index = [], [], []
     for group in self.groups:
-      sizes, bounds = self._sizes(group), [self._bounds(axis, index) for axis in group]
+      sizes, bounds = [self._size(place) for place in group], [self._bounds(place, index) for place in group]
       # If the part has one entry in each outer dimension, its range in the next dimension is contiguous.
       outer = next((i for i, (low, high) in enumerate(bounds) if high - low != 1), len(group) - 1)
       inner = math.prod(sizes[outer + 1 :])
@@ -91,35 +99,40 @@ class View:
 
   def within(self, theirs: np.ndarray) -> np.ndarray:
     """Returns the variable in the whole tensor `theirs`, which must be contiguous, as a view to write to."""
-    split = theirs.reshape([size for group in self.groups for size in self._sizes(group)])
-    return self._ours(split[tuple(slice(a.at, a.at + 1) if isinstance(a, Part) else slice(None) for a in self._axes)])
+    whole = tuple(slice(0, size) for size in self.shape)
+    split = theirs.reshape([self._size(place) for place in self._places])
+    return self._ours(split[tuple(slice(*self._bounds(place, whole)) for place in self._places)])
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
-    """Returns `split`, which has a dimension for each entry of the groups, as a view with the variable's dimensions."""
-    axes = self._axes
-    whole = split[tuple(0 if isinstance(a, Part) else slice(None) for a in axes)]
-    kept = [a for a in axes if not isinstance(a, Part)]
+    """Returns `split`, which has a dimension for each place, as a view with the variable's dimensions."""
+    axes = [place.axis for place in self._places]
+    whole = split[tuple(0 if axis is None else slice(None) for axis in axes)]
+    kept = [axis for axis in axes if axis is not None]
     return whole.transpose([kept.index(i) for i in range(len(self.shape))])
 
   @property
-  def _axes(self) -> list[int | Part]:
-    return [axis for group in self.groups for axis in group]
+  def _places(self) -> list[Place]:
+    return [place for group in self.groups for place in group]
 
-  def _sizes(self, group: Sequence[int | Part]) -> list[int]:
-    return [axis.of if isinstance(axis, Part) else self.shape[axis] for axis in group]
+  def _size(self, place: Place) -> int:
+    return place.before + (1 if place.axis is None else self.shape[place.axis]) + place.after
 
-  def _bounds(self, axis: int | Part, index: tuple[slice, ...]) -> tuple[int, int]:
-    return (axis.at, axis.at + 1) if isinstance(axis, Part) else index[axis].indices(self.shape[axis])[:2]
+  def _bounds(self, place: Place, index: tuple[slice, ...]) -> tuple[int, int]:
+    low, high = (0, 1) if place.axis is None else index[place.axis].indices(self.shape[place.axis])[:2]
+    return place.before + low, place.before + high
 
 
 @functools.cache
-def parse_axes(axes: str) -> tuple[tuple[int | Part, ...], ...]:
-  """Returns the groups of 'D N H -> D (1/3 N H)': ((0,), (Part(1, 3), 1, 2))."""
+def parse_axes(axes: str) -> tuple[tuple[Place, ...], ...]:
+  """Returns the groups of 'D N H -> D (1+.+1 N H)': ((Place(0),), (Place(None, 1, 1), Place(1), Place(2)))."""
   ours, theirs = (side.split() for side in axes.split(' -> '))
   groups = re.findall(r'\(([^)]*)\)|(\S+)', ' '.join(theirs))
 
-  def parse(name: str) -> int | Part:
-    return Part(*map(int, name.split('/'))) if '/' in name else ours.index(name)
+  def parse(text: str) -> Place:
+    name = re.fullmatch(r'(?:(\d+)\+)?([A-Za-z.])(?:\+(\d+))?', text)
+    assert name is not None, axes
+    axis = None if name[2] == '.' else ours.index(name[2])
+    return Place(axis, int(name[1] or 0), int(name[3] or 0))
 
   return tuple(tuple(parse(name) for name in (group or single).split()) for group, single in groups)
 
@@ -157,14 +170,14 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
 
 
 class _LayerOrder(NamedTuple):
-  """The order of layers in `layers_0`, `layers_1`, ..., which may be stacks, and in `rest_0`, ... after them.
+  """The order of the layers of a stack: `first_0`, ...; `layers_0`, ..., which may be stacks; then `rest_0`, ...
 
   Attributes:
-    first: the number of the first layer in each of these, by its name.
-    period: how many layers lie between successive entries of a stack.
+    start: the number of the first layer in each of these, by its name; and in `layers`, which is a single stack.
+    period: how many layers lie between successive entries of `layers_0`, ...
   """
 
-  first: dict[str, int]
+  start: dict[str, int]
   period: int
 
 
@@ -174,25 +187,27 @@ def _layer_order(declared: Mapping[Path, WeightHParams]) -> _LayerOrder:
     for path, weight in declared.items()
     if (match := _NUMBERED.search(path_name(path)))
   }
-  cycle = [name for name in counts if name.startswith('layers')]
-  before = {'layers': 0, 'rest': sum(counts[name] for name in cycle)}
+  of_kind = {kind: [name for name in counts if name.startswith(kind)] for kind in ('first', 'layers')}
+  num_first = len(of_kind['first'])
+  before = {'first': 0, 'layers': num_first, 'rest': num_first + sum(counts[name] for name in of_kind['layers'])}
   kinds = {name: name.split('_') for name in counts}
-  return _LayerOrder({name: before[kind] + int(number) for name, (kind, number) in kinds.items()}, len(cycle))
+  start = {name: before[kind] + int(number) for name, (kind, number) in kinds.items()}
+  return _LayerOrder(start | {'layers': num_first}, len(of_kind['layers']))
 
 
-_NUMBERED = re.compile(r'\.((?:layers|rest)_\d+)\.')
+_NUMBERED = re.compile(r'\.((?:first|layers|rest)_\d+)\.')
 
 
 def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, order: _LayerOrder) -> Iterator[Piece]:
   name = path_name(path)
   number = _NUMBERED.search(name)
-  first, step = (order.first[number[1]], order.period) if number else (0, 1)
+  first, step = (order.start[number[1]], order.period) if number else (order.start['layers'], 1)
   pair = rows.get(_NUMBERED.sub('.layers.', name))
   if pair is None:
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
   experts, _, axes = pair.axes.rpartition(': ')
   shape = weight.shape[1:] if experts else weight.shape
-  view = View(shape, parse_axes(axes) if axes else tuple((i,) for i in range(len(shape))))
+  view = View(shape, parse_axes(axes) if axes else tuple((Place(i),) for i in range(len(shape))))
   counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
   for index in np.ndindex(*counts):
     stack = index[: len(weight.repeat_prefix)]  # A pipeline of several rounds has two stack dimensions.

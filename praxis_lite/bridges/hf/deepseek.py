@@ -1,0 +1,185 @@
+"""DeepSeek-V3 and R1: latent attention, and experts in groups after some dense layers."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import cast
+
+from praxis_lite.bridges.hf.family import Values, blocks_of, logit_scale
+from praxis_lite.bridges.hf.files import StoredTensor
+from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
+from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, MOST_LAYERS, LlamaLike
+from praxis_lite.bridges.hf.tensors import Pair
+from praxis_lite.common.config import Config, target
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, leaves
+from praxis_lite.layers import (
+  LatentAttention,
+  MoeFeedForward,
+  RMSNorm,
+  SharedEmbeddingSoftmax,
+  TransformerLm,
+)
+from praxis_lite.layers.positions import YarnRotaryScaling
+from praxis_lite.models import LanguageModel, transformer_lm
+
+_BIAS_UPDATE_RATE = 0.001  # Of DeepSeek-V3's training.
+
+
+class DeepseekV3(LlamaLike):
+  """DeepSeek-V3. Layers that predict further tokens, after the last one, are left out, as in transformers."""
+
+  def model(self, hf: HfConfig) -> Config[LanguageModel]:
+    hf = hf.replace_defaults(self.defaults)
+    hf.must_be('moe_layer_freq', 1)
+    hf.must_be('scoring_func', 'sigmoid')
+    hf.must_be('topk_method', 'noaux_tc')
+    num_layers, num_dense = hf.size('num_hidden_layers', most=MOST_LAYERS), hf['first_k_dense_replace']
+    if type(num_dense) is not int or not 0 <= num_dense < num_layers:
+      raise ConfigError(
+        f'{hf.where}: first_k_dense_replace = {num_dense!r}; expected a number from 0, and less than the '
+        f'{num_layers} layers'
+      )
+    plain, turned = hf.size('qk_nope_head_dim'), hf.size('qk_rope_head_dim')
+    model = transformer_lm(
+      vocab_size=hf.size('vocab_size'),
+      model_dims=hf.size('hidden_size'),
+      num_layers=num_layers,
+      num_heads=hf.size('num_attention_heads'),
+      dims_per_head=plain + turned,
+      hidden_dims=hf.size('moe_intermediate_size'),
+      tie_embeddings=bool(hf['tie_word_embeddings']),
+      experts=self.experts(hf),
+      first_hidden_dims=(hf.size('intermediate_size'),) * num_dense,
+    )
+    norm = Config(RMSNorm, epsilon=hf.number('rms_norm_eps'))
+    bias, scale = bool(hf['attention_bias']), self._logit_scale(hf, plain + turned)
+    for block in (*model.lm_tpl.transformer_tpl.first_tpl, model.lm_tpl.transformer_tpl.layers_tpl):
+      block.norm_tpl, block.ff_tpl.activation = norm.clone(), hf.activation('hidden_act')
+      out = block.attention_tpl.out_tpl
+      block.attention_tpl = Config(LatentAttention, latent_dims=hf.size('kv_lora_rank'), rotary_dims=turned)
+      block.attention_tpl.set(value_dims=hf.size('v_head_dim'), rotary_tpl=hf.rotary(), out_tpl=out, scale=scale)
+      block.attention_tpl.set(use_bias=bias, latent_norm_tpl=Config(RMSNorm, epsilon=_LATENT_EPSILON))
+      block.attention_tpl.rotary_tpl.interleaved = bool(hf['rope_interleave'])
+      if hf['q_lora_rank'] is not None:
+        block.attention_tpl.query_latent_dims = hf.size('q_lora_rank')
+    model.lm_tpl.final_norm_tpl = norm
+    return model
+
+  def experts(self, hf: HfConfig) -> Config[MoeFeedForward]:
+    experts = Config(MoeFeedForward, num_experts=hf.size('n_routed_experts'))
+    experts.set(num_experts_per_token=hf.size('num_experts_per_tok'), num_shared_experts=hf.size('n_shared_experts'))
+    experts.router_tpl.set(score='sigmoid', bias_update_rate=_BIAS_UPDATE_RATE)
+    experts.router_tpl.set(num_groups=hf.size('n_group'), num_groups_per_token=hf.size('topk_group'))
+    experts.router_tpl.set(renormalize=bool(hf['norm_topk_prob']), weight_scale=hf.number('routed_scaling_factor'))
+    return experts
+
+  def _logit_scale(self, hf: HfConfig, dims: int) -> float:
+    """Returns the factor of the logits. YaRN's factor of all dims multiplies queries and keys."""
+    scaling = hf.rotary().scaling_tpl
+    if scaling is None or target(scaling) is not YarnRotaryScaling:
+      return dims**-0.5
+    rope = hf.values.get('rope_parameters') or hf.values.get('rope_scaling') or {}
+    slope = hf.number('mscale_all_dim', {'mscale_all_dim': 0.0, **rope})
+    return YarnRotaryScaling.log_magnitude(scaling.factor, slope) ** 2 * dims**-0.5
+
+  def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
+    match = re.match(r'model\.layers\.(\d+)\.', name)
+    return match is not None and int(match[1]) >= hf.size('num_hidden_layers', most=MOST_LAYERS)
+
+  def values(self, lm: TransformerLm) -> Values:
+    blocks = blocks_of(lm)
+    attention, ff = cast(LatentAttention, blocks[-1].attention), cast(MoeFeedForward, blocks[-1].ff)
+    dense = [block.ff for block in blocks if not isinstance(block.ff, MoeFeedForward)]
+    assert attention.dims_per_head is not None
+    values: Values = {
+      'vocab_size': lm.vocab_size,
+      'hidden_size': lm.model_dims,
+      'num_hidden_layers': len(blocks),
+      'num_attention_heads': attention.num_heads,
+      'num_key_value_heads': attention.num_heads,
+      'qk_nope_head_dim': attention.dims_per_head - attention.rotary_dims,
+      'qk_rope_head_dim': attention.rotary_dims,
+      'head_dim': attention.rotary_dims,
+      'v_head_dim': attention.value_dims or attention.dims_per_head,
+      'kv_lora_rank': attention.latent_dims,
+      'q_lora_rank': attention.query_latent_dims,
+      'attention_bias': attention.use_bias,
+      'rope_interleave': attention.rotary.interleaved,
+      'first_k_dense_replace': len(dense),
+      'intermediate_size': dense[0].hidden_dims if dense else ff.hidden_dims,
+      'moe_intermediate_size': ff.hidden_dims,
+      'n_routed_experts': ff.num_experts,
+      'num_experts_per_tok': ff.num_experts_per_token,
+      'n_shared_experts': ff.num_shared_experts,
+      'n_group': ff.router.num_groups,
+      'topk_group': ff.router.num_groups_per_token,
+      'norm_topk_prob': ff.router.renormalize,
+      'routed_scaling_factor': ff.router.weight_scale,
+      'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
+      'rms_norm_eps': blocks[0].attention_norm.epsilon,
+      'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
+      **rope_values(attention.rotary),
+    }
+    scaling = attention.rotary.scaling
+    if isinstance(scaling, YarnRotaryScaling):
+      magnitude = math.sqrt(logit_scale(attention) * math.sqrt(attention.dims_per_head))
+      slope = (magnitude - 1) / (YarnRotaryScaling.log_magnitude(scaling.factor) - 1)
+      cast(dict[str, object], values['rope_scaling'])['mscale_all_dim'] = slope
+    return values
+
+  def table_of(self, weights: NestedDict) -> list[Pair]:
+    shapes = {'.'.join(map(str, path[-3:])): weight.shape for path, weight in leaves(weights).items()}
+    plain, V = (shapes[f'attention.{name}.w'][2] for name in ('key', 'value'))
+    theirs, ours = 'model.layers.{layer}.self_attn.', 'transformer.layers.attention.'
+    has_latent = 'attention.query_latent.w' in shapes
+    pairs = {pair.ours: pair for pair in super().table_of(weights)}
+    for pair in (
+      Pair(f'{theirs}q_{"b_" * has_latent}proj.weight', f'{ours}query.w', 'D N H -> (N H) D'),
+      Pair(f'{theirs}q_a_proj.weight', f'{ours}query_latent.w', 'D R -> R D'),
+      Pair(f'{theirs}q_a_proj.bias', f'{ours}query_latent.b'),
+      Pair(f'{theirs}q_a_layernorm.weight', f'{ours}query_latent_norm.scale'),
+      Pair(f'{theirs}kv_a_proj_with_mqa.weight', f'{ours}latent.w', 'D R -> R D'),
+      Pair(f'{theirs}kv_a_proj_with_mqa.bias', f'{ours}latent.b'),
+      Pair(f'{theirs}kv_a_layernorm.weight', f'{ours}latent_norm.scale'),
+      Pair(f'{theirs}kv_b_proj.weight', f'{ours}key.w', f'R N H -> (N H+{V}) R'),
+      Pair(f'{theirs}kv_b_proj.weight', f'{ours}value.w', f'R N V -> (N {plain}+V) R'),
+    ):
+      pairs[pair.ours] = pair
+    return list(pairs.values())
+
+  def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
+    pairs = [
+      *super().feed_forward_table(layer, ours),
+      Pair(f'{layer}mlp.gate.weight', f'{ours}ff.router.w', 'D E -> E D'),
+      Pair(f'{layer}mlp.gate.e_score_correction_bias', f'{ours}ff.router.bias'),
+    ]
+    for name in ('gate', 'up', 'down'):
+      pairs += [
+        Pair(f'{layer}mlp.experts.{{expert}}.{name}_proj.weight', f'{ours}ff.{name}', 'E: I O -> O I'),
+        Pair(f'{layer}mlp.shared_experts.{name}_proj.weight', f'{ours}ff.shared.{name}.w', 'I O -> O I'),
+      ]
+    return pairs
+
+
+_LATENT_EPSILON = 1e-6  # transformers does not read it from config.json.
+_V3 = LLAMA_DEFAULTS | {
+  'first_k_dense_replace': 3,
+  'kv_lora_rank': 512,
+  'q_lora_rank': 1536,
+  'qk_nope_head_dim': 128,
+  'qk_rope_head_dim': 64,
+  'v_head_dim': 128,
+  'intermediate_size': 18_432,
+  'moe_intermediate_size': 2048,
+  'n_routed_experts': 256,
+  'n_shared_experts': 1,
+  'num_experts_per_tok': 8,
+  'n_group': 8,
+  'topk_group': 4,
+  'norm_topk_prob': True,
+  'routed_scaling_factor': 2.5,
+  'rope_interleave': True,
+}
+DEEPSEEK_V3 = DeepseekV3('deepseek_v3', 'DeepseekV3ForCausalLM', _V3)
