@@ -17,6 +17,7 @@ BLOCK = re.compile(r'^```python\n(.*?)^```', re.DOTALL | re.MULTILINE)
 ON_EIGHT = [p for p in GUIDES if 'simulate_cpu_devices(8)' in p.read_text()]
 ON_ONE = [p for p in GUIDES if p not in ON_EIGHT]
 SHARDINGS = ROOT / 'docs' / 'five-ways-to-shard.md'
+INPUTS = ROOT / 'docs' / 'inputs.md'
 
 
 def write_script(guide, folder):
@@ -27,6 +28,12 @@ def write_script(guide, folder):
   script = folder / 'guide.py'
   script.write_text(code)
   return script
+
+
+def run_script(guide, folder, **environment):
+  """Runs the Python of a guide in a process of its own, which is killed if it hangs."""
+  command, env = [sys.executable, write_script(guide, folder)], os.environ | {'XLA_FLAGS': xla_flags()} | environment
+  return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=env, timeout=600)
 
 
 @pytest.mark.slow
@@ -40,10 +47,15 @@ def test_guide_that_simulates_devices_runs_as_a_script(guide, shared_programs, t
 @pytest.mark.slow
 def test_guide_to_shardings_runs_as_a_script_and_xla_warns_of_none(tmp_path):
   """In another process, because this one hides warnings of XLA."""
-  script = write_script(SHARDINGS, tmp_path)
-  env = os.environ | {'XLA_FLAGS': xla_flags(), 'TF_CPP_MIN_LOG_LEVEL': '1'}
-  done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+  done = run_script(SHARDINGS, tmp_path, TF_CPP_MIN_LOG_LEVEL='1')
   assert done.returncode == 0 and 'full rematerialization' not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_guide_to_inputs_runs_as_a_script(tmp_path):
+  """In a process of its own, as a user has it: it imports TensorFlow, Grain and PyArrow."""
+  done = run_script(INPUTS, tmp_path)
+  assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope='module')
@@ -65,7 +77,7 @@ def one_device(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('guide', ON_ONE, ids=lambda p: p.stem)
+@pytest.mark.parametrize('guide', [p for p in ON_ONE if p != INPUTS], ids=lambda p: p.stem)
 def test_guide_runs_as_a_script(guide, one_device, tmp_path):
   write_script(guide, tmp_path)
   print(tmp_path, file=one_device.stdin, flush=True)
