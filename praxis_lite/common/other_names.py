@@ -21,6 +21,8 @@ _OTHER_NAMES = {
   'init_from': 'init_from_checkpoint_rules',
   'learning_rate': 'lr',
   'schedule': 'lr_schedule lr_scheduler lr_scheduler_type',
+  'total_steps': 'decay_end',
+  'final_value': 'min_ratio',
   'clip_gradient_norm_to_value': 'clip_grad_norm max_grad_norm gradient_clip_val grad_clip gradient_clipping',
   'num_microbatches': 'gradient_accumulation_steps accumulate_grad_batches grad_accum_steps num_sub_batches',
   'decoupled_weight_decay': 'weight_decay',

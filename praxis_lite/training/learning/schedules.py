@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, config_values, target
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, check_choice
 
 Schedule = Callable[[jax.Array | int], ArrayLike]
 
@@ -115,15 +115,51 @@ class Linear(BaseSchedule):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    name = type(self).__name__
     if min(self.start[1], self.limit[1]) < 0:
-      raise ConfigError(f'Linear: expected values of at least 0, got {self.start[1]} and {self.limit[1]}')
+      raise ConfigError(f'{name}: expected values of at least 0, got {self.start[1]} and {self.limit[1]}')
     if self.start[0] >= self.limit[0]:
-      raise ConfigError(f'Linear.limit: its step {self.limit[0]} must come after the step of start, {self.start[0]}')
+      raise ConfigError(f'{name}.limit: its step {self.limit[0]} must come after the step of start, {self.start[0]}')
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     (x0, y0), (x1, y1) = self.start, self.limit
     done = jnp.clip((_float(step) - x0) / (x1 - x0), 0.0, 1.0)
-    return y0 + done * (y1 - y0)
+    return y0 + self._share(done) * (y1 - y0)
+
+  def _share(self, done: jax.Array) -> jax.Array:
+    """Returns the share of the change of the value, given the share of the steps; both go from 0 to 1."""
+    return done
+
+
+class Polynomial(Linear):
+  """Polynomial from `start` to `limit`, both (step, value), and constant before and after.
+
+  Attributes:
+    power: more than 0; 1 is linear.
+    origin: where the polynomial is flat if the power is more than 1. With d the share of the steps that is over, the
+      share of the change is d^power for 'start', and 1 - (1 - d)^power for 'limit'.
+  """
+
+  start: tuple[int, float] = (0, 1.0)
+  power: float = 1.0
+  origin: str = 'start'
+  _positive = ('power',)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_choice('Polynomial.origin', self.origin, ('start', 'limit'))
+
+  def _share(self, done: jax.Array) -> jax.Array:
+    return done**self.power if self.origin == 'start' else 1 - (1 - done) ** self.power
+
+
+class DelayedCosine(Linear):
+  """Half a cosine from `start` to `limit`, both (step, value), and constant before and after."""
+
+  start: tuple[int, float] = (0, 1.0)
+
+  def _share(self, done: jax.Array) -> jax.Array:
+    return 0.5 * (1 - jnp.cos(math.pi * done))
 
 
 class Cosine(BaseSchedule):
@@ -158,6 +194,40 @@ class Exponential(BaseSchedule):
     return jnp.exp(done * math.log(self.limit))
 
 
+class ContinuousSchedule(BaseSchedule):
+  """Constant up to step `start_step`, then halved every `half_life_steps`, down to `final_value`."""
+
+  initial_value: float = 1.0
+  final_value: float = 0.01
+  start_step: int = 400_000
+  half_life_steps: int = 100_000
+  _positive = ('initial_value', 'half_life_steps')
+  _not_negative = ('final_value',)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.final_value > self.initial_value:
+      raise ConfigError(
+        f'ContinuousSchedule.final_value: expected at most initial_value, {self.initial_value}, got {self.final_value}'
+      )
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    half_lives = jnp.maximum(_float(step) - self.start_step, 0.0) / self.half_life_steps
+    return jnp.maximum(self.initial_value * 0.5**half_lives, self.final_value)
+
+
+class SqrtDecay(BaseSchedule):
+  """multiplier / sqrt(max(step - offset, decay_start)): constant, then the inverse square root of the step."""
+
+  decay_start: int = 10_000
+  multiplier: float = 1.0
+  offset: int = 0
+  _positive = ('decay_start', 'multiplier')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    return self.multiplier * jax.lax.rsqrt(jnp.maximum(_float(step) - self.offset, float(self.decay_start)))
+
+
 class PiecewiseConstant(BaseSchedule):
   """`values[i]` from step `boundaries[i - 1]` up to `boundaries[i]`."""
 
@@ -181,72 +251,152 @@ class PiecewiseConstant(BaseSchedule):
 
 
 class Transformer(BaseSchedule):
-  """model_dims^-1/2 * min((step + 1) * warmup_steps^-3/2, (step + 1)^-1/2) (Vaswani et al., 2017)."""
+  """model_dims^-1/2 * min((step + 1) * warmup_steps^-3/2, (step + 1)^-1/2) (Vaswani et al., 2017).
+
+  From step `decay_end` on, it is constant; None lets it decay forever.
+  """
 
   model_dims: int = REQUIRED
   warmup_steps: int = 4000
+  decay_end: int | None = None
   _positive = ('model_dims', 'warmup_steps')
+  _not_negative = ('decay_end',)
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
-    count = _float(step) + 1
+    count = (_float(step) if self.decay_end is None else jnp.minimum(_float(step), self.decay_end)) + 1
     return self.model_dims**-0.5 * jnp.minimum(count * self.warmup_steps**-1.5, count**-0.5)
 
 
 class _Warmup(BaseSchedule):
-  """Linear warm-up, (step + 1) / warmup_steps, for `warmup_steps` steps, then `decay`."""
+  """Linear warm-up to `peak` for `warmup_steps` steps, then `decay`.
+
+  Step s of the warm-up has the factor (s + 1) / warmup_steps, so that the first step changes the variables, and the
+  last one of the warm-up has the peak. With `warmup_from_zero`, as in Pax, it is s / warmup_steps.
+  """
 
   warmup_steps: int = REQUIRED
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    if self.warmup_steps < 0:
-      raise ConfigError(f'{type(self).__name__}.warmup_steps: expected at least 0, got {self.warmup_steps}')
+  warmup_from_zero: bool = False
+  _not_negative: ClassVar[tuple[str, ...]] = ('warmup_steps',)
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
-    warm = jnp.minimum((_float(step) + 1) / max(self.warmup_steps, 1), 1.0)
+    taken = _float(step) + (0 if self.warmup_from_zero else 1)
+    warm = self.peak * jnp.minimum(taken / max(self.warmup_steps, 1), 1.0)
     return jnp.where(jnp.asarray(step) < self.warmup_steps, warm, self.decay(_float(step)))
+
+  @property
+  def peak(self) -> float:
+    """The factor at the end of the warm-up."""
+    return 1.0
 
   def decay(self, step: jax.Array) -> jax.Array:
     """Returns the factor from step `warmup_steps` on."""
     raise NotImplementedError
 
 
-class LinearWarmupCosine(_Warmup):
-  """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`.
+class _WarmupThenDecay(_Warmup):
+  """Linear warm-up to 1, 1 up to step `decay_start`, then a decay to `final_value` at step `total_steps`.
 
-  If `total_steps` is not set, a task fills in its number of train steps. A run that is shorter than the warm-up has no
-  decay.
+  If `total_steps` is not set, a task fills in its number of train steps. `decay_start` is `warmup_steps` unless it is
+  set. A run that is shorter than that has no decay.
   """
 
   total_steps: int = REQUIRED
+  final_value: float = 0.01
+  decay_start: int | None = None
+  _not_negative = ('warmup_steps', 'final_value')
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.decay_start is not None and self.decay_start < self.warmup_steps:
+      raise ConfigError(
+        f'{type(self).__name__}.decay_start: expected at least warmup_steps, {self.warmup_steps}, or None, got '
+        f'{self.decay_start}'
+      )
+
+  @property
+  def _span(self) -> tuple[int, int]:
+    """The first and the last step of the decay."""
+    start = self.warmup_steps if self.decay_start is None else self.decay_start
+    return start, max(self.total_steps, start + 1)
+
+
+class LinearWarmupCosine(_WarmupThenDecay):
+  """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`.
+
+  If `total_steps` is not set, a task fills in its number of train steps. The factor is 1 up to step `decay_start`,
+  which is `warmup_steps` unless it is set. A run that is shorter than that has no decay. With `warmup_from_zero`, step
+  s of the warm-up has the factor s / warmup_steps, as in Pax, instead of (s + 1) / warmup_steps.
+  """
+
   final_value: float = 0.1
-  _not_negative = ('final_value',)
 
   def decay(self, step: jax.Array) -> jax.Array:
-    cosine = Cosine(total_steps=max(self.total_steps - self.warmup_steps, 1), final_value=self.final_value)
-    return cosine(step - self.warmup_steps)
+    start, end = self._span
+    return Cosine(total_steps=end - start, final_value=self.final_value)(step - start)
+
+
+class LinearWarmupPolynomialDecay(_WarmupThenDecay):
+  """Linear warm-up to 1, then 1 - d^power * (1 - final_value), where d is the share of the decay that is over.
+
+  `power` 1 is a linear decay. The other fields are those of `LinearWarmupCosine`.
+  """
+
+  power: float = 1.0
+  _positive = ('power',)
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    start, end = self._span
+    return Polynomial(start=(start, 1.0), limit=(end, self.final_value), power=self.power)(step)
+
+
+class LinearWarmupExponentialDecay(_WarmupThenDecay):
+  """Linear warm-up to 1, then exponential decay to `final_value` at step `total_steps`.
+
+  The fields are those of `LinearWarmupCosine`.
+  """
+
+  _positive = ('final_value',)
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    start, end = self._span
+    return Exponential(start=start, end=end, limit=self.final_value)(step)
 
 
 class LinearWarmupSqrtDecay(_Warmup):
-  """Linear warm-up to 1, then the inverse square root of the step: sqrt(warmup_steps / step)."""
+  """Linear warm-up to 1, then the inverse square root of the step: sqrt(warmup_steps / step).
+
+  With `warmup_from_zero`, step s of the warm-up has the factor s / warmup_steps, as in Pax.
+  """
 
   def decay(self, step: jax.Array) -> jax.Array:
     return jnp.sqrt(max(self.warmup_steps, 1) / jnp.maximum(step, 1))
 
 
-class LinearWarmupExponentialDecay(_Warmup):
-  """Linear warm-up to 1, then exponential decay to `final_value` at step `total_steps`.
+class LinearWarmupPiecewiseConstant(_Warmup):
+  """Linear warm-up to `values[0]`, then `values[i]` from step `boundaries[i - 1]` up to `boundaries[i]`.
 
-  A run that is shorter than the warm-up has no decay.
+  With `warmup_from_zero`, step s of the warm-up has the factor values[0] * s / warmup_steps, as in Pax.
   """
 
-  total_steps: int = REQUIRED
-  final_value: float = 0.01
-  _positive = ('final_value',)
+  boundaries: tuple[int, ...] = REQUIRED
+  values: tuple[float, ...] = REQUIRED
+  _not_negative = ('warmup_steps', 'values')
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self._constants = PiecewiseConstant(boundaries=self.boundaries, values=self.values)
+    if self.boundaries and self.boundaries[0] < self.warmup_steps:
+      raise ConfigError(
+        f'LinearWarmupPiecewiseConstant.boundaries: expected steps of at least warmup_steps, {self.warmup_steps}, got '
+        f'{tuple(self.boundaries)}'
+      )
+
+  @property
+  def peak(self) -> float:
+    return self.values[0]
 
   def decay(self, step: jax.Array) -> jax.Array:
-    end = max(self.total_steps, self.warmup_steps + 1)
-    return Exponential(start=self.warmup_steps, end=end, limit=self.final_value)(step)
+    return self._constants(step)
 
 
 def _float(step: jax.Array | int) -> jax.Array:

@@ -1,0 +1,80 @@
+"""Schedules made of other schedules: one after the other, once or again and again."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.training.learning.schedules import BaseSchedule, Schedule, to_schedule
+
+
+class _Composed(BaseSchedule):
+  """Base of the schedules that are made of `schedules`."""
+
+  schedules: tuple[Config | Schedule, ...] = REQUIRED
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    name = type(self).__name__
+    if not self.schedules:
+      raise ConfigError(f'{name}.schedules: expected at least one schedule')
+    self._parts = [to_schedule(part, f'{name}.schedules[{i}]') for i, part in enumerate(self.schedules)]
+
+
+class PiecewiseSchedule(_Composed):
+  """`schedules[i]` from step `boundaries[i - 1]` up to `boundaries[i]`; its own steps begin at 0.
+
+  Attributes:
+    boundaries: steps that increase.
+    schedules: a config of a schedule, or a function of the step, for each interval: one more than there are boundaries.
+  """
+
+  boundaries: tuple[int, ...] = REQUIRED
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if len(self.schedules) != len(self.boundaries) + 1:
+      raise ConfigError(
+        f'PiecewiseSchedule.schedules: {len(self.boundaries)} boundaries need {len(self.boundaries) + 1} schedules, '
+        f'got {len(self.schedules)}'
+      )
+    if any(a >= b for a, b in zip((0, *self.boundaries), self.boundaries)):
+      raise ConfigError(
+        f'PiecewiseSchedule.boundaries: expected steps of at least 1 that increase, got {tuple(self.boundaries)}'
+      )
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    return jnp.asarray(optax.join_schedules(self._parts, list(self.boundaries))(jnp.asarray(step)), jnp.float32)
+
+
+class CycleSchedule(_Composed):
+  """Each of `schedules` in turn, `schedules[i]` for `steps[i]` steps, and then again from the first one.
+
+  Unlike those of a `PiecewiseSchedule`, all of them are functions of the step of the run.
+
+  Attributes:
+    schedules: a config of a schedule, or a function of the step, for each part of the cycle.
+    steps: the length of each part, at least 1.
+  """
+
+  steps: tuple[int, ...] = REQUIRED
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if len(self.steps) != len(self.schedules):
+      raise ConfigError(
+        f'CycleSchedule.steps: {len(self.schedules)} schedules need as many numbers of steps, got {len(self.steps)}'
+      )
+    if min(self.steps) < 1:
+      raise ConfigError(f'CycleSchedule.steps: expected at least 1 each, got {tuple(self.steps)}')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    in_cycle, end = jnp.asarray(step) % sum(self.steps), sum(self.steps)
+    value = jnp.zeros((), jnp.float32)
+    for part, steps in zip(reversed(self._parts), reversed(self.steps)):
+      value = jnp.where(in_cycle < end, jnp.asarray(part(step), jnp.float32), value)
+      end -= steps
+    return value
