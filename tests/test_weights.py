@@ -31,6 +31,13 @@ EXPECTED_STDDEV = {
   'TruncatedGaussian': TRUNCATED,
   'Constant': 0.0,
   'Xavier': math.sqrt(2 / (FAN_IN + FAN_OUT)),
+  'XavierWithFixupParams': math.sqrt(2 / (FAN_IN + FAN_OUT)),
+  'GeoMeanXavier': (FAN_IN * FAN_OUT) ** -0.25,
+  'UniformUnitScaling': (4 * 50) ** -0.5,
+  # Columns of 50 entries with a norm of sqrt(50 / 30) at one of four places.
+  'ScaledDeltaOrthogonal': math.sqrt(1 / 30 / 4),
+  'TruncatedGaussianSqrtDim': TRUNCATED * FIRST**-0.5,
+  'TruncatedGaussianFanOut': TRUNCATED * FAN_OUT**-0.5,
   'GaussianSqrtDim': FIRST**-0.5,
   'GaussianFanIn': FAN_IN**-0.5,
   'GaussianFanOut': FAN_OUT**-0.5,
@@ -81,11 +88,34 @@ def test_initializer_has_the_promised_mean_and_stddev(name):
     (WeightInit.UniformFanIn(2.0), 2 * FAN_IN**-0.5),
     (WeightInit.TruncatedGaussian(0.3), 0.6),
     (WeightInit.Xavier(1.5), 1.5 * math.sqrt(6 / (FAN_IN + FAN_OUT))),
+    (WeightInit.XavierWithFixupParams(1.5, 16, 2), 1.5 / 2 * math.sqrt(6 / (FAN_IN + FAN_OUT))),
+    (WeightInit.GeoMeanXavier(1.5), 1.5 * math.sqrt(3 / math.sqrt(FAN_IN * FAN_OUT))),
+    (WeightInit.UniformUnitScaling(1.5), 1.5 * math.sqrt(3 / (4 * 50))),
   ],
 )
 def test_bounded_initializers_reach_up_to_their_bound_and_not_beyond(init, bound):
   largest = np.abs(draw(init)).max()
   assert 0.95 * bound < largest <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize('shape', [(6, 4), (4, 6), (1, 5), (3, 6, 4), (2, 3, 4, 6)])
+def test_delta_orthogonal_is_an_orthogonal_matrix_in_the_middle_of_zeros(shape):
+  value, (*window, inputs, outputs) = draw(WeightInit.ScaledDeltaOrthogonal(0.5), shape=shape), shape
+  middle = tuple((size - 1) // 2 for size in window)
+  matrix = value[middle]
+  product = matrix @ matrix.T if inputs <= outputs else matrix.T @ matrix
+  scale = 0.25 * max(inputs / outputs, 1)
+  np.testing.assert_allclose(product, scale * np.eye(min(inputs, outputs)), atol=1e-6)
+  assert np.count_nonzero(value) == np.count_nonzero(matrix)
+
+
+def test_delta_orthogonal_in_bfloat16_and_repeated():
+  one = WeightHParams((3, 3, 4, 4), init=WeightInit.ScaledDeltaOrthogonal(), dtype=jnp.bfloat16)
+  value = init_weight(one.repeat(2), jax.random.key(0))
+  assert value.shape == (2, 3, 3, 4, 4) and value.dtype == jnp.bfloat16
+  first, second = np.asarray(value[:, 1, 1], np.float32)
+  np.testing.assert_allclose(first @ first.T, np.eye(4), atol=0.03)
+  assert np.abs(first - second).max() > 0.1
 
 
 def test_gaussian_is_a_gaussian():

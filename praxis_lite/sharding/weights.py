@@ -89,6 +89,9 @@ _SCALINGS = ('', '_sqrt_dim', '_fan_in', '_fan_out', '_fan_avg')
 _METHODS = {
   'constant': ('constant', ''),
   'xavier': ('uniform', '_xavier'),
+  'geo_mean_xavier': ('uniform', '_geo_mean_xavier'),
+  'uniform_unit_scaling': ('uniform', '_unit_scaling'),
+  'scaled_delta_orthogonal': ('delta_orthogonal', ''),
   **{distribution + scaling: (distribution, scaling) for distribution in _DISTRIBUTIONS for scaling in _SCALINGS},
 }
 
@@ -114,9 +117,15 @@ class WeightInit:
     *_sqrt_dim                                     1 / sqrt(first dimension)
     *_fan_in, *_fan_out, *_fan_avg                 1 / sqrt(fan)
     xavier                                         uniform in +-scale * sqrt(6 / (fan_in + fan_out))
+    geo_mean_xavier                                uniform in +-scale * sqrt(3 / sqrt(fan_in * fan_out))
+    uniform_unit_scaling                           uniform in +-scale * sqrt(3 / product of all dimensions but the last)
     constant                                       every entry is `scale`
 
   Xavier follows Glorot and Bengio, 2010. The truncated Gaussian is cut at two standard deviations and not rescaled.
+
+  'scaled_delta_orthogonal' makes [..., I, O] with `scale` times a matrix [I, O] that has orthonormal rows, or columns
+  times sqrt(I / O), whichever are fewer. If there are more dimensions, as in a convolution, that matrix is at their
+  middle, and all other entries are 0 (Xiao et al., 2018). A vector is Gaussian.
   """
 
   method: str
@@ -129,15 +138,34 @@ class WeightInit:
   Gaussian = _constructor('Gaussian')
   Uniform = _constructor('Uniform')
   Xavier = _constructor('Xavier')
+  GeoMeanXavier = _constructor('GeoMeanXavier')
   TruncatedGaussian = _constructor('TruncatedGaussian')
   Constant = _constructor('Constant', default=0.0)
   GaussianSqrtDim = _constructor('GaussianSqrtDim')
   GaussianFanIn = _constructor('GaussianFanIn')
   GaussianFanOut = _constructor('GaussianFanOut')
   GaussianFanAvg = _constructor('GaussianFanAvg')
+  TruncatedGaussianSqrtDim = _constructor('TruncatedGaussianSqrtDim')
   TruncatedGaussianFanIn = _constructor('TruncatedGaussianFanIn')
+  TruncatedGaussianFanOut = _constructor('TruncatedGaussianFanOut')
   UniformSqrtDim = _constructor('UniformSqrtDim')
   UniformFanIn = _constructor('UniformFanIn')
+  UniformUnitScaling = _constructor('UniformUnitScaling')
+  ScaledDeltaOrthogonal = _constructor('ScaledDeltaOrthogonal')
+
+  @classmethod
+  def XavierWithFixupParams(
+    cls, scale: float = 1.0, depth: float = 1.0, layers_per_residual_block: float = 1.0
+  ) -> WeightInit:
+    """Returns Xavier at scale * depth^(-1 / (2 * layers_per_residual_block)), for residual nets without norms.
+
+    Args:
+      scale: scale of a single block.
+      depth: number of residual blocks, L of Fixup (Zhang et al., 2019).
+      layers_per_residual_block: number of layers in a block. Fixup's exponent, -1 / (2 m - 2) for blocks of m layers,
+        is that of m - 1.
+    """
+    return cls('xavier', scale * depth ** (-1 / (2 * layers_per_residual_block)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +311,8 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
   if distribution == 'constant':
     return jnp.full(shape, scale, dtype)
   draw_dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+  if distribution == 'delta_orthogonal' and len(shape) > 1:
+    return _delta_orthogonal(key, shape, scale, draw_dtype).astype(dtype)
   fan_in, fan_out = (fan or 1 for fan in get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes))
   scale *= {
     '': 1.0,
@@ -291,9 +321,19 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
     '_fan_out': 1 / math.sqrt(fan_out),
     '_fan_avg': 1 / math.sqrt((fan_in + fan_out) / 2),
     '_xavier': math.sqrt(6 / (fan_in + fan_out)),
+    '_geo_mean_xavier': math.sqrt(3 / math.sqrt(fan_in * fan_out)),
+    '_unit_scaling': math.sqrt(3 / math.prod(shape[:-1])),
   }[scaling]
   if distribution == 'uniform':
     return jax.random.uniform(key, shape, draw_dtype, -scale, scale).astype(dtype)
-  if distribution == 'gaussian':
-    return (scale * jax.random.normal(key, shape, draw_dtype)).astype(dtype)
-  return (scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)).astype(dtype)
+  if distribution == 'truncated_gaussian':
+    return (scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)).astype(dtype)
+  return (scale * jax.random.normal(key, shape, draw_dtype)).astype(dtype)
+
+
+def _delta_orthogonal(key: jax.Array, shape: Sequence[int], scale: float, dtype: DTypeLike) -> jax.Array:
+  """Returns zeros [..., I, O] with a scaled orthogonal matrix [I, O] at the middle of the other dimensions."""
+  *window, inputs, outputs = shape
+  orthogonal = jax.nn.initializers.orthogonal(scale * math.sqrt(max(inputs / outputs, 1)))
+  matrix = orthogonal(key, (inputs, outputs), jnp.promote_types(dtype, jnp.float32))  # It decomposes a matrix.
+  return jnp.zeros(shape, dtype).at[tuple((size - 1) // 2 for size in window)].set(matrix.astype(dtype))
