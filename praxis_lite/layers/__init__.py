@@ -1,13 +1,15 @@
 """Layers: what models are made of."""
 
-from praxis_lite.layers.activations import ACTIVATIONS, get_activation
+from praxis_lite.layers.activations import ACTIVATIONS, Activation, get_activation
+from praxis_lite.layers.adapters import AdaptedFeedForward, MultitaskResidualAdapter
 from praxis_lite.layers.attention import MultiHeadAttention, Projection
 from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias, ProbabilityDropout
+from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi_tempered_loss
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
-from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.dropout import Dropout, StochasticResidual
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.encoder_decoder import DecoderBlock, TransformerEncoderDecoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
@@ -32,14 +34,24 @@ from praxis_lite.layers.masks import (
   row_array,
 )
 from praxis_lite.layers.moe import MoeFeedForward
-from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, IdentityNorm, LayerNorm, RMSNorm, RMSNormNoScale
 from praxis_lite.layers.pipeline import Pipelined, describe_pipelines
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
-from praxis_lite.layers.positions import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
+from praxis_lite.layers.positions import (
+  LearnedPositions,
+  RelativeBias,
+  RotaryPositions,
+  SinusoidalPositions,
+  SinusoidalPositions2D,
+  grid_positions,
+)
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.routing import Router
 from praxis_lite.layers.sequence_parts import SequenceSplit
+from praxis_lite.layers.sequential import Sequential
+from praxis_lite.layers.sigmoid import SigmoidCrossEntropy
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
+from praxis_lite.layers.stacking import StackingOverTime
 from praxis_lite.layers.transformer import (
   PipelinedTransformer,
   RepeatedTransformer,
@@ -47,14 +59,19 @@ from praxis_lite.layers.transformer import (
   TransformerBlock,
   TransformerLm,
 )
+from praxis_lite.layers.weight_norms import SpectralNormLinear, WeightNormalizedLinear
 
 __all__ = [
   'ACTIVATIONS',
+  'Activation',
+  'AdaptedFeedForward',
   'ArrayMask',
   'AttentionMask',
   'AttentionSpec',
   'Band',
   'BatchNorm',
+  'BiTemperedLoss',
+  'BiTemperedSoftmax',
   'Bias',
   'Causal',
   'Conv2D',
@@ -69,6 +86,7 @@ __all__ = [
   'GatedFeedForward',
   'GlobalPooling',
   'GroupNorm',
+  'IdentityNorm',
   'Known',
   'LatentAttention',
   'LayerNorm',
@@ -78,6 +96,7 @@ __all__ = [
   'Mlp',
   'MoeFeedForward',
   'MultiHeadAttention',
+  'MultitaskResidualAdapter',
   'Paddings',
   'PipelineSchedule',
   'Pipelined',
@@ -87,6 +106,7 @@ __all__ = [
   'ProbabilityDropout',
   'Projection',
   'RMSNorm',
+  'RMSNormNoScale',
   'RelativeBias',
   'Repeat',
   'RepeatedTransformer',
@@ -94,14 +114,22 @@ __all__ = [
   'Router',
   'Segments',
   'SequenceSplit',
+  'Sequential',
   'SharedEmbeddingSoftmax',
+  'SigmoidCrossEntropy',
   'SinusoidalPositions',
+  'SinusoidalPositions2D',
   'SlidingWindow',
+  'SpectralNormLinear',
   'StackedTransformer',
+  'StackingOverTime',
+  'StochasticResidual',
   'TransformerBlock',
   'TransformerEncoderDecoder',
   'TransformerLm',
   'Visibility',
+  'WeightNormalizedLinear',
+  'bi_tempered_loss',
   'blockwise_attention',
   'choose_attention',
   'context_parallel_attention',
@@ -109,6 +137,7 @@ __all__ = [
   'describe_pipelines',
   'dot_product_attention',
   'get_activation',
+  'grid_positions',
   'key_array',
   'make_mask',
   'query_array',

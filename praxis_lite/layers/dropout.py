@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al., 2014)."""
+"""Dropout of entries (Srivastava et al., 2014), and of the residual branches of whole rows (Huang et al., 2016)."""
 
 from __future__ import annotations
 
@@ -39,3 +39,35 @@ class Dropout(Layer):
       shape[dim] = 1
     kept = jax.random.bernoulli(self.next_prng_key(), 1 - self.rate, shape)
     return self.shard(jnp.where(kept, x / (1 - self.rate), 0))
+
+
+class StochasticResidual(Layer):
+  """y = x + residual_weight * branch, where training leaves out the branch of whole rows at random: stochastic depth.
+
+  The branches of other rows are scaled by 1 / (1 - rate); in evaluation, no branch is left out (Huang et al., 2016). So
+  an example skips some of the blocks, and a deep network trains as an ensemble of shallower ones.
+
+  Attributes:
+    rate: probability that the branch of a row is left out, at least 0 and less than 1. 0 needs no PRNG key.
+    residual_weight: factor of the branch.
+  """
+
+  noise_fields: ClassVar[tuple[str, ...]] = ('rate',)
+
+  rate: float = 0.0
+  residual_weight: float = 1.0
+
+  def setup(self) -> None:
+    self._check_range('rate', least=0, below=1)
+
+  def __call__(self, x: jax.Array, branch: jax.Array) -> jax.Array:
+    """Returns an array of the shape of x.
+
+    Args:
+      x: [B, ...], the residual stream.
+      branch: [B, ...], what is added to it.
+    """
+    if self.rate and not self.do_eval:
+      kept = jax.random.bernoulli(self.next_prng_key(), 1 - self.rate, (branch.shape[0], *(1,) * (branch.ndim - 1)))
+      branch = jnp.where(kept, branch / (1 - self.rate), 0)
+    return self.shard(x + (branch if self.residual_weight == 1 else self.residual_weight * branch))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.base import Layer, WeightSplit
+from praxis_lite.layers.base import Layer, SplitMapping, WeightSplit
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
@@ -81,6 +81,28 @@ class RMSNorm(Norm):
     if not self.zero_centered:
       return super()._output(y)
     return self.shard((y * (1.0 + self.theta.scale.astype(y.dtype))).astype(self.fprop_dtype))
+
+
+class RMSNormNoScale(Norm):
+  """y = x / sqrt(mean(x^2) + epsilon), without weights.
+
+  Attributes: `dims` and `epsilon`, as in `Norm`.
+  """
+
+  weight_split_dims_mapping: Config = template(SplitMapping)
+
+  def _normalize(self, x32: jax.Array) -> jax.Array:
+    return x32 * _inverse_root_mean_square(x32, -1, self.epsilon)
+
+
+class IdentityNorm(Norm):
+  """y = x, for blocks that should not normalize; it has no weights."""
+
+  weight_split_dims_mapping: Config = template(SplitMapping)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns x [..., D]."""
+    return self.shard(x.astype(self.fprop_dtype))
 
 
 class LayerNorm(Norm):

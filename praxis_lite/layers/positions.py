@@ -49,6 +49,47 @@ class SinusoidalPositions(Layer):
     return self.shard(y_BTD.astype(self.fprop_dtype))
 
 
+class SinusoidalPositions2D(Layer):
+  """Sinusoids of rows in the first half of the dims and of columns in the second one, for patches of images (MAE).
+
+      y    = [half(row), half(column)],  half(p) = [sin(p r_0), sin(p r_1), ..., cos(p r_0), cos(p r_1), ...]
+      r_i  = max_timescale^(-i / (D / 4))
+
+  As in He et al., 2022, and section D.4 of Dosovitskiy et al., 2021. Learned positions of a grid are `LearnedPositions`
+  of row * width + column.
+
+  Attributes:
+    dims: D, a multiple of 4.
+    max_timescale: the wavelengths are from 2 pi to almost 2 pi max_timescale.
+  """
+
+  dims: int = REQUIRED
+  max_timescale: float = 10_000.0
+
+  def setup(self) -> None:
+    if self.dims % 4:
+      raise ConfigError(f'{self.path_name}.dims: expected a multiple of 4, got {self.dims}')
+
+  def __call__(self, rows_BT: jax.Array, columns_BT: jax.Array) -> jax.Array:
+    """Returns [B, T, D].
+
+    Args:
+      rows_BT, columns_BT: place of each patch; `grid_positions` returns those of a whole image. They may be fractions,
+        such as distances from the middle.
+    """
+    count = self.dims // 4
+    rates = self.max_timescale ** (-jnp.arange(count, dtype=jnp.float32) / count)
+    angles = [pos_BT.astype(jnp.float32)[..., None] * rates for pos_BT in (rows_BT, columns_BT)]
+    y_BTD = jnp.concatenate([f(angle) for angle in angles for f in (jnp.sin, jnp.cos)], axis=-1)
+    return self.shard(y_BTD.astype(self.fprop_dtype))
+
+
+def grid_positions(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the row and the column of each patch of an image, int32 [1, height * width], row by row."""
+  rows, columns = np.indices((height, width), np.int32)
+  return rows.reshape(1, -1), columns.reshape(1, -1)
+
+
 class LearnedPositions(Layer):
   """y = w[pos].
 

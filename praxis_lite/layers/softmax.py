@@ -101,43 +101,27 @@ class SoftmaxOutput(NamedTuple):
     return self.whole_logits
 
 
-class FullSoftmax(Layer):
-  """logits = x w (+ b), w [D, V], and their cross entropy.
+class ClassLogits(Layer):
+  """Base of the layers with logits = x w (+ b), w [D, V].
 
   Attributes:
     input_dims: D.
     num_classes: V.
     use_bias: whether there is a bias.
     soft_cap: bounds logits smoothly, cap * tanh(logits / cap) (Gemma 2); None disables it.
-    label_smoothing: see `cross_entropy`.
-    z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
-    chunk_size: number of classes of each device for which the cross entropy is computed at a time, so that the logits
-      of all classes are never in memory. None computes all at once, which takes less time. 'auto' uses about 16 chunks
-      if the logits of all classes would take 256 MiB or more on each device.
     weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split like dimension V.
-    activation_split_dims_mapping: `out`: logits, [..., V], also those of a chunk.
+    activation_split_dims_mapping: `out`: logits, [..., V].
   """
 
   input_dims: int = REQUIRED
   num_classes: int = REQUIRED
   use_bias: bool = False
   soft_cap: float | None = None
-  label_smoothing: float = 0.0
-  z_loss_weight: float = 0.0
-  chunk_size: int | str | None = 'auto'
   weight_split_dims_mapping: Config = template(WeightSplit)
 
-  _classes_axis: ClassVar[int] = 1
-
   def setup(self) -> None:
-    self._check_range('label_smoothing', least=0, below=1)
     if self.soft_cap is not None and self.soft_cap <= 0:
       raise ConfigError(f'{self.path_name}.soft_cap: expected more than 0, or None, got {self.soft_cap}')
-    size = self.chunk_size
-    if size not in ('auto', None) and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-      raise ConfigError(
-        f"{self.path_name}.chunk_size: expected a number of classes, at least 1, 'auto', or None, got {size!r}"
-      )
     weight, bias_split = self._declare(self.weight_split_dims_mapping.wt)
     self.create_variable('w', weight)
     if self.use_bias:
@@ -159,6 +143,39 @@ class FullSoftmax(Layer):
       logits += self.theta.b
     logits = to_sum_dtype(self.shard(logits))
     return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
+
+class FullSoftmax(ClassLogits):
+  """logits = x w (+ b), w [D, V], and their cross entropy.
+
+  Attributes:
+    input_dims: D.
+    num_classes: V.
+    use_bias: whether there is a bias.
+    soft_cap: bounds logits smoothly, cap * tanh(logits / cap) (Gemma 2); None disables it.
+    label_smoothing: see `cross_entropy`.
+    z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
+    chunk_size: number of classes of each device for which the cross entropy is computed at a time, so that the logits
+      of all classes are never in memory. None computes all at once, which takes less time. 'auto' uses about 16 chunks
+      if the logits of all classes would take 256 MiB or more on each device.
+    weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split like dimension V.
+    activation_split_dims_mapping: `out`: logits, [..., V], also those of a chunk.
+  """
+
+  label_smoothing: float = 0.0
+  z_loss_weight: float = 0.0
+  chunk_size: int | str | None = 'auto'
+
+  _classes_axis: ClassVar[int] = 1
+
+  def setup(self) -> None:
+    self._check_range('label_smoothing', least=0, below=1)
+    size = self.chunk_size
+    if size not in ('auto', None) and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+      raise ConfigError(
+        f"{self.path_name}.chunk_size: expected a number of classes, at least 1, 'auto', or None, got {size!r}"
+      )
+    super().setup()
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:
     """Returns the cross entropy, and the logits unless it is computed in chunks.

@@ -24,7 +24,7 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.facts import LayerProblem
-from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.dropout import Dropout, StochasticResidual
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
@@ -55,6 +55,7 @@ class TransformerBlock(Layer):
     attention_tpl: template of the child `attention`.
     ff_tpl: template of the child `ff`, such as a `MoeFeedForward`.
     dropout_tpl: template of the child `residual_dropout`, on values that are added to the residual stream.
+    residual_tpl: template of the child `residual`, a `StochasticResidual` that adds them; None just adds them.
     activation_split_dims_mapping: `out`, [B, T, D]: the residual stream.
   """
 
@@ -68,6 +69,7 @@ class TransformerBlock(Layer):
   attention_tpl: Config = template(MultiHeadAttention)
   ff_tpl: Config = template(GatedFeedForward)
   dropout_tpl: Config = template(Dropout)
+  residual_tpl: Config | None = None
 
   attention: MultiHeadAttention = child()
   ff: FeedForward | MoeFeedForward = child()
@@ -76,6 +78,7 @@ class TransformerBlock(Layer):
   attention_out_norm: Norm = child()
   ff_out_norm: Norm = child()
   residual_dropout: Dropout = child()
+  residual: StochasticResidual = child()
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.norm_policy', self.norm_policy, NORM_POLICIES)
@@ -87,6 +90,8 @@ class TransformerBlock(Layer):
     self.create_child('attention', self.attention_tpl.clone(input_dims=self.input_dims, **heads))
     self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
+    if self.residual_tpl is not None:
+      self.create_child('residual', self.residual_tpl)
 
   def __call__(self, x_BTD: jax.Array, *, paddings: jax.Array | None = None, **attention: Any) -> jax.Array:
     """Returns [B, T, D].
@@ -140,7 +145,8 @@ class TransformerBlock(Layer):
       y_BTD = norm(y_BTD)
     elif out_norm is not None:
       y_BTD = out_norm(y_BTD)
-    x_BTD = self.shard(x_BTD + self.residual_dropout(y_BTD))
+    y_BTD = self.residual_dropout(y_BTD)
+    x_BTD = self.shard(x_BTD + y_BTD if self.residual_tpl is None else self.residual(x_BTD, y_BTD))
     return norm(x_BTD) if self.norm_policy == 'post' else x_BTD
 
 

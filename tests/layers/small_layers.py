@@ -150,6 +150,29 @@ def encoder_decoder() -> Config:
   return config
 
 
+def sequential() -> Config:
+  linear = split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True)
+  return Config(
+    layers.Sequential, layers_tpl=(linear, Config(layers.Activation, activation='tanh'), linear.clone(input_dims=F))
+  )
+
+
+def adapter(**fields: Any) -> Config:
+  return split(layers.MultitaskResidualAdapter, ('replica', 'data', 'mdl'), OUT, bottleneck_dims=5, **fields)
+
+
+def adapted() -> Config:
+  ff = split(layers.FeedForward, WT)
+  config = split(layers.AdaptedFeedForward, None, OUT, input_dims=D, hidden_dims=F, ff_tpl=ff, mode='parallel')
+  return config.set(adapter_tpl=adapter(norm_tpl=None))
+
+
+def bi_tempered() -> Config:
+  config = split(layers.BiTemperedSoftmax, WT, OUT, input_dims=D, num_classes=V, use_bias=True)
+  config.loss_tpl.set(end_step=3, label_smoothing=0.1)
+  return config
+
+
 X = normal(B, T, D)
 SOURCE = normal(B, 6, D, seed=2)
 IMAGES = normal(B, 6, 7, 1)
@@ -157,7 +180,13 @@ WEIGHTS = np.array([1.0, 0.0, 0.5], np.float32)
 POSITIONS = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
 
 CASES = {
+  'Activation': lambda: Case(split(layers.Activation, None, OUT, activation='gelu'), (X,)),
+  'AdaptedFeedForward': lambda: Case(adapted(), (X,)),
   'BatchNorm': lambda: Case(split(layers.BatchNorm, ('mdl',), OUT, dims=D), (X, WEIGHTS)),
+  'BiTemperedLoss': lambda: Case(
+    Config(layers.BiTemperedLoss, t1=0.7, t2=1.3), (normal(B, T, V), ids(B, T)), float32_out=True
+  ),
+  'BiTemperedSoftmax': lambda: Case(bi_tempered(), (X, ids(B, T)), float32_out=True),
   'Bias': lambda: Case(split(layers.Bias, ('mdl',), OUT, dims=D), (X,)),
   'Conv2D': lambda: Case(
     split(layers.Conv2D, (None, None, None, WT), (BATCH, None, None, 'mdl'), filter_shape=(3, 2, 1, 5)), (IMAGES,)
@@ -177,12 +206,14 @@ CASES = {
   'GlobalPooling': lambda: Case(split(layers.GlobalPooling, None, (BATCH, 'mdl')), (IMAGES,)),
   'GroupNorm': lambda: Case(split(layers.GroupNorm, ('mdl',), OUT, dims=9, num_groups=3), (normal(B, T, 9),)),
   'LatentAttention': lambda: Case(latent_attention(), (X,)),
+  'IdentityNorm': lambda: Case(split(layers.IdentityNorm, None, OUT, dims=D), (X,)),
   'LayerNorm': lambda: Case(split(layers.LayerNorm, ('mdl',), OUT, dims=D), (X,)),
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
   'Mlp': lambda: Case(mlp(), (X,)),
   'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
+  'MultitaskResidualAdapter': lambda: Case(adapter(input_dims=D, num_tasks=3), (X, ids(B, below=3))),
   'Pipelined': lambda: Case(pipelined(), (X,)),
   'PipelinedTransformer': lambda: Case(pipelined_transformer(), (X,)),
   'Pooling': lambda: Case(split(layers.Pooling, None, (BATCH, None, 'mdl', None), kind='mean'), (IMAGES,)),
@@ -190,6 +221,7 @@ CASES = {
     split(layers.Projection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), use_bias=True), (X,)
   ),
   'RMSNorm': lambda: Case(split(layers.RMSNorm, ('mdl',), OUT, dims=D), (X,)),
+  'RMSNormNoScale': lambda: Case(split(layers.RMSNormNoScale, None, OUT, dims=D), (X,)),
   'RelativeBias': lambda: Case(
     split(layers.RelativeBias, (None, 'mdl'), (BATCH, 'mdl', None, None), num_heads=N, num_buckets=8),
     (POSITIONS, POSITIONS),
@@ -198,6 +230,7 @@ CASES = {
   'RepeatedTransformer': lambda: Case(Config(layers.RepeatedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
   'Router': lambda: Case(router().set(input_dims=D, num_experts=5), (X,), float32_out=True),
+  'Sequential': lambda: Case(sequential(), (X,)),
   'SharedEmbeddingSoftmax': lambda: Case(
     split(
       layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True, chunk_size=3
@@ -205,9 +238,29 @@ CASES = {
     (X, ids(B, T)),
     float32_out=True,
   ),
+  'SigmoidCrossEntropy': lambda: Case(
+    split(layers.SigmoidCrossEntropy, WT, OUT, input_dims=D, num_classes=V, use_bias=True),
+    (X, ids(B, T)),
+    float32_out=True,
+  ),
   'SinusoidalPositions': lambda: Case(split(layers.SinusoidalPositions, None, OUT, dims=D), (POSITIONS,)),
+  'SinusoidalPositions2D': lambda: Case(
+    split(layers.SinusoidalPositions2D, None, OUT, dims=8), (POSITIONS, POSITIONS[:, ::-1])
+  ),
+  'SpectralNormLinear': lambda: Case(
+    split(layers.SpectralNormLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)
+  ),
   'StackedTransformer': lambda: Case(Config(layers.StackedTransformer, layers_tpl=block(), num_layers=2), (X,)),
+  'StackingOverTime': lambda: Case(
+    split(layers.StackingOverTime, None, OUT, left_context=1, right_context=2, stride=2), (X, POSITIONS > 3)
+  ),
+  'StochasticResidual': lambda: Case(
+    split(layers.StochasticResidual, None, OUT, rate=0.4, residual_weight=0.5), (X, normal(B, T, D, seed=3))
+  ),
   'TransformerBlock': lambda: Case(block(), (X,)),
   'TransformerEncoderDecoder': lambda: Case(encoder_decoder(), (ids(B, 6), ids(B, T), ids(B, T)), float32_out=True),
   'TransformerLm': lambda: Case(transformer_lm(), (ids(B, T), ids(B, T)), float32_out=True),
+  'WeightNormalizedLinear': lambda: Case(
+    split(layers.WeightNormalizedLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)
+  ),
 }

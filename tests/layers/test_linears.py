@@ -11,7 +11,16 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import ACTIVATIONS, Bias, Dropout, FeedForward, GatedFeedForward, Linear, get_activation
+from praxis_lite.layers import (
+  ACTIVATIONS,
+  Activation,
+  Bias,
+  Dropout,
+  FeedForward,
+  GatedFeedForward,
+  Linear,
+  get_activation,
+)
 from praxis_lite.sharding.weights import WeightHParamsCollection
 
 B, T, D, F = 2, 3, 4, 6
@@ -114,6 +123,7 @@ REFERENCES = {
   'relu': lambda x: np.maximum(x, 0),
   'relu6': lambda x: np.clip(x, 0, 6),
   'squared_relu': lambda x: np.maximum(x, 0) ** 2,
+  'cubed_relu': lambda x: np.maximum(x, 0) ** 3,
   'leaky_relu': lambda x: np.where(x > 0, x, 0.01 * x),
   'elu': lambda x: np.where(x > 0, x, np.expm1(x)),
   'gelu': gelu,
@@ -122,6 +132,7 @@ REFERENCES = {
   'sigmoid': lambda x: 1 / (1 + np.exp(-x)),
   'tanh': np.tanh,
   'softplus': lambda x: np.log1p(np.exp(x)),
+  'exp': np.exp,
 }
 
 
@@ -131,10 +142,18 @@ def test_activation(name):
   np.testing.assert_allclose(get_activation(name)(jnp.float32(x)), REFERENCES[name](x), rtol=1e-4, atol=1e-5)
 
 
+def test_an_activation_is_a_layer_too():
+  v, y = run(Activation, x_BTD(), activation='cubed_relu')
+  np.testing.assert_allclose(y, np.maximum(x_BTD(), 0) ** 3, rtol=1e-5)
+  assert v == {}
+
+
 @pytest.mark.parametrize('cls', [FeedForward, GatedFeedForward])
 def test_unknown_activation_is_refused_when_the_layer_is_built(cls):
   with pytest.raises(ConfigError, match=r"activation: unknown activation 'sliu'\. Did you mean 'silu'\?"):
     Config(cls, input_dims=D, hidden_dims=F, activation='sliu').instantiate()
+  with pytest.raises(ConfigError, match=r"^Activation\.activation: unknown activation 'sliu'"):
+    Config(Activation, activation='sliu').instantiate()
 
 
 # ---------------------------------------------------------------- dropout

@@ -9,7 +9,7 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from praxis_lite.layers import BatchNorm, GroupNorm, IdentityNorm, LayerNorm, RMSNorm, RMSNormNoScale
 from praxis_lite.sharding.weights import WeightHParamsCollection
 
 B, T, D = 4, 5, 6
@@ -39,6 +39,19 @@ def test_rms_norm():
   v, x = scale_and_bias(['scale']), x_BTD()
   expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 0.1) * v['scale']
   np.testing.assert_allclose(apply(RMSNorm, v, x, epsilon=0.1)[0], expected, rtol=1e-5)
+
+
+def test_rms_norm_without_a_scale():
+  x = x_BTD()
+  expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 0.1)
+  np.testing.assert_allclose(apply(RMSNormNoScale, {}, x, epsilon=0.1)[0], expected, rtol=1e-5)
+  assert Config(RMSNormNoScale, dims=D).instantiate().abstract_init() == {}
+
+
+def test_identity_norm_returns_its_input_in_the_dtype_of_the_computation():
+  y, _ = apply(IdentityNorm, {}, x_BTD())
+  np.testing.assert_array_equal(y, x_BTD())
+  assert apply(IdentityNorm, {}, x_BTD(), fprop_dtype=jnp.bfloat16)[0].dtype == jnp.bfloat16
 
 
 def test_zero_centered_rms_norm():

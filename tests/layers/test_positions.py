@@ -11,7 +11,14 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
+from praxis_lite.layers import (
+  LearnedPositions,
+  RelativeBias,
+  RotaryPositions,
+  SinusoidalPositions,
+  SinusoidalPositions2D,
+  grid_positions,
+)
 from praxis_lite.layers.positions import (
   LinearRotaryScaling,
   Llama3RotaryScaling,
@@ -45,6 +52,35 @@ def test_sinusoids_are_those_of_the_formula(dims):
   angles = positions()[..., None] / scales
   expected = np.concatenate([np.sin(angles), np.cos(angles), np.zeros((B, T, dims % 2))], axis=-1)
   np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('middle', [(0, 0), (1.5, 2.0)], ids=['corner', 'middle'])
+def test_sinusoids_of_a_grid_are_those_of_rows_and_columns(middle):
+  """Counted from the middle, they are those of Praxis's PositionalEmbedding2D; see docs/from-pax.md."""
+  (height, width), dims = (3, 4), 12
+  rows, columns = (place - start for place, start in zip(grid_positions(height, width), middle))
+  y = run(SinusoidalPositions2D, {}, np.float32(rows), np.float32(columns), dims=dims)
+  assert y.shape == (1, height * width, dims)
+  rates = 10_000 ** (-np.arange(3) / 3)
+  for i in range(height):
+    for j in range(width):
+      of_row, of_column = (i - middle[0]) * rates, (j - middle[1]) * rates
+      expected = np.concatenate([np.sin(of_row), np.cos(of_row), np.sin(of_column), np.cos(of_column)])
+      np.testing.assert_allclose(y[0, i * width + j], expected, atol=1e-5)
+
+
+def test_sinusoids_of_some_patches_are_those_of_the_grid():
+  """As a masked autoencoder needs them, each row with patches of its own."""
+  rows, columns = grid_positions(3, 4)
+  every = run(SinusoidalPositions2D, {}, rows, columns, dims=8)
+  kept = np.array([[5, 0, 11], [7, 7, 2]])
+  y = run(SinusoidalPositions2D, {}, rows[0][kept], columns[0][kept], dims=8)
+  np.testing.assert_allclose(y, every[0][kept], rtol=1e-6)
+
+
+def test_dims_of_a_grid_that_are_no_multiple_of_4_are_refused():
+  with pytest.raises(ConfigError, match=r'SinusoidalPositions2D\.dims: expected a multiple of 4, got 6'):
+    Config(SinusoidalPositions2D, dims=6).instantiate()
 
 
 @pytest.mark.parametrize('dims', [2, 6, 7])

@@ -9,7 +9,7 @@ from explicit_models import FSDP, class_batch, lm_batch, lm_task, partitioned, t
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import ConvNet, Dropout, Mlp
+from praxis_lite.layers import ConvNet, Dropout, Mlp, SpectralNormLinear
 from praxis_lite.models import ClassificationModel, transformer_lm
 from praxis_lite.training.task import SingleTask
 
@@ -50,6 +50,7 @@ CASES = {
   'microbatches': (MLP, (('data',), (8,)), {'num_microbatches': 4, 'clip_gradient_single_norm_to_value': 0.01}),
   'two_axes': (MLP, (('replica', 'data'), (2, 3)), {'ema_decay': 0.9, 'report_param_norm': True}),
   'batch_norm': (Config(ConvNet, input_channels=1, channels=(9,)), (('data',), (8,)), {'num_microbatches': 2}),
+  'spectral_norm': (MLP.clone(linear_tpl=Config(SpectralNormLinear)), (('replica', 'data'), (2, 3)), {}),
 }
 
 

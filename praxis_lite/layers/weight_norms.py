@@ -1,0 +1,90 @@
+"""Linear layers with normalized weights.
+
+I input dims, O output dims.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.fp8 import matmul
+from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
+
+_EPSILON = 1e-12  # Of squared norms, so that a weight of zeros stays one, with finite gradients.
+
+
+class _NormalizedLinear(Linear):
+  """Base of the linear layers that multiply by a weight made of `w`."""
+
+  def _normalize(self, w: jax.Array) -> jax.Array:
+    """Returns the weight [I, O] that multiplies the input; w is float32."""
+    raise NotImplementedError
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., O] for x [..., I]."""
+    w = self._normalize(to_sum_dtype(self.theta.w)).astype(self.fprop_dtype)
+    y = matmul(x.astype(self.fprop_dtype), w, 1, self.matmul, f'{self.path_name}.matmul')
+    if self.use_bias:
+      y += self.theta.b
+    return self.shard(y)
+
+
+class WeightNormalizedLinear(_NormalizedLinear):
+  """y = x w g / |w| + b, with the norm |w| and the learned length g of each column (Salimans and Kingma, 2016).
+
+  Attributes: the same as for `Linear`; `g`, [O], begins at 1 and is split as the last dimension.
+  """
+
+  def setup(self) -> None:
+    super().setup()
+    wt = self.weight_split_dims_mapping.wt
+    skip = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
+    split = None if wt is None else wt[-1:]
+    g = WeightHParams(
+      (self.output_dims,), init=WeightInit.Constant(1.0), tensor_split_dims_mapping=split, collections=skip
+    )
+    self.create_variable('g', g)
+
+  def _normalize(self, w: jax.Array) -> jax.Array:
+    return w * (self.theta.g * jax.lax.rsqrt(jnp.sum(jnp.square(w), axis=0) + _EPSILON))
+
+
+class SpectralNormLinear(_NormalizedLinear):
+  """y = x w / sigma + b, where sigma is the largest singular value of w (Miyato et al., 2018).
+
+  Each call in training improves the estimate of the singular vector by a step of the power method, and stores it in
+  the variable `u`, [I]; sigma = |u^T w|. No gradient flows through u.
+
+  Attributes: the same as for `Linear`; `u` is split as the first dimension.
+  """
+
+  def setup(self) -> None:
+    super().setup()
+    wt = self.weight_split_dims_mapping.wt
+    keep = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32})
+    split = None if wt is None else wt[:1]
+    u = WeightHParams(
+      (self.input_dims,),
+      init=WeightInit.GaussianSqrtDim(),
+      dtype='float32',
+      tensor_split_dims_mapping=split,
+      collections=keep,
+    )
+    self.create_variable('u', u, trainable=False)
+
+  def _normalize(self, w: jax.Array) -> jax.Array:
+    fixed = jax.lax.stop_gradient(w)
+    u = _unit(jax.lax.stop_gradient(self.theta.u).astype(w.dtype))
+    if not self.do_eval:
+      u = _unit(fixed @ _unit(u @ fixed))
+      self.update_var('u', u)
+    v = _unit(u @ fixed)
+    return w / jnp.maximum(u @ w @ v, _EPSILON)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+  """Returns a vector of length 1 in the direction of x; zeros if x is that."""
+  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x)) + _EPSILON**2)

@@ -1,0 +1,53 @@
+"""Small layers on meshes with an axis of 3 and an unused axis: results and every gradient are those of one device."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from small_layers import AXES, BATCH, CASES, X
+from test_every_layer import assert_close, on_one_device, step
+
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.padding import padded_shape, slice_to
+from praxis_lite.sharding.specs import to_partition_spec
+
+LAYERS = (
+  'AdaptedFeedForward',
+  'BiTemperedSoftmax',
+  'MultitaskResidualAdapter',
+  'SigmoidCrossEntropy',
+  'SpectralNormLinear',
+  'StackingOverTime',
+  'StochasticResidual',
+  'WeightNormalizedLinear',
+)
+NAMES = (*AXES, 'unused')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sizes', [(1, 1, 3, 2), (1, 3, 1, 2)], ids=['mdl of 3', 'data of 3'])
+@pytest.mark.parametrize('name', LAYERS)
+def test_an_axis_of_3_and_an_unused_axis_change_nothing(name, sizes):
+  variables, args, _, expected = on_one_device(name)
+  config = CASES[name]().config.set(mesh_axis_names=NAMES)
+  if name == 'StackingOverTime':  # Its length is split too.
+    config.activation_split_dims_mapping.out = (BATCH[0], ('data', 'mdl'), None)
+    config.inputs_split_mapping = {'map_3d': (None, ('data', 'mdl'), None)}
+    assert X.shape[1] % 3
+  layer = config.instantiate()
+  mesh = jax.make_mesh(sizes, NAMES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[:6])
+
+  def place(weight, value):
+    spec = to_partition_spec(weight.full_split_dims_mapping, NAMES, rank=value.ndim)
+    amounts = [(0, p - d) for d, p in zip(value.shape, padded_shape(value.shape, spec, mesh))]
+    return jax.device_put(np.pad(value, amounts) if amounts else value, NamedSharding(mesh, spec))
+
+  def on_mesh(padded, args):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return step(layer, slice_to(padded, variables), args)
+
+  args = jax.device_put(args, NamedSharding(mesh, jax.sharding.PartitionSpec()))
+  padded = jax.tree.map(place, layer.abstract_init(), variables)
+  assert_close(GuardedJit(on_mesh)(padded, args), expected, 1e-5)
