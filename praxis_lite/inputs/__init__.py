@@ -3,6 +3,8 @@
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.grain_input import ArrayRecordInput, GrainInput, write_array_records
 from praxis_lite.inputs.hf_tokenizer import HfTokenizer
+from praxis_lite.inputs.labelled_text import LabelledTextInput
+from praxis_lite.inputs.masked_text import MaskedTextInput
 from praxis_lite.inputs.mixture import MixtureInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
 from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput
@@ -33,6 +35,8 @@ __all__ = [
   'Feature',
   'GrainInput',
   'HfTokenizer',
+  'LabelledTextInput',
+  'MaskedTextInput',
   'MixtureInput',
   'PrefetchIterator',
   'RandomAccessInput',

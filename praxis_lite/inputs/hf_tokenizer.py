@@ -36,6 +36,9 @@ class ChatTokens(NamedTuple):
   is_answer: np.ndarray
 
 
+_WORD_MARKS = ('\u0120', '\u2581')  # The space before a word in byte-level BPE, and in SentencePiece.
+
+
 class HfTokenizer(BaseTokenizer):
   """A tokenizer of the package `tokenizers`. Needs `pip install praxis_lite[hf]`.
 
@@ -76,6 +79,8 @@ class HfTokenizer(BaseTokenizer):
   @functools.cached_property
   def special_ids(self) -> tuple[int, int, int]:
     bos, eos, pad = (self._special_id(name) for name in ('bos', 'eos', 'pad'))
+    # The tokenizer of BERT has no names for begin and end but these.
+    bos, eos = (self._special_id(other) if own is None else own for own, other in ((bos, 'cls'), (eos, 'sep')))
     if bos is None and eos is None:
       raise ConfigError(
         f'HfTokenizer.eos_token: the files beside {self.path} name neither a bos nor an eos token; set eos_token'
@@ -83,6 +88,21 @@ class HfTokenizer(BaseTokenizer):
     begin, end = (bos if bos is not None else eos), (eos if eos is not None else bos)
     assert begin is not None and end is not None
     return begin, end, end if pad is None else pad
+
+  @functools.cached_property
+  def mask_id(self) -> int | None:
+    return self._special_id('mask')
+
+  @functools.cached_property
+  def control_ids(self) -> frozenset[int]:
+    added = self._model.get_added_tokens_decoder()
+    return super().control_ids | {int(i) for i, token in added.items() if token.special}
+
+  def word_starts(self) -> np.ndarray:
+    pieces = [self._model.id_to_token(i) or '' for i in range(self.vocab_size)]
+    marks = _WORD_MARKS if any(piece.startswith(_WORD_MARKS) for piece in pieces) else None
+    # WordPiece marks the tokens that continue a word, and the others mark those that begin one.
+    return np.array([piece.startswith(marks) if marks else not piece.startswith('##') for piece in pieces])
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
     out = []

@@ -57,6 +57,23 @@ class BaseTokenizer(Configurable):
     """Whether each token that is not special stands for one byte."""
     return False
 
+  @property
+  def mask_id(self) -> int | None:
+    """The id that stands for a hidden token; None if there is none."""
+    return None
+
+  @property
+  def control_ids(self) -> frozenset[int]:
+    """The ids that are no text, such as the special ids."""
+    return frozenset(self.special_ids) | (frozenset() if self.mask_id is None else {self.mask_id})
+
+  def word_starts(self) -> np.ndarray:
+    """Returns which ids begin a word, [vocab_size] bool; other ids continue the word of the token before them.
+
+    White space and punctuation begin words, and the letters and digits after them continue these.
+    """
+    raise ConfigError(f'{type(self).__name__} does not know where words begin')
+
   def encode(self, text: str) -> list[int]:
     """Returns the ids of a text, without special ids around it."""
     return self.encode_documents([text.encode()])[0].ids.tolist()
@@ -106,6 +123,10 @@ class ByteTokenizer(BaseTokenizer):
   @property
   def is_byte_level(self) -> bool:
     return True
+
+  def word_starts(self) -> np.ndarray:
+    # Bytes from 128 on are parts of characters that are not ASCII.
+    return np.array([i >= 256 or not (i >= 128 or _is_of_word(chr(i))) for i in range(self.vocab_size)])
 
   def decode(self, ids: Iterable[int]) -> str:
     # A model with an enlarged vocabulary may produce ids that are neither bytes nor special.
@@ -173,6 +194,9 @@ class CharTokenizer(BaseTokenizer):
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
     return [self._encode(np.frombuffer(d.decode().encode('utf-32-le'), np.uint32)) for d in documents]
 
+  def word_starts(self) -> np.ndarray:
+    return np.array([*(not _is_of_word(c) for c in self.characters), True])
+
   def _encode(self, codes: np.ndarray) -> Tokens:
     """Returns the tokens of the code points of a text."""
     ids = self._id_of_code[np.minimum(codes, len(self._id_of_code) - 1)]
@@ -191,6 +215,10 @@ class CharTokenizer(BaseTokenizer):
     ids = np.full(codes.max(initial=0) + 2, -1, np.int32)
     ids[codes] = np.arange(len(codes))
     return ids
+
+
+def _is_of_word(character: str) -> bool:
+  return character.isalnum() or character == '_'
 
 
 # The largest code points that take one, two and three bytes in UTF-8.
@@ -241,6 +269,20 @@ class SentencePieceTokenizer(BaseTokenizer):
     if max(bos, eos) < 0:
       raise ConfigError(f'SentencePieceTokenizer.model_path: {self.model_path} has neither a bos nor an eos id')
     return (bos if bos >= 0 else eos), (eos if eos >= 0 else bos), max(pad, 0)
+
+  @property
+  def mask_id(self) -> int | None:
+    found = (self._model.piece_to_id(piece) for piece in ('[MASK]', '<mask>'))
+    return next((i for i in found if not self._model.is_unknown(i)), None)
+
+  @property
+  def control_ids(self) -> frozenset[int]:
+    model = self._model
+    return super().control_ids | {i for i in range(self.vocab_size) if model.is_control(i) or model.is_unknown(i)}
+
+  def word_starts(self) -> np.ndarray:
+    # U+2581 stands for the space before a word.
+    return np.array([self._model.id_to_piece(i).startswith('\u2581') for i in range(self.vocab_size)])
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._model.decode([i for i in map(int, ids) if i not in self.special_ids and 0 <= i < self.vocab_size])

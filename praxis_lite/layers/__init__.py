@@ -11,6 +11,7 @@ from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout, StochasticResidual
 from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
 from praxis_lite.layers.encoder_decoder import DecoderBlock, TransformerEncoderDecoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
@@ -87,6 +88,7 @@ __all__ = [
   'GlobalPooling',
   'GroupNorm',
   'IdentityNorm',
+  'HeadTransform',
   'Known',
   'LatentAttention',
   'LayerNorm',
@@ -125,6 +127,7 @@ __all__ = [
   'StackingOverTime',
   'StochasticResidual',
   'TransformerBlock',
+  'TransformerEncoder',
   'TransformerEncoderDecoder',
   'TransformerLm',
   'Visibility',

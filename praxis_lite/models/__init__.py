@@ -2,21 +2,30 @@
 
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.classifier import ClassificationModel
+from praxis_lite.models.classifier import ClassificationModel, Classifier
+from praxis_lite.models.encoder_configs import masked_language_model, sequence_classifier, transformer_encoder
 from praxis_lite.models.encoder_decoder_configs import encoder_decoder
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transformer_lm
+from praxis_lite.models.masked_text_model import MaskedLanguageModel
+from praxis_lite.models.text_classifier import SequenceClassifier
 
 __all__ = [
   'BaseModel',
   'ClassificationModel',
+  'Classifier',
   'EncoderDecoderModel',
   'LanguageModel',
+  'MaskedLanguageModel',
+  'SequenceClassifier',
   'WeightedScalars',
   'encoder_decoder',
+  'masked_language_model',
+  'sequence_classifier',
   'set_pipeline',
   'set_sharding',
+  'transformer_encoder',
   'transformer_lm',
   'weighted_mean',
 ]

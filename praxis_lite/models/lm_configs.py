@@ -1,4 +1,4 @@
-"""Configs of language models in two styles, GPT-2 and LLaMA, and the usual ways to split them over a mesh."""
+"""Configs of language models in two styles, GPT-2 and LLaMA, and the usual ways to split models over a mesh."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.encoder import TransformerEncoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
@@ -146,13 +147,14 @@ def set_sharding(
   `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
 
   Args:
-    config: the config of a `LanguageModel` or a `TransformerLm`, or of an `EncoderDecoderModel` or its network.
+    config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, or of a
+      `MaskedLanguageModel`, a `SequenceClassifier` or their `TransformerEncoder`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.
     context_axis: mesh axis that splits the length of all activations (context parallelism); None disables it.
   """
-  lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
+  lm = _network(config)
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)  # A cache is not split along its length; others get `context_axis` below.
   lm.activation_split_dims_mapping.out = bld
@@ -176,6 +178,18 @@ def set_sharding(
     dense.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
     dense.activation_split_dims_mapping.set(hidden=blf, out=bld)
   table = (mdl_axis, data_axis)
+  if _is_encoder(lm):
+    lm.embedding_tpl.weight_split_dims_mapping.wt = table
+    of_table = lm.embedding_tpl.activation_split_dims_mapping
+    of_table.set(**({'emb': bld, 'out': blf} if hasattr(of_table, 'emb') else {'out': bld}))
+    for name in ('transform_tpl', 'pooler_tpl'):
+      if getattr(config, name, None) is not None:
+        getattr(config, name).linear_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+    if getattr(config, 'softmax_tpl', None) is not None:
+      config.softmax_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+      is_of_rows = hasattr(config, 'num_classes')
+      config.softmax_tpl.activation_split_dims_mapping.out = (batch_axes, mdl_axis) if is_of_rows else blf
+    return config
   if getattr(lm, 'relative_bias_tpl', None) is not None:
     lm.relative_bias_tpl.weight_split_dims_mapping.wt = (None, mdl_axis)
     lm.relative_bias_tpl.activation_split_dims_mapping.out = (None, mdl_axis, None, None)
@@ -191,6 +205,18 @@ def set_sharding(
     lm.embedding_tpl.weight_split_dims_mapping.wt = table
     lm.embedding_tpl.activation_split_dims_mapping.out = bld
   return config
+
+
+def _network(config: Config) -> Config:
+  """Returns the config of the network of a model, or that of a network itself."""
+  if hasattr(config, 'lm_tpl'):
+    return config.lm_tpl
+  encoder = getattr(config, 'encoder_tpl', None)
+  return encoder if encoder is not None and _is_encoder(encoder) else config
+
+
+def _is_encoder(config: Config) -> bool:
+  return isinstance(kind := target(config), type) and issubclass(kind, TransformerEncoder)
 
 
 def _remove_axes(axes: str | tuple[str, ...] | None, taken: tuple[str, ...]) -> str | tuple[str, ...] | None:

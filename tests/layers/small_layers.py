@@ -138,6 +138,26 @@ def decoder_block() -> Config:
   return config
 
 
+def encoder() -> Config:
+  config = split(layers.TransformerEncoder, out=(BATCH, None, None), vocab_size=V, model_dims=D, num_layers=2)
+  config.set(num_heads=N, hidden_dims=F, dims_per_head=H, position_tpl=Config(layers.LearnedPositions, max_len=T))
+  config.embedding_tpl = split(layers.Embedding, ('mdl', 'data'), (BATCH, None, None))
+  config.token_type_tpl = Config(layers.Embedding, num_classes=2)
+  post_norm = config.transformer_tpl.layers_tpl
+  post_norm.activation_split_dims_mapping.out = (BATCH, None, None)
+  post_norm.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  post_norm.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  post_norm.ff_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def head_transform() -> Config:
+  config = split(layers.HeadTransform, out=OUT, dims=D)
+  config.linear_tpl.weight_split_dims_mapping.wt = WT
+  config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  return config
+
+
 def encoder_decoder() -> Config:
   config = split(layers.TransformerEncoderDecoder, out=(BATCH, None, None), vocab_size=V, model_dims=D, num_layers=2)
   config.set(num_encoder_layers=3, num_heads=N, hidden_dims=F, dims_per_head=H, scale_output_sqrt_depth=True)
@@ -207,6 +227,7 @@ CASES = {
   'GroupNorm': lambda: Case(split(layers.GroupNorm, ('mdl',), OUT, dims=9, num_groups=3), (normal(B, T, 9),)),
   'LatentAttention': lambda: Case(latent_attention(), (X,)),
   'IdentityNorm': lambda: Case(split(layers.IdentityNorm, None, OUT, dims=D), (X,)),
+  'HeadTransform': lambda: Case(head_transform(), (X,)),
   'LayerNorm': lambda: Case(split(layers.LayerNorm, ('mdl',), OUT, dims=D), (X,)),
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
@@ -258,6 +279,7 @@ CASES = {
     split(layers.StochasticResidual, None, OUT, rate=0.4, residual_weight=0.5), (X, normal(B, T, D, seed=3))
   ),
   'TransformerBlock': lambda: Case(block(), (X,)),
+  'TransformerEncoder': lambda: Case(encoder(), (ids(B, T),)),
   'TransformerEncoderDecoder': lambda: Case(encoder_decoder(), (ids(B, 6), ids(B, T), ids(B, T)), float32_out=True),
   'TransformerLm': lambda: Case(transformer_lm(), (ids(B, T), ids(B, T)), float32_out=True),
   'WeightNormalizedLinear': lambda: Case(

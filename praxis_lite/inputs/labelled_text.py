@@ -1,0 +1,218 @@
+"""Texts, or pairs of texts, with a class as batches for a `SequenceClassifier`.
+
+    text a, class          ^ a a a $             ^ begins and $ ends a text
+    texts a and b, class   ^ a a a $ b b b $     types 0 0 0 0 0 1 1 1 1
+    with two ends between  ^ a a a $ $ b b b $   RoBERTa, which has one type
+
+A batch has `ids`, `segment_ids` (0 is padding) and `token_type_ids`, [B, T] int32; `label`, [B] int32; and `weights`,
+[B] float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config, build_at, template
+from praxis_lite.common.errors import ConfigError, DataError, UserError, check_choice, did_you_mean
+from praxis_lite.common.files import parse_json
+from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
+from praxis_lite.inputs.files import Paths, find_files, read_file
+from praxis_lite.inputs.random_access import RandomAccessInput
+from praxis_lite.inputs.rows import Rows, Struct, resolve_source
+from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
+
+Labelled = Sequence[Sequence[str | int]]
+
+
+class _Example(NamedTuple):
+  """The tokens of a row, the first of them that has type 1, and the class."""
+
+  ids: np.ndarray
+  second: int
+  label: int
+
+
+class LabelledTextInput(RecordsInput, RandomAccessInput):
+  """Texts with a class, from TSV or JSON Lines files or from a function.
+
+  Attributes:
+    path: files `*.tsv`, with the values of `fields` in each line, separated by tabs; or `*.jsonl`, with an object in
+      each line. It has the forms of `TextInput.path`.
+    examples: instead of `path`, tuples of the values of `fields`, or a function (or the `Config` of one) that returns
+      them.
+    seq_len: T, tokens of a row, with its begin and end tokens.
+    fields: the names of the text, or of both texts, and of the class.
+    classes: the names of the classes, in the order of their numbers; None means that classes are numbers.
+    tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
+    pair_style: 'bert' puts one end token between two texts, and gives the second type 1; 'roberta' puts two, and gives
+      all tokens type 0.
+    truncate: cut the longer text of a row that is too long, instead of treating it as a bad record.
+
+  Raises (when the data is first needed):
+    DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a
+      line is no example, is not UTF-8, has an empty text or an unknown class, or is too long.
+  """
+
+  path: Paths | Callable[[], Paths] | Config | None = None
+  examples: Labelled | Callable[[], Labelled] | Config | None = None
+  seq_len: int = REQUIRED
+  fields: tuple[str, ...] = ('text', 'label')
+  classes: tuple[str, ...] | None = None
+  tokenizer_tpl: Config = template(ByteTokenizer)
+  pair_style: str = 'bert'
+  truncate: bool = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_at_least(seq_len=3)
+    check_choice(f'{self.label}.pair_style', self.pair_style, ('bert', 'roberta'))
+    if (self.path is None) == (self.examples is None):
+      raise ConfigError(f'{self.label}.path: expected either path, files with examples, or examples, a function')
+    if len(self.fields) not in (2, 3):
+      raise ConfigError(
+        f'{self.label}.fields: expected the names of a text and its class, or of two texts and their class, got '
+        f'{self.fields!r}'
+      )
+    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of token ids."""
+    return self.tokenizer.vocab_size
+
+  @property
+  def num_examples(self) -> int:
+    return len(self._examples)
+
+  def example_struct(self) -> Struct:
+    row = {name: jax.ShapeDtypeStruct((self.seq_len,), np.int32) for name in ('ids', 'segment_ids', 'token_type_ids')}
+    return row | {'label': jax.ShapeDtypeStruct((), np.int32), 'weights': jax.ShapeDtypeStruct((), np.float32)}
+
+  def data_files(self) -> list[str]:
+    return [] if self.path is None else find_files(self.path, f'{self.label}.path')
+
+  def rows(self, indices: np.ndarray) -> Rows:
+    batch: Rows = {n: np.zeros((len(indices), *s.shape), s.dtype) for n, s in self.example_struct().items()}
+    batch['ids'][:] = self.tokenizer.special_ids[2]
+    batch['weights'][:] = 1
+    for row, index in enumerate(indices):
+      ids, second, label = self._examples[index]
+      batch['ids'][row, : len(ids)] = ids
+      batch['segment_ids'][row, : len(ids)] = 1
+      batch['token_type_ids'][row, second : len(ids)] = 1
+      batch['label'][row] = label
+    return batch
+
+  @functools.cached_property
+  def _examples(self) -> list[_Example]:
+    kept = [found for source in self._values() if (found := self._encode(*source)) is not None]
+    if not kept:
+      raise DataError(f'{self.label}.{self._field}: there are no texts with a class')
+    return kept
+
+  @property
+  def _field(self) -> str:
+    return 'examples' if self.path is None else 'path'
+
+  def _values(self) -> Iterator[tuple[str, str, Sequence[object]]]:
+    """Yields the file, the place in it, and the values of the fields of each example."""
+    if self.path is None:
+      examples = resolve_source(self.examples)
+      if not isinstance(examples, Sequence) or isinstance(examples, str):
+        raise ConfigError(f'{self.label}.examples: expected tuples {self.fields}, or a function, got {examples!r}')
+      for number, values in enumerate(examples):
+        if not isinstance(values, tuple | list) or len(values) != len(self.fields):
+          raise DataError(f'{self.label}.examples: example {number} is {values!r}; expected {self.fields}')
+        yield 'examples', f'example {number}', values
+      return
+    where = f'{self.label}.path'
+    for file in find_files(self.path, where):
+      split = _LINES.get(os.path.splitext(file)[1])
+      if split is None:
+        raise DataError(f'{where}: {file} is neither *.tsv nor *.jsonl')
+      for number, line in enumerate(read_file(file, where).split(b'\n'), 1):
+        if not line.strip():
+          continue
+        try:
+          yield file, f'line {number}', split(line.removesuffix(b'\r').decode(), self.fields)
+        except ValueError as error:  # Also if it is not UTF-8.
+          self.leave_out(BadRecord(file, f'line {number}', str(error)))
+
+  def _encode(self, file: str, place: str, values: Sequence[object]) -> _Example | None:
+    """Returns the tokens and the class of an example; None if it is left out."""
+    *texts, label = values
+    try:
+      number = self._class_of(label)
+      tokens = [self._tokens_of(name, text) for name, text in zip(self.fields, texts)]
+      between = 2 if self.pair_style == 'roberta' else 1
+      room = self.seq_len - 2 - between * (len(tokens) - 1)
+      if sum(map(len, tokens)) > room and not self.truncate:
+        raise DataError(
+          f'the text has {sum(map(len, tokens))} tokens, and seq_len = {self.seq_len} has room for {room}; set a '
+          'larger one, or truncate=True'
+        )
+    except UserError as error:
+      self.leave_out(BadRecord(file, place, str(error)), self._field)
+      return None
+    bos, eos, _ = self.tokenizer.special_ids
+    first, *others = cut_longest(tokens, room)
+    ids = [bos, *first, eos]
+    second = len(ids) if between == 1 else self.seq_len
+    for other in others:
+      ids += [*[eos] * (between - 1), *other, eos]
+    return _Example(np.asarray(ids, np.min_scalar_type(self.vocab_size - 1)), second, number)
+
+  def _tokens_of(self, name: str, text: object) -> list[int]:
+    if not isinstance(text, str):
+      raise DataError(f'its {name} is {text!r}; expected a text')
+    tokens = self.tokenizer.encode(text)
+    if not tokens:
+      raise DataError(f'its {name} has no tokens')
+    return tokens
+
+  def _class_of(self, label: object) -> int:
+    if self.classes is not None:
+      if label not in self.classes:
+        close = did_you_mean(str(label), self.classes)
+        raise DataError(f'its class {label!r} is not one of {", ".join(map(repr, self.classes))}.{close}')
+      return self.classes.index(str(label))
+    if isinstance(label, str) and label.strip().isdecimal():
+      return int(label)
+    if type(label) is not int or label < 0:
+      raise DataError(f'its class is {label!r}; expected a number of at least 0, or set classes to the names of all')
+    return label
+
+
+def cut_longest(texts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:
+  """Returns the beginnings of texts with at most `room` tokens together; the longest text is cut first."""
+  lengths = [len(text) for text in texts]
+  while sum(lengths) > room:
+    longest = lengths.index(max(lengths))
+    lengths[longest] -= 1
+  return [text[:length] for text, length in zip(texts, lengths)]
+
+
+def _split_tsv(line: str, fields: tuple[str, ...]) -> Sequence[object]:
+  values = line.split('\t')
+  if len(values) != len(fields):
+    raise ValueError(f'has {len(values)} columns; expected {", ".join(fields)}, separated by tabs')
+  return values
+
+
+def _split_json(line: str, fields: tuple[str, ...]) -> Sequence[object]:
+  values = parse_json(line)
+  if not isinstance(values, dict):
+    raise ValueError('is no JSON object')
+  for name in fields:
+    if name not in values:
+      raise ValueError(f'has no {name!r}; its fields: {", ".join(map(str, values)) or "none"}')
+  return [values[name] for name in fields]
+
+
+_LINES: dict[str, Callable[[str, tuple[str, ...]], Sequence[object]]] = {'.tsv': _split_tsv, '.jsonl': _split_json}

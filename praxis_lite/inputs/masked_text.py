@@ -1,0 +1,147 @@
+"""Masked text: rows of tokens, some of which are hidden from the model that predicts them (BERT, Devlin et al., 2019).
+
+    labels    ^ a b c d e f g h $      ^ begins and $ ends a row
+    ids       ^ a b ? d e f x h $      of the chosen places most become the mask ?, some another token, some stay
+    weights   0 0 0 1 0 1 0 1 0 0      1 at chosen places
+
+Of n tokens of text in a row, round(n mask_rate), and at least one, are chosen. Tokens of control, such as ends of
+documents, and padding never are.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+
+import numpy as np
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.inputs.random_access import uniform
+from praxis_lite.inputs.rows import Rows, Struct, token_struct
+from praxis_lite.inputs.text import TextInput
+
+_STREAM = zlib.crc32(b'masks')
+
+
+class MaskedTextInput(TextInput):
+  """Text files as rows for a `MaskedLanguageModel`; the places of a row are chosen anew in each epoch.
+
+  A batch has `ids`, `labels`, `segment_ids`, `segment_pos`, int32, and `weights`, float32, all [B, `row_len`].
+
+  Attributes: those of `TextInput`, and
+    seq_len: tokens of text in a row. A row has two more, the begin and the end token; with `packing='packed'`, it has
+      none more, and each document begins with the begin token.
+    mask_rate: the share of the tokens that are chosen.
+    mask_share, random_share: of the chosen tokens, the shares that become the mask, and a random token; others stay.
+    whole_words: choose whole words. Words that would exceed the number of tokens are not chosen, unless no word fits.
+    mask_id: the id of the mask; None means that of the tokenizer, or if it has none, one after its ids, so that
+      `vocab_size` is larger than that of the tokenizer.
+  """
+
+  mask_rate: float = 0.15
+  mask_share: float = 0.8
+  random_share: float = 0.1
+  whole_words: bool = False
+  mask_id: int | None = None
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not 0 < self.mask_rate < 1:
+      raise ConfigError(f'{self.label}.mask_rate: expected more than 0 and less than 1, got {self.mask_rate}')
+    shares = self.mask_share, self.random_share
+    if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+      raise ConfigError(
+        f'{self.label}.mask_share: expected shares of at least 0 that together are at most 1, got {self.mask_share}, '
+        f'and random_share = {self.random_share}'
+      )
+    if self.mask_id is not None:
+      self.check_at_least(mask_id=0)
+
+  @property
+  def row_len(self) -> int:
+    """T, tokens of a row."""
+    return self.seq_len if self.packing == 'packed' else self.seq_len + 2
+
+  @property
+  def mask(self) -> int:
+    """The id of the mask."""
+    if self.mask_id is not None:
+      return self.mask_id
+    own = self.tokenizer.mask_id
+    return self.tokenizer.vocab_size if own is None else own
+
+  @property
+  def vocab_size(self) -> int:
+    return max(self.tokenizer.vocab_size, self.mask + 1)
+
+  def example_struct(self) -> Struct:
+    return token_struct(self.row_len)
+
+  def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
+    batch = self._whole_rows(super().rows_at(epoch, places))
+    first = (epoch * self.num_examples + places).astype(np.int64) * 3 * self.row_len
+    for row, at in enumerate(first):
+      random = uniform((self.seed, _STREAM), at + np.arange(3 * self.row_len)).reshape(3, -1)
+      labels, is_token = batch['labels'][row], batch['segment_ids'][row] > 0
+      chosen = self._choose(labels, is_token & ~self._is_control[labels], random[0])
+      batch['weights'][row] = chosen
+      batch['ids'][row] = np.where(chosen, self._hide(labels, random[1], random[2]), labels)
+    return batch
+
+  def _whole_rows(self, texts: Rows) -> Rows:
+    """Returns rows in which nothing is hidden, from those of a `TextInput`."""
+    if self.packing == 'packed':
+      names = ('ids', 'segment_ids', 'segment_pos', 'weights')
+      return {name: texts[name] for name in names} | {'labels': texts['ids'].copy()}
+    bos, eos, pad = self.tokenizer.special_ids
+    batch: Rows = {n: np.zeros((len(texts['ids']), *s.shape), s.dtype) for n, s in self.example_struct().items()}
+    batch['labels'][:] = pad
+    for row, is_text in enumerate(texts['weights'] > 0):
+      tokens = texts['labels'][row, is_text]
+      batch['labels'][row, : len(tokens) + 2] = [bos, *tokens, eos]
+      batch['segment_ids'][row, : len(tokens) + 2] = 1
+      batch['segment_pos'][row, : len(tokens) + 2] = np.arange(len(tokens) + 2)
+    batch['ids'][:] = batch['labels']
+    return batch
+
+  @functools.cached_property
+  def _is_control(self) -> np.ndarray:
+    """Which ids are no text, [V] bool."""
+    out = np.zeros(self.vocab_size, bool)
+    out[[*self.tokenizer.control_ids, self.mask]] = True
+    return out
+
+  @functools.cached_property
+  def _text_ids(self) -> np.ndarray:
+    """The ids of tokens of text, from which random tokens are drawn."""
+    return np.flatnonzero(~self._is_control[: self.tokenizer.vocab_size])
+
+  @functools.cached_property
+  def _starts_word(self) -> np.ndarray:
+    return np.pad(self.tokenizer.word_starts(), (0, self.vocab_size - self.tokenizer.vocab_size), constant_values=True)
+
+  def _choose(self, labels: np.ndarray, may: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """Returns which places of a row are chosen, [T] bool, of those that may be; `random`, [T], decides."""
+    chosen, places = np.zeros(len(labels), bool), np.flatnonzero(may)
+    count = max(round(len(places) * self.mask_rate), 1)
+    if not self.whole_words:
+      chosen[places[np.argsort(random[places], kind='stable')[:count]]] = True
+      return chosen
+    # A token that may not be chosen ends a word too.
+    starts = places[self._starts_word[labels[places]] | ~may[places - 1]]
+    words = np.split(places, np.searchsorted(places, starts))[1 if len(starts) and starts[0] == places[0] else 0 :]
+    order = sorted(words, key=lambda word: random[word[0]]) if len(places) else []
+    left = count
+    for word in order:
+      if len(word) <= left:
+        chosen[word] = True
+        left -= len(word)
+    if order and left == count:
+      chosen[order[0]] = True
+    return chosen
+
+  def _hide(self, labels: np.ndarray, kind: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """Returns what the model reads at places that are chosen, [T]; `kind` and `random`, [T], are random numbers."""
+    tokens = self._text_ids[np.floor(random * len(self._text_ids)).astype(np.int64)]
+    others = np.where(kind < self.mask_share + self.random_share, tokens, labels)
+    return np.where(kind < self.mask_share, self.mask, others).astype(np.int32)

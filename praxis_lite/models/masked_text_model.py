@@ -1,0 +1,164 @@
+"""MaskedLanguageModel: an encoder that predicts tokens which its input hides (BERT, Devlin et al., 2019).
+
+    logits = softmax(transform(encoder(ids)))
+
+B batch, T length, D model dims, V vocabulary.
+
+A batch holds arrays [B, T]: `ids`, int32, the tokens that the encoder reads, and `labels`, int32, the tokens of the
+text; `weights`, float32, above 0 at the places to predict and 0 at all others. `segment_ids`, int32, is 0 at padding;
+without it there is none. If rows are packed, there is also `segment_pos`. `token_type_ids`, int32, are optional.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.config import Config, child, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
+from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
+from praxis_lite.models.base import BaseModel
+from praxis_lite.models.labels import check_labels
+
+
+class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
+  """Predicts the tokens of a text at some of its places, from the other tokens on both sides.
+
+  Attributes:
+    encoder_tpl: config of the child `encoder`.
+    transform_tpl: config of the child `transform`, between the states and the softmax; None disables it.
+    softmax_tpl: config of the child `softmax`, which has a table of its own. With None, the encoder's embedding, a
+      `SharedEmbeddingSoftmax`, is also the softmax.
+    packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment, whose
+      padding has segment id 0.
+  """
+
+  encoder_tpl: Config = template(TransformerEncoder, embedding_tpl=Config(SharedEmbeddingSoftmax, use_bias=True))
+  transform_tpl: Config | None = template(HeadTransform)
+  softmax_tpl: Config | None = None
+  packed: bool = True
+  activation_split_dims_mapping: Config = template(SplitMapping)
+
+  encoder: TransformerEncoder = child()
+  transform: HeadTransform = child()
+  softmax: FullSoftmax = child()
+
+  def setup(self) -> None:
+    encoder = self.create_child('encoder', self.encoder_tpl)
+    sizes = {'input_dims': encoder.model_dims, 'num_classes': encoder.vocab_size}
+    if self.transform_tpl is not None:
+      self.create_child('transform', self.transform_tpl.clone(dims=encoder.model_dims))
+    if self.softmax_tpl is not None:
+      self.create_child('softmax', self.softmax_tpl.clone(**sizes))
+    elif not isinstance(encoder.embedding, SharedEmbeddingSoftmax):
+      raise ConfigError(
+        f'{self.path_name}.softmax_tpl: None shares the table of the embedding, but a '
+        f'{type(encoder.embedding).__name__} has none to share; set softmax_tpl=Config(FullSoftmax) or '
+        'encoder_tpl.embedding_tpl=Config(SharedEmbeddingSoftmax)'
+      )
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if an id, a label or a type is not in its table."""
+    size: int | None = getattr(data, 'vocab_size', None)
+    if size is not None and size > self.encoder.vocab_size:
+      raise ConfigError(
+        f'{data.label}: its ids go up to {size - 1}, but task.model.encoder.vocab_size is {self.encoder.vocab_size}; '
+        f'it must be at least {size}'
+      )
+    check_tokens(self.encoder, data, batch)
+    if 'labels' in batch:
+      labels = {'labels': np.asarray(batch['labels'])}
+      check_labels(data, labels, batch, 'task.model.encoder.vocab_size', self.encoder.vocab_size)
+
+  def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
+    """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
+    weights_BT = weights_of_places(batch)
+    # A label of weight 0 may be any number, such as -100, of which a cross entropy would be NaN.
+    labels_BT = jnp.where(weights_BT == 0, 0, batch['labels'])
+    return self._softmax(self._states(batch), labels_BT, weights_BT)
+
+  def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns metrics and per-example outputs.
+
+    Metrics: `loss`, nats per predicted token, and `accuracy`, the fraction of these that are the most probable token.
+    Per example: `loss`, the mean of a row, and `weights`, the sum.
+    """
+    weights_BT = weights_of_places(batch)
+    loss_B, weights_B = weighted_mean(predictions.xent, weights_BT, axis=1)
+    metrics = {
+      'loss': weighted_mean(loss_B, weights_B),
+      'accuracy': weighted_mean(predictions.correct, weights_BT),
+    }
+    return metrics, {'loss': loss_B, 'weights': weights_B}
+
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `logits`, [B, T, V] float32, of the token at each place; the batch needs no labels."""
+    return {'logits': self._softmax.get_logits(self._states(batch))}
+
+  @property
+  def num_ids(self) -> int | None:
+    return self.encoder.vocab_size
+
+  @property
+  def _softmax(self) -> FullSoftmax:
+    if self.softmax_tpl is not None:
+      return self.softmax
+    assert isinstance(self.encoder.embedding, SharedEmbeddingSoftmax)
+    return self.encoder.embedding
+
+  def _states(self, batch: NestedDict) -> jax.Array:
+    """Returns what the softmax gets, [B, T, D]."""
+    x_BTD = encode_batch(self.encoder, batch, packed=self.packed)
+    return x_BTD if self.transform_tpl is None else self.transform(x_BTD)
+
+
+def weights_of_places(batch: NestedDict) -> jax.Array:
+  """Returns the weights [B, T] of the places to predict."""
+  weights = batch['weights']
+  if weights.ndim != batch['ids'].ndim:
+    raise ConfigError(
+      f'the weights of a masked language model are those of places, {list(batch["ids"].shape)}, 0 at those that are '
+      f'not predicted; these have shape {list(weights.shape)}'
+    )
+  return weights
+
+
+def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool) -> jax.Array:
+  """Returns the states of the tokens of a batch, [B, T, D].
+
+  Args:
+    encoder: the encoder, in a call of its parent.
+    batch: `ids` [B, T] int32, and perhaps `segment_ids`, `segment_pos` and `token_type_ids` of this shape.
+    packed: whether the numbers of segments count; otherwise only which tokens are padding.
+  """
+  ids_BT, segments_BT = batch['ids'], batch.get('segment_ids')
+  if segments_BT is not None:
+    ids_BT = jnp.where(segments_BT == 0, 0, ids_BT)  # Padding may be an invalid id, whose vector is NaN.
+    if not packed:
+      segments_BT = (segments_BT != 0).astype(jnp.int32)
+  pos_BT = batch.get('segment_pos') if packed else None
+  types_BT = batch.get('token_type_ids')
+  return encoder(ids_BT, segment_ids=segments_BT, segment_pos=pos_BT, token_type_ids=types_BT)
+
+
+def check_tokens(encoder: TransformerEncoder, data: BaseInput, batch: NestedDict) -> None:
+  """Raises a `ConfigError` if an id or a type of a token, not of padding, is not in the encoder's table of them."""
+  types = getattr(encoder.token_type_tpl, 'num_classes', 1)
+  tables = {'ids': ('vocab_size', encoder.vocab_size), 'token_type_ids': ('token_type.num_classes', types)}
+  for name, (field, size) in tables.items():
+    found, segments = np.asarray(batch.get(name, ())), batch.get('segment_ids')
+    if not found.size:
+      continue
+    is_token = np.ones(found.shape, bool) if segments is None else np.asarray(segments) != 0
+    bad = is_token & ((found < 0) | (found >= size))
+    if bad.any():
+      raise ConfigError(
+        f'{data.label}: found {found[bad][0]} in {name!r}, but task.model.encoder.{field} is {size}; all must be from '
+        f'0 to {size - 1}, or be padding'
+      )
