@@ -64,9 +64,10 @@ def load(folder, mesh_shape=(1, 1, 1), block_bytes=1 << 20, new_tokens=5, expert
   """Reads a checkpoint onto a mesh of this shape."""
   checkpoint = open_checkpoint(folder)
   config = set_sharding(checkpoint.family.model(checkpoint.config), expert_axis=expert_axis).set(mesh_axis_names=AXES)
-  config.decoder_tpl.set(temperature=0.0, max_decode_steps=new_tokens)
+  if hasattr(config, 'decoder_tpl'):
+    config.decoder_tpl.set(temperature=0.0, max_decode_steps=new_tokens)
   model = config.instantiate()
-  weights = model.abstract_init()['lm']
+  weights = checkpoint.family.part_of(model.abstract_init())
   mesh = Mesh(np.array(jax.devices()[: np.prod(mesh_shape)]).reshape(mesh_shape), AXES)
   specs = placed_specs(place_variables(weights, mesh, rules=None, strategy=None))
   layout = layout_of(jax.tree.map(lambda w: w.as_struct(), weights), specs, mesh)

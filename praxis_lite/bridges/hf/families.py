@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 
 from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
+from praxis_lite.bridges.hf.bert import ENCODERS, Encoder
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.hf_config import HfConfig
@@ -23,14 +24,16 @@ from praxis_lite.layers import (
   Repeat,
   StackedTransformer,
   TransformerBlock,
+  TransformerEncoder,
   TransformerEncoderDecoder,
   TransformerLm,
 )
 from praxis_lite.layers.base import Layer
-from praxis_lite.models import LanguageModel
+from praxis_lite.models import BaseModel
 
 FAMILIES: dict[str, Family] = {
   family.model_type: family for family in (*LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT2, *T5_LIKE)
+  family.model_type: family for family in (*LLAMA_LIKE, *MIXTURES, GPT2, *T5_LIKE, *ENCODERS)
 }
 
 
@@ -43,8 +46,12 @@ def family_of(hf: HfConfig) -> Family:
   family = FAMILIES[model_type]
   architectures = hf.values.get('architectures')
   for name in architectures if isinstance(architectures, list) else ():
-    is_other_head = isinstance(name, str) and 'For' in name and not name.endswith('ForCausalLM')
-    if is_other_head and name != family.architecture:
+    if isinstance(name, str) and not family.accepts(name):
+      if isinstance(family, Encoder):
+        raise ConfigError(
+          f'{hf.where}: architectures = {json.dumps(architectures)} is not supported; of {model_type}, '
+          f'{family.architecture} and {family.classifier} are'
+        )
       raise ConfigError(
         f'{hf.where}: architectures = {json.dumps(architectures)}: a head that does not predict the next token, '
         f'such as a classification head, is not supported; only {family.architecture} is'
@@ -53,7 +60,7 @@ def family_of(hf: HfConfig) -> Family:
   return family
 
 
-def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[Family, Values]:
+def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Family, Values]:
   """Returns the family that a model belongs to, and its config.json.
 
   A model belongs to a family if the config.json that the family writes describes exactly this model.
@@ -65,9 +72,14 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
   Raises:
     ConfigError: the model belongs to no family; the message names the nearest one and the differences.
   """
-  lm = model.lm
-  names = [name for name, family in FAMILIES.items() if isinstance(lm, family.network)]
+  names = [name for name, family in FAMILIES.items() if isinstance(family.network_in(model), family.network)]
   if not names:
+    lm = getattr(model, 'lm', None)
+    if lm is None:
+      raise ConfigError(
+        f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel, a '
+        'MaskedLanguageModel or a SequenceClassifier may have'
+      )
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
   names.sort(key=lambda name: name != preferred)
   known = [name for name in FAMILIES if name in names]
@@ -76,6 +88,8 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
   reasons: dict[str, None] = {}
   for name in names:
     family = FAMILIES[name]
+    lm = family.network_in(model)
+    assert lm is not None
     try:
       values: Values = {
         'model_type': name,
@@ -83,7 +97,8 @@ def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[
         **family.values(lm),
         **family.more_values(model),
       }
-      there = family.model(HfConfig(values)).instantiate(name='model').lm
+      there = family.network_in(family.model(HfConfig(values)).instantiate(name='model'))
+      assert there is not None
     except AttributeError:  # The model lacks layers that the family describes.
       continue
     except ConfigError as error:
@@ -134,8 +149,15 @@ _NOT_COMPARED = {
   *('label_smoothing', 'z_loss_weight', 'load_balance_loss_weight', 'load_balance_scope', 'jitter'),
   *('expert_axis', 'capacity_factor', 'chunk_size', 'bias_update_rate'),
   *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
+  *('expert_axis', 'capacity_factor', 'chunk_size'),
+  *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size', 'packed'),
 }
-_COMPLETE_BELOW = TransformerLm, TransformerEncoderDecoder, TransformerBlock  # Layers that fill in fields below them.
+_COMPLETE_BELOW = (
+  TransformerLm,
+  TransformerEncoder,
+  TransformerEncoderDecoder,
+  TransformerBlock,
+)  # Layers that fill in fields below them.
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 
 

@@ -13,7 +13,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers import MultiHeadAttention, Repeat, StackedTransformer, TransformerBlock, TransformerLm
 from praxis_lite.layers.base import Layer
-from praxis_lite.models import LanguageModel
+from praxis_lite.models import BaseModel
 
 Values = dict[str, object]
 
@@ -32,11 +32,45 @@ class Family:
   architecture: str
   defaults: Mapping[str, Any]
   prefix: str = 'model.'
-  network: ClassVar[type[Layer]] = TransformerLm  # The class of the networks.
-  # Names of tensors that repeat another one in some checkpoints.
-  copies: ClassVar[Mapping[str, str]] = {}
+  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = TransformerLm  # The classes of the networks.
+  table_path: ClassVar[str] = 'softmax.w'  # The table that embedding and softmax share.
+  # First parts of names of tensors that belong to heads, which other families do not have.
+  own_heads: ClassVar[frozenset[str]] = frozenset()
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
+  @property
+  def head(self) -> str:
+    """The name of the softmax's table if it is not shared; some checkpoints have it as a copy too."""
+    return 'lm_head.weight'
+
+  def copies_in(self) -> Mapping[str, str]:
+    """Returns the names of tensors that repeat another one in some checkpoints, and the name of that."""
+    return {}
+
+  def network_in(self, model: BaseModel) -> Layer | None:
+    """Returns the network of a model, whose variables a checkpoint holds."""
+    return getattr(model, 'lm', None)
+
+  def part_of(self, variables: NestedDict) -> NestedDict:
+    """Returns the variables of the network, of those of a model."""
+    return variables['lm']
+
+  def with_part(self, part: NestedDict) -> NestedDict:
+    """Returns the variables of a model, given those of its network."""
+    return {'lm': part}
+
+  def accepts(self, architecture: str) -> bool:
+    """Whether a checkpoint of this architecture has the head of this family, or none."""
+    return 'For' not in architecture or architecture.endswith('ForCausalLM') or architecture == self.architecture
+
+  def current_name(self, name: str) -> str:
+    """Returns the name that a tensor has today; old checkpoints may call it otherwise."""
+    return name
+
+  def is_unused(self, name: str, hf: HfConfig) -> bool:
+    """Whether a tensor belongs to a part that the architecture of config.json does not have."""
+    return False
+
+  def model(self, hf: HfConfig) -> Config[Any]:
     """Returns the config of the model in config.json; raises ConfigError if our layers cannot compute it."""
     raise NotImplementedError
 
@@ -48,7 +82,7 @@ class Family:
     """Returns the content of config.json for a network; leaves out what this family cannot express."""
     raise NotImplementedError
 
-  def more_values(self, model: LanguageModel) -> Values:
+  def more_values(self, model: BaseModel) -> Values:
     """Returns what config.json says of a model besides its network."""
     return {}
 

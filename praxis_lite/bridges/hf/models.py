@@ -14,16 +14,15 @@ from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint, read_
 from praxis_lite.bridges.hf.tensors import pieces
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.common.devices import start_devices
-from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.models import LanguageModel
+from praxis_lite.models import BaseModel
 from praxis_lite.sharding.layout import layout_of
 
 
 class ImportedModel(NamedTuple):
   """A built model, and its variables in the form that `model.apply(variables, batch)` accepts."""
 
-  model: LanguageModel
+  model: BaseModel
   variables: NestedDict
 
 
@@ -38,17 +37,19 @@ def read_model(folder: str | os.PathLike[str], device: jax.Device | None = None)
     UserError: the checkpoint cannot be imported; the message says why.
   """
   checkpoint = open_checkpoint(folder)
-  model = checkpoint.family.model(checkpoint.config).instantiate()
-  weights = model.abstract_init()['lm']
+  family = checkpoint.family
+  model = family.model(checkpoint.config).instantiate()
+  weights = family.part_of(model.abstract_init())
   if device is None:
     start_devices()
   mesh = Mesh([device or jax.devices()[0]], ('data',))
   layout = layout_of(jax.tree.map(lambda weight: weight.as_struct(), weights), PartitionSpec(), mesh)
-  return ImportedModel(model, {'lm': read_variables(checkpoint, checked_pieces(checkpoint, weights), layout)})
+  part = read_variables(checkpoint, checked_pieces(checkpoint, weights), layout)
+  return ImportedModel(model, family.with_part(part))
 
 
 def write_model(
-  folder: str | os.PathLike[str], model: LanguageModel, variables: NestedDict, max_file_bytes: int = MAX_FILE_BYTES
+  folder: str | os.PathLike[str], model: BaseModel, variables: NestedDict, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[str]:
   """Writes a model as a checkpoint that transformers loads; returns the names of the files.
 
@@ -61,10 +62,8 @@ def write_model(
   Raises:
     ConfigError: the model belongs to no family; the message names the nearest one and the differences.
   """
-  if not isinstance(model, LanguageModel):
-    raise ConfigError(f'a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have')
   family, values = describe_model(model)
   Path(folder).mkdir(parents=True, exist_ok=True)
-  weights = model.abstract_init()['lm']
+  weights = family.part_of(model.abstract_init())
   found = pieces(family.table_of(weights), weights)
-  return write_checkpoint(folder, values, variables['lm'], found, max_file_bytes)
+  return write_checkpoint(folder, values, family.part_of(variables), found, max_file_bytes)

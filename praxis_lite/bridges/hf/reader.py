@@ -30,7 +30,6 @@ from praxis_lite.sharding.layout import StateLayout
 
 # Bytes of a variable that are in transit to a device at the same time.
 BLOCK_BYTES = 4 << 20
-_HEAD = 'lm_head.weight'
 _OTHER_HEADS = ('score', 'classifier', 'qa_outputs', 'v_head', 'multiple_choice_head')
 
 
@@ -63,7 +62,8 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   config = read_config(folder)
   family = family_of(config)
   tensors = read_folder(folder)
-  head = next((name for name in tensors if name.split('.')[0] in _OTHER_HEADS), None)
+  others = {*_OTHER_HEADS} - family.own_heads
+  head = next((name for name in tensors if name.split('.')[0] in others), None)
   if head is not None:
     raise CheckpointError(
       f'{tensors[head].file}: {head} belongs to a head that does not predict the next token, such as a classification '
@@ -72,19 +72,32 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   if not any(name.startswith(family.prefix) for name in tensors):  # The checkpoint is of the model without its head.
     tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
   hf = config.replace_defaults(family.defaults)
+  tensors = {family.current_name(name): tensor for name, tensor in tensors.items()}
   tensors = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
-  for copy, original in family.copies.items():
+  notes = _leave_out(tensors, [name for name in tensors if family.is_unused(name, hf)], folder)
+  for copy, original in family.copies_in().items():
     if copy in tensors and original in tensors and _are_equal(tensors[copy], tensors[original]):
       del tensors[copy]
-  if not hf['tie_word_embeddings'] or _HEAD not in tensors:
-    return HfCheckpoint(folder, config, family, tensors)
-  embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == 'softmax.w')
-  if embedding in tensors and _are_equal(tensors[_HEAD], tensors[embedding]):
-    del tensors[_HEAD]
-    return HfCheckpoint(folder, config, family, tensors)
+  if not hf['tie_word_embeddings'] or family.head not in tensors:
+    return HfCheckpoint(folder, config, family, tensors, notes)
+  embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == family.table_path)
+  if embedding in tensors and _are_equal(tensors[family.head], tensors[embedding]):
+    del tensors[family.head]
+    return HfCheckpoint(folder, config, family, tensors, notes)
   untied = HfConfig({**config.values, 'tie_word_embeddings': False}, config.where)
-  note = f'{config.where}: tie_word_embeddings is true, but {_HEAD} differs from {embedding}, so they are not tied'
-  return HfCheckpoint(folder, untied, family, tensors, (note,))
+  note = (
+    f'{config.where}: tie_word_embeddings is true, but {family.head} differs from {embedding}, so they are not tied'
+  )
+  return HfCheckpoint(folder, untied, family, tensors, (*notes, note))
+
+
+def _leave_out(tensors: dict[str, StoredTensor], names: Sequence[str], folder: str) -> tuple[str, ...]:
+  """Removes tensors; returns a line that says so, if there are any."""
+  for name in names:
+    del tensors[name]
+  if not names:
+    return ()
+  return (f'{folder}: left out {", ".join(names)}, which the architecture of config.json does not have',)
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
@@ -100,7 +113,7 @@ def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, 
   """Returns the tensors of each variable; raises CheckpointError if one is missing, left over or of another shape.
 
   Args:
-    weights: declarations of the variables of the `TransformerLm`.
+    weights: declarations of the variables of the network.
   """
   found = pieces(checkpoint.family.table_of(weights), weights)
   every = [piece for of_variable in found.values() for piece in of_variable]

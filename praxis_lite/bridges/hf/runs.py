@@ -37,9 +37,15 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.files import remove_all, user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import map_with_path, node_at
-from praxis_lite.inputs import HfTokenizer, SourceTargetInput, TextInput
+from praxis_lite.inputs import HfTokenizer, LabelledTextInput, MaskedTextInput, SourceTargetInput, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
-from praxis_lite.models import EncoderDecoderModel, LanguageModel, set_sharding
+from praxis_lite.models import (
+  EncoderDecoderModel,
+  LanguageModel,
+  MaskedLanguageModel,
+  SequenceClassifier,
+  set_sharding,
+)
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILES, tokenizer_in
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import write_record
@@ -80,13 +86,14 @@ def import_run(
   checkpoint = open_checkpoint(folder)
   assets = user_path(job_log_dir).absolute() / FOLDER
   config = imported_config(checkpoint, assets)
-  unused = set_decoder(config.task.model.decoder_tpl, checkpoint)
+  decoder = getattr(config.task.model, 'decoder_tpl', None)
+  unused = [] if decoder is None else set_decoder(decoder, checkpoint)
   apply_overrides(config.roots(), overrides)
   _check_tokenizer(config, checkpoint.folder, assets)
   task = config.task.instantiate()
-  weights = task.model.abstract_init()
-  found = checked_pieces(checkpoint, weights['lm'])
-  dtypes = {'lm': stored_dtypes(checkpoint, found)}
+  weights, family = task.model.abstract_init(), checkpoint.family
+  found = checked_pieces(checkpoint, family.part_of(weights))
+  dtypes = family.with_part(stored_dtypes(checkpoint, found))
   shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, node_at(dtypes, path)), weights)
   mesh = abstract_mesh(task.mesh_sizes())
   place_task_variables(task, mesh)  # Raises an error if the config cannot split the variables this way.
@@ -96,7 +103,7 @@ def import_run(
     to_close.callback(checkpointer.close)
     if checkpointer.latest_step() is not None:
       raise UserError(f'job_log_dir {directory} has checkpoints already; name another directory')
-    variables = {'lm': streamed_variables(checkpoint, found, shapes['lm'])}
+    variables = family.with_part(streamed_variables(checkpoint, found, family.part_of(shapes)))
     state = TrainState(np.zeros((), np.int32), variables, None)
     checkpointer.save(0, state, TrainState(jax.ShapeDtypeStruct((), np.int32), shapes, None), None)
     if is_primary_process():
@@ -161,12 +168,16 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
   task.evaluate.max_batches = 100
   tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)
-  if isinstance(built := target(model), type) and issubclass(built, EncoderDecoderModel):
+  built = target(model)
+  assert isinstance(built, type)
+  if issubclass(built, EncoderDecoderModel):
     task.name = 'seq2seq'
     pairs = Config(SourceTargetInput, path=REQUIRED, source_len=_SOURCE_LEN, target_len=_TARGET_LEN, batch_size=8)
     pairs.set(tokenizer_tpl=tokenizer, start_id=model.start_id, end_sources=True, truncate=True)
     named = [pairs.clone(name='train', is_training=True), pairs.clone(name='validation')]
     return ExperimentConfig(task, named, [])
+  if issubclass(built, MaskedLanguageModel | SequenceClassifier):
+    return ExperimentConfig(task, _datasets_of_encoder(model, built, tokenizer), [])
   length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _SEQ_LEN
   train = Config(TextInput, name='train', is_training=True, split='train')
   validation = Config(TextInput, name='validation', split='validation')
@@ -174,7 +185,23 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   return ExperimentConfig(task, [d.set(tokenizer_tpl=tokenizer.clone(), **fields) for d in (train, validation)], [])
 
 
+def _datasets_of_encoder(model: Config, built: type, tokenizer: Config) -> list[Config]:
+  """Returns text with hidden tokens for a masked language model, and texts with a class for a classifier."""
+  encoder = model.encoder_tpl
+  row_len = min(encoder.position_tpl.max_len - encoder.first_position, _ENCODER_LEN)
+  if issubclass(built, MaskedLanguageModel):
+    train = Config(MaskedTextInput, name='train', is_training=True, split='train')
+    validation = Config(MaskedTextInput, name='validation', split='validation')
+    fields: dict[str, object] = {'seq_len': row_len - 2}
+  else:
+    train, validation = (Config(LabelledTextInput, name=name) for name in ('train', 'validation'))
+    train.is_training = True
+    fields = {'seq_len': row_len, 'truncate': True, 'pair_style': 'roberta' if encoder.first_position else 'bert'}
+  return [d.set(path=REQUIRED, tokenizer_tpl=tokenizer.clone(), batch_size=8, **fields) for d in (train, validation)]
+
+
 _SEQ_LEN = 1024
+_ENCODER_LEN = 512
 _SOURCE_LEN, _TARGET_LEN = 512, 128
 
 
@@ -211,24 +238,22 @@ def export_run(
     raise UserError(f'--out={out} exists and is not an empty folder; name another')
   task = config.task.instantiate()
   model = task.model
-  if not isinstance(model, LanguageModel):
-    raise ConfigError(
-      f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have'
-    )
   recorded = read_json(directory / FOLDER / CONFIG_FILE) if (directory / FOLDER / CONFIG_FILE).is_file() else {}
   family, values = describe_model(model, recorded.get('model_type'))
   if recorded.get('model_type') == family.model_type:
     values = {**{k: v for k, v in recorded.items() if k not in _OUTDATED}, **values}
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
-    variables = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)['lm']
-  weights = model.abstract_init()['lm']
+    whole = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)
+  variables, weights = family.part_of(whole), family.part_of(model.abstract_init())
   found = pieces(family.table_of(weights), weights)
   with _appears_complete(target_folder) as folder:
     files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
     files += _copy_files(_tokenizer_folder(config, directory / FOLDER), folder, _TOKENIZER_FILES)
-    write_generation(folder, model.decoder, directory / FOLDER)
-  return [*files, GENERATION_FILE]
+    if isinstance(model, LanguageModel):
+      write_generation(folder, model.decoder, directory / FOLDER)
+      files.append(GENERATION_FILE)
+  return files
 
 
 def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:

@@ -12,7 +12,9 @@ from praxis_lite.bridges.hf.families import family_of
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_config, read_json
 from praxis_lite.bridges.hf.reader import HfCheckpoint
 from praxis_lite.bridges.hf.runs import imported_config
+from praxis_lite.common.config import target
 from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.inputs import TextInput
 from praxis_lite.training.experiment import ExperimentConfig
 
 _LONGEST = 8192
@@ -44,13 +46,14 @@ def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfi
   found = imported_config(HfCheckpoint('', hf, family_of(hf), {}), '')
   model = found.task.model
   model.fprop_dtype = 'bfloat16'
+  network = model.lm_tpl if hasattr(model, 'lm_tpl') else model.encoder_tpl
   for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl'):
-    if hasattr(model.lm_tpl, name):
-      getattr(model.lm_tpl, name).remat = 'full'
+    if hasattr(network, name):
+      getattr(network, name).remat = 'full'
   found.task.ici_mesh_shape = (1, -1, 1)
   length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _LONGEST
   for dataset in found.datasets:
-    if hasattr(dataset, 'seq_len'):  # Pairs of a source and a target have lengths of their own.
+    if target(dataset) is TextInput:  # Rows of other models have lengths of their own.
       dataset.seq_len = min(length, _LONGEST)
   return found
 

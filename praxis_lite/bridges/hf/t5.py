@@ -16,7 +16,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, leaves
 from praxis_lite.layers import FeedForward, GatedFeedForward, RelativeBias, TransformerEncoderDecoder
 from praxis_lite.layers.base import Layer
-from praxis_lite.models import EncoderDecoderModel, LanguageModel, encoder_decoder
+from praxis_lite.models import BaseModel, EncoderDecoderModel, LanguageModel, encoder_decoder
 
 _GATED = 'gated-'
 _MOST_LAYERS = 10_000
@@ -29,9 +29,9 @@ class T5(Family):
   """T5's encoder and decoder. Its linear layers are stored as [out, in], its tables as [ids, dims]."""
 
   network: ClassVar[type[Layer]] = TransformerEncoderDecoder
-  copies: ClassVar[Mapping[str, str]] = dict.fromkeys(
-    ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'), 'shared.weight'
-  )
+
+  def copies_in(self) -> Mapping[str, str]:
+    return dict.fromkeys(('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'), 'shared.weight')
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf = hf.replace_defaults(self.defaults)
@@ -104,7 +104,7 @@ class T5(Family):
       'scale_decoder_outputs': lm.scale_output_sqrt_depth,
     }
 
-  def more_values(self, model: LanguageModel) -> Values:
+  def more_values(self, model: BaseModel) -> Values:
     if not isinstance(model, EncoderDecoderModel):
       return {}
     end = self.defaults['eos_token_id'] if model.source_end_id is None else model.source_end_id

@@ -1,0 +1,230 @@
+"""BERT and RoBERTa: encoders that predict masked tokens or classify texts; model_type bert and roberta."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
+from praxis_lite.bridges.hf.files import StoredTensor
+from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.tensors import Pair
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.layers import FeedForward
+from praxis_lite.layers.base import Layer
+from praxis_lite.models import (
+  BaseModel,
+  MaskedLanguageModel,
+  SequenceClassifier,
+  masked_language_model,
+  sequence_classifier,
+)
+
+_MOST_LAYERS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder(Family):
+  """An encoder and a head. Its linear layers are stored as [out, in], its tables as [ids, dims].
+
+  Attributes: the same as for `Family`, whose `architecture` is that of the masked language model, and
+    classifier: the architecture of the classifier.
+    also_masked: other architectures whose checkpoints have a masked language model.
+    head_names: the names of tensors of the head that predicts tokens: of its linear layer, its norm and its softmax,
+      without `.weight` and `.bias`, and the whole name of its bias.
+    classifier_names: those of the pooler and the softmax of the classifier.
+    counts_from_padding: whether positions begin after the id of padding, as in RoBERTa.
+  """
+
+  classifier: str = ''
+  also_masked: tuple[str, ...] = ()
+  head_names: tuple[str, str, str, str] = ('', '', '', '')
+  classifier_names: tuple[str, str] = ('', '')
+  counts_from_padding: bool = False
+
+  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (MaskedLanguageModel, SequenceClassifier)
+  table_path: ClassVar[str] = 'encoder.embedding.w'
+  own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
+
+  @property
+  def head(self) -> str:
+    return f'{self.head_names[2]}.weight'
+
+  def copies_in(self) -> Mapping[str, str]:
+    return {f'{self.head_names[2]}.bias': self.head_names[3]}
+
+  def network_in(self, model: BaseModel) -> Layer:
+    return model
+
+  def part_of(self, variables: NestedDict) -> NestedDict:
+    return variables
+
+  def with_part(self, part: NestedDict) -> NestedDict:
+    return part
+
+  def accepts(self, architecture: str) -> bool:
+    return architecture in (self.architecture, self.classifier, *self.also_masked)
+
+  def model(self, hf: HfConfig) -> Config[Any]:
+    hf = hf.replace_defaults(self.defaults)
+    hf.must_be('position_embedding_type', 'absolute')
+    for name in ('is_decoder', 'add_cross_attention', 'is_encoder_decoder'):
+      hf.must_be(name, False)
+    hf.must_be('problem_type', None, 'single_label_classification')
+    sizes: dict[str, Any] = {
+      'vocab_size': hf.size('vocab_size'),
+      'model_dims': hf.size('hidden_size'),
+      'num_layers': hf.size('num_hidden_layers', most=_MOST_LAYERS),
+      'num_heads': hf.size('num_attention_heads'),
+      'hidden_dims': hf.size('intermediate_size'),
+      'max_len': hf.size('max_position_embeddings'),
+      'num_token_types': hf.size('type_vocab_size'),
+      'activation': hf.activation('hidden_act'),
+      'epsilon': hf.number('layer_norm_eps'),
+    }
+    model: Config[Any]
+    if self._is_classifier(hf):
+      model = sequence_classifier(num_classes=_num_classes(hf), **sizes)
+    else:
+      model = masked_language_model(tie_embeddings=bool(hf['tie_word_embeddings']), **sizes)
+      model.packed = False
+      if self.counts_from_padding:  # The head of RoBERTa always has this function.
+        model.transform_tpl.activation = 'gelu'
+    if self.counts_from_padding:
+      padding = hf['pad_token_id']
+      if type(padding) is not int or not 0 <= padding < sizes['max_len'] - 1:
+        raise ConfigError(
+          f'{hf.where}: pad_token_id = {padding!r}; positions begin after it, so it must be from 0 to '
+          f'max_position_embeddings - 2 = {sizes["max_len"] - 2}'
+        )
+      model.encoder_tpl.first_position = padding + 1
+    return model
+
+  def _is_classifier(self, hf: HfConfig) -> bool:
+    return self.classifier in (hf.values.get('architectures') or ())
+
+  def current_name(self, name: str) -> str:
+    # Checkpoints of 2018 call the weights of norms so.
+    return re.sub(r'LayerNorm\.(gamma|beta)$', lambda m: f'LayerNorm.{_NORM[m[1]]}', name)
+
+  def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
+    return name == f'{self.prefix}embeddings.position_ids'
+
+  def is_unused(self, name: str, hf: HfConfig) -> bool:
+    if self._is_classifier(hf):
+      # The classifier of RoBERTa has a pooler of its own.
+      return name.startswith(f'{self.prefix}pooler.') and not self.classifier_names[0].startswith(self.prefix)
+    return name.startswith((f'{self.prefix}pooler.', 'cls.seq_relationship.'))
+
+  def values(self, model: MaskedLanguageModel | SequenceClassifier) -> Values:
+    encoder = model.encoder
+    blocks = blocks_of_stack(encoder.transformer)
+    attention, ff = blocks[0].attention, blocks[0].ff
+    if not isinstance(ff, FeedForward) or encoder.embedding_norm_tpl is None or encoder.position_tpl is None:
+      raise ConfigError(
+        f'{encoder.path_name}: an encoder of transformers has dense feed-forward layers, learned positions, and a norm '
+        'after the embeddings'
+      )
+    values: Values = {
+      'vocab_size': encoder.vocab_size,
+      'hidden_size': encoder.model_dims,
+      'num_hidden_layers': len(blocks),
+      'num_attention_heads': attention.num_heads,
+      'intermediate_size': ff.hidden_dims,
+      'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
+      'max_position_embeddings': (encoder.max_positions or 0) + encoder.first_position,
+      'type_vocab_size': getattr(encoder.token_type_tpl, 'num_classes', 0),
+      'layer_norm_eps': encoder.embedding_norm.epsilon,
+    }
+    if self.counts_from_padding:
+      values['pad_token_id'] = encoder.first_position - 1
+    if isinstance(model, SequenceClassifier):
+      return values | {'architectures': [self.classifier], 'num_labels': model.num_classes}
+    return values | {'tie_word_embeddings': model.softmax_tpl is None}
+
+  def table_of(self, weights: NestedDict) -> list[Pair]:
+    if 'transform' not in weights:
+      pooler, softmax = self.classifier_names
+      return [*self._of_encoder(), *_linear(pooler, 'pooler.linear'), *_linear(softmax, 'softmax')]
+    return self.table('softmax' not in weights)
+
+  def table(self, tied: bool) -> list[Pair]:
+    linear, norm, softmax, bias = self.head_names
+    pairs = [*self._of_encoder(), *_linear(linear, 'transform.linear'), *_norm(norm, 'transform.norm')]
+    if tied:
+      return [*pairs, Pair(bias, 'encoder.embedding.b')]
+    return [*pairs, Pair(f'{softmax}.weight', 'softmax.w', 'I O -> O I'), Pair(bias, 'softmax.b')]
+
+  def _of_encoder(self) -> Iterable[Pair]:
+    theirs, ours = f'{self.prefix}embeddings.', 'encoder.'
+    yield Pair(f'{theirs}word_embeddings.weight', f'{ours}embedding.w')
+    yield Pair(f'{theirs}position_embeddings.weight', f'{ours}position.w')
+    yield Pair(f'{theirs}token_type_embeddings.weight', f'{ours}token_type.w')
+    yield from _norm(f'{theirs}LayerNorm', f'{ours}embedding_norm')
+    theirs, ours = f'{self.prefix}encoder.layer.{{layer}}.', 'encoder.transformer.layers.'
+    for name in ('query', 'key', 'value'):
+      yield Pair(f'{theirs}attention.self.{name}.weight', f'{ours}attention.{name}.w', 'D N H -> (N H) D')
+      yield Pair(f'{theirs}attention.self.{name}.bias', f'{ours}attention.{name}.b', 'N H -> (N H)')
+    yield Pair(f'{theirs}attention.output.dense.weight', f'{ours}attention.out.w', 'N H D -> D (N H)')
+    yield Pair(f'{theirs}attention.output.dense.bias', f'{ours}attention.out.b')
+    yield from _norm(f'{theirs}attention.output.LayerNorm', f'{ours}attention_norm')
+    yield from _linear(f'{theirs}intermediate.dense', f'{ours}ff.up')
+    yield from _linear(f'{theirs}output.dense', f'{ours}ff.down')
+    yield from _norm(f'{theirs}output.LayerNorm', f'{ours}ff_norm')
+
+
+def _linear(theirs: str, ours: str) -> Iterable[Pair]:
+  return Pair(f'{theirs}.weight', f'{ours}.w', 'I O -> O I'), Pair(f'{theirs}.bias', f'{ours}.b')
+
+
+def _norm(theirs: str, ours: str) -> Iterable[Pair]:
+  return Pair(f'{theirs}.weight', f'{ours}.scale'), Pair(f'{theirs}.bias', f'{ours}.bias')
+
+
+def _num_classes(hf: HfConfig) -> int:
+  """Returns the number of classes; raises ConfigError for a regression, which has one."""
+  labels = hf.values.get('id2label')
+  count = len(labels) if isinstance(labels, dict) else hf.size('num_labels')
+  if count < 2:
+    raise ConfigError(f'{hf.where}: a head with {count} label computes a number, and only classes are supported')
+  return count
+
+
+_NORM = {'gamma': 'weight', 'beta': 'bias'}
+_BERT = {
+  'vocab_size': 30_522,
+  'hidden_size': 768,
+  'num_hidden_layers': 12,
+  'num_attention_heads': 12,
+  'intermediate_size': 3072,
+  'hidden_act': 'gelu',
+  'max_position_embeddings': 512,
+  'type_vocab_size': 2,
+  'layer_norm_eps': 1e-12,
+  'pad_token_id': 0,
+  'num_labels': 2,
+  'tie_word_embeddings': True,
+}
+ENCODERS = (
+  Encoder(
+    *('bert', 'BertForMaskedLM', _BERT, 'bert.'),
+    classifier='BertForSequenceClassification',
+    also_masked=('BertForPreTraining',),
+    head_names=(
+      *('cls.predictions.transform.dense', 'cls.predictions.transform.LayerNorm'),
+      *('cls.predictions.decoder', 'cls.predictions.bias'),
+    ),
+    classifier_names=('bert.pooler.dense', 'classifier'),
+  ),
+  Encoder(
+    *('roberta', 'RobertaForMaskedLM', _BERT | {'vocab_size': 50_265, 'pad_token_id': 1}, 'roberta.'),
+    classifier='RobertaForSequenceClassification',
+    head_names=('lm_head.dense', 'lm_head.layer_norm', 'lm_head.decoder', 'lm_head.bias'),
+    classifier_names=('classifier.dense', 'classifier.out_proj'),
+    counts_from_padding=True,
+  ),
+)
