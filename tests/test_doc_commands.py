@@ -42,6 +42,7 @@ NOT_RUN = {
   r'praxis-lite replay .*': 'takes a step that was in trouble: runtime/test_trouble.py has one',
   r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
+  r'praxis-lite .*runs/uncased.*': 'hf/test_bert.py imports, trains and exports a checkpoint that it writes',
   r'praxis-lite .*runs/flan.*': 'hf/test_t5.py imports, decodes, trains and exports a checkpoint that it writes',
 }
 
@@ -62,6 +63,8 @@ CHANGED = {
   r'--exp=char_lm\.py:CharLm .*runs/(wide|biases).*': r'\g<0> --set datasets[1]=None',  # That of runs/char evaluates.
   r'--exp=my_experiments\.py:(Waves|MyExperiment) .*': r'\g<0> --set task.train.num_train_steps=10',
   r'--job_log_dir=runs/pipelined .*': r'\g<0> --set task.train.num_train_steps=2',
+  r'train --exp=encoders\.StdlibBert .*': r'\g<0> --set task.train.num_train_steps=2'
+  ' --set datasets[*].path.max_bytes=99999 --set task.evaluate.max_batches=1',
   r'train --exp=seq2seq\.Dates .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].pairs.count=64'
   ' --set decode_datasets[*].pairs.count=64',
   r'--max_tokens=200|--prompt=ROMEO:': r'\g<0> --max_tokens=4',
