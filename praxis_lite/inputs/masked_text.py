@@ -83,7 +83,9 @@ class MaskedTextInput(TextInput):
     for row, at in enumerate(first):
       random = uniform((self.seed, _STREAM), at + np.arange(3 * self.row_len)).reshape(3, -1)
       labels, is_token = batch['labels'][row], batch['segment_ids'][row] > 0
-      chosen = self._choose(labels, is_token & ~self._is_control[labels], random[0])
+      may = is_token & ~self._is_control[labels]
+      starts = self._starts_word[labels] | (batch['segment_pos'][row] == 0) if self.whole_words else may
+      chosen = self._choose(may, starts, random[0])
       batch['weights'][row] = chosen
       batch['ids'][row] = np.where(chosen, self._hide(labels, random[1], random[2]), labels)
     return batch
@@ -120,24 +122,28 @@ class MaskedTextInput(TextInput):
   def _starts_word(self) -> np.ndarray:
     return np.pad(self.tokenizer.word_starts(), (0, self.vocab_size - self.tokenizer.vocab_size), constant_values=True)
 
-  def _choose(self, labels: np.ndarray, may: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Returns which places of a row are chosen, [T] bool, of those that may be; `random`, [T], decides."""
-    chosen, places = np.zeros(len(labels), bool), np.flatnonzero(may)
-    count = max(round(len(places) * self.mask_rate), 1)
+  def _choose(self, may: np.ndarray, starts: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """Returns which places of a row are chosen, [T] bool.
+
+    Args:
+      may: [T] bool, whether a place may be chosen.
+      starts: [T] bool, whether its token begins a word.
+      random: [T] random numbers, which decide.
+    """
+    chosen, places = np.zeros(len(may), bool), np.flatnonzero(may)
+    count = left = max(round(len(places) * self.mask_rate), 1)
     if not self.whole_words:
       chosen[places[np.argsort(random[places], kind='stable')[:count]]] = True
       return chosen
-    # A token that may not be chosen ends a word too.
-    starts = places[self._starts_word[labels[places]] | ~may[places - 1]]
-    words = np.split(places, np.searchsorted(places, starts))[1 if len(starts) and starts[0] == places[0] else 0 :]
-    order = sorted(words, key=lambda word: random[word[0]]) if len(places) else []
-    left = count
-    for word in order:
+    starts = starts | np.concatenate([[True], ~may[:-1]])  # A token that may not be chosen ends a word.
+    words = [word for word in np.split(places, np.flatnonzero(starts[places])) if len(word)]
+    words.sort(key=lambda word: random[word[0]])
+    for word in words:
       if len(word) <= left:
         chosen[word] = True
         left -= len(word)
-    if order and left == count:
-      chosen[order[0]] = True
+    if words and left == count:
+      chosen[words[0]] = True
     return chosen
 
   def _hide(self, labels: np.ndarray, kind: np.ndarray, random: np.ndarray) -> np.ndarray:

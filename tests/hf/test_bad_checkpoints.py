@@ -39,9 +39,12 @@ def one_file(tmp_path, case='llama'):
   [
     (
       {'model_type': 'gemma3'},
-      r"config.json: model_type 'gemma3' is not supported; supported: llama, mistral, .*, gpt2, t5, mt5, bert, roberta$",
+      r"config.json: model_type 'gemma3' is not supported; supported: llama, mistral, .*, mt5, bert, roberta$",
     ),
-    ({'model_type': 'mamba'}, r"model_type 'mamba' is not supported; supported: llama, mistral, .*, gpt2, t5, mt5, bert, roberta$"),
+    (
+      {'model_type': 'mamba'},
+      r"model_type 'mamba' is not supported; supported: llama, mistral, .*, mt5, bert, roberta$",
+    ),
     (
       {'architectures': ['LlamaForSequenceClassification']},
       r'architectures = \["LlamaForSequenceClassification"\]: a head .* such as a classification head, is not',

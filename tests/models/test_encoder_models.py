@@ -222,9 +222,9 @@ def test_bfloat16_computes_near_float32_from_float32_weights(kind):
 # ------------------------------------------------------------------ meshes
 
 
-def after_a_step(kind, mesh=None, context_axis=None, **fields):
+def after_a_step(kind, mesh=None, split=None, **fields):
   """The loss, and the variables after a step of SGD with rate 1, so all gradients."""
-  model = set_sharding(config(kind, remat='full' if mesh else 'none'), context_axis=context_axis)
+  model = set_sharding(config(kind, remat='full' if mesh else 'none'), **split or {})
   task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
   task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
   task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
@@ -240,17 +240,21 @@ def on_one_device(kind):
 
 
 @pytest.mark.parametrize(
-  'mesh, fields',
+  'kind, mesh, fields',
   [
-    ((1, 2, 2, 2), {}),
-    ((2, 1, 2, 2), {}),  # An axis that nothing uses.
-    ((2, 1, 3, 1), {}),
-    ((1, 1, 2, 3), {}),
-    ((1, 1, 3, 1), {'partitioning': 'shard_map'}),
+    ('tied', (1, 2, 2, 2), {}),
+    ('tied', (2, 1, 3, 1), {}),  # An axis that nothing uses.
+    ('tied', (1, 1, 2, 3), {'split': {'context_axis': 'mdl', 'mdl_axis': None}}),
+    ('tied', (1, 1, 3, 1), {'partitioning': 'shard_map'}),
+    ('untied', (1, 1, 2, 3), {}),
+    ('pre_norm', (2, 1, 2, 2), {}),
+    ('first', (1, 2, 2, 2), {}),
+    ('first', (1, 1, 3, 1), {'partitioning': 'shard_map'}),
+    ('mean', (2, 2, 2, 1), {}),
+    ('mean', (1, 1, 2, 3), {'split': {'context_axis': 'mdl', 'mdl_axis': None}}),
   ],
   ids=str,
 )
-@pytest.mark.parametrize('kind', KINDS)
 def test_a_step_on_a_mesh_that_divides_nothing_is_that_of_one_device(kind, mesh, fields):
   (loss, variables), (expected, one) = after_a_step(kind, mesh, **fields), on_one_device(kind)
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
