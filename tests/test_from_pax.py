@@ -14,7 +14,7 @@ TABLE = re.compile(
   r'^\| (?P<theirs>.*) \| `(?P<module>[\w.]+)\.` \|\n\|---\|---\|\n(?P<rows>(?:\|.*\n)+)', re.MULTILINE
 )
 
-# What the modules of Praxis export. Names of beam search and of masked language models have sections of their own.
+# What the modules of Praxis export. Names of beam search have a section of their own.
 PRAXIS = """
   BaseActivation CubedReLU GELU Identity LeakyReLU ReLU ReLU6 Sigmoid SiLU SquaredReLU Swish Tanh Softplus Exp
   AdaptedTransformerFeedForward MultitaskResidualAdapter AttentionProjection causal_mask causal_segment_mask
@@ -26,7 +26,7 @@ PRAXIS = """
   PositionalEmbedding PositionalEmbedding2D SharedEmbeddingSoftmax SigmoidCrossEntropy TrainablePositionalEmbedding
   RotaryPositionalEmbedding NClassMajorSharedEmbeddingSoftmax FRnn LstmFrnn StackFrnn Bias FeedForward Linear MLPBlock
   project_last_dim StackingOverTime BiTemperedLoss ClassificationMLPModel ClassificationModel LanguageModel
-  SequenceModel get_bigram_ids Ngrammer VectorQuantization VQNgrammer BaseNormalization IdentityNorm BatchNorm
+  SequenceModel BertModel MaskedLmDataAugmenter get_bigram_ids Ngrammer VectorQuantization VQNgrammer BaseNormalization IdentityNorm BatchNorm
   compute_moments GroupNorm LayerNorm RmsNorm RmsNormNoScale LayerwiseShardablePipelined GlobalPooling Pooling
   quantize_vector RandomVectorQuantizer VectorQuantizer Repeat ResNet ResNetBlock CifgLstmCellSimple
   LayerNormalizedLstmCellSimple LstmCellSimple Sequential SpectrumAugmenter SSM Dropout StochasticResidual

@@ -7,8 +7,8 @@ import json
 import math
 from collections.abc import Iterator
 
-from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
 from praxis_lite.bridges.hf.bert import ENCODERS, Encoder
+from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.hf_config import HfConfig
@@ -31,10 +31,8 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel
 
-FAMILIES: dict[str, Family] = {
-  family.model_type: family for family in (*LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT2, *T5_LIKE)
-  family.model_type: family for family in (*LLAMA_LIKE, *MIXTURES, GPT2, *T5_LIKE, *ENCODERS)
-}
+_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT2, *T5_LIKE, *ENCODERS
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
 
 def family_of(hf: HfConfig) -> Family:
