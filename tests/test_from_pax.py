@@ -26,7 +26,8 @@ PRAXIS = """
   PositionalEmbedding PositionalEmbedding2D SharedEmbeddingSoftmax SigmoidCrossEntropy TrainablePositionalEmbedding
   RotaryPositionalEmbedding NClassMajorSharedEmbeddingSoftmax FRnn LstmFrnn StackFrnn Bias FeedForward Linear MLPBlock
   project_last_dim StackingOverTime BiTemperedLoss ClassificationMLPModel ClassificationModel LanguageModel
-  SequenceModel BertModel MaskedLmDataAugmenter get_bigram_ids Ngrammer VectorQuantization VQNgrammer BaseNormalization IdentityNorm BatchNorm
+  SequenceModel BertModel MaskedLmDataAugmenter
+  get_bigram_ids Ngrammer VectorQuantization VQNgrammer BaseNormalization IdentityNorm BatchNorm
   compute_moments GroupNorm LayerNorm RmsNorm RmsNormNoScale LayerwiseShardablePipelined GlobalPooling Pooling
   quantize_vector RandomVectorQuantizer VectorQuantizer Repeat ResNet ResNetBlock CifgLstmCellSimple
   LayerNormalizedLstmCellSimple LstmCellSimple Sequential SpectrumAugmenter SSM Dropout StochasticResidual

@@ -30,6 +30,8 @@ def logits(config: dict[str, Any], tensors: Tensors, ids, is_token, types) -> np
     table, bias = 'cls.predictions.decoder.weight', 'cls.predictions.bias'
   if config.get('tie_word_embeddings', True):
     table = f'{config["model_type"]}.embeddings.word_embeddings.weight'
+  else:
+    bias = table.replace('weight', 'bias')
   return x @ model.tensors[table].T + model.tensors[bias]
 
 

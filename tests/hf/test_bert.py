@@ -81,10 +81,9 @@ def shapes_of(config):
     return shapes | linear(pooler, D, D) | linear(head, config['num_labels'], D)
   head, softmax = ('lm_head.', 'lm_head.') if kind == 'roberta' else ('cls.predictions.transform.', 'cls.predictions.')
   shapes |= linear(f'{head}dense', D, D) | norm(f'{head}{"layer_norm" if kind == "roberta" else "LayerNorm"}')
-  shapes[f'{softmax}bias'] = (config['vocab_size'],)
   if not config.get('tie_word_embeddings', True):
-    shapes[f'{softmax}decoder.weight'] = (config['vocab_size'], D)
-  return shapes
+    return shapes | linear(f'{softmax}decoder', config['vocab_size'], D)
+  return shapes | {f'{softmax}bias': (config['vocab_size'],)}
 
 
 def make(folder, case, **changes):

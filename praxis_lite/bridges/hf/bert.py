@@ -54,8 +54,9 @@ class Encoder(Family):
   def head(self) -> str:
     return f'{self.head_names[2]}.weight'
 
-  def copies_in(self) -> Mapping[str, str]:
-    return {f'{self.head_names[2]}.bias': self.head_names[3]}
+  def copies_in(self, is_tied: bool) -> Mapping[str, str]:
+    of_head, bias = f'{self.head_names[2]}.bias', self.head_names[3]
+    return {of_head: bias} if is_tied else {bias: of_head}
 
   def network_in(self, model: BaseModel) -> Layer:
     return model
@@ -118,6 +119,8 @@ class Encoder(Family):
     if self._is_classifier(hf):
       # The classifier of RoBERTa has a pooler of its own.
       return name.startswith(f'{self.prefix}pooler.') and not self.classifier_names[0].startswith(self.prefix)
+    if not hf['tie_word_embeddings'] and name == self.head_names[3]:
+      return True  # A head of its own has a bias of its own.
     return name.startswith((f'{self.prefix}pooler.', 'cls.seq_relationship.'))
 
   def values(self, model: MaskedLanguageModel | SequenceClassifier) -> Values:
@@ -157,7 +160,7 @@ class Encoder(Family):
     pairs = [*self._of_encoder(), *_linear(linear, 'transform.linear'), *_norm(norm, 'transform.norm')]
     if tied:
       return [*pairs, Pair(bias, 'encoder.embedding.b')]
-    return [*pairs, Pair(f'{softmax}.weight', 'softmax.w', 'I O -> O I'), Pair(bias, 'softmax.b')]
+    return [*pairs, *_linear(softmax, 'softmax')]
 
   def _of_encoder(self) -> Iterable[Pair]:
     theirs, ours = f'{self.prefix}embeddings.', 'encoder.'

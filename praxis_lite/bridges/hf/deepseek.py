@@ -7,7 +7,6 @@ import re
 from typing import cast
 
 from praxis_lite.bridges.hf.family import Values, blocks_of, logit_scale
-from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
 from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, MOST_LAYERS, LlamaLike
 from praxis_lite.bridges.hf.tensors import Pair
@@ -84,7 +83,7 @@ class DeepseekV3(LlamaLike):
     slope = hf.number('mscale_all_dim', {'mscale_all_dim': 0.0, **rope})
     return YarnRotaryScaling.log_magnitude(scaling.factor, slope) ** 2 * dims**-0.5
 
-  def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
+  def is_unused(self, name: str, hf: HfConfig) -> bool:
     match = re.match(r'model\.layers\.(\d+)\.', name)
     return match is not None and int(match[1]) >= hf.size('num_hidden_layers', most=MOST_LAYERS)
 

@@ -42,7 +42,7 @@ class Family:
     """The name of the softmax's table if it is not shared; some checkpoints have it as a copy too."""
     return 'lm_head.weight'
 
-  def copies_in(self) -> Mapping[str, str]:
+  def copies_in(self, is_tied: bool) -> Mapping[str, str]:
     """Returns the names of tensors that repeat another one in some checkpoints, and the name of that."""
     return {}
 

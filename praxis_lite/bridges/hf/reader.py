@@ -75,20 +75,20 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   tensors = {family.current_name(name): tensor for name, tensor in tensors.items()}
   tensors = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
   notes = _leave_out(tensors, [name for name in tensors if family.is_unused(name, hf)], folder)
-  for copy, original in family.copies_in().items():
+  if hf['tie_word_embeddings'] and family.head in tensors:
+    embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == family.table_path)
+    if embedding in tensors and _are_equal(tensors[family.head], tensors[embedding]):
+      del tensors[family.head]
+    else:
+      config = HfConfig({**config.values, 'tie_word_embeddings': False}, config.where)
+      differ = f'{family.head} differs from {embedding}, so they are not tied'
+      notes = (*notes, f'{config.where}: tie_word_embeddings is true, but {differ}')
+  for copy, original in family.copies_in(
+    is_tied=config.replace_defaults(family.defaults)['tie_word_embeddings']
+  ).items():
     if copy in tensors and original in tensors and _are_equal(tensors[copy], tensors[original]):
       del tensors[copy]
-  if not hf['tie_word_embeddings'] or family.head not in tensors:
-    return HfCheckpoint(folder, config, family, tensors, notes)
-  embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == family.table_path)
-  if embedding in tensors and _are_equal(tensors[family.head], tensors[embedding]):
-    del tensors[family.head]
-    return HfCheckpoint(folder, config, family, tensors, notes)
-  untied = HfConfig({**config.values, 'tie_word_embeddings': False}, config.where)
-  note = (
-    f'{config.where}: tie_word_embeddings is true, but {family.head} differs from {embedding}, so they are not tied'
-  )
-  return HfCheckpoint(folder, untied, family, tensors, (*notes, note))
+  return HfCheckpoint(folder, config, family, tensors, notes)
 
 
 def _leave_out(tensors: dict[str, StoredTensor], names: Sequence[str], folder: str) -> tuple[str, ...]:

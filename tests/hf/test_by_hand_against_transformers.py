@@ -1,0 +1,50 @@
+"""The forward passes in NumPy, which the tests of T5 and BERT use, compute what `transformers` computes."""
+
+from __future__ import annotations
+
+import bert_by_hand
+import numpy as np
+import pytest
+import t5_by_hand
+import test_bert as bert
+import test_t5 as t5
+
+torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
+transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
+
+pytestmark = pytest.mark.slow
+
+
+def loaded(folder, architecture):
+  """The model, with the tensors of the checkpoint and no others."""
+  model, report = getattr(transformers, architecture).from_pretrained(
+    folder, attn_implementation='eager', dtype=torch.float64, output_loading_info=True
+  )
+  # A head of its own has a bias of its own, and the other one is not used.
+  assert report['missing_keys'] <= {'cls.predictions.bias'} and not report['unexpected_keys'], report
+  return model.eval()
+
+
+def tensor(x):
+  return torch.tensor(np.asarray(x), dtype=torch.long)
+
+
+@pytest.mark.parametrize('case', bert.CASES)
+def test_bert_is_that_of_transformers(case, tmp_path):
+  folder, config, tensors = bert.make(tmp_path, case, pad_token_id=1)
+  model, types = loaded(folder, config['architectures'][0]), bert.batch_of(config)['token_type_ids']
+  with torch.no_grad():
+    found = model(tensor(bert.IDS), tensor(bert.IS_TOKEN), token_type_ids=tensor(types)).logits.numpy()
+  expected = bert_by_hand.logits(config, tensors, bert.IDS, bert.IS_TOKEN, types)
+  bert.assert_close(found, expected)
+
+
+@pytest.mark.parametrize('case', t5.CASES)
+def test_t5_is_that_of_transformers(case, tmp_path):
+  folder, config, tensors = t5.make(tmp_path, case)
+  model = loaded(folder, 'MT5ForConditionalGeneration' if case == 'mt5' else 'T5ForConditionalGeneration')
+  with torch.no_grad():
+    ids = tensor(t5.SOURCES), tensor(t5.IS_SOURCE), tensor(t5.IDS)
+    found = model(ids[0], attention_mask=ids[1], decoder_input_ids=ids[2]).logits.numpy()
+  expected = t5_by_hand.logits(config, tensors, t5.SOURCES, t5.IS_SOURCE, t5.IDS)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
