@@ -23,12 +23,12 @@ LAYERS = (
   'StochasticResidual',
   'WeightNormalizedLinear',
 )
+ALSO_ROWS = ('MultitaskResidualAdapter', 'SpectralNormLinear', 'StackingOverTime', 'StochasticResidual')
 NAMES = (*AXES, 'unused')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('sizes', [(1, 1, 3, 2), (1, 3, 1, 2)], ids=['mdl of 3', 'data of 3'])
-@pytest.mark.parametrize('name', LAYERS)
+@pytest.mark.parametrize('name, sizes', [*((n, (1, 1, 3, 2)) for n in LAYERS), *((n, (1, 3, 1, 2)) for n in ALSO_ROWS)])
 def test_an_axis_of_3_and_an_unused_axis_change_nothing(name, sizes):
   variables, args, _, expected = on_one_device(name)
   config = CASES[name]().config.set(mesh_axis_names=NAMES)
