@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, merge, node_at, select
+from praxis_lite.common.trees import NestedDict, Path, insert, leaves_by_path, merge, node_at, select
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.base.expected_trips import expected_trips
@@ -364,7 +364,20 @@ def _write_arrays(write: Callable[[jax.Array, jax.Array], jax.Array], cache: KVC
   return jax.tree.map(write, slots, new)._replace(slot=cache.slot, turn=cache.turn)
 
 
-# -------------------------------------------------------------------- caches of a loop over layers
+# -------------------------------------------------------------------- caches in the decode state of several layers
+
+
+def places_of_caches(state: object) -> list[Path]:
+  """Returns the paths of the KV caches in a decode state, whose nodes have the fields of `KVCache` as names."""
+  paths = leaves_by_path(state).keys()
+  places = [path[:-1] for path in paths if path[-1:] == ('pos',)]
+  return [place for place in places if all((*place, name) in paths for name in ('key', 'value', 'slot'))]
+
+
+def axis_of_slots(rank: int, rank_of_pos: int) -> int:
+  """Returns the dimension of slots in an array of caches that may be stacked, given the ranks of it and of `pos`."""
+  stacked = rank_of_pos - 2
+  return stacked + _slot_axis(rank - stacked)
 
 
 class StackedCaches:
@@ -383,6 +396,7 @@ class StackedCaches:
   def __init__(self, state: NestedDict):
     places = {path[:-1] for path, x in leaves_by_path(state).items() if path[-1:] == ('pos',) and jnp.ndim(x) == 3}
     self._places = {place for place in places if {'key', 'slot'} <= node_at(state, place).keys()}
+    self._places = {place for place in places_of_caches(state) if jnp.ndim(node_at(state, place)['pos']) == 3}
     self.arrays, self.others = self.split(state)
 
   def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:

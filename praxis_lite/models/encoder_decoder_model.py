@@ -10,6 +10,7 @@ which of them are tokens; without both, all are. If rows are packed, there are a
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import jax
@@ -25,7 +26,7 @@ from praxis_lite.layers.encoder_decoder import TransformerEncoderDecoder
 from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.models.base import PromptLimits, ScoreLimits
-from praxis_lite.models.decoding import Draws
+from praxis_lite.models.decoding import Draws, find_row_axes
 from praxis_lite.models.language_model import LanguageModel, clear_padding, weights_of_tokens
 
 
@@ -133,7 +134,7 @@ class EncoderDecoderModel(LanguageModel):
     Returns:
       Metrics: `decoded_length`, tokens per row; `log_prob`, nats per token; and if there are labels `exact_match`, the
       fraction of rows whose tokens equal them. Outputs: `ids` [B, M], `lengths` [B] and `log_probs` [B, M] as in
-      `Decoded`, and with labels `exact_match`, [B] bool.
+      `Decoded`, with a `BeamSearch` also others, as in `BeamDecoded`, and with labels `exact_match`, [B] bool.
     """
     if 'source_ids' in batch:
       source_BS, segments_BS = _tokens_of_sources(batch)
@@ -148,7 +149,7 @@ class EncoderDecoderModel(LanguageModel):
       prompt_BP = jnp.concatenate([start_B1, batch['ids']], axis=1)
       lengths_B = jnp.where(is_row_B, 1 + batch['prompt_lengths'], 0)
     steps = _SourceSteps(self.lm, source_BS, is_token_BS)
-    key = None if self.decoder.temperature == 0 else self.next_prng_key()
+    key = self.next_prng_key() if self.decoder.is_random else None
     decoded = self.decoder.decode(
       steps, prompt_BP, lengths_B, key, batch.get('max_tokens'), draws=Draws(batch.get('row'))
     )
@@ -179,7 +180,16 @@ class _SourceSteps:
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
     assert num_rows == len(self._source[0])
-    _, side = self._lm.apply(self._variables, *self._source, num_slots, method='init_decode_state')
+    return self._start(num_slots, *self._source)
+
+  def row_axes(self, num_rows: int, num_slots: int) -> NestedDict:
+    twice = (jax.ShapeDtypeStruct((2 * num_rows, *x.shape[1:]), x.dtype) for x in self._source)
+    start = functools.partial(self._start, num_slots)
+    axes: NestedDict = find_row_axes(jax.eval_shape(start, *self._source), jax.eval_shape(start, *twice))
+    return axes
+
+  def _start(self, num_slots: int, source_ids_BS: jax.Array, is_token_BS: jax.Array) -> NestedDict:
+    _, side = self._lm.apply(self._variables, source_ids_BS, is_token_BS, num_slots, method='init_decode_state')
     return side.decode_state
 
   def extend(

@@ -9,6 +9,7 @@ stands for. Weights may be [B], one for all tokens of a row. A prefix-LM needs `
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import jax
@@ -25,7 +26,7 @@ from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
 from praxis_lite.models.base import BaseModel, PromptLimits, ScoreLimits
-from praxis_lite.models.decoding import Draws, Sampler, chunk_of, prompt_step
+from praxis_lite.models.decoding import BeamSearch, Draws, Sampler, chunk_of, find_row_axes, prompt_step
 from praxis_lite.models.labels import check_labels
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
@@ -46,7 +47,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     model_type: 'causal': a token attends to itself and those before it. 'prefix': in addition, all tokens of a row
       attend to its first `prefix_lengths` tokens; in decoding, to its prompt (prefix-LM; Raffel et al., 2020).
     tokens_are_bytes: whether each token is a byte of text; adds the metric `nats_per_byte` for batches without `bytes`.
-    decoder_tpl: config of the sampler that continues prompts.
+    decoder_tpl: config of what continues prompts, a `Sampler` or a `BeamSearch`.
   """
 
   vocab_size: int | None = None
@@ -80,7 +81,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
         )
       setattr(lm, name, own)
     self.create_child('lm', lm)
-    self.decoder: Sampler = self.decoder_tpl.instantiate()
+    self.decoder: Sampler | BeamSearch = self.decoder_tpl.instantiate()
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if ids or labels are not in the vocabulary, or the prefixes are missing."""
@@ -180,13 +181,13 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     )
 
   def _state_bytes(self, num_rows: int, num_slots: int) -> int:
-    """Returns the bytes of the caches, from their shapes."""
+    """Returns the bytes of the caches, from their shapes; `num_rows` is the number of prompts."""
 
     def start(variables: NestedDict) -> NestedDict:
       return self.lm.apply(variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
 
     caches = jax.eval_shape(start, jax.tree.map(lambda weight: weight.as_struct(), self.lm.abstract_init()))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
+    return self.decoder.state_copies * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
 
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     """Returns logits [B, V] of the token after each prompt; leaves caches of `cache_length` slots as decode state.
@@ -226,7 +227,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
     Returns:
       Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]
-      and `log_probs` [B, M] as in `Decoded`, and the given `prompt_ids` and `prompt_lengths`.
+      and `log_probs` [B, M] as in `Decoded`, or with a `BeamSearch` also others, as in `BeamDecoded`, and the given
+      `prompt_ids` and `prompt_lengths`.
     """
     prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
     prompt_length = prompt_ids_BP.shape[1]
@@ -238,7 +240,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     draws = Draws(batch.get('row'), batch.get('num_drawn'))
     prefix_lengths_B = prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B
     steps = _CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B))
-    key = None if self.decoder.temperature == 0 else self.next_prng_key()
+    key = self.next_prng_key() if self.decoder.is_random else None
     decoded = self.decoder.decode(steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws)
     outputs = {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}
     return decoded.metrics(prompt_lengths_B > 0), outputs
@@ -263,6 +265,11 @@ class _CachedSteps:
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
     return self._lm.apply(self._variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
+
+  def row_axes(self, num_rows: int, num_slots: int) -> NestedDict:
+    few, many = (jax.eval_shape(functools.partial(self.start, n, num_slots)) for n in (num_rows, 2 * num_rows))
+    axes: NestedDict = find_row_axes(few, many)
+    return axes
 
   def extend(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict

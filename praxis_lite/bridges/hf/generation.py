@@ -12,7 +12,7 @@ from praxis_lite.bridges.hf.hf_config import read_json
 from praxis_lite.bridges.hf.reader import HfCheckpoint
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.models.decoding import Sampler
+from praxis_lite.models.decoding import BeamSearch, Decoder, Sampler
 
 GENERATION_FILE = 'generation_config.json'
 # Numbers with the same meaning in a `Sampler`. Those of the first group have an effect only if tokens are sampled; then
@@ -69,25 +69,29 @@ def set_decoder(decoder: Config, checkpoint: HfCheckpoint) -> list[str]:
   return lines
 
 
-def write_generation(folder: Path, sampler: Sampler, kept: Path) -> None:
-  """Writes generation_config.json: the settings of a sampler, and what the file of the import says of others.
+def write_generation(folder: Path, decoder: Decoder, kept: Path) -> None:
+  """Writes generation_config.json: the settings of a decoder, and what the file of the import says of others.
+
+  The length penalty of a `BeamSearch` is not among them: that of transformers is another formula.
 
   Args:
     folder: where to write the file.
-    sampler: the sampler of the exported model.
+    decoder: the `Sampler` or `BeamSearch` of the exported model.
     kept: the folder that may have the file of the import. If that limits the number of tokens, the new one does too.
   """
   says: dict[str, Any] = read_json(kept / GENERATION_FILE) if (kept / GENERATION_FILE).is_file() else {}
-  values: dict[str, Any] = {'do_sample': sampler.temperature > 0, 'repetition_penalty': sampler.repetition_penalty}
-  values['no_repeat_ngram_size'] = sampler.no_repeat_ngram_size or 0
-  if sampler.temperature > 0:
+  values: dict[str, Any] = {'do_sample': decoder.is_random, 'repetition_penalty': decoder.repetition_penalty}
+  values['no_repeat_ngram_size'] = decoder.no_repeat_ngram_size or 0
+  if isinstance(decoder, Sampler) and decoder.is_random:
     # The default of transformers is 50.
-    values |= {'temperature': sampler.temperature, 'top_k': sampler.top_k or 0, 'top_p': sampler.top_p or 1.0}
-    values['min_p'] = sampler.min_p
-  if sampler.stop_ids:
-    values['eos_token_id'] = list(sampler.stop_ids) if len(sampler.stop_ids) > 1 else sampler.stop_ids[0]
+    values |= {'temperature': decoder.temperature, 'top_k': decoder.top_k or 0, 'top_p': decoder.top_p or 1.0}
+    values['min_p'] = decoder.min_p
+  if isinstance(decoder, BeamSearch):
+    values |= {'num_beams': decoder.beam_size, 'early_stopping': decoder.early_stopping}
+  if decoder.stop_ids:
+    values['eos_token_id'] = list(decoder.stop_ids) if len(decoder.stop_ids) > 1 else decoder.stop_ids[0]
   if 'max_new_tokens' in says:
-    values['max_new_tokens'] = sampler.max_decode_steps
+    values['max_new_tokens'] = decoder.max_decode_steps
   kept_values = {name: value for name, value in says.items() if name not in _SAMPLED}
   content = {name: value for name, value in (kept_values | values).items() if value is not None}
   (folder / GENERATION_FILE).write_text(f'{json.dumps(content, indent=2, sort_keys=True)}\n', encoding='utf-8')

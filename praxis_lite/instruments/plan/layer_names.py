@@ -9,7 +9,7 @@ from praxis_lite.common.jax_internals.programs import scopes
 from praxis_lite.common.trees import path_name
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.expected_trips import read_expected_trips
-from praxis_lite.models.decoding.loop import NEXT_TOKEN, READ_PROMPTS
+from praxis_lite.models.decoding.reading import NEXT_TOKEN, READ_PROMPTS
 
 
 class LayerNames:

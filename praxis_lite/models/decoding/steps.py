@@ -1,4 +1,4 @@
-"""DecodingSteps: what the sampler knows of a model.
+"""DecodingSteps: what decoding knows of a model.
 
 B batch, T tokens in one step, V vocabulary.
 """
@@ -19,6 +19,10 @@ class DecodingSteps(Protocol[DecodingState]):
 
   The state is any tree of arrays: caches of keys and values, the hidden state of a recurrence, the output of an
   encoder. The sampler only passes it on. Loops carry it, so its structure, shapes and dtypes stay the same.
+
+  Beam search reorders the rows of the state. If rows are not dimension 0 of all its arrays, steps also have a method
+  `row_axes(num_rows, num_slots)`, which returns the dimension of rows for each array of what `start` returns for these
+  arguments, and -1 for arrays that all rows share. `find_row_axes` finds these dimensions.
   """
 
   @property

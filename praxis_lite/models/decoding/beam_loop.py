@@ -1,0 +1,281 @@
+"""BeamLoop: the search for the most probable continuations, with any model that has `DecodingSteps`.
+
+B prompts, K beams, R = B K rows, N best continuations, P length of the prompts, M maximum number of tokens to decode,
+V vocabulary, C candidates: the best pairs of a beam and its next token.
+
+    logits = extend(prompts)                      one pass over the prompts, once for all beams
+    choose(logits)
+    for i = 1 ... M - 1, while a prompt continues:
+      state = state of each beam's parent
+      choose(extend(token i - 1 of each beam))
+
+`choose` ranks all pairs of a beam and a token by the sum of log-probabilities. Those among the first K that end, by a
+stop token or because they have the largest number of tokens, join the list of the K best completed continuations, which
+is ordered by score. The first K of the others are the next beams. At first, only beam 0 is possible, so it becomes the
+parent of all, and its state is copied to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.weighted import WeightedScalars
+from praxis_lite.layers.base.expected_trips import expected_trips
+from praxis_lite.models.decoding.beam_rows import BeamRows
+from praxis_lite.models.decoding.loop import Decoded
+from praxis_lite.models.decoding.reading import NEXT_TOKEN, READ_PROMPTS, RowReader
+from praxis_lite.models.decoding.steps import DecodingState
+
+_IMPOSSIBLE = -jnp.inf
+
+
+class BeamDecoded(NamedTuple):
+  """The best continuation of each prompt, as in `Decoded`, and the N best ones, the best first.
+
+  Attributes:
+    ids, lengths, log_probs: of the best continuation, see `Decoded`.
+    beam_ids: [B, N, M] int32 tokens of the N best continuations.
+    beam_lengths: [B, N] int32 number of those tokens; 0 if there are fewer than N continuations.
+    beam_log_probs: [B, N, M] float32 log-probability of each token under the model.
+    beam_scores: [B, N] float32, what the continuations are ordered by; minus infinity if there are fewer than N.
+  """
+
+  ids: jax.Array
+  lengths: jax.Array
+  log_probs: jax.Array
+  beam_ids: jax.Array
+  beam_lengths: jax.Array
+  beam_log_probs: jax.Array
+  beam_scores: jax.Array
+
+  def metrics(self, rows_B: jax.Array) -> WeightedScalars:
+    """Returns the metrics of the best continuations, see `Decoded.metrics`."""
+    return Decoded(self.ids, self.lengths, self.log_probs).metrics(rows_B)
+
+
+class _Beams(NamedTuple):
+  """Continuations of each prompt; one whose score is minus infinity does not exist.
+
+  Attributes:
+    ids: [B, K, M] int32.
+    lengths: [B, K] int32.
+    log_probs: [B, K, M] float32, of each token under the model.
+    scores: [B, K] float32: of beams, the sum by which they are ranked; of completed continuations, their final score.
+  """
+
+  ids: jax.Array
+  lengths: jax.Array
+  log_probs: jax.Array
+  scores: jax.Array
+
+  def take(self, index_BK: jax.Array) -> _Beams:
+    """Returns the continuations with these numbers."""
+    return jax.tree.map(lambda x: jax.vmap(lambda x, index_K: x[index_K])(x, index_BK), self)
+
+
+class _Progress(NamedTuple):
+  """The progress of the prompts, besides the state of the model.
+
+  Attributes:
+    number: int32, the number of the next token.
+    beams: the continuations that go on.
+    parent_BK: int32, which of the beams before each was continued.
+    best: the best completed continuations.
+    done_B: bool, which prompts have ended.
+  """
+
+  number: jax.Array
+  beams: _Beams
+  parent_BK: jax.Array
+  best: _Beams
+  done_B: jax.Array
+
+  @property
+  def continues(self) -> jax.Array:
+    """Whether any prompt still continues."""
+    return ~jnp.all(self.done_B)
+
+
+class _Candidates(NamedTuple):
+  """The best pairs of a beam and a token, in order.
+
+  Attributes:
+    parent: [B, C] int32, the number of the beam.
+    ids: [B, C] int32, the token.
+    log_probs: [B, C], of the token under the model.
+    sums: [B, C], by which they are ranked.
+    is_stop: [B, C], whether the token is a stop token.
+  """
+
+  parent: jax.Array
+  ids: jax.Array
+  log_probs: jax.Array
+  sums: jax.Array
+  is_stop: jax.Array
+
+  def take(self, index_BK: jax.Array) -> _Candidates:
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, index_BK, axis=1), self)
+
+  def extend(self, beams: _Beams, number: jax.Array) -> _Beams:
+    """Returns the continuations whose token `number` is that of a candidate."""
+    ids, lengths, log_probs, _ = beams.take(self.parent)
+    return _Beams(
+      ids.at[:, :, number].set(self.ids), lengths + 1, log_probs.at[:, :, number].set(self.log_probs), self.sums
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamLoop(Generic[DecodingState]):
+  """One call of `BeamSearch.decode`.
+
+  Attributes:
+    reader: reads the prompts.
+    adjust: (logits [R, V], tokens of the rows [R, L], their number [R]) -> the logits to rank by; None keeps them.
+    stop_ids: tokens that end a continuation.
+    limits_B: int32, the largest number of tokens after each prompt, at most M.
+    beam_size, num_best, early_stopping: see `BeamSearch`.
+    length_norm: (number of tokens) -> what the sum of log-probabilities is divided by; it must not decrease.
+  """
+
+  reader: RowReader[DecodingState]
+  adjust: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None
+  stop_ids: tuple[int, ...]
+  limits_B: jax.Array
+  beam_size: int
+  num_best: int
+  early_stopping: bool
+  length_norm: Callable[[jax.Array], jax.Array]
+
+  def run(self) -> BeamDecoded:
+    """Continues the prompts."""
+    reader, state = self.reader, self.reader.start()
+    B, K, M = len(reader.prompt_lengths_B), self.beam_size, reader.num_steps
+    rows = BeamRows.make(reader.steps, state, B, reader.slots, K)
+
+    def read_and_search(progress: _Progress) -> _Progress:
+      """Continues the beams until they are done, or the state is full."""
+      with jax.named_scope(READ_PROMPTS):
+        logits_RV, of_beams, taken = self._read(progress, state, rows)
+        carry = taken, of_beams, self._choose(logits_RV, progress)
+      equal = [jnp.where(progress.number == 0, count, 0) for count in rows.equal_slots(of_beams)]
+
+      def reorder(state: DecodingState, parent_BK: jax.Array) -> DecodingState:
+        return rows.take(state, parent_BK, equal)
+
+      with expected_trips(M - 1):
+        return jax.lax.while_loop(
+          lambda c: (c[0] < reader.slots) & c[-1].continues, lambda carry: self._extend(carry, reorder), carry
+        )[-1]
+
+    nothing = _Beams(
+      jnp.zeros((B, K, M), jnp.int32),
+      jnp.zeros((B, K), jnp.int32),
+      jnp.zeros((B, K, M)),
+      jnp.full((B, K), _IMPOSSIBLE),
+    )
+    first = nothing._replace(scores=nothing.scores.at[:, 0].set(0.0))
+    is_done_B = (reader.prompt_lengths_B == 0) | (self.limits_B <= 0)
+    progress = _Progress(jnp.int32(0), first, jnp.zeros((B, K), jnp.int32), nothing, is_done_B)
+    if reader.fits:
+      return self._finish(read_and_search(progress))
+    return self._finish(jax.lax.while_loop(lambda progress: progress.continues, read_and_search, progress))
+
+  def _read(
+    self, progress: _Progress, start: DecodingState, rows: BeamRows
+  ) -> tuple[jax.Array, DecodingState, jax.Array]:
+    """Reads the last tokens of each row, or only the prompts if they are all; returns what `RowReader.read` does."""
+    reader, K = self.reader, self.beam_size
+
+    def read_beam(beam: jax.Array | int) -> tuple[jax.Array, DecodingState, jax.Array]:
+      return reader.read(progress.beams.ids[:, beam], progress.number, progress.done_B, start)
+
+    if reader.fits:
+      logits_BV, state, taken = read_beam(0)
+      return jnp.repeat(logits_BV, K, axis=0), rows.spread(state), taken
+
+    def read_next(
+      beam: jax.Array, carry: tuple[jax.Array, DecodingState, jax.Array]
+    ) -> tuple[jax.Array, DecodingState, jax.Array]:
+      logits_BKV, of_beams, _ = carry
+      logits_BV, state, taken = read_beam(beam)
+      return logits_BKV.at[:, beam].set(logits_BV), rows.put(of_beams, state, beam), taken
+
+    shape = jax.eval_shape(read_beam, 0)[0]
+    zeros_BKV = jnp.zeros((shape.shape[0], K, *shape.shape[1:]), shape.dtype)
+    carry = zeros_BKV, rows.spread(start), jnp.int32(0)
+    logits_BKV, of_beams, taken = jax.lax.fori_loop(0, jnp.where(progress.number == 0, 1, K), read_next, carry)
+    return logits_BKV.reshape(-1, logits_BKV.shape[-1]), of_beams, taken
+
+  def _extend(
+    self,
+    carry: tuple[jax.Array, DecodingState, _Progress],
+    reorder: Callable[[DecodingState, jax.Array], DecodingState],
+  ) -> tuple[jax.Array, DecodingState, _Progress]:
+    """Reads the last token of each beam and chooses the next ones; the carry begins with the number of slots taken."""
+    taken, state, progress = carry
+    ids_R = progress.beams.ids[:, :, progress.number - 1].reshape(-1)
+    pos_R = jnp.repeat(self.reader.prompt_lengths_B + progress.number - 1, self.beam_size)
+    with jax.named_scope(NEXT_TOKEN):
+      state = reorder(state, progress.parent_BK)
+      logits_RV, state = self.reader.steps.extend(ids_R[:, None], pos_R[:, None], jnp.zeros_like(ids_R), state)
+      return taken + 1, state, self._choose(logits_RV, progress)
+
+  def _choose(self, logits_RV: jax.Array, progress: _Progress) -> _Progress:
+    """Adds a token to the beams of each prompt, and to the completed continuations those that end."""
+    number, beams, _, best, done_B = progress
+    K, candidates = self.beam_size, self._candidates(logits_RV, progress)
+    is_last_B = number + 1 >= self.limits_B
+    first = jax.tree.map(lambda x: x[:, :K], candidates)
+    ends_BK = (first.is_stop | is_last_B[:, None]) & ~done_B[:, None]
+    ended = first._replace(sums=jnp.where(ends_BK, first.sums / self.length_norm(number + 1), _IMPOSSIBLE)).extend(
+      beams, number
+    )
+    both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), best, ended)
+    best = both.take(jax.lax.top_k(both.scores, K)[1])
+
+    sums_BK, index_BK = jax.lax.top_k(jnp.where(candidates.is_stop, _IMPOSSIBLE, candidates.sums), K)
+    chosen = candidates.take(index_BK)._replace(sums=sums_BK)
+    beams = chosen.extend(beams, number)
+    attainable_B = sums_BK[:, 0] / self.length_norm(self.limits_B)  # Sums do not grow, and their divisor does.
+    done_B |= is_last_B | (best.scores[:, self.num_best - 1] >= attainable_B)
+    if self.early_stopping:
+      done_B |= best.scores[:, -1] > _IMPOSSIBLE
+    return _Progress(number + 1, beams, chosen.parent, best, done_B)
+
+  def _candidates(self, logits_RV: jax.Array, progress: _Progress) -> _Candidates:
+    """Returns so many of the best candidates that K do not end with a stop token, if there are."""
+    (B, K), V = progress.beams.scores.shape, logits_RV.shape[-1]
+    logits_RV = logits_RV.astype(jnp.float32)
+    log_probs_RV = jax.nn.log_softmax(logits_RV)
+    ranked_RV = log_probs_RV
+    if self.adjust is not None:  # Not normalised again, so that the tokens that remain keep their probability.
+      adjusted_RV = self._adjust(logits_RV, progress) - jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
+      ranked_RV = jnp.minimum(adjusted_RV, 0.0)
+    scores_BK1 = progress.beams.scores[..., None]
+    sums_BKV = scores_BK1 + ranked_RV.reshape(B, K, V)
+    sums_BKV = jnp.where(scores_BK1 == _IMPOSSIBLE, _IMPOSSIBLE, sums_BKV)  # The logits of such beams may be NaN.
+    count = K * min(1 + len(self.stop_ids), V)
+    sums_BC, index_BC = jax.lax.top_k(sums_BKV.reshape(B, K * V), count)
+    log_probs_BC = jnp.take_along_axis(log_probs_RV.reshape(B, K * V), index_BC, axis=1)
+    ids_BC = index_BC % V
+    is_stop_BC = jnp.isin(ids_BC, jnp.array(self.stop_ids, jnp.int32))
+    return _Candidates(index_BC // V, ids_BC, log_probs_BC, sums_BC, is_stop_BC)
+
+  def _adjust(self, logits_RV: jax.Array, progress: _Progress) -> jax.Array:
+    assert self.adjust is not None
+    ids_BKL = jax.vmap(self.reader.all_tokens, in_axes=1, out_axes=1)(progress.beams.ids)
+    lengths_R = jnp.repeat(self.reader.prompt_lengths_B + progress.number, self.beam_size)
+    return self.adjust(logits_RV, ids_BKL.reshape(-1, ids_BKL.shape[-1]), lengths_R)
+
+  def _finish(self, progress: _Progress) -> BeamDecoded:
+    """Returns the best completed continuations, with zeros after their tokens."""
+    ids, lengths, log_probs, scores = jax.tree.map(lambda x: x[:, : self.num_best], progress.best)
+    lengths = jnp.where(scores == _IMPOSSIBLE, 0, lengths)
+    is_token = jnp.arange(ids.shape[-1]) < lengths[..., None]
+    ids, log_probs = jnp.where(is_token, ids, 0), jnp.where(is_token, log_probs, 0.0)
+    return BeamDecoded(ids[:, 0], lengths[:, 0], log_probs[:, 0], ids, lengths, log_probs, scores)

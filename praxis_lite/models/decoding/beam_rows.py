@@ -1,0 +1,205 @@
+"""BeamRows: a state with K rows for each prompt, which beam search spreads and reorders.
+
+A state is any tree of arrays. Rows are a dimension of most of them, but not always the first: the caches of a loop over
+layers begin with the dimension of layers.
+
+Reordering copies the state for each token. On a CPU this may take as long as the model. So there, of KV caches only
+the slots are copied in which the beams of a prompt may differ: slots that are taken, and were not yet when the prompts
+had been read. They are copied in place, page by page. Keys and values of the sources of an encoder-decoder are not.
+
+B prompts, K beams, S slots; the row of beam k of prompt b is b K + k, so the beams of a prompt are on one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
+from praxis_lite.layers.kv_cache import axis_of_slots, places_of_caches
+from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
+from praxis_lite.sharding.mesh import platform
+
+NO_ROWS = -1
+_LEAST_PAGE, _MOST_PAGE = 16, 64  # Slots.
+
+
+def find_row_axes(few: Any, many: Any) -> Any:
+  """Returns the dimension of rows in each array of a state; -1 for arrays that all rows share.
+
+  Args:
+    few, many: the state, and that of twice as many rows; trees of arrays, or of their shapes.
+
+  Raises:
+    ConfigError: more than one dimension of an array depends on the number of rows.
+  """
+
+  def axis(path: tuple[str, ...], few: jax.Array, many: jax.Array) -> int:
+    axes = [i for i, (a, b) in enumerate(zip(few.shape, many.shape, strict=True)) if a != b]
+    if len(axes) > 1:
+      raise ConfigError(
+        f'beam search: {path_name(path)} of the decoding state has shape {few.shape}, and {many.shape} for twice as '
+        'many rows; only one of its dimensions may be that of rows'
+      )
+    return axes[0] if axes else NO_ROWS
+
+  return map_with_path(axis, few, many)
+
+
+def _row_axes(steps: DecodingSteps[DecodingState], state: DecodingState, num_rows: int, num_slots: int) -> list[int]:
+  """Returns the dimension of rows in each array of the state that `steps.start` has returned."""
+  known: Callable[[int, int], Any] | None = getattr(steps, 'row_axes', None)
+  if known is not None:
+    return jax.tree.leaves(known(num_rows, num_slots))
+  arrays = leaves_by_path(state)
+  for path, x in arrays.items():
+    if jnp.shape(x)[:1] != (num_rows,):
+      raise ConfigError(
+        f'beam search: {path_name(path) or "an array"} of the decoding state has shape {jnp.shape(x)}; its first '
+        f'dimension must be that of the {num_rows} rows, or {type(steps).__name__} needs a method row_axes'
+      )
+  return [0] * len(arrays)
+
+
+class _Pages(NamedTuple):
+  """Arrays of KV caches that are reordered together.
+
+  Attributes:
+    slot_axes: their dimensions of slots, by the number of the array in the state.
+    counts: the numbers of the arrays that say how many slots are taken.
+    size: slots in a page, a divisor of `num_slots`.
+    num_slots: S.
+  """
+
+  slot_axes: dict[int, int]
+  counts: list[int]
+  size: int
+  num_slots: int
+
+  def taken(self, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns how many slots are taken; a ring, which does not count them, may have taken all."""
+    most = jnp.max(jnp.stack([jnp.max(arrays[i]) for i in self.counts]))
+    return jnp.where(most == 0, self.num_slots, jnp.minimum(most, self.num_slots))
+
+  def equal(self, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns how many slots are taken if all caches count them, otherwise 0."""
+    return jnp.min(jnp.stack([jnp.min(arrays[i]) for i in self.counts]))
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamRows:
+  """How the arrays of a state hold the rows of beams.
+
+  Attributes:
+    beams: K.
+    axes: the dimension of rows in each array, `NO_ROWS` if it has none.
+    pages: arrays that are reordered page by page.
+  """
+
+  beams: int
+  axes: tuple[int, ...]
+  pages: tuple[_Pages, ...]
+
+  @classmethod
+  def make(
+    cls, steps: DecodingSteps[DecodingState], state: DecodingState, num_rows: int, num_slots: int, beams: int
+  ) -> BeamRows:
+    """Returns how a state of `beams` rows for each row of `state` holds them; `state` is what `steps.start` returned.
+
+    Raises:
+      ConfigError: the steps do not say what the dimension of rows is, and it is not the first.
+    """
+    axes = _row_axes(steps, state, num_rows, num_slots)
+    return cls(beams, tuple(axes), _find_pages(state) if platform() == 'cpu' else ())
+
+  def spread(self, state: DecodingState) -> DecodingState:
+    """Returns the state of K equal rows for each prompt."""
+    return self._map(lambda x, axis: x if axis == NO_ROWS else jnp.repeat(x, self.beams, axis=axis), state)
+
+  def put(self, state: DecodingState, of_beam: DecodingState, beam: jax.Array) -> DecodingState:
+    """Returns the state in which the rows of one beam, of each prompt, are those of `of_beam`."""
+
+    def put(x: jax.Array, axis: int, new: jax.Array) -> jax.Array:
+      if axis == NO_ROWS:
+        return new
+      split = self._split(x, axis)
+      return jax.lax.dynamic_update_index_in_dim(split, new, beam, axis + 1).reshape(x.shape)
+
+    return self._map(put, state, of_beam)
+
+  def equal_slots(self, state: DecodingState) -> list[jax.Array]:
+    """Returns for each of `pages` how many first slots are taken now, after the same tokens were read for all beams."""
+    arrays = jax.tree.leaves(state)
+    return [pages.equal(arrays) for pages in self.pages]
+
+  def take(self, state: DecodingState, parent_BK: jax.Array, equal: Sequence[jax.Array]) -> DecodingState:
+    """Returns the state in which the row of beam k is the one of beam `parent_BK[:, k]` of the same prompt.
+
+    Args:
+      state: the state.
+      parent_BK: int32 in [0, K).
+      equal: for each of `pages` a number of first slots in which the rows of each prompt are equal.
+    """
+    arrays, structure = jax.tree.flatten(state)
+    in_pages = {i for pages in self.pages for i in pages.slot_axes}
+    for i, axis in enumerate(self.axes):
+      if axis != NO_ROWS and i not in in_pages:
+        arrays[i] = self._take(arrays[i], axis, parent_BK)
+    is_same = jnp.all(parent_BK == jnp.arange(self.beams))
+    for pages, first in zip(self.pages, equal, strict=True):
+      taken = jnp.where(is_same, 0, pages.taken(arrays))
+      self._take_pages(arrays, pages, parent_BK, first // pages.size, -(-taken // pages.size))
+    return jax.tree.unflatten(structure, arrays)
+
+  def _take_pages(
+    self, arrays: list[jax.Array], pages: _Pages, parent_BK: jax.Array, first: jax.Array, end: jax.Array
+  ) -> None:
+    """Reorders the rows in some pages of the arrays."""
+
+    def take_page(page: jax.Array, whole: list[jax.Array]) -> list[jax.Array]:
+      start, after = page * pages.size, []
+      for x, (i, axis) in zip(whole, pages.slot_axes.items()):
+        part = jax.lax.dynamic_slice_in_dim(x, start, pages.size, axis)
+        part = self._take(part, self.axes[i], parent_BK)
+        after.append(jax.lax.dynamic_update_slice_in_dim(x, part, start, axis))
+      return after
+
+    changed = jax.lax.fori_loop(first, end, take_page, [arrays[i] for i in pages.slot_axes])
+    for i, x in zip(pages.slot_axes, changed):
+      arrays[i] = x
+
+  def _take(self, x: jax.Array, axis: int, parent_BK: jax.Array) -> jax.Array:
+    def of_prompt(x: jax.Array, parent_K: jax.Array) -> jax.Array:
+      return jnp.take(x, parent_K, axis=axis, mode='clip')
+
+    return jax.vmap(of_prompt, in_axes=(axis, 0), out_axes=axis)(self._split(x, axis), parent_BK).reshape(x.shape)
+
+  def _split(self, x: jax.Array, axis: int) -> jax.Array:
+    """[..., B K, ...] to [..., B, K, ...]."""
+    return x.reshape(*x.shape[:axis], -1, self.beams, *x.shape[axis + 1 :])
+
+  def _map(self, change: Callable[..., jax.Array], state: DecodingState, *others: DecodingState) -> DecodingState:
+    arrays, structure = jax.tree.flatten(state)
+    changed = map(change, arrays, self.axes, *map(jax.tree.leaves, others))
+    return jax.tree.unflatten(structure, list(changed))
+
+
+def _find_pages(state: DecodingState) -> tuple[_Pages, ...]:
+  """Returns the arrays of the KV caches in a state, those of caches of the same number of slots together."""
+  arrays = leaves_by_path(state)
+  numbers, found = {path: i for i, path in enumerate(arrays)}, dict[int, _Pages]()
+  for place in places_of_caches(state):
+    pos = arrays[*place, 'pos']
+    slots = pos.shape[-1]
+    size = next((size for size in range(_MOST_PAGE, _LEAST_PAGE - 1, -1) if slots % size == 0), slots)
+    pages = found.setdefault(slots, _Pages({}, [], size, slots))
+    pages.counts.append(numbers[*place, 'slot'])
+    for path, x in arrays.items():
+      if path[:-1] == place and path[-1] != 'slot':
+        pages.slot_axes[numbers[path]] = axis_of_slots(x.ndim, pos.ndim)
+  return tuple(found.values())

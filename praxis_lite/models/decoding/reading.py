@@ -1,0 +1,103 @@
+"""RowReader: reads prompts, or the last tokens of rows, into the state of a model.
+
+B batch, P length of the prompts, M maximum number of tokens to decode, T tokens in one step, V vocabulary.
+
+Prompts may be read in chunks, up to the end of the longest one, so arrays much wider than the prompts cost nothing.
+
+A model may see only a limited number of tokens, its context. Once the state is full, each further token is chosen after
+a new pass over the last tokens of its row, which begins with the initial state and at position 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Generic
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps, prompt_step
+
+READ_PROMPTS, NEXT_TOKEN = 'read_prompts', 'next_token'  # Scopes of the operations of a program.
+
+
+@dataclasses.dataclass(frozen=True)
+class RowReader(Generic[DecodingState]):
+  """Reads rows, each of which consists of a prompt and its continuation so far.
+
+  Attributes:
+    steps: the model.
+    prompt_ids_BP, prompt_lengths_B: see `Sampler.decode`.
+    num_steps: M.
+    slots: number of tokens per row for which the state has room.
+    chunk: number of tokens of a prompt that are read at once; None reads whole prompts.
+  """
+
+  steps: DecodingSteps[DecodingState]
+  prompt_ids_BP: jax.Array
+  prompt_lengths_B: jax.Array
+  num_steps: int
+  slots: int
+  chunk: int | None
+
+  @property
+  def fits(self) -> bool:
+    """Whether the state has room for all tokens but the last, so that no row is read again."""
+    return self.slots == self.prompt_ids_BP.shape[1] + self.num_steps - 1
+
+  def start(self) -> DecodingState:
+    """Returns the state of rows that have no tokens yet."""
+    return self.steps.start(len(self.prompt_lengths_B), self.slots)
+
+  def read(
+    self, ids_BM: jax.Array, number: jax.Array, done_B: jax.Array, state: DecodingState
+  ) -> tuple[jax.Array, DecodingState, jax.Array]:
+    """Reads the last tokens of each row that fit in the slots.
+
+    Args:
+      ids_BM: the continuations so far.
+      number: int32, how many tokens each continuation has.
+      done_B: bool, which rows have ended, and are not read.
+      state: what `start` returned.
+
+    Returns:
+      Logits [B, V] of the next token, the new state, and the number of slots that are used.
+    """
+    length_B = jnp.where(done_B, 0, self.prompt_lengths_B + number)
+    kept_B = jnp.minimum(length_B, self.slots)
+    taken = jnp.max(kept_B)
+    width = self.prompt_ids_BP.shape[1] if self.fits else self.slots  # The most that a row may have to read.
+    chunk = self.chunk or width
+
+    def read_chunk(start: jax.Array | int, state: DecodingState) -> tuple[jax.Array, DecodingState]:
+      place_BT = (length_B - kept_B)[:, None] + start + jnp.arange(chunk, dtype=jnp.int32)
+      ids_BT = self._prompt_tokens(place_BT) if self.fits else self._tokens(place_BT, ids_BM)
+      return self.steps.extend(*prompt_step(ids_BT, kept_B, start), state)
+
+    def next_chunk(carry: tuple[jax.Array, jax.Array, DecodingState]) -> tuple[jax.Array, jax.Array, DecodingState]:
+      start, logits_BV, state = carry
+      new_BV, state = read_chunk(start, state)
+      is_last_B = (start < kept_B) & (kept_B <= start + chunk)
+      return start + chunk, jnp.where(is_last_B[:, None], new_BV, logits_BV), state
+
+    if chunk >= width:
+      return *read_chunk(0, state), taken
+    shape = jax.eval_shape(read_chunk, 0, state)[0]
+    first = jnp.int32(0), jnp.zeros(shape.shape, shape.dtype), state
+    _, logits_BV, state = jax.lax.while_loop(lambda carry: carry[0] < taken, next_chunk, first)
+    return logits_BV, state, taken
+
+  def all_tokens(self, ids_BM: jax.Array) -> jax.Array:
+    """Returns the tokens of each row, [B, P + M]: its prompt, the continuation `ids_BM`, and then arbitrary ones."""
+    place_L = jnp.arange(self.prompt_ids_BP.shape[1] + self.num_steps, dtype=jnp.int32)
+    return self._tokens(jnp.broadcast_to(place_L, (len(ids_BM), len(place_L))), ids_BM)
+
+  def _prompt_tokens(self, place_BT: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(self.prompt_ids_BP, place_BT, axis=1, mode='clip')
+
+  def _tokens(self, place_BT: jax.Array, ids_BM: jax.Array) -> jax.Array:
+    """Returns the tokens at these indices of each row, which consists of its prompt and its continuation."""
+    ids_BT = self._prompt_tokens(place_BT)
+    length_B1 = self.prompt_lengths_B[:, None]
+    after_BT = jnp.take_along_axis(ids_BM, place_BT - length_B1, axis=1, mode='clip')
+    return jnp.where(place_BT < length_B1, ids_BT, after_BT)
