@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
+from praxis_lite.models.decoding import BeamSearch, Bucket, Draws, Sampler, chunk_of
 
 V, P = 7, 4
 TABLE = np.random.default_rng(0).normal(size=(V, V)).astype(np.float32)
@@ -155,6 +155,49 @@ def test_repetitions_of_prompt_and_continuation_are_penalized_and_excluded(penal
     np.testing.assert_allclose(decoded.log_probs[row, -1], logits[ids[-1]] - np.log(np.exp(logits).sum()), atol=1e-4)
 
 
+def ban_odd_after_even(logits_BV, ids_BL, lengths_B):
+  last_B1 = jnp.take_along_axis(ids_BL, lengths_B[:, None] - 1, axis=1)
+  return jnp.where((last_B1 % 2 == 0) & (jnp.arange(V) % 2 == 1), -jnp.inf, logits_BV)
+
+
+@pytest.mark.parametrize('cls', [Sampler, BeamSearch])
+def test_processors_of_the_user_apply_after_the_others(cls):
+  fields = {'logit_processors': (ban_odd_after_even,), 'presence_penalty': 0.8, 'min_decode_steps': 3}
+  own = {'temperature': 0.0} if cls is Sampler else {'beam_size': 1, 'length_penalty': 0.0}
+  decoder = Config(cls, max_decode_steps=9, stop_ids=(0, 3), **fields, **own).instantiate()
+  decoded = jax.jit(lambda: decoder.decode(RunningSum(), PROMPTS, LENGTHS, None))()
+  for row, length in enumerate(LENGTHS):
+    ids, new = list(PROMPTS[row, :length]), []
+    while len(new) < 9 and not (new and new[-1] in (0, 3)):
+      logits = logits_after(ids) - 0.8 * np.isin(np.arange(V), new)
+      if len(new) < 3:
+        logits[[0, 3]] = -np.inf
+      if ids[-1] % 2 == 0:
+        logits[1::2] = -np.inf
+      ids.append(int(np.argmax(logits)))
+      new.append(ids[-1])
+    assert decoded.ids[row, : decoded.lengths[row]].tolist() == new
+
+
+def test_segments_count_only_tokens_of_the_continuation():
+  """The last tokens of a prompt may be those of an earlier call."""
+  decoder = Config(Sampler, max_decode_steps=6, temperature=0.0, frequency_penalty=0.9).instantiate()
+  whole = decoder.decode(RunningSum(), PROMPTS[:1], LENGTHS[:1], None)
+  longer = np.concatenate([PROMPTS[:1], whole.ids[:, :2]], axis=1)
+  drawn = Draws(num_drawn_B=np.array([2]))
+  rest = decoder.decode(RunningSum(), longer, LENGTHS[:1] + 2, None, draws=drawn)
+  np.testing.assert_array_equal(rest.ids[:, :4], whole.ids[:, 2:])
+
+
+@pytest.mark.parametrize(
+  'wrong, told', [(lambda *_: None, 'got None'), (lambda x, *_: x[:, 1:], r'got shape \(3, 6\)')]
+)
+def test_what_a_processor_returns_is_checked(wrong, told):
+  decoder = Config(Sampler, temperature=0.0, logit_processors=(wrong,)).instantiate()
+  with pytest.raises(ConfigError, match=rf'Sampler.logit_processors\[0\]: expected logits of shape \(3, 7\).*{told}'):
+    jax.eval_shape(lambda: decoder.decode(RunningSum(), PROMPTS, LENGTHS, None))
+
+
 def test_no_repeat_ngram_size_of_zero_allows_repetitions():
   fields = {'temperature': 0.0, 'max_decode_steps': 16}
   np.testing.assert_array_equal(decode(no_repeat_ngram_size=0, **fields).ids, decode(**fields).ids)
@@ -181,6 +224,13 @@ def test_many_lengths_share_a_bucket():
   [
     *({'max_decode_steps': 0}, {'temperature': -1.0}, {'top_k': -1}, {'top_p': 0.0}, {'top_p': 1.5}, {'min_p': 1.5}),
     *({'min_p': -0.1}, {'repetition_penalty': 0.0}, {'repetition_penalty': float('nan')}, {'no_repeat_ngram_size': -1}),
+    *(
+      {'typical_p': 0.0},
+      {'top_n_sigma': 0.0},
+      {'presence_penalty': float('inf')},
+      {'frequency_penalty': float('nan')},
+    ),
+    *({'min_decode_steps': -1}, {'logit_processors': (3,)}),
   ],
 )
 def test_impossible_hyperparameters_are_named(fields):

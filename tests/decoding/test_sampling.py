@@ -12,14 +12,21 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding import Sampler, sample_tokens
-from praxis_lite.models.decoding.sampling import exclude_ngrams, penalize_repetition
+from praxis_lite.models.decoding.processors import (
+  exclude_early_stops,
+  exclude_ngrams,
+  penalize_counts,
+  penalize_repetition,
+)
 
 LOGITS = np.array([0.3, 2.0, -1.0, 1.2, 2.0, 0.0], np.float32)
 DRAWS = 20000
 
 
-def truncated(logits, temperature, top_k, top_p, min_p=None):
+def truncated(logits, temperature, top_k, top_p, min_p=None, typical_p=None, top_n_sigma=None):
   """The smallest allowed sets by definition: tokens by falling probability, lower ids first among equals."""
+  if top_n_sigma is not None:
+    logits = np.where(logits >= logits.max() - top_n_sigma * logits.std(), logits, -np.inf)
   probs = np.exp(logits / temperature)
   probs /= probs.sum()
   order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
@@ -28,7 +35,13 @@ def truncated(logits, temperature, top_k, top_p, min_p=None):
     total = sum(probs[i] for i in kept)
     n = next(n for n in range(1, len(kept) + 1) if sum(probs[i] for i in kept[:n]) / total >= top_p - 1e-7)
     kept = kept[:n]
-  kept = [i for i in kept if probs[i] >= (min_p or 0) * probs.max() - 1e-12]
+  kept = [i for i in kept if probs[i] > 0 and probs[i] >= (min_p or 0) * probs.max() - 1e-12]
+  if typical_p is not None:
+    p = probs[kept] / probs[kept].sum()
+    surprise = np.abs(-np.log(p) + np.sum(p * np.log(p)))
+    nearest = np.argsort(surprise, kind='stable')
+    n = next(n for n in range(1, len(p) + 1) if p[nearest[:n]].sum() >= typical_p - 1e-7)
+    kept = [kept[i] for i in nearest[:n]]
   expected = np.zeros(len(probs))
   expected[kept] = probs[kept]
   return expected / expected.sum()
@@ -61,6 +74,38 @@ def test_tokens_are_drawn_from_the_truncated_distribution(temperature, top_k, to
   np.testing.assert_allclose(frequencies, expected, atol=5 * 0.5 / np.sqrt(DRAWS))
 
 
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'typical_p': 0.2},
+    {'typical_p': 0.7},
+    {'typical_p': 1.0},
+    {'typical_p': 0.5, 'temperature': 0.5},
+    {'typical_p': 0.6, 'top_k': 4, 'min_p': 0.1},
+    {'top_n_sigma': 0.5},
+    {'top_n_sigma': 1.0, 'temperature': 3.0},
+    {'top_n_sigma': 9.0},
+    {'top_n_sigma': 1.5, 'top_p': 0.8},
+  ],
+  ids=str,
+)
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_typical_tokens_and_those_within_sigmas(fields, dtype):
+  keys, logits = jax.random.split(jax.random.key(0), DRAWS), jnp.asarray(LOGITS, dtype)
+  drawn = sample_tokens(jnp.broadcast_to(logits, (DRAWS, 6)), keys, **fields)
+  frequencies = np.bincount(drawn, minlength=6) / DRAWS
+  expected = truncated(np.asarray(logits, np.float64), **{'temperature': 1.0, 'top_k': None, 'top_p': None, **fields})
+  assert set(np.flatnonzero(frequencies)) == set(np.flatnonzero(expected))
+  np.testing.assert_allclose(frequencies, expected, atol=5 * 0.5 / np.sqrt(DRAWS))
+
+
+def test_impossible_tokens_count_for_neither():
+  keys = jax.random.split(jax.random.key(0), 500)
+  logits = np.array([-np.inf, 1.0, 0.9, -3.0, -np.inf, -np.inf])
+  drawn = sample_tokens(jnp.broadcast_to(logits, (500, 6)), keys, typical_p=0.9, top_n_sigma=1.0)
+  assert set(np.asarray(drawn).tolist()) == {1, 2}  # The deviation of all six would be infinite.
+
+
 def repeated(row, size):
   """The tokens that would end a group of `size` tokens that is in the row already, by definition."""
   groups = {tuple(row[i : i + size]) for i in range(len(row) - size + 1)}
@@ -85,6 +130,24 @@ def test_what_repeats_a_row_is_less_probable_or_excluded(size):
   np.testing.assert_array_equal(exclude_ngrams(logits, ids, lengths, 13), logits)
 
 
+def test_counts_are_those_of_the_continuation():
+  rng = np.random.default_rng(0)
+  ids, logits = rng.integers(0, 4, (5, 9)).astype(np.int32), rng.normal(size=(5, 6)).astype(np.float32)
+  lengths, prompts = np.array([0, 3, 9, 9, 5]), np.array([0, 3, 0, 4, 2])
+  found = penalize_counts(logits, ids, lengths, prompt_lengths_B=prompts, presence=0.7, frequency=0.2)
+  for row in range(5):
+    counts = np.bincount(ids[row, prompts[row] : lengths[row]], minlength=6)
+    np.testing.assert_allclose(found[row], logits[row] - 0.2 * counts - 0.7 * (counts > 0), rtol=1e-6)
+
+
+def test_stop_tokens_are_excluded_until_there_are_enough_tokens():
+  ids, logits = np.zeros((4, 9), np.int32), np.zeros((4, 6), np.float32)
+  lengths, prompts = np.array([2, 3, 4, 5]), np.array([2, 2, 2, 5])
+  found = exclude_early_stops(logits, ids, lengths, prompt_lengths_B=prompts, stop_ids=(1, 5), least=2)
+  assert np.isneginf(found).sum(1).tolist() == [2, 2, 0, 2] and np.isneginf(found[0, [1, 5]]).all()
+  assert np.isfinite(exclude_early_stops(logits, ids, lengths, prompt_lengths_B=prompts, stop_ids=(), least=2)).all()
+
+
 def test_repetitions_are_those_of_transformers():
   torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
   theirs = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
@@ -98,6 +161,11 @@ def test_repetitions_are_those_of_transformers():
     np.testing.assert_array_equal(exclude_ngrams(logits, ids, lengths, size), expected)
   expected = theirs.MinPLogitsWarper(0.3)(*inputs).isfinite()
   keys = jax.random.split(jax.random.key(0), 2000)
+  for mass in (0.3, 0.8):
+    expected_typical = theirs.TypicalLogitsWarper(mass)(*inputs).isfinite()
+    for row in range(5):
+      drawn = sample_tokens(jnp.broadcast_to(logits[row], (2000, 6)), keys, typical_p=mass)
+      assert set(np.asarray(drawn).tolist()) == set(np.flatnonzero(expected_typical[row]).tolist())
   for row in range(5):
     drawn = sample_tokens(jnp.broadcast_to(logits[row], (2000, 6)), keys, min_p=0.3)
     assert set(np.asarray(drawn).tolist()) == set(np.flatnonzero(expected[row]).tolist())

@@ -6,6 +6,7 @@ from praxis_lite.models.decoding.beam_search import BeamSearch
 from praxis_lite.models.decoding.buckets import Bucket, chunk_of
 from praxis_lite.models.decoding.decoder import Decoder
 from praxis_lite.models.decoding.loop import Decoded, Draws
+from praxis_lite.models.decoding.processors import LogitProcessor
 from praxis_lite.models.decoding.sampler import Sampler
 from praxis_lite.models.decoding.sampling import sample_tokens
 from praxis_lite.models.decoding.steps import DecodingSteps, extend_one_by_one, prompt_step
@@ -18,6 +19,7 @@ __all__ = [
   'Decoder',
   'DecodingSteps',
   'Draws',
+  'LogitProcessor',
   'Sampler',
   'chunk_of',
   'extend_one_by_one',

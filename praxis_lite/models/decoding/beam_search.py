@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
 from praxis_lite.models.decoding.beam_loop import BeamDecoded, BeamLoop
 from praxis_lite.models.decoding.decoder import Decoder
@@ -74,7 +75,7 @@ class BeamSearch(Decoder):
     """
     return BeamLoop(
       self._reader(steps, prompt_ids_BP, prompt_lengths_B, chunk),
-      self._adjust if self._has_penalties else None,
+      self._adjuster(jnp.repeat(prompt_lengths_B, self.beam_size)),
       self.stop_ids,
       limits_B=self._limits(prompt_lengths_B, max_tokens_B),
       beam_size=self.beam_size,

@@ -5,6 +5,7 @@ B batch, P length of the prompts, M maximum number of tokens to decode.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -13,8 +14,15 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import Configurable
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.models.decoding.processors import (
+  LogitProcessor,
+  apply_processors,
+  exclude_early_stops,
+  exclude_ngrams,
+  penalize_counts,
+  penalize_repetition,
+)
 from praxis_lite.models.decoding.reading import RowReader
-from praxis_lite.models.decoding.sampling import exclude_ngrams, penalize_repetition
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 
 
@@ -23,17 +31,24 @@ class Decoder(Configurable):
 
   Attributes:
     max_decode_steps: M, the maximum number of tokens after a prompt.
+    min_decode_steps: number of tokens of a continuation before a stop token is possible.
     repetition_penalty: see `penalize_repetition`; prompts count as part of a row.
+    presence_penalty, frequency_penalty: see `penalize_counts`; prompts do not count.
     no_repeat_ngram_size: see `exclude_ngrams`; 0 and None allow repetitions.
     max_context: number of last tokens that the model sees; None means all, limited only by its number of positions.
     stop_ids: tokens that end a row.
+    logit_processors: functions of yours that change the logits after all penalties; see `processors.py`.
   """
 
   max_decode_steps: int = 128
+  min_decode_steps: int = 0
   repetition_penalty: float = 1.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
   no_repeat_ngram_size: int | None = None
   max_context: int | None = None
   stop_ids: tuple[int, ...] = ()
+  logit_processors: tuple[LogitProcessor, ...] = ()
 
   def __post_init__(self) -> None:
     for field, valid, expected in self._checks():
@@ -44,6 +59,10 @@ class Decoder(Configurable):
     """Yields (field, whether its value is valid, what would be)."""
     size = self.no_repeat_ngram_size
     yield 'max_decode_steps', 1 <= self.max_decode_steps < 2**31, f'from 1 to {2**31 - 1:,}'
+    yield 'min_decode_steps', self.min_decode_steps >= 0, 'at least 0'
+    for penalty in ('presence_penalty', 'frequency_penalty'):
+      yield penalty, math.isfinite(getattr(self, penalty)), 'a finite number'
+    yield 'logit_processors', all(map(callable, self.logit_processors)), 'a tuple of functions'
     yield 'max_context', self.max_context is None or self.max_context >= 1, 'at least 1, or None'
     yield 'repetition_penalty', 0 < self.repetition_penalty < math.inf, 'a finite number above 0'
     yield 'no_repeat_ngram_size', size is None or size >= 0, 'at least 1, or 0 or None to allow repetitions'
@@ -83,15 +102,37 @@ class Decoder(Configurable):
     most_B = jnp.full_like(prompt_lengths_B, self.max_decode_steps)
     return most_B if max_tokens_B is None else jnp.minimum(max_tokens_B, most_B)
 
-  @property
-  def _has_penalties(self) -> bool:
-    return self.repetition_penalty != 1 or bool(self.no_repeat_ngram_size)
+  def _adjuster(self, prompt_lengths_B: jax.Array) -> LogitProcessor | None:
+    """Returns what changes the logits of rows whose prompts have these lengths; None if nothing does."""
+    processors = list(self._processors(prompt_lengths_B))
+    return functools.partial(apply_processors, processors) if processors else None
 
-  def _adjust(self, logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array) -> jax.Array:
-    """Returns the logits, float32, in which tokens that repeat earlier ones are less probable."""
-    logits_BV = logits_BV.astype(jnp.float32)
+  def _processors(self, prompt_lengths_B: jax.Array) -> Iterator[tuple[str, LogitProcessor]]:
+    """Yields processors, in the order in which they apply, each with its name in messages."""
+    own = type(self).__name__
     if self.repetition_penalty != 1:
-      logits_BV = penalize_repetition(logits_BV, ids_BL, lengths_B, self.repetition_penalty)
+      yield f'{own}.repetition_penalty', functools.partial(penalize_repetition, penalty=self.repetition_penalty)
+    if self.presence_penalty or self.frequency_penalty:
+      yield (
+        f'{own}.presence_penalty',
+        functools.partial(
+          penalize_counts,
+          prompt_lengths_B=prompt_lengths_B,
+          presence=self.presence_penalty,
+          frequency=self.frequency_penalty,
+        ),
+      )
     if self.no_repeat_ngram_size:
-      logits_BV = exclude_ngrams(logits_BV, ids_BL, lengths_B, self.no_repeat_ngram_size)
-    return logits_BV
+      yield f'{own}.no_repeat_ngram_size', functools.partial(exclude_ngrams, size=self.no_repeat_ngram_size)
+    if self.min_decode_steps and self.stop_ids:
+      yield (
+        f'{own}.min_decode_steps',
+        functools.partial(
+          exclude_early_stops,
+          prompt_lengths_B=prompt_lengths_B,
+          stop_ids=self.stop_ids,
+          least=self.min_decode_steps,
+        ),
+      )
+    for i, processor in enumerate(self.logit_processors):
+      yield f'{own}.logit_processors[{i}]', processor

@@ -21,19 +21,24 @@ class Sampler(Decoder):
 
   Attributes: the same as for `Decoder`, and
     temperature: 0 is greedy; 1 is the model's distribution.
-    top_k, top_p, min_p: see `sample_tokens`.
+    top_k, top_p, min_p, typical_p, top_n_sigma: see `sample_tokens`.
   """
 
   temperature: float = 1.0
   top_k: int | None = None
   top_p: float | None = None
   min_p: float | None = None
+  typical_p: float | None = None
+  top_n_sigma: float | None = None
 
   def _checks(self) -> Iterator[tuple[str, bool, str]]:
     yield from super()._checks()
     yield 'temperature', self.temperature >= 0, 'at least 0'
     yield 'top_k', self.top_k is None or self.top_k >= 0, 'at least 1, or 0 or None for all tokens'
-    yield 'top_p', self.top_p is None or 0 < self.top_p <= 1, 'more than 0 and at most 1, or None'
+    for mass in ('top_p', 'typical_p'):
+      value = getattr(self, mass)
+      yield mass, value is None or 0 < value <= 1, 'more than 0 and at most 1, or None'
+    yield 'top_n_sigma', self.top_n_sigma is None or self.top_n_sigma > 0, 'more than 0, or None'
     yield 'min_p', self.min_p is None or 0 <= self.min_p <= 1, 'at least 0 and at most 1, or None'
 
   @property
@@ -62,14 +67,21 @@ class Sampler(Decoder):
         longest prompt, rounded up, and not on P. None reads all P at once.
       draws: which random numbers of `key` the rows use; None uses the first ones.
     """
+    draws = draws or Draws()
     return DecodingLoop(
       self._reader(steps, prompt_ids_BP, prompt_lengths_B, chunk),
       functools.partial(
-        sample_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        sample_tokens,
+        temperature=self.temperature,
+        top_k=self.top_k,
+        top_p=self.top_p,
+        min_p=self.min_p,
+        typical_p=self.typical_p,
+        top_n_sigma=self.top_n_sigma,
       ),
-      self._adjust if self._has_penalties else None,
+      self._adjuster(prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B),
       self.stop_ids,
       key=key,
-      draws=draws or Draws(),
+      draws=draws,
       limits_B=self._limits(prompt_lengths_B, max_tokens_B),
     ).run()

@@ -1,6 +1,6 @@
-"""Draws tokens from logits, restricted to the most probable ones, and makes repetitions less probable.
+"""Draws tokens from logits, restricted to the most probable ones.
 
-B batch, V vocabulary, C candidates (the most probable tokens, in descending order), L places for the tokens of a row.
+B batch, V vocabulary, C candidates (the most probable tokens, in descending order).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def sample_tokens(
   top_k: int | None = None,
   top_p: float | None = None,
   min_p: float | None = None,
+  typical_p: float | None = None,
+  top_n_sigma: float | None = None,
 ) -> jax.Array:
   """Returns a token for each row, [B] int32, drawn from softmax(logits / temperature) restricted to its candidates.
 
@@ -34,6 +36,10 @@ def sample_tokens(
       None takes all.
     min_p: of those, the tokens that are at least min_p times as probable as the most probable one (Nguyen et al.,
       2024); None takes all.
+    typical_p: of those, the fewest whose probabilities sum to at least typical_p, beginning with the tokens whose
+      log-probability is nearest to its mean, the negative entropy (Meister et al., 2022); None takes all.
+    top_n_sigma: before all others, the tokens whose logits are at most this many standard deviations, of the logits of
+      all possible tokens, below the largest (Tang et al., 2024); None takes all.
 
   Raises:
     ConfigError: the temperature is negative or NaN; or it is not 0 and there are no keys.
@@ -44,9 +50,9 @@ def sample_tokens(
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
   if keys_B is None:
     raise ConfigError(f'Sampler.temperature: {temperature} draws random numbers, which needs a PRNG key')
-  logits_BV = _scale(logits_BV.astype(jnp.float32), temperature)
+  logits_BV = _scale(_keep_within_sigmas(logits_BV.astype(jnp.float32), top_n_sigma), temperature)
   if not top_k and top_p is None:
-    logits_BV = _keep_probable(logits_BV, min_p)
+    logits_BV = _keep_typical(_keep_probable(logits_BV, min_p), typical_p)
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
   vocab_size = logits_BV.shape[-1]
   logits_BC, ids_BC = jax.lax.top_k(logits_BV, min(top_k or vocab_size, vocab_size))
@@ -54,7 +60,8 @@ def sample_tokens(
     probs_BC = jax.nn.softmax(logits_BC)
     more_probable_BC = jnp.cumsum(probs_BC, axis=-1) - probs_BC
     logits_BC = jnp.where(more_probable_BC < top_p, logits_BC, -jnp.inf)
-  choice_B = jax.vmap(jax.random.categorical)(keys_B, _keep_probable(logits_BC, min_p))
+  logits_BC = _keep_typical(_keep_probable(logits_BC, min_p), typical_p)
+  choice_B = jax.vmap(jax.random.categorical)(keys_B, logits_BC)
   return jnp.take_along_axis(ids_BC, choice_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
@@ -66,41 +73,28 @@ def _keep_probable(logits_BV: jax.Array, min_p: float | None) -> jax.Array:
   return jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
 
 
-def penalize_repetition(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array, penalty: float) -> jax.Array:
-  """Returns logits in which tokens that are in the row already are less probable (CTRL, Keskar et al., 2019).
-
-  Args:
-    logits_BV: logits of the next token.
-    ids_BL: int32, the tokens of each row so far; those after its length are arbitrary.
-    lengths_B: int32, the number of tokens of each row.
-    penalty: divides the positive logits of these tokens, and multiplies the negative ones; 1 changes nothing.
-  """
-  is_in_row_BV = _scatter(ids_BL, jnp.arange(ids_BL.shape[1]) < lengths_B[:, None], logits_BV.shape[1])
-  return jnp.where(is_in_row_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
-
-
-def exclude_ngrams(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array, size: int) -> jax.Array:
-  """Returns logits of -inf for tokens that would repeat `size` consecutive tokens of the row (Paulus et al., 2017).
-
-  Args:
-    logits_BV, ids_BL, lengths_B: see `penalize_repetition`.
-    size: number of tokens; 1 excludes each token of the row.
-  """
-  width = ids_BL.shape[1]
-  if width < size:
+def _keep_typical(logits_BV: jax.Array, typical_p: float | None) -> jax.Array:
+  """Returns logits of -inf for tokens that are not among the most typical ones; see `sample_tokens`."""
+  if typical_p is None or typical_p >= 1:
     return logits_BV
-  count = width - size + 1  # Number of places where such a group of tokens may begin.
-  matches_BL = jnp.arange(size - 1, width) < lengths_B[:, None]
-  for i in range(size - 1):
-    last_B1 = jnp.take_along_axis(ids_BL, lengths_B[:, None] - size + 1 + i, axis=1, mode='clip')
-    matches_BL &= ids_BL[:, i : i + count] == last_B1
-  return jnp.where(_scatter(ids_BL[:, size - 1 :], matches_BL, logits_BV.shape[1]), -jnp.inf, logits_BV)
+  log_probs_BV = jax.nn.log_softmax(logits_BV)
+  probs_BV = jnp.exp(log_probs_BV)
+  mean_B1 = jnp.sum(jnp.where(probs_BV > 0, probs_BV * log_probs_BV, 0.0), axis=-1, keepdims=True)
+  order_BV = jnp.argsort(jnp.abs(log_probs_BV - mean_B1), axis=-1)
+  probs_BV = jnp.take_along_axis(probs_BV, order_BV, axis=-1)
+  is_kept_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV < typical_p
+  is_kept_BV = jnp.take_along_axis(is_kept_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
+  return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
 
 
-def _scatter(ids_BL: jax.Array, is_chosen_BL: jax.Array, vocab_size: int) -> jax.Array:
-  """Returns which tokens of the vocabulary, [B, V], are among the chosen ones of each row."""
-  row_B1 = jnp.arange(len(ids_BL))[:, None]
-  return jnp.zeros((len(ids_BL), vocab_size), bool).at[row_B1, ids_BL].max(is_chosen_BL, mode='drop')
+def _keep_within_sigmas(logits_BV: jax.Array, top_n_sigma: float | None) -> jax.Array:
+  """Returns logits of -inf for tokens far below the largest logit; see `sample_tokens`."""
+  if top_n_sigma is None:
+    return logits_BV
+  is_possible_BV = logits_BV > -jnp.inf
+  below_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
+  sigma_B1 = jnp.std(below_BV, axis=-1, keepdims=True, where=is_possible_BV)
+  return jnp.where(below_BV >= -top_n_sigma * sigma_B1, logits_BV, -jnp.inf)
 
 
 def _scale(logits_BV: jax.Array, temperature: float) -> jax.Array:
