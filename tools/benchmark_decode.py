@@ -4,6 +4,7 @@
   python tools/benchmark_decode.py --hf_python=/path/of/a/venv/bin/python
   python tools/benchmark_decode.py --size=1b --dtype=bfloat16 --device=cuda --hf_python=...    on a GPU
   python tools/benchmark_decode.py --run=runs/demo ...    also from `praxis-lite decode` to the first token
+  python tools/benchmark_decode.py --beams=4 --batches=1,8    also beam search, against as many samples of each prompt
 
 All implementations read one checkpoint of random weights, continue the same prompts greedily by the same number of
 tokens, and take turns. The result is the median of the ratios of all rounds. Each time is of one call, from lists of
@@ -137,6 +138,29 @@ def measure_batch(
   return rows
 
 
+def measure_beams(run: Path, args: argparse.Namespace, vocab_size: int) -> list[list[str]]:
+  """Times beam search with `args.beams` beams against as many samples of each prompt; one row for each batch size."""
+  from praxis_lite import open_run
+
+  model, rows = open_run(run).load(), []
+
+  def call(prompts: list[list[int]], **settings: Any) -> Call:
+    cpu, start = time.process_time(), time.perf_counter()
+    ids = model.decode(prompts, max_tokens=args.tokens, **settings)
+    return Call(time.perf_counter() - start, time.process_time() - cpu, ids)
+
+  for batch in map(int, filter(None, args.batches.split(','))):
+    prompts = np.random.default_rng(0).integers(1, vocab_size, (batch, args.prompt)).tolist()
+    copies = [prompt for prompt in prompts for _ in range(args.beams)]
+    sides = [functools.partial(call, copies, temperature=1.0), functools.partial(call, prompts, beam_size=args.beams)]
+    sampled, searched = measure_in_turn(sides, args.rounds, warm_up=args.warm_up)
+    medians = [f'{1e3 * statistics.median(x.seconds for x in side):.0f}' for side in (sampled, searched)]
+    ratio = median_ratio([x.seconds for x in searched], [x.seconds for x in sampled])
+    of_cpu = median_ratio([x.cpu for x in searched], [x.cpu for x in sampled])
+    rows.append([str(batch), *medians, f'{ratio:.2f}', f'{of_cpu:.2f}'])
+  return rows
+
+
 def seconds_of_commands(run: str, prompt_lengths: Sequence[int]) -> list[list[str]]:
   """Times `praxis-lite decode --max_tokens=1` in new processes. Only the first one has no compiled programs."""
   rows: list[list[str]] = []
@@ -173,6 +197,7 @@ def main() -> None:
   parser.add_argument('--rounds', type=int, default=5)
   parser.add_argument('--warm_up', type=int, default=3, help='rounds before that are not counted')
   parser.add_argument('--eager', action='store_true', help='also what `generate` does without a static cache: slow')
+  parser.add_argument('--beams', type=int, help='also measures beam search with so many beams')
   parser.add_argument('--run', help='directory of a run, such as runs/demo: times the command up to the first token')
   args = parser.parse_args()
   os.environ['JAX_PLATFORMS'] = args.device
@@ -192,6 +217,12 @@ def main() -> None:
     head = ['batch', 'side', 'first token, ms', 'tokens/s', 'time / ours', 'CPU s', 'CPU / ours', 'same tokens']
     if rows:
       print(to_markdown(head, rows), flush=True)
+    if args.beams:
+      run = Path(directory) / 'beams'
+      start_ours(folder, run, args.dtype)
+      print(f'\nBeam search with {args.beams} beams, and {args.beams} samples of each prompt:\n')
+      head = ['prompts', 'samples, ms', 'beams, ms', 'beams / samples', 'CPU, beams / samples']
+      print(to_markdown(head, measure_beams(run, args, SIZES[args.size]['vocab_size'])), flush=True)
   if args.run:
     print('\nFrom the command to the first token:\n')
     head = ['prompt, tokens', 'compile cache', 'seconds', 'CPU s']

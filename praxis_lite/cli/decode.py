@@ -23,7 +23,7 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.common.config import target
   from praxis_lite.runs.inference import decode_prompts, run_decode
-  from praxis_lite.runs.prompts import Sampling, stop_ids, task_with_sampler, tokenizer_of
+  from praxis_lite.runs.prompts import Sampling, is_beam_search, stop_ids, task_with_sampler, tokenizer_of
   from praxis_lite.runs.vocabulary import use_kept_vocabulary
   from praxis_lite.training.experiment import ExperimentConfig
 
@@ -49,21 +49,30 @@ def _run(values: flags.FlagValues) -> int:
     print(f'note: printing ids instead of text: {error}', file=sys.stderr)
     tokenizer = None
   stop_ids(tokenizer, values.stop, '--stop')  # Reports mistakes before slow work.
-  sampling = cast(Sampling, {name: values[name].value for name in Sampling.__annotations__})
+  sampling = cast(Sampling, {name: values[name].value for name in Sampling.__annotations__ if name in values})
   sampled = ExperimentConfig(task_with_sampler(kept.task, **sampling), kept.datasets, kept.decode_datasets)
-  drawn = [f'--{name}' for name in ('num_samples', 'top_k', 'top_p', 'min_p') if values[name].present]
-  if drawn and sampled.task.model.decoder_tpl.temperature == 0:
+  decoder, count = sampled.task.model.decoder_tpl, values.num_samples
+  if searches := is_beam_search(sampled.task):
+    if values['num_samples'].present or values.stream:
+      wrong, instead = (
+        ('num_samples', 'use --num_best') if values['num_samples'].present else ('stream', 'leave it out')
+      )
+      raise UserError(f'--{wrong}: a beam search draws no samples and ends before it can print; {instead}')
+    count = decoder.num_best
+  of_draws = ('num_samples', 'top_k', 'top_p', 'min_p', 'typical_p', 'top_n_sigma')
+  drawn = [f'--{name}' for name in of_draws if values[name].present]
+  if drawn and getattr(decoder, 'temperature', None) == 0:
     equal = f'temperature = 0 takes the most probable token, so {" and ".join(drawn)} can change nothing'
     print(f'note: {equal}; --temperature=1 draws tokens', file=sys.stderr)
   is_source = bool(getattr(target(kept.task.model), 'prompts_are_sources', False))
-  samples = [_Sample(prompt, tokenizer, values, is_source) for prompt in prompts for _ in range(values.num_samples)]
+  samples = [_Sample(prompt, tokenizer, values, is_source) for prompt in prompts for _ in range(count)]
   if values.stream and len(samples) > 1:
     raise UserError(f'--stream prints one sample as it grows, but there are {len(samples)}; leave it out')
-  is_streamed = len(samples) == 1 and (sys.stdout.isatty() if values.stream is None else values.stream)
+  is_streamed = len(samples) == 1 and not searches and (sys.stdout.isatty() if values.stream is None else values.stream)
   continuations = decode_prompts(
     sampled,
     job_log_dir,
-    [sample.ids for sample in samples],
+    [sample.ids for sample in (samples[::count] if searches else samples)],
     stop=values.stop,
     stream=samples[0].stream if is_streamed else None,
     batch_size=values.batch_size,
@@ -197,6 +206,21 @@ def _flags() -> CommandFlags:
   penalty = 'Divide the logits of tokens that occurred before by this; 1 changes nothing'
   values.add_number('repetition_penalty', f'{penalty}; {own}.', '1.1')
   values.add_integer('no_repeat_ngram_size', f'Never repeat this many consecutive tokens; {own}.', 3)
+  penalty = 'Subtract this from the logits of tokens that the continuation has'
+  values.add_number('presence_penalty', f'{penalty}; {own}.', '0.5')
+  values.add_number('frequency_penalty', f'{penalty}, for each time that it has them; {own}.', '0.2')
+  typical = 'Sample from the fewest of the most typical tokens whose probabilities sum to this'
+  values.add_number('typical_p', f'{typical}; {own}.', '0.9')
+  sigmas = 'Sample from tokens whose logits are at most this many standard deviations below the largest'
+  values.add_number('top_n_sigma', f'{sigmas}; {own}.', '1.0')
+  values.add_integer('min_tokens', f'Add at least this many tokens before a stop token; {own}.', 10)
+  values.add_integer('beam_size', 'Search with this many beams for the most probable continuation.', 4, least=1)
+  values.add_integer(
+    'num_best', 'With beams: print this many continuations of each prompt, the best first.', 3, least=1
+  )
+  values.add_number('length_penalty', f'With beams: the larger, the longer continuations may be; {own}.', '0.6')
+  early = 'With beams: end as soon as there are as many complete continuations as beams. Example: --noearly_stopping'
+  flags.DEFINE_boolean('early_stopping', None, early, flag_values=values)
   chat = "Put each --prompt, as a user's message, into the tokenizer's chat template, and print the answer."
   values.add_switch('chat', chat)
   values.add_text('system', 'With --chat: the system message.', '"Be brief."')

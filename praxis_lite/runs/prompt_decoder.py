@@ -16,10 +16,18 @@ from praxis_lite.common.processes import is_primary_process
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import Bucket
-from praxis_lite.runs.continuations import GrowingText, continue_prompts
+from praxis_lite.runs.continuations import GrowingText, continue_prompts, continued_text
 from praxis_lite.runs.decoding_memory import check_memory
 from praxis_lite.runs.programs import TaskOnMesh
-from praxis_lite.runs.prompts import Sampling, encode_prompt, fit_to_bucket, prompt_batch, stop_ids, task_with_sampler
+from praxis_lite.runs.prompts import (
+  Sampling,
+  encode_prompt,
+  fit_to_bucket,
+  is_beam_search,
+  prompt_batch,
+  stop_ids,
+  task_with_sampler,
+)
 
 _Prompts = Sequence[str] | Sequence[Sequence[int]]
 
@@ -93,6 +101,11 @@ class PromptDecoder:
     tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
     single_stops = self._single_stops(stop)
     in_segments = stream is not None or len(single_stops) < len(stop)
+    if is_beam_search(self._task) or settings.get('beam_size') is not None:
+      if in_segments:
+        what = 'stream: the continuations are known' if stream is not None else f'stop={list(stop)!r}: texts are known'
+        raise ConfigError(f'decode: {what} only when a beam search ends; it stops only at texts of one token')
+      return self._search(tokens, settings, single_stops, key, batch_size, are_texts)
     rows: list[list[int]] = []
     texts = None
     if stop or are_texts:
@@ -116,6 +129,27 @@ class PromptDecoder:
         on_tokens=lambda row, *new, first=first: take_tokens(first + row, *new),
       )
     return [text.text for text in texts] if are_texts and texts else rows
+
+  def _search(
+    self,
+    prompts: Sequence[Sequence[int]],
+    settings: Sampling,
+    stops: Sequence[int],
+    key: jax.Array,
+    batch_size: int | None,
+    are_texts: bool,
+  ) -> list[str] | list[list[int]]:
+    """Returns the best texts, or tokens, that beam search finds: `num_best` for the first prompt, and so on."""
+    found: list[tuple[Sequence[int], list[int]]] = []
+    for first, group in _groups(prompts, batch_size):
+      call = self._plan(group, settings, stops, False)
+      decoded = self._run(call.tasks, call.to_batch(group, [call.max_tokens] * len(group), 0, first), key)
+      for prompt, ids_NM, lengths_N in zip(group, decoded['beam_ids'], decoded['beam_lengths']):
+        found += [(prompt, ids[:length].tolist()) for ids, length in zip(ids_NM, lengths_N)]
+    if not are_texts:
+      return [ids for _, ids in found]
+    are_sources = self._tasks.jax_task.model.prompts_are_sources
+    return [continued_text(self._tokenizer(), [] if are_sources else prompt, ids) for prompt, ids in found]
 
   def first_batch(
     self, prompts: Sequence[Sequence[int]], stop: Sequence[str], in_segments: bool, batch_size: int | None
@@ -143,7 +177,8 @@ class PromptDecoder:
     self, prompts: Sequence[Sequence[int]], settings: Sampling, stops: Sequence[int], in_segments: bool
   ) -> _DecodeCall:
     length = int(prompt_batch(prompts)['prompt_lengths'].max())
-    limits, max_tokens = self._tasks.jax_task.model.prompt_limits(), settings.get('max_tokens')
+    beams: Sampling = {'beam_size': settings.get('beam_size')}  # How many states there are depends on it.
+    limits, max_tokens = self.set_sampler(beams).jax_task.model.prompt_limits(), settings.get('max_tokens')
     if limits is None:
       return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens or 1, ())
     max_tokens = limits.max_tokens if max_tokens is None else max_tokens

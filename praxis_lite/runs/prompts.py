@@ -9,11 +9,11 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.config import REQUIRED, Config, field_names, target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
-from praxis_lite.models.decoding import Bucket
+from praxis_lite.models.decoding import BeamSearch, Bucket, Decoder, LogitProcessor
 from praxis_lite.runs.continuations import check_stops
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, kept_tokenizer
 from praxis_lite.training.experiment import ExperimentConfig
@@ -147,20 +147,34 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
 
 
 class Sampling(TypedDict, total=False):
-  """Settings of a language model's `Sampler`, under its names; None keeps the value of the config.
+  """Settings of a language model's `Sampler` or `BeamSearch`, under its names; None keeps the value of the config.
 
   Attributes:
-    max_tokens: `max_decode_steps` of the `Sampler`.
-    temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size: the fields of these names.
+    max_tokens, min_tokens: `max_decode_steps` and `min_decode_steps`.
+    beam_size: also makes a `BeamSearch` of a `Sampler`, with the same values of the fields that both have.
+    others: the fields of these names.
   """
 
   max_tokens: int | None
+  min_tokens: int | None
   temperature: float | None
   top_k: int | None
   top_p: float | None
   min_p: float | None
   repetition_penalty: float | None
   no_repeat_ngram_size: int | None
+  presence_penalty: float | None
+  frequency_penalty: float | None
+  typical_p: float | None
+  top_n_sigma: float | None
+  beam_size: int | None
+  num_best: int | None
+  length_penalty: float | None
+  early_stopping: bool | None
+  logit_processors: tuple[LogitProcessor, ...] | None
+
+
+_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Those with another name there.
 
 
 def task_with_sampler(
@@ -175,18 +189,35 @@ def task_with_sampler(
     **settings: see `Sampling`.
 
   Raises:
-    ConfigError: the model has no sampler.
+    ConfigError: the model has no sampler, or settings of sampling and of beam search are mixed.
   """
   task = task.clone()
   try:
     decoder = task.model.decoder_tpl
   except AttributeError:
     raise ConfigError('a prompt needs a language model; the model of this experiment has no decoder_tpl') from None
+  if settings.get('beam_size') is not None and not is_beam_search(task):
+    shared = {name: getattr(decoder, name) for name in field_names(Config(Decoder)) or () if hasattr(decoder, name)}
+    decoder = task.model.decoder_tpl = Config(BeamSearch, **shared)
+  fields = field_names(decoder)
   for name, value in {**settings, 'max_context': max_context}.items():
-    if value is not None:
-      setattr(decoder, 'max_decode_steps' if name == 'max_tokens' else name, value)
+    if value is None:
+      continue
+    field = _FIELDS.get(name, name)
+    if fields is not None and field not in fields:
+      if is_beam_search(task):
+        raise ConfigError(f'{name} = {value}: beam search draws no tokens, so it has no {name}; leave out one of them')
+      raise ConfigError(f'{name} = {value}: this is a setting of beam search; give beam_size too, such as 4')
+    setattr(decoder, field, value)
   decoder.stop_ids = (*decoder.stop_ids, *stop_ids)
   return task
+
+
+def is_beam_search(task: Config) -> bool:
+  """Whether the model of a task is decoded by beam search."""
+  decoder = getattr(task.model, 'decoder_tpl', None)
+  cls = target(decoder) if isinstance(decoder, Config) else None
+  return isinstance(cls, type) and issubclass(cls, BeamSearch)
 
 
 def stop_ids(tokenizer: BaseTokenizer | None, stops: Sequence[str], name: str = 'stop') -> list[int]:

@@ -24,6 +24,7 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel
+from praxis_lite.models.decoding import LogitProcessor
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.export import ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
@@ -205,6 +206,16 @@ class TrainedModel:
     min_p: float | None = None,
     repetition_penalty: float | None = None,
     no_repeat_ngram_size: int | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    typical_p: float | None = None,
+    top_n_sigma: float | None = None,
+    min_tokens: int | None = None,
+    beam_size: int | None = None,
+    num_best: int | None = None,
+    length_penalty: float | None = None,
+    early_stopping: bool | None = None,
+    logit_processors: tuple[LogitProcessor, ...] | None = None,
     stop: Sequence[str] = (),
     seed: int | None = None,
     stream: Callable[[int, Any], object] | None = None,
@@ -215,8 +226,12 @@ class TrainedModel:
     Args:
       prompts: texts, or lists of tokens, for a language model; or a batch of arrays by name, for any model with a
         `decode`. The same prompt several times gives several samples.
-      max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size: settings of a language
-        model's `Sampler`; None keeps those of its config.
+      max_tokens, min_tokens: the largest and least number of tokens after a prompt; None keeps those of the config.
+      temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, presence_penalty, frequency_penalty,
+        typical_p, top_n_sigma, logit_processors: settings of a language model's `Sampler`; None keeps those of its
+        config.
+      beam_size, num_best, length_penalty, early_stopping: settings of its `BeamSearch`. `beam_size` makes a beam search
+        of a sampler, without settings that only matter for drawing tokens.
       stop: texts that also end a continuation, which then ends with that text. They may be several tokens, or parts of
         tokens. If tokens are returned, the last one may have more text than the stop text.
       seed: seed of the samples; None uses that of the model.
@@ -225,7 +240,8 @@ class TrainedModel:
       batch_size: continue this many prompts at a time; None continues all at once. The samples are the same.
 
     Returns:
-      The text, or the tokens, that follow each prompt; or the model's decoded outputs, arrays by name.
+      The text, or the tokens, that follow each prompt; with `num_best`, so many for the first prompt, the best first,
+      then for the next one, and so on. Or the model's decoded outputs, arrays by name.
 
     Raises:
       UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty or has an id outside of
@@ -233,6 +249,10 @@ class TrainedModel:
     """
     settings: Sampling = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
     settings |= {'min_p': min_p, 'repetition_penalty': repetition_penalty, 'no_repeat_ngram_size': no_repeat_ngram_size}
+    settings |= {'presence_penalty': presence_penalty, 'frequency_penalty': frequency_penalty, 'min_tokens': min_tokens}
+    settings |= {'typical_p': typical_p, 'top_n_sigma': top_n_sigma, 'logit_processors': logit_processors}
+    settings |= {'beam_size': beam_size, 'num_best': num_best, 'length_penalty': length_penalty}
+    settings |= {'early_stopping': early_stopping}
     others: SamplerSettings = {'seed': seed, 'stream': stream, 'batch_size': batch_size}
     for name, value in {**settings, **others}.items():
       with prefix_errors(f'decode: {name}'):

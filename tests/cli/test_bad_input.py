@@ -412,6 +412,8 @@ PROMPTS = {
     ['--prompt=a', '--num_samples=2', '--stream'],
     r'--stream prints one sample as it grows, but there are 2;',
   ),
+  'beams': (['--prompt=a', '--num_best=2'], r'num_best = 2: this is a setting of beam search; give beam_size too'),
+  'samples': (['--prompt=a', '--beam_size=2', '--num_samples=2'], r'--num_samples: a beam search draws no samples'),
   'prompts': (['--prompts=nowhere.txt'], r'--prompts=nowhere\.txt cannot be read: No such file or directory$'),
   'top_p': (['--prompt=a', '--top_p=3'], r'top_p: expected more than 0 and at most 1, or None, got 3\.0'),
   'top_k': (['--prompt=a', '--top_k=-1'], r'top_k: expected at least 1, or 0 or None for all tokens, got -1'),

@@ -70,6 +70,21 @@ def test_settings_and_stop_texts_are_passed_on(decode):
   assert (decoder.top_k, decoder.max_decode_steps) == (5, 9)
 
 
+def test_beams_are_printed_the_best_first(decode, monkeypatch):
+  flags = ['--beam_size=4', '--num_best=2', '--length_penalty=1.5', '--early_stopping', '--min_tokens=2']
+  _, (prompts, decoder, _) = decode('--prompt=a', '--prompt=b', *flags)
+  assert prompts == ['a', 'b']  # Each prompt is read once.
+  found = decoder.beam_size, decoder.num_best, decoder.length_penalty, decoder.early_stopping, decoder.min_decode_steps
+  assert found == (4, 2, 1.5, True, 2) and decoder.max_decode_steps == 16
+
+  def two_for_each(config, job_log_dir, prompts, **options):
+    return [[*b'0'], [*b'1']] * len(prompts)
+
+  monkeypatch.setattr('praxis_lite.runs.inference.decode_prompts', two_for_each)
+  out, *_ = decode('--prompt=a', '--prompt=b', '--beam_size=2', '--num_best=2')
+  assert out.splitlines()[1::2] == ['a0', 'a1', 'b0', 'b1'] and out.startswith('----- sample 1 of 4')
+
+
 def test_settings_that_greedy_decoding_does_not_use_are_told(decode, capsys):
   main(['decode', STDLIB, '--job_log_dir=x', '--prompt=a', '--temperature=0', '--num_samples=2', '--top_k=5'])
   said = (

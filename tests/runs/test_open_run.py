@@ -265,6 +265,52 @@ def test_segments_and_batches_change_no_token(lm, temperature, mesh):
   assert model.decode(prompts, **settings, stop=[stop])[0] == texts[0][: texts[0].index(stop) + 3]
 
 
+def test_beam_search_returns_the_best_of_each_prompt(lm):
+  model, prompts = lm.load(), ['def ', 'class A', 'x']
+  settings = {'beam_size': 3, 'max_tokens': 6, 'length_penalty': 0.0}
+  texts = model.decode(prompts, num_best=2, **settings)
+  assert len(texts) == 6 and model.decode(prompts, **settings) == texts[::2]
+  assert model.decode(prompts, num_best=2, batch_size=2, **settings) == texts
+  assert lm.load(mesh=(3,)).decode(prompts, num_best=2, **settings) == texts
+  ids = model.decode([list(prompt.encode()) for prompt in prompts], num_best=2, **settings)
+  assert [bytes(row).decode(errors='replace') for row in ids] == texts
+  scores = model.score([list(prompt.encode()) for prompt in prompts for _ in range(2)], ids)
+  batch = {'ids': np.frombuffer(b'def ', np.uint8)[None].astype(np.int32), 'prompt_lengths': np.array([4], np.int32)}
+  arrays = model.decode(batch, num_best=2, **settings)
+  np.testing.assert_allclose(arrays['beam_scores'][0], [score.log_prob for score in scores[:2]], atol=1e-4)
+  assert all(a.log_prob >= b.log_prob for a, b in zip(scores[::2], scores[1::2]))
+  one = {'beam_size': 1, 'length_penalty': 0.0, 'max_tokens': 6, 'repetition_penalty': 1.2}
+  greedy = model.decode(prompts, temperature=0, max_tokens=6, repetition_penalty=1.2)
+  assert model.decode(prompts, **one) == greedy
+
+
+def test_processors_of_a_call_change_its_tokens(lm):
+  model, banned = lm.load(), ord('n')
+  plain = model.decode(['def '], temperature=0, max_tokens=30)
+
+  def ban(logits, ids, lengths):
+    return logits.at[:, banned].set(-np.inf)
+
+  assert 'n' in plain[0] and 'n' not in model.decode(['def '], temperature=0, max_tokens=30, logit_processors=(ban,))[0]
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'num_best': 2}, r'^num_best = 2: this is a setting of beam search; give beam_size too'),
+    ({'beam_size': 2, 'temperature': 1.0}, r'^temperature = 1\.0: beam search draws no tokens'),
+    ({'beam_size': 2, 'num_best': 3}, r'BeamSearch.num_best: expected from 1 to beam_size, which is 2, got 3'),
+    ({'beam_size': 2, 'stream': print}, r'^decode: stream: the continuations are known only when a beam search ends'),
+    ({'beam_size': 2, 'stop': ['ab']}, r"^decode: stop=\['ab'\]: texts are known only when a beam search ends"),
+    ({'beam_size': 'two'}, r'^decode: beam_size: expected '),
+    ({'logit_processors': (3,)}, r'logit_processors'),
+  ],
+)
+def test_settings_of_decoding_that_do_not_go_together_are_told(lm, settings, message):
+  with pytest.raises(UserError, match=message):
+    lm.load().decode(['a'], **{'max_tokens': 2, **settings})
+
+
 @pytest.mark.parametrize(
   'contexts, continuations, message',
   [

@@ -38,3 +38,23 @@ def test_ratios_are_of_the_same_prompts_in_the_same_round():
 def test_an_environment_without_torch_says_so(tmp_path):
   with TOOL['start_theirs'](sys.executable, tmp_path / 'checkpoint', []) as (about, decode):
     assert decode is None and 'torch' in about
+
+
+def test_beams_are_compared_with_as_many_samples_of_the_same_prompts(monkeypatch):
+  asked = []
+
+  class Model:
+    def load(self):
+      return self
+
+    def decode(self, prompts, max_tokens, **settings):
+      asked.append((len(prompts), len({tuple(prompt) for prompt in prompts}), max_tokens, *settings.items()))
+      return prompts
+
+  monkeypatch.setattr('praxis_lite.open_run', lambda run: Model())
+  args = argparse.Namespace(prompt=5, tokens=10, rounds=2, warm_up=0, beams=4, batches='1,3')
+  rows = TOOL['measure_beams'](Path('run'), args, 64)
+  assert [row[0] for row in rows] == ['1', '3'] and all(len(row) == 5 for row in rows)
+  assert set(asked) == {(4 * n, n, 10, ('temperature', 1.0)) for n in (1, 3)} | {
+    (n, n, 10, ('beam_size', 4)) for n in (1, 3)
+  }
