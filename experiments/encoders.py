@@ -58,7 +58,7 @@ class StdlibBert(BaseExperiment):
   def task(self) -> Config:
     task = Config(MaskedLanguageModelTask, model=self.model())
     task.train.learner = adamw_learner(learning_rate=5e-3, warmup_steps=50)
-    task.train.set(num_train_steps=1200, log_interval_steps=50, eval_interval_steps=600, save_interval_steps=600)
+    task.train.set(num_train_steps=1000, log_interval_steps=50, eval_interval_steps=500, save_interval_steps=500)
     task.train.inputs_split_mapping = {'map_1d': None, 'map_2d': None}
     task.evaluate.max_batches = 64
     return task

@@ -65,12 +65,6 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if an id, a label or a type is not in its table."""
-    size: int | None = getattr(data, 'vocab_size', None)
-    if size is not None and size > self.encoder.vocab_size:
-      raise ConfigError(
-        f'{data.label}: its ids go up to {size - 1}, but task.model.encoder.vocab_size is {self.encoder.vocab_size}; '
-        f'it must be at least {size}'
-      )
     check_tokens(self.encoder, data, batch)
     if 'labels' in batch:
       labels = {'labels': np.asarray(batch['labels'])}
@@ -149,16 +143,25 @@ def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool
 
 def check_tokens(encoder: TransformerEncoder, data: BaseInput, batch: NestedDict) -> None:
   """Raises a `ConfigError` if an id or a type of a token, not of padding, is not in the encoder's table of them."""
-  types = getattr(encoder.token_type_tpl, 'num_classes', 1)
-  tables = {'ids': ('vocab_size', encoder.vocab_size), 'token_type_ids': ('token_type.num_classes', types)}
-  for name, (field, size) in tables.items():
+  known, size = encoder.vocab_size, getattr(data, 'vocab_size', None)
+  if isinstance(size, int) and size > known:
+    raise ConfigError(
+      f'{data.label}: its ids go up to {size - 1}, but task.model.encoder.vocab_size is {known}; it must be at least '
+      f'{size}'
+    )
+  types = 'task.model.encoder.token_type.num_classes is'
+  if encoder.token_type_tpl is None:
+    types = 'task.model.encoder.token_type_tpl is None, so the number of types is'
+  num_types = getattr(encoder.token_type_tpl, 'num_classes', 1)
+  tables = {'ids': ('task.model.encoder.vocab_size is', known), 'token_type_ids': (types, num_types)}
+  for name, (says, count) in tables.items():
     found, segments = np.asarray(batch.get(name, ())), batch.get('segment_ids')
     if not found.size:
       continue
     is_token = np.ones(found.shape, bool) if segments is None else np.asarray(segments) != 0
-    bad = is_token & ((found < 0) | (found >= size))
+    bad = is_token & ((found < 0) | (found >= count))
     if bad.any():
       raise ConfigError(
-        f'{data.label}: found {found[bad][0]} in {name!r}, but task.model.encoder.{field} is {size}; all must be from '
-        f'0 to {size - 1}, or be padding'
+        f'{data.label}: found {found[bad][0]} in {name!r}, but {says} {count}; all must be from 0 to {count - 1}, or '
+        'be padding'
       )

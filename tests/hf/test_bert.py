@@ -167,6 +167,22 @@ def test_checkpoints_of_2018_have_other_names_copies_and_parts_that_are_not_used
   assert 'they are not tied' in untied.checkpoint.notes[1] and 'softmax' in untied.variables
 
 
+def test_a_checkpoint_of_roberta_may_have_copies_a_buffer_and_a_pooler(tmp_path):
+  folder, config, tensors = make(tmp_path / 'plain', 'roberta')
+  more = {
+    'lm_head.decoder.weight': tensors['roberta.embeddings.word_embeddings.weight'],
+    'lm_head.decoder.bias': tensors['lm_head.bias'],
+    'roberta.embeddings.position_ids': np.arange(P, dtype=np.uint8)[None],
+    'roberta.pooler.dense.weight': np.ones((D, D), np.float32),
+  }
+  write(tmp_path / 'more', config, {}, **tensors, **more)
+  found = load(tmp_path / 'more')
+  jax.tree.map(np.testing.assert_array_equal, found.true_variables, load(folder).true_variables)
+  assert [note.split('left out ')[1] for note in found.checkpoint.notes] == [
+    'roberta.pooler.dense.weight, which the architecture of config.json does not have'
+  ]
+
+
 def test_an_imported_run_trains_predicts_and_is_exported(tmp_path, capsys):
   folder, _, tensors = make(tmp_path / 'source', 'bert', vocab_size=300)
   run = tmp_path / 'run'

@@ -110,6 +110,16 @@ def test_sentencepiece_bytes_of_tokens_add_up_to_the_document(model_path, docume
       assert tokens.num_bytes.sum() == len(document)
 
 
+def test_sentencepiece_knows_where_words_begin_and_what_is_no_text(model_path):
+  tokenizer = SentencePieceTokenizer(model_path=model_path)
+  ids = tokenizer.encode('import  words')
+  pieces = [tokenizer._model.id_to_piece(i) for i in ids]
+  assert [piece[0] == '\u2581' for piece in pieces] == tokenizer.word_starts()[ids].tolist()
+  assert tokenizer.word_starts()[ids].sum() >= 2 and tokenizer.word_starts().shape == (tokenizer.vocab_size,)
+  assert {*tokenizer.special_ids} - {0} <= tokenizer.control_ids and not tokenizer.control_ids & {*ids}
+  assert tokenizer.mask_id is None
+
+
 def test_sentencepiece_bytes_of_plain_words_are_those_of_the_pieces(model_path):
   tokenizer = SentencePieceTokenizer(model_path=model_path)
   [tokens] = tokenizer.encode_documents([b' the cat'])  # the model puts a space in front; here is one

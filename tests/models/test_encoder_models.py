@@ -14,7 +14,7 @@ from drawn_state import drawn_state, drawn_variables
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
-from praxis_lite.inputs import ArrayInput
+from praxis_lite.inputs import ArrayInput, LabelledTextInput
 from praxis_lite.layers import Embedding
 from praxis_lite.models import masked_language_model, sequence_classifier, set_sharding
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -297,6 +297,18 @@ def test_mistakes_are_named():
     ):
       model.check_input(rows, other)
     model.check_input(rows, {**batch, name: np.where(batch['segment_ids'] == 0, bad, batch[name])})
+  without_types = config(num_token_types=0).instantiate()
+  with pytest.raises(
+    ConfigError, match=r"found 1 in 'token_type_ids', but .*token_type_tpl is None, so the number of typ"
+  ):
+    without_types.check_input(rows, batch)
+  large = Config(LabelledTextInput, name='text', examples=[('a', 1)], seq_len=3, batch_size=1).instantiate()
+  row = large.get_next()
+  for one in (model, make('first')[0]):
+    with pytest.raises(
+      ConfigError, match=r'text: its ids go up to 255, but .*vocab_size is 13; it must be at least 256'
+    ):
+      one.check_input(large, row)
   masked_wrong = {**batch, 'labels': np.where(batch['weights'] > 0, V, batch['labels'])}
   with pytest.raises(ConfigError, match=rf"found {V} in 'labels', but task\.model\.encoder\.vocab_size is {V}"):
     model.check_input(rows, masked_wrong)

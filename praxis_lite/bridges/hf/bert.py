@@ -70,6 +70,9 @@ class Encoder(Family):
   def accepts(self, architecture: str) -> bool:
     return architecture in (self.architecture, self.classifier, *self.also_masked)
 
+  def refusal(self) -> str:
+    return f' is not supported; of {self.model_type}, {self.architecture} and {self.classifier} are'
+
   def model(self, hf: HfConfig) -> Config[Any]:
     hf = hf.replace_defaults(self.defaults)
     hf.must_be('position_embedding_type', 'absolute')
@@ -106,7 +109,8 @@ class Encoder(Family):
     return model
 
   def _is_classifier(self, hf: HfConfig) -> bool:
-    return self.classifier in (hf.values.get('architectures') or ())
+    architectures = hf.values.get('architectures')
+    return isinstance(architectures, list) and self.classifier in architectures
 
   def current_name(self, name: str) -> str:
     # Checkpoints of 2018 call the weights of norms so.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from praxis_lite.bridges.hf.bert import ENCODERS, Encoder
 from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
+from praxis_lite.bridges.hf.bert import ENCODERS
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.hf_config import HfConfig
@@ -45,15 +46,7 @@ def family_of(hf: HfConfig) -> Family:
   architectures = hf.values.get('architectures')
   for name in architectures if isinstance(architectures, list) else ():
     if isinstance(name, str) and not family.accepts(name):
-      if isinstance(family, Encoder):
-        raise ConfigError(
-          f'{hf.where}: architectures = {json.dumps(architectures)} is not supported; of {model_type}, '
-          f'{family.architecture} and {family.classifier} are'
-        )
-      raise ConfigError(
-        f'{hf.where}: architectures = {json.dumps(architectures)}: a head that does not predict the next token, '
-        f'such as a classification head, is not supported; only {family.architecture} is'
-      )
+      raise ConfigError(f'{hf.where}: architectures = {json.dumps(architectures)}{family.refusal()}')
   hf.must_be('quantization_config', None)
   return family
 

@@ -62,6 +62,13 @@ class Family:
     """Whether a checkpoint of this architecture has the head of this family, or none."""
     return 'For' not in architecture or architecture.endswith('ForCausalLM') or architecture == self.architecture
 
+  def refusal(self) -> str:
+    """Returns the end of the message about another architecture."""
+    return (
+      ': a head that does not predict the next token, such as a classification head, is not supported; only '
+      f'{self.architecture} is'
+    )
+
   def current_name(self, name: str) -> str:
     """Returns the name that a tensor has today; old checkpoints may call it otherwise."""
     return name
