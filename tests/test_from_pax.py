@@ -14,7 +14,7 @@ TABLE = re.compile(
   r'^\| (?P<theirs>.*) \| `(?P<module>[\w.]+)\.` \|\n\|---\|---\|\n(?P<rows>(?:\|.*\n)+)', re.MULTILINE
 )
 
-# What the modules of Praxis export. Names of beam search have a section of their own.
+# What the modules of Praxis export.
 PRAXIS = """
   BaseActivation CubedReLU GELU Identity LeakyReLU ReLU ReLU6 Sigmoid SiLU SquaredReLU Swish Tanh Softplus Exp
   AdaptedTransformerFeedForward MultitaskResidualAdapter AttentionProjection causal_mask causal_segment_mask
@@ -47,6 +47,7 @@ PRAXIS = """
   Sgd ShardedSgd Adam Adagrad ShardedAdagrad Adafactor ShardedAdafactor HeroLion DistributedShampoo
   ShardedDistributedShampoo ShardedStaticAccumulator
 
+  BeamSearchHParams beam_size tokens_per_beam length_norm_alpha FlatBeamSearchHParams
   GreedyDecoderHParams SampleDecoderHParams seqlen min_prefix_len eos_id min_decode_steps max_decode_steps
   fprop_for_prefix lazy_prefix_broadcast decode_loop_mesh_axes_transpose process_result_fn emb_lookup_style
   use_extra_input_kwargs num_cache_slots num_samples temperature k p top_k_recall_target use_top_k_for_logprobs

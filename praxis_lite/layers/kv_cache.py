@@ -371,7 +371,7 @@ def places_of_caches(state: object) -> list[Path]:
   """Returns the paths of the KV caches in a decode state, whose nodes have the fields of `KVCache` as names."""
   paths = leaves_by_path(state).keys()
   places = [path[:-1] for path in paths if path[-1:] == ('pos',)]
-  return [place for place in places if all((*place, name) in paths for name in ('key', 'value', 'slot'))]
+  return [place for place in places if all((*place, name) in paths for name in ('key', 'slot'))]
 
 
 def axis_of_slots(rank: int, rank_of_pos: int) -> int:
@@ -394,8 +394,6 @@ class StackedCaches:
   """
 
   def __init__(self, state: NestedDict):
-    places = {path[:-1] for path, x in leaves_by_path(state).items() if path[-1:] == ('pos',) and jnp.ndim(x) == 3}
-    self._places = {place for place in places if {'key', 'slot'} <= node_at(state, place).keys()}
     self._places = {place for place in places_of_caches(state) if jnp.ndim(node_at(state, place)['pos']) == 3}
     self.arrays, self.others = self.split(state)
 

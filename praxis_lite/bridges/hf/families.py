@@ -7,9 +7,8 @@ import json
 import math
 from collections.abc import Iterator
 
-from praxis_lite.bridges.hf.bert import ENCODERS, Encoder
-from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
 from praxis_lite.bridges.hf.bert import ENCODERS
+from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.hf_config import HfConfig
