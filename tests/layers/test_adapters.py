@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +13,13 @@ import pytest
 
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import leaves, path_name
 from praxis_lite.layers import (
   AdaptedFeedForward,
   FeedForward,
   MoeFeedForward,
   MultitaskResidualAdapter,
+  RepeatedTransformer,
   RMSNormNoScale,
   TransformerBlock,
 )
@@ -136,6 +142,22 @@ def test_a_block_with_adapters_computes_what_the_block_did_until_they_are_traine
   adapter_v = new.ff.adapter.init(jax.random.key(0))
   y, _ = new.apply(v | {'ff': {'ff': v['ff'], 'adapter': adapter_v}}, X)
   np.testing.assert_allclose(y, layer.apply(v, X)[0], rtol=1e-6)
+
+
+def test_the_rules_of_the_guide_find_the_variables_of_a_model_without_adapters():
+  """Those of docs/training.md, which tells how to add adapters to a model that is trained."""
+  guide = (pathlib.Path(__file__).parents[2] / 'docs' / 'training.md').read_text()
+  rules = ast.literal_eval(re.search(r"`rules = (\(\(r'\.\*.*\))`", guide)[1])
+  block = Config(TransformerBlock, input_dims=D, hidden_dims=7, num_heads=2)
+  stack = Config(RepeatedTransformer, num_layers=2, layers_tpl=block)
+  new = stack.clone(layers_tpl=block.clone(ff_tpl=adapted('sequential', target(block.ff_tpl))))
+  plain, paths = (leaves(config.instantiate().abstract_init()) for config in (stack, new))
+  found = set()
+  for path in map(path_name, paths):
+    pattern, source = next(((p, s) for p, s in rules if re.fullmatch(p, path)), (path, path))
+    assert (source is None) == ('.adapter.' in path), path
+    found |= set() if source is None else {re.sub(f'^{pattern}$', source, path) if source != path else path}
+  assert found == set(map(path_name, plain))
 
 
 def test_an_unknown_mode_is_refused():
