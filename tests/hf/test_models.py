@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -16,6 +18,7 @@ from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.reader import open_checkpoint
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError, ConfigError
+from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.models import transformer_lm
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -210,3 +213,43 @@ def test_an_activation_that_no_family_has_is_named():
   model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl.activation = 'softplus'
   with pytest.raises(ConfigError, match=r"to none of the families .*: lm.*\.ff\.activation: .* no .* 'softplus'$"):
     describe_model(model.instantiate())
+
+
+@pytest.mark.parametrize(
+  'model_type, sizes, variables',
+  [
+    (
+      'phi3',
+      {'hidden_size': 3072, 'intermediate_size': 8192, 'num_hidden_layers': 32, 'vocab_size': 32_064},
+      3_821_079_552,
+    ),
+    (
+      'gemma3_text',
+      {'hidden_size': 1152, 'intermediate_size': 6912, 'num_hidden_layers': 26, 'vocab_size': 262_144}
+      | {'num_attention_heads': 4, 'num_key_value_heads': 1},
+      999_885_952,
+    ),
+    (
+      'olmo2',
+      {'hidden_size': 4096, 'intermediate_size': 11_008, 'num_hidden_layers': 32, 'vocab_size': 100_352},
+      7_298_617_344,
+    ),
+    (
+      'smollm3',
+      {'hidden_size': 2048, 'intermediate_size': 11_008, 'num_hidden_layers': 36, 'vocab_size': 128_256}
+      | {'num_attention_heads': 16},
+      3_075_098_624,
+    ),
+    (
+      'deepseek_v3',
+      {'hidden_size': 7168, 'num_hidden_layers': 61, 'num_attention_heads': 128, 'vocab_size': 129_280},
+      671_026_419_200,
+    ),
+  ],
+  ids=['Phi-3-mini', 'Gemma-3-1B', 'OLMo-2-7B', 'SmolLM3-3B', 'DeepSeek-V3'],
+)
+def test_published_sizes_have_as_many_variables(model_type, sizes, variables):
+  """As many as in transformers, without memory for them."""
+  hf = HfConfig({'model_type': model_type, 'num_attention_heads': 32, **sizes})
+  weights = FAMILIES[model_type].model(hf).instantiate(name='model').abstract_init()
+  assert sum(math.prod(weight.full_shape) for weight in leaves_by_path(weights).values()) == variables
