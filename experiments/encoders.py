@@ -155,7 +155,7 @@ class _Bert(BaseExperiment):
     return [d.set(path=REQUIRED, tokenizer_tpl=Config(HfTokenizer), **fields) for d in (train, validation)]
 
   def task(self) -> Config:
-    model = set_sharding(self.model()).set(packed=False, fprop_dtype=jnp.bfloat16)
+    model = set_sharding(self.model()).set(packed=False, max_places=77, fprop_dtype=jnp.bfloat16)
     task = Config(MaskedLanguageModelTask, model=model)
     task.train.learner = adamw_learner(learning_rate=1e-4, warmup_steps=10_000, weight_decay=0.01)
     task.train.set(num_train_steps=1_000_000, eval_interval_steps=5000, save_interval_steps=5000)

@@ -2,7 +2,7 @@
 
     logits = softmax(transform(encoder(ids)))
 
-B batch, T length, D model dims, V vocabulary.
+B batch, T length, P places to predict, D model dims, V vocabulary.
 
 A batch holds arrays [B, T]: `ids`, int32, the tokens that the encoder reads, and `labels`, int32, the tokens of the
 text; `weights`, float32, above 0 at the places to predict and 0 at all others. `segment_ids`, int32, is 0 at padding;
@@ -37,12 +37,15 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
       `SharedEmbeddingSoftmax`, is also the softmax.
     packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment, whose
       padding has segment id 0.
+    max_places: P, the largest number of places to predict in a row. The head then computes only P places of each row,
+      those with a weight, and leaves out further ones at the end of the row. None computes all places.
   """
 
   encoder_tpl: Config = template(TransformerEncoder, embedding_tpl=Config(SharedEmbeddingSoftmax, use_bias=True))
   transform_tpl: Config | None = template(HeadTransform)
   softmax_tpl: Config | None = None
   packed: bool = True
+  max_places: int | None = None
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   encoder: TransformerEncoder = child()
@@ -50,6 +53,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
   softmax: FullSoftmax = child()
 
   def setup(self) -> None:
+    self._check_range('max_places', least=1)
     encoder = self.create_child('encoder', self.encoder_tpl)
     sizes = {'input_dims': encoder.model_dims, 'num_classes': encoder.vocab_size}
     if self.transform_tpl is not None:
@@ -66,16 +70,33 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if an id, a label or a type is not in its table."""
     check_tokens(self.encoder, data, batch)
+    weights = np.asarray(batch.get('weights', 0))
+    most = int((weights != 0).sum(axis=1).max(initial=0)) if weights.ndim == 2 else 0
+    if self.max_places is not None and most > self.max_places:
+      raise ConfigError(
+        f'{data.label}: a row has {most} places to predict, and task.model.max_places is {self.max_places}; set it to '
+        'the largest number, or to None'
+      )
     if 'labels' in batch:
       labels = {'labels': np.asarray(batch['labels'])}
       check_labels(data, labels, batch, 'task.model.encoder.vocab_size', self.encoder.vocab_size)
 
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
-    """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
+    """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes.
+
+    With `max_places`, T is that number, and the places are those with a weight, in their order, and then others.
+    """
+    x_BTD = encode_batch(self.encoder, batch, packed=self.packed)
     weights_BT = weights_of_places(batch)
     # A label of weight 0 may be any number, such as -100, of which a cross entropy would be NaN.
     labels_BT = jnp.where(weights_BT == 0, 0, batch['labels'])
-    return self._softmax(self._states(batch), labels_BT, weights_BT)
+    if self.max_places is not None:
+      at_BP = first_places(weights_BT, self.max_places)
+      # A product with one-hot rows, which copies states exactly, needs no scatter in the gradient.
+      chosen_BPT = jax.nn.one_hot(at_BP, weights_BT.shape[1], dtype=x_BTD.dtype)
+      x_BTD = jnp.einsum('bpt,btd->bpd', chosen_BPT, x_BTD, precision=jax.lax.Precision.HIGHEST)
+      labels_BT, weights_BT = (jnp.take_along_axis(x, at_BP, axis=1) for x in (labels_BT, weights_BT))
+    return self._softmax(self._transform(x_BTD), labels_BT, weights_BT)
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
@@ -84,6 +105,8 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     Per example: `loss`, the mean of a row, and `weights`, the sum.
     """
     weights_BT = weights_of_places(batch)
+    if self.max_places is not None:
+      weights_BT = jnp.take_along_axis(weights_BT, first_places(weights_BT, self.max_places), axis=1)
     loss_B, weights_B = weighted_mean(predictions.xent, weights_BT, axis=1)
     metrics = {
       'loss': weighted_mean(loss_B, weights_B),
@@ -93,7 +116,8 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, of the token at each place; the batch needs no labels."""
-    return {'logits': self._softmax.get_logits(self._states(batch))}
+    states_BTD = encode_batch(self.encoder, batch, packed=self.packed)
+    return {'logits': self._softmax.get_logits(self._transform(states_BTD))}
 
   @property
   def num_ids(self) -> int | None:
@@ -106,10 +130,14 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     assert isinstance(self.encoder.embedding, SharedEmbeddingSoftmax)
     return self.encoder.embedding
 
-  def _states(self, batch: NestedDict) -> jax.Array:
-    """Returns what the softmax gets, [B, T, D]."""
-    x_BTD = encode_batch(self.encoder, batch, packed=self.packed)
+  def _transform(self, x_BTD: jax.Array) -> jax.Array:
+    """Returns what the softmax gets, [B, T, D], for states."""
     return x_BTD if self.transform_tpl is None else self.transform(x_BTD)
+
+
+def first_places(weights_BT: jax.Array, count: int) -> jax.Array:
+  """Returns the indices of the first `count` places of each row that have a weight, [B, P], then of others."""
+  return jnp.argsort(weights_BT == 0, axis=1, stable=True)[:, :count]
 
 
 def weights_of_places(batch: NestedDict) -> jax.Array:

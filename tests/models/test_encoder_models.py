@@ -26,13 +26,14 @@ AXES = ('spare', 'replica', 'data', 'mdl')
 V, B, T, D, CLASSES = 13, 5, 9, 12, 3
 SIZES = {'vocab_size': V, 'model_dims': D, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 10, 'max_len': T}
 KINDS = ('tied', 'untied', 'pre_norm', 'first', 'mean')
+MOST = 3  # Places to predict in a row.
 
 
 def config(kind='tied', **fields):
   sizes = {**SIZES, 'style': 'pre_norm' if kind == 'pre_norm' else 'bert', **fields}
   if kind in ('first', 'mean'):
     return sequence_classifier(num_classes=CLASSES, pooling=kind, **sizes)
-  return masked_language_model(tie_embeddings=kind != 'untied', **sizes)
+  return masked_language_model(tie_embeddings=kind != 'untied', **sizes).set(max_places=MOST if kind == 'few' else None)
 
 
 def is_masked(kind):
@@ -122,6 +123,29 @@ def test_logits_in_chunks_have_the_same_loss_and_gradients():
   assert_close(
     loss_and_gradients(p.instantiate(), variables, batch_of()), loss_and_gradients(model, variables, batch_of())
   )
+
+
+def test_a_head_on_the_places_to_predict_alone_has_the_same_loss_and_gradients():
+  model, variables = make()
+  batch = batch_of()
+  count = (batch['weights'] > 0).sum(1)
+  assert count.max() == MOST and count.min() == 0
+  for places in (MOST, T, 99):
+    few = config().set(max_places=places).instantiate()
+    assert_close(loss_and_gradients(few, variables, batch), loss_and_gradients(model, variables, batch))
+  (metrics, outputs), _ = config('few').instantiate().apply(variables, batch, do_eval=True)
+  (expected, of_all), _ = model.apply(variables, batch, do_eval=True)
+  assert_close((metrics, outputs), (expected, of_all))
+  # Further places do not count.
+  first = {**batch, 'weights': np.where(np.cumsum(batch['weights'] > 0, axis=1) > 2, 0, batch['weights'])}
+  two = config().set(max_places=2).instantiate()
+  assert_close(loss_and_gradients(two, variables, batch), loss_and_gradients(model, variables, first))
+  rows = ArrayInput(name='text', arrays={'ids': np.zeros((2, 3), np.int32)}, batch_size=2)
+  with pytest.raises(ConfigError, match=rf'text: a row has {MOST} places to predict, and task\.model\.max_places is 2'):
+    two.check_input(rows, batch)
+  two.check_input(rows, first)
+  with pytest.raises(ConfigError, match=r'max_places: expected at least 1, got 0'):
+    config().set(max_places=0).instantiate()
 
 
 def test_packed_segments_train_like_segments_apart():
@@ -250,6 +274,8 @@ def on_one_device(kind):
     ('pre_norm', (2, 1, 2, 2), {}),
     ('first', (1, 2, 2, 2), {}),
     ('first', (1, 1, 3, 1), {'partitioning': 'shard_map'}),
+    ('few', (1, 2, 2, 2), {}),
+    ('few', (1, 1, 3, 1), {'partitioning': 'shard_map'}),
     ('mean', (2, 2, 2, 1), {}),
     ('mean', (1, 1, 2, 3), {'split': {'context_axis': 'mdl', 'mdl_axis': None}}),
   ],
