@@ -101,10 +101,11 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
 
-    Metrics: `loss`, nats per predicted token, and `accuracy`, the fraction of these that are the most probable token.
+    Metrics: `loss`, nats per predicted token; `accuracy`, the fraction of these that are the most probable token; and
+    with `max_places`, `left_out`, the fraction of places to predict for which it has no room.
     Per example: `loss`, the mean of a row, and `weights`, the sum.
     """
-    weights_BT = weights_of_places(batch)
+    weights_BT = all_BT = weights_of_places(batch)
     if self.max_places is not None:
       weights_BT = jnp.take_along_axis(weights_BT, first_places(weights_BT, self.max_places), axis=1)
     loss_B, weights_B = weighted_mean(predictions.xent, weights_BT, axis=1)
@@ -112,6 +113,9 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
       'loss': weighted_mean(loss_B, weights_B),
       'accuracy': weighted_mean(predictions.correct, weights_BT),
     }
+    if self.max_places is not None:
+      kept_B, all_B = jnp.sum(weights_BT, axis=1), jnp.sum(all_BT, axis=1)
+      metrics['left_out'] = weighted_mean(1 - kept_B / jnp.where(all_B == 0, 1, all_B), all_B)
     return metrics, {'loss': loss_B, 'weights': weights_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:

@@ -134,11 +134,15 @@ def test_a_head_on_the_places_to_predict_alone_has_the_same_loss_and_gradients()
     assert_close(loss_and_gradients(few, variables, batch), loss_and_gradients(model, variables, batch))
   (metrics, outputs), _ = config('few').instantiate().apply(variables, batch, do_eval=True)
   (expected, of_all), _ = model.apply(variables, batch, do_eval=True)
+  assert float(metrics.pop('left_out')[0]) == 0
   assert_close((metrics, outputs), (expected, of_all))
   # Further places do not count.
   first = {**batch, 'weights': np.where(np.cumsum(batch['weights'] > 0, axis=1) > 2, 0, batch['weights'])}
   two = config().set(max_places=2).instantiate()
   assert_close(loss_and_gradients(two, variables, batch), loss_and_gradients(model, variables, first))
+  (metrics, _), _ = two.apply(variables, batch, do_eval=True)
+  left = 1 - first['weights'].sum() / batch['weights'].sum()
+  np.testing.assert_allclose(metrics['left_out'], (left, batch['weights'].sum()), rtol=1e-6)
   rows = ArrayInput(name='text', arrays={'ids': np.zeros((2, 3), np.int32)}, batch_size=2)
   with pytest.raises(ConfigError, match=rf'text: a row has {MOST} places to predict, and task\.model\.max_places is 2'):
     two.check_input(rows, batch)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import ConfigError
 
 LogitProcessor: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""A function of logits [B, V], the tokens of each row so far [B, L] and their number [B], which returns logits."""
 
 
 def apply_processors(
