@@ -12,6 +12,7 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding import BeamSearch, Sampler, find_row_axes
+from praxis_lite.models.decoding.beam_rows import keep_places
 
 V, P = 4, 3
 TABLE = np.random.default_rng(3).normal(size=(V, V)).astype(np.float32)
@@ -236,6 +237,15 @@ def test_rows_may_be_any_dimension_of_the_state():
     decoder.decode(Unknown(), PROMPTS, LENGTHS)
   with pytest.raises(ConfigError, match=r'square of the decoding state has shape \(3, 3\), and \(6, 6\) for twice'):
     decoder.decode(Square(), PROMPTS, LENGTHS)
+
+
+def test_beams_that_go_on_keep_their_places():
+  parents = np.random.default_rng(0).integers(0, 5, (40, 5))
+  parents[:3] = [0, 0, 0, 0, 0], [4, 3, 2, 1, 0], [2, 2, 1, 1, 2]
+  order = np.asarray(keep_places(parents))
+  np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(5), (40, 1)))
+  for parent in np.take_along_axis(parents, order, axis=1):
+    assert all(parent[beam] == beam for beam in parent)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.layers.base.expected_trips import expected_trips
-from praxis_lite.models.decoding.beam_rows import BeamRows
+from praxis_lite.models.decoding.beam_rows import BeamRows, keep_places
 from praxis_lite.models.decoding.loop import Decoded
 from praxis_lite.models.decoding.reading import NEXT_TOKEN, READ_PROMPTS, RowReader
 from praxis_lite.models.decoding.steps import DecodingState
@@ -240,6 +240,7 @@ class BeamLoop(Generic[DecodingState]):
 
     sums_BK, index_BK = jax.lax.top_k(jnp.where(candidates.is_stop, _IMPOSSIBLE, candidates.sums), K)
     chosen = candidates.take(index_BK)._replace(sums=sums_BK)
+    chosen = chosen.take(keep_places(chosen.parent))
     beams = chosen.extend(beams, number)
     attainable_B = sums_BK[:, 0] / self.length_norm(self.limits_B)  # Sums do not grow, and their divisor does.
     done_B |= is_last_B | (best.scores[:, self.num_best - 1] >= attainable_B)

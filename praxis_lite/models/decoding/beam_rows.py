@@ -4,8 +4,9 @@ A state is any tree of arrays. Rows are a dimension of most of them, but not alw
 layers begin with the dimension of layers.
 
 Reordering copies the state for each token. On a CPU this may take as long as the model. So there, of KV caches only
-the slots are copied in which the beams of a prompt may differ: slots that are taken, and were not yet when the prompts
-had been read. They are copied in place, page by page. Keys and values of the sources of an encoder-decoder are not.
+those slots are copied in which the beams of a prompt may differ, because they were taken after the prompts had been
+read, and only to rows whose parent is another row. They are copied in place, page by page. Keys and values of the
+sources of an encoder-decoder are not copied.
 
 B prompts, K beams, S slots; the row of beam k of prompt b is b K + k, so the beams of a prompt are on one device.
 """
@@ -27,7 +28,6 @@ from praxis_lite.sharding.mesh import platform
 
 NO_ROWS = -1
 _LEAST_PAGE, _MOST_PAGE = 16, 32  # Slots.
-_FEW_BEAMS = 8  # With so many, a CPU selects each row among all faster than it gathers rows.
 
 
 def find_row_axes(few: Any, many: Any) -> Any:
@@ -116,7 +116,7 @@ class BeamRows:
       ConfigError: the steps do not say what the dimension of rows is, and it is not the first.
     """
     axes = _row_axes(steps, state, num_rows, num_slots)
-    return cls(beams, tuple(axes), _find_pages(state) if platform() == 'cpu' else ())
+    return cls(beams, tuple(axes), _find_pages(state) if _copies_pages() else ())
 
   def spread(self, state: DecodingState) -> DecodingState:
     """Returns the state of K equal rows for each prompt."""
@@ -143,7 +143,7 @@ class BeamRows:
 
     Args:
       state: the state.
-      parent_BK: int32 in [0, K).
+      parent_BK: int32 in [0, K); a beam that is the parent of any is also its own, as after `keep_places`.
       equal: for each of `pages` a number of first slots in which the rows of each prompt are equal.
     """
     arrays, structure = jax.tree.flatten(state)
@@ -151,30 +151,36 @@ class BeamRows:
     for i, axis in enumerate(self.axes):
       if axis != NO_ROWS and i not in in_pages:
         arrays[i] = _gather(self._split(arrays[i], axis), axis, parent_BK).reshape(arrays[i].shape)
-    is_same = jnp.all(parent_BK == jnp.arange(self.beams))
     for pages, first in zip(self.pages, equal, strict=True):
-      taken = jnp.where(is_same, 0, pages.taken(arrays))
-      self._take_pages(arrays, pages, parent_BK, first // pages.size, -(-taken // pages.size))
+      end = -(-pages.taken(arrays) // pages.size)
+      self._copy_pages(arrays, pages, parent_BK, first // pages.size, end)
     return jax.tree.unflatten(structure, arrays)
 
-  def _take_pages(
+  def _copy_pages(
     self, arrays: list[jax.Array], pages: _Pages, parent_BK: jax.Array, first: jax.Array, end: jax.Array
   ) -> None:
-    """Reorders the rows in some pages of the arrays."""
+    """Copies some pages of the arrays to the rows whose parent is another row."""
+    parent_R = (jnp.arange(len(parent_BK))[:, None] * self.beams + parent_BK).reshape(-1)
+    is_copied_R = parent_R != jnp.arange(len(parent_R))
+    copied_R = jnp.argsort(~is_copied_R)  # Begins with the rows that are copied.
+    count = jnp.maximum(end - first, 0)
 
-    places = [(i, self.axes[i], slot_axis + 1) for i, slot_axis in pages.slot_axes.items()]  # Of split arrays.
+    def copy_page(number: jax.Array, whole: list[jax.Array]) -> list[jax.Array]:
+      row, start, after = copied_R[number // count], (first + number % count) * pages.size, []
+      for x, (i, slot_axis) in zip(whole, pages.slot_axes.items()):
+        axis, sizes = self.axes[i], list(x.shape)
+        sizes[axis], sizes[slot_axis] = 1, pages.size
 
-    def take_page(page: jax.Array, whole: list[jax.Array]) -> list[jax.Array]:
-      start, after = page * pages.size, []
-      for x, (_, axis, slot_axis) in zip(whole, places):
-        part = jax.lax.dynamic_slice_in_dim(x, start, pages.size, slot_axis)
-        part = _select(part, axis, parent_BK) if self.beams <= _FEW_BEAMS else _gather(part, axis, parent_BK)
-        after.append(jax.lax.dynamic_update_slice_in_dim(x, part, start, slot_axis))
+        def starts(row: jax.Array, axis: int = axis, slot_axis: int = slot_axis, rank: int = x.ndim) -> list[Any]:
+          return [row if d == axis else start if d == slot_axis else 0 for d in range(rank)]
+
+        part = jax.lax.dynamic_slice(x, starts(parent_R[row]), sizes)
+        after.append(jax.lax.dynamic_update_slice(x, part, starts(row)))
       return after
 
-    split = [self._split(arrays[i], axis) for i, axis, _ in places]  # Outside of the loop, which is faster.
-    for (i, _, _), x in zip(places, jax.lax.fori_loop(first, end, take_page, split)):
-      arrays[i] = x.reshape(arrays[i].shape)
+    copied = jax.lax.fori_loop(0, jnp.sum(is_copied_R) * count, copy_page, [arrays[i] for i in pages.slot_axes])
+    for i, x in zip(pages.slot_axes, copied):
+      arrays[i] = x
 
   def _split(self, x: jax.Array, axis: int) -> jax.Array:
     """[..., B K, ...] to [..., B, K, ...]."""
@@ -186,6 +192,11 @@ class BeamRows:
     return jax.tree.unflatten(structure, list(changed))
 
 
+def _copies_pages() -> bool:
+  """Whether states are reordered page by page: on one CPU. Copies of single rows would gather arrays on a mesh."""
+  return platform() == 'cpu' and jax.sharding.get_abstract_mesh().size <= 1
+
+
 def _gather(x: jax.Array, axis: int, parent_BK: jax.Array) -> jax.Array:
   """Returns the rows of the parents, [..., B, K, ...]; `axis` is the dimension B."""
 
@@ -195,13 +206,22 @@ def _gather(x: jax.Array, axis: int, parent_BK: jax.Array) -> jax.Array:
   return jax.vmap(of_prompt, in_axes=(axis, 0), out_axes=axis)(x, parent_BK)
 
 
-def _select(x: jax.Array, axis: int, parent_BK: jax.Array) -> jax.Array:
-  """Returns the same as `_gather`, by one selection for each beam."""
-  parent = parent_BK.reshape(*parent_BK.shape, *[1] * (x.ndim - axis - 2))
-  taken = jnp.broadcast_to(jax.lax.slice_in_dim(x, 0, 1, axis=axis + 1), x.shape)
-  for beam in range(1, parent_BK.shape[1]):
-    taken = jnp.where(parent == beam, jax.lax.slice_in_dim(x, beam, beam + 1, axis=axis + 1), taken)
-  return taken
+def keep_places(parent_BK: jax.Array) -> jax.Array:
+  """Returns an order of the beams, [B, K], in which each beam that goes on has its first child in its place.
+
+  The other children take the places of beams that have none. So few rows change, and no row that is read is written.
+
+  Args:
+    parent_BK: int32, the parent of each new beam.
+  """
+  K = parent_BK.shape[1]
+  is_equal_BKK = parent_BK[:, :, None] == parent_BK[:, None, :]
+  is_first_BK = ~jnp.any(is_equal_BKK & jnp.tri(K, K, -1, dtype=bool), axis=2)
+  has_child_BK = jnp.any(parent_BK[:, :, None] == jnp.arange(K), axis=1)
+  free_BK = jnp.argsort(has_child_BK, axis=1)  # Begins with the places that are free.
+  others_BK = jnp.maximum(jnp.cumsum(~is_first_BK, axis=1) - 1, 0)
+  place_BK = jnp.where(is_first_BK, parent_BK, jnp.take_along_axis(free_BK, others_BK, axis=1))
+  return jnp.argsort(place_BK, axis=1)
 
 
 def _find_pages(state: DecodingState) -> tuple[_Pages, ...]:
