@@ -2,7 +2,8 @@
 
 from praxis_lite.layers.activations import ACTIVATIONS, Activation, get_activation
 from praxis_lite.layers.adapters import AdaptedFeedForward, MultitaskResidualAdapter
-from praxis_lite.layers.attention import MultiHeadAttention, Projection
+from praxis_lite.layers.alibi import AlibiBias
+from praxis_lite.layers.attention import MultiHeadAttention, PerDimScale, Projection
 from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi_tempered_loss
 from praxis_lite.layers.blockwise import blockwise_attention
@@ -66,6 +67,7 @@ __all__ = [
   'ACTIVATIONS',
   'Activation',
   'AdaptedFeedForward',
+  'AlibiBias',
   'ArrayMask',
   'AttentionMask',
   'AttentionSpec',
@@ -100,6 +102,7 @@ __all__ = [
   'MultiHeadAttention',
   'MultitaskResidualAdapter',
   'Paddings',
+  'PerDimScale',
   'PipelineSchedule',
   'Pipelined',
   'PipelinedTransformer',

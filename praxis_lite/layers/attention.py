@@ -12,6 +12,7 @@ head.
 from __future__ import annotations
 
 import functools
+import math
 from typing import ClassVar
 
 import jax
@@ -21,6 +22,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.layers.alibi import AlibiBias
 from praxis_lite.layers.attention_mesh import AttentionMesh, surrounding_stage_axes
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
@@ -94,6 +96,25 @@ class Projection(Layer):
     return self.shard(y)
 
 
+class PerDimScale(Layer):
+  """y = x softplus(w) / log 2, with a weight for each dim of a head, zero at first, when y = x (Praxis).
+
+  Attributes:
+    dims: H.
+    weight_split_dims_mapping: `wt`, [H].
+  """
+
+  dims: int = REQUIRED
+  weight_split_dims_mapping: Config = template(WeightSplit)
+
+  def setup(self) -> None:
+    self.create_variable('w', bias_weight(self.dims, self.weight_split_dims_mapping.wt))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., H] for x [..., H]."""
+    return self.shard(x * (jax.nn.softplus(self.theta.w) / math.log(2)).astype(x.dtype))
+
+
 class AttentionActivationSplit(ActivationSplit):
   """`blnh`: queries and results by head, [B, T, N, H]; `blkh`: keys, values, caches, [B, S, K, H]; `out`: [B, T, D]."""
 
@@ -122,8 +143,10 @@ class MultiHeadAttention(Layer):
       them.
     qk_norm_over: 'head': each head is normalized on its own, over H. 'heads': all heads together, over N H and K H
       (OLMo 2).
-    relative_bias_tpl: template of the child `relative_bias`, a bias on logits that depends on the offset of positions;
-      None disables it.
+    relative_bias_tpl: template of the child `relative_bias`, a bias on logits that depends on the offset of positions,
+      such as `RelativeBias` or `AlibiBias`; None disables it.
+    per_dim_scale_tpl: template of the child `per_dim_scale`, which multiplies queries after rotary positions, such as
+      `PerDimScale`; None disables it.
     use_sinks: whether each head has a learned logit that takes part in the softmax and has no value, the variable
       `sinks` [N], zeros at first (attention sinks of GPT-OSS; OpenAI, 2025). A head can so attend to nothing. It is
       split like the heads of the weights.
@@ -160,6 +183,7 @@ class MultiHeadAttention(Layer):
   qk_norm_tpl: Config | None = None
   qk_norm_over: str = 'head'
   relative_bias_tpl: Config | None = None
+  per_dim_scale_tpl: Config | None = None
   use_sinks: bool = False
   dropout_rate: float = 0.0
   scale: float | None = None
@@ -182,7 +206,8 @@ class MultiHeadAttention(Layer):
   query_norm: Norm = child()
   key_norm: Norm = child()
   rotary: RotaryPositions = child()
-  relative_bias: RelativeBias = child()
+  relative_bias: RelativeBias | AlibiBias = child()
+  per_dim_scale: PerDimScale = child()
   out: Projection = child()
 
   def setup(self) -> None:
@@ -194,6 +219,8 @@ class MultiHeadAttention(Layer):
     value_dims = self._create_projections(D, N, K, H)
     if self.relative_bias_tpl is not None:
       self.create_child('relative_bias', self.relative_bias_tpl.clone(num_heads=N))
+    if self.per_dim_scale_tpl is not None:
+      self.create_child('per_dim_scale', self.per_dim_scale_tpl.clone(dims=H))
     if self.use_sinks:
       self.create_variable('sinks', bias_weight(N, None if wt is None else wt.pick(1)))
     out = self.out_tpl.clone(in_shape=(N, value_dims), out_shape=(D,), use_bias=self.use_out_bias)
@@ -432,6 +459,8 @@ class MultiHeadAttention(Layer):
   def _split_heads(self, heads: QueryKeyValue, split: SequenceSplit | None) -> QueryKeyValue:
     """Returns queries, keys and values, split over the mesh and tagged for rematerialization."""
     query_BTNH, key_BSKH, value_BSKH = heads
+    if self.per_dim_scale_tpl is not None:
+      query_BTNH = self.per_dim_scale(query_BTNH)
     blnh, blkh = ('blnh', 'blkh') if split is None else map(self._mesh.context_mapping, ('blnh', 'blkh'))
     return (
       checkpoint_name(self.shard(query_BTNH, blnh), 'query_proj'),
@@ -474,7 +503,7 @@ class MultiHeadAttention(Layer):
     has_array = bias is not None and not isinstance(bias, LogitBias)
     name, reason = self._choose(T, S, mask, split is not None, obstacle, has_array)
     if self.relative_bias_tpl is not None:
-      bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, pos_BT, pos_BT)
+      bias = LogitBias(self.relative_bias.bias_fn, self.relative_bias.bias_params, pos_BT, pos_BT)
       if name != 'blockwise':
         pos_BT = jnp.arange(T)[None] if pos_BT is None else pos_BT
         bias = self.relative_bias(pos_BT, pos_BT)

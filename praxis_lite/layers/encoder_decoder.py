@@ -312,7 +312,7 @@ class TransformerEncoderDecoder(Layer):
     """
     bias = None
     if self.relative_bias_tpl is not None:
-      bias = LogitBias(self.decoder_bias.buckets, self.decoder_bias.theta.w)
+      bias = LogitBias(self.decoder_bias.bias_fn, self.decoder_bias.bias_params)
     x_BTD = self._embed(self._look_up_target, 'decoder_position', ids_BT, pos_BT)
     x_BTD = self.decoder.extend_step(x_BTD, pos_BT, None, bias)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)

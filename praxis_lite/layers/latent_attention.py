@@ -34,15 +34,15 @@ from praxis_lite.layers.normalizations import Norm, RMSNorm
 from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-_REFUSED = ('combine_qkv', 'qk_norm_tpl', 'kv_input_dims')
+_REFUSED = ('combine_qkv', 'qk_norm_tpl', 'kv_input_dims', 'per_dim_scale_tpl')
 
 
 class LatentAttention(MultiHeadAttention):
   """Multi-head latent attention (DeepSeek-V2, 2024).
 
-  `num_kv_heads`, `combine_qkv`, `qk_norm_tpl` and cross attention are not supported. `use_bias` gives biases to
-  `latent` and `query_latent` only, as in DeepSeek's models. The entry of `blkh` for heads does not split the cache,
-  which has one head.
+  `num_kv_heads`, `combine_qkv`, `qk_norm_tpl`, `per_dim_scale_tpl` and cross attention are not supported. `use_bias`
+  gives biases to `latent` and `query_latent` only, as in DeepSeek's models. The entry of `blkh` for heads does not
+  split the cache, which has one head.
 
   Attributes:
     latent_dims: R.

@@ -308,12 +308,17 @@ class RelativeBias(Layer):
 
   def __call__(self, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
     """Returns the biases [B, N, T, S] for int32 positions."""
-    return self.shard(self.buckets(self.theta.w, query_pos_BT, key_pos_BS))
+    return self.shard(self.bias_fn(self.bias_params, query_pos_BT, key_pos_BS))
 
   @property
-  def buckets(self) -> BucketedBias:
-    """The bias as a function of the weights and of positions, for attention that computes it block by block."""
+  def bias_fn(self) -> BucketedBias:
+    """The bias as a function of `bias_params` and of positions, for attention that computes it block by block."""
     return BucketedBias(self.num_buckets, self.max_distance, self.bidirectional)
+
+  @property
+  def bias_params(self) -> jax.Array:
+    """In a call: the table, [num_buckets, N]."""
+    return self.theta.w
 
 
 class BucketedBias(NamedTuple):

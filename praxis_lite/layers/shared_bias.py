@@ -51,6 +51,6 @@ def shared_bias(layer: RelativeBias, length: int, *, in_blocks: bool = False) ->
     in_blocks: whether a layer computes its attention in blocks even if T is small.
   """
   if in_blocks or length * length >= many_logits(platform()):
-    return LogitBias(layer.buckets, layer.theta.w)
+    return LogitBias(layer.bias_fn, layer.bias_params)
   pos_1T = jnp.arange(length)[None]
   return layer(pos_1T, pos_1T)

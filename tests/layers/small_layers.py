@@ -200,6 +200,9 @@ WEIGHTS = np.array([1.0, 0.0, 0.5], np.float32)
 POSITIONS = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
 
 CASES = {
+  'AlibiBias': lambda: Case(
+    split(layers.AlibiBias, None, (BATCH, 'mdl', None, None), num_heads=N), (POSITIONS, POSITIONS), float32_out=True
+  ),
   'Activation': lambda: Case(split(layers.Activation, None, OUT, activation='gelu'), (X,)),
   'AdaptedFeedForward': lambda: Case(adapted(), (X,)),
   'BatchNorm': lambda: Case(split(layers.BatchNorm, ('mdl',), OUT, dims=D), (X, WEIGHTS)),
@@ -235,6 +238,9 @@ CASES = {
   'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
   'MultitaskResidualAdapter': lambda: Case(adapter(input_dims=D, num_tasks=3), (X, ids(B, below=3))),
+  'PerDimScale': lambda: Case(
+    split(layers.PerDimScale, ('mdl',), (BATCH, None, None, 'mdl'), dims=H), (normal(B, T, N, H),)
+  ),
   'Pipelined': lambda: Case(pipelined(), (X,)),
   'PipelinedTransformer': lambda: Case(pipelined_transformer(), (X,)),
   'Pooling': lambda: Case(split(layers.Pooling, None, (BATCH, None, 'mdl', None), kind='mean'), (IMAGES,)),

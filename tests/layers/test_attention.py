@@ -11,7 +11,8 @@ from jax.sharding import AxisType
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, ShardingError
-from praxis_lite.layers.attention import MultiHeadAttention
+from praxis_lite.layers.alibi import AlibiBias, alibi_slopes
+from praxis_lite.layers.attention import MultiHeadAttention, PerDimScale
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.positions import RelativeBias, RotaryPositions
 
@@ -200,6 +201,8 @@ def test_softmax_is_float32_when_the_layer_is_bfloat16(cap):
     {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': RMS},
     {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': RMS, 'qk_norm_over': 'heads'},
     {'relative_bias_tpl': Config(RelativeBias, num_buckets=4, max_distance=5)},
+    {'relative_bias_tpl': Config(AlibiBias), 'num_kv_heads': 2},
+    {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'per_dim_scale_tpl': Config(PerDimScale)},
     {
       'relative_bias_tpl': Config(RelativeBias, num_buckets=4, max_distance=5),
       'logit_soft_cap': 2.0,
@@ -245,6 +248,39 @@ def test_what_is_attended_to_depends_on_offsets_of_rotary_positions_alone():
   np.testing.assert_allclose(run(layer, variables, x, segment_pos=pos + 17)[0], y, atol=1e-5)
   np.testing.assert_allclose(run(layer, variables, x)[0], y, atol=1e-6)
   assert not np.allclose(run(layer, variables, x, segment_pos=2 * pos)[0], y, atol=1e-2)
+
+
+def test_slopes_of_alibi_are_those_of_the_paper():
+  np.testing.assert_array_equal(alibi_slopes(8), 1 / 2.0 ** np.arange(1, 9))
+  np.testing.assert_allclose(alibi_slopes(16), 2.0 ** (-np.arange(1, 17) / 2))
+  np.testing.assert_allclose(alibi_slopes(6), 2.0 ** -np.array([2, 4, 6, 8, 1, 3]))  # Of 4 heads, and of 8.
+  np.testing.assert_array_equal(alibi_slopes(1), [2.0**-8])
+
+
+@pytest.mark.parametrize('causal', [True, False])
+def test_alibi_subtracts_distances_in_every_implementation(causal):
+  mask = np.tri(T, dtype=bool) if causal else np.ones((T, T), bool)
+  pos = jnp.asarray([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 9]])
+  distance = np.abs(np.asarray(pos)[:, :, None] - np.asarray(pos)[:, None, :])
+  bias = -(2.0 ** -(8 * np.arange(1, N + 1) / N))[:, None, None] * distance[:, None]
+  plain = build(causal=causal)
+  variables, x = random_variables(plain), inputs()
+  expected = run(plain, variables, x, mask=jnp.asarray(mask), logit_bias=jnp.asarray(bias, jnp.float32))[0]
+  for implementation in ('dense', 'blockwise'):
+    layer = build(causal=causal, relative_bias_tpl=Config(AlibiBias), implementation=implementation, block_size=2)
+    np.testing.assert_allclose(run(layer, variables, x, segment_pos=pos)[0], expected, atol=1e-5)
+
+
+def test_queries_are_scaled_by_dim():
+  layer, plain = build(per_dim_scale_tpl=Config(PerDimScale)), build()
+  variables, x = random_variables(layer), inputs()
+  by = np.log1p(np.exp(variables['per_dim_scale']['w'])) / np.log(2)
+  scaled = {**variables, 'query': {'w': variables['query']['w'] * by}}
+  del scaled['per_dim_scale']
+  np.testing.assert_allclose(run(layer, variables, x)[0], run(plain, scaled, x)[0], atol=1e-5)
+  at_first = {**variables, 'per_dim_scale': {'w': np.zeros(H, np.float32)}}
+  del (alone := dict(variables))['per_dim_scale']
+  np.testing.assert_allclose(run(layer, at_first, x)[0], run(plain, alone, x)[0], atol=1e-6)
 
 
 def test_a_relative_bias_of_minus_infinity_is_a_mask():

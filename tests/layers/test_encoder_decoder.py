@@ -19,6 +19,7 @@ from praxis_lite.layers import (
   FullSoftmax,
   LearnedPositions,
   MoeFeedForward,
+  PerDimScale,
   RelativeBias,
   RMSNorm,
   SinusoidalPositions,
@@ -91,11 +92,12 @@ def test_a_target_attends_to_the_source_of_its_segment(targets, implementation):
     ({'cache_page_size': 4}, 1e-5),  # Nine sources take three pages.
     ({'num_kv_heads': 1, 'use_bias': True, 'qk_norm_tpl': Config(RMSNorm)}, 1e-5),
     ({'num_kv_heads': 1, 'qk_norm_tpl': Config(RMSNorm), 'qk_norm_over': 'heads'}, 1e-5),
+    ({'per_dim_scale_tpl': Config(PerDimScale)}, 1e-5),
     ({'cache_dtype': 'int8'}, 0.02),
     ({'logit_soft_cap': 1.0, 'scale': 1.0}, 1e-5),
     ({'use_sinks': True}, 1e-5),
   ],
-  ids=['whole', 'pages', 'grouped', 'all heads', 'int8', 'cap', 'sinks'],
+  ids=['whole', 'pages', 'grouped', 'all heads', 'dims', 'int8', 'cap', 'sinks'],
 )
 def test_kept_keys_and_values_give_what_one_pass_gives(fields, tolerance):
   layer = cross(**fields)
