@@ -3,7 +3,7 @@
 from praxis_lite.layers.activations import ACTIVATIONS, Activation, get_activation
 from praxis_lite.layers.adapters import AdaptedFeedForward, MultitaskResidualAdapter
 from praxis_lite.layers.alibi import AlibiBias
-from praxis_lite.layers.attention import MultiHeadAttention, PerDimScale, Projection
+from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi_tempered_loss
 from praxis_lite.layers.blockwise import blockwise_attention
@@ -47,6 +47,7 @@ from praxis_lite.layers.positions import (
   SinusoidalPositions2D,
   grid_positions,
 )
+from praxis_lite.layers.projections import PerDimScale, Projection
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.routing import Router
 from praxis_lite.layers.sequence_parts import SequenceSplit

@@ -12,7 +12,6 @@ head.
 from __future__ import annotations
 
 import functools
-import math
 from typing import ClassVar
 
 import jax
@@ -35,84 +34,21 @@ from praxis_lite.layers.dot_product import (
   choose_attention,
   dot_product_attention,
 )
-from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache, PositionBias
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
 from praxis_lite.layers.normalizations import Norm
 from praxis_lite.layers.positions import RelativeBias, RotaryPositions
+from praxis_lite.layers.projections import PerDimScale, Projection, split_projection
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
 from praxis_lite.layers.shared_bias import is_bias_shared
 from praxis_lite.sharding.mesh import platform
-from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
+from praxis_lite.sharding.weights import SplitDimsMapping
 
 QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N, H], [B, S, K, H] and [B, S, K, H].
 
 # Slots of a cache that a single token reads at once on accelerators: there, few operations matter more than few slots.
 _MOST_SLOTS = 4096
-
-
-class ProjectionWeightSplit(WeightSplit):
-  """`wt`: one entry per dimension of `in_shape` and `out_shape`; `bias`: one per dimension of `out_shape`."""
-
-  bias: SplitDimsMapping = None
-
-
-class Projection(Layer):
-  """y = x . w + b, contracting all of `in_shape`: a linear layer from dims to heads, or back.
-
-  Attributes:
-    in_shape: trailing dimensions of the input.
-    out_shape: trailing dimensions of the output.
-    use_bias: whether there is a bias.
-    matmul: see `Linear`.
-  """
-
-  in_shape: tuple[int, ...] = REQUIRED
-  out_shape: tuple[int, ...] = REQUIRED
-  use_bias: bool = False
-  matmul: str = 'fprop'
-  weight_split_dims_mapping: Config = template(ProjectionWeightSplit)
-
-  def setup(self) -> None:
-    check_choice(f'{self.path_name}.matmul', self.matmul, MATMULS)
-    rank_in, rank = len(self.in_shape), len(self.in_shape) + len(self.out_shape)
-    weight = WeightHParams(
-      (*self.in_shape, *self.out_shape),
-      tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
-      fan_in_axes=tuple(range(rank_in)),
-      fan_out_axes=tuple(range(rank_in, rank)),
-    )
-    self.create_variable('w', weight)
-    if self.use_bias:
-      self.create_variable('b', bias_weight(self.out_shape, self.weight_split_dims_mapping.bias))
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., *out_shape] for x [..., *in_shape]."""
-    axes, field = len(self.in_shape), f'{self.path_name}.matmul'
-    y = matmul(x.astype(self.fprop_dtype), self.theta.w, axes, self.matmul, field)
-    if self.use_bias:
-      y += self.theta.b
-    return self.shard(y)
-
-
-class PerDimScale(Layer):
-  """y = x softplus(w) / log 2, with a weight for each dim of a head, zero at first, when y = x (Praxis).
-
-  Attributes:
-    dims: H.
-    weight_split_dims_mapping: `wt`, [H].
-  """
-
-  dims: int = REQUIRED
-  weight_split_dims_mapping: Config = template(WeightSplit)
-
-  def setup(self) -> None:
-    self.create_variable('w', bias_weight(self.dims, self.weight_split_dims_mapping.wt))
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., H] for x [..., H]."""
-    return self.shard(x * (jax.nn.softplus(self.theta.w) / math.log(2)).astype(x.dtype))
 
 
 class AttentionActivationSplit(ActivationSplit):
@@ -582,13 +518,3 @@ class MultiHeadAttention(Layer):
     name, reason = self._choose(length, length, mask, is_split, self._kernel_split(is_split)[1])
     over = '' if self.context_axis is None else f', {self.context_method.replace("_", "-")} over {self.context_axis!r}'
     return f'{name} on {platform()}{over}: {reason}'
-
-
-def split_projection(
-  projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
-) -> Config[Projection]:
-  """Gives a projection's weight the entries `dims` of `wt`, the mapping of [D, N, H]; see `DeclaredSplit.pick`."""
-  if wt is not None:
-    split = wt.pick(*dims)
-    projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])
-  return projection

@@ -25,12 +25,13 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.attention import MultiHeadAttention, Projection, QueryKeyValue, split_projection
+from praxis_lite.layers.attention import MultiHeadAttention, QueryKeyValue
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.normalizations import Norm, RMSNorm
+from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.sharding.weights import SplitDimsMapping
 

@@ -12,9 +12,10 @@ from jax.sharding import AxisType
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.layers.alibi import AlibiBias, alibi_slopes
-from praxis_lite.layers.attention import MultiHeadAttention, PerDimScale
+from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.positions import RelativeBias, RotaryPositions
+from praxis_lite.layers.projections import PerDimScale
 
 B, T, D, N, H = 2, 6, 12, 4, 3
 K, RMS = 2, Config(RMSNorm)

@@ -1,0 +1,90 @@
+"""Linear layers from dims to heads, or back, and the scale of the dims of a head.
+
+D model dims, N heads, H dims per head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import check_choice
+from praxis_lite.layers.base import Layer, WeightSplit
+from praxis_lite.layers.fp8 import MATMULS, matmul
+from praxis_lite.layers.linears import bias_weight
+from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
+
+
+class ProjectionWeightSplit(WeightSplit):
+  """`wt`: one entry per dimension of `in_shape` and `out_shape`; `bias`: one per dimension of `out_shape`."""
+
+  bias: SplitDimsMapping = None
+
+
+class Projection(Layer):
+  """y = x . w + b, contracting all of `in_shape`: a linear layer from dims to heads, or back.
+
+  Attributes:
+    in_shape: trailing dimensions of the input.
+    out_shape: trailing dimensions of the output.
+    use_bias: whether there is a bias.
+    matmul: see `Linear`.
+  """
+
+  in_shape: tuple[int, ...] = REQUIRED
+  out_shape: tuple[int, ...] = REQUIRED
+  use_bias: bool = False
+  matmul: str = 'fprop'
+  weight_split_dims_mapping: Config = template(ProjectionWeightSplit)
+
+  def setup(self) -> None:
+    check_choice(f'{self.path_name}.matmul', self.matmul, MATMULS)
+    rank_in, rank = len(self.in_shape), len(self.in_shape) + len(self.out_shape)
+    weight = WeightHParams(
+      (*self.in_shape, *self.out_shape),
+      tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
+      fan_in_axes=tuple(range(rank_in)),
+      fan_out_axes=tuple(range(rank_in, rank)),
+    )
+    self.create_variable('w', weight)
+    if self.use_bias:
+      self.create_variable('b', bias_weight(self.out_shape, self.weight_split_dims_mapping.bias))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., *out_shape] for x [..., *in_shape]."""
+    axes, field = len(self.in_shape), f'{self.path_name}.matmul'
+    y = matmul(x.astype(self.fprop_dtype), self.theta.w, axes, self.matmul, field)
+    if self.use_bias:
+      y += self.theta.b
+    return self.shard(y)
+
+
+class PerDimScale(Layer):
+  """y = x softplus(w) / log 2, with a weight for each dim of a head, zero at first, when y = x (Praxis).
+
+  Attributes:
+    dims: H.
+    weight_split_dims_mapping: `wt`, [H].
+  """
+
+  dims: int = REQUIRED
+  weight_split_dims_mapping: Config = template(WeightSplit)
+
+  def setup(self) -> None:
+    self.create_variable('w', bias_weight(self.dims, self.weight_split_dims_mapping.wt))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., H] for x [..., H]."""
+    return self.shard(x * (jax.nn.softplus(self.theta.w) / math.log(2)).astype(x.dtype))
+
+
+def split_projection(
+  projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
+) -> Config[Projection]:
+  """Gives a projection's weight the entries `dims` of `wt`, the mapping of [D, N, H]; see `DeclaredSplit.pick`."""
+  if wt is not None:
+    split = wt.pick(*dims)
+    projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])
+  return projection
