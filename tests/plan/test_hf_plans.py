@@ -85,8 +85,8 @@ def test_mistakes_are_told_before_anything_is_planned(arguments, told, config_fi
 
 
 def test_only_supported_families_have_an_experiment():
-  with pytest.raises(ConfigError, match="model_type 'bert' is not supported"):
-    training_experiment({'model_type': 'bert'})
+  with pytest.raises(ConfigError, match="model_type 'mamba' is not supported"):
+    training_experiment({'model_type': 'mamba'})
 
 
 @pytest.mark.slow
