@@ -227,9 +227,10 @@ class TrainedModel:
       prompts: texts, or lists of tokens, for a language model; or a batch of arrays by name, for any model with a
         `decode`. The same prompt several times gives several samples.
       max_tokens, min_tokens: the largest and least number of tokens after a prompt; None keeps those of the config.
-      temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, presence_penalty, frequency_penalty,
-        typical_p, top_n_sigma, logit_processors: settings of a language model's `Sampler`; None keeps those of its
-        config.
+      temperature, top_k, top_p, min_p, typical_p, top_n_sigma: settings of a language model's `Sampler`; None keeps
+        those of its config.
+      repetition_penalty, no_repeat_ngram_size, presence_penalty, frequency_penalty: further ones.
+      logit_processors: functions that change the logits, see `Sampler`.
       beam_size, num_best, length_penalty, early_stopping: settings of its `BeamSearch`. `beam_size` makes a beam search
         of a sampler, without settings that only matter for drawing tokens.
       stop: texts that also end a continuation, which then ends with that text. They may be several tokens, or parts of
