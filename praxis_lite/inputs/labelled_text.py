@@ -11,7 +11,6 @@ A batch has `ids`, `segment_ids` (0 is padding) and `token_type_ids`, [B, T] int
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,9 +19,9 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, UserError, check_choice, did_you_mean
-from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
-from praxis_lite.inputs.files import Paths, find_files, read_file
+from praxis_lite.inputs.files import Paths, find_files
+from praxis_lite.inputs.lines import parse_object, read_lines
 from praxis_lite.inputs.random_access import RandomAccessInput
 from praxis_lite.inputs.rows import Rows, Struct, resolve_source
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
@@ -131,18 +130,7 @@ class LabelledTextInput(RecordsInput, RandomAccessInput):
           raise DataError(f'{self.label}.examples: example {number} is {values!r}; expected {self.fields}')
         yield 'examples', f'example {number}', values
       return
-    where = f'{self.label}.path'
-    for file in find_files(self.path, where):
-      split = _LINES.get(os.path.splitext(file)[1])
-      if split is None:
-        raise DataError(f'{where}: {file} is neither *.tsv nor *.jsonl')
-      for number, line in enumerate(read_file(file, where).split(b'\n'), 1):
-        if not line.strip():
-          continue
-        try:
-          yield file, f'line {number}', split(line.removesuffix(b'\r').decode(), self.fields)
-        except ValueError as error:  # Also if it is not UTF-8.
-          self.leave_out(BadRecord(file, f'line {number}', str(error)))
+    yield from read_lines(self, self.path, self.fields, _LINES)
 
   def _encode(self, file: str, place: str, values: Sequence[object]) -> _Example | None:
     """Returns the tokens and the class of an example; None if it is left out."""
@@ -206,9 +194,7 @@ def _split_tsv(line: str, fields: tuple[str, ...]) -> Sequence[object]:
 
 
 def _split_json(line: str, fields: tuple[str, ...]) -> Sequence[object]:
-  values = parse_json(line)
-  if not isinstance(values, dict):
-    raise ValueError('is no JSON object')
+  values = parse_object(line)
   for name in fields:
     if name not in values:
       raise ValueError(f'has no {name!r}; its fields: {", ".join(map(str, values)) or "none"}')

@@ -18,7 +18,6 @@ With `packed`, a row holds as many pairs as fit on both sides, numbered by segme
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,9 +26,9 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, UserError
-from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
-from praxis_lite.inputs.files import Paths, find_files, read_file
+from praxis_lite.inputs.files import Paths, find_files
+from praxis_lite.inputs.lines import parse_object, read_lines
 from praxis_lite.inputs.random_access import RandomAccessInput
 from praxis_lite.inputs.rows import Rows, Struct, resolve_source
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
@@ -179,18 +178,7 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
           raise DataError(f'{self.label}.pairs: pair {number} is {pair!r}; expected two texts')
         yield 'pairs', f'pair {number}', (pair[0], pair[1])
       return
-    where = f'{self.label}.path'
-    for file in find_files(self.path, where):
-      split = _LINES.get(os.path.splitext(file)[1])
-      if split is None:
-        raise DataError(f'{where}: {file} is neither *.tsv nor *.jsonl')
-      for number, line in enumerate(read_file(file, where).split(b'\n'), 1):
-        if not line.strip():
-          continue
-        try:
-          yield file, f'line {number}', split(line.removesuffix(b'\r').decode(), self.fields)
-        except ValueError as error:  # Also if it is not UTF-8.
-          self.leave_out(BadRecord(file, f'line {number}', str(error)))
+    yield from read_lines(self, self.path, self.fields, _LINES)
 
   def _encode(self, file: str, place: str, texts: tuple[str, str]) -> _Pair | None:
     """Returns the tokens of a pair; None if it is left out."""
@@ -222,9 +210,7 @@ def _split_tsv(line: str, fields: tuple[str, str]) -> tuple[str, str]:
 
 
 def _split_json(line: str, fields: tuple[str, str]) -> tuple[str, str]:
-  values = parse_json(line)
-  if not isinstance(values, dict):
-    raise ValueError('is no JSON object')
+  values = parse_object(line)
   for name in fields:
     if not isinstance(values.get(name), str):
       raise ValueError(f'has no text {name!r}; its fields: {", ".join(map(str, values)) or "none"}')

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.bridges.hf.files import Declared, write_folder
+from praxis_lite.bridges.hf.files import Declared, read_folder, write_folder
 
 GOLDEN = Path(__file__).parent / 'golden'
 V, D, F = 37, 18, 20
@@ -202,3 +202,16 @@ def write(
 
   write_folder(folder, declared, tensor, max_file_bytes)
   return folder
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+  """The tensors of a checkpoint, by name."""
+  return {name: t.read(tuple(slice(0, n) for n in t.shape)) for name, t in read_folder(folder).items()}
+
+
+def assert_same_tensors(folder: Path, expected: dict[str, np.ndarray]) -> None:
+  """A checkpoint has these tensors and no others, equal in every bit."""
+  written = tensors_of(folder)
+  assert written.keys() == expected.keys()
+  for name, tensor in expected.items():
+    np.testing.assert_array_equal(written[name], tensor, err_msg=name)

@@ -9,11 +9,10 @@ import bert_by_hand
 import jax
 import numpy as np
 import pytest
-from checkpoints import weight, write
+from checkpoints import assert_same_tensors, tensors_of, weight, write
 from on_meshes import MESHES, load
 
 from praxis_lite.bridges.hf import read_model, write_model
-from praxis_lite.bridges.hf.files import read_folder
 from praxis_lite.bridges.hf.sizes import training_experiment
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
@@ -92,17 +91,6 @@ def make(folder, case, **changes):
   shapes = shapes_of(config)
   write(folder, config, shapes)
   return folder, config, {name: weight(name, shape, config['model_type']) for name, shape in shapes.items()}
-
-
-def tensors_of(folder):
-  return {name: t.read(tuple(slice(0, n) for n in t.shape)) for name, t in read_folder(folder).items()}
-
-
-def assert_same_tensors(folder, expected):
-  written = tensors_of(folder)
-  assert written.keys() == expected.keys()
-  for name, tensor in expected.items():
-    np.testing.assert_array_equal(written[name], tensor, err_msg=name)
 
 
 def batch_of(config):

@@ -7,10 +7,9 @@ import json
 import jax
 import numpy as np
 import pytest
-from checkpoints import IDS, golden, make, write
+from checkpoints import IDS, assert_same_tensors, golden, make, tensors_of, write
 
 from praxis_lite.bridges.hf import export_run, import_run, read_model, write_model
-from praxis_lite.bridges.hf.files import read_folder
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UserError
@@ -21,18 +20,6 @@ from praxis_lite.runs.executor import run_train
 from praxis_lite.runs.exported import load_for_jax
 from praxis_lite.runs.inference import decode_prompts
 from praxis_lite.runs.records.record import read_record
-
-
-def tensors_of(folder):
-  return {name: t.read(tuple(slice(0, n) for n in t.shape)) for name, t in read_folder(folder).items()}
-
-
-def assert_same_tensors(folder, expected):
-  written = tensors_of(folder)
-  assert written.keys() == expected.keys()
-  for name, tensor in expected.items():
-    np.testing.assert_array_equal(written[name], tensor, err_msg=name)
-
 
 # As docs/hugging-face.md says.
 _EXPERTS_OVER_DATA = ('expert_axis=data', "weight_split_dims_mapping.wt=('data',None,'mdl')")

@@ -8,12 +8,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import CASES, IDS, D, V, golden, make, weight, write
+from checkpoints import CASES, IDS, D, V, golden, make, tensors_of, weight, write
 from on_meshes import MESHES, load
 
 from praxis_lite.bridges.hf import writer
 from praxis_lite.bridges.hf.families import FAMILIES, describe_model
-from praxis_lite.bridges.hf.files import StoredTensor, read_folder
+from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.reader import open_checkpoint
 from praxis_lite.common.config.overrides import apply_overrides
@@ -23,10 +23,6 @@ from praxis_lite.models import transformer_lm
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 every_case = pytest.mark.parametrize('case', CASES)
-
-
-def tensors_of(folder):
-  return {name: t.read(tuple(slice(0, n) for n in t.shape)) for name, t in read_folder(folder).items()}
 
 
 @every_case

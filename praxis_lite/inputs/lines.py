@@ -1,0 +1,52 @@
+"""Examples in the lines of TSV and JSON Lines files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from praxis_lite.common.errors import DataError
+from praxis_lite.common.files import parse_json
+from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
+from praxis_lite.inputs.files import find_files, read_file
+
+T = TypeVar('T')
+FieldsT = TypeVar('FieldsT', bound=tuple[str, ...])
+
+
+def read_lines(
+  data: RecordsInput,
+  path: object,
+  fields: FieldsT,
+  parsers: Mapping[str, Callable[[str, FieldsT], T]],
+) -> Iterator[tuple[str, str, T]]:
+  """Yields the file, the place in it, and the parsed text of each line that is not blank.
+
+  Args:
+    data: the input whose field `path` names the files; it counts lines that cannot be parsed as bad records.
+    path: the value of that field, see `find_files`.
+    fields: the names of the values in a line.
+    parsers: by the ending of a file, '.tsv' and '.jsonl', a function of a line and of `fields`; a ValueError says what
+      is wrong with the line.
+  """
+  where = f'{data.label}.path'
+  for file in find_files(path, where):
+    parse = parsers.get(os.path.splitext(file)[1])
+    if parse is None:
+      raise DataError(f'{where}: {file} is neither *.tsv nor *.jsonl')
+    for number, line in enumerate(read_file(file, where).split(b'\n'), 1):
+      if not line.strip():
+        continue
+      try:
+        yield file, f'line {number}', parse(line.removesuffix(b'\r').decode(), fields)
+      except ValueError as error:  # Also if it is not UTF-8.
+        data.leave_out(BadRecord(file, f'line {number}', str(error)))
+
+
+def parse_object(line: str) -> dict[str, Any]:
+  """Returns the JSON object in a line; raises ValueError if there is none."""
+  values = parse_json(line)
+  if not isinstance(values, dict):
+    raise ValueError('is no JSON object')
+  return values
