@@ -95,7 +95,7 @@ class StdlibBertTiny(StdlibBert):
 def same_dates(split: str = 'train', count: int | None = None) -> list[tuple[str, str, int]]:
   """Returns pairs of dates and whether they are the same day, such as ('3 March 1998', '2041-10-08', 0).
 
-  Half of them are; the second date of the others is that of another pair.
+  Half of them are; the others have the second date of another pair.
 
   Args:
     split, count: see `date_pairs`.

@@ -197,7 +197,7 @@ def main() -> None:
   parser.add_argument('--rounds', type=int, default=5)
   parser.add_argument('--warm_up', type=int, default=3, help='rounds before that are not counted')
   parser.add_argument('--eager', action='store_true', help='also what `generate` does without a static cache: slow')
-  parser.add_argument('--beams', type=int, help='also measures beam search with so many beams')
+  parser.add_argument('--beams', type=int, help='also measures beam search with this number of beams')
   parser.add_argument('--run', help='directory of a run, such as runs/demo: times the command up to the first token')
   args = parser.parse_args()
   os.environ['JAX_PLATFORMS'] = args.device

@@ -140,7 +140,7 @@ class AdaptedFeedForward(Layer):
 
     Args:
       x: [..., D].
-      paddings: [B, T], nonzero for padding tokens, for a feed-forward layer that takes them; None means that none is.
+      paddings: [B, T], nonzero for padding tokens, for a feed-forward layer that takes them; None means no padding.
     """
     feed_forward: Callable[..., jax.Array] = self.ff
     y = feed_forward(x, paddings=paddings) if self.ff.takes_paddings else feed_forward(x)

@@ -392,11 +392,13 @@ class MultiHeadAttention(Layer):
       return norm(x_BTNH)
     return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
+  def _scale_queries(self, query_BTNH: jax.Array) -> jax.Array:
+    return query_BTNH if self.per_dim_scale_tpl is None else self.per_dim_scale(query_BTNH)
+
   def _split_heads(self, heads: QueryKeyValue, split: SequenceSplit | None) -> QueryKeyValue:
     """Returns queries, keys and values, split over the mesh and tagged for rematerialization."""
     query_BTNH, key_BSKH, value_BSKH = heads
-    if self.per_dim_scale_tpl is not None:
-      query_BTNH = self.per_dim_scale(query_BTNH)
+    query_BTNH = self._scale_queries(query_BTNH)
     blnh, blkh = ('blnh', 'blkh') if split is None else map(self._mesh.context_mapping, ('blnh', 'blkh'))
     return (
       checkpoint_name(self.shard(query_BTNH, blnh), 'query_proj'),

@@ -79,7 +79,7 @@ class CrossAttention(MultiHeadAttention):
     query_BTNH = self.query(x_BTD)
     if self.qk_norm_tpl is not None:
       query_BTNH = self._normalize(self.query_norm, query_BTNH)
-    if self.per_dim_scale_tpl is not None:
-      query_BTNH = self.per_dim_scale(query_BTNH)
     cached = self._cached_attention(sinks=self._sinks())
-    return self._output(cached.attend(self.shard(query_BTNH, 'blnh'), pos_BT, self._kept_cache(), Band()))
+    return self._output(
+      cached.attend(self.shard(self._scale_queries(query_BTNH), 'blnh'), pos_BT, self._kept_cache(), Band())
+    )

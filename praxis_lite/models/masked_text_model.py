@@ -88,7 +88,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     """
     x_BTD = encode_batch(self.encoder, batch, packed=self.packed)
     weights_BT = weights_of_places(batch)
-    # A label of weight 0 may be any number, such as -100, of which a cross entropy would be NaN.
+    # A label of weight 0 may be any number, such as -100, and its cross entropy would be NaN.
     labels_BT = jnp.where(weights_BT == 0, 0, batch['labels'])
     if self.max_places is not None:
       at_BP = first_places(weights_BT, self.max_places)

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from praxis_lite.bridges.hf.families import FAMILIES
 from praxis_lite.bridges.hf.files import Declared, read_folder, write_folder
-from praxis_lite.bridges.hf.tensors import Place, View, parse_axes, pieces
+from praxis_lite.bridges.hf.tensors import Extent, View, parse_axes, pieces
 from praxis_lite.common.config import Config
 from praxis_lite.layers import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
 
@@ -41,7 +41,7 @@ def test_a_part_of_a_variable_is_read_from_its_tensor(axes, bounds, tmp_path_fac
 
 
 def test_notation():
-  assert parse_axes('D N H -> 12+D (1+.+1 N H)') == ((Place(0, 12),), (Place(None, 1, 1), Place(1), Place(2)))
+  assert parse_axes('D N H -> 12+D (1+.+1 N H)') == ((Extent(0, 12),), (Extent(None, 1, 1), Extent(1), Extent(2)))
   assert View((4, 6), parse_axes('I O -> O I')).outermost == 1
 
 

@@ -89,7 +89,7 @@ class HfConfig:
   def rotary(self) -> Config[RotaryPositions]:
     """Returns the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
-    If `rope_parameters` differ by the kind of a layer, they are those of layers with full attention.
+    If `rope_parameters` differ by the kind of a layer, layers with full attention have these.
     """
     given = self._rope_parameters('full_attention')
     field = 'rope_parameters' if given else 'rope_scaling'

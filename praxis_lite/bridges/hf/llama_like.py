@@ -50,7 +50,7 @@ class LlamaLike(Family):
     is_gemma: whether norms are zero-centred and embeddings scaled.
     norm_policy: see `TransformerBlock`. With 'primer_hybrid', config.json also has the scale and soft caps of logits.
     windows: which layers have sliding windows: 'none', 'all', or given by `layer_types`.
-    layers_in_period: without `layer_types`, the last of so many layers has full attention, and the others have windows.
+    layers_in_period: without `layer_types`, the last layer of each period has full attention, and others a window.
     may_omit_positions: whether some layers have no rotary positions.
     has_default_padding: whether transformers assumes an id of padding. It is then written as null, because a small
       vocabulary does not have it.

@@ -33,7 +33,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, path_name
 from praxis_lite.sharding.weights import WeightHParams
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
   """What a tensor has in one of the dimensions from which it is made: entries of a variable, and others around them.
 
   Attributes:
@@ -66,11 +66,11 @@ class View:
 
   Attributes:
     shape: shape of the variable, in one layer and for one expert.
-    groups: for each dimension of the tensor, the places from which it is made, outermost first.
+    groups: for each dimension of the tensor, the extents from which it is made, outermost first.
   """
 
   shape: tuple[int, ...]
-  groups: tuple[tuple[Place, ...], ...]
+  groups: tuple[tuple[Extent, ...], ...]
 
   @property
   def their_shape(self) -> tuple[int, ...]:
@@ -80,13 +80,13 @@ class View:
   @property
   def outermost(self) -> int:
     """The dimension of the variable whose entries are contiguous pieces of the tensor."""
-    return next(place.axis for place in self._places if place.axis is not None)
+    return next(extent.axis for extent in self._extents if extent.axis is not None)
 
   def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
     """Returns the part `index` of the variable; reads little more of the tensor than this part."""
     their_index, split_shape, split_index = [], [], []
     for group in self.groups:
-      sizes, bounds = [self._size(place) for place in group], [self._bounds(place, index) for place in group]
+      sizes, bounds = [self._size(extent) for extent in group], [self._bounds(extent, index) for extent in group]
       # If the part has one entry in each outer dimension, its range in the next dimension is contiguous.
       outer = next((i for i, (low, high) in enumerate(bounds) if high - low != 1), len(group) - 1)
       inner = math.prod(sizes[outer + 1 :])
@@ -100,39 +100,39 @@ class View:
   def within(self, theirs: np.ndarray) -> np.ndarray:
     """Returns the variable in the whole tensor `theirs`, which must be contiguous, as a view to write to."""
     whole = tuple(slice(0, size) for size in self.shape)
-    split = theirs.reshape([self._size(place) for place in self._places])
-    return self._ours(split[tuple(slice(*self._bounds(place, whole)) for place in self._places)])
+    split = theirs.reshape([self._size(extent) for extent in self._extents])
+    return self._ours(split[tuple(slice(*self._bounds(extent, whole)) for extent in self._extents)])
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
-    """Returns `split`, which has a dimension for each place, as a view with the variable's dimensions."""
-    axes = [place.axis for place in self._places]
+    """Returns `split`, which has a dimension for each extent, as a view with the variable's dimensions."""
+    axes = [extent.axis for extent in self._extents]
     whole = split[tuple(0 if axis is None else slice(None) for axis in axes)]
     kept = [axis for axis in axes if axis is not None]
     return whole.transpose([kept.index(i) for i in range(len(self.shape))])
 
   @property
-  def _places(self) -> list[Place]:
-    return [place for group in self.groups for place in group]
+  def _extents(self) -> list[Extent]:
+    return [extent for group in self.groups for extent in group]
 
-  def _size(self, place: Place) -> int:
-    return place.before + (1 if place.axis is None else self.shape[place.axis]) + place.after
+  def _size(self, extent: Extent) -> int:
+    return extent.before + (1 if extent.axis is None else self.shape[extent.axis]) + extent.after
 
-  def _bounds(self, place: Place, index: tuple[slice, ...]) -> tuple[int, int]:
-    low, high = (0, 1) if place.axis is None else index[place.axis].indices(self.shape[place.axis])[:2]
-    return place.before + low, place.before + high
+  def _bounds(self, extent: Extent, index: tuple[slice, ...]) -> tuple[int, int]:
+    low, high = (0, 1) if extent.axis is None else index[extent.axis].indices(self.shape[extent.axis])[:2]
+    return extent.before + low, extent.before + high
 
 
 @functools.cache
-def parse_axes(axes: str) -> tuple[tuple[Place, ...], ...]:
-  """Returns the groups of 'D N H -> D (1+.+1 N H)': ((Place(0),), (Place(None, 1, 1), Place(1), Place(2)))."""
+def parse_axes(axes: str) -> tuple[tuple[Extent, ...], ...]:
+  """Returns the groups of 'D N H -> D (1+.+1 N H)': ((Extent(0),), (Extent(None, 1, 1), Extent(1), Extent(2)))."""
   ours, theirs = (side.split() for side in axes.split(' -> '))
   groups = re.findall(r'\(([^)]*)\)|(\S+)', ' '.join(theirs))
 
-  def parse(text: str) -> Place:
+  def parse(text: str) -> Extent:
     name = re.fullmatch(r'(?:(\d+)\+)?([A-Za-z.])(?:\+(\d+))?', text)
     assert name is not None, axes
     axis = None if name[2] == '.' else ours.index(name[2])
-    return Place(axis, int(name[1] or 0), int(name[3] or 0))
+    return Extent(axis, int(name[1] or 0), int(name[3] or 0))
 
   return tuple(tuple(parse(name) for name in (group or single).split()) for group, single in groups)
 
@@ -207,7 +207,7 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, orde
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
   experts, _, axes = pair.axes.rpartition(': ')
   shape = weight.shape[1:] if experts else weight.shape
-  view = View(shape, parse_axes(axes) if axes else tuple((Place(i),) for i in range(len(shape))))
+  view = View(shape, parse_axes(axes) if axes else tuple((Extent(i),) for i in range(len(shape))))
   counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
   for index in np.ndindex(*counts):
     stack = index[: len(weight.repeat_prefix)]  # A pipeline of several rounds has two stack dimensions.

@@ -65,7 +65,7 @@ class _Beams(NamedTuple):
     ids: [B, K, M] int32.
     lengths: [B, K] int32.
     log_probs: [B, K, M] float32, of each token under the model.
-    scores: [B, K] float32: of beams, the sum by which they are ranked; of completed continuations, their final score.
+    scores: [B, K] float32: a beam's sum of log-probabilities, or the final score of a completed continuation.
   """
 
   ids: jax.Array
@@ -108,7 +108,7 @@ class _Candidates(NamedTuple):
     parent: [B, C] int32, the number of the beam.
     ids: [B, C] int32, the token.
     log_probs: [B, C], of the token under the model.
-    sums: [B, C], by which they are ranked.
+    sums: [B, C], what they are ranked by.
     is_stop: [B, C], whether the token is a stop token.
   """
 
@@ -122,7 +122,7 @@ class _Candidates(NamedTuple):
     return jax.tree.map(lambda x: jnp.take_along_axis(x, index_BK, axis=1), self)
 
   def extend(self, beams: _Beams, number: jax.Array) -> _Beams:
-    """Returns the continuations whose token `number` is that of a candidate."""
+    """Returns the continuations of the candidates, with their tokens as token `number`."""
     ids, lengths, log_probs, _ = beams.take(self.parent)
     return _Beams(
       ids.at[:, :, number].set(self.ids), lengths + 1, log_probs.at[:, :, number].set(self.log_probs), self.sums
@@ -249,7 +249,7 @@ class BeamLoop(Generic[DecodingState]):
     return _Progress(number + 1, beams, chosen.parent, best, done_B)
 
   def _candidates(self, logits_RV: jax.Array, progress: _Progress) -> _Candidates:
-    """Returns so many of the best candidates that K do not end with a stop token, if there are."""
+    """Returns the best candidates: enough that K of them do not end with a stop token, if there are K."""
     (B, K), V = progress.beams.scores.shape, logits_RV.shape[-1]
     logits_RV = logits_RV.astype(jnp.float32)
     log_probs_RV = jax.nn.log_softmax(logits_RV)

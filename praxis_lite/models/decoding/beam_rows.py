@@ -123,7 +123,7 @@ class BeamRows:
     return self._map(lambda x, axis: x if axis == NO_ROWS else jnp.repeat(x, self.beams, axis=axis), state)
 
   def put(self, state: DecodingState, of_beam: DecodingState, beam: jax.Array) -> DecodingState:
-    """Returns the state in which the rows of one beam, of each prompt, are those of `of_beam`."""
+    """Returns the state with the rows of one beam of each prompt replaced by `of_beam`."""
 
     def put(x: jax.Array, axis: int, new: jax.Array) -> jax.Array:
       if axis == NO_ROWS:

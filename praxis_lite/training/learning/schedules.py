@@ -338,7 +338,7 @@ class LinearWarmupCosine(_WarmupThenDecay):
 class LinearWarmupPolynomialDecay(_WarmupThenDecay):
   """Linear warm-up to 1, then 1 - d^power * (1 - final_value), where d is the share of the decay that is over.
 
-  `power` 1 is a linear decay. The other fields are those of `LinearWarmupCosine`.
+  `power` 1 is a linear decay. For the other fields, see `LinearWarmupCosine`.
   """
 
   power: float = 1.0
@@ -352,7 +352,7 @@ class LinearWarmupPolynomialDecay(_WarmupThenDecay):
 class LinearWarmupExponentialDecay(_WarmupThenDecay):
   """Linear warm-up to 1, then exponential decay to `final_value` at step `total_steps`.
 
-  The fields are those of `LinearWarmupCosine`.
+  For the fields, see `LinearWarmupCosine`.
   """
 
   _positive = ('final_value',)
