@@ -1,9 +1,25 @@
-"""The present names of modules that have moved; recorded configs, and files of users, may have the old names."""
+"""The present names of what has moved; recorded configs, and files of users, may have the old names."""
 
 from __future__ import annotations
 
 import re
 
+# Classes and functions, relative to praxis_lite, that have moved alone or whose module is gone.
+_MOVED_OBJECTS = {
+  'inputs.arrays.ArrayInput': 'inputs.random_access.ArrayInput',
+  'inputs.stdlib_text.stdlib_files': 'inputs.text.stdlib_files',
+  'layer.splits.ActivationSplit': 'layers.base.ActivationSplit',
+  'layer.splits.SplitMapping': 'layers.base.SplitMapping',
+  'layer.splits.WeightSplit': 'layers.base.WeightSplit',
+  'layers.attention.Projection': 'layers.projections.Projection',
+  'layers.attention.ProjectionWeightSplit': 'layers.projections.ProjectionWeightSplit',
+  'layers.convolutions.Conv2D': 'layers.images.Conv2D',
+  'layers.image_networks.ConvNet': 'layers.images.ConvNet',
+  'layers.image_networks.Mlp': 'layers.images.Mlp',
+  'layers.pooling.GlobalPooling': 'layers.images.GlobalPooling',
+  'layers.pooling.Pooling': 'layers.images.Pooling',
+  'layers.transformer_lm.TransformerLm': 'layers.transformer.TransformerLm',
+}
 # Modules and packages, relative to praxis_lite, as they were called in the first releases.
 _MOVED = {
   'call': 'layers.base.call',
@@ -34,8 +50,8 @@ _MOVED = {
 
 
 def to_current_names(text: str) -> str:
-  """Returns a text with today's names of the modules in it."""
-  return re.sub(r'\bpraxis_lite(\.\w+)+', lambda match: current_name(match[0]), text)
+  """Returns a text with today's names of the modules, classes and functions in it."""
+  return re.sub(r'\bpraxis_lite(\.\w+)+(:\w+)?', lambda match: current_name(match[0]), text)
 
 
 def current_name(name: str) -> str:
@@ -46,6 +62,8 @@ def current_name(name: str) -> str:
   package, _, rest = name.partition('.')
   if package != 'praxis_lite':
     return name
+  if moved := _MOVED_OBJECTS.get(rest.replace(':', '.')):
+    return 'praxis_lite.' + (':'.join(moved.rsplit('.', 1)) if ':' in rest else moved)
   for old, new in _MOVED.items():
     if rest == old or rest.startswith((f'{old}.', f'{old}:')):
       return f'praxis_lite.{new}{rest.removeprefix(old)}'
