@@ -241,7 +241,7 @@ def _missing_entry(error: KeyError, place: _Place) -> str | None:
     reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # By this key, or by a variable.
     if isinstance(value, dict) and key not in value and re.search(reads, place.code):
       entries = ', '.join(map(str, value)) or 'none'
-      remedy = ' The input has to yield it.' if name == 'batch' else ''
+      remedy = ' The input, or the rows given to predict, must have it.' if name == 'batch' else ''
       meant = did_you_mean(str(key), map(str, value))
       return f'the {name} has no entry {key!r}; its entries: {entries}.{meant}{remedy}'
   return None

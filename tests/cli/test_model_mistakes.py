@@ -139,8 +139,8 @@ MISTAKES = {
   'no such entry': (
     LOSS,
     "return super().compute_loss(predictions - batch['labels'], batch)",
-    r"^Mine\.compute_loss: the batch has no entry 'labels'; its entries: weights, x, y\. The input has to yield it\. "
-    r'\(own\.py:37\)$',
+    r"^Mine\.compute_loss: the batch has no entry 'labels'; its entries: weights, x, y\. The input, or the rows given "
+    r'to predict, must have it\. \(own\.py:37\)$',
   ),
   'shapes in a layer of the package': (
     PREDICTIONS,
