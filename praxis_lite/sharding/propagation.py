@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from praxis_lite.common.jax_internals.mlir import ir, run_passes, sdy, stablehlo
@@ -20,6 +20,7 @@ from praxis_lite.common.jax_internals.mlir import ir, run_passes, sdy, stablehlo
 _PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
 _MAKE_COMPATIBLE = 'builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))'
 _COMMUNICATE = 'builtin.module(func.func(sdy-reshard-to-collectives))'
+_RESHAPE = 'stablehlo.reshape'
 _HIDDEN = 'stablehlo.custom_call'  # Replaces a reshape while it is hidden.
 _NUMBER = 'praxis_lite.site'  # The attribute that identifies an operation in a copy.
 
@@ -50,14 +51,20 @@ class Site:
     mended: the changes to its operands other than constraints.
   """
 
-  def __init__(self, op: ir.Operation, mesh: ir.Attribute, axes: tuple[Axis, ...], callers: Mapping[str, ir.Operation]):
-    self.op = op
-    self.shapes = tuple(tuple(getattr(v.type, 'shape', ())) for v in (*op.operands, *op.results))
+  def __init__(
+    self,
+    op: ir.Operation,
+    shapes: tuple[tuple[int, ...], ...],
+    mesh: ir.Attribute,
+    axes: tuple[Axis, ...],
+    manual: Collection[str],
+    callers: Mapping[str, ir.Operation],
+  ):
+    self.op, self.shapes = op, shapes
     self.mended: list[str] = []
     self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
     self._stated: dict[int, ir.Operation] = {}
     self._callers = callers  # The call of each function.
-    manual = _manual_axes(op, callers)
     self.mesh = tuple(axis for axis in axes if axis.name not in manual)
     self.is_mapped = bool(manual)
 
@@ -146,17 +153,6 @@ class Instance(NamedTuple):
   sources: tuple[ArraySplit, ...]
 
 
-def _operands_and_results(op: ir.Operation) -> Iterable[ir.Value]:
-  return *op.operands, *op.results
-
-
-def _sources(op: ir.Operation) -> Iterable[ir.Value]:
-  """Yields the operands of an operation; if Shardy has resharded one for it, the array that it resharded."""
-  for value in op.operands:
-    owner = value.owner
-    yield value if isinstance(owner, ir.Block) or owner.name != 'sdy.reshard' else owner.operands[0]
-
-
 class Propagation:
   """Finds the operations with given names in a program on a mesh, and how their arrays are split.
 
@@ -170,7 +166,9 @@ class Propagation:
   def __init__(self, module: ir.Module, names: Collection[str], least_rank: int = 0, *, with_sources: bool = False):
     self._module, self._names, self._with_sources = module, names, with_sources
     self.sites: list[Site] = []
-    self._splits: dict[ir.Attribute, ArraySplit] = {}  # Many arrays have the same sharding.
+    # Many arrays have the same sharding, and many operations the same list of them.
+    self._splits: dict[ir.Attribute, ArraySplit] = {}
+    self._lists: dict[ir.Attribute, Sequence[ir.Attribute]] = {}
     # An argument that is on no mesh, such as a number, has an empty mesh.
     mesh = next(((symbol, axes) for symbol, axes in _meshes(module) if axes), None)
     if mesh is None:
@@ -180,8 +178,17 @@ class Propagation:
       symbol = ir.FlatSymbolRefAttr.get(mesh[0])
       found = operations(module.operation, {*names, 'func.call'})
       callers = {callee(op): op for op in found if op.name == 'func.call'}
-      sites = (Site(op, symbol, mesh[1], callers) for op in found if op.name in names)
-      self.sites = [site for site in sites if max(map(len, site.shapes), default=0) >= least_rank]
+      shapes: dict[ir.Type, tuple[int, ...]] = {}
+      manual: dict[object, set[str]] = {}  # By the operation around an operation.
+      for op in found:
+        if op.name not in names:
+          continue
+        of_op = tuple(_shape(value.type, shapes) for value in (*op.operands, *op.results))
+        if max(map(len, of_op), default=0) >= least_rank:
+          parent = op.parent
+          if parent not in manual:
+            manual[parent] = _manual_axes(op, callers)
+          self.sites.append(Site(op, of_op, symbol, mesh[1], manual[parent], callers))
 
   def instances(self) -> list[Instance]:
     """Propagates the shardings that the module has now, and returns all instances."""
@@ -195,30 +202,56 @@ class Propagation:
     inline_calls(copy, named=False)
     _reshape_where_nothing_is_repeated(copy)
     run_passes(_PROPAGATE, copy)
-    propagated = list(self._read(copy))
-    sources = [splits for _, splits in self._read(copy, _sources)] if self._with_sources else [()] * len(propagated)
-    _hide(operations(copy, {'stablehlo.reshape'}))
+    found, known = operations(copy, {*self._names, _RESHAPE}), dict[ir.Value, ArraySplit]()
+    propagated = []
+    for site, op in self._numbered(found):
+      sources = self._read(site, _sources(op), known) if self._with_sources else ()
+      propagated.append((site, self._read(site, (*op.operands, *op.results), known), sources))
+    _hide(op for op in found if op.name == _RESHAPE)
     run_passes(_MAKE_COMPATIBLE, copy)
-    compatible = [splits for _, splits in self._read(copy)]
-    return [Instance(*found, *more) for found, *more in zip(propagated, compatible, sources, strict=True)]
+    known.clear()
+    compatible = [
+      self._read(site, (*op.operands, *op.results), known)
+      for site, op in self._numbered(operations(copy, {*self._names, _HIDDEN}))
+    ]
+    return [
+      Instance(site, splits, c, sources) for (site, splits, sources), c in zip(propagated, compatible, strict=True)
+    ]
 
-  def _read(
-    self, copy: ir.Operation, values: Callable[[ir.Operation], Iterable[ir.Value]] = _operands_and_results
-  ) -> Iterator[tuple[Site, tuple[ArraySplit, ...]]]:
-    """Yields each site of a propagated program, and the splits of some values of its operation."""
-    for op in operations(copy, {*self._names, _HIDDEN}):
-      if _NUMBER not in op.attributes:  # A guard has inserted this operation.
-        continue
-      site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
-      pairs = zip(values(op), site.shapes)
-      yield site, tuple(self._read_sharding(_sharding_of(value), len(shape)) for value, shape in pairs)
+  def _numbered(self, ops: Iterable[ir.Operation]) -> Iterator[tuple[Site, ir.Operation]]:
+    """Yields the operations that are copies of sites, with these; guards have inserted the others."""
+    for op in ops:
+      if _NUMBER in op.attributes:
+        yield self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value], op
 
-  def _read_sharding(self, sharding: ir.Attribute | None, rank: int) -> ArraySplit:
-    if sharding is None:
-      return ((),) * rank
-    if sharding not in self._splits:
-      self._splits[sharding] = _split(sharding, rank, self._sizes)
-    return self._splits[sharding]
+  def _read(self, site: Site, values: Iterable[ir.Value], known: dict[ir.Value, ArraySplit]) -> tuple[ArraySplit, ...]:
+    """Returns the splits of values of a propagated program, and adds them to the ones that are known."""
+    splits = []
+    for value, shape in zip(values, site.shapes):
+      if value not in known:
+        sharding = _sharding_of(value, self._lists)
+        if sharding is None:
+          known[value] = ((),) * len(shape)
+        else:
+          if sharding not in self._splits:
+            self._splits[sharding] = _split(sharding, len(shape), self._sizes)
+          known[value] = self._splits[sharding]
+      splits.append(known[value])
+    return tuple(splits)
+
+
+def _shape(type_: ir.Type, known: dict[ir.Type, tuple[int, ...]]) -> tuple[int, ...]:
+  """Returns the shape of a type, () if it has none, and adds it to the ones that are known."""
+  if type_ not in known:
+    known[type_] = tuple(getattr(type_, 'shape', ()))
+  return known[type_]
+
+
+def _sources(op: ir.Operation) -> Iterator[ir.Value]:
+  """Yields the operands of an operation; if Shardy has resharded one for it, the array that it resharded."""
+  for value in op.operands:
+    owner = value.owner
+    yield value if isinstance(owner, ir.Block) or owner.name != 'sdy.reshard' else owner.operands[0]
 
 
 def make_collectives_explicit(module: ir.Module) -> ir.Operation:
@@ -232,7 +265,7 @@ def make_collectives_explicit(module: ir.Module) -> ir.Operation:
     _reshape_where_nothing_is_repeated(copy)
     run_passes(_PROPAGATE, copy)
     sizes = mesh_axes(module)
-    _hide(op for op in operations(copy, {'stablehlo.reshape'}) if _has_uneven_factors(op, sizes))
+    _hide(op for op in operations(copy, {_RESHAPE}) if _has_uneven_factors(op, sizes))
     for passes in (_MAKE_COMPATIBLE, _COMMUNICATE):
       run_passes(passes, copy)
   return copy
@@ -288,7 +321,8 @@ def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
 
 def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:
   """Returns the functions of a module, by the names that `callee` returns."""
-  return {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
+  found = (op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == 'func.func')
+  return {ir.StringAttr(op.attributes['sym_name']).value: op for op in found}
 
 
 def inline_calls(module: ir.Operation, named: bool = True) -> None:
@@ -416,8 +450,16 @@ def operations(root: ir.Operation, names: Collection[str] | None = None) -> list
   return found
 
 
-def _sharding_of(value: ir.Value) -> ir.Attribute | None:
-  """Returns the sharding of a value of a propagated program; None if it is replicated."""
+def _sharding_of(
+  value: ir.Value, lists: dict[ir.Attribute, Sequence[ir.Attribute]] | None = None
+) -> ir.Attribute | None:
+  """Returns the sharding of a value of a propagated program; None if it is replicated.
+
+  Args:
+    value: the value.
+    lists: the shardings in attributes that were read before; those that are read now are added.
+  """
+  lists = {} if lists is None else lists
   owner = value.owner
   if isinstance(owner, ir.Block):
     number, parent = ir.BlockArgument(value).arg_number, owner.owner.operation
@@ -426,14 +468,19 @@ def _sharding_of(value: ir.Value) -> ir.Attribute | None:
         return None
       attributes = ir.DictAttr(ir.ArrayAttr(parent.attributes['arg_attrs'])[number])
       return attributes['sdy.sharding'] if 'sdy.sharding' in attributes else None  # noqa: SIM401
-    return _result_sharding(parent, number) if parent.name == 'stablehlo.while' else None
-  return _result_sharding(owner.operation, ir.OpResult(value).result_number)
+    return _result_sharding(parent, number, lists) if parent.name == 'stablehlo.while' else None
+  return _result_sharding(owner.operation, ir.OpResult(value).result_number, lists)
 
 
-def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:
+def _result_sharding(
+  op: ir.Operation, number: int, lists: dict[ir.Attribute, Sequence[ir.Attribute]]
+) -> ir.Attribute | None:
   attributes = op.attributes
   if 'sdy.sharding' in attributes:
-    return sdy.TensorShardingPerValueAttr(attributes['sdy.sharding']).shardings[number]
+    of_results = attributes['sdy.sharding']
+    if of_results not in lists:
+      lists[of_results] = [*sdy.TensorShardingPerValueAttr(of_results).shardings]
+    return lists[of_results][number]
   # The first is a constraint's, the second a collective's.
   return next((attributes[name] for name in ('sharding', 'out_sharding') if name in attributes), None)
 

@@ -25,6 +25,5 @@ def run_passes(pipeline: str, root: ir.Operation) -> None:
   try:
     root.verify()
     passes.run(root)
-    root.verify()
   except ir.MLIRError as error:
     raise UnknownJax(f'the passes {pipeline} refuse this program: {error}') from error

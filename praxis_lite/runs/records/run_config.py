@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -128,7 +129,7 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
         f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {target(config).__qualname__}), '
         f"as in --set '{name}[{every}].{missing[i]}=...'"
       )
-    with _name_fields_by_path(f'{name}[{i}]', config):
+    with _name_fields_by_path(f'{name}[{i}]', target(config).__qualname__, getattr(config, 'name', '')):
       inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
   labels = [i.label for i in inputs if not i.is_training]
   twice = [label for label in labels if labels.count(label) > 1]
@@ -145,13 +146,12 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
 
 
 @contextlib.contextmanager
-def _name_fields_by_path(path: str, config: Config) -> Iterator[None]:
-  """Prepends the path of an input's config to errors raised inside; to its fields, in place of its class or label."""
+def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
+  """Prepends the path of an input's config to errors raised inside; to its fields, in place of one of `labels`."""
   try:
     yield
   except UserError as error:
-    of_field = str(error).removeprefix(f'{target(config).__qualname__}.')
-    of_field = of_field.removeprefix(f'{getattr(config, "name", None)}.')
+    of_field = functools.reduce(lambda text, label: text.removeprefix(f'{label}.'), labels, str(error))
     error.args = (f'{path}: {error}' if of_field == str(error) else f'{path}.{of_field}',)
     raise
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.guards.arrays import zeros
-from praxis_lite.sharding.propagation import operations
 
 
-def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
+def crop_before_convolutions(convolutions: Iterable[ir.Operation]) -> list[ir.Operation]:
   """Replaces negative paddings of convolutions by slices of their operands; returns the changed convolutions.
 
   With a negative padding, as in the gradient of a convolution that pads by more than its filter reaches, the CPU's
@@ -20,7 +19,7 @@ def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
   Test: `test_convolutions_that_crop`.
   """
   changed = []
-  for convolution in operations(module, {'stablehlo.convolution'}):
+  for convolution in convolutions:
     if 'padding' not in convolution.attributes:
       continue
     padding = np.array(ir.DenseIntElementsAttr(convolution.attributes['padding']))
@@ -41,14 +40,14 @@ def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
   return changed
 
 
-def pad_only_between_entries(module: ir.Operation) -> None:
+def pad_only_between_entries(pads: Iterable[ir.Operation]) -> None:
   """Removes the padding between entries from dimensions with at most one entry, where it has no effect.
 
   XLA merges windows with such a pad, and the result is wrong if the pad also crops another dimension. Example:
   `lax.cumsum(lax.pad(x, 0.0, [(1, -1, 0), (0, 0, 2)]), reverse=True)` of x [2, 1]. Test:
   `test_sums_over_pads_that_crop`.
   """
-  for pad in operations(module, {'stablehlo.pad'}):
+  for pad in pads:
     between, array = [*ir.DenseI64ArrayAttr(pad.attributes['interior_padding'])], pad.operands[0].type
     needed = [
       0 if not array.is_dynamic_dim(dim) and array.get_dim_size(dim) <= 1 else n for dim, n in enumerate(between)

@@ -16,14 +16,14 @@ from praxis_lite.common.jax_internals.flags import jaxlib_release
 from praxis_lite.common.jax_internals.lowering import export_changed
 from praxis_lite.common.jax_internals.mlir import ir
 from praxis_lite.common.jax_internals.programs import scopes
-from praxis_lite.sharding.guards import images, lapack, lookups, products, reshapes, results, transforms
+from praxis_lite.sharding.guards import images, lapack, lookups, products, reshapes, results, starts, transforms
 from praxis_lite.sharding.guards.arrays import GATHER, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.sharding.guards.crops import crop_before_convolutions, pad_only_between_entries
 from praxis_lite.sharding.guards.reshards import reshard_in_two_steps
-from praxis_lite.sharding.guards.starts import clamp_starts
-from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, Site
+from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, Site, operations
 
 T = TypeVar('T')
+_PAD = 'stablehlo.pad'
 # How often the program is read again because the constraints of one guard led to splits that another one guards.
 _MAX_ROUNDS = 6
 _NOT_GUARDED = (
@@ -70,7 +70,7 @@ _GUARDS: dict[str, Callable[[Instance], tuple[ArraySplit, ...] | None]] = {
   TRANSPOSE: products.guard_transpose,
   images.CONVOLUTION: images.guard_convolution,
   'stablehlo.reduce_window': images.guard_windows,
-  'stablehlo.pad': images.guard_pad,
+  _PAD: images.guard_pad,
   'stablehlo.select_and_scatter': images.guard_max_pooling_gradient,
   'stablehlo.slice': lookups.guard_static_slice,
   'stablehlo.dynamic_slice': lookups.guard_slice,
@@ -104,9 +104,10 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
   if module is None:
     return []
   with module.context:
-    crop_before_convolutions(module.operation)
-    pad_only_between_entries(module.operation)
-    clamp_starts(module.operation)
+    found = operations(module.operation, {images.CONVOLUTION, _PAD, *starts.KINDS})
+    crop_before_convolutions(op for op in found if op.name == images.CONVOLUTION)
+    pad_only_between_entries(op for op in found if op.name == _PAD)
+    starts.clamp_starts(op for op in found if op.name in starts.KINDS)
     propagation = Propagation(module, {*_GUARDS, results.RETURN})
     # A program that was lowered without Shardy contains no mesh, only the number of devices.
     parts = 'mhlo.num_partitions'
@@ -122,17 +123,17 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
       instances = propagation.instances()
       for instance in instances:
         first.setdefault(instance.site, instance.splits)
-      found = [*_to_change(instances)]
-      for (site, before, *_), after in found:
+      wrong = [*_to_change(instances)]
+      for (site, before, *_), after in wrong:
         if round_ == _MAX_ROUNDS - 1:  # The guards do not agree. Arrays that are not split are right.
           after = tuple(((),) * len(shape) for shape in site.shapes)
         site.state(before, after)
         last[site] = after
-      if found and round_ < _MAX_ROUNDS - 1:
+      if wrong and round_ < _MAX_ROUNDS - 1:
         continue
       restricted = _restrict_results(instances)
       last |= restricted
-      if not found and not restricted:
+      if not wrong and not restricted:
         break
     _keep(instances)
     guarded = [

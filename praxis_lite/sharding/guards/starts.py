@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.guards.arrays import GATHER, IDS, integers, make_constant
-from praxis_lite.sharding.propagation import operations
 
 SLICE, UPDATE = 'stablehlo.dynamic_slice', 'stablehlo.dynamic_update_slice'
+KINDS = (SLICE, UPDATE, GATHER)
 _RESHAPE = 'stablehlo.reshape'
 _ANY = 2**64  # Larger than any id.
 
 
-def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
-  """Clamps the starts of slices, as the operation itself does, and returns the changed slices.
+def clamp_starts(slices: Iterable[ir.Operation]) -> list[ir.Operation]:
+  """Clamps the starts of slices, of the kinds in `KINDS`, as the operation itself does, and returns the changed slices.
 
   XLA merges a slice of a slice into one that begins at the sum of both starts, and forgets that each start was clamped.
   Example: `lax.dynamic_slice(lax.dynamic_slice(x, (i,), (4,)), (j,), (2,))` of 5 entries with i = 3. On a mesh, the
@@ -24,7 +24,7 @@ def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
   `test_slices_of_a_batch_that_are_split`.
   """
   changed = []
-  for op in operations(module, {SLICE, UPDATE, GATHER}):
+  for op in slices:
     table = op.operands[0].type.shape
     sizes = op.operands[1].type.shape if op.name == UPDATE else integers(op, 'slice_sizes')
     fewest = 0 if _is_inside_another(op) else 1
