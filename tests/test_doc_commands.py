@@ -36,6 +36,7 @@ NOT_RUN = {
   r'eval "\$\(praxis-lite completion bash\)"': 'is for a shell: cli/test_completion.py runs it in bash',
   r'.*\.\.\..*|praxis-lite train --exp=lm\.X': 'is no command but the form of one',
   r'praxis-lite plan .*--(search|what_if|compare).*': 'makes many plans: plan/test_changes.py has these flags',
+  r'praxis-lite plan .*--cheapest .*': 'plans for dozens of numbers of chips: plan/test_cheapest.py has its flags',
   r'praxis-lite plan --calibrate': 'multiplies what takes a CPU minutes: plan/test_calibration.py runs it in small',
   r'praxis-lite plan .*--measured': 'takes a run of many steps: plan/test_experience.py trains one',
   r'praxis-lite launch .*': 'starts processes, or names an image: runtime/test_launch.py and test_jobset.py run such',
