@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from praxis_lite.common.importing import lazy_names
 from praxis_lite.common.jax_internals.flags import add_needed_flags
+from praxis_lite.common.jax_internals.threads import provide_threads
 
 if TYPE_CHECKING:
   from praxis_lite.common.config import REQUIRED as REQUIRED, Config as Config, child as child, template as template
@@ -49,4 +50,6 @@ __getattr__, __dir__, __all__ = lazy_names(
   },
 )
 
-add_needed_flags()  # Here, because XLA reads its flags only once, when JAX starts.
+# Here, because XLA reads its flags and the number of its threads only once, when JAX starts.
+add_needed_flags()
+provide_threads()

@@ -7,7 +7,7 @@ import os
 import sys
 
 import pytest
-from quick_xla import xla_flags
+from quick_xla import simulate_devices
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
@@ -16,7 +16,7 @@ os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
 # Every process that a test starts would compile the package from its source.
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 sys.dont_write_bytecode = False
-os.environ['XLA_FLAGS'] = xla_flags(devices=8)
+simulate_devices(8)
 # Traced programs are trees of many small objects that live on. Looking through them all for garbage as often as Python
 # does by itself takes a fifth of the suite's time.
 gc.set_threshold(200_000, 20, 100)
@@ -78,8 +78,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_handlecrashitem(crashitem: str, sched) -> None:
-  """A worker that takes over the file of one that ended skips the test at which that one ended: it has failed."""
-  for tests in getattr(sched, 'workqueue', {}).values():
-    if crashitem in tests:
-      tests[crashitem] = True
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+  """Worker processes take files, as with `--dist=loadfile`; one that ends is replaced, and the test that ended it fails.
+
+  xdist itself gives back all files of such a worker, also those whose tests have all ended. Of these the others are
+  told nothing, so they wait for ever. It also runs the test again that has ended the worker.
+  """
+  from xdist.scheduler import LoadFileScheduling  # Only with workers.
+
+  class Scheduler(LoadFileScheduling):
+    def remove_node(self, node):
+      left = {
+        file: {test: False for test, has_ended in tests.items() if not has_ended}
+        for file, tests in self.assigned_work.pop(node).items()
+      }
+      pending = [(file, test) for file, tests in left.items() for test in tests]
+      if not pending:
+        return None
+      file, crashed = pending[0]
+      del left[file][crashed]
+      self.workqueue.update({file: tests for file, tests in left.items() if tests})
+      for other in self.assigned_work:
+        self._reschedule(other)
+      return crashed
+
+  return Scheduler(config, log) if config.getvalue('dist') == 'loadfile' else None

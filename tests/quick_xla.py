@@ -32,3 +32,11 @@ def xla_flags(devices: int | None = None) -> str:
   given = re.sub(rf'--{DEVICES}=\d+', '', os.environ.get('XLA_FLAGS', ''))
   wanted = QUICK | PATIENT | ({} if devices is None else {DEVICES: str(devices)})
   return add_flags(given, wanted)
+
+
+def simulate_devices(count: int) -> None:
+  """Gives this process, and those that it starts, this number of simulated devices and the flags above."""
+  os.environ['XLA_FLAGS'] = xla_flags(count)
+  from praxis_lite.common.jax_internals.threads import provide_threads  # as above
+
+  provide_threads(count)

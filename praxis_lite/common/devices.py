@@ -12,6 +12,7 @@ import jax
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, first_line
 from praxis_lite.common.jax_internals.devices import backends_have_started
 from praxis_lite.common.jax_internals.flags import add_flags
+from praxis_lite.common.jax_internals.threads import provide_threads
 
 # Seconds that a simulated device waits for others in a collective. By default XLA ends the process after 40 seconds,
 # which is too soon on a busy machine, because each device is a thread.
@@ -34,6 +35,8 @@ def start_devices() -> None:
   Raises:
     UserError: JAX_PLATFORMS is misspelled, or asks for an accelerator that this machine or this installation lacks.
   """
+  settings: Any = jax.config
+  provide_threads(max(settings.jax_num_cpu_devices, 1))
   try:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
@@ -93,6 +96,7 @@ def simulate_cpu_devices(count: int) -> None:
       'call simulate_cpu_devices before anything that uses a device'
     )
   os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _PATIENCE)
+  provide_threads(count)
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', count)
 

@@ -3,6 +3,7 @@
     programs      equations of a traced program: parameters of loops, binding an operation again
     devices       the platform of a mesh without devices; whether backends have started
     flags         which XLA flags this jaxlib knows: an unknown one ends the process
+    threads       enough threads for simulated devices
     mlir          jaxlib's bindings of MLIR: operations, attributes, passes
     lowering      lowers programs for devices that do not exist
     tracing       which trace is running
