@@ -79,10 +79,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-  """Worker processes take files, as with `--dist=loadfile`; one that ends is replaced, and the test that ended it fails.
+  """Workers take whole files, as with `--dist=loadfile`. If one ends, only the test that has ended it fails.
 
-  xdist itself gives back all files of such a worker, also those whose tests have all ended. Of these the others are
-  told nothing, so they wait for ever. It also runs the test again that has ended the worker.
+  By itself, xdist queues all files of such a worker again, also those whose tests have all ended. A worker that is
+  given one of these has nothing to run, and waits for ever. xdist would also run the test again that has ended the
+  worker.
   """
   from xdist.scheduler import LoadFileScheduling  # Only with workers.
 

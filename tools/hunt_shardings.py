@@ -37,6 +37,7 @@ import jax
 import numpy as np
 
 from praxis_lite.common.jax_internals.flags import add_flags
+from praxis_lite.common.jax_internals.threads import provide_threads
 from tools.graphs import drawing, tasks
 from tools.graphs.families import FAMILIES
 from tools.hunt import models, operations
@@ -51,6 +52,7 @@ _FLAGS = {
   'xla_cpu_collective_call_terminate_timeout_seconds': '120',
 }
 os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _FLAGS)
+provide_threads()
 
 _KINDS: dict[str, Callable[[np.random.Generator], FuzzCase]] = {
   'operations': operations.draw_operation,
