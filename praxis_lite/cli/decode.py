@@ -22,8 +22,10 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.common.config import target
+  from praxis_lite.models.decoding import SpeculativeSampler
+  from praxis_lite.runs.draft_statistics import DraftStatistics
   from praxis_lite.runs.inference import decode_prompts, run_decode
-  from praxis_lite.runs.prompts import Sampling, is_beam_search, stop_ids, task_with_sampler, tokenizer_of
+  from praxis_lite.runs.prompts import Sampling, is_beam_search, is_decoder, stop_ids, task_with_sampler, tokenizer_of
   from praxis_lite.runs.vocabulary import use_kept_vocabulary
   from praxis_lite.training.experiment import ExperimentConfig
 
@@ -38,6 +40,8 @@ def _run(values: flags.FlagValues) -> int:
   if values.chat and values.prompt_ids:
     raise UserError('--chat puts texts into a template; use it with --prompt or --prompts, not with --prompt_ids')
   prompts = _given_prompts(values)
+  if values.draft is not None and values.lookup is not None:
+    raise UserError('--draft and --lookup cannot be combined: one of them guesses tokens; leave out the other')
   if values.system is not None and not values.chat and all(prompt.kind != 'messages' for prompt in prompts):
     raise UserError('--system is the system message of a chat; add --chat, or leave it out')
   kept = use_kept_vocabulary(config, job_log_dir)
@@ -69,6 +73,8 @@ def _run(values: flags.FlagValues) -> int:
   if values.stream and len(samples) > 1:
     raise UserError(f'--stream prints one sample as it grows, but there are {len(samples)}; leave it out')
   is_streamed = len(samples) == 1 and not searches and (sys.stdout.isatty() if values.stream is None else values.stream)
+  speculates = values.draft is not None or is_decoder(sampled.task, SpeculativeSampler)
+  statistics = DraftStatistics() if speculates else None
   continuations = decode_prompts(
     sampled,
     job_log_dir,
@@ -76,6 +82,8 @@ def _run(values: flags.FlagValues) -> int:
     stop=values.stop,
     stream=samples[0].stream if is_streamed else None,
     batch_size=values.batch_size,
+    draft=values.draft,
+    statistics=statistics,
     step=values.step,
     seed=values.seed,
     on_damage=values.on_damage,
@@ -85,6 +93,8 @@ def _run(values: flags.FlagValues) -> int:
     if len(samples) > 1 and sample.given.record is None:
       print(f'----- sample {i} of {len(samples)}')
     sample.finish(continuation)
+  if statistics is not None:
+    print(f'note: {statistics}', file=sys.stderr)
   return 0
 
 
@@ -221,6 +231,10 @@ def _flags() -> CommandFlags:
   values.add_number('length_penalty', f'With beams: the larger, the longer continuations may be; {own}.', '0.6')
   early = 'With beams: end as soon as there are as many complete continuations as beams. Example: --noearly_stopping'
   flags.DEFINE_boolean('early_stopping', None, early, flag_values=values)
+  values.add_text('draft', 'Run of a smaller model with the same tokens, which guesses what comes next.', 'runs/small')
+  guess = 'Guess that a text goes on as it did after the same last tokens, at most this many'
+  values.add_integer('lookup', f'{guess}; {own}.', 3, least=1)
+  values.add_integer('draft_tokens', 'Guess at most this many tokens for each pass of the model.', 4, least=1)
   chat = "Put each --prompt, as a user's message, into the tokenizer's chat template, and print the answer."
   values.add_switch('chat', chat)
   values.add_text('system', 'With --chat: the system message.', '"Be brief."')

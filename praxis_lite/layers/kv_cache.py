@@ -3,6 +3,8 @@
     growing   every row takes the next T slots. Padding leaves slots empty; the next tokens take the slots that are
               empty in all rows
     ring      W slots, for a sliding window of W: the token at position p is in slot p mod W of its row
+    placed    the token at position p is in slot p of its row, also with a window. So rows may have different lengths,
+              and a row may go back: tokens that are read again replace those of their positions; none sees later ones
 
 The cost depends on the number of cached tokens, not on the size of the cache, for two reasons. A growing cache is read
 page by page, up to the last page with a token, with the online softmax of `blocks.py`. And a prompt longer than a page
@@ -28,7 +30,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, insert, leaves_by_path, merge, node_at, select
+from praxis_lite.common.trees import NestedDict, Path, insert, leaves_by_path, merge, node_at, path_name, select
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.base.expected_trips import expected_trips
@@ -50,7 +52,8 @@ class KVCache(NamedTuple):
   Attributes:
     key, value: [B, K, S, H], in the dtype of the cache. A value of None means that the values are the keys.
     pos: [B, S] int32 position of the token in each slot; -1 for an empty slot.
-    slot: the number of slots taken, in a growing cache; None for new tokens.
+    slot: the number of slots taken, in a growing cache; None for new tokens. In a placed cache [B]: how many first
+      slots of each row the last tokens may attend to.
     key_scale, value_scale: [B, K, S] float32, factors of int8 entries; None for other dtypes.
     turn: int32, the number of the layer in a loop; all arrays then begin with the dimension L. None for the cache of a
       single layer.
@@ -107,6 +110,17 @@ class KVCache(NamedTuple):
   def num_slots(self) -> int:
     return self.pos.shape[-1]
 
+  @property
+  def is_placed(self) -> bool:
+    """Whether the slot of a token is its position, see the top of this file."""
+    return self.slot is not None and self.slot.ndim > (self.turn is not None)
+
+  @property
+  def taken(self) -> jax.Array:
+    """How many first slots of this layer may have tokens that the last ones attend to."""
+    assert self.slot is not None
+    return jnp.max(self.slot if self.turn is None else self.slot[self.turn])
+
 
 @dataclasses.dataclass(frozen=True)
 class CachedAttention:
@@ -161,7 +175,8 @@ class CachedAttention:
     sees_later = split_offsets(mask)[0].ahead != 0
     new = self._to_entries(key_BTKH, value_BTKH, pos_BT)
     page = self.page_size
-    if page is None or page >= pos_BT.shape[1] or (self.window is not None and sees_later):
+    is_ring = self.window is not None and not cache.is_placed
+    if page is None or page >= pos_BT.shape[1] or (is_ring and sees_later):
       return self._extend(query_BTNH, new, cache, mask)
     pages = -(-pos_BT.shape[1] // page)
     if cache.turn is not None:  # XLA would copy a stack that a loop over pages reads and writes.
@@ -194,7 +209,7 @@ class CachedAttention:
     self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask, pages: float | None = None
   ) -> tuple[jax.Array, KVCache]:
     """Like `extend`, for tokens that are read at once; see `_attend_by_page` for `pages`."""
-    if self.window is None:
+    if self.window is None or cache.is_placed:
       cache = _append(cache, new)
       return self._attend(query_BTNH, new.pos, cache, mask, pages), cache
     # In a ring, the first of several new tokens may attend to slots that the last one overwrites.
@@ -247,8 +262,6 @@ class CachedAttention:
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)
-    assert cache.slot is not None
-    taken = cache.slot if cache.turn is None else cache.slot[cache.turn]
 
     def add_page(index: jax.Array, sums: Sums) -> Sums:
       page = cache.page(index * page_size, page_size)
@@ -261,7 +274,7 @@ class CachedAttention:
       seen = group_heads(_mask_slots(mask, pos_BT, page.pos)[:, None], K)
       return blocks.add_keys(sums, jnp.where(seen, logits, blocks.MASKED), jnp.moveaxis(value_BSKH, 1, 2))
 
-    num_pages = jnp.minimum(-(-taken // page_size), cache.num_slots // page_size)
+    num_pages = jnp.minimum(-(-cache.taken // page_size), cache.num_slots // page_size)
     with expected_trips(pages):
       sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.zero_sums((B, K, N // K, T, H), wide))
     context_BKGTH, _ = blocks.finish_sums(sums, blocks.group_sinks(self.sinks, K))
@@ -319,9 +332,15 @@ def _join_slots(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _append(cache: KVCache, new: KVCache) -> KVCache:
-  """Writes tokens to the next slots of a growing cache; columns of padding at the end take no slots."""
+  """Writes tokens to the next slots of a growing cache; columns of padding at the end take no slots.
+
+  In a placed cache, it writes them to the slots of their positions.
+  """
   turn, columns = cache.turn, new.num_slots
   assert cache.slot is not None
+  if cache.is_placed:
+    seen_B = jnp.max(new.pos, axis=1) + 1  # Of a row that is padding, nothing is looked at.
+    return _write_ring(cache, new)._replace(slot=seen_B if turn is None else cache.slot.at[turn].set(seen_B))
   slot = cache.slot if turn is None else cache.slot[turn]
   taken: jax.Array | int = 1
   if columns > 1:
@@ -378,6 +397,38 @@ def axis_of_slots(rank: int, rank_of_pos: int) -> int:
   """Returns the dimension of slots in an array of caches that may be stacked, given the ranks of it and of `pos`."""
   stacked = rank_of_pos - 2
   return stacked + _slot_axis(rank - stacked)
+
+
+def place_caches(state: NestedDict, num_slots: int) -> NestedDict:
+  """Returns a decode state without tokens in which all KV caches are placed, see the top of this file.
+
+  Args:
+    state: what `init_decode_state` has made.
+    num_slots: the largest number of tokens of a row.
+
+  Raises:
+    ConfigError: a layer has another state than a KV cache, which cannot go back to an earlier token.
+  """
+  places = places_of_caches(state)
+  for path in leaves_by_path(state):
+    if path[:-1] not in places:
+      raise ConfigError(
+        f'{path_name(path)}: this state of a layer cannot go back to an earlier token, as caches of keys and values '
+        'can; so this model has no speculative decoding and no batcher'
+      )
+  for place in places:
+    cache = node_at(state, place)
+    rank = jnp.ndim(cache['pos'])
+
+    def widen(name: str, x: jax.Array, rank: int = rank) -> jax.Array:
+      axis = axis_of_slots(x.ndim, rank)
+      more = max(num_slots - x.shape[axis], 0)
+      widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
+      return jnp.pad(x, widths, constant_values=-1 if name == 'pos' else 0)
+
+    arrays = {name: widen(name, x) for name, x in cache.items() if name != 'slot'}
+    state = insert(state, place, {**arrays, 'slot': jnp.zeros(jnp.shape(cache['pos'])[:-1], jnp.int32)})
+  return state
 
 
 class StackedCaches:

@@ -384,13 +384,15 @@ class TransformerLm(Layer):
     Args:
       ids_BT: int32 tokens.
       pos_BT: int32 position of each; -1 is padding.
-      last_B: int32 index in [0, T).
+      last_B: int32 index in [0, T); or several, [B, N], for logits [B, N, V].
       prefix_lengths: see `MultiHeadAttention.extend_step`.
     """
     prefix = () if prefix_lengths is None else (prefix_lengths,)
     x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix)
-    x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
-    return self.softmax.get_logits(self._normalize(x_B1D))[:, 0]
+    last_BN = last_B.reshape(len(ids_BT), -1)
+    x_BND = jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1)
+    logits_BNV = self.softmax.get_logits(self._normalize(x_BND))
+    return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
 
   def _encode(
     self,

@@ -3,6 +3,7 @@
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel, Classifier
+from praxis_lite.models.drafted_model import DraftedModel
 from praxis_lite.models.encoder_configs import masked_language_model, sequence_classifier, transformer_encoder
 from praxis_lite.models.encoder_decoder_configs import encoder_decoder
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
@@ -15,6 +16,7 @@ __all__ = [
   'BaseModel',
   'ClassificationModel',
   'Classifier',
+  'DraftedModel',
   'EncoderDecoderModel',
   'LanguageModel',
   'MaskedLanguageModel',

@@ -22,11 +22,24 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer, SplitMapping
+from praxis_lite.layers.kv_cache import place_caches
 from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
 from praxis_lite.models.base import BaseModel, PromptLimits, ScoreLimits
-from praxis_lite.models.decoding import BeamSearch, Draws, Sampler, chunk_of, find_row_axes, prompt_step
+from praxis_lite.models.decoding import (
+  BeamDecoded,
+  BeamSearch,
+  Decoded,
+  Draws,
+  Sampler,
+  SpeculativeDecoded,
+  SpeculativeSampler,
+  chunk_of,
+  find_row_axes,
+  prompt_step,
+)
+from praxis_lite.models.decoding.row_loop import NewTokens, RowSettings, RowsState
 from praxis_lite.models.labels import check_labels
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
@@ -47,7 +60,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     model_type: 'causal': a token attends to itself and those before it. 'prefix': in addition, all tokens of a row
       attend to its first `prefix_lengths` tokens; in decoding, to its prompt (prefix-LM; Raffel et al., 2020).
     tokens_are_bytes: whether each token is a byte of text; adds the metric `nats_per_byte` for batches without `bytes`.
-    decoder_tpl: config of what continues prompts, a `Sampler` or a `BeamSearch`.
+    decoder_tpl: config of what continues prompts, a `Sampler`, `SpeculativeSampler` or `BeamSearch`.
   """
 
   vocab_size: int | None = None
@@ -184,7 +197,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns the bytes of the caches, from their shapes; `num_rows` is the number of prompts."""
 
     def start(variables: NestedDict) -> NestedDict:
-      return self.lm.apply(variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
+      state = self.lm.apply(variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
+      return place_caches(state, num_slots) if self.decoder.goes_back else state
 
     caches = jax.eval_shape(start, jax.tree.map(lambda weight: weight.as_struct(), self.lm.abstract_init()))
     return self.decoder.state_copies * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
@@ -207,12 +221,18 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def check_fits(self, prompt_length: int, max_tokens: int) -> None:
     """Raises a `ConfigError` if the model must see prompts and continuations of these lengths at once, but cannot."""
-    context = self.context
-    if self.model_type == 'prefix' and context is not None and prompt_length + max_tokens - 1 > context:
+    context, most = self.context, prompt_length + max_tokens - 1
+    if self.decoder.goes_back and context is not None and most > context:
+      raise ConfigError(
+        f'{self.path_name}.decoder_tpl: speculative decoding needs all tokens at each step, but the model sees only '
+        f'{context} at once, and prompts of {prompt_length} with max_decode_steps = {max_tokens} need {most}; decode '
+        'fewer steps, or shorter prompts, or use a Sampler'
+      )
+    if self.model_type == 'prefix' and context is not None and most > context:
       raise ConfigError(
         f"{self.path_name}.model_type: 'prefix' needs the whole prompt at each step, but the model sees only {context} "
         f'tokens at once, and prompts of {prompt_length} with max_decode_steps = {max_tokens} need '
-        f'{prompt_length + max_tokens - 1}; decode fewer steps, or shorter prompts'
+        f'{most}; decode fewer steps, or shorter prompts'
       )
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
@@ -227,9 +247,13 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
     Returns:
       Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]
-      and `log_probs` [B, M] as in `Decoded`, or with a `BeamSearch` also others, as in `BeamDecoded`, and the given
-      `prompt_ids` and `prompt_lengths`.
+      and `log_probs` [B, M] as in `Decoded`, or with another decoder also others, as in `BeamDecoded` or
+      `SpeculativeDecoded`, and the given `prompt_ids` and `prompt_lengths`.
     """
+    return self.decode_with(batch, None)
+
+  def decode_with(self, batch: NestedDict, draft: LanguageModel | None) -> tuple[WeightedScalars, NestedDict]:
+    """Continues prompts like `decode`; `draft`, a layer of the same call, guesses tokens for a `SpeculativeSampler`."""
     prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
     prompt_length = prompt_ids_BP.shape[1]
     max_tokens_B, chunk = batch.get('max_tokens'), None
@@ -239,11 +263,59 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       chunk = chunk_of(self.decoder.num_slots(prompt_length, self.context))
     draws = Draws(batch.get('row'), batch.get('num_drawn'))
     prefix_lengths_B = prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B
-    steps = _CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B))
     key = self.next_prng_key() if self.decoder.is_random else None
-    decoded = self.decoder.decode(steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws)
+    arguments = self._steps(prefix_lengths_B), prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws
+    decoded: Decoded | BeamDecoded | SpeculativeDecoded
+    if isinstance(self.decoder, SpeculativeSampler):
+      decoded = self.decoder.decode(*arguments, None if draft is None else draft._steps(prefix_lengths_B))
+    else:
+      decoded = self.decoder.decode(*arguments)
     outputs = {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}
     return decoded.metrics(prompt_lengths_B > 0), outputs
+
+  def _steps(self, prefix_lengths_B: jax.Array) -> _CachedSteps:
+    return _CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B), self.decoder.goes_back)
+
+  # ---------------------------------------------------------------- rows that come and go
+
+  def start_rows(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
+    """Returns the state of rows without tokens, with room for `num_slots` tokens in each."""
+    return RowsState(self._row_steps().start(num_rows, num_slots), jnp.zeros((num_rows, num_slots), jnp.int32))
+
+  def row_axes(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
+    """Returns the dimension of rows in each array of what `start_rows` returns."""
+    return RowsState(self._row_steps().row_axes(num_rows, num_slots), 0)  # type: ignore[arg-type]
+
+  def read_rows(
+    self, state: RowsState[NestedDict], ids_BT: jax.Array, start: jax.Array, length: jax.Array
+  ) -> RowsState[NestedDict]:
+    """Reads a part of a prompt into each row. The last token of a prompt is kept, and read by `extend_rows`.
+
+    Args:
+      state: what `start_rows` or another of these methods has returned.
+      ids_BT: int32 tokens of the prompt; those after its end are arbitrary.
+      start: int32, the position of the first of them.
+      length: int32, the number of tokens of the prompt.
+    """
+    place_T = start + jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
+    places = jnp.where(place_T < length, place_T, state.ids.shape[1])
+    ids_BL = state.ids.at[:, places].set(ids_BT, mode='drop')
+    before_B = jnp.full(len(ids_BT), length - 1, jnp.int32)
+    return RowsState(self._row_steps().extend(*prompt_step(ids_BT, before_B, start), state.model)[1], ids_BL)
+
+  def extend_rows(
+    self, state: RowsState[NestedDict], rows: RowSettings, num_tokens: int
+  ) -> tuple[RowsState[NestedDict], NewTokens]:
+    """Adds up to `num_tokens` tokens to rows whose prompts have been read, each with its own settings."""
+    assert isinstance(self.decoder, Sampler)
+    return self.decoder.row_loop(self._row_steps(), rows.prompt_lengths, num_tokens).run(state, rows)
+
+  def draw_key(self) -> jax.Array:
+    """Returns the key with which `decode` would draw in the same call."""
+    return self.next_prng_key()
+
+  def _row_steps(self) -> _CachedSteps:
+    return _CachedSteps(self.lm, (), can_go_back=True)
 
 
 class _CachedSteps:
@@ -252,10 +324,11 @@ class _CachedSteps:
   Args:
     lm: the network, in a call of its parent.
     prompt_arguments: further arguments of its `extend_step` for prompts.
+    can_go_back: see `DecodingSteps`.
   """
 
-  def __init__(self, lm: Layer, prompt_arguments: tuple[jax.Array, ...]):
-    self._lm = lm
+  def __init__(self, lm: Layer, prompt_arguments: tuple[jax.Array, ...], can_go_back: bool = False):
+    self._lm, self.can_go_back = lm, can_go_back
     self._variables = unstack_for_decoding(lm, lm.cast_variables(lm.variables))
     self._prompt_arguments = prompt_arguments
 
@@ -264,7 +337,8 @@ class _CachedSteps:
     return getattr(self._lm, 'max_positions', None)
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
-    return self._lm.apply(self._variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
+    state = self._lm.apply(self._variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
+    return place_caches(state, num_slots) if self.can_go_back else state
 
   def row_axes(self, num_rows: int, num_slots: int) -> NestedDict:
     few, many = (jax.eval_shape(functools.partial(self.start, n, num_slots)) for n in (num_rows, 2 * num_rows))

@@ -8,8 +8,10 @@ from praxis_lite.common.importing import lazy_names
 
 if TYPE_CHECKING:
   from praxis_lite.common.devices import simulate_cpu_devices as simulate_cpu_devices
+  from praxis_lite.runs.batcher import Batcher as Batcher, Request as Request
   from praxis_lite.runs.cluster.distributed import initialize_distributed as initialize_distributed
   from praxis_lite.runs.compilation_cache import set_up_compilation_cache as set_up_compilation_cache
+  from praxis_lite.runs.draft_statistics import DraftStatistics as DraftStatistics
   from praxis_lite.runs.executor import TrainResult as TrainResult, run_train as run_train
   from praxis_lite.runs.hooks import Hook as Hook
   from praxis_lite.runs.inference import run_decode as run_decode, run_eval as run_eval
@@ -27,6 +29,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     'praxis_lite.runs.compilation_cache': 'set_up_compilation_cache',
     'praxis_lite.common.devices': 'simulate_cpu_devices',
     'praxis_lite.runs.cluster.distributed': 'initialize_distributed',
+    'praxis_lite.runs.batcher': 'Batcher Request',
+    'praxis_lite.runs.draft_statistics': 'DraftStatistics',
     'praxis_lite.runs.executor': 'TrainResult run_train',
     'praxis_lite.runs.hooks': 'Hook',
     'praxis_lite.runs.inference': 'run_decode run_eval',

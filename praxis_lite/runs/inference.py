@@ -13,11 +13,13 @@ from typing import Unpack
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import is_primary_process
+from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram
 from praxis_lite.runs.prompts import prompt_batch
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import build_datasets, job_directory
 from praxis_lite.runs.restoring import RestoreOptions, restore_model
+from praxis_lite.runs.run import open_run
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.training.experiment import ExperimentConfig
@@ -69,6 +71,8 @@ def decode_prompts(
   stop: Sequence[str] = (),
   stream: Callable[[int, list[int]], object] | None = None,
   batch_size: int | None = None,
+  draft: str | Path | None = None,
+  statistics: DraftStatistics | None = None,
   **options: Unpack[RestoreOptions],
 ) -> list[list[int]]:
   """Returns the tokens that follow each prompt.
@@ -77,7 +81,8 @@ def decode_prompts(
     config: configs of the task; its model has a `decode` that takes `ids` [B, P] and `prompt_lengths` [B].
     job_log_dir, **options: as for `run_eval`.
     prompts: token ids, at least one each.
-    stop, stream, batch_size: see `TrainedModel.decode`.
+    stop, stream, batch_size, statistics: see `TrainedModel.decode`.
+    draft: directory of the run of a smaller model that guesses tokens; None for no such model.
 
   Raises:
     UserError: as for `run_eval`, or a prompt is empty.
@@ -90,8 +95,12 @@ def decode_prompts(
     in_segments=stream is not None,
     batch_size=batch_size,
   )
-  model = restore_model(config, job_log_dir, use_ema='decode', meanwhile=begin, **options)
-  return model.decode(prompts, stop=stop, stream=stream, batch_size=batch_size)
+  if draft is None:
+    model = restore_model(config, job_log_dir, use_ema='decode', meanwhile=begin, **options)
+    return model.decode(prompts, stop=stop, stream=stream, batch_size=batch_size, statistics=statistics)
+  guesses = open_run(draft).load()
+  model = restore_model(config, job_log_dir, use_ema='decode', **options)
+  return model.decode(prompts, stop=stop, stream=stream, batch_size=batch_size, draft=guesses, statistics=statistics)
 
 
 def _run(programs: Sequence[InputProgram], model: TrainedModel) -> dict[str, HostMetrics]:

@@ -18,6 +18,7 @@ from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import Bucket
 from praxis_lite.runs.continuations import GrowingText, continue_prompts, continued_text
 from praxis_lite.runs.decoding_memory import check_memory
+from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.prompts import (
   Sampling,
@@ -84,6 +85,7 @@ class PromptDecoder:
     stop: Sequence[str],
     stream: Callable[[int, Any], object] | None,
     batch_size: int | None,
+    statistics: DraftStatistics | None = None,
   ) -> list[str] | list[list[int]]:
     """Returns the text, or the tokens, that follow each prompt; `TrainedModel.decode` describes the arguments."""
     if isinstance(prompts, str):
@@ -121,7 +123,7 @@ class PromptDecoder:
       call = self._plan(group, settings, single_stops, in_segments)
       rows += continue_prompts(
         group,
-        functools.partial(self._decode_tokens, call, key, first),
+        functools.partial(self._decode_tokens, call, key, first, statistics),
         texts and texts[first : first + len(group)],
         max_tokens=call.max_tokens,
         stop_ids=call.stop_ids,
@@ -177,8 +179,9 @@ class PromptDecoder:
     self, prompts: Sequence[Sequence[int]], settings: Sampling, stops: Sequence[int], in_segments: bool
   ) -> _DecodeCall:
     length = int(prompt_batch(prompts)['prompt_lengths'].max())
-    beams: Sampling = {'beam_size': settings.get('beam_size')}  # How many states there are depends on it.
-    limits, max_tokens = self.set_sampler(beams).jax_task.model.prompt_limits(), settings.get('max_tokens')
+    # How many states there are, and of what size, depends on these.
+    kinds: Sampling = {name: settings.get(name) for name in ('beam_size', 'lookup', 'draft_tokens')}  # type: ignore
+    limits, max_tokens = self.set_sampler(kinds).jax_task.model.prompt_limits(), settings.get('max_tokens')
     if limits is None:
       return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens or 1, ())
     max_tokens = limits.max_tokens if max_tokens is None else max_tokens
@@ -199,10 +202,19 @@ class PromptDecoder:
     return _DecodeCall(tasks, bucket, max_tokens, (*limits.stop_ids, *stops))
 
   def _decode_tokens(
-    self, call: _DecodeCall, key: jax.Array, first_row: int, read: list[list[int]], max_tokens: list[int], drawn: int
+    self,
+    call: _DecodeCall,
+    key: jax.Array,
+    first_row: int,
+    statistics: DraftStatistics | None,
+    read: list[list[int]],
+    max_tokens: list[int],
+    drawn: int,
   ) -> list[list[int]]:
     """Returns the next tokens of each row, see `continuations.Decode`."""
     decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row), key)
+    if statistics is not None:
+      statistics.add(decoded)
     return [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
 
   def _note_short_context(self, seen: int | None, most: int) -> None:

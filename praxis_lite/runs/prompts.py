@@ -13,7 +13,7 @@ from praxis_lite.common.config import REQUIRED, Config, field_names, target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
-from praxis_lite.models.decoding import BeamSearch, Bucket, Decoder, LogitProcessor
+from praxis_lite.models.decoding import BeamSearch, Bucket, Decoder, LogitProcessor, Sampler, SpeculativeSampler
 from praxis_lite.runs.continuations import check_stops
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, kept_tokenizer
 from praxis_lite.training.experiment import ExperimentConfig
@@ -147,11 +147,12 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
 
 
 class Sampling(TypedDict, total=False):
-  """Settings of a language model's `Sampler` or `BeamSearch`, under its names; None keeps the value of the config.
+  """Settings of how a language model decodes, under the names of its decoder; None keeps the value of the config.
 
   Attributes:
     max_tokens, min_tokens: `max_decode_steps` and `min_decode_steps`.
     beam_size: also makes a `BeamSearch` of a `Sampler`, with the same values of the fields that both have.
+    lookup, draft_tokens: also make a `SpeculativeSampler` of a `Sampler`.
     others: the fields of these names.
   """
 
@@ -171,9 +172,12 @@ class Sampling(TypedDict, total=False):
   num_best: int | None
   length_penalty: float | None
   early_stopping: bool | None
+  lookup: int | None
+  draft_tokens: int | None
   logit_processors: tuple[LogitProcessor, ...] | None
 
 
+_OF_SPECULATION = ('lookup', 'draft_tokens')
 _FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Those with another name there.
 
 
@@ -189,16 +193,22 @@ def task_with_sampler(
     **settings: see `Sampling`.
 
   Raises:
-    ConfigError: the model has no sampler, or settings of sampling and of beam search are mixed.
+    ConfigError: the model has no sampler, or settings of sampling, of speculation and of beam search are mixed.
   """
   task = task.clone()
   try:
     decoder = task.model.decoder_tpl
   except AttributeError:
     raise ConfigError('a prompt needs a language model; the model of this experiment has no decoder_tpl') from None
-  if settings.get('beam_size') is not None and not is_beam_search(task):
-    shared = {name: getattr(decoder, name) for name in field_names(Config(Decoder)) or () if hasattr(decoder, name)}
-    decoder = task.model.decoder_tpl = Config(BeamSearch, **shared)
+  speculates = [name for name in _OF_SPECULATION if settings.get(name) is not None]
+  searches = settings.get('beam_size') is not None or is_beam_search(task)
+  if speculates and searches:
+    given = f'{speculates[0]} = {dict(settings)[speculates[0]]}'
+    raise ConfigError(f'{given}: beam search takes no guesses; leave out one of them')
+  if searches and not is_beam_search(task):
+    decoder = task.model.decoder_tpl = to_decoder(BeamSearch, decoder, Decoder)
+  elif speculates and not is_decoder(task, SpeculativeSampler):
+    decoder = task.model.decoder_tpl = to_decoder(SpeculativeSampler, decoder, Sampler)
   fields = field_names(decoder)
   for name, value in {**settings, 'max_context': max_context}.items():
     if value is None:
@@ -215,9 +225,20 @@ def task_with_sampler(
 
 def is_beam_search(task: Config) -> bool:
   """Whether the model of a task is decoded by beam search."""
+  return is_decoder(task, BeamSearch)
+
+
+def is_decoder(task: Config, kind: type[Decoder]) -> bool:
+  """Whether the model of a task is decoded by a decoder of this class."""
   decoder = getattr(task.model, 'decoder_tpl', None)
   cls = target(decoder) if isinstance(decoder, Config) else None
-  return isinstance(cls, type) and issubclass(cls, BeamSearch)
+  return isinstance(cls, type) and issubclass(cls, kind)
+
+
+def to_decoder(cls: type[Decoder], decoder: Config, common: type[Decoder]) -> Config:
+  """Returns a config of `cls` with the values of the fields of `common` that `decoder` has."""
+  names = field_names(Config(common)) or ()
+  return Config(cls, **{name: getattr(decoder, name) for name in names if hasattr(decoder, name)})
 
 
 def stop_ids(tokenizer: BaseTokenizer | None, stops: Sequence[str], name: str = 'stop') -> list[int]:

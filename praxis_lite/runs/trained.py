@@ -15,6 +15,7 @@ from typing import Any, TypedDict, Unpack, get_type_hints, overload
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from praxis_lite.common.config import Config, fill_required, target
 from praxis_lite.common.config.values import fit
@@ -25,7 +26,10 @@ from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel
 from praxis_lite.models.decoding import LogitProcessor
+from praxis_lite.runs.batcher import Batcher
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
+from praxis_lite.runs.draft_statistics import DraftStatistics
+from praxis_lite.runs.drafted import drafted_task
 from praxis_lite.runs.export import ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
@@ -33,9 +37,12 @@ from praxis_lite.runs.prompts import Sampling, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import Datasets, build_datasets, run_keys
 from praxis_lite.runs.scoring import Score, score_rows
+from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import state_layout
+from praxis_lite.training.task import SingleTask
 
 
 class SamplerSettings(Sampling, total=False):
@@ -45,6 +52,8 @@ class SamplerSettings(Sampling, total=False):
   seed: int | None
   stream: Callable[[int, Any], object] | None
   batch_size: int | None
+  draft: TrainedModel | None
+  statistics: DraftStatistics | None
 
 
 @functools.cache
@@ -86,6 +95,7 @@ class TrainedModel:
   directory: str | os.PathLike[str] | None = None
 
   def __post_init__(self) -> None:
+    self._drafted: tuple[TrainedModel, TrainedModel] | None = None  # The last draft model, and this model with it.
     self._prompts = PromptDecoder(self.config.task, self.tasks, lambda: self.tokenizer, self._decode_rows)
 
   # ---------------------------------------------------------------- what it is
@@ -215,6 +225,10 @@ class TrainedModel:
     num_best: int | None = None,
     length_penalty: float | None = None,
     early_stopping: bool | None = None,
+    lookup: int | None = None,
+    draft: TrainedModel | None = None,
+    draft_tokens: int | None = None,
+    statistics: DraftStatistics | None = None,
     logit_processors: tuple[LogitProcessor, ...] | None = None,
     stop: Sequence[str] = (),
     seed: int | None = None,
@@ -233,6 +247,9 @@ class TrainedModel:
       logit_processors: functions that change the logits, see `Sampler`.
       beam_size, num_best, length_penalty, early_stopping: settings of its `BeamSearch`. `beam_size` makes a beam search
         of a sampler, without settings that only matter for drawing tokens.
+      lookup, draft_tokens: settings of its `SpeculativeSampler`; either makes one of a sampler.
+      draft: a smaller model with the same vocabulary, which guesses tokens instead of `lookup`.
+      statistics: counts the guesses, and those that were right.
       stop: texts that also end a continuation, which then ends with that text. They may be several tokens, or parts of
         tokens. If tokens are returned, the last one may have more text than the stop text.
       seed: seed of the samples; None uses that of the model.
@@ -253,19 +270,91 @@ class TrainedModel:
     settings |= {'presence_penalty': presence_penalty, 'frequency_penalty': frequency_penalty, 'min_tokens': min_tokens}
     settings |= {'typical_p': typical_p, 'top_n_sigma': top_n_sigma, 'logit_processors': logit_processors}
     settings |= {'beam_size': beam_size, 'num_best': num_best, 'length_penalty': length_penalty}
-    settings |= {'early_stopping': early_stopping}
+    settings |= {'early_stopping': early_stopping, 'lookup': lookup, 'draft_tokens': draft_tokens}
     others: SamplerSettings = {'seed': seed, 'stream': stream, 'batch_size': batch_size}
     for name, value in {**settings, **others}.items():
       with prefix_errors(f'decode: {name}'):
         fit(value, _hints()[name], None)
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
+    if draft is not None:
+      if not isinstance(draft, TrainedModel):
+        raise ConfigError(f'decode: draft: expected a model, as open_run(...).load() returns, got {draft!r}')
+      if lookup is not None:
+        raise ConfigError(f'decode: lookup = {lookup}: the draft model guesses the tokens; leave out one of them')
+      if beam_size is not None:
+        raise ConfigError(f'decode: beam_size = {beam_size}: beam search takes no draft; leave out one of them')
+      model = self._with_draft(draft)
+    else:
+      model = self
+    return model._decode(prompts, settings, key, stop, stream, batch_size, statistics)
+
+  def _decode(
+    self,
+    prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any],
+    settings: Sampling,
+    key: jax.Array,
+    stop: Sequence[str],
+    stream: Callable[[int, Any], object] | None,
+    batch_size: int | None,
+    statistics: DraftStatistics | None,
+  ) -> list[str] | list[list[int]] | NestedDict:
     if not isinstance(prompts, Mapping):
-      return self._prompts.decode(prompts, settings, key, stop=stop, stream=stream, batch_size=batch_size)
+      others: Any = {'stop': stop, 'stream': stream, 'batch_size': batch_size, 'statistics': statistics}
+      return self._prompts.decode(prompts, settings, key, **others)
     if stop or stream is not None or batch_size is not None:
       raise ConfigError('decode: stop, stream and batch_size need prompts, but this is a batch of arrays')
     tasks = self._prompts.set_sampler(settings)
     check_memory_of_batch(tasks.jax_task.model, tasks.mesh, prompts)
-    return self._decode_rows(tasks, prompts, key)
+    decoded = self._decode_rows(tasks, prompts, key)
+    if statistics is not None:
+      statistics.add(decoded)
+    return decoded
+
+  def batcher(
+    self,
+    *,
+    rows: int = 8,
+    max_length: int = 1024,
+    tokens_per_step: int = 8,
+    chunk: int | None = None,
+    chunks_per_step: int = 8,
+    reuse_prefixes: bool = True,
+    **settings: Unpack[Sampling],
+  ) -> Batcher:
+    """Returns a batcher, which continues prompts that come and go; see `Batcher.submit`.
+
+    Args:
+      rows: how many requests are continued at the same time.
+      max_length: the largest number of tokens of a prompt and its continuation, without the last one. Each row has
+        caches for so many.
+      tokens_per_step: how many tokens a step adds to each row, before the host looks at them.
+      chunk: how many tokens of a prompt are read at once; None chooses.
+      chunks_per_step: how many chunks a step reads at most, so that rows do not wait long for a long prompt.
+      reuse_prefixes: whether a prompt takes over the caches of the tokens with which another one begins too.
+      **settings: settings of the `Sampler` for all requests, see `decode`. `max_tokens` and `temperature` are what
+        requests have that do not set them.
+
+    Raises:
+      UserError: the model is no language model, it does not see so many tokens, its caches do not fit into memory, or a
+        setting is not valid.
+    """
+    for name, value in settings.items():
+      with prefix_errors(f'batcher: {name}'):
+        fit(value, _hints()[name], None)
+    tasks = self._prompts.set_sampler(settings)
+    return Batcher(
+      tasks,
+      self.stored_variables,
+      self.global_step,
+      self.key,
+      lambda: self.tokenizer,
+      rows=rows,
+      max_length=max_length,
+      tokens_per_step=tokens_per_step,
+      chunk=chunk,
+      chunks_per_step=chunks_per_step,
+      reuse_prefixes=reuse_prefixes,
+    )
 
   def begin_to_compile_decode(
     self,
@@ -337,6 +426,17 @@ class TrainedModel:
 
   # ---------------------------------------------------------------- how
 
+  def _with_draft(self, draft: TrainedModel) -> TrainedModel:
+    """Returns a model of this one and a smaller one that guesses its tokens."""
+    if self._drafted is None or self._drafted[0] is not draft:
+      config = drafted_task(self.config.task, draft.config.task)
+      tasks = TaskOnMesh(*_on_mesh(config, self.tasks.mesh))
+      both = {'model': self.stored_variables, 'draft': draft.variables}  # The draft may be on another mesh.
+      variables = tasks.layout.mdl_vars.to_mesh(both)
+      run = ExperimentConfig(config, self.config.datasets, self.config.decode_datasets)
+      self._drafted = draft, TrainedModel(run, tasks, variables, self.global_step, self.seed, self.directory)
+    return self._drafted[1]
+
   def _run_by_rows(
     self,
     tasks: TaskOnMesh,
@@ -379,6 +479,12 @@ class TrainedModel:
     if dataset.num_epochs is None:
       raise ConfigError(f'evaluate: {dataset.label} is endless; set its num_epochs, or pass its config')
     return dataset
+
+
+def _on_mesh(config: Config, mesh: Mesh) -> tuple[SingleTask, Mesh, StateLayout]:
+  """Returns a task, the mesh, and how the variables of its model are stored there."""
+  task: SingleTask = config.instantiate()
+  return task, mesh, state_layout(task, mesh, optimizer=False)
 
 
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:

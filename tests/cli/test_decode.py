@@ -9,6 +9,7 @@ from test_bad_input import STDLIB, fails
 
 from praxis_lite.cli.main import main
 from praxis_lite.cli.prompt_files import read_prompts
+from praxis_lite.runs import DraftStatistics
 
 
 @pytest.fixture
@@ -83,6 +84,21 @@ def test_beams_are_printed_the_best_first(decode, monkeypatch):
   monkeypatch.setattr('praxis_lite.runs.inference.decode_prompts', two_for_each)
   out, *_ = decode('--prompt=a', '--prompt=b', '--beam_size=2', '--num_best=2')
   assert out.splitlines()[1::2] == ['a0', 'a1', 'b0', 'b1'] and out.startswith('----- sample 1 of 4')
+
+
+def test_guesses_are_asked_for_and_reported(decode, capsys):
+  _, (_, decoder, options) = decode('--prompt=a', '--lookup=3')
+  assert (decoder.lookup, decoder.draft_tokens, options['draft']) == (3, 4, None)
+  assert isinstance(options['statistics'], DraftStatistics)
+  main(['decode', STDLIB, '--job_log_dir=x', '--prompt=a', '--draft=runs/small', '--draft_tokens=2'])
+  assert capsys.readouterr().err == 'note: 0.00 tokens in each pass of the model; 0% of 0 guessed tokens were right\n'
+  _, (_, decoder, options) = decode('--prompt=a')
+  assert options['draft'] is None and options['statistics'] is None
+
+
+def test_one_of_the_guesses_is_chosen(capsys):
+  said = '--draft and --lookup cannot be combined: one of them guesses tokens; leave out the other'
+  assert said in fails(capsys, 'decode', STDLIB, '--job_log_dir=x', '--prompt=a', '--draft=runs/small', '--lookup=3')
 
 
 def test_settings_that_greedy_decoding_does_not_use_are_told(decode, capsys):

@@ -17,7 +17,7 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, S
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.models import BaseModel
-from praxis_lite.runs import run_eval, run_train
+from praxis_lite.runs import DraftStatistics, run_eval, run_train
 from praxis_lite.runs.inference import decode_prompts
 from praxis_lite.runs.predict_files import predict_files
 from praxis_lite.runs.prompts import check_ids
@@ -284,6 +284,31 @@ def test_beam_search_returns_the_best_of_each_prompt(lm):
   assert model.decode(prompts, **one) == greedy
 
 
+def test_guesses_change_no_text_and_are_counted(lm):
+  model, prompts = lm.load(), ['def ', 'class A']
+  settings = {'temperature': 0.7, 'max_tokens': 20, 'seed': 3}
+  texts, counts = model.decode(prompts, **settings), DraftStatistics()
+  assert model.decode(prompts, **settings, lookup=3, statistics=counts) == texts
+  assert counts.tokens == 40 and 0 < counts.accepted < counts.drafted and counts.passes < 40
+  assert re.fullmatch(r'1\.\d\d tokens in each pass of the model; \d+% of \d+ guessed tokens were right', str(counts))
+  pieces = ['', '']
+
+  def stream(row, piece):
+    pieces[row] += piece
+
+  assert model.decode(prompts, **settings, lookup=3, stream=stream, stop=['\0\0']) == texts == pieces
+  greedy = {**settings, 'temperature': 0}
+  counts = DraftStatistics()
+  mesh = lm.load(mesh=(3,))
+  assert mesh.decode(prompts, **greedy, draft=model, draft_tokens=3, statistics=counts) == model.decode(
+    prompts, **greedy
+  )
+  assert counts.acceptance_rate == 1 and counts.tokens_per_pass > 2  # The draft model is the model.
+  counts = DraftStatistics()
+  model.decode(prompts, **greedy, statistics=counts)
+  assert (counts.tokens_per_pass, counts.drafted) == (1.0, 0)
+
+
 def test_processors_of_a_call_change_its_tokens(lm):
   model, banned = lm.load(), ord('n')
   plain = model.decode(['def '], temperature=0, max_tokens=30)
@@ -304,11 +329,36 @@ def test_processors_of_a_call_change_its_tokens(lm):
     ({'beam_size': 2, 'stop': ['ab']}, r"^decode: stop=\['ab'\]: texts are known only when a beam search ends"),
     ({'beam_size': 'two'}, r'^decode: beam_size: expected '),
     ({'logit_processors': (3,)}, r'logit_processors'),
+    ({'beam_size': 2, 'lookup': 3}, r'^lookup = 3: beam search takes no guesses; leave out one of them'),
+    ({'draft_tokens': 3}, r'SpeculativeSampler.lookup: got None; expected a number, such as 3, or a draft model'),
+    ({'lookup': 0}, r'SpeculativeSampler.lookup: expected at least 1'),
+    (
+      {'lookup': 2, 'max_tokens': 99},
+      r'speculative decoding needs all tokens at each step, but the model sees only 32',
+    ),
+    (
+      {'draft': 'runs/small'},
+      r"^decode: draft: expected a model, as open_run\(...\).load\(\) returns, got 'runs/small'",
+    ),
   ],
 )
 def test_settings_of_decoding_that_do_not_go_together_are_told(lm, settings, message):
   with pytest.raises(UserError, match=message):
     lm.load().decode(['a'], **{'max_tokens': 2, **settings})
+
+
+@pytest.mark.parametrize('settings', [{'lookup': 2}, {'beam_size': 2}], ids=str)
+def test_a_draft_model_guesses_alone(lm, settings):
+  model = lm.load()
+  with pytest.raises(ConfigError, match=f'^decode: {next(iter(settings))} = 2: .*; leave out one of them'):
+    model.decode(['a'], max_tokens=2, draft=model, **settings)
+
+
+def test_a_draft_model_is_a_language_model(lm, model):
+  with pytest.raises(
+    ConfigError, match=r'^draft: speculative decoding needs language models, and the draft model has no'
+  ):
+    lm.load().decode(['a'], max_tokens=2, draft=model)
 
 
 @pytest.mark.parametrize(

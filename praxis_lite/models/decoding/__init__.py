@@ -9,6 +9,8 @@ from praxis_lite.models.decoding.loop import Decoded, Draws
 from praxis_lite.models.decoding.processors import LogitProcessor
 from praxis_lite.models.decoding.sampler import Sampler
 from praxis_lite.models.decoding.sampling import sample_tokens
+from praxis_lite.models.decoding.speculative_loop import SpeculativeDecoded
+from praxis_lite.models.decoding.speculative_sampler import SpeculativeSampler
 from praxis_lite.models.decoding.steps import DecodingSteps, extend_one_by_one, prompt_step
 
 __all__ = [
@@ -21,6 +23,8 @@ __all__ = [
   'Draws',
   'LogitProcessor',
   'Sampler',
+  'SpeculativeDecoded',
+  'SpeculativeSampler',
   'chunk_of',
   'extend_one_by_one',
   'find_row_axes',

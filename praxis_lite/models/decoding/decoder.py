@@ -73,6 +73,11 @@ class Decoder(Configurable):
     return False
 
   @property
+  def goes_back(self) -> bool:
+    """Whether the state must be able to go back to earlier tokens; see `DecodingSteps`."""
+    return False
+
+  @property
   def state_copies(self) -> int:
     """How many times the state of one row is in memory for each prompt."""
     return 1

@@ -155,10 +155,20 @@ class DecodingLoop(Generic[DecodingState]):
 
   def _keys(self, number: jax.Array) -> jax.Array | None:
     """Returns the keys of token `number` of each row."""
-    key = self.key
-    if key is None:
-      return None
-    zeros_B = jnp.zeros_like(self.reader.prompt_lengths_B)
-    row_B = jnp.arange(len(zeros_B), dtype=jnp.int32) if self.draws.row_B is None else self.draws.row_B
-    number_B = number + (zeros_B if self.draws.num_drawn_B is None else self.draws.num_drawn_B)
-    return jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(key, at), row))(row_B, number_B)
+    return row_keys(self.key, self.draws, self.reader.prompt_lengths_B, number)
+
+
+def row_keys(key: jax.Array | None, draws: Draws, lengths_B: jax.Array, number: jax.Array) -> jax.Array | None:
+  """Returns the key of the next token of each row; None without a key.
+
+  Args:
+    key, draws: see `Sampler.decode`.
+    lengths_B: int32 lengths of the prompts.
+    number: int32, the number of the token in its continuation, of all rows or [B].
+  """
+  if key is None:
+    return None
+  zeros_B = jnp.zeros_like(lengths_B)
+  row_B = jnp.arange(len(zeros_B), dtype=jnp.int32) if draws.row_B is None else draws.row_B
+  number_B = number + (zeros_B if draws.num_drawn_B is None else draws.num_drawn_B)
+  return jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(key, at), row))(row_B, number_B)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from praxis_lite.models.decoding.decoder import Decoder
 from praxis_lite.models.decoding.loop import Decoded, DecodingLoop, Draws
-from praxis_lite.models.decoding.sampling import sample_tokens
+from praxis_lite.models.decoding.row_loop import RowLoop
+from praxis_lite.models.decoding.sampling import CANDIDATE_SETTINGS, sample_rows, sample_tokens
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 
 
-class Sampler(Decoder):
-  """Settings of sampling.
+class DrawingDecoder(Decoder):
+  """Settings of decoders that draw one token after the other, or take the most probable one.
 
   Attributes: the same as for `Decoder`, and
     temperature: 0 is greedy; 1 is the model's distribution.
@@ -45,6 +47,36 @@ class Sampler(Decoder):
   def is_random(self) -> bool:
     return self.temperature != 0
 
+  @property
+  def _settings(self) -> dict[str, Any]:
+    """The settings that `sample_tokens` takes."""
+    return {'temperature': self.temperature, **{name: getattr(self, name) for name in CANDIDATE_SETTINGS}}
+
+  def draw(self, logits_BV: jax.Array, keys_B: jax.Array | None) -> jax.Array:
+    """Returns a token for each row; see `sample_tokens`."""
+    return sample_tokens(logits_BV, keys_B, **self._settings)
+
+
+class Sampler(DrawingDecoder):
+  """Settings of sampling.
+
+  Attributes: the same as for `DrawingDecoder`.
+  """
+
+  def row_loop(
+    self, steps: DecodingSteps[DecodingState], prompt_lengths_B: jax.Array, num_tokens: int
+  ) -> RowLoop[DecodingState]:
+    """Returns what continues rows that begin at different times; each has its own temperature and key.
+
+    Args:
+      steps: the model; it can go back, see `DecodingSteps`.
+      prompt_lengths_B: int32, how many first tokens of each row are its prompt.
+      num_tokens: how many tokens a call adds to each row.
+    """
+    settings = {name: getattr(self, name) for name in CANDIDATE_SETTINGS}
+    draw = functools.partial(sample_rows, **settings)
+    return RowLoop(steps, draw, self._adjuster(prompt_lengths_B), self.stop_ids, num_tokens)
+
   def decode(
     self,
     steps: DecodingSteps[DecodingState],
@@ -70,15 +102,7 @@ class Sampler(Decoder):
     draws = draws or Draws()
     return DecodingLoop(
       self._reader(steps, prompt_ids_BP, prompt_lengths_B, chunk),
-      functools.partial(
-        sample_tokens,
-        temperature=self.temperature,
-        top_k=self.top_k,
-        top_p=self.top_p,
-        min_p=self.min_p,
-        typical_p=self.typical_p,
-        top_n_sigma=self.top_n_sigma,
-      ),
+      self.draw,
       self._adjuster(prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B),
       self.stop_ids,
       key=key,

@@ -5,12 +5,19 @@ B batch, V vocabulary, C candidates (the most probable tokens, in descending ord
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
+
+MOST_TEMPERATURE = 1e30  # Of a row of its own temperature: above, 1 / temperature is not a normal float32.
+# Settings of `sample_tokens` that restrict what is drawn.
+CANDIDATE_SETTINGS = ('top_k', 'top_p', 'min_p', 'typical_p', 'top_n_sigma')
 
 
 def sample_tokens(
@@ -46,23 +53,92 @@ def sample_tokens(
   """
   if not temperature >= 0:
     raise ConfigError(f'Sampler.temperature: expected at least 0, got {temperature}')
-  if temperature < jnp.finfo(jnp.float32).tiny:
+  if is_greedy(temperature):
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
   if keys_B is None:
     raise ConfigError(f'Sampler.temperature: {temperature} draws random numbers, which needs a PRNG key')
-  logits_BV = _scale(_keep_within_sigmas(logits_BV.astype(jnp.float32), top_n_sigma), temperature)
+  logits_BC, ids_BC = _candidates(
+    logits_BV,
+    functools.partial(_scale, temperature=temperature),
+    top_k=top_k,
+    top_p=top_p,
+    min_p=min_p,
+    typical_p=typical_p,
+    top_n_sigma=top_n_sigma,
+  )
+  choice_B = jax.vmap(jax.random.categorical)(keys_B, logits_BC)
+  return _ids_of(choice_B, ids_BC)
+
+
+def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array, **settings: Any) -> jax.Array:
+  """Returns what `sample_tokens` does, where each row has its own temperature.
+
+  Args:
+    logits_BV, keys_B: see `sample_tokens`.
+    temperature_B: float32, from 0 to `MOST_TEMPERATURE`.
+    **settings: the other ones of `sample_tokens`.
+  """
+  scale = functools.partial(_scale_rows, temperature_B=temperature_B)
+  logits_BC, ids_BC = _candidates(logits_BV, scale, **settings)
+  drawn_B = _ids_of(jax.vmap(jax.random.categorical)(keys_B, logits_BC), ids_BC)
+  greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+  return jnp.where(temperature_B < jnp.finfo(jnp.float32).tiny, greedy_B, drawn_B)
+
+
+def is_greedy(temperature: float) -> bool:
+  """Whether this temperature takes the most probable token."""
+  return bool(temperature < jnp.finfo(jnp.float32).tiny)
+
+
+def candidate_logits(logits_BV: jax.Array, *, temperature: float = 1.0, **settings: Any) -> jax.Array:
+  """Returns the logits [B, V], float32, whose softmax `sample_tokens` draws from; -inf for tokens it never draws.
+
+  Args:
+    logits_BV: logits of the next token.
+    temperature: more than 0, see `sample_tokens`.
+    **settings: the other ones of `sample_tokens`.
+  """
+  logits_BC, ids_BC = _candidates(logits_BV, functools.partial(_scale, temperature=temperature), **settings)
+  if ids_BC is None:
+    return logits_BC
+  row_B1 = jnp.arange(len(logits_BC))[:, None]
+  return jnp.full(logits_BV.shape, -jnp.inf).at[row_B1, ids_BC].set(logits_BC)
+
+
+def _ids_of(choice_B: jax.Array, ids_BC: jax.Array | None) -> jax.Array:
+  """Returns the tokens of the chosen candidates, [B] int32."""
+  if ids_BC is not None:
+    choice_B = jnp.take_along_axis(ids_BC, choice_B[:, None], axis=-1)[:, 0]
+  return choice_B.astype(jnp.int32)
+
+
+def _candidates(
+  logits_BV: jax.Array,
+  scale: Callable[[jax.Array], jax.Array],
+  *,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  min_p: float | None = None,
+  typical_p: float | None = None,
+  top_n_sigma: float | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns the logits [B, C] of the candidates and their ids [B, C], None for the whole vocabulary in order.
+
+  Args:
+    logits_BV: logits of the next token.
+    scale: divides them by the temperature.
+    top_k, top_p, min_p, typical_p, top_n_sigma: see `sample_tokens`.
+  """
+  logits_BV = scale(_keep_within_sigmas(logits_BV.astype(jnp.float32), top_n_sigma))
   if not top_k and top_p is None:
-    logits_BV = _keep_typical(_keep_probable(logits_BV, min_p), typical_p)
-    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+    return _keep_typical(_keep_probable(logits_BV, min_p), typical_p), None
   vocab_size = logits_BV.shape[-1]
   logits_BC, ids_BC = jax.lax.top_k(logits_BV, min(top_k or vocab_size, vocab_size))
   if top_p is not None:
     probs_BC = jax.nn.softmax(logits_BC)
     more_probable_BC = jnp.cumsum(probs_BC, axis=-1) - probs_BC
     logits_BC = jnp.where(more_probable_BC < top_p, logits_BC, -jnp.inf)
-  logits_BC = _keep_typical(_keep_probable(logits_BC, min_p), typical_p)
-  choice_B = jax.vmap(jax.random.categorical)(keys_B, logits_BC)
-  return jnp.take_along_axis(ids_BC, choice_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+  return _keep_typical(_keep_probable(logits_BC, min_p), typical_p), ids_BC
 
 
 def _keep_probable(logits_BV: jax.Array, min_p: float | None) -> jax.Array:
@@ -103,5 +179,17 @@ def _scale(logits_BV: jax.Array, temperature: float) -> jax.Array:
     return jnp.where(logits_BV == -jnp.inf, -jnp.inf, 0.0)  # All possible tokens become equally probable.
   if temperature >= 1:
     return logits_BV / temperature
+  return _scale_up(logits_BV, temperature)
+
+
+def _scale_up(logits_BV: jax.Array, temperature: float | jax.Array) -> jax.Array:
+  """Returns logits / temperature, below 1, minus their largest."""
   most_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
   return jnp.where(logits_BV == most_B1, 0.0, (logits_BV - most_B1) / temperature)
+
+
+def _scale_rows(logits_BV: jax.Array, temperature_B: jax.Array) -> jax.Array:
+  """Returns what `_scale` does, for a temperature of each row."""
+  is_greedy_B1 = (temperature_B < jnp.finfo(jnp.float32).tiny)[:, None]
+  temperature_B1 = jnp.where(is_greedy_B1, 1.0, temperature_B[:, None])
+  return jnp.where(temperature_B1 >= 1, logits_BV / temperature_B1, _scale_up(logits_BV, temperature_B1))

@@ -23,6 +23,10 @@ class DecodingSteps(Protocol[DecodingState]):
   Beam search reorders the rows of the state. If rows are not dimension 0 of all its arrays, steps also have a method
   `row_axes(num_rows, num_slots)`, which returns the dimension of rows for each array of what `start` returns for these
   arguments, and -1 for arrays that all rows share. `find_row_axes` finds these dimensions.
+
+  Speculative decoding takes guesses of tokens back. Steps that allow this have an attribute `can_go_back` that is True.
+  Then positions may be given to `extend` again: the tokens there are replaced, and later ones are forgotten. Rows may
+  have different lengths, and `last_B` may be [B, N], several tokens of each row, for logits [B, N, V].
   """
 
   @property

@@ -1,0 +1,163 @@
+"""Drafts: guesses of the next tokens of rows, by a look-up in the rows themselves or by a smaller model.
+
+B batch, K largest number of tokens in a draft, L places for the tokens of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.models.decoding.processors import LogitProcessor
+from praxis_lite.models.decoding.reading import RowReader
+from praxis_lite.models.decoding.steps import DecodingState
+
+DraftState = TypeVar('DraftState')
+# (logits [B, V], number of each token in its continuation [B]) -> tokens [B], and the logits they were drawn from.
+DrawDraft = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
+
+
+class Draft(NamedTuple):
+  """Guesses of the next tokens.
+
+  Attributes:
+    ids: [B, K] int32.
+    counts: [B] int32, how many of them there are in each row.
+    logits: [B, K, V] float32, whose softmax they were drawn from; None if they were not drawn.
+  """
+
+  ids: jax.Array
+  counts: jax.Array
+  logits: jax.Array | None = None
+
+
+class Rows(NamedTuple):
+  """Rows in the middle of decoding.
+
+  Attributes:
+    ids: [B, L] int32 tokens, prompt and continuation; those after them are arbitrary.
+    lengths: [B] int32 number of these tokens.
+    numbers: [B] int32, how many of them are of the continuation.
+    most: [B] int32, the largest number of tokens of a draft that may be used; 0 if the row has ended.
+  """
+
+  ids: jax.Array
+  lengths: jax.Array
+  numbers: jax.Array
+  most: jax.Array
+
+
+class Drafter(Protocol[DraftState]):
+  """What guesses the next tokens."""
+
+  def start(self) -> DraftState:
+    """Returns the state after the prompts."""
+    ...
+
+  def propose(self, rows: Rows, state: DraftState) -> tuple[Draft, DraftState]:
+    """Returns guesses of the next tokens, and the new state."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupDrafter:
+  """Guesses that a row goes on as it did before, after the same tokens (Saxena, 2023, prompt lookup decoding).
+
+  It looks for the longest group of last tokens, of at most `size`, that occurs earlier in the row, the last time that
+  it does. The draft is what followed there.
+
+  Attributes:
+    size: the largest number of tokens that are compared, at least 1.
+    num_tokens: K.
+  """
+
+  size: int
+  num_tokens: int
+
+  def start(self) -> tuple[()]:
+    return ()
+
+  def propose(self, rows: Rows, state: tuple[()]) -> tuple[Draft, tuple[()]]:
+    place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
+    last_B1 = rows.lengths[:, None] - 1
+    # Whether the tokens that end at each place, before the last one, equal those that end the row.
+    matches_BL, count_BL = place_L < last_B1, jnp.zeros(rows.ids.shape, jnp.int32)
+    for i in range(self.size):
+      wanted_B1 = jnp.take_along_axis(rows.ids, last_B1 - i, axis=1, mode='clip')
+      there_BL = jnp.roll(rows.ids, i, axis=1)
+      matches_BL &= (there_BL == wanted_B1) & (place_L >= i)
+      count_BL += matches_BL
+    end_B1 = jnp.argmax(count_BL * len(place_L) + place_L, axis=1)[:, None].astype(jnp.int32)
+    is_found_B = jnp.take_along_axis(count_BL, end_B1, axis=1)[:, 0] > 0
+    place_BK = end_B1 + 1 + jnp.arange(self.num_tokens, dtype=jnp.int32)
+    # A group may end near the end of the row: the tokens after the last one are guessed to repeat those in between.
+    period_B1 = jnp.maximum(last_B1 - end_B1, 1)
+    place_BK = jnp.where(place_BK > last_B1, end_B1 + 1 + (place_BK - end_B1 - 1) % period_B1, place_BK)
+    ids_BK = jnp.take_along_axis(rows.ids, place_BK, axis=1, mode='clip')
+    return Draft(ids_BK, jnp.where(is_found_B, jnp.minimum(self.num_tokens, rows.most), 0)), state
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter(Generic[DecodingState]):
+  """Guesses what a smaller model would write.
+
+  Each time it first reads the last two tokens, because it has not read the last one that it guessed itself. A state
+  whose tokens are placed by their positions forgets guesses that were wrong.
+
+  Attributes:
+    reader: reads the prompts into the state of the smaller model.
+    num_tokens: K.
+    draw: returns a token for each row.
+    adjust: what changes the logits, as for the model itself; None if nothing does.
+  """
+
+  reader: RowReader[DecodingState]
+  num_tokens: int
+  draw: DrawDraft
+  adjust: LogitProcessor | None
+
+  def start(self) -> DecodingState:
+    reader = self.reader
+    nothing_BM = jnp.zeros((len(reader.prompt_lengths_B), reader.num_steps), jnp.int32)
+    none_B = jnp.zeros(len(reader.prompt_lengths_B), bool)
+    return reader.read(nothing_BM, jnp.int32(0), none_B, reader.start())[1]
+
+  def propose(self, rows: Rows, state: DecodingState) -> tuple[Draft, DecodingState]:
+    extend = self.reader.steps.extend
+    row_B = jnp.arange(len(rows.lengths))
+
+    def draw(logits_BV: jax.Array, ids_BL: jax.Array, i: jax.Array | int) -> tuple[jax.Array, jax.Array, Any]:
+      """Returns guess number i of each row, the rows that end with it, and what it was drawn from."""
+      if self.adjust is not None:
+        logits_BV = self.adjust(logits_BV, ids_BL, rows.lengths + i)
+      ids_B, from_BV = self.draw(logits_BV, rows.numbers + i)
+      return ids_B, ids_BL.at[row_B, rows.lengths + i].set(ids_B, mode='drop'), from_BV
+
+    place_BT = rows.lengths[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)
+    pos_BT = jnp.where(rows.most[:, None] > 0, place_BT, -1)
+    last_ids_BT = jnp.take_along_axis(rows.ids, place_BT, axis=1, mode='clip')
+    logits_BV, state = extend(last_ids_BT, pos_BT, jnp.ones_like(rows.lengths), state)
+    first_B, ids_BL, first_BV = draw(logits_BV, rows.ids, 0)
+
+    def guess_next(
+      carry: tuple[jax.Array, jax.Array, DecodingState], i: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array, DecodingState], tuple[jax.Array, Any]]:
+      ids_B, ids_BL, state = carry
+      pos_B = jnp.where(i < rows.most, rows.lengths + i - 1, -1)
+      logits_BV, state = extend(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B), state)
+      ids_B, ids_BL, from_BV = draw(logits_BV, ids_BL, i)
+      return (ids_B, ids_BL, state), (ids_B, from_BV)
+
+    (_, _, state), others = jax.lax.scan(
+      guess_next, (first_B, ids_BL, state), jnp.arange(1, self.num_tokens, dtype=jnp.int32)
+    )
+    ids_BK, logits_BKV = jax.tree.map(
+      lambda first, rest: jnp.concatenate([first[:, None], jnp.moveaxis(rest, 0, 1)], axis=1),
+      (first_B, first_BV),
+      others,
+    )
+    return Draft(ids_BK, jnp.minimum(self.num_tokens, rows.most), logits_BKV), state

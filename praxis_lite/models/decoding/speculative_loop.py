@@ -1,0 +1,175 @@
+"""SpeculativeLoop: continues prompts by several tokens in each pass of the model (Leviathan et al., 2023).
+
+B batch, P length of the prompts, M maximum number of tokens to decode, L = P + M, K largest number of tokens in a
+draft, N = K + 1, V vocabulary.
+
+    logits = extend(prompts); token 0 = draw(logits)
+    while a row continues:
+      draft = guesses of the next K tokens
+      logits = extend(last token, draft)            one pass over N tokens of each row
+      the next 1 to N tokens = those of the draft that are kept, and one of the model
+
+Rows keep different numbers of tokens. The state must have the property that `DecodingSteps` calls `can_go_back`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.layers.base.expected_trips import expected_trips
+from praxis_lite.models.decoding.drafting import Draft, Drafter, Rows
+from praxis_lite.models.decoding.loop import Decoded
+from praxis_lite.models.decoding.processors import LogitProcessor
+from praxis_lite.models.decoding.reading import NEXT_TOKEN, READ_PROMPTS, RowReader
+from praxis_lite.models.decoding.steps import DecodingState
+from praxis_lite.models.decoding.verifying import Verified
+
+
+class SpeculativeDecoded(NamedTuple):
+  """Continuations of prompts, as in `Decoded`, and how well they were guessed.
+
+  Attributes:
+    ids, lengths, log_probs: see `Decoded`.
+    num_passes: [B] int32, how many passes of the model a row took part in, with that over its prompt.
+    num_drafted: [B] int32, how many tokens were guessed.
+    num_accepted: [B] int32, how many of them are in the continuation.
+  """
+
+  ids: jax.Array
+  lengths: jax.Array
+  log_probs: jax.Array
+  num_passes: jax.Array
+  num_drafted: jax.Array
+  num_accepted: jax.Array
+
+  def metrics(self, rows_B: jax.Array) -> WeightedScalars:
+    """Returns those of `Decoded`, `accepted_drafts`, a fraction of the guesses, and `tokens_per_pass`."""
+    passes_B, drafted_B = self.num_passes.astype(jnp.float32), self.num_drafted.astype(jnp.float32)
+    return {
+      **Decoded(self.ids, self.lengths, self.log_probs).metrics(rows_B),
+      'accepted_drafts': weighted_mean(self.num_accepted / jnp.maximum(drafted_B, 1.0), drafted_B * rows_B),
+      'tokens_per_pass': weighted_mean(self.lengths / jnp.maximum(passes_B, 1.0), passes_B * rows_B),
+    }
+
+
+class _Progress(NamedTuple):
+  """The progress of the rows, besides the states of the models."""
+
+  decoded: SpeculativeDecoded
+  done_B: jax.Array
+
+
+_Carry = tuple[DecodingState, Any, _Progress]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeLoop(Generic[DecodingState]):
+  """One call of `SpeculativeSampler.decode`.
+
+  Attributes:
+    reader: reads the prompts; its state has room for all tokens, so that no row is read again.
+    drafter: guesses tokens.
+    num_drafts: K.
+    draw: (logits [B, V], number of the token in its continuation [B]) -> tokens [B].
+    verify: (logits [B, N, V], draft, number of the first token [B]) -> which tokens of a draft are kept.
+    adjust: (logits [B, V], tokens of the rows [B, L], their number [B]) -> the logits to draw from; None keeps them.
+    stop_ids: tokens that end a row.
+    limits_B: int32, the largest number of tokens after each prompt, at most M.
+  """
+
+  reader: RowReader[DecodingState]
+  drafter: Drafter[Any]
+  num_drafts: int
+  draw: Callable[[jax.Array, jax.Array], jax.Array]
+  verify: Callable[[jax.Array, Draft, jax.Array], Verified]
+  adjust: LogitProcessor | None
+  stop_ids: tuple[int, ...]
+  limits_B: jax.Array
+
+  def run(self) -> SpeculativeDecoded:
+    """Continues the prompts."""
+    reader = self.reader
+    B, M = len(reader.prompt_lengths_B), reader.num_steps
+    zeros_B = jnp.zeros(B, jnp.int32)
+    nothing = SpeculativeDecoded(jnp.zeros((B, M), jnp.int32), zeros_B, jnp.zeros((B, M)), zeros_B, zeros_B, zeros_B)
+    progress = _Progress(nothing, (reader.prompt_lengths_B == 0) | (self.limits_B <= 0))
+    with jax.named_scope(READ_PROMPTS):
+      logits_BV, state, _ = reader.read(nothing.ids, jnp.int32(0), progress.done_B, reader.start())
+      adjusted_BV = self._adjust(logits_BV, self._all_tokens(nothing), reader.prompt_lengths_B)
+      first = Verified(self.draw(adjusted_BV, zeros_B)[:, None], zeros_B)
+      progress = self._append(first, zeros_B, logits_BV[:, None], progress)
+      draft_state = self.drafter.start()
+    with expected_trips(M - 1):
+      return jax.lax.while_loop(lambda carry: ~jnp.all(carry[-1].done_B), self._extend, (state, draft_state, progress))[
+        -1
+      ].decoded
+
+  def _extend(self, carry: _Carry[DecodingState]) -> _Carry[DecodingState]:
+    """Guesses tokens, reads them, and keeps those that the model would have drawn too."""
+    state, draft_state, progress = carry
+    decoded, K = progress.decoded, self.num_drafts
+    lengths_B = self.reader.prompt_lengths_B + decoded.lengths
+    # The last token of a row needs no slot and no guess: a pass always adds one of the model.
+    most_B = jnp.where(progress.done_B, 0, jnp.minimum(self.limits_B - decoded.lengths - 1, K))
+    with jax.named_scope(NEXT_TOKEN):
+      rows = Rows(self._all_tokens(decoded), lengths_B, decoded.lengths, most_B)
+      draft, draft_state = self.drafter.propose(rows, draft_state)
+      last_B1 = jnp.take_along_axis(rows.ids, lengths_B[:, None] - 1, axis=1, mode='clip')
+      ids_BN = jnp.concatenate([last_B1, draft.ids], axis=1)
+      i_N = jnp.arange(K + 1, dtype=jnp.int32)
+      is_read_BN = (i_N <= draft.counts[:, None]) & ~progress.done_B[:, None]
+      pos_BN = jnp.where(is_read_BN, lengths_B[:, None] - 1 + i_N, -1)
+      all_BN = jnp.broadcast_to(i_N, pos_BN.shape)
+      logits_BNV, state = self.reader.steps.extend(ids_BN, pos_BN, all_BN, state)
+      if logits_BNV.ndim != 3:
+        raise ConfigError(
+          f'speculative decoding: {type(self.reader.steps).__name__}.extend returned logits of shape '
+          f'{logits_BNV.shape} for several tokens of each row; expected {(*pos_BN.shape, logits_BNV.shape[-1])}'
+        )
+      verified = self.verify(self._adjust_all(logits_BNV, rows, draft), draft, decoded.lengths)
+      return state, draft_state, self._append(verified, draft.counts, logits_BNV, progress)
+
+  def _append(self, verified: Verified, drafted_B: jax.Array, logits_BNV: jax.Array, progress: _Progress) -> _Progress:
+    """Adds the next tokens to each row that is not done, up to its first stop token."""
+    decoded, done_B = progress
+    ids_BN, i_N = verified.ids, jnp.arange(verified.ids.shape[1])
+    is_stop_BN = jnp.isin(ids_BN, jnp.array(self.stop_ids, jnp.int32)) & (i_N <= verified.accepted[:, None])
+    stops_B = jnp.any(is_stop_BN, axis=1)
+    num_new_B = jnp.where(stops_B, jnp.argmax(is_stop_BN, axis=1), verified.accepted) + 1
+    num_new_B = jnp.where(done_B, 0, num_new_B).astype(jnp.int32)
+    log_probs_BNV = jax.nn.log_softmax(logits_BNV.astype(jnp.float32))
+    log_probs_BN = jnp.take_along_axis(log_probs_BNV, ids_BN[..., None], axis=-1)[..., 0]
+    M, row_B1 = decoded.ids.shape[1], jnp.arange(len(ids_BN))[:, None]
+    place_BN = jnp.where(i_N < num_new_B[:, None], decoded.lengths[:, None] + i_N, M)
+    lengths_B = decoded.lengths + num_new_B
+    decoded = SpeculativeDecoded(
+      decoded.ids.at[row_B1, place_BN].set(ids_BN, mode='drop'),
+      lengths_B,
+      decoded.log_probs.at[row_B1, place_BN].set(log_probs_BN, mode='drop'),
+      decoded.num_passes + ~done_B,
+      decoded.num_drafted + jnp.where(done_B, 0, drafted_B),
+      decoded.num_accepted + jnp.minimum(verified.accepted, num_new_B),
+    )
+    return _Progress(decoded, done_B | stops_B | (lengths_B >= self.limits_B))
+
+  def _adjust_all(self, logits_BNV: jax.Array, rows: Rows, draft: Draft) -> jax.Array:
+    """Returns the logits to draw from after each token, which depend on the tokens of the draft before it."""
+    if self.adjust is None:
+      return logits_BNV
+    place_BK = rows.lengths[:, None] + jnp.arange(self.num_drafts)
+    ids_BL = rows.ids.at[jnp.arange(len(place_BK))[:, None], place_BK].set(draft.ids, mode='drop')
+    each = [self._adjust(logits_BNV[:, i], ids_BL, rows.lengths + i) for i in range(self.num_drafts + 1)]
+    return jnp.stack(each, axis=1)
+
+  def _adjust(self, logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    return logits_BV if self.adjust is None else self.adjust(logits_BV, ids_BL, lengths_B)
+
+  def _all_tokens(self, decoded: SpeculativeDecoded) -> jax.Array:
+    return self.reader.all_tokens(decoded.ids)

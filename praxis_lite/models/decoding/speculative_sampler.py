@@ -1,0 +1,131 @@
+"""SpeculativeSampler: continues prompts like a `Sampler`, by several tokens in each pass of the model.
+
+B batch, P length of the prompts, K largest number of tokens in a draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.models.decoding.drafting import Draft, Drafter, LookupDrafter, ModelDrafter
+from praxis_lite.models.decoding.loop import Draws, row_keys
+from praxis_lite.models.decoding.sampler import DrawingDecoder
+from praxis_lite.models.decoding.sampling import candidate_logits
+from praxis_lite.models.decoding.speculative_loop import SpeculativeDecoded, SpeculativeLoop
+from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
+from praxis_lite.models.decoding.verifying import Verified, compare_drafts, reject_drafts
+
+# What further random numbers of a token are for.
+_OF_DRAFT, _OF_ACCEPTANCE, _OF_MODEL = range(1, 4)
+
+
+class SpeculativeSampler(DrawingDecoder):
+  """Settings of speculative decoding: a cheap guess of the next tokens, of which one pass of the model keeps the first.
+
+  It draws from the distribution of a `Sampler` with the same settings; the guesses only change the time. Greedy tokens
+  are those of the sampler. With `lookup`, drawn tokens are too; with a draft model, other random numbers choose them.
+
+  Attributes: the same as for `Sampler`, and
+    draft_tokens: K, the largest number of tokens that are guessed at a time.
+    lookup: guesses what followed the last time that these many last tokens, or fewer, occurred in the row; see
+      `LookupDrafter`. None takes the guesses of the draft model that `decode` is given.
+  """
+
+  draft_tokens: int = 4
+  lookup: int | None = None
+
+  def _checks(self) -> Iterator[tuple[str, bool, str]]:
+    yield from super()._checks()
+    yield 'draft_tokens', self.draft_tokens >= 1, 'at least 1'
+    yield 'lookup', self.lookup is None or self.lookup >= 1, 'at least 1, or None for a draft model'
+
+  @property
+  def goes_back(self) -> bool:
+    return True
+
+  def decode(
+    self,
+    steps: DecodingSteps[DecodingState],
+    prompt_ids_BP: jax.Array,
+    prompt_lengths_B: jax.Array,
+    key: jax.Array | None,
+    max_tokens_B: jax.Array | None = None,
+    chunk: int | None = None,
+    draws: Draws | None = None,
+    draft_steps: DecodingSteps[Any] | None = None,
+  ) -> SpeculativeDecoded:
+    """Continues prompts.
+
+    Args:
+      steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws: see `Sampler.decode`. The caller ensures
+        that the model sees all tokens of a row at once.
+      draft_steps: the draft model, of the same vocabulary; None with `lookup`.
+
+    Raises:
+      ConfigError: there is neither a look-up nor a draft model, or both; or a model cannot go back to earlier tokens.
+    """
+    if (self.lookup is None) == (draft_steps is None):
+      instead = 'expected a number, such as 3, or a draft model' if self.lookup is None else 'a draft model needs None'
+      raise ConfigError(f'{type(self).__name__}.lookup: got {self.lookup}; {instead}')
+    for model in (steps, *(() if draft_steps is None else (draft_steps,))):
+      if not getattr(model, 'can_go_back', False):
+        raise ConfigError(
+          f'{type(self).__name__}: {type(model).__name__} cannot go back to an earlier token of a row, so its guesses '
+          'cannot be taken back; use a Sampler'
+        )
+    draws = draws or Draws()
+    adjust = self._adjuster(prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B)
+    keys = functools.partial(row_keys, key, draws, prompt_lengths_B)
+
+    def draw(logits_BV: jax.Array, number_B: jax.Array) -> jax.Array:
+      return self.draw(logits_BV, keys(number_B))
+
+    def draw_draft(logits_BV: jax.Array, number_B: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+      if not self.is_random:
+        return draw(logits_BV, number_B), None
+      from_BV = candidate_logits(logits_BV, **self._settings)
+      return jax.vmap(jax.random.categorical)(_fold(keys(number_B), _OF_DRAFT), from_BV).astype(jnp.int32), from_BV
+
+    def verify(logits_BNV: jax.Array, draft: Draft, number_B: jax.Array) -> Verified:
+      places = range(logits_BNV.shape[1])
+      if draft.logits is None:
+        ids_BN = jnp.stack([draw(logits_BNV[:, i], number_B + i) for i in places], axis=1)
+        return compare_drafts(ids_BN, draft)
+      from_BNV = jnp.stack([candidate_logits(logits_BNV[:, i], **self._settings) for i in places], axis=1)
+      keys_BN = jnp.stack([_fold(keys(number_B + i), _OF_MODEL) for i in places], axis=1)
+      uniform_BN = jax.vmap(jax.vmap(jax.random.uniform))(_fold(keys_BN, _OF_ACCEPTANCE))
+      return reject_drafts(from_BNV, draft, uniform_BN, keys_BN)
+
+    drafter: Drafter[Any]
+    if self.lookup is not None:
+      drafter = LookupDrafter(self.lookup, self.draft_tokens)
+    else:
+      assert draft_steps is not None
+      draft_reader = self._reader(draft_steps, prompt_ids_BP, prompt_lengths_B, chunk)
+      drafter = ModelDrafter(draft_reader, self.draft_tokens, draw_draft, adjust)
+    return SpeculativeLoop(
+      self._reader(steps, prompt_ids_BP, prompt_lengths_B, chunk),
+      drafter,
+      self.draft_tokens,
+      draw,
+      verify,
+      adjust,
+      self.stop_ids,
+      limits_B=self._limits(prompt_lengths_B, max_tokens_B),
+    ).run()
+
+
+def _fold(keys: jax.Array | None, purpose: int) -> jax.Array:
+  """Returns other keys for a purpose."""
+  if keys is None:
+    raise ConfigError('SpeculativeSampler.temperature: random numbers need a PRNG key')
+  fold = functools.partial(jax.random.fold_in, data=purpose)
+  for _ in range(keys.ndim):
+    fold = jax.vmap(fold)
+  return fold(keys)

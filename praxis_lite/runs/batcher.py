@@ -1,0 +1,361 @@
+"""Batcher: continues prompts that come and go, in the rows of one batch.
+
+    batcher = model.batcher(rows=8, max_length=1024)
+    request = batcher.submit('to be', max_tokens=20)
+    for finished in batcher:
+      print(finished.text)
+
+A request waits for a free row. Its prompt is read in chunks, between calls that add a few tokens to all rows that have
+been read. When it ends, the next one takes its row. No request compiles anything, whatever its lengths and settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.common.config.values import fit
+from praxis_lite.common.devices import memory_of
+from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
+from praxis_lite.common.figures import format_bytes
+from praxis_lite.inputs import BaseTokenizer
+from praxis_lite.models import LanguageModel
+from praxis_lite.models.decoding import Sampler, chunk_of
+from praxis_lite.models.decoding.sampling import MOST_TEMPERATURE
+from praxis_lite.runs.continuations import GrowingText
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.prompts import check_ids, encode_prompt, prompt_batch, stop_ids
+from praxis_lite.runs.records.run_config import run_keys
+from praxis_lite.runs.row_programs import RowPrograms, empty_settings
+from praxis_lite.runs.row_slots import RowSlots
+
+Stream = Callable[[Any], object]
+
+
+class Request:
+  """A prompt and its continuation.
+
+  Attributes:
+    prompt: the tokens of the prompt.
+    ids: the tokens after it so far.
+    text: the text of these tokens; '' if the prompt was given as tokens.
+    is_done: whether it has ended, or was cancelled.
+    is_cancelled: whether `Batcher.cancel` ended it.
+    shared: how many first tokens of the prompt were taken over from another request.
+  """
+
+  def __init__(
+    self,
+    prompt: list[int],
+    text: GrowingText | None,
+    stops: Sequence[int],
+    max_tokens: int,
+    temperature: float,
+    key_data: np.ndarray,
+    stream: Stream | None,
+    gives_text: bool,
+  ):
+    self.prompt, self.ids = prompt, list[int]()
+    self.is_done = self.is_cancelled = False
+    self.shared = 0
+    self._text, self._stops, self._stream, self._gives_text = text, stops, stream, gives_text
+    self._max_tokens, self._temperature, self._key_data = max_tokens, temperature, key_data
+    self._row = -1
+    self._num_given = 0  # Tokens of the prompt that its row has.
+
+  @property
+  def text(self) -> str:
+    return self._text.text if self._gives_text and self._text is not None else ''
+
+  @property
+  def result(self) -> str | list[int]:
+    """What `TrainedModel.decode` returns: the text, or for a prompt of tokens the tokens."""
+    return self.text if self._gives_text else self.ids
+
+  def _add(self, new: list[int]) -> Callable[[], object]:
+    """Adds tokens, up to one that ends the continuation; returns what tells the stream of them."""
+    start = len(self.ids)
+    self.ids += new
+    ends = [i + 1 for i, token in enumerate(new) if token in self._stops]
+    until = self._text.count_until_stop(self.ids, start + 1) if self._text is not None else None
+    end = min((*(start + i for i in ends[:1]), *(() if until is None else (until,))), default=None)
+    self.ids = self.ids[:end]
+    self.is_done = end is not None or len(self.ids) >= self._max_tokens
+    if self._gives_text and self._text is not None:
+      piece: Any = self._text.add(self.ids, is_all=self.is_done)
+    else:
+      piece = self.ids[start:]
+    stream = self._stream
+    return lambda: stream(piece) if stream is not None and piece else None
+
+  def __repr__(self) -> str:
+    state = 'cancelled' if self.is_cancelled else 'done' if self.is_done else 'waiting' if self._row < 0 else 'running'
+    return f'<request of {len(self.prompt)} tokens, {state}, {len(self.ids)} of up to {self._max_tokens} tokens>'
+
+
+@dataclasses.dataclass
+class BatcherStatistics:
+  """What a batcher has done.
+
+  Attributes:
+    prompt_tokens: tokens of prompts that were read.
+    shared_tokens: tokens of prompts that were taken over from another request.
+    new_tokens: tokens of continuations.
+    passes: calls that added tokens to the rows.
+  """
+
+  prompt_tokens: int = 0
+  shared_tokens: int = 0
+  new_tokens: int = 0
+  passes: int = 0
+
+
+class Batcher:
+  """Continues prompts that come and go; `TrainedModel.batcher` makes it, and describes the arguments.
+
+  Attributes:
+    statistics: what it has done so far.
+  """
+
+  def __init__(
+    self,
+    tasks: TaskOnMesh,
+    stored_variables: Any,
+    global_step: jax.Array,
+    key: jax.Array,
+    tokenizer: Callable[[], BaseTokenizer | None],
+    *,
+    rows: int,
+    max_length: int,
+    tokens_per_step: int,
+    chunk: int | None,
+    chunks_per_step: int,
+    reuse_prefixes: bool,
+  ):
+    numbers = {'rows': rows, 'max_length': max_length, 'tokens_per_step': tokens_per_step}
+    for name, value in {**numbers, 'chunk': chunk, 'chunks_per_step': chunks_per_step}.items():
+      with prefix_errors(f'batcher: {name}'):
+        fit(value, int | None if name == 'chunk' else int, None)
+      if value is not None and value < 1:
+        raise ConfigError(f'batcher: {name} = {value}; expected at least 1')
+    self._decoder, self._num_ids = _check_model(tasks, max_length)
+    chunk = chunk_of(max_length) if chunk is None else min(chunk, max_length)
+    self._programs = RowPrograms(
+      tasks,
+      stored_variables,
+      global_step,
+      num_rows=rows,
+      num_slots=max_length,
+      chunk=max(chunk, 2),  # Several tokens, as of any prompt.
+      num_tokens=tokens_per_step,
+    )
+    _check_memory(self._programs, tasks, rows)
+    self.statistics = BatcherStatistics()
+    self._mesh, self._key, self._find_tokenizer = tasks.mesh, key, tokenizer
+    self._max_length, self._chunks_per_step = max_length, chunks_per_step
+    self._slots = RowSlots(rows, reuse_prefixes)
+    self._waiting = deque[Request]()
+    self._running: dict[int, Request] = {}  # By row.
+    self._settings = empty_settings(rows, self._programs.draw_key(key))
+    self._state = self._programs.start()
+
+  # ---------------------------------------------------------------- requests
+
+  def submit(
+    self,
+    prompt: str | Sequence[int],
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    stop_tokens: Sequence[int] = (),
+    stream: Stream | None = None,
+  ) -> Request:
+    """Adds a request; `step` works on it.
+
+    Args:
+      prompt: a text, or tokens.
+      max_tokens: the largest number of tokens after the prompt; None keeps that of the config.
+      temperature: see `Sampler`; None keeps that of the config.
+      seed: seed of the sample, which is that of `TrainedModel.decode` for this prompt alone; None uses that of the
+        model.
+      stop: texts that also end the continuation, see `TrainedModel.decode`.
+      stop_tokens: tokens that also end it.
+      stream: called with each new piece of text, or with new tokens if the prompt is tokens.
+
+    Raises:
+      UserError: the prompt is empty, has an id outside of the vocabulary, or is too long with `max_tokens`; or another
+        argument is not valid.
+    """
+    decoder = self._decoder
+    max_tokens = decoder.max_decode_steps if max_tokens is None else max_tokens
+    temperature = decoder.temperature if temperature is None else temperature
+    for name, value, kind in (('max_tokens', max_tokens, int), ('temperature', temperature, float)):
+      with prefix_errors(f'submit: {name}'):
+        fit(value, kind, None)
+    if max_tokens < 1:
+      raise ConfigError(f'submit: max_tokens = {max_tokens}; expected at least 1')
+    if not 0 <= temperature <= MOST_TEMPERATURE:
+      raise ConfigError(f'submit: temperature = {temperature}; expected from 0 to {MOST_TEMPERATURE:g}')
+    is_text = isinstance(prompt, str)
+    tokenizer = self._tokenizer() if is_text or stop else None
+    ids = encode_prompt(self._tokenizer(), prompt) if isinstance(prompt, str) else prompt
+    with prefix_errors('submit'):
+      batch = prompt_batch([ids])
+      check_ids(batch, self._num_ids)
+      single_stops = stop_ids(tokenizer, stop)
+    tokens = batch['ids'][0, : batch['prompt_lengths'][0]].tolist()
+    room = self._max_length - len(tokens) + 1  # The last token needs no slot.
+    if max_tokens > room:
+      fits = f'up to {room} fit' if room > 0 else f'the prompt has more than {self._max_length} tokens'
+      raise ConfigError(
+        f'submit: a prompt of {len(tokens)} tokens with max_tokens = {max_tokens} needs more than the max_length = '
+        f'{self._max_length} of the batcher; {fits}'
+      )
+    text = GrowingText(tokenizer, tokens, stop) if tokenizer is not None else None
+    key = self._key if seed is None else run_keys(seed, self._mesh).evaluate
+    stops = (*decoder.stop_ids, *single_stops, *stop_tokens)
+    key_data = self._programs.draw_key(key)
+    request = Request(tokens, text, stops, max_tokens, float(temperature), key_data, stream, is_text)
+    self._waiting.append(request)
+    return request
+
+  def cancel(self, request: Request) -> None:
+    """Ends a request. It keeps the tokens that it has; nothing happens if it has ended already."""
+    if request.is_done:
+      return
+    if request in self._waiting:
+      self._waiting.remove(request)
+    elif self._running.get(request._row) is request:
+      self._release(request)
+    else:
+      raise UserError('cancel: this is no request of this batcher')
+    request.is_done = request.is_cancelled = True
+
+  @property
+  def num_waiting(self) -> int:
+    """How many requests wait for a row."""
+    return len(self._waiting)
+
+  @property
+  def num_running(self) -> int:
+    """How many requests have a row."""
+    return len(self._running)
+
+  # ---------------------------------------------------------------- work
+
+  def step(self) -> list[Request]:
+    """Reads some chunks of prompts, and adds a few tokens to each row; returns the requests that have ended."""
+    while self._waiting and self._slots.has_free:
+      self._admit(self._waiting.popleft())
+    self._read_prompts()
+    return self._extend()
+
+  def __iter__(self) -> Iterator[Request]:
+    """Yields requests as they end, until none is left; others may be submitted meanwhile."""
+    while self._waiting or self._running:
+      yield from self.step()
+
+  def run(self, requests: Sequence[Request] | None = None) -> None:
+    """Works until these requests, or all, have ended."""
+    while any(not request.is_done for request in (requests if requests is not None else self._all())):
+      self.step()
+
+  def _all(self) -> list[Request]:
+    return [*self._waiting, *self._running.values()]
+
+  def _admit(self, request: Request) -> None:
+    """Gives a free row to a request."""
+    place = self._slots.take(request.prompt)
+    if place.source is not None and place.source != place.row:
+      self._state = self._programs.copy(self._state, place.source, place.row)
+    request._row, request._num_given, request.shared = place.row, place.shared, place.shared
+    self._running[place.row] = request
+    self.statistics.shared_tokens += place.shared
+    settings, row = self._settings, place.row
+    settings.lengths[row] = settings.prompt_lengths[row] = len(request.prompt)
+    settings.temperatures[row], settings.keys[row] = request._temperature, request._key_data
+    settings.limits[row] = 0  # Until the prompt has been read.
+
+  def _read_prompts(self) -> None:
+    """Reads up to `chunks_per_step` chunks, of the requests that came first."""
+    left = self._chunks_per_step
+    for row, request in self._running.items():
+      length = len(request.prompt)
+      while left and request._num_given < length:
+        start = request._num_given
+        ids = request.prompt[start : start + self._programs.chunk]
+        self._state = self._programs.read(self._state, row, ids, start, length)
+        read = ids[: length - 1 - start]  # The last token of a prompt is read with the first step after it.
+        self._slots.note_read(row, read)
+        self.statistics.prompt_tokens += len(read)
+        request._num_given += len(ids)
+        left -= 1
+      if request._num_given == length:
+        self._settings.limits[row] = request._max_tokens
+
+  def _extend(self) -> list[Request]:
+    """Adds tokens to the rows that have been read; returns the requests that have ended."""
+    settings, ended, streams = self._settings, list[Request](), []
+    if not settings.limits.any():
+      return []
+    self._state, new = self._programs.extend(self._state, settings)
+    self.statistics.passes += 1
+    for row, request in list(self._running.items()):
+      count = int(new.counts[row])
+      if not count:
+        continue
+      last = (request.prompt + request.ids)[-1:]
+      before = len(request.ids)
+      streams.append(request._add(new.ids[row, :count].tolist()))
+      added = request.ids[before:]
+      self.statistics.new_tokens += len(added)
+      self._slots.note_read(row, (last + added)[: len(added)])  # The last token has not been read.
+      settings.lengths[row] += len(added)
+      if request.is_done:
+        self._release(request)
+        ended.append(request)
+    for tell in streams:  # At last: what it calls may raise an error, or submit and cancel requests.
+      tell()
+    return ended
+
+  def _release(self, request: Request) -> None:
+    self._settings.limits[request._row] = 0
+    del self._running[request._row]
+    self._slots.release(request._row)
+
+  def _tokenizer(self) -> BaseTokenizer:
+    tokenizer = self._find_tokenizer()
+    if tokenizer is None:
+      raise UserError('submit: texts need a dataset with a tokenizer, but there is none; pass a list of tokens')
+    return tokenizer
+
+
+def _check_model(tasks: TaskOnMesh, max_length: int) -> tuple[Sampler, int | None]:
+  """Returns the sampler of a model and the size of its vocabulary; raises ConfigError if it has no batcher."""
+  model = tasks.jax_task.model
+  if not isinstance(model, LanguageModel) or type(model).decode is not LanguageModel.decode:
+    raise ConfigError(f'batcher: needs a LanguageModel; this model is a {type(model).__name__}')
+  if model.model_type == 'prefix':
+    raise ConfigError("batcher: model_type 'prefix' reads a whole prompt at once, and a batcher reads it in chunks")
+  if not isinstance(model.decoder, Sampler):
+    kind = type(model.decoder).__name__
+    raise ConfigError(f'batcher: draws tokens as a Sampler does; task.model.decoder_tpl is a {kind}')
+  if model.context is not None and max_length > model.context:
+    raise ConfigError(f'batcher: max_length = {max_length}: the model sees only {model.context} tokens at once')
+  return model.decoder, model.num_ids
+
+
+def _check_memory(programs: RowPrograms, tasks: TaskOnMesh, rows: int) -> None:
+  needed, there = programs.state_bytes, memory_of(tasks.mesh.devices.flat)
+  if needed > there:
+    raise ConfigError(
+      f'batcher: the caches of rows = {rows} need {format_bytes(needed)}, and there are {format_bytes(there)} of '
+      'memory; take fewer rows, or a smaller max_length'
+    )

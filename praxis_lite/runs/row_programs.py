@@ -1,0 +1,203 @@
+"""RowPrograms: the compiled programs of a batcher, for a language model on a mesh.
+
+    start     the state of rows without tokens
+    read      a chunk of a prompt into one row
+    copy      one row to another, which then has the same first tokens
+    extend    a few tokens in all rows
+
+Each is compiled once, whatever the requests are. The state stays on the devices.
+
+B rows, S slots of a row, C tokens of a prompt that are read at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.models.decoding.beam_rows import NO_ROWS
+from praxis_lite.models.decoding.row_loop import NewTokens, RowSettings, RowsState
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.constraints import axis_rules
+from praxis_lite.sharding.mesh import bind_mesh
+from praxis_lite.training.execution import CompilerPlaced
+
+State = RowsState[NestedDict]
+
+
+class RowPrograms:
+  """Programs over the rows of a batcher.
+
+  Args:
+    tasks: the task of a `LanguageModel` on its mesh.
+    stored_variables: its variables as they are stored on the mesh, padded.
+    global_step: step of the checkpoint, on the mesh.
+    num_rows, num_slots: B and S.
+    chunk: C.
+    num_tokens: how many tokens `extend` adds to each row.
+  """
+
+  def __init__(
+    self,
+    tasks: TaskOnMesh,
+    stored_variables: NestedDict,
+    global_step: jax.Array,
+    *,
+    num_rows: int,
+    num_slots: int,
+    chunk: int,
+    num_tokens: int,
+  ):
+    self._tasks, self._variables, self._global_step = tasks, stored_variables, global_step
+    self._surroundings = CompilerPlaced(tasks.jax_task, tasks.layout).surroundings
+    self._num_rows, self._num_slots, self.chunk, self.num_tokens = num_rows, num_slots, chunk, num_tokens
+    self._whole = NamedSharding(tasks.mesh, PartitionSpec())
+
+  @functools.cached_property
+  def state_shapes(self) -> State:
+    """The shapes and dtypes of the state."""
+    shapes: State = jax.eval_shape(bind_mesh(self._start, self._tasks.mesh), self._variables)
+    return shapes
+
+  @property
+  def state_bytes(self) -> int:
+    """The bytes of the state on all devices together."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state_shapes))
+
+  def start(self) -> State:
+    """Returns the state of rows without tokens."""
+    state: State = self._compiled(self._start, ())(self._variables)
+    return state
+
+  def read(self, state: State, row: int, ids: Sequence[int], start: int, length: int) -> State:
+    """Reads up to C tokens of a prompt of `length` tokens into a row; `start` is the position of the first of them."""
+    padded = np.zeros((1, self.chunk), np.int32)
+    padded[0, : len(ids)] = ids
+    numbers = (np.int32(x) for x in (row, start, length))
+    after: State = self._read(self._variables, state, padded, *numbers)
+    return after
+
+  def copy(self, state: State, source: int, row: int) -> State:
+    """Copies a row to another one."""
+    after: State = self._copy(state, np.int32(source), np.int32(row))
+    return after
+
+  def extend(self, state: State, rows: RowSettings) -> tuple[State, NewTokens]:
+    """Adds up to `num_tokens` tokens to each row; the new tokens are NumPy arrays."""
+    state, new = self._extend(self._variables, state, rows)
+    return state, jax.tree.map(np.asarray, new)
+
+  @functools.cached_property
+  def draw_key(self) -> Callable[[jax.Array], np.ndarray]:
+    """(key of a call of `decode`) -> the data of the key that its rows draw with."""
+
+    def key_data(key: jax.Array, step: jax.Array) -> jax.Array:
+      own, _ = self._tasks.jax_task.model.apply({}, key=jax.random.fold_in(key, step), method='draw_key')
+      return jax.random.key_data(own)
+
+    compiled = jax.jit(key_data)
+    return lambda key: np.asarray(compiled(key, self._global_step))
+
+  # ---------------------------------------------------------------- programs
+
+  def _apply(self, variables: NestedDict, *arguments: Any, method: str) -> Any:
+    unpadded = self._tasks.layout.mdl_vars.unpad(variables)
+    with axis_rules(self._tasks.jax_task.logical_axis_rules or ()):
+      model = self._tasks.jax_task.model
+      return model.apply(unpadded, *arguments, do_eval=True, method=method, surroundings=self._surroundings)[0]
+
+  def _start(self, variables: NestedDict) -> State:
+    state: State = self._apply(variables, self._num_rows, self._num_slots, method='start_rows')
+    return state
+
+  @functools.cached_property
+  def _axes(self) -> State:
+    """The dimension of rows in each array of the state."""
+
+    def find(variables: NestedDict) -> State:
+      axes: State = self._apply(variables, self._num_rows, self._num_slots, method='row_axes')
+      found.append(axes)
+      return axes
+
+    found: list[State] = []
+    jax.eval_shape(bind_mesh(find, self._tasks.mesh), self._variables)
+    return found[0]
+
+  @functools.cached_property
+  def _shardings(self) -> State:
+    """How the state is stored between calls: as XLA splits it, except along dimensions that it would have to pad."""
+    compiled = jax.jit(bind_mesh(self._start, self._tasks.mesh)).lower(self._variables).compile()
+
+    def even(x: jax.ShapeDtypeStruct, sharding: Any) -> NamedSharding:
+      if not isinstance(sharding, NamedSharding):
+        return self._whole
+      parts = [self._parts(entry) for entry in (*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))]
+      entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+      fits = [entry if size % n == 0 else None for entry, size, n in zip(entries, x.shape, parts)]
+      return NamedSharding(self._tasks.mesh, PartitionSpec(*fits))
+
+    shardings: State = jax.tree.map(even, self.state_shapes, compiled.output_shardings)
+    return shardings
+
+  def _parts(self, entry: Any) -> int:
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return int(np.prod([self._tasks.mesh.shape[axis] for axis in axes], dtype=int))
+
+  def _compiled(self, fn: Callable[..., Any], donated: tuple[int, ...], *others: Any) -> Callable[..., Any]:
+    """Returns a program whose result is the state, and `others`."""
+    outputs = (self._shardings, *others) if others else self._shardings
+    return GuardedJit(bind_mesh(fn, self._tasks.mesh), donate_argnums=donated, out_shardings=outputs)
+
+  @functools.cached_property
+  def _read(self) -> Callable[..., State]:
+    def read(
+      variables: NestedDict, state: State, ids: jax.Array, row: jax.Array, start: jax.Array, length: jax.Array
+    ) -> State:
+      own = self._map_rows(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, row, 1, axis), state)
+      own = self._apply(variables, own, ids, start, length, method='read_rows')
+      return self._map_rows(lambda x, axis, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis), state, own)
+
+    return self._compiled(read, (1,))
+
+  @functools.cached_property
+  def _copy(self) -> Callable[..., State]:
+    def copy(state: State, source: jax.Array, row: jax.Array) -> State:
+      def of(x: jax.Array, axis: int) -> jax.Array:
+        own = jax.lax.dynamic_slice_in_dim(x, source, 1, axis)
+        return jax.lax.dynamic_update_slice_in_dim(x, own, row, axis)
+
+      return self._map_rows(of, state)
+
+    return self._compiled(copy, (0,))
+
+  @functools.cached_property
+  def _extend(self) -> Callable[..., tuple[State, NewTokens]]:
+    def extend(variables: NestedDict, state: State, rows: RowSettings) -> tuple[State, NewTokens]:
+      rows = rows._replace(keys=jax.random.wrap_key_data(rows.keys))
+      after: tuple[State, NewTokens] = self._apply(variables, state, rows, self.num_tokens, method='extend_rows')
+      return after
+
+    return self._compiled(extend, (1,), self._whole)
+
+  def _map_rows(self, change: Callable[..., jax.Array], state: State, *others: State) -> State:
+    """Changes the arrays of the state that have rows, by a function of an array and its dimension of rows."""
+
+    def of(axis: int, x: jax.Array, *others: jax.Array) -> jax.Array:
+      return x if axis == NO_ROWS else change(x, axis, *others)
+
+    return jax.tree.map(of, self._axes, state, *others)
+
+
+def empty_settings(num_rows: int, key_data: np.ndarray) -> RowSettings:
+  """Returns the settings, NumPy arrays, of rows that are nobody's; `key_data` is of any key."""
+  zeros = np.zeros(num_rows, np.int32)
+  keys = np.zeros((num_rows, *key_data.shape), key_data.dtype)
+  arrays: Any = zeros + 1, zeros + 1, zeros, zeros.astype(np.float32), keys
+  return RowSettings(*arrays)

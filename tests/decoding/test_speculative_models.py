@@ -1,0 +1,169 @@
+"""Speculative decoding with transformers: every kind of cache goes back, and on any mesh."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drawn_state import drawn_variables
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.kv_cache import place_caches
+from praxis_lite.models import DraftedModel, encoder_decoder, set_pipeline, set_sharding, transformer_lm
+from praxis_lite.models.decoding import Sampler, SpeculativeSampler
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+
+AXES = ('spare', 'replica', 'data', 'mdl')
+V, M = 5, 14
+PROMPTS = {
+  'ids': np.random.default_rng(0).integers(0, V, (4, 5)).astype(np.int32),
+  'prompt_lengths': np.array([2, 5, 0, 1], np.int32),
+}
+
+
+def config(num_layers=2, **fields):
+  sizes = {'vocab_size': V, 'model_dims': 12, 'num_heads': 3, 'hidden_dims': 10, 'num_layers': num_layers}
+  return transformer_lm(**sizes, **fields)
+
+
+def windows():
+  model = config(num_layers=6)
+  model.lm_tpl.transformer_tpl.sliding_windows = (3, None)
+  return model
+
+
+def pages():
+  model = config(num_layers=1)
+  attention = model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl
+  attention.set(cache_dtype='int8', cache_page_size=4)
+  return model
+
+
+KINDS = {
+  'rings and all in a loop': windows,
+  'pages of int8': pages,
+  'stages of a pipeline': lambda: set_pipeline(config(num_layers=4), num_stages=2, num_microbatches=2, stage_axis=None),
+  'a prefix-LM': lambda: config(num_layers=1).set(model_type='prefix'),
+}
+
+
+@functools.cache
+def variables_of(kind, seed=0):
+  weights = KINDS.get(kind, lambda: config(num_layers=1))().instantiate().abstract_init()
+  return jax.tree.map(lambda w: 5 * w if w.ndim > 1 else w, drawn_variables(weights, seed))
+
+
+def with_decoder(model, cls, **fields):
+  return model.set(decoder_tpl=Config(cls, **{'max_decode_steps': M, 'stop_ids': (1,), **fields}))
+
+
+def decode(model, variables):
+  model = model.instantiate()
+  run = jax.jit(lambda v, b, key: model.apply(v, b, do_eval=True, method='decode', key=key)[0])
+  metrics, decoded = run(variables, PROMPTS, jax.random.key(3))
+  return metrics, jax.tree.map(np.asarray, decoded)
+
+
+def check_same(found, expected):
+  np.testing.assert_array_equal(found['ids'], expected['ids'])
+  np.testing.assert_array_equal(found['lengths'], expected['lengths'])
+  np.testing.assert_allclose(found['log_probs'], expected['log_probs'], atol=1e-4)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_kind_of_cache_goes_back(kind):
+  """Most guesses are wrong, and rows go on from different positions."""
+  variables = variables_of(kind)
+  _, expected = decode(with_decoder(KINDS[kind](), Sampler), variables)
+  metrics, found = decode(with_decoder(KINDS[kind](), SpeculativeSampler, lookup=2, draft_tokens=3), variables)
+  check_same(found, expected)
+  passes, drafted, accepted = (found[f'num_{name}'] for name in ('passes', 'drafted', 'accepted'))
+  assert 0 < accepted.sum() < drafted.sum() and not passes[2]
+  np.testing.assert_allclose(metrics['accepted_drafts'][0], accepted.sum() / drafted.sum(), rtol=1e-5)
+  np.testing.assert_allclose(metrics['tokens_per_pass'][0], found['lengths'].sum() / passes.sum(), rtol=1e-5)
+
+
+def drafted(**fields):
+  decoder = Config(SpeculativeSampler, max_decode_steps=M, stop_ids=(1,), draft_tokens=3, **fields)
+  return Config(DraftedModel, model_tpl=windows(), draft_tpl=config(num_layers=1), decoder_tpl=decoder)
+
+
+def drafted_variables():
+  return {'model': variables_of('rings and all in a loop'), 'draft': variables_of('small', 1)}
+
+
+def on_mesh(model, mesh, variables):
+  task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh)
+  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+  batch = PROMPTS | {'weights': np.ones(4, np.float32)}
+  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
+  out = partitioned.decode_step(partitioned.pad(variables), jax.random.key(0), np.int32(0), batch)
+  return jax.tree.map(lambda x: np.asarray(x)[:4], out.decoded)
+
+
+@functools.cache
+def on_one_device(temperature):
+  return on_mesh(drafted(temperature=temperature), (1, 1, 1, 1), drafted_variables())
+
+
+def test_a_smaller_model_guesses_and_greedy_tokens_are_the_same():
+  expected = decode(with_decoder(windows(), Sampler, temperature=0.0), variables_of('rings and all in a loop'))[1]
+  found = on_one_device(0.0)
+  check_same(found, expected)
+  assert found['num_drafted'].sum() > 0
+
+
+@pytest.mark.parametrize('mesh', [(1, 2, 2, 2), (2, 1, 3, 1)], ids=str)
+def test_a_mesh_draws_like_one_device(mesh):
+  """Also with a draft model; one mesh has an axis of 3 and one that is not used."""
+  model = drafted(temperature=1.0)
+  model.set(model_tpl=set_sharding(model.model_tpl), draft_tpl=set_sharding(model.draft_tpl))
+  found, expected = on_mesh(model, mesh, drafted_variables()), on_one_device(1.0)
+  check_same(found, expected)
+  np.testing.assert_array_equal(found['num_accepted'], expected['num_accepted'])
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_draft_model_has_the_same_vocabulary_and_is_a_language_model():
+  model = drafted()
+  model.draft_tpl.vocab_size = V + 1
+  with pytest.raises(ConfigError, match='draft_tpl: its vocabulary has 6 tokens, and that of the model has 5'):
+    model.instantiate()
+  sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': 2, 'num_encoder_layers': 1, 'num_heads': 3}
+  model.draft_tpl = encoder_decoder(**sizes, hidden_dims=10, num_buckets=8, max_distance=6, start_id=0, style='t5')
+  with pytest.raises(ConfigError, match='draft_tpl: speculative decoding needs a LanguageModel, got EncoderDecoder'):
+    model.instantiate()
+
+
+def test_an_encoder_decoder_says_that_it_cannot_go_back():
+  sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': 2, 'num_encoder_layers': 1, 'num_heads': 3}
+  model = encoder_decoder(**sizes, hidden_dims=10, num_buckets=8, max_distance=6, start_id=0, style='t5')
+  model = with_decoder(model, SpeculativeSampler, lookup=2).instantiate()
+  batch = {'source_ids': np.ones((2, 3), np.int32), 'source_lengths': np.array([3, 2], np.int32)}
+  weights = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
+  with pytest.raises(ConfigError, match=r'SpeculativeSampler: .* cannot go back to an earlier token of a row'):
+    jax.eval_shape(lambda v: model.apply(v, batch, do_eval=True, method='decode', key=jax.random.key(0)), weights)
+
+
+def test_a_context_that_is_too_short_is_named():
+  model = with_decoder(config(num_layers=1), SpeculativeSampler, lookup=2, max_context=9).instantiate()
+  with pytest.raises(
+    ConfigError, match='speculative decoding needs all tokens at each step, but the model sees only 9'
+  ):
+    model.check_fits(5, 6)
+  model.check_fits(5, 5)
+
+
+def test_a_state_that_is_no_cache_is_named():
+  state = {'mixer': {'hidden': jnp.zeros((2, 3))}}
+  with pytest.raises(ConfigError, match=r'^mixer.hidden: this state of a layer cannot go back to an earlier token'):
+    place_caches(state, 8)

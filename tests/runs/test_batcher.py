@@ -1,0 +1,265 @@
+"""Continuous batching: requests that come and go are continued as each would be alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from drawn_state import drawn_variables
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.inputs import ByteTokenizer
+from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.models.decoding import SpeculativeSampler
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.row_slots import Place, RowSlots
+from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.sharding.mesh import create_device_mesh
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.task import SingleTask
+
+pytestmark = pytest.mark.usefixtures('shared_programs')
+
+V, AXES = 128, ('spare', 'replica', 'data', 'mdl')
+ONE = (1, 1, 1, 1)
+SYSTEM = 'be brief and kind. '
+
+
+def task(mesh=ONE, **decoder):
+  sizes = {'vocab_size': V, 'model_dims': 12, 'num_heads': 3, 'hidden_dims': 10, 'num_layers': 2}
+  model = set_sharding(transformer_lm(**sizes))
+  model.lm_tpl.transformer_tpl.sliding_windows = (5, None)
+  model.decoder_tpl.set(**{'max_decode_steps': 12, 'stop_ids': (7,), **decoder})
+  task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh)
+  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+  return task
+
+
+@functools.cache
+def made(mesh=ONE):
+  """A model with drawn variables, on a mesh."""
+  config = task(mesh)
+  weights = config.instantiate().model.abstract_init()
+  variables = jax.tree.map(lambda w: 9 * w if w.ndim > 1 else w, drawn_variables(weights))
+  tasks = TaskOnMesh(config.instantiate(), create_device_mesh(mesh, None, AXES))
+  stored = tasks.layout.mdl_vars.to_mesh(variables)
+  model = TrainedModel(ExperimentConfig(config, [], []), tasks, stored, np.int32(3), seed=1)
+  model.__dict__['tokenizer'] = ByteTokenizer()
+  return model
+
+
+# Prompts of one token, of a chunk, and longer; limits and settings of all kinds; more than there are rows.
+REQUESTS = [
+  ('a', {'temperature': 0.0, 'max_tokens': 12}),
+  (SYSTEM + 'who are you?', {'temperature': 0.7, 'seed': 5}),
+  ('abcd', {'temperature': 0.7, 'max_tokens': 1}),
+  (SYSTEM + 'what is it?', {'temperature': 0.7, 'seed': 5, 'max_tokens': 9}),
+  (list(b'tokens in, tokens out'), {'temperature': 0.0, 'max_tokens': 11}),
+  (SYSTEM + 'who are you?', {'temperature': 0.7, 'seed': 6}),
+  ('abcde', {'temperature': 0.0, 'max_tokens': 3}),
+]
+
+
+@functools.cache
+def alone(number):
+  prompt, settings = REQUESTS[number]
+  (result,) = made().decode([prompt], **settings)
+  return result
+
+
+def submit_all(batcher, **more):
+  return [batcher.submit(prompt, **settings, **more) for prompt, settings in REQUESTS]
+
+
+def batcher(mesh=ONE, **fields):
+  return made(mesh).batcher(**{'rows': 3, 'max_length': 44, 'tokens_per_step': 4, 'chunk': 4, **fields})
+
+
+def num_compiled(batcher):
+  programs = batcher._programs
+  return [len(program._compiled) for program in (programs._read, programs._copy, programs._extend)]
+
+
+def test_each_request_gets_the_tokens_that_it_gets_alone():
+  """Requests that come later too, and those whose prompt begins like another; nothing is compiled for a request."""
+  own = batcher(chunks_per_step=2)
+  requests = [own.submit(prompt, **settings) for prompt, settings in REQUESTS[:2]]
+  own.step()
+  requests += [own.submit(prompt, **settings) for prompt, settings in REQUESTS[2:]]
+  ended = list(own)
+  assert {id(r) for r in requests} <= {id(r) for r in ended} and not own.num_running and not own.num_waiting
+  assert [request.result for request in requests] == [alone(i) for i in range(len(REQUESTS))]
+  assert len({request.text for request in requests}) > 3  # Not all the same.
+  assert num_compiled(own) == [1, 1, 1]
+  assert max(request.shared for request in requests) >= len(SYSTEM)
+  read, shared = own.statistics.prompt_tokens, own.statistics.shared_tokens
+  assert read + shared == sum(len(request.prompt) - 1 for request in ended) and shared > 0
+  assert own.statistics.new_tokens == sum(len(request.ids) for request in ended)
+
+
+def test_without_shared_prefixes_the_tokens_are_the_same():
+  own = batcher(reuse_prefixes=False, tokens_per_step=1, chunks_per_step=1)
+  requests = submit_all(own)
+  own.run(requests)
+  assert [request.result for request in requests] == [alone(i) for i in range(len(REQUESTS))]
+  assert not own.statistics.shared_tokens and num_compiled(own)[::2] == [1, 1]
+
+
+@pytest.mark.parametrize('mesh', [(1, 1, 2, 2), (2, 1, 3, 1)], ids=str)
+def test_a_mesh_gives_the_same_tokens(mesh):
+  """Its axes do not divide the rows; one of them is not used."""
+  own = batcher(mesh, rows=4)
+  requests = submit_all(own)
+  own.run()
+  assert [request.result for request in requests] == [alone(i) for i in range(len(REQUESTS))]
+  assert num_compiled(own) == [1, 1, 1]
+
+
+def test_settings_of_all_requests_apply_and_history_counts():
+  settings = {'repetition_penalty': 1.4, 'top_k': 20, 'no_repeat_ngram_size': 2, 'temperature': 0.7}
+  own = batcher(**settings)
+  request, other = own.submit('abab', seed=4), own.submit('xyz', seed=2)
+  own.run()
+  assert [request.text] == made().decode(['abab'], seed=4, **settings)
+  assert [other.text] == made().decode(['xyz'], seed=2, **settings)
+
+
+def test_stops_end_a_request_and_its_row_is_free():
+  whole = alone(1)
+  stop = whole[2:4]
+  own = batcher(rows=1)
+  first = own.submit(REQUESTS[1][0], **REQUESTS[1][1], stop=[stop])
+  second = own.submit(list(REQUESTS[1][0].encode()), **REQUESTS[1][1], stop_tokens=[ord(whole[3])])
+  own.run()
+  assert first.text == whole[: whole.index(stop) + 2]
+  assert bytes(second.ids).decode() == whole[: whole.index(whole[3]) + 1]
+  assert second.shared == len(second.prompt) - 1  # All but the last token.
+
+
+def test_streams_get_pieces_and_may_submit_and_cancel():
+  own, pieces, later = batcher(), [], []
+
+  def stream(piece):
+    pieces.append(piece)
+    if not later:
+      later.append(own.submit('abcde', **REQUESTS[6][1]))
+
+  request = own.submit(REQUESTS[3][0], **REQUESTS[3][1], stream=stream)
+  tokens = []
+  of_tokens = own.submit(REQUESTS[4][0], **REQUESTS[4][1], stream=tokens.extend)
+  own.run()
+  own.run(later)
+  assert ''.join(pieces) == request.text == alone(3) and len(pieces) > 1
+  assert tokens == of_tokens.ids == alone(4)
+  assert later[0].text == alone(6)
+
+
+def test_cancelled_requests_keep_what_they_have():
+  own = batcher(rows=1)
+  running, waiting, last = own.submit('a', **REQUESTS[0][1]), own.submit('b'), own.submit('abcde', **REQUESTS[6][1])
+  own.step()
+  assert 'running, 4 of up to 12' in repr(running) and 'waiting' in repr(waiting)
+  own.cancel(running)
+  own.cancel(waiting)
+  own.cancel(waiting)  # Nothing happens.
+  assert list(own) == [last] and last.text == alone(6)
+  assert running.is_cancelled and waiting.is_cancelled and not last.is_cancelled
+  assert running.text == alone(0)[:4] and waiting.text == ''
+  other = batcher(rows=1)
+  with pytest.raises(UserError, match='cancel: this is no request of this batcher'):
+    other.cancel(own.submit('c'))
+
+
+@pytest.mark.parametrize(
+  'prompt, settings, told',
+  [
+    (
+      'a' * 40,
+      {'max_tokens': 6},
+      r'a prompt of 40 tokens with max_tokens = 6 needs more .* max_length = 44 .* up to 5 fit',
+    ),
+    ('a' * 50, {}, 'the prompt has more than 44 tokens'),
+    ([], {}, 'submit: a prompt is empty'),
+    ('', {}, 'empty'),
+    ([1, V], {}, 'submit: ids: 128, at position 1 of row 0, is not in the vocabulary'),
+    ('a', {'max_tokens': 0}, 'submit: max_tokens = 0; expected at least 1'),
+    ('a', {'max_tokens': 'x'}, 'submit: max_tokens: expected int'),
+    ('a', {'temperature': -1.0}, 'submit: temperature = -1.0; expected from 0'),
+    ('a', {'temperature': float('nan')}, 'submit: temperature = nan'),
+    ('a', {'stop': 'x'}, r"submit: stop: expected a list of texts, got one text; pass \['x'\]"),
+    ('a', {'seed': 'x'}, 'seed: expected int'),
+  ],
+)
+def test_a_request_that_cannot_be_continued_is_refused(prompt, settings, told):
+  with pytest.raises(UserError, match=told):
+    idle().submit(prompt, **settings)
+  assert not idle().num_waiting
+
+
+@functools.cache
+def idle():
+  return batcher()
+
+
+def test_texts_need_a_tokenizer():
+  model = made()
+  bare = TrainedModel(model.config, model.tasks, model.stored_variables, model.global_step)
+  own = bare.batcher(rows=1, max_length=20)
+  with pytest.raises(UserError, match='submit: texts need a dataset with a tokenizer'):
+    own.submit('a')
+
+
+@pytest.mark.parametrize(
+  'fields, told',
+  [
+    ({'rows': 0}, 'batcher: rows = 0; expected at least 1'),
+    ({'max_length': 0}, 'batcher: max_length = 0; expected at least 1'),
+    ({'rows': 'x'}, 'batcher: rows: expected int'),
+    ({'chunk': 0}, 'batcher: chunk = 0; expected at least 1'),
+    ({'max_length': 10**13}, 'batcher: the caches of rows = 3 need .* of memory; take fewer rows'),
+    ({'temperature': 'hot'}, 'batcher: temperature: expected'),
+    ({'beam_size': 2}, 'batcher: draws tokens as a Sampler does; task.model.decoder_tpl is a BeamSearch'),
+    ({'lookup': 2}, f'batcher: draws tokens .* is a {SpeculativeSampler.__name__}'),
+  ],
+)
+def test_a_batcher_that_cannot_work_is_refused(fields, told):
+  with pytest.raises(ConfigError, match=told):
+    batcher(**fields)
+
+
+@pytest.mark.parametrize(
+  'change, told',
+  [
+    (lambda task: task.model.set(model_type='prefix'), "model_type 'prefix' reads a whole prompt at once"),
+    (lambda task: task.model.decoder_tpl.set(max_context=20), 'max_length = 44: the model sees only 20 tokens at once'),
+  ],
+)
+def test_a_model_that_cannot_be_batched_is_refused(change, told):
+  config = task()
+  change(config)
+  own = TaskOnMesh(config.instantiate(), made().tasks.mesh)
+  model = TrainedModel(ExperimentConfig(config, [], []), own, made().stored_variables, np.int32(0))
+  with pytest.raises(ConfigError, match=re.escape(told)):
+    model.batcher(rows=3, max_length=44)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_a_prompt_takes_the_row_that_begins_like_it():
+  slots, system = RowSlots(3), list(range(10))
+  assert slots.take([*system, 1]) == Place(0, None, 0)
+  slots.note_read(0, system)
+  assert slots.take([*system, 2, 3]) == Place(1, 0, 10)  # Row 0 is busy, and is copied.
+  assert slots.take(list(range(20, 40))) == Place(2, None, 0)
+  assert not slots.has_free
+  slots.release(2)
+  slots.release(1)
+  assert slots.take([*system, 4]) == Place(1, 1, 10)  # Not copied, though row 2 was released first.
+  assert slots.take([0, 1, 2, 7]) == Place(2, None, 0)  # Too few to copy.
+  slots.release(0)
+  assert slots.take(system) == Place(0, 0, 9)  # The last token is read again.
