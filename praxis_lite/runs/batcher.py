@@ -161,6 +161,7 @@ class Batcher:
     self._slots = RowSlots(rows, reuse_prefixes)
     self._waiting = deque[Request]()
     self._running: dict[int, Request] = {}  # By row.
+    self._reading: Request | None = None  # The one of them whose prompt is read now.
     self._settings = empty_settings(rows, self._programs.draw_key(key))
     self._state = self._programs.start()
 
@@ -252,8 +253,6 @@ class Batcher:
 
   def step(self) -> list[Request]:
     """Reads some chunks of prompts, and adds a few tokens to each row; returns the requests that have ended."""
-    while self._waiting and self._slots.has_free:
-      self._admit(self._waiting.popleft())
     self._read_prompts()
     return self._extend()
 
@@ -270,7 +269,19 @@ class Batcher:
   def _all(self) -> list[Request]:
     return [*self._waiting, *self._running.values()]
 
-  def _admit(self, request: Request) -> None:
+  def _read_prompts(self) -> None:
+    """Reads up to `chunks_per_step` chunks of prompts.
+
+    A request gets a row when all before it have been read, so that it can take over what they have in common.
+    """
+    for _ in range(self._chunks_per_step):
+      if self._reading is None:
+        if not (self._waiting and self._slots.has_free):
+          return
+        self._reading = self._admit(self._waiting.popleft())
+      self._read_chunk(self._reading)
+
+  def _admit(self, request: Request) -> Request:
     """Gives a free row to a request."""
     place = self._slots.take(request.prompt)
     if place.source is not None and place.source != place.row:
@@ -281,24 +292,20 @@ class Batcher:
     settings, row = self._settings, place.row
     settings.lengths[row] = settings.prompt_lengths[row] = len(request.prompt)
     settings.temperatures[row], settings.keys[row] = request._temperature, request._key_data
-    settings.limits[row] = 0  # Until the prompt has been read.
+    return request
 
-  def _read_prompts(self) -> None:
-    """Reads up to `chunks_per_step` chunks, of the requests that came first."""
-    left = self._chunks_per_step
-    for row, request in self._running.items():
-      length = len(request.prompt)
-      while left and request._num_given < length:
-        start = request._num_given
-        ids = request.prompt[start : start + self._programs.chunk]
-        self._state = self._programs.read(self._state, row, ids, start, length)
-        read = ids[: length - 1 - start]  # The last token of a prompt is read with the first step after it.
-        self._slots.note_read(row, read)
-        self.statistics.prompt_tokens += len(read)
-        request._num_given += len(ids)
-        left -= 1
-      if request._num_given == length:
-        self._settings.limits[row] = request._max_tokens
+  def _read_chunk(self, request: Request) -> None:
+    """Reads the next tokens of a prompt; after the last ones, its row is continued."""
+    start, length = request._num_given, len(request.prompt)
+    ids = request.prompt[start : start + self._programs.chunk]
+    self._state = self._programs.read(self._state, request._row, ids, start, length)
+    read = ids[: length - 1 - start]  # The last token of a prompt is read with the first step after it.
+    self._slots.note_read(request._row, read)
+    self.statistics.prompt_tokens += len(read)
+    request._num_given += len(ids)
+    if request._num_given == length:
+      self._settings.limits[request._row] = request._max_tokens
+      self._reading = None
 
   def _extend(self) -> list[Request]:
     """Adds tokens to the rows that have been read; returns the requests that have ended."""
@@ -327,6 +334,8 @@ class Batcher:
 
   def _release(self, request: Request) -> None:
     self._settings.limits[request._row] = 0
+    if self._reading is request:
+      self._reading = None
     del self._running[request._row]
     self._slots.release(request._row)
 

@@ -140,6 +140,23 @@ def test_stops_end_a_request_and_its_row_is_free():
   assert second.shared == len(second.prompt) - 1  # All but the last token.
 
 
+def test_requests_that_come_together_share_what_the_first_one_reads():
+  own = batcher(chunks_per_step=99)
+  first, second = (own.submit(SYSTEM + text, max_tokens=2, temperature=0.0) for text in 'xy')
+  own.run()
+  assert (first.shared, second.shared) == (0, len(SYSTEM))
+  assert own.statistics.prompt_tokens == len(SYSTEM)
+
+
+def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_no_trace():
+  own = batcher(rows=1, chunks_per_step=1)
+  request, other = own.submit(SYSTEM * 2, max_tokens=2), own.submit(REQUESTS[1][0], **REQUESTS[1][1])
+  own.step()
+  own.cancel(request)
+  assert list(own) == [other] and other.text == alone(1)
+  assert other.shared == 0  # Only one chunk had been read.
+
+
 def test_streams_get_pieces_and_may_submit_and_cancel():
   own, pieces, later = batcher(), [], []
 

@@ -287,17 +287,18 @@ def test_beam_search_returns_the_best_of_each_prompt(lm):
 def test_guesses_change_no_text_and_are_counted(lm):
   model, prompts = lm.load(), ['def ', 'class A']
   settings = {'temperature': 0.7, 'max_tokens': 20, 'seed': 3}
-  texts, counts = model.decode(prompts, **settings), DraftStatistics()
-  assert model.decode(prompts, **settings, lookup=3, statistics=counts) == texts
+  texts, greedy, counts = model.decode(prompts, **settings), {**settings, 'temperature': 0}, DraftStatistics()
+  assert model.decode(prompts, **greedy, lookup=3, statistics=counts) == model.decode(prompts, **greedy)
   assert counts.tokens == 40 and 0 < counts.accepted < counts.drafted and counts.passes < 40
-  assert re.fullmatch(r'1\.\d\d tokens in each pass of the model; \d+% of \d+ guessed tokens were right', str(counts))
+  assert re.fullmatch(
+    r'[1-5]\.\d\d tokens in each pass of the model; \d+% of \d+ guessed tokens were right', str(counts)
+  )
   pieces = ['', '']
 
   def stream(row, piece):
     pieces[row] += piece
 
   assert model.decode(prompts, **settings, lookup=3, stream=stream, stop=['\0\0']) == texts == pieces
-  greedy = {**settings, 'temperature': 0}
   counts = DraftStatistics()
   mesh = lm.load(mesh=(3,))
   assert mesh.decode(prompts, **greedy, draft=model, draft_tokens=3, statistics=counts) == model.decode(

@@ -78,11 +78,16 @@ def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Arra
     temperature_B: float32, from 0 to `MOST_TEMPERATURE`.
     **settings: the other ones of `sample_tokens`.
   """
-  scale = functools.partial(_scale_rows, temperature_B=temperature_B)
-  logits_BC, ids_BC = _candidates(logits_BV, scale, **settings)
-  drawn_B = _ids_of(jax.vmap(jax.random.categorical)(keys_B, logits_BC), ids_BC)
+  is_greedy_B = temperature_B < jnp.finfo(jnp.float32).tiny
+
+  def draw() -> jax.Array:
+    scale = functools.partial(_scale_rows, temperature_B=temperature_B)
+    logits_BC, ids_BC = _candidates(logits_BV, scale, **settings)
+    return _ids_of(jax.vmap(jax.random.categorical)(keys_B, logits_BC), ids_BC)
+
   greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-  return jnp.where(temperature_B < jnp.finfo(jnp.float32).tiny, greedy_B, drawn_B)
+  drawn_B = jax.lax.cond(jnp.all(is_greedy_B), lambda: greedy_B, draw)
+  return jnp.where(is_greedy_B, greedy_B, drawn_B)
 
 
 def is_greedy(temperature: float) -> bool:

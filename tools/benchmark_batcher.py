@@ -1,0 +1,143 @@
+# ruff: noqa: E402
+"""Compares the throughput of a batcher with that of padded batches, on requests of mixed lengths.
+
+  python tools/benchmark_batcher.py
+  python tools/benchmark_batcher.py --size=1b --dtype=bfloat16 --device=cuda --rows=32 --requests=256     on a GPU
+  python tools/benchmark_batcher.py --system=64     prompts that begin with the same 64 tokens
+
+A model of random weights continues the same requests greedily, in their order: in batches of `--rows` prompts, each of
+which ends with its longest continuation, and in a batcher of so many rows, with and without shared prefixes. The sides
+take turns. Only tokens that a request asked for count. Ratios are medians over rounds, each of times of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tools')]
+
+import numpy as np
+from benchmark_decode import SIZES, to_markdown, write_random_checkpoint
+from timing import measure_in_turn, median_ratio
+
+
+class Asked(NamedTuple):
+  """A request: a prompt, and how many tokens to add to it."""
+
+  prompt: list[int]
+  max_tokens: int
+
+
+class Served(NamedTuple):
+  """The duration of all requests in seconds, wall-clock and CPU time, and their tokens."""
+
+  seconds: float
+  cpu: float
+  ids: list[list[int]]
+
+
+def draw_requests(count: int, prompt: int, tokens: int, system: int, vocab_size: int) -> list[Asked]:
+  """Returns requests whose prompts and continuations have lengths up to these, short ones more often than long ones."""
+  rng = np.random.default_rng(0)
+  shared = rng.integers(1, vocab_size, system).tolist()
+
+  def length(most: int) -> int:
+    return int(np.clip(rng.exponential(most / 3), 1, most))
+
+  return [Asked(shared + rng.integers(1, vocab_size, length(prompt)).tolist(), length(tokens)) for _ in range(count)]
+
+
+def timed(serve: Callable[[], list[list[int]]]) -> Served:
+  cpu, start = time.process_time(), time.perf_counter()
+  ids = serve()
+  return Served(time.perf_counter() - start, time.process_time() - cpu, ids)
+
+
+def serve_in_batches(model: Any, requests: list[Asked], rows: int) -> list[list[int]]:
+  """Continues requests in padded batches."""
+  found: list[list[int]] = []
+  for first in range(0, len(requests), rows):
+    group = requests[first : first + rows]
+    most = max(asked.max_tokens for asked in group)
+    ids = model.decode([asked.prompt for asked in group], max_tokens=most, temperature=0)
+    found += [row[: asked.max_tokens] for row, asked in zip(ids, group, strict=True)]
+  return found
+
+
+def serve_in_rows(batcher: Any, requests: list[Asked]) -> list[list[int]]:
+  """Continues requests in a batcher."""
+  submitted = [batcher.submit(asked.prompt, max_tokens=asked.max_tokens, temperature=0) for asked in requests]
+  batcher.run()
+  return [request.ids for request in submitted]
+
+
+def measure(model: Any, requests: list[Asked], args: argparse.Namespace) -> list[list[str]]:
+  """Returns the rows of the table, one for each side."""
+  most = max(len(asked.prompt) + asked.max_tokens - 1 for asked in requests)
+  settings = {'rows': args.rows, 'max_length': most, 'tokens_per_step': args.tokens_per_step}
+  batchers = {
+    'batcher': model.batcher(**settings, reuse_prefixes=False),
+    'batcher, shared prefixes': model.batcher(**settings),
+  }
+  sides: dict[str, Callable[[], Served]] = {
+    'padded batches': lambda: timed(lambda: serve_in_batches(model, requests, args.rows))
+  }
+  for name, batcher in batchers.items():
+    sides[name] = lambda batcher=batcher: timed(lambda: serve_in_rows(batcher, requests))
+  found = measure_in_turn(list(sides.values()), args.rounds, warm_up=args.warm_up)
+  tokens, rows = sum(asked.max_tokens for asked in requests), []
+  for name, served in zip(sides, found, strict=True):
+    seconds = statistics.median(x.seconds for x in served)
+    ratio = median_ratio([x.seconds for x in found[0]], [x.seconds for x in served])
+    of_cpu = median_ratio([x.cpu for x in found[0]], [x.cpu for x in served])
+    pairs = [(a, b) for row, other in zip(served[0].ids, found[0][0].ids, strict=True) for a, b in zip(row, other)]
+    same = sum(a == b for a, b in pairs) / tokens
+    rows.append([name, f'{seconds:.2f}', f'{tokens / seconds:,.0f}', f'{ratio:.2f}', f'{of_cpu:.2f}', f'{same:.0%}'])
+  return rows
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--size', default='demo', choices=list(SIZES))
+  parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
+  parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
+  parser.add_argument('--rows', type=int, default=8, help='requests that are continued at the same time')
+  parser.add_argument('--requests', type=int, default=48)
+  parser.add_argument('--prompt', type=int, default=64, help='the longest prompt, without what all begin with')
+  parser.add_argument('--tokens', type=int, default=160, help='the longest continuation')
+  parser.add_argument('--system', type=int, default=0, help='how many tokens all prompts begin with')
+  parser.add_argument('--tokens_per_step', type=int, default=8)
+  parser.add_argument('--rounds', type=int, default=5)
+  parser.add_argument('--warm_up', type=int, default=1, help='rounds before that are not counted')
+  args = parser.parse_args()
+  os.environ['JAX_PLATFORMS'] = args.device
+  with tempfile.TemporaryDirectory() as directory:
+    import jax
+
+    from praxis_lite import open_run
+    from praxis_lite.bridges.hf import import_run
+
+    folder, run = Path(directory) / 'checkpoint', Path(directory) / 'run'
+    parameters = write_random_checkpoint(folder, args.size, args.dtype)
+    import_run(folder, run, overrides=[f"task.model.fprop_dtype='{args.dtype}'", 'task.model.decoder_tpl.stop_ids=()'])
+    requests = draw_requests(args.requests, args.prompt, args.tokens, args.system, SIZES[args.size]['vocab_size'])
+    tokens = sum(asked.max_tokens for asked in requests)
+    print(f'{args.size}: {parameters:,} parameters, {args.dtype}, on {jax.devices()[0].device_kind}')
+    print(
+      f'{args.requests} requests of {tokens:,} tokens in {args.rows} rows; medians of {args.rounds} rounds', flush=True
+    )
+    head = ['side', 'seconds', 'tokens/s', 'speed / padded', 'CPU, speed / padded', 'same tokens']
+    print(to_markdown(head, measure(open_run(run).load(), requests, args)))
+
+
+if __name__ == '__main__':
+  main()
