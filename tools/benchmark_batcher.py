@@ -13,6 +13,7 @@ take turns. Only tokens that a request asked for count. Ratios are medians over 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -88,11 +89,9 @@ def measure(model: Any, requests: list[Asked], args: argparse.Namespace) -> list
     'batcher': model.batcher(**settings, reuse_prefixes=False),
     'batcher, shared prefixes': model.batcher(**settings),
   }
-  sides: dict[str, Callable[[], Served]] = {
-    'padded batches': lambda: timed(lambda: serve_in_batches(model, requests, args.rows))
-  }
+  sides = {'padded batches': functools.partial(timed, lambda: serve_in_batches(model, requests, args.rows))}
   for name, batcher in batchers.items():
-    sides[name] = lambda batcher=batcher: timed(lambda: serve_in_rows(batcher, requests))
+    sides[name] = functools.partial(timed, functools.partial(serve_in_rows, batcher, requests))
   found = measure_in_turn(list(sides.values()), args.rounds, warm_up=args.warm_up)
   tokens, rows = sum(asked.max_tokens for asked in requests), []
   for name, served in zip(sides, found, strict=True):

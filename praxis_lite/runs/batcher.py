@@ -25,12 +25,12 @@ from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models import LanguageModel
-from praxis_lite.models.decoding import Sampler, chunk_of
+from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
 from praxis_lite.models.decoding.sampling import MOST_TEMPERATURE
 from praxis_lite.runs.continuations import GrowingText
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.prompts import check_ids, encode_prompt, prompt_batch, stop_ids
-from praxis_lite.runs.records.run_config import run_keys
+from praxis_lite.runs.records.run_config import check_seed
 from praxis_lite.runs.row_programs import RowPrograms, empty_settings
 from praxis_lite.runs.row_slots import RowSlots
 
@@ -144,7 +144,7 @@ class Batcher:
       if value is not None and value < 1:
         raise ConfigError(f'batcher: {name} = {value}; expected at least 1')
     self._decoder, self._num_ids = _check_model(tasks, max_length)
-    chunk = chunk_of(max_length) if chunk is None else min(chunk, max_length)
+    chunk = min(chunk_of(Bucket.choose(max_length, 1, None).slots) if chunk is None else chunk, max_length)
     self._programs = RowPrograms(
       tasks,
       stored_variables,
@@ -156,13 +156,13 @@ class Batcher:
     )
     _check_memory(self._programs, tasks, rows)
     self.statistics = BatcherStatistics()
-    self._mesh, self._key, self._find_tokenizer = tasks.mesh, key, tokenizer
+    self._key_data, self._find_tokenizer = self._programs.draw_key(key), tokenizer
     self._max_length, self._chunks_per_step = max_length, chunks_per_step
     self._slots = RowSlots(rows, reuse_prefixes)
     self._waiting = deque[Request]()
     self._running: dict[int, Request] = {}  # By row.
     self._reading: Request | None = None  # The one of them whose prompt is read now.
-    self._settings = empty_settings(rows, self._programs.draw_key(key))
+    self._settings = empty_settings(rows, self._key_data)
     self._state = self._programs.start()
 
   # ---------------------------------------------------------------- requests
@@ -200,6 +200,8 @@ class Batcher:
     for name, value, kind in (('max_tokens', max_tokens, int), ('temperature', temperature, float)):
       with prefix_errors(f'submit: {name}'):
         fit(value, kind, None)
+    if seed is not None:
+      check_seed(seed)
     if max_tokens < 1:
       raise ConfigError(f'submit: max_tokens = {max_tokens}; expected at least 1')
     if not 0 <= temperature <= MOST_TEMPERATURE:
@@ -220,9 +222,8 @@ class Batcher:
         f'{self._max_length} of the batcher; {fits}'
       )
     text = GrowingText(tokenizer, tokens, stop) if tokenizer is not None else None
-    key = self._key if seed is None else run_keys(seed, self._mesh).evaluate
     stops = (*decoder.stop_ids, *single_stops, *stop_tokens)
-    key_data = self._programs.draw_key(key)
+    key_data = self._key_data if seed is None else self._programs.draw_key_of_seed(seed)
     request = Request(tokens, text, stops, max_tokens, float(temperature), key_data, stream, is_text)
     self._waiting.append(request)
     return request

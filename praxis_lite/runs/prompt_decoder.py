@@ -180,7 +180,8 @@ class PromptDecoder:
   ) -> _DecodeCall:
     length = int(prompt_batch(prompts)['prompt_lengths'].max())
     # How many states there are, and of what size, depends on these.
-    kinds: Sampling = {name: settings.get(name) for name in ('beam_size', 'lookup', 'draft_tokens')}  # type: ignore
+    kinds: Sampling = {'beam_size': settings.get('beam_size'), 'lookup': settings.get('lookup')}
+    kinds['draft_tokens'] = settings.get('draft_tokens')
     limits, max_tokens = self.set_sampler(kinds).jax_task.model.prompt_limits(), settings.get('max_tokens')
     if limits is None:
       return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens or 1, ())

@@ -24,6 +24,7 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.models.decoding.beam_rows import NO_ROWS
 from praxis_lite.models.decoding.row_loop import NewTokens, RowSettings, RowsState
 from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.records.run_config import split_key
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.constraints import axis_rules
 from praxis_lite.sharding.mesh import bind_mesh
@@ -94,16 +95,26 @@ class RowPrograms:
     state, new = self._extend(self._variables, state, rows)
     return state, jax.tree.map(np.asarray, new)
 
-  @functools.cached_property
-  def draw_key(self) -> Callable[[jax.Array], np.ndarray]:
-    """(key of a call of `decode`) -> the data of the key that its rows draw with."""
+  def draw_key(self, key: jax.Array) -> np.ndarray:
+    """Returns the data of the key with which a row draws, given the key of a call of `decode`."""
+    return np.asarray(self._draw_key(key, self._global_step))
 
+  def draw_key_of_seed(self, seed: int) -> np.ndarray:
+    """Returns the data of the key with which `decode` draws with this seed; compiles nothing for a seed."""
+    own = jax.device_put(jax.random.key(seed), self._whole)
+    return self.draw_key(self._evaluation_key(own))
+
+  @functools.cached_property
+  def _draw_key(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def key_data(key: jax.Array, step: jax.Array) -> jax.Array:
       own, _ = self._tasks.jax_task.model.apply({}, key=jax.random.fold_in(key, step), method='draw_key')
       return jax.random.key_data(own)
 
-    compiled = jax.jit(key_data)
-    return lambda key: np.asarray(compiled(key, self._global_step))
+    return jax.jit(key_data)
+
+  @functools.cached_property
+  def _evaluation_key(self) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda key: split_key(key).evaluate, out_shardings=self._whole)
 
   # ---------------------------------------------------------------- programs
 

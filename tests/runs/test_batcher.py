@@ -16,6 +16,7 @@ from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.models.decoding import SpeculativeSampler
 from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.records.run_config import run_keys
 from praxis_lite.runs.row_slots import Place, RowSlots
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.sharding.mesh import create_device_mesh
@@ -117,6 +118,16 @@ def test_a_mesh_gives_the_same_tokens(mesh):
   own.run()
   assert [request.result for request in requests] == [alone(i) for i in range(len(REQUESTS))]
   assert num_compiled(own) == [1, 1, 1]
+
+
+def test_a_seed_compiles_nothing(caplog):
+  own = batcher()
+  own.submit('a', seed=5)
+  with jax.log_compiles(), caplog.at_level('WARNING'):
+    keys = [own.submit('a', seed=seed)._key_data.tolist() for seed in (8, -3, 2**40 + 1)]
+  assert len({str(key) for key in keys}) == 3 and 'Compiling' not in caplog.text
+  for seed, key in zip((8, -3, 2**40 + 1), keys):
+    assert own._programs.draw_key(run_keys(seed, made().tasks.mesh).evaluate).tolist() == key
 
 
 def test_settings_of_all_requests_apply_and_history_counts():

@@ -37,10 +37,7 @@ class RunKeys(NamedTuple):
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
-  with prefix_errors('seed'):
-    fit(seed, int, None)
-  if not -(2**63) <= seed < 2**63:
-    raise ConfigError(f'seed = {seed}: expected an integer of 64 bits')
+  check_seed(seed)
   # A program on the mesh makes the keys: with several processes, none can put an array on all devices by itself.
   keys: RunKeys = jax.jit(_split_key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(seed)
   return keys
@@ -48,7 +45,20 @@ def run_keys(seed: int, mesh: Mesh) -> RunKeys:
 
 def _split_key(seed: int) -> RunKeys:
   """A function of the module, so that JAX compiles it once for a seed and a mesh."""
-  return RunKeys(*jax.random.split(jax.random.key(seed), 3))
+  return split_key(jax.random.key(seed))
+
+
+def split_key(key: jax.Array) -> RunKeys:
+  """Returns the keys of a run with this key of a seed."""
+  return RunKeys(*jax.random.split(key, 3))
+
+
+def check_seed(seed: int) -> None:
+  """Raises ConfigError unless a seed is an integer of 64 bits."""
+  with prefix_errors('seed'):
+    fit(seed, int, None)
+  if not -(2**63) <= seed < 2**63:
+    raise ConfigError(f'seed = {seed}: expected an integer of 64 bits')
 
 
 def check_intervals(settings: TrainParams) -> None:
