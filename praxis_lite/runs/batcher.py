@@ -263,12 +263,15 @@ class Batcher:
       yield from self.step()
 
   def run(self, requests: Sequence[Request] | None = None) -> None:
-    """Works until these requests, or all, have ended."""
-    while any(not request.is_done for request in (requests if requests is not None else self._all())):
-      self.step()
+    """Works until these requests have ended, or all if None.
 
-  def _all(self) -> list[Request]:
-    return [*self._waiting, *self._running.values()]
+    Raises:
+      UserError: one of them is not of this batcher.
+    """
+    while self._waiting or self._running if requests is None else any(not request.is_done for request in requests):
+      if not (self._waiting or self._running):
+        raise UserError('run: there is nothing left to do, but a request has not ended; it is not of this batcher')
+      self.step()
 
   def _read_prompts(self) -> None:
     """Reads up to `chunks_per_step` chunks of prompts.

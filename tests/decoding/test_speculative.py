@@ -83,8 +83,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize('settings', SETTINGS)
-@pytest.mark.parametrize('lookup, draft_tokens, chunk', [(3, 4, None), (1, 1, 2)])
+@pytest.mark.parametrize(
+  'settings, lookup, draft_tokens, chunk', [*((name, 3, 4, None) for name in SETTINGS), ('history', 1, 1, 2)]
+)
 def test_with_a_look_up_the_tokens_are_those_of_the_sampler(settings, lookup, draft_tokens, chunk):
   """Also drawn ones. Rows accept different numbers, end at stop tokens and limits, and one is padding."""
   fields = SETTINGS[settings]
@@ -105,8 +106,9 @@ def check_same(found, plain):
   np.testing.assert_array_less(found.lengths - 1, found.num_passes + found.num_accepted)
 
 
-@pytest.mark.parametrize('settings', ['as they are', 'stops', 'history'])
-@pytest.mark.parametrize('draft_seed, draft_tokens', [(0, 3), (1, 1), (1, 6)])
+@pytest.mark.parametrize(
+  'settings, draft_seed, draft_tokens', [('as they are', 1, 1), ('stops', 1, 6), ('history', 0, 3)]
+)
 def test_greedy_tokens_with_a_draft_model_are_those_of_the_sampler(settings, draft_seed, draft_tokens):
   fields = {**SETTINGS[settings], 'temperature': 0.0}
   found = decode(SpeculativeSampler, draft=Tokens(draft_seed), draft_tokens=draft_tokens, **fields)
@@ -179,11 +181,8 @@ def test_the_comparison_of_distributions_sees_a_wrong_residual(monkeypatch):
 def test_rows_with_a_draft_model_depend_on_their_seed_and_number_only():
   draft = functools.partial(decode, SpeculativeSampler, draft=Tokens(1), temperature=1.0)
   all_rows = draft()
-  few = draft(prompts=PROMPTS[:2], lengths=LENGTHS[:2], limits=LIMITS[:2])
-  np.testing.assert_array_equal(few.ids, all_rows.ids[:2])
   last = draft(prompts=PROMPTS[3:], lengths=LENGTHS[3:], limits=LIMITS[3:], draws=Draws(row_B=np.array([3], np.int32)))
   np.testing.assert_array_equal(last.ids, all_rows.ids[3:])
-  assert not np.array_equal(draft(seed=1).ids, all_rows.ids)
 
 
 # ---------------------------------------------------------------- look-up

@@ -33,8 +33,8 @@ def config(num_layers=2, **fields):
   return transformer_lm(**sizes, **fields)
 
 
-def windows():
-  model = config(num_layers=6)
+def windows(num_layers=6):
+  model = config(num_layers)
   model.lm_tpl.transformer_tpl.sliding_windows = (3, None)
   return model
 
@@ -50,6 +50,7 @@ KINDS = {
   'rings and all in a loop': windows,
   'pages of int8': pages,
   'stages of a pipeline': lambda: set_pipeline(config(num_layers=4), num_stages=2, num_microbatches=2, stage_axis=None),
+  'rings and all': lambda: windows(2),
   'a prefix-LM': lambda: config(num_layers=1).set(model_type='prefix'),
 }
 
@@ -77,7 +78,7 @@ def check_same(found, expected):
   np.testing.assert_allclose(found['log_probs'], expected['log_probs'], atol=1e-4)
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [kind for kind in KINDS if kind != 'rings and all'])
 def test_every_kind_of_cache_goes_back(kind):
   """Most guesses are wrong, and rows go on from different positions."""
   variables = variables_of(kind)
@@ -92,11 +93,11 @@ def test_every_kind_of_cache_goes_back(kind):
 
 def drafted(**fields):
   decoder = Config(SpeculativeSampler, max_decode_steps=M, stop_ids=(1,), draft_tokens=3, **fields)
-  return Config(DraftedModel, model_tpl=windows(), draft_tpl=config(num_layers=1), decoder_tpl=decoder)
+  return Config(DraftedModel, model_tpl=windows(2), draft_tpl=config(num_layers=1), decoder_tpl=decoder)
 
 
 def drafted_variables():
-  return {'model': variables_of('rings and all in a loop'), 'draft': variables_of('small', 1)}
+  return {'model': variables_of('rings and all'), 'draft': variables_of('small', 1)}
 
 
 def on_mesh(model, mesh, variables):
@@ -114,18 +115,17 @@ def on_one_device(temperature):
 
 
 def test_a_smaller_model_guesses_and_greedy_tokens_are_the_same():
-  expected = decode(with_decoder(windows(), Sampler, temperature=0.0), variables_of('rings and all in a loop'))[1]
+  expected = decode(with_decoder(windows(2), Sampler, temperature=0.0), variables_of('rings and all'))[1]
   found = on_one_device(0.0)
   check_same(found, expected)
   assert found['num_drafted'].sum() > 0
 
 
-@pytest.mark.parametrize('mesh', [(1, 2, 2, 2), (2, 1, 3, 1)], ids=str)
-def test_a_mesh_draws_like_one_device(mesh):
-  """Also with a draft model; one mesh has an axis of 3 and one that is not used."""
+def test_a_mesh_draws_like_one_device():
+  """Also with a draft model; the mesh has an axis of 3 and one that is not used."""
   model = drafted(temperature=1.0)
   model.set(model_tpl=set_sharding(model.model_tpl), draft_tpl=set_sharding(model.draft_tpl))
-  found, expected = on_mesh(model, mesh, drafted_variables()), on_one_device(1.0)
+  found, expected = on_mesh(model, (2, 1, 3, 1), drafted_variables()), on_one_device(1.0)
   check_same(found, expected)
   np.testing.assert_array_equal(found['num_accepted'], expected['num_accepted'])
 
