@@ -33,7 +33,7 @@ ORDER = (
     'runs.programs',
   ),
   *('runs.observer', 'runs.hooks', 'runs.trouble', 'runs.cluster', 'runs'),
-  *('bridges.t5x', 'bridges.hf', 'bridges'),
+  *('bridges.t5x', 'bridges.hf', 'bridges.foreign', 'bridges'),
   'partitioning',  # The names of Praxis and T5X, from where they are defined.
   'cli',
   '__main__',
@@ -49,6 +49,7 @@ NEVER = {
   'instruments.testing': ('instruments.verification',),
   'runs': ('instruments',),
   'bridges': ('instruments',),
+  'bridges.foreign': ('checkpoints', 'models', 'inputs', 'training', 'runs'),
   'bridges.t5x': ('checkpoints', 'layers', 'models', 'inputs', 'runs'),
 }
 FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if not {'experiments', 'tasks'} & {*p.relative_to(PACKAGE).parts[:1]}]

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import Path
 
 # One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, None or -1 for
 # a dimension that is not split, or PartitionSpec.UNCONSTRAINED for one that is left to the compiler.
@@ -169,6 +170,20 @@ class WeightInit:
 
 
 @dataclasses.dataclass(frozen=True)
+class JointInit:
+  """Initial values that one function draws for all weights of a layer, such as a module of another library.
+
+  Attributes:
+    below: the path of this weight below the layer.
+    draw: (key) -> the initial values of the layer's weights, by path below the layer. The key is that of the call of
+      `init`, folded with the path of the layer.
+  """
+
+  below: Path
+  draw: Callable[[jax.Array], Mapping[Path, jax.Array]] = dataclasses.field(compare=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightHParams:
   """The declaration of one weight.
 
@@ -187,7 +202,7 @@ class WeightHParams:
   """
 
   shape: tuple[int, ...]
-  init: WeightInit | None = None
+  init: WeightInit | JointInit | None = None
   dtype: DTypeLike | None = None
   tensor_split_dims_mapping: SplitDimsMapping = None
   mapping_field: str = dataclasses.field(default='tensor_split_dims_mapping', compare=False)
@@ -263,7 +278,7 @@ def check_weight(weight: WeightHParams, where: str) -> None:
       raise ConfigError(f'{where}: shape {weight.shape}; every dimension must be an integer, not {size!r}')
     if size < 1:
       raise ConfigError(f'{where}: shape {weight.shape}; every dimension must be at least 1')
-  if not isinstance(weight.init, WeightInit | None):
+  if not isinstance(weight.init, WeightInit | JointInit | None):
     raise ConfigError(f'{where}: init is a WeightInit, such as WeightInit.Gaussian(0.02), not {weight.init!r}')
   if weight.dtype is not None and not is_dtype(weight.dtype):
     raise ConfigError(f'{where}: expected the name of a dtype, such as float32 or int32, got {weight.dtype!r}')
@@ -296,12 +311,47 @@ def get_fan_in_fan_out(
   return receptive_field * shape[-2], receptive_field * shape[-1]
 
 
+def init_weights(
+  weights: Mapping[Path, WeightHParams], fold_in_paths: Callable[[list[Path]], Mapping[Path, jax.Array]]
+) -> dict[Path, jax.Array]:
+  """Returns the initial values of `weights` by path; a `JointInit` draws once for all weights of its layer.
+
+  Args:
+    weights: declarations by path.
+    fold_in_paths: returns a key for each path.
+  """
+  joint = {path: path[: -len(w.init.below)] for path, w in weights.items() if isinstance(w.init, JointInit)}
+  keys = fold_in_paths(list(dict.fromkeys(joint.get(path, path) for path in weights)))
+  drawn: dict[Path, Mapping[Path, jax.Array]] = {}
+  values = {}
+  for path, weight in weights.items():
+    if not isinstance(weight.init, JointInit):
+      values[path] = init_weight(weight, keys[path])
+      continue
+    layer = joint[path]
+    if layer not in drawn:
+      drawn[layer] = _draw_repeated(weight.init.draw, weight.repeat_prefix, keys[layer])
+    values[path] = drawn[layer][weight.init.below].astype(weight.as_struct().dtype)
+  return values
+
+
+def _draw_repeated(
+  draw: Callable[[jax.Array], Mapping[Path, jax.Array]], prefix: tuple[int, ...], key: jax.Array
+) -> Mapping[Path, jax.Array]:
+  if not prefix:
+    return draw(key)
+  values = jax.vmap(lambda k: dict(draw(k)))(jax.random.split(key, math.prod(prefix)))
+  return {path: value.reshape(*prefix, *value.shape[1:]) for path, value in values.items()}
+
+
 def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
   """Returns the initial value of `weight`, of shape `full_shape`; repeated layers are drawn independently."""
   if weight.repeat_prefix:
     one = dataclasses.replace(weight, repeat_prefix=(), repeat_prefix_split_dims_mapping=DeclaredSplit())
     keys = jax.random.split(key, math.prod(weight.repeat_prefix))
     return jax.vmap(lambda k: init_weight(one, k))(keys).reshape(weight.full_shape)
+  if isinstance(weight.init, JointInit):
+    return weight.init.draw(key)[weight.init.below].astype(weight.as_struct().dtype)
   if weight.init is None:
     raise ConfigError(
       'a weight without an initializer cannot be created; set WeightHParams.init or the layer params_init'

@@ -5,6 +5,7 @@ Building a config calls what it names, with arguments from the same file. So onl
     praxis_lite           Configurables, values (dataclasses, named tuples, enums), functions of `_OWN_ROOMS`
     optax                 what it exports
     jax.nn, jax.lax, ...  functions that compute, and dtypes of jax.numpy, numpy and ml_dtypes
+    Flax, Equinox, Haiku  classes of modules and initializers, and functions that give names to the axes of the latter
     builtins              types of plain values, and a few functions without side effects
     loaded modules        Configurables, such as those of a notebook; nothing is imported
     trusted modules       any class and function that is defined in them
@@ -56,6 +57,9 @@ _JAX_MODULES = ('jax.lax', 'jax.nn', 'jax.nn.initializers', 'jax.numpy')
 # Packages whose import names differ from their names for pip.
 _USED = {'jaxlib', 'orbax', 'tensorflow', 'tensorstore', 'google', 'etils', 'yaml', 'flax', 'torch', 'absl', 'rich'}
 _DTYPE_PACKAGES = ('numpy', 'ml_dtypes')
+# Packages of other libraries that a `ForeignLayer` calls, and functions of them that only wrap an initializer.
+_MODULE_PACKAGES = ('flax.core.meta', 'flax.linen', 'flax.nnx', 'equinox.nn', 'haiku')
+_WRAPPERS = ('with_partitioning', 'with_logical_partitioning')
 _BUILTINS: frozenset[object] = frozenset(
   {bool, bytes, complex, dict, enumerate, float, frozenset, int, list, range, reversed, set, slice, str, tuple, zip}
   | {abs, all, any, len, max, min, pow, round, sorted, sum}
@@ -80,6 +84,10 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
   if _is_in(module, trusted):
     found = _lookup(import_module(module), name)
     if is_named(found) and _is_in(_home(found), {module.partition('.')[0], *trusted}):
+      return found
+  elif _is_public(module) and _is_in(module, _MODULE_PACKAGES):
+    found = _lookup(import_module(module), name)
+    if _is_module_class(found, module) or ('.' not in name and name in _WRAPPERS):
       return found
   elif _is_public(module) and module.partition('.')[0] in (_OWN, 'optax', 'jax', 'builtins', *_DTYPE_PACKAGES):
     found = _lookup(import_module(module), name)
@@ -129,6 +137,14 @@ def _is_allowed(module: str, name: str, found: object) -> bool:
     is_function = isinstance(found, FunctionType) and '.' not in name and not name.startswith('_')
     return is_method_of_value or (is_function and (f'{module}:{name}' in _OWN_FUNCTIONS or _is_in(_home(found), rooms)))
   return True
+
+
+def _is_module_class(found: object, module: str) -> bool:
+  """Whether an object is a class of modules or initializers that the package of `module` itself defines."""
+  package = module.partition('.')[0]
+  bases = found.__mro__ if isinstance(found, type) and _is_in(_home(found), {package}) else ()
+  is_initializer = bool(bases) and module == 'haiku.initializers'
+  return is_initializer or any(base.__name__ == 'Module' and _is_in(base.__module__, {package}) for base in bases)
 
 
 def _is_own_class(found: object) -> bool:

@@ -50,7 +50,7 @@ from praxis_lite.sharding.weights import (
   WeightHParamsCollection,
   WeightInit,
   check_weight,
-  init_weight,
+  init_weights,
   is_dtype,
   to_declared_split,
 )
@@ -327,12 +327,15 @@ class Layer(MappedSplits, Facts, Configurable):
     return tree | {name: child.cast_variables(tree[name]) for name, child in self.children() if name in tree}
 
   def init(self, key: jax.Array) -> NestedDict:
-    """Returns initial values of all variables, each drawn with `key` folded with the variable's path."""
+    """Returns initial values of all variables, each drawn with `key` folded with the variable's path.
+
+    Variables with a `JointInit` are drawn together, with `key` folded with the path of their layer.
+    """
     if isinstance(key, int):
       raise ConfigError(f'{self.path_name}.init({key}): expected a key, such as jax.random.key({key})')
     declared = self.abstract_init()
-    keys = call.fold_in_paths(key, list(leaves_by_path(declared)))
-    return map_with_path(lambda path, w: init_weight(w, keys[path]), declared)
+    values = init_weights(leaves_by_path(declared), lambda paths: call.fold_in_paths(key, paths))
+    return map_with_path(lambda path, _: values[path], declared)
 
   # ---------------------------------------------------------------- the pure call
 

@@ -1,0 +1,134 @@
+"""EquinoxLayer: a module of Equinox as a layer.
+
+layer = Config(EquinoxLayer, module_tpl=Config(eqx.nn.Linear, in_features=6, out_features=4))
+# Variables: {'params': {'weight': (4, 6), 'bias': (4,)}}
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.bridges.foreign.layer import ForeignLayer, ForeignVariable, RunResult, Values
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import Path, path_name
+
+_TRAINED, _STATE = 'params', 'state'
+
+
+class EquinoxLayer(ForeignLayer):
+  """An Equinox module. Needs `pip install praxis_lite[equinox]`.
+
+  `module_tpl` lacks `key`, which this layer gives. Arrays of floats in the module are at `params`, and trained; its
+  other arrays, and those of `eqx.nn.State`, are at `state`, and the module updates the latter in training. A module
+  with state is called with it as the last positional argument, and returns it last. The module gets `key` if it takes
+  that argument, and is in the mode of `eqx.nn.inference_mode` in evaluation.
+
+  Attributes: those of `ForeignLayer`, and
+    over_rows: whether the module takes one example, as Equinox's own do, and is mapped over dimension 0 of all
+      positional arguments. Each row has a key of its own.
+    row_axis_name: the name of that mapping, which `eqx.nn.BatchNorm` is given as its `axis_name`.
+  """
+
+  package = 'equinox'
+  library = 'Equinox'
+  extra = 'equinox'
+
+  over_rows: bool = True
+  row_axis_name: str = 'batch'
+
+  def setup(self) -> None:
+    eqx = self.import_library()
+    with self._named_errors('cannot be built'):
+      module, state = eqx.filter_eval_shape(self._build, jax.random.key(0))
+      if not isinstance(module, eqx.Module):
+        raise ConfigError(
+          f'{self.path_name}.module_tpl: expected the config of an equinox.Module, which returned '
+          f'{type(module).__name__}'
+        )
+      arrays, self._static = eqx.partition(module, _is_array)
+    # A layer holds no arrays, so it keeps structures and shapes.
+    self._of_module: Any = jax.tree.structure(arrays)
+    self._of_state: Any = jax.tree.structure(state)
+    self._shapes = [*jax.tree.leaves(arrays), *jax.tree.leaves(state)]
+    self._array_paths = [*_paths_of_arrays(arrays), *_paths_of_state(eqx, module, self._of_state)]
+    takes = inspect.signature(type(module).__call__).parameters if callable(module) else {}
+    self._takes_key = 'key' in takes
+    super().setup()
+
+  def declare(self) -> dict[Path, ForeignVariable]:
+    found: dict[Path, ForeignVariable] = {}
+    for path, x in zip(self._array_paths, self._shapes):
+      if path in found:
+        raise ConfigError(f'{self.path_name}: two arrays of the module have the path {path_name(path)}')
+      found[path] = ForeignVariable(x.shape, x.dtype, path[0] == _TRAINED)
+    return found
+
+  def draw(self, key: jax.Array) -> Values:
+    eqx = self.import_library()
+    module, state = self._build(key)
+    arrays, _ = eqx.partition(module, eqx.is_array)
+    return dict(zip(self._array_paths, map(jnp.asarray, [*jax.tree.leaves(arrays), *jax.tree.leaves(state)])))
+
+  def run(self, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
+    eqx = self.import_library()
+    leaves, own = [values[path] for path in self._array_paths], self._of_module.num_leaves
+    module = eqx.combine(jax.tree.unflatten(self._of_module, leaves[:own]), self._static)
+    module = eqx.nn.inference_mode(module, value=self.do_eval)
+    state = jax.tree.unflatten(self._of_state, leaves[own:]) if leaves[own:] else None
+
+    def call(args: Sequence[Any], key: jax.Array | None, state: Any) -> tuple[Any, Any]:
+      keyword = {} if key is None else {'key': key}
+      if state is None:
+        return module(*args, **kwargs, **keyword), None
+      *outputs, state = module(*args, state, **kwargs, **keyword)
+      return outputs[0] if len(outputs) == 1 else tuple(outputs), state
+
+    key = self.draw_key() if self._takes_key else None
+    if self.over_rows:
+      key = None if key is None else jax.random.split(key, len(args[0]))
+      call = jax.vmap(call, in_axes=(0, 0, None), out_axes=(0, None), axis_name=self.row_axis_name)
+    outputs, state = call(tuple(args), key, state)
+    return RunResult(outputs, dict(zip(self._array_paths[own:], jax.tree.leaves(state))))
+
+  def _build(self, key: jax.Array) -> tuple[Any, Any]:
+    """Returns the module and its state, which has no arrays if the module has none."""
+    eqx = self.import_library()
+    return eqx.nn.make_with_state(self.build_module)(key=key)
+
+
+def _is_array(x: Any) -> bool:
+  return isinstance(x, jax.ShapeDtypeStruct | jax.Array)
+
+
+def _paths_of_arrays(arrays: Any) -> list[Path]:
+  """Returns the path of each array of a module: ('params', 'layers_0', 'weight')."""
+  flat = jax.tree_util.tree_flatten_with_path(arrays)[0]
+  return [(_TRAINED if jnp.issubdtype(x.dtype, jnp.floating) else _STATE, *_our_names(path)) for path, x in flat]
+
+
+def _paths_of_state(eqx: Any, module: Any, structure: Any) -> list[Path]:
+  """Returns the path of each array of a state: that of its index in the module, and its own below the entry."""
+  numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
+  found: dict[int, Path] = {}
+  for path, index in jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))[
+    0
+  ]:
+    if isinstance(index, eqx.nn.StateIndex):
+      for below, number in jax.tree_util.tree_flatten_with_path(numbered.get(index))[0]:
+        found[number] = (_STATE, *_our_names((*path, *below)))
+  return [found[number] for number in range(structure.num_leaves)]
+
+
+def _our_names(path: Sequence[Any]) -> Path:
+  names: list[str] = []
+  for key in path:
+    if isinstance(key, jax.tree_util.SequenceKey):
+      names[-1:] = [f'{names[-1] if names else ""}_{key.idx}']
+    else:
+      names.append(jax.tree_util.keystr((key,), simple=True))
+  return tuple(names)

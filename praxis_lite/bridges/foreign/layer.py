@@ -1,0 +1,311 @@
+"""ForeignLayer: what the layers around modules of Flax, Equinox and Haiku share.
+
+A subclass knows one library. It answers three questions, in which each variable has a path such as
+('params', 'dense', 'kernel'), and this file does the rest:
+
+    declare()                 which variables does the module have?       without computing anything
+    draw(key)                 what are their initial values?
+    run(values, args, ...)    what does the module return, and what are the new values of variables it updates itself?
+
+The variables become those of a tree of `Variables` layers, so all that places, saves, trains and explains variables
+treats them like others. Nothing of the library is kept in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.common.config import REQUIRED, Config, field_names, target
+from praxis_lite.common.errors import ConfigError, UserError, first_line
+from praxis_lite.common.importing import user_code_error
+from praxis_lite.common.trees import NestedDict, Path, near_pattern, nest, node_at, path_matches, path_name
+from praxis_lite.layers.base import Layer
+from praxis_lite.sharding.weights import DeclaredSplit, JointInit, WeightHParams, WeightHParamsCollection
+
+Values = dict[Path, jax.Array]
+_MARKS = WeightHParamsCollection
+
+
+class ForeignVariable(NamedTuple):
+  """A variable of a module of another library.
+
+  Attributes:
+    shape, dtype: of its value.
+    trainable: whether gradients change it. Otherwise the module updates it in training.
+    split: how the module itself says that it is split, one mesh or logical axis per dimension; None if it says nothing.
+  """
+
+  shape: tuple[int, ...]
+  dtype: DTypeLike
+  trainable: bool
+  split: tuple[Any, ...] | None = None
+
+
+class RunResult(NamedTuple):
+  """What a call of a module returns: its result, and new values of variables by path."""
+
+  outputs: Any
+  updated: Mapping[Path, jax.Array]
+
+
+class Variables(Layer):
+  """The variables of one submodule, and its own submodules.
+
+  Attributes:
+    declared: nested dict of `WeightHParams`.
+    field: the config field that says how they are split.
+  """
+
+  declared: dict[str, Any] = REQUIRED
+  field: str = REQUIRED
+
+  def setup(self) -> None:
+    for name, entry in self.declared.items():
+      if isinstance(entry, dict):
+        self.create_child(name, Config(Variables, declared=entry, field=self.field))
+      else:
+        self.create_variable(name, entry)
+        self._weights[name] = dataclasses.replace(self._weights[name], mapping_field=self.field)
+
+  def read(self) -> NestedDict:
+    """In a call: returns the values, as nested as they are declared."""
+    own = {name: self._read_weight(name, self._read_dtype(weight)) for name, weight in self._weights.items()}
+    return own | {name: child.read() for name, child in self.children() if isinstance(child, Variables)}
+
+  def update(self, path: Path, value: jax.Array) -> None:
+    """In a call: sets the new value of the variable at `path` below this layer."""
+    if len(path) > 1:
+      getattr(self, path[0]).update(path[1:], value)
+    else:
+      self.update_var(path[0], value)
+
+
+class ForeignLayer(Layer):
+  """Base of the layers that call a module of another library.
+
+  Attributes:
+    module_tpl: config of the module, as in `Config(nn.Dense, features=6)`: its class, or a function that returns it,
+      with its arguments.
+    variable_splits: pairs (pattern, mapping), tried in order: the first regular expression that matches the whole path
+      of a variable, such as 'params.dense.kernel', says how it is split: one mesh or logical axis, or None, for each
+      dimension.
+    use_own_splits: whether variables that no pattern matches are split as the module itself says in its metadata.
+  """
+
+  # The library: what to import, its name in messages, and the extra that installs it.
+  package: ClassVar[str] = ''
+  library: ClassVar[str] = ''
+  extra: ClassVar[str] = ''
+  # The arguments of a module's class that this layer gives itself, so the config does not.
+  given: ClassVar[tuple[str, ...]] = ()
+
+  module_tpl: Config = REQUIRED
+  variable_splits: tuple[Any, ...] = ()
+  use_own_splits: bool = True
+
+  def setup(self) -> None:
+    with self._named_errors('cannot be built'):
+      self._declared = self.declare()
+    if not self._declared:
+      return  # Such as an activation function, or dropout.
+    splits = self._splits()
+    weights = {path: self._to_weight(path, variable, splits.get(path)) for path, variable in self._declared.items()}
+    self._check_names(weights)
+    for name, tree in nest(weights).items():
+      self.create_child(name, Config(Variables, declared=tree, field=f'{self.path_name}.variable_splits'))
+
+  # ---------------------------------------------------------------- what a library answers
+
+  def declare(self) -> dict[Path, ForeignVariable]:
+    """Returns the variables of the module, without computing values."""
+    raise NotImplementedError
+
+  def draw(self, key: jax.Array) -> Values:
+    """Returns initial values of all declared variables."""
+    raise NotImplementedError
+
+  def run(self, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
+    """In a call: calls the module with these variables."""
+    raise NotImplementedError
+
+  # ---------------------------------------------------------------- the call
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Returns what the module returns for these arguments.
+
+    Raises:
+      ConfigError: the module raises an error, which is the cause; or it updates variables in training where this layer
+        does not see all rows: under `partitioning='shard_map'`, or in a pipeline that fills up a microbatch.
+    """
+    self._check_sees_all_rows()
+    read = {name: child.read() for name, child in self.children() if isinstance(child, Variables)}
+    values = {path: node_at(read, path) for path in self._declared}
+    with self._named_errors('raised an error'):
+      outputs, updated = self.run(values, args, kwargs)
+    if not self.do_eval:
+      for path, value in updated.items():
+        if path in self._declared and not self._declared[path].trainable:
+          getattr(self, path[0]).update(path[1:], jax.lax.stop_gradient(value))
+    return self.shard(outputs) if isinstance(outputs, jax.Array) else outputs
+
+  def draw_key(self) -> jax.Array | None:
+    """In a call: returns a new key, or None if the call has none."""
+    return self.next_prng_key() if self.has_prng_key() else None
+
+  def _check_sees_all_rows(self) -> None:
+    updated = [path for path, variable in self._declared.items() if not variable.trainable]
+    if self.do_eval or not updated:
+      return
+    variable = path_name((*self.path, *updated[0]))
+    if self.surroundings.manual_axes:
+      raise ConfigError(
+        f'{variable}: the module updates it in training, from the rows that it sees, and under shard_map each device '
+        "sees only its own; set task.partitioning='auto'"
+      )
+    if self.surroundings.real_rows is not None:
+      raise ConfigError(
+        f'{variable}: the module updates it in training, from the rows that it sees, and a pipeline fills up '
+        'microbatches with copies of rows; choose num_microbatches so that it divides the batch, or another norm'
+      )
+
+  # ---------------------------------------------------------------- building the module
+
+  def build_module(self, **given: Any) -> Any:
+    """Returns the module of `module_tpl`, which gets those of these arguments that it takes."""
+    known = field_names(self.module_tpl)
+    return self.module_tpl.instantiate(**{k: v for k, v in given.items() if known is None or k in known})
+
+  def import_library(self, module: str = '') -> ModuleType:
+    """Returns a module of the library; raises ConfigError if it is not installed."""
+    try:
+      return importlib.import_module(module or self.package)
+    except ImportError:
+      raise ConfigError(
+        f'{self.path_name}: {self.library} is not installed; pip install praxis_lite[{self.extra}]'
+      ) from None
+
+  @contextlib.contextmanager
+  def _named_errors(self, what: str) -> Iterator[None]:
+    """Converts errors of the library to a ConfigError of one line that names this layer and the module."""
+    try:
+      yield
+    except UserError:
+      raise
+    except Exception as error:  # A module may raise anything.
+      built = target(self.module_tpl)
+      name = getattr(built, '__qualname__', str(built))
+      cause = user_code_error(error) or f'{type(error).__name__}: {first_line(error)}'
+      raise ConfigError(f'{self.path_name}.module_tpl: the {self.library} module {name} {what}: {cause}') from error
+
+  # ---------------------------------------------------------------- variables
+
+  def _to_weight(self, path: Path, variable: ForeignVariable, split: DeclaredSplit | None) -> WeightHParams:
+    is_stored_as_ours = variable.trainable and jnp.issubdtype(variable.dtype, jnp.floating)
+    marks = (
+      set() if variable.trainable else {WeightHParamsCollection.NON_TRAINABLE, WeightHParamsCollection.KEEP_FLOAT32}
+    )
+    return WeightHParams(
+      variable.shape,
+      init=JointInit(path, self._draw_named),
+      dtype=None if is_stored_as_ours else variable.dtype,
+      tensor_split_dims_mapping=split,
+      collections=frozenset(marks),
+    )
+
+  def _draw_named(self, key: jax.Array) -> Values:
+    with self._named_errors('cannot draw its initial values'):
+      return self.draw(key)
+
+  def _splits(self) -> dict[Path, DeclaredSplit]:
+    """Returns the split of each variable that has one."""
+    field, found = f'{self.path_name}.variable_splits', {}
+    matched: set[int] = set()
+    for path, variable in self._declared.items():
+      for i, pattern, mapping in self._patterns(field):
+        if path_matches(pattern, path):
+          matched.add(i)
+          if path not in found:
+            found[path] = DeclaredSplit(mapping, [f'{field}[{i}]'] * len(mapping)) if mapping is not None else None
+      if path not in found and self.use_own_splits and variable.split is not None:
+        source = f'the metadata of {path_name(path)} in {self.path_name}.module_tpl'
+        found[path] = DeclaredSplit(variable.split, [source] * len(variable.split))
+    for i, pattern, _ in self._patterns(field):
+      if i not in matched:
+        names = [path_name(path) for path in self._declared]
+        near = near_pattern(pattern, names)
+        raise ConfigError(f'{field}[{i}]: {pattern!r} matches no variable; there are {", ".join(names)}.{near}')
+    return {path: split for path, split in found.items() if split is not None}
+
+  def _patterns(self, field: str) -> list[tuple[int, str, Sequence[Any] | None]]:
+    """Returns (index, pattern, mapping) of each entry of `variable_splits`; raises ConfigError for other entries."""
+    entries: list[tuple[int, str, Sequence[Any] | None]] = []
+    for i, entry in enumerate(self.variable_splits):
+      is_pair = isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)
+      if not is_pair or not isinstance(entry[1], tuple | list | None):
+        raise ConfigError(
+          f"{field}[{i}]: expected a pair of a pattern and a mapping, such as ('.*kernel', ('data', None)), "
+          f'got {entry!r}'
+        )
+      try:
+        re.compile(entry[0])
+      except re.error as error:
+        raise ConfigError(f'{field}[{i}]: {entry[0]!r} is not a regular expression: {error}') from None
+      entries.append((i, entry[0], entry[1]))
+    return entries
+
+  def _check_names(self, paths: Mapping[Path, object]) -> None:
+    for path in paths:
+      inner = next((path[:i] for i in range(1, len(path)) if path[:i] in paths), None)
+      if inner is not None:
+        raise ConfigError(
+          f'{self.path_name}: the module has a variable and a submodule of the name {path_name(inner)}; rename one'
+        )
+
+
+class ExampleInputs(ForeignLayer):
+  """Base of layers around modules that declare their variables when they are called, so they need examples of inputs.
+
+  Attributes:
+    example_shapes: the shape of each array that a call gets, without its keywords, as in ((1, 6),). Sizes such as the
+      batch that no variable depends on may be 1.
+    example_dtypes: their dtypes; by default `fprop_dtype` for all.
+    train_argument: the keyword of the module that is True in training, such as 'train' or 'is_training'; '' for none.
+    eval_argument: the keyword of the module that is True in evaluation, such as 'deterministic'; '' for none.
+  """
+
+  example_shapes: tuple[Any, ...] = REQUIRED
+  example_dtypes: tuple[Any, ...] = ()
+  train_argument: str = ''
+  eval_argument: str = ''
+
+  def examples(self) -> list[jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of the examples; raises ConfigError if the fields have another form."""
+    field = f'{self.path_name}.example_shapes'
+    for i, shape in enumerate(self.example_shapes):
+      if not isinstance(shape, tuple | list) or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ConfigError(f'{field}[{i}]: expected the shape of an argument, such as (1, 6), got {shape!r}')
+    dtypes = self.example_dtypes or (self.fprop_dtype,) * len(self.example_shapes)
+    if len(dtypes) != len(self.example_shapes):
+      raise ConfigError(
+        f'{self.path_name}.example_dtypes: {len(dtypes)} entries for {len(self.example_shapes)} example_shapes'
+      )
+    return [jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for shape, dtype in zip(self.example_shapes, dtypes)]
+
+  def zeros(self) -> list[jax.Array]:
+    """Returns the examples as arrays of zeros."""
+    return [jnp.zeros(x.shape, x.dtype) for x in self.examples()]
+
+  def mode(self, train: bool) -> dict[str, bool]:
+    """Returns the keywords that tell the module whether it is trained."""
+    names = {self.train_argument: train, self.eval_argument: not train}
+    return {name: value for name, value in names.items() if name}
