@@ -23,6 +23,7 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.common.config import target
   from praxis_lite.models.decoding import SpeculativeSampler
+  from praxis_lite.runs.constraints import make_constraint
   from praxis_lite.runs.draft_statistics import DraftStatistics
   from praxis_lite.runs.inference import decode_prompts, run_decode
   from praxis_lite.runs.prompts import Sampling, is_beam_search, is_decoder, stop_ids, task_with_sampler, tokenizer_of
@@ -54,7 +55,11 @@ def _run(values: flags.FlagValues) -> int:
     tokenizer = None
   stop_ids(tokenizer, values.stop, '--stop')  # Reports mistakes before slow work.
   sampling = cast(Sampling, {name: values[name].value for name in Sampling.__annotations__ if name in values})
-  sampled = ExperimentConfig(task_with_sampler(kept.task, **sampling), kept.datasets, kept.decode_datasets)
+  constraint = make_constraint(tokenizer, values.regex, values.json_schema, '--')
+  if constraint is not None:
+    sampling['logit_processors'] = (constraint,)
+  ends = [] if constraint is None else [constraint.eos_id]
+  sampled = ExperimentConfig(task_with_sampler(kept.task, ends, **sampling), kept.datasets, kept.decode_datasets)
   decoder, count = sampled.task.model.decoder_tpl, values.num_samples
   if searches := is_beam_search(sampled.task):
     if values['num_samples'].present or values.stream:
@@ -93,6 +98,9 @@ def _run(values: flags.FlagValues) -> int:
     if len(samples) > 1 and sample.given.record is None:
       print(f'----- sample {i} of {len(samples)}')
     sample.finish(continuation)
+    if constraint is not None and not constraint.is_match(continuation):
+      which = f'sample {i}' if len(samples) > 1 else 'the sample'
+      print(f'note: {which} ended before it was complete; --max_tokens allows more', file=sys.stderr)
   if statistics is not None:
     print(f'note: {statistics}', file=sys.stderr)
   return 0
@@ -235,6 +243,9 @@ def _flags() -> CommandFlags:
   guess = 'Guess that a text goes on as it did after the same last tokens, at most this many'
   values.add_integer('lookup', f'{guess}; {own}.', 3, least=1)
   values.add_integer('draft_tokens', 'Guess at most this many tokens for each pass of the model.', 4, least=1)
+  regex = 'Continue with a text that matches this regular expression as a whole.'
+  values.add_text('regex', regex, "'[0-9]+ (cats|dogs)'")
+  values.add_text('json_schema', 'Continue with JSON of the JSON schema in this file.', 'schema.json')
   chat = "Put each --prompt, as a user's message, into the tokenizer's chat template, and print the answer."
   values.add_switch('chat', chat)
   values.add_text('system', 'With --chat: the system message.', '"Be brief."')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, parse_json, unless_empty
 from praxis_lite.inputs.chat_template import ChatTemplate, Messages
-from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens, groups_of_documents
+from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens, groups_of_documents, piece_bytes
 
 if TYPE_CHECKING:
   import tokenizers
@@ -103,6 +104,25 @@ class HfTokenizer(BaseTokenizer):
     marks = _WORD_MARKS if any(piece.startswith(_WORD_MARKS) for piece in pieces) else None
     # WordPiece marks the tokens that continue a word, and the others mark those that begin one.
     return np.array([piece.startswith(marks) if marks else not piece.startswith('##') for piece in pieces])
+
+  def token_bytes(self) -> list[bytes]:
+    described = json.loads(self._model.to_str())
+    decoder = json.dumps(described.get('decoder'))
+    if '"WordPiece"' in decoder:
+      raise ConfigError(f'HfTokenizer.path: the tokens of {self.path} are words without the spaces between them')
+    added = {int(i): token.content for i, token in self._model.get_added_tokens_decoder().items()}
+    found = []
+    for i in range(self.vocab_size):
+      piece = self._model.id_to_token(i)
+      if piece is None or i in self.control_ids:
+        found.append(b'')
+      elif i in added:
+        found.append(added[i].encode())
+      elif '"ByteLevel"' in decoder:
+        found.append(bytes(_BYTE_OF_CHARACTER[c] for c in piece))
+      else:
+        found.append(piece_bytes(piece))
+    return found
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
     out = []
@@ -214,6 +234,16 @@ class HfTokenizer(BaseTokenizer):
     number = self._settings.get(f'{name}_token_id')
     number = number[0] if isinstance(number, list) and number else number
     return number if isinstance(number, int) else None
+
+
+def _characters_of_bytes() -> dict[str, int]:
+  """Returns the byte of each character of byte-level BPE: printable bytes are themselves, the others follow U+0100."""
+  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [byte for byte in range(256) if byte not in printable]
+  return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
 def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:

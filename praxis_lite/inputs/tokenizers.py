@@ -74,6 +74,10 @@ class BaseTokenizer(Configurable):
     """
     raise ConfigError(f'{type(self).__name__} does not know where words begin')
 
+  def token_bytes(self) -> list[bytes]:
+    """Returns the bytes that each id stands for inside of a text, for all of `vocab_size`; none for control ids."""
+    raise ConfigError(f'{type(self).__name__} does not know which bytes its tokens stand for')
+
   def encode(self, text: str) -> list[int]:
     """Returns the ids of a text, without special ids around it."""
     return self.encode_documents([text.encode()])[0].ids.tolist()
@@ -127,6 +131,9 @@ class ByteTokenizer(BaseTokenizer):
   def word_starts(self) -> np.ndarray:
     # Bytes from 128 on are parts of characters that are not ASCII.
     return np.array([i >= 256 or not (i >= 128 or _is_of_word(chr(i))) for i in range(self.vocab_size)])
+
+  def token_bytes(self) -> list[bytes]:
+    return [bytes([i]) if i < 256 and i not in self.control_ids else b'' for i in range(self.vocab_size)]
 
   def decode(self, ids: Iterable[int]) -> str:
     # A model with an enlarged vocabulary may produce ids that are neither bytes nor special.
@@ -196,6 +203,9 @@ class CharTokenizer(BaseTokenizer):
 
   def word_starts(self) -> np.ndarray:
     return np.array([*(not _is_of_word(c) for c in self.characters), True])
+
+  def token_bytes(self) -> list[bytes]:
+    return [*(c.encode() for c in self.characters), b'']
 
   def _encode(self, codes: np.ndarray) -> Tokens:
     """Returns the tokens of the code points of a text."""
@@ -284,6 +294,10 @@ class SentencePieceTokenizer(BaseTokenizer):
     # U+2581 stands for the space before a word.
     return np.array([self._model.id_to_piece(i).startswith('\u2581') for i in range(self.vocab_size)])
 
+  def token_bytes(self) -> list[bytes]:
+    control = self.control_ids
+    return [b'' if i in control else piece_bytes(self._model.id_to_piece(i)) for i in range(self.vocab_size)]
+
   def decode(self, ids: Iterable[int]) -> str:
     return self._model.decode([i for i in map(int, ids) if i not in self.special_ids and 0 <= i < self.vocab_size])
 
@@ -306,6 +320,13 @@ class SentencePieceTokenizer(BaseTokenizer):
       elif not (model.is_byte(i) or model.is_unknown(i)):
         sizes[i] = len(model.id_to_piece(i).replace('\u2581', ' ').encode())
     return sizes
+
+
+def piece_bytes(piece: str) -> bytes:
+  """Returns the bytes of a piece of SentencePiece: U+2581 is a space, and <0x41> is one byte."""
+  if len(piece) == 6 and piece.startswith('<0x') and piece.endswith('>'):
+    return bytes.fromhex(piece[3:5])
+  return piece.replace('\u2581', ' ').encode()
 
 
 def groups_of_documents(documents: Sequence[bytes]) -> Iterator[list[bytes]]:

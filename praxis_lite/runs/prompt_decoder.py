@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from praxis_lite.common.processes import is_primary_process
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import Bucket
+from praxis_lite.runs.constraints import TextConstraint, make_constraint
 from praxis_lite.runs.continuations import GrowingText, continue_prompts, continued_text
 from praxis_lite.runs.decoding_memory import check_memory
 from praxis_lite.runs.draft_statistics import DraftStatistics
@@ -75,6 +77,7 @@ class PromptDecoder:
     self._tasks_by_sampler: dict[str, TaskOnMesh] = {}
     self._checked: set[tuple[int, Bucket]] = set()  # What is known to fit into memory.
     self._has_noted = False
+    self._constraints: dict[str, TextConstraint | None] = {}
 
   def decode(
     self,
@@ -103,6 +106,7 @@ class PromptDecoder:
     tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
     single_stops = self._single_stops(stop)
     in_segments = stream is not None or len(single_stops) < len(stop)
+    single_stops += [p.eos_id for p in settings.get('logit_processors') or () if isinstance(p, TextConstraint)]
     if is_beam_search(self._task) or settings.get('beam_size') is not None:
       if in_segments:
         what = 'stream: the continuations are known' if stream is not None else f'stop={list(stop)!r}: texts are known'
@@ -152,6 +156,17 @@ class PromptDecoder:
       return [ids for _, ids in found]
     are_sources = self._tasks.jax_task.model.prompts_are_sources
     return [continued_text(self._tokenizer(), [] if are_sources else prompt, ids) for prompt, ids in found]
+
+  def constraint(
+    self, regex: str | None, json_schema: str | os.PathLike[str] | Mapping[str, Any] | None
+  ) -> TextConstraint | None:
+    """Returns the constraint of these settings, see `make_constraint`; the same one for the same settings."""
+    if regex is None and json_schema is None:
+      return None
+    name = repr((regex, json_schema))
+    if name not in self._constraints:
+      self._constraints[name] = make_constraint(self._find_tokenizer(), regex, json_schema, 'decode: ')
+    return self._constraints[name]
 
   def first_batch(
     self, prompts: Sequence[Sequence[int]], stop: Sequence[str], in_segments: bool, batch_size: int | None

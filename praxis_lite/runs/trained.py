@@ -26,6 +26,7 @@ from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel
 from praxis_lite.models.decoding import LogitProcessor
+from praxis_lite.runs.constraints import TextConstraint
 from praxis_lite.runs.batcher import Batcher
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.draft_statistics import DraftStatistics
@@ -48,6 +49,8 @@ from praxis_lite.training.task import SingleTask
 class SamplerSettings(Sampling, total=False):
   """The settings of `TrainedModel.decode`, which describes them."""
 
+  regex: str | None
+  json_schema: str | os.PathLike[str] | Mapping[str, Any] | None
   stop: Sequence[str]
   seed: int | None
   stream: Callable[[int, Any], object] | None
@@ -230,6 +233,8 @@ class TrainedModel:
     draft_tokens: int | None = None,
     statistics: DraftStatistics | None = None,
     logit_processors: tuple[LogitProcessor, ...] | None = None,
+    regex: str | None = None,
+    json_schema: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     stop: Sequence[str] = (),
     seed: int | None = None,
     stream: Callable[[int, Any], object] | None = None,
@@ -250,6 +255,9 @@ class TrainedModel:
       lookup, draft_tokens: settings of its `SpeculativeSampler`; either makes one of a sampler.
       draft: a smaller model with the same vocabulary, which guesses tokens instead of `lookup`.
       statistics: counts the guesses, and those that were right.
+      regex: a regular expression that a continuation matches as a whole; see `regex_constraint`.
+      json_schema: a JSON schema, or the path of one, of which a continuation is; see `json_constraint`. A continuation
+        that ends because of `max_tokens` is only the beginning of such a text.
       stop: texts that also end a continuation, which then ends with that text. They may be several tokens, or parts of
         tokens. If tokens are returned, the last one may have more text than the stop text.
       seed: seed of the samples; None uses that of the model.
@@ -275,6 +283,9 @@ class TrainedModel:
     for name, value in {**settings, **others}.items():
       with prefix_errors(f'decode: {name}'):
         fit(value, _hints()[name], None)
+    constraint = self._prompts.constraint(regex, json_schema)
+    if constraint is not None:
+      settings['logit_processors'] = (*(logit_processors or ()), constraint)
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
     if draft is not None:
       if not isinstance(draft, TrainedModel):
@@ -286,7 +297,7 @@ class TrainedModel:
       model = self._with_draft(draft)
     else:
       model = self
-    return model._decode(prompts, settings, key, stop, stream, batch_size, statistics)
+    return model._decode(prompts, settings, key, stop, stream, batch_size, statistics, constraint)
 
   def _decode(
     self,
@@ -297,13 +308,14 @@ class TrainedModel:
     stream: Callable[[int, Any], object] | None,
     batch_size: int | None,
     statistics: DraftStatistics | None,
+    constraint: TextConstraint | None,
   ) -> list[str] | list[list[int]] | NestedDict:
     if not isinstance(prompts, Mapping):
       others: Any = {'stop': stop, 'stream': stream, 'batch_size': batch_size, 'statistics': statistics}
       return self._prompts.decode(prompts, settings, key, **others)
     if stop or stream is not None or batch_size is not None:
       raise ConfigError('decode: stop, stream and batch_size need prompts, but this is a batch of arrays')
-    tasks = self._prompts.set_sampler(settings)
+    tasks = self._prompts.set_sampler(settings, [] if constraint is None else [constraint.eos_id])
     check_memory_of_batch(tasks.jax_task.model, tasks.mesh, prompts)
     decoded = self._decode_rows(tasks, prompts, key)
     if statistics is not None:

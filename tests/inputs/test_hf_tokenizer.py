@@ -62,6 +62,14 @@ def test_text_comes_back_and_its_bytes_add_up(make):
   assert len(tokenizer.encode('the cat')) < len('the cat')
 
 
+def test_bytes_of_tokens_make_up_the_text(make):
+  tokenizer = make()
+  pieces, text = tokenizer.token_bytes(), 'the cat sat, naïve 🙂\n\x00'
+  assert len(pieces) == tokenizer.vocab_size
+  assert b''.join(pieces[i] for i in tokenizer.encode(text)) == text.encode()
+  assert all((piece == b'') == (i in tokenizer.control_ids) for i, piece in enumerate(pieces))
+
+
 def test_bytes_that_no_token_covers_belong_to_the_next_one():
   assert _bytes_of('é  🙂a', [(0, 1), (3, 4), (3, 4), (4, 5)]).tolist() == [2, 6, 0, 1]
   assert _bytes_of('ab  ', [(0, 2)]).tolist() == [4]

@@ -12,6 +12,7 @@ from tiny_runs import INPUTS, examples, expected_loss, tiny_run
 
 import praxis_lite
 from praxis_lite.cli.command import _read_recorded
+from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, ShardingError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
@@ -175,6 +176,42 @@ def test_ids_that_are_not_in_the_vocabulary_are_told_before_anything_is_compiled
   prompts = {'ids': np.array([[1, -7]]), 'prompt_lengths': np.array([1]), 'weights': np.ones(1)}
   check_ids(prompts, size)
   check_ids({'ids': np.array([[-1, 2]]), 'weights': np.array([[0, 1]])}, size)
+
+
+@pytest.mark.parametrize('settings', [{}, {'beam_size': 2, 'num_best': 2}, {'mesh': (3,)}], ids=str)
+def test_texts_match_an_expression_or_a_schema(lm, settings):
+  pytest.importorskip('llguidance', reason='needs llguidance: pip install praxis_lite[constrain]')
+  settings = dict(settings)
+  model, pieces = lm.load(mesh=settings.pop('mesh', None)), ['', '']
+  texts = model.decode(['def ', 'class A'], regex='[a-f]{2,4}[(](x|yy)[)]:', max_tokens=12, **settings)
+  assert len(texts) == 2 * settings.get('num_best', 1)
+  assert all(re.fullmatch('[a-f]{2,4}[(](x|yy)[)]:', text) for text in texts), texts
+  if settings:
+    return
+  schema = {'type': 'array', 'items': {'enum': [1, 2]}, 'minItems': 3, 'maxItems': 3}
+  stream = lambda i, new: pieces.__setitem__(i, pieces[i] + new)  # noqa: E731
+  texts = model.decode(['def ', 'x'], json_schema=schema, max_tokens=20, temperature=1.5, stream=stream)
+  assert pieces == texts and all(len(json.loads(text)) == 3 for text in texts), texts
+  (decoded,) = model.decode({'ids': np.array([list(b'def ')]), 'prompt_lengths': np.array([4])}, regex='[xy]{3}')['ids']
+  assert re.fullmatch(b'[xy]{3}', bytes(decoded[:3].tolist())) and not decoded[3:].any()
+  with pytest.raises(ConfigError, match=r'^decode: regex and decode: json_schema cannot be combined'):
+    model.decode(['a'], regex='a', json_schema={})
+  with pytest.raises(ConfigError, match=r"^decode: regex='\(': "):
+    model.decode(['a'], regex='(')
+
+
+def test_the_command_decodes_texts_that_match(lm, tmp_path, capsys):
+  pytest.importorskip('llguidance', reason='needs llguidance: pip install praxis_lite[constrain]')
+  field = {'type': 'integer', 'minimum': 0, 'maximum': 9}
+  schema = {'type': 'object', 'properties': {'a': field}, 'required': ['a'], 'additionalProperties': False}
+  (tmp_path / 'schema.json').write_text(json.dumps(schema))
+  command = ['decode', f'--job_log_dir={lm.directory}', '--nocompilation_cache', '--max_tokens=12']
+  assert main([*command, '--prompt=x', f'--json_schema={tmp_path / "schema.json"}', '--nostream']) == 0
+  assert 0 <= json.loads(capsys.readouterr().out[1:])['a'] <= 9
+  assert main([*command, '--prompt=x', '--regex=[0-9]{20}']) == 0
+  assert 'note: the sample ended before it was complete; --max_tokens allows more' in capsys.readouterr().err
+  assert main([*command, '--prompt=x', '--regex=[0-9']) == 2
+  assert "--regex='[0-9': " in capsys.readouterr().err
 
 
 def test_texts_in_and_texts_out(lm):

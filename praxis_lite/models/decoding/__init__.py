@@ -4,6 +4,7 @@ from praxis_lite.models.decoding.beam_loop import BeamDecoded
 from praxis_lite.models.decoding.beam_rows import find_row_axes
 from praxis_lite.models.decoding.beam_search import BeamSearch
 from praxis_lite.models.decoding.buckets import Bucket, chunk_of
+from praxis_lite.models.decoding.constraint import Constraint
 from praxis_lite.models.decoding.decoder import Decoder
 from praxis_lite.models.decoding.loop import Decoded, Draws
 from praxis_lite.models.decoding.processors import LogitProcessor
@@ -17,6 +18,7 @@ __all__ = [
   'BeamDecoded',
   'BeamSearch',
   'Bucket',
+  'Constraint',
   'Decoded',
   'Decoder',
   'DecodingSteps',

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import Configurable
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.models.decoding.constraint import Constraint
 from praxis_lite.models.decoding.processors import (
   LogitProcessor,
   apply_processors,
@@ -37,7 +38,8 @@ class Decoder(Configurable):
     no_repeat_ngram_size: see `exclude_ngrams`; 0 and None allow repetitions.
     max_context: number of last tokens that the model sees; None means all, limited only by its number of positions.
     stop_ids: tokens that end a row.
-    logit_processors: functions of yours that change the logits after all penalties; see `processors.py`.
+    logit_processors: functions of yours that change the logits after all penalties, see `processors.py`; or a
+      `Constraint`.
   """
 
   max_decode_steps: int = 128
@@ -48,7 +50,7 @@ class Decoder(Configurable):
   no_repeat_ngram_size: int | None = None
   max_context: int | None = None
   stop_ids: tuple[int, ...] = ()
-  logit_processors: tuple[LogitProcessor, ...] = ()
+  logit_processors: tuple[LogitProcessor | Constraint, ...] = ()
 
   def __post_init__(self) -> None:
     for field, valid, expected in self._checks():
@@ -140,4 +142,6 @@ class Decoder(Configurable):
         ),
       )
     for i, processor in enumerate(self.logit_processors):
+      if isinstance(processor, Constraint):
+        processor = functools.partial(processor, prompt_lengths_B=prompt_lengths_B)
       yield f'{own}.logit_processors[{i}]', processor
