@@ -184,6 +184,59 @@ def test_rows_may_be_wide_limited_fillers_or_alone():
   assert (decoded.beam_scores[2:] == -np.inf).all()
 
 
+def search_in_groups(prompt, steps, beam_size, num_groups, penalty, num_best, stops=(), alpha=0.6):
+  """What the docstring of `BeamSearch` says of groups, one prompt at a time."""
+  size, found = beam_size // num_groups, []
+  groups = [{'beams': [(0.0, [])], 'best': [], 'is_done': False} for _ in range(num_groups)]
+  for number in range(1, steps + 1):
+    chosen = []
+    for group in groups:
+      pairs = []
+      for total, ids in group['beams']:
+        log_probs = log_probs_after([*prompt, *ids])
+        pairs += [(total + log_probs[token], [*ids, token]) for token in range(V)]
+      pairs.sort(key=lambda pair: -(pair[0] - penalty * chosen.count(pair[1][-1])))
+      if not group['is_done']:
+        ends = [(x / norm(number, alpha), ids) for x, ids in pairs[:size] if ids[-1] in stops or number == steps]
+        group['best'] = sorted([*group['best'], *ends], key=lambda pair: -pair[0])[:size]
+      group['beams'] = [pair for pair in pairs if pair[1][-1] not in stops][:size]
+      chosen += [ids[-1] for _, ids in group['beams']]
+      most = max(x for x, _ in group['beams']) / norm(steps, alpha)
+      least = min(num_best, size)
+      group['is_done'] |= len(group['best']) >= least and group['best'][least - 1][0] >= most
+  for group in groups:
+    found += group['best']
+  return sorted(found, key=lambda pair: -pair[0])[:num_best]
+
+
+@pytest.mark.parametrize('groups, penalty, stops', [(2, 0.9, (2,)), (4, 1.5, ()), (2, 0.0, (0, 3)), (4, 9.0, (1,))])
+def test_groups_of_beams_are_those_of_a_search_by_hand(groups, penalty, stops):
+  fields = {'max_decode_steps': 6, 'beam_size': 4, 'num_best': 3, 'stop_ids': stops}
+  decoded = decode(num_groups=groups, diversity_penalty=penalty, **fields)
+  for row, length in enumerate(LENGTHS):
+    prompt = PROMPTS[row, :length].tolist()
+    check(decoded, row, search_in_groups(prompt, 6, 4, groups, penalty, 3, stops), prompt)
+
+
+def test_a_penalty_makes_groups_differ():
+  alike, diverse = (
+    decode(max_decode_steps=4, beam_size=4, num_best=4, num_groups=4, diversity_penalty=penalty)
+    for penalty in (0.0, 3.0)
+  )
+  for row in range(3):
+    assert len({tuple(ids) for ids in alike.beam_ids[row].tolist()}) == 1
+    assert len({ids[0] for ids in diverse.beam_ids[row].tolist()}) == 4
+
+
+def test_scores_may_be_divided_by_the_length_as_transformers_does():
+  fields = {'max_decode_steps': 4, 'beam_size': V**4, 'num_best': 9, 'stop_ids': (2,), 'length_penalty': 1.5}
+  decoded = decode(length_norm='length', **fields)
+  for row, length in enumerate(LENGTHS):
+    every = enumerate_all(PROMPTS[row, :length].tolist(), 4, (2,), 0.0)
+    expected = sorted(((total / len(ids) ** 1.5, ids) for total, ids in every), key=lambda pair: -pair[0])[:9]
+    check(decoded, row, expected, PROMPTS[row, :length].tolist())
+
+
 def test_the_metrics_are_those_of_the_best():
   decoded = decode(PROMPTS, np.array([3, 0, 2]), max_decode_steps=5, beam_size=2, num_best=2)
   metrics = decoded.metrics(np.array([True, False, True]))
@@ -254,6 +307,10 @@ def test_beams_that_go_on_keep_their_places():
     ({'beam_size': 0}, 'at least 1'),
     ({'num_best': 0}, 'from 1 to beam_size, which is 4'),
     ({'num_best': 5}, 'from 1 to beam_size, which is 4'),
+    ({'num_groups': 3}, 'a divisor of beam_size, which is 4'),
+    ({'num_groups': 0}, 'a divisor of beam_size, which is 4'),
+    ({'diversity_penalty': -1.0}, 'a finite number of at least 0'),
+    ({'length_norm': 'tokens'}, "'gnmt' or 'length'"),
     ({'length_penalty': -0.5}, 'a finite number of at least 0'),
     ({'length_penalty': float('nan')}, 'a finite number of at least 0'),
     ({'max_decode_steps': 0}, 'from 1 to'),

@@ -161,6 +161,26 @@ def test_a_mesh_searches_like_one_device(mesh):
   check_same(on_mesh(windows(**fields), mesh, PROMPTS, variables), decode(model, variables, PROMPTS)[1])
 
 
+@pytest.mark.parametrize('partitioning', ['auto', 'shard_map'])
+def test_int8_caches_and_groups_are_searched_on_a_mesh_as_on_one_device(partitioning):
+  def quantized():
+    model = config(beam_size=4, num_best=3, max_decode_steps=5)
+    model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_dtype = 'int8'
+    model.decoder_tpl.set(num_groups=2, diversity_penalty=0.7)
+    return model
+
+  model, variables = make(quantized())
+  _, expected = decode(model, variables, PROMPTS)
+  # The log-probabilities are those of the model without a cache, up to the rounding of int8.
+  ids, length = expected['beam_ids'][1, 0], expected['beam_lengths'][1, 0]
+  whole = [*PROMPTS['ids'][1], *ids[:length]]
+  log_probs = log_probs_of(model, variables, [whole])[0, 4:-1]
+  found = expected['beam_log_probs'][1, 0, :length]
+  np.testing.assert_allclose(found, log_probs[np.arange(length), ids[:length]], atol=0.3)
+  assert np.abs(found - log_probs[np.arange(length), ids[:length]]).max() > 1e-6
+  check_same(on_mesh(quantized(), MESHES[1], PROMPTS, variables, partitioning=partitioning), expected)
+
+
 def translator():
   sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': 2, 'num_encoder_layers': 1, 'num_heads': 3}
   model = encoder_decoder(**sizes, hidden_dims=10, num_buckets=8, max_distance=6, start_id=0, style='t5')

@@ -103,6 +103,21 @@ def test_an_export_generates_the_same_with_its_tokenizer_and_settings(tmp_path):
   assert expected != run.decode([run.tokenizer.chat_ids(messages)], repetition_penalty=1.0)[0]
 
 
+@pytest.mark.parametrize('penalty', [0.0, 1.5])
+def test_beams_of_an_import_are_those_of_transformers(penalty, tmp_path):
+  """With 'never', both end the search only when nothing better can be found."""
+  random_model('llama').save_pretrained(tmp_path / 'theirs')
+  says = {'num_beams': 3, 'length_penalty': penalty, 'early_stopping': 'never', 'max_new_tokens': 8, 'eos_token_id': 5}
+  (tmp_path / 'theirs' / 'generation_config.json').write_text(json.dumps(says))
+  import_run(tmp_path / 'theirs', tmp_path / 'run')
+  run, theirs = praxis_lite.open_run(tmp_path / 'run').load(), loaded(tmp_path / 'theirs')
+  for prompt in IDS[:, :4].tolist():
+    ids = torch.tensor([prompt])
+    found = theirs.generate(ids, attention_mask=torch.ones_like(ids), num_return_sequences=2, pad_token_id=0)
+    expected = [row[: row.index(5) + 1] if 5 in row else row for row in found[:, 4:].tolist()]
+    assert run.decode([prompt], num_best=2) == expected
+
+
 def test_a_tokenizer_and_its_chats_are_those_of_transformers(tmp_path):
   theirs = chat_tokenizer()
   theirs.save_pretrained(tmp_path)

@@ -15,6 +15,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.models import set_pipeline, transformer_lm
+from praxis_lite.models.decoding import BeamSearch, Sampler
 from praxis_lite.runs import open_run
 from praxis_lite.runs.executor import run_train
 from praxis_lite.runs.exported import load_for_jax
@@ -154,11 +155,11 @@ def test_sampling_is_as_generation_config_says(tmp_path):
 
 def test_settings_of_generation_config_that_are_not_used_are_told(tmp_path):
   source = make(tmp_path / 'source', 'llama')
-  says = {'temperature': 0.6, 'repetition_penalty': 1.2, 'num_beams': 4, 'length_penalty': 1.0, 'stop_strings': ['END']}
+  says = {'temperature': 0.6, 'repetition_penalty': 1.2, 'length_penalty': 2.0, 'stop_strings': ['END']}
   decoder, (_, ignored, unused, *_) = decoder_of(source, tmp_path / 'run', **says)
   assert (decoder.temperature, decoder.top_k, decoder.repetition_penalty) == (0.0, None, 1.2)
   assert ignored.endswith('without do_sample, decoding is greedy, so it ignores temperature = 0.6')
-  assert unused.endswith("settings, so they are not used: num_beams = 4, stop_strings = ['END']")
+  assert unused.endswith("settings, so they are not used: length_penalty = 2.0, stop_strings = ['END']")
   for ids, kept, end in ((9999, (), '; no token ends a continuation'), ([-1, 2], (2,), '')):
     decoder, (_, line, *_) = decoder_of(source, tmp_path / str(kept), eos_token_id=ids)
     assert decoder.stop_ids == kept
@@ -170,7 +171,8 @@ def test_settings_of_generation_config_that_are_not_used_are_told(tmp_path):
   [
     {'do_sample': True, 'temperature': 0.6, 'top_k': 7, 'top_p': 0.9, 'min_p': 0.05, 'eos_token_id': [2, 3]},
     {'do_sample': True, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'eos_token_id': 2, 'max_new_tokens': 9},
-    {'do_sample': False, 'eos_token_id': 2, 'num_beams': 4, 'repetition_penalty': 1.2, 'no_repeat_ngram_size': 3},
+    {'do_sample': False, 'eos_token_id': 2, 'repetition_penalty': 1.2, 'no_repeat_ngram_size': 3, 'min_new_tokens': 4},
+    {'do_sample': True, 'temperature': 0.9, 'top_k': 0, 'top_p': 1.0, 'typical_p': 0.8, 'eos_token_id': 2},
   ],
 )
 def test_an_export_has_the_settings_of_the_sampler(says, tmp_path):
@@ -185,6 +187,27 @@ def test_an_export_has_the_settings_of_the_sampler(says, tmp_path):
   written = json.loads((tmp_path / 'warmer' / 'generation_config.json').read_text())
   assert (written['temperature'], written['do_sample']) == (0.3, True)
   assert written.get('max_new_tokens') == (77 if 'max_new_tokens' in says else None)
+
+
+def test_beams_of_generation_config_are_searched_and_written_again(tmp_path):
+  source = make(tmp_path / 'source', 'llama')
+  says = {'num_beams': 4, 'length_penalty': 1.5, 'early_stopping': True, 'num_beam_groups': 2, 'diversity_penalty': 0.4}
+  says |= {'eos_token_id': 2, 'min_new_tokens': 3, 'no_repeat_ngram_size': 2, 'repetition_penalty': 1.0}
+  decoder, lines = decoder_of(source, tmp_path / 'run', do_sample=False, temperature=0.5, **says)
+  assert isinstance(decoder, BeamSearch) and (decoder.beam_size, decoder.num_groups) == (4, 2)
+  assert (decoder.length_norm, decoder.length_penalty, decoder.early_stopping) == ('length', 1.5, True)
+  assert (decoder.diversity_penalty, decoder.min_decode_steps, decoder.no_repeat_ngram_size) == (0.4, 3, 2)
+  assert any(line.endswith('beam search draws no tokens, so it ignores temperature = 0.5') for line in lines)
+  export_run(read_record(tmp_path / 'run').config, tmp_path / 'run', tmp_path / 'out')
+  assert json.loads((tmp_path / 'out' / 'generation_config.json').read_text()) == {'do_sample': False, **says}
+  decoder, _ = decoder_of(source, tmp_path / 'never', num_beams=3, early_stopping='never')
+  assert (decoder.early_stopping, decoder.length_penalty, decoder.num_groups) == (False, 1.0, 1)
+  _, lines = decoder_of(source, tmp_path / 'short', num_beams=3, length_penalty=-1.0)
+  assert any(line.endswith('length_penalty = -1.0 is less than 0; 0 is used') for line in lines)
+  decoder, lines = decoder_of(source, tmp_path / 'sampled', num_beams=3, do_sample=True)
+  assert isinstance(decoder, Sampler) and any('not used: num_beams = 3' in line for line in lines)
+  with pytest.raises(ConfigError, match='num_beam_groups = 2 does not divide num_beams = 3'):
+    decoder_of(source, tmp_path / 'odd', num_beams=3, num_beam_groups=2)
 
 
 def test_a_full_disk_leaves_no_export(tmp_path, monkeypatch, capsys):

@@ -17,8 +17,12 @@ from praxis_lite.models.decoding import BeamSearch, Decoder, Sampler
 GENERATION_FILE = 'generation_config.json'
 # Numbers with the same meaning in a `Sampler`. Those of the first group have an effect only if tokens are sampled; then
 # transformers takes the 50 most probable tokens unless the file says otherwise.
-_SAMPLED: dict[str, Any] = {'temperature': 1.0, 'top_k': 50, 'top_p': 1.0, 'min_p': None}
-_ALWAYS: dict[str, Any] = {'repetition_penalty': 1.0, 'no_repeat_ngram_size': 0, 'max_new_tokens': None}
+_SAMPLED: dict[str, Any] = {'temperature': 1.0, 'top_k': 50, 'top_p': 1.0, 'min_p': None, 'typical_p': 1.0}
+_ALWAYS: dict[str, Any] = {
+  **{'repetition_penalty': 1.0, 'no_repeat_ngram_size': 0, 'max_new_tokens': None, 'min_new_tokens': 0},
+}
+# Those of a beam search, which is made if there are several beams and nothing is sampled.
+_OF_BEAMS: dict[str, Any] = {'num_beams': 1, 'length_penalty': 1.0, 'num_beam_groups': 1, 'diversity_penalty': 0.0}
 _USED = {*_SAMPLED, *_ALWAYS, 'do_sample', 'eos_token_id'}
 # Settings that change no token. Others change none if they are null, false, 0, 1 or empty.
 _NO_EFFECT = {
@@ -28,23 +32,24 @@ _NO_EFFECT = {
 }
 
 
-def set_decoder(decoder: Config, checkpoint: HfCheckpoint) -> list[str]:
-  """Sets the defaults of a sampler from generation_config.json.
+def set_decoder(model: Config, checkpoint: HfCheckpoint) -> list[str]:
+  """Sets the defaults of decoding from generation_config.json.
 
   Args:
-    decoder: config of the `Sampler`.
+    model: config of the model, whose `decoder_tpl` is a `Sampler`. It becomes a `BeamSearch` if the file asks for
+      several beams, as in transformers.
     checkpoint: its folder may have the file; without it, decoding is greedy, as in transformers.
 
   Returns:
     Lines about the settings in the file that are not used.
 
   Raises:
-    ConfigError: a value in the file has the wrong type.
+    ConfigError: a value in the file has the wrong type, or a number of beams is not possible.
   """
   file = os.path.join(checkpoint.folder, GENERATION_FILE)
   given: dict[str, Any] = read_json(file) if os.path.isfile(file) else {}
   says = {name: value for name, value in given.items() if value is not None}
-  for name in {*_SAMPLED, *_ALWAYS} & says.keys():
+  for name in {*_SAMPLED, *_ALWAYS, *_OF_BEAMS} & says.keys():
     if type(says[name]) not in (int, float):
       raise ConfigError(f'{file}: {name} = {says[name]!r}: expected a number')
   end = says.get('eos_token_id', checkpoint.config.values.get('eos_token_id'))
@@ -52,27 +57,50 @@ def set_decoder(decoder: Config, checkpoint: HfCheckpoint) -> list[str]:
   if not all(type(i) is int for i in ends):
     raise ConfigError(f'{checkpoint.folder}: eos_token_id = {end!r}: expected a number, or a list of them')
   size = checkpoint.config.size('vocab_size')
+  searches = says.get('num_beams', 1) > 1 and not says.get('do_sample')
+  if searches:
+    model.decoder_tpl = _beam_search(file, says)
+  decoder: Config = model.decoder_tpl
   decoder.stop_ids = tuple(i for i in ends if 0 <= i < size)
-  decoder.temperature = float(says.get('temperature', 1.0)) if says.get('do_sample') else 0.0
+  if not searches:
+    decoder.temperature = float(says.get('temperature', 1.0)) if says.get('do_sample') else 0.0
   if says.get('do_sample'):
     decoder.top_k = int(says.get('top_k', _SAMPLED['top_k'])) or None
     decoder.top_p = None if says.get('top_p', 1.0) == 1 else float(says['top_p'])
     decoder.min_p = says.get('min_p')
+    decoder.typical_p = None if says.get('typical_p', 1.0) == 1 else float(says['typical_p'])
   decoder.repetition_penalty = float(says.get('repetition_penalty', 1.0))
   decoder.no_repeat_ngram_size = int(says.get('no_repeat_ngram_size', 0)) or None
+  decoder.min_decode_steps = int(says.get('min_new_tokens', 0))
   if 'max_new_tokens' in says:
     decoder.max_decode_steps = int(says['max_new_tokens'])
-  lines = _unused_lines(file, says)
+  lines = _unused_lines(file, says, searches)
   if len(decoder.stop_ids) < len(ends):
     no_stop = '' if decoder.stop_ids else '; no token ends a continuation'
     lines.append(f'{checkpoint.folder}: eos_token_id = {end!r} is not in the vocabulary of {size} tokens{no_stop}')
   return lines
 
 
+def _beam_search(file: str, says: Mapping[str, Any]) -> Config:
+  """Returns the config of the beam search that the file asks for."""
+  beams, groups = (int(says.get(name, 1)) for name in ('num_beams', 'num_beam_groups'))
+  if groups < 1 or beams % groups:
+    raise ConfigError(f'{file}: num_beam_groups = {groups} does not divide num_beams = {beams}')
+  return Config(
+    BeamSearch,
+    beam_size=beams,
+    num_groups=groups,
+    diversity_penalty=float(says.get('diversity_penalty', 0.0)) if groups > 1 else 0.0,
+    length_norm='length',
+    length_penalty=max(float(says.get('length_penalty', 1.0)), 0.0),
+    early_stopping=says.get('early_stopping') is True,
+  )
+
+
 def write_generation(folder: Path, decoder: Decoder, kept: Path) -> None:
   """Writes generation_config.json: the settings of a decoder, and what the file of the import says of others.
 
-  The length penalty of a `BeamSearch` is not among them: that of transformers is another formula.
+  The length penalty of a `BeamSearch` is among them only if `length_norm` is 'length', as in transformers.
 
   Args:
     folder: where to write the file.
@@ -85,26 +113,38 @@ def write_generation(folder: Path, decoder: Decoder, kept: Path) -> None:
   if isinstance(decoder, Sampler) and decoder.is_random:
     # The default of transformers is 50.
     values |= {'temperature': decoder.temperature, 'top_k': decoder.top_k or 0, 'top_p': decoder.top_p or 1.0}
-    values['min_p'] = decoder.min_p
+    values |= {'min_p': decoder.min_p, 'typical_p': decoder.typical_p}
+  if decoder.min_decode_steps:
+    values['min_new_tokens'] = decoder.min_decode_steps
   if isinstance(decoder, BeamSearch):
     values |= {'num_beams': decoder.beam_size, 'early_stopping': decoder.early_stopping}
+    values['length_penalty'] = decoder.length_penalty if decoder.length_norm == 'length' else None
+    if decoder.num_groups > 1:
+      values |= {'num_beam_groups': decoder.num_groups, 'diversity_penalty': decoder.diversity_penalty}
   if decoder.stop_ids:
     values['eos_token_id'] = list(decoder.stop_ids) if len(decoder.stop_ids) > 1 else decoder.stop_ids[0]
   if 'max_new_tokens' in says:
     values['max_new_tokens'] = decoder.max_decode_steps
-  kept_values = {name: value for name, value in says.items() if name not in _SAMPLED}
+  own = {*_SAMPLED, *_OF_BEAMS, 'early_stopping', 'min_new_tokens'}
+  kept_values = {name: value for name, value in says.items() if name not in own}
   content = {name: value for name, value in (kept_values | values).items() if value is not None}
   (folder / GENERATION_FILE).write_text(f'{json.dumps(content, indent=2, sort_keys=True)}\n', encoding='utf-8')
 
 
-def _unused_lines(file: str, says: Mapping[str, Any]) -> list[str]:
+def _unused_lines(file: str, says: Mapping[str, Any], searches: bool) -> list[str]:
   greedy = [n for n, default in _SAMPLED.items() if not says.get('do_sample') and says.get(n, default) != default]
-  others = [n for n, value in says.items() if n not in _USED | _NO_EFFECT and value not in (False, 0, 1, [], {})]
+  used = _USED | _NO_EFFECT | ({*_OF_BEAMS, 'early_stopping'} if searches else set())
+  negative = searches and says.get('length_penalty', 1.0) < 0
+  others = [n for n, value in says.items() if n not in used and value not in (False, 0, 1, [], {})]
   lines = []
   if greedy:
-    lines.append(f'{file}: without do_sample, decoding is greedy, so it ignores {_format_settings(greedy, says)}')
+    draws = 'beam search draws no tokens' if searches else 'decoding is greedy'
+    lines.append(f'{file}: without do_sample, {draws}, so it ignores {_format_settings(greedy, says)}')
+  if negative:
+    lines.append(f'{file}: length_penalty = {says["length_penalty"]} is less than 0; 0 is used')
   if others:
-    lines.append(f'{file}: the sampler has no such settings, so they are not used: {_format_settings(others, says)}')
+    what = 'beam search' if searches else 'sampler'
+    lines.append(f'{file}: the {what} has no such settings, so they are not used: {_format_settings(others, says)}')
   return lines
 
 

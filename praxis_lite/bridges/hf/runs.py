@@ -86,8 +86,8 @@ def import_run(
   checkpoint = open_checkpoint(folder)
   assets = user_path(job_log_dir).absolute() / FOLDER
   config = imported_config(checkpoint, assets)
-  decoder = getattr(config.task.model, 'decoder_tpl', None)
-  unused = [] if decoder is None else set_decoder(decoder, checkpoint)
+  has_decoder = getattr(config.task.model, 'decoder_tpl', None) is not None
+  unused = set_decoder(config.task.model, checkpoint) if has_decoder else []
   apply_overrides(config.roots(), overrides)
   _check_tokenizer(config, checkpoint.folder, assets)
   task = config.task.instantiate()

@@ -12,7 +12,8 @@ V vocabulary, C candidates: the best pairs of a beam and its next token.
 `choose` ranks all pairs of a beam and a token by the sum of log-probabilities. Those among the first K that end, by a
 stop token or because they have the largest number of tokens, join the list of the K best completed continuations, which
 is ordered by score. The first K of the others are the next beams. At first, only beam 0 is possible, so it becomes the
-parent of all, and its state is copied to them.
+parent of all, and its state is copied to them. In a diverse search each of G groups of K / G beams searches in this way
+by itself, one group after the other, and ranks by the sum less a penalty for what earlier groups have just chosen.
 """
 
 from __future__ import annotations
@@ -86,19 +87,30 @@ class _Progress(NamedTuple):
     beams: the continuations that go on.
     parent_BK: int32, which of the beams before each was continued.
     best: the best completed continuations.
-    done_B: bool, which prompts have ended.
+    done_BG: bool, which groups of beams have ended; without groups, G is 1.
   """
 
   number: jax.Array
   beams: _Beams
   parent_BK: jax.Array
   best: _Beams
-  done_B: jax.Array
+  done_BG: jax.Array
 
   @property
   def continues(self) -> jax.Array:
     """Whether any prompt still continues."""
-    return ~jnp.all(self.done_B)
+    return ~jnp.all(self.done_BG)
+
+  @property
+  def done_B(self) -> jax.Array:
+    """Which prompts have ended."""
+    return jnp.all(self.done_BG, axis=1)
+
+  def group(self, number: int, size: int) -> _Progress:
+    """Returns the progress of one group of `size` beams."""
+    own = slice(number * size, (number + 1) * size)
+    beams, parent_BK, best = jax.tree.map(lambda x: x[:, own], (self.beams, self.parent_BK, self.best))
+    return _Progress(self.number, beams, parent_BK, best, self.done_BG[:, number : number + 1])
 
 
 class _Candidates(NamedTuple):
@@ -108,7 +120,8 @@ class _Candidates(NamedTuple):
     parent: [B, C] int32, the number of the beam.
     ids: [B, C] int32, the token.
     log_probs: [B, C], of the token under the model.
-    sums: [B, C], what they are ranked by.
+    sums: [B, C], the sums of log-probabilities.
+    ranks: [B, C], what they are ranked by: the sums less penalties for what other groups have chosen.
     is_stop: [B, C], whether the token is a stop token.
   """
 
@@ -116,6 +129,7 @@ class _Candidates(NamedTuple):
   ids: jax.Array
   log_probs: jax.Array
   sums: jax.Array
+  ranks: jax.Array
   is_stop: jax.Array
 
   def take(self, index_BK: jax.Array) -> _Candidates:
@@ -138,7 +152,7 @@ class BeamLoop(Generic[DecodingState]):
     adjust: (logits [R, V], tokens of the rows [R, L], their number [R]) -> the logits to rank by; None keeps them.
     stop_ids: tokens that end a continuation.
     limits_B: int32, the largest number of tokens after each prompt, at most M.
-    beam_size, num_best, early_stopping: see `BeamSearch`.
+    beam_size, num_best, early_stopping, num_groups, diversity_penalty: see `BeamSearch`.
     length_norm: (number of tokens) -> what the sum of log-probabilities is divided by; it must not decrease.
   """
 
@@ -150,6 +164,8 @@ class BeamLoop(Generic[DecodingState]):
   num_best: int
   early_stopping: bool
   length_norm: Callable[[jax.Array], jax.Array]
+  num_groups: int = 1
+  diversity_penalty: float = 0.0
 
   def run(self) -> BeamDecoded:
     """Continues the prompts."""
@@ -178,9 +194,10 @@ class BeamLoop(Generic[DecodingState]):
       jnp.zeros((B, K, M)),
       jnp.full((B, K), _IMPOSSIBLE),
     )
-    first = nothing._replace(scores=nothing.scores.at[:, 0].set(0.0))
+    first = nothing._replace(scores=nothing.scores.at[:, :: K // self.num_groups].set(0.0))
     is_done_B = (reader.prompt_lengths_B == 0) | (self.limits_B <= 0)
-    progress = _Progress(jnp.int32(0), first, jnp.zeros((B, K), jnp.int32), nothing, is_done_B)
+    is_done_BG = jnp.repeat(is_done_B[:, None], self.num_groups, axis=1)
+    progress = _Progress(jnp.int32(0), first, jnp.zeros((B, K), jnp.int32), nothing, is_done_BG)
     if reader.fits:
       return self._finish(read_and_search(progress))
     return self._finish(jax.lax.while_loop(lambda progress: progress.continues, read_and_search, progress))
@@ -227,8 +244,39 @@ class BeamLoop(Generic[DecodingState]):
 
   def _choose(self, logits_RV: jax.Array, progress: _Progress) -> _Progress:
     """Adds a token to the beams of each prompt, and to the completed continuations those that end."""
-    number, beams, _, best, done_B = progress
-    K, candidates = self.beam_size, self._candidates(logits_RV, progress)
+    B, V, size = len(progress.done_BG), logits_RV.shape[-1], self.beam_size // self.num_groups
+    log_probs_RV, ranked_RV = self._log_probs(logits_RV, progress)
+    log_probs_BKV, ranked_BKV = log_probs_RV.reshape(B, -1, V), ranked_RV.reshape(B, -1, V)
+    groups: list[_Progress] = []
+    chosen_BV = jnp.zeros((B, V), jnp.int32)  # How many beams of earlier groups go on with each token.
+    for number in range(self.num_groups):
+      own = slice(number * size, (number + 1) * size)
+      penalty_BV = self.diversity_penalty * chosen_BV
+      after = self._choose_in_group(
+        log_probs_BKV[:, own], ranked_BKV[:, own], penalty_BV, progress.group(number, size), number * size
+      )
+      ids_BK = after.beams.ids[:, :, progress.number]
+      chosen_BV = chosen_BV.at[jnp.arange(B)[:, None], ids_BK].add(after.beams.scores > _IMPOSSIBLE)
+      groups.append(after)
+    if len(groups) == 1:
+      return groups[0]
+    _, *parts = zip(*groups)
+    joined = [jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=1), *part) for part in parts]
+    return _Progress(progress.number + 1, *joined)
+
+  def _choose_in_group(
+    self,
+    log_probs_BKV: jax.Array,
+    ranked_BKV: jax.Array,
+    penalty_BV: jax.Array,
+    progress: _Progress,
+    first_beam: int,
+  ) -> _Progress:
+    """Does what `_choose` does for the beams of one group, whose first is `first_beam`."""
+    number, beams, _, best, done_BG = progress
+    done_B = done_BG[:, 0]
+    K = log_probs_BKV.shape[1]
+    candidates = self._candidates(log_probs_BKV, ranked_BKV, penalty_BV, progress)
     is_last_B = number + 1 >= self.limits_B
     first = jax.tree.map(lambda x: x[:, :K], candidates)
     ends_BK = (first.is_stop | is_last_B[:, None]) & ~done_B[:, None]
@@ -238,34 +286,45 @@ class BeamLoop(Generic[DecodingState]):
     both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), best, ended)
     best = both.take(jax.lax.top_k(both.scores, K)[1])
 
-    sums_BK, index_BK = jax.lax.top_k(jnp.where(candidates.is_stop, _IMPOSSIBLE, candidates.sums), K)
-    chosen = candidates.take(index_BK)._replace(sums=sums_BK)
+    ranks_BK, index_BK = jax.lax.top_k(jnp.where(candidates.is_stop, _IMPOSSIBLE, candidates.ranks), K)
+    chosen = candidates.take(index_BK)
+    chosen = chosen._replace(sums=jnp.where(ranks_BK == _IMPOSSIBLE, _IMPOSSIBLE, chosen.sums))
     chosen = chosen.take(keep_places(chosen.parent))
     beams = chosen.extend(beams, number)
-    attainable_B = sums_BK[:, 0] / self.length_norm(self.limits_B)  # Sums do not grow, and their divisor does.
-    done_B |= is_last_B | (best.scores[:, self.num_best - 1] >= attainable_B)
+    # Sums do not grow, and their divisor does.
+    attainable_B = jnp.max(chosen.sums, axis=1) / self.length_norm(self.limits_B)
+    done_B |= is_last_B | (best.scores[:, min(self.num_best, K) - 1] >= attainable_B)
     if self.early_stopping:
       done_B |= best.scores[:, -1] > _IMPOSSIBLE
-    return _Progress(number + 1, beams, chosen.parent, best, done_B)
+    return _Progress(number + 1, beams, first_beam + chosen.parent, best, done_B[:, None])
 
-  def _candidates(self, logits_RV: jax.Array, progress: _Progress) -> _Candidates:
-    """Returns the best candidates: enough that K of them do not end with a stop token, if there are K."""
-    (B, K), V = progress.beams.scores.shape, logits_RV.shape[-1]
+  def _log_probs(self, logits_RV: jax.Array, progress: _Progress) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probabilities of the next tokens under the model, and what is added to the sums, [R, V]."""
     logits_RV = logits_RV.astype(jnp.float32)
     log_probs_RV = jax.nn.log_softmax(logits_RV)
     ranked_RV = log_probs_RV
     if self.adjust is not None:  # Not normalised again, so that the tokens that remain keep their probability.
       adjusted_RV = self._adjust(logits_RV, progress) - jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
       ranked_RV = jnp.minimum(adjusted_RV, 0.0)
+    return log_probs_RV, ranked_RV
+
+  def _candidates(
+    self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, penalty_BV: jax.Array, progress: _Progress
+  ) -> _Candidates:
+    """Returns the best candidates: enough that K of them do not end with a stop token, if there are K."""
+    B, K, V = log_probs_BKV.shape
     scores_BK1 = progress.beams.scores[..., None]
-    sums_BKV = scores_BK1 + ranked_RV.reshape(B, K, V)
-    sums_BKV = jnp.where(scores_BK1 == _IMPOSSIBLE, _IMPOSSIBLE, sums_BKV)  # The logits of such beams may be NaN.
+    # The logits of beams that are impossible may be NaN.
+    sums_BKV = jnp.where(scores_BK1 == _IMPOSSIBLE, _IMPOSSIBLE, scores_BK1 + ranked_BKV)
+    ranks_BKV = sums_BKV if self.num_groups == 1 else sums_BKV - penalty_BV[:, None]
     count = K * min(1 + len(self.stop_ids), V)
-    sums_BC, index_BC = jax.lax.top_k(sums_BKV.reshape(B, K * V), count)
-    log_probs_BC = jnp.take_along_axis(log_probs_RV.reshape(B, K * V), index_BC, axis=1)
+    ranks_BC, index_BC = jax.lax.top_k(ranks_BKV.reshape(B, K * V), count)
+    log_probs_BC, sums_BC = (
+      jnp.take_along_axis(x.reshape(B, K * V), index_BC, axis=1) for x in (log_probs_BKV, sums_BKV)
+    )
     ids_BC = index_BC % V
     is_stop_BC = jnp.isin(ids_BC, jnp.array(self.stop_ids, jnp.int32))
-    return _Candidates(index_BC // V, ids_BC, log_probs_BC, sums_BC, is_stop_BC)
+    return _Candidates(index_BC // V, ids_BC, log_probs_BC, sums_BC, ranks_BC, is_stop_BC)
 
   def _adjust(self, logits_RV: jax.Array, progress: _Progress) -> jax.Array:
     assert self.adjust is not None
@@ -275,7 +334,10 @@ class BeamLoop(Generic[DecodingState]):
 
   def _finish(self, progress: _Progress) -> BeamDecoded:
     """Returns the best completed continuations, with zeros after their tokens."""
-    ids, lengths, log_probs, scores = jax.tree.map(lambda x: x[:, : self.num_best], progress.best)
+    best = progress.best
+    if self.num_groups > 1:
+      best = best.take(jax.lax.top_k(best.scores, self.beam_size)[1])
+    ids, lengths, log_probs, scores = jax.tree.map(lambda x: x[:, : self.num_best], best)
     lengths = jnp.where(scores == _IMPOSSIBLE, 0, lengths)
     is_token = jnp.arange(ids.shape[-1]) < lengths[..., None]
     ids, log_probs = jnp.where(is_token, ids, 0), jnp.where(is_token, log_probs, 0.0)

@@ -29,6 +29,11 @@ class BeamSearch(Decoder):
   with the number of its tokens as the length, stop token included (GNMT, Wu et al., 2016). The search for a prompt ends
   when no beam can still reach a score above that of the `num_best`-th best complete continuation.
 
+  With several groups, the search is diverse (Vijayakumar et al., 2018): each group of `beam_size / num_groups` beams
+  searches by itself, and the groups choose one after the other. A group prefers tokens that earlier groups have not
+  just chosen: it ranks candidates by the sum less `diversity_penalty` for each beam of an earlier group that goes on
+  with the token. Scores are without it. The `num_best` continuations are those of the best scores of all groups.
+
   With one beam, and a length penalty of 0 or early stopping, the tokens are those of greedy decoding. There is no
   coverage penalty: it needs the probabilities of attention to each token of the source, and fused attention does not
   return them.
@@ -38,17 +43,28 @@ class BeamSearch(Decoder):
     num_best: N, how many continuations of a prompt are returned, at most K.
     length_penalty: 0 ranks by probability; the larger, the more long continuations are preferred.
     early_stopping: whether the search for a prompt also ends as soon as K continuations are complete.
+    length_norm: 'gnmt' divides by ((5 + length) / 6) ** length_penalty; 'length' by length ** length_penalty, as
+      transformers does.
+    num_groups: number of groups of beams, a divisor of K.
+    diversity_penalty: see above, in nats; 0 makes all groups alike.
   """
 
   beam_size: int = 4
   num_best: int = 1
   length_penalty: float = 0.6
   early_stopping: bool = False
+  length_norm: str = 'gnmt'
+  num_groups: int = 1
+  diversity_penalty: float = 0.0
 
   def _checks(self) -> Iterator[tuple[str, bool, str]]:
     yield from super()._checks()
     yield 'beam_size', self.beam_size >= 1, 'at least 1'
     yield 'num_best', 1 <= self.num_best <= self.beam_size, f'from 1 to beam_size, which is {self.beam_size}'
+    yield 'length_norm', self.length_norm in ('gnmt', 'length'), "'gnmt' or 'length'"
+    is_divisor = self.num_groups >= 1 and self.beam_size % self.num_groups == 0
+    yield 'num_groups', is_divisor, f'a divisor of beam_size, which is {self.beam_size}'
+    yield 'diversity_penalty', 0 <= self.diversity_penalty < math.inf, 'a finite number of at least 0'
     yield 'length_penalty', 0 <= self.length_penalty < math.inf, 'a finite number of at least 0'
 
   @property
@@ -82,7 +98,10 @@ class BeamSearch(Decoder):
       num_best=self.num_best,
       early_stopping=self.early_stopping,
       length_norm=self._length_norm,
+      num_groups=self.num_groups,
+      diversity_penalty=self.diversity_penalty,
     ).run()
 
   def _length_norm(self, length: jax.Array) -> jax.Array:
-    return ((5.0 + length) / 6.0) ** self.length_penalty
+    base = (5.0 + length) / 6.0 if self.length_norm == 'gnmt' else jnp.asarray(length, jnp.float32)
+    return base**self.length_penalty
