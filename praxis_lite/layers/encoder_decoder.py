@@ -131,6 +131,9 @@ class TransformerEncoderDecoder(Layer):
     decoder_embedding_tpl: template of the child `decoder_embedding`; with None, targets have the embedding of sources.
     position_tpl: template of the children `encoder_position` and `decoder_position`, which are added to the embeddings;
       None disables them.
+    first_position: the position of the first token; BART counts from 2, and leaves the first vectors unused.
+    embedding_norm_tpl: template of the children `encoder_embedding_norm` and `decoder_embedding_norm`, norms of the sum
+      of embeddings and positions; None disables them.
     relative_bias_tpl: template of the children `encoder_bias`, which is bidirectional, and `decoder_bias`: biases of
       self-attention that all blocks of a stack share (T5); None disables them.
     dropout_tpl: template of the children `embedding_dropout` and `output_dropout`, on the embeddings and on the results
@@ -156,6 +159,8 @@ class TransformerEncoderDecoder(Layer):
   embedding_tpl: Config | None = None
   decoder_embedding_tpl: Config | None = None
   position_tpl: Config | None = None
+  first_position: int = 0
+  embedding_norm_tpl: Config | None = None
   relative_bias_tpl: Config | None = template(RelativeBias)
   dropout_tpl: Config = template(Dropout)
   encoder_tpl: Config = template(RepeatedTransformer)
@@ -168,6 +173,8 @@ class TransformerEncoderDecoder(Layer):
   decoder_embedding: Embedding = child()
   encoder_position: LearnedPositions | SinusoidalPositions = child()
   decoder_position: LearnedPositions | SinusoidalPositions = child()
+  encoder_embedding_norm: Norm = child()
+  decoder_embedding_norm: Norm = child()
   encoder_bias: RelativeBias = child()
   decoder_bias: RelativeBias = child()
   embedding_dropout: Dropout = child()
@@ -179,12 +186,17 @@ class TransformerEncoderDecoder(Layer):
   softmax: FullSoftmax = child()
 
   def setup(self) -> None:
+    self._check_range('first_position', least=0)
     V, D = self.vocab_size, self.model_dims
     for name, embedding in (('embedding', self.embedding_tpl), ('decoder_embedding', self.decoder_embedding_tpl)):
       if embedding is not None:
         self.create_child(name, embedding.clone(num_classes=V, input_dims=D))
     if self.position_tpl is not None:
       self.create_children('encoder_position', 'decoder_position', template=self.position_tpl.clone(dims=D))
+    if self.embedding_norm_tpl is not None:
+      norm = self.embedding_norm_tpl.clone(dims=D)
+      set_biases(self.use_bias, [norm])
+      self.create_children('encoder_embedding_norm', 'decoder_embedding_norm', template=norm)
     if self.relative_bias_tpl is not None:
       bias = self.relative_bias_tpl.clone(num_heads=self.num_heads)
       self.create_child('encoder_bias', bias.clone(bidirectional=True))
@@ -267,7 +279,7 @@ class TransformerEncoderDecoder(Layer):
     """Returns the encoder's result, [B, S, D], for tokens of sources; see `__call__`."""
     if segment_pos is None:
       self._check_length('encoder_position', ids_BS.shape[1])
-    x_BSD = self._embed(self._look_up, 'encoder_position', ids_BS, segment_pos)
+    x_BSD = self._embed(self._look_up, 'encoder', ids_BS, segment_pos)
     more = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **self._bias('encoder', ids_BS.shape[1])}
     if _takes_paddings(self.encoder):
       more['paddings'] = token_paddings(None, segment_ids)
@@ -284,7 +296,7 @@ class TransformerEncoderDecoder(Layer):
     """Returns what the softmax gets, [B, T, D]; `source` is the encoder's result and its segments."""
     if segment_pos is None:
       self._check_length('decoder_position', ids_BT.shape[1])
-    x_BTD = self._embed(self._look_up_target, 'decoder_position', ids_BT, segment_pos)
+    x_BTD = self._embed(self._look_up_target, 'decoder', ids_BT, segment_pos)
     more = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **self._bias('decoder', ids_BT.shape[1])}
     if _takes_paddings(self.decoder):
       more['paddings'] = token_paddings(weights_BT, segment_ids)
@@ -313,7 +325,7 @@ class TransformerEncoderDecoder(Layer):
     bias = None
     if self.relative_bias_tpl is not None:
       bias = LogitBias(self.decoder_bias.bias_fn, self.decoder_bias.bias_params)
-    x_BTD = self._embed(self._look_up_target, 'decoder_position', ids_BT, pos_BT)
+    x_BTD = self._embed(self._look_up_target, 'decoder', ids_BT, pos_BT)
     x_BTD = self.decoder.extend_step(x_BTD, pos_BT, None, bias)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
     return self.softmax.get_logits(self._scale(self._finish(x_B1D, 'decoder_norm')))[:, 0]
@@ -323,13 +335,17 @@ class TransformerEncoderDecoder(Layer):
   def _embed(
     self,
     look_up: Callable[[jax.Array], jax.Array],
-    position: str,
+    stack: str,
     ids_BT: jax.Array,
     pos_BT: jax.Array | None,
   ) -> jax.Array:
+    """Returns what a stack, 'encoder' or 'decoder', reads, [B, T, D]."""
     x_BTD = look_up(ids_BT)
     if self.position_tpl is not None:
-      x_BTD += getattr(self, position)(jnp.arange(ids_BT.shape[1])[None] if pos_BT is None else pos_BT)
+      pos_BT = jnp.arange(ids_BT.shape[1])[None] if pos_BT is None else pos_BT
+      x_BTD += getattr(self, f'{stack}_position')(self.first_position + pos_BT)
+    if self.embedding_norm_tpl is not None:
+      x_BTD = getattr(self, f'{stack}_embedding_norm')(self.shard(x_BTD))
     return self.shard(self.embedding_dropout(x_BTD))
 
   def _bias(self, stack: str, length: int) -> dict[str, Any]:
@@ -348,12 +364,24 @@ class TransformerEncoderDecoder(Layer):
   @property
   def max_positions(self) -> int | None:
     """How many positions a target has; None for any number."""
-    return None if self.position_tpl is None else getattr(self.decoder_position, 'max_len', None)
+    return self._num_positions('decoder_position')
+
+  @property
+  def max_source_positions(self) -> int | None:
+    """How many positions a source has; None for any number."""
+    return self._num_positions('encoder_position')
+
+  def _num_positions(self, position: str) -> int | None:
+    most = None if self.position_tpl is None else getattr(getattr(self, position), 'max_len', None)
+    return None if most is None else most - self.first_position
 
   def _check_length(self, position: str, length: int) -> None:
-    most = None if self.position_tpl is None else getattr(getattr(self, position), 'max_len', None)
+    most = self._num_positions(position)
     if most is not None and length > most:
-      raise ConfigError(f'{self.path_name}.position_tpl.max_len: {most} is less than the sequence length, {length}')
+      less = f', less first_position = {self.first_position},' if self.first_position else ''
+      raise ConfigError(
+        f'{self.path_name}.position_tpl.max_len{less}: {most} is less than the sequence length, {length}'
+      )
 
 
 def _takes_paddings(stack: Layer) -> bool:

@@ -126,6 +126,10 @@ class BaseModel(Layer, Generic[PredictionsT]):
     """Returns what the batches of `score` may be; None if the model has no `score`."""
     return None
 
+  def most_prompt_tokens(self) -> int | None:
+    """Returns the largest number of tokens of a prompt if the model has its own `decode`; None without a limit."""
+    return None
+
   def prompt_limits(self) -> PromptLimits | None:
     """Returns how `decode` continues prompts of different lengths; None if it is compiled for each length."""
     return None

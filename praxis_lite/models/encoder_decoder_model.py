@@ -116,6 +116,10 @@ class EncoderDecoderModel(LanguageModel):
   def prompt_limits(self) -> PromptLimits | None:
     return None
 
+  def most_prompt_tokens(self) -> int | None:
+    most: int | None = getattr(self.lm, 'max_source_positions', None)
+    return None if most is None else most - (self.source_end_id is not None)
+
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     raise ConfigError(
       f"task.model: {type(self).__name__} cannot be exported as 'decode', whose programs continue prompts in place; "

@@ -43,16 +43,20 @@ class _DecodeCall(NamedTuple):
     bucket: the sizes of the program; None if the model has its own `decode`.
     max_tokens: the largest number of tokens after a prompt.
     stop_ids: tokens that end a continuation.
+    most: the largest number of tokens of a prompt, to which padding is cut; None without a limit.
   """
 
   tasks: TaskOnMesh
   bucket: Bucket | None
   max_tokens: int
   stop_ids: tuple[int, ...]
+  most: int | None = None
 
   def to_batch(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], num_drawn: int, row: int) -> Rows:
     """Returns a batch of prompts for the program; `row` is the number of the first prompt."""
     batch = prompt_batch(prompts)
+    if self.most is not None:
+      batch['ids'] = batch['ids'][:, : self.most]
     return batch if self.bucket is None else fit_to_bucket(batch, self.bucket, max_tokens, num_drawn, row)
 
 
@@ -199,7 +203,10 @@ class PromptDecoder:
     kinds['draft_tokens'] = settings.get('draft_tokens')
     limits, max_tokens = self.set_sampler(kinds).jax_task.model.prompt_limits(), settings.get('max_tokens')
     if limits is None:
-      return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens or 1, ())
+      most = self._tasks.jax_task.model.most_prompt_tokens()
+      if most is not None and length > most:
+        raise ConfigError(f'a prompt has {length} tokens, and the model reads at most {most}; shorten it')
+      return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens or 1, (), most)
     max_tokens = limits.max_tokens if max_tokens is None else max_tokens
     if max_tokens < 1:
       raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bart_by_hand
 import bert_by_hand
 import numpy as np
 import pytest
 import t5_by_hand
+import test_bart as bart
 import test_bert as bert
 import test_t5 as t5
 
@@ -37,6 +39,17 @@ def test_bert_is_that_of_transformers(case, tmp_path):
     found = model(tensor(bert.IDS), tensor(bert.IS_TOKEN), token_type_ids=tensor(types)).logits.numpy()
   expected = bert_by_hand.logits(config, tensors, bert.IDS, bert.IS_TOKEN, types)
   bert.assert_close(found, expected)
+
+
+@pytest.mark.parametrize('case', bart.CASES)
+def test_bart_is_that_of_transformers(case, tmp_path):
+  folder, config, tensors = bart.make(tmp_path, case)
+  model = loaded(folder, 'BartForConditionalGeneration')
+  with torch.no_grad():
+    ids = tensor(bart.SOURCES), tensor(bart.IS_SOURCE), tensor(bart.IDS)
+    found = model(ids[0], attention_mask=ids[1], decoder_input_ids=ids[2]).logits.numpy()
+  expected = bart_by_hand.logits(config, tensors, bart.SOURCES, bart.IS_SOURCE, bart.IDS)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('case', t5.CASES)

@@ -213,7 +213,7 @@ def test_layers_apart_are_written_as_a_scan_over_them_is(tmp_path):
 @pytest.mark.parametrize(
   'fields, says',
   [
-    ({'style': 'classical'}, r'belongs to none of the families t5, mt5'),
+    ({'style': 'classical'}, r'belongs to none of the families t5, mt5, bart'),
     ({'activation': 'gelu'}, r"with gates, T5 has 'gelu_tanh' but not 'gelu'"),
     ({'activation': 'softplus'}, r"transformers has no activation function 'softplus'"),
   ],

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 
+from praxis_lite.bridges.hf.bart import BART
 from praxis_lite.bridges.hf.bert import ENCODERS
 from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
@@ -31,7 +32,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel
 
-_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT2, *T5_LIKE, *ENCODERS
+_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT2, *T5_LIKE, BART, *ENCODERS
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
 

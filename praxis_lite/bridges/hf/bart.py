@@ -1,0 +1,147 @@
+"""BART: an encoder and a decoder of post-norm blocks that share an embedding; model_type bart."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
+from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.tensors import Pair
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers import FeedForward, LearnedPositions, SharedEmbeddingSoftmax, TransformerEncoderDecoder
+from praxis_lite.layers.base import Layer
+from praxis_lite.models import BaseModel, EncoderDecoderModel, LanguageModel, encoder_decoder
+
+_MOST_LAYERS = 10_000
+_FIRST_POSITION = 2  # The first vectors of the tables of positions are not used.
+
+
+@dataclasses.dataclass(frozen=True)
+class Bart(Family):
+  """BART's encoder and decoder. Its linear layers are stored as [out, in], its tables as [ids, dims]."""
+
+  network: ClassVar[type[Layer]] = TransformerEncoderDecoder
+
+  def copies_in(self, is_tied: bool) -> Mapping[str, str]:
+    copies = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
+    return {f'{self.prefix}{name}': f'{self.prefix}shared.weight' for name in copies}
+
+  def model(self, hf: HfConfig) -> Config[LanguageModel]:
+    hf = hf.replace_defaults(self.defaults)
+    hf.must_be('is_encoder_decoder', True)
+    hf.must_be('tie_word_embeddings', True)
+    for name in ('normalize_before', 'add_final_layer_norm', 'static_position_embeddings', 'extra_pos_embeddings'):
+      # Of old files, which say so of the models that were trained; others are of other families.
+      hf.must_be(name, None, _FIRST_POSITION if name == 'extra_pos_embeddings' else False)
+    for name in ('attention_heads', 'ffn_dim'):
+      hf.must_be(f'decoder_{name}', hf[f'encoder_{name}'])
+    model = encoder_decoder(
+      style='bart',
+      vocab_size=hf.size('vocab_size'),
+      model_dims=hf.size('d_model'),
+      num_layers=hf.size('decoder_layers', most=_MOST_LAYERS),
+      num_encoder_layers=hf.size('encoder_layers', most=_MOST_LAYERS),
+      num_heads=hf.size('encoder_attention_heads'),
+      hidden_dims=hf.size('encoder_ffn_dim'),
+      activation=hf.activation('activation_function'),
+      max_len=hf.size('max_position_embeddings'),
+    )
+    model.lm_tpl.softmax_tpl.scale_sqrt_depth = bool(hf['scale_embedding'])
+    model.packed = False
+    model.start_id, model.source_end_id = hf['decoder_start_token_id'], hf['eos_token_id']
+    for field in ('start_id', 'source_end_id'):
+      value = getattr(model, field)
+      if type(value) is not int or not 0 <= value < hf.size('vocab_size'):
+        raise ConfigError(
+          f'{hf.where}: decoder_start_token_id or eos_token_id gives {value!r}; expected an id below vocab_size = '
+          f'{hf.size("vocab_size")}'
+        )
+    return model
+
+  def values(self, lm: TransformerEncoderDecoder) -> Values:
+    block, position = blocks_of_stack(lm.encoder)[0], getattr(lm, 'encoder_position', None)
+    attention, ff, softmax = block.attention, block.ff, lm.softmax
+    dims = lm.model_dims // attention.num_heads
+    if (
+      not isinstance(ff, FeedForward)
+      or not isinstance(position, LearnedPositions)
+      or not isinstance(softmax, SharedEmbeddingSoftmax)
+      or attention.dims_per_head != dims
+      or not math.isclose(logit_scale(attention), dims**-0.5)
+    ):
+      raise ConfigError(
+        f'{lm.path_name}: BART has learned positions, one table for embeddings and softmax, dense feed-forward layers, '
+        'and heads whose dims are model_dims / num_heads, with logits divided by their square root'
+      )
+    return {
+      'is_encoder_decoder': True,
+      'vocab_size': lm.vocab_size,
+      'd_model': lm.model_dims,
+      'encoder_layers': len(blocks_of_stack(lm.encoder)),
+      'decoder_layers': len(blocks_of_stack(lm.decoder)),
+      **{f'{stack}_attention_heads': attention.num_heads for stack in ('encoder', 'decoder')},
+      **{f'{stack}_ffn_dim': ff.hidden_dims for stack in ('encoder', 'decoder')},
+      'activation_function': activation_name(ff.activation, f'{ff.path_name}.activation'),
+      'max_position_embeddings': position.max_len - _FIRST_POSITION,
+      'scale_embedding': softmax.scale_sqrt_depth,
+      'tie_word_embeddings': True,
+    }
+
+  def more_values(self, model: BaseModel) -> Values:
+    if not isinstance(model, EncoderDecoderModel):
+      return {}
+    end = self.defaults['eos_token_id'] if model.source_end_id is None else model.source_end_id
+    return {'decoder_start_token_id': model.start_id, 'eos_token_id': end}
+
+  def table(self, tied: bool) -> list[Pair]:
+    pairs = [Pair(f'{self.prefix}shared.weight', 'softmax.w'), Pair('final_logits_bias', 'softmax.b', 'V -> . V')]
+    for stack in ('encoder', 'decoder'):
+      theirs, ours = f'{self.prefix}{stack}.', f'{stack}.layers.'
+      pairs.append(Pair(f'{theirs}embed_positions.weight', f'{stack}_position.w'))
+      pairs += _norm(f'{theirs}layernorm_embedding', f'{stack}_embedding_norm')
+      theirs += 'layers.{layer}.'
+      pairs += _attention(f'{theirs}self_attn', f'{ours}attention')
+      if stack == 'decoder':
+        pairs += _attention(f'{theirs}encoder_attn', f'{ours}cross_attention')
+      for there, here in (('fc1', 'up'), ('fc2', 'down')):
+        pairs.append(Pair(f'{theirs}{there}.weight', f'{ours}ff.{here}.w', 'I O -> O I'))
+        pairs.append(Pair(f'{theirs}{there}.bias', f'{ours}ff.{here}.b'))
+      pairs += _norm(f'{theirs}final_layer_norm', f'{ours}ff_norm')
+    return pairs
+
+
+def _attention(theirs: str, ours: str) -> Iterable[Pair]:
+  for letter, name in (('q', 'query'), ('k', 'key'), ('v', 'value')):
+    yield Pair(f'{theirs}.{letter}_proj.weight', f'{ours}.{name}.w', 'D N H -> (N H) D')
+    yield Pair(f'{theirs}.{letter}_proj.bias', f'{ours}.{name}.b', 'N H -> (N H)')
+  yield Pair(f'{theirs}.out_proj.weight', f'{ours}.out.w', 'N H D -> D (N H)')
+  yield Pair(f'{theirs}.out_proj.bias', f'{ours}.out.b')
+  yield from _norm(f'{theirs}_layer_norm', f'{ours}_norm')
+
+
+def _norm(theirs: str, ours: str) -> Iterable[Pair]:
+  return Pair(f'{theirs}.weight', f'{ours}.scale'), Pair(f'{theirs}.bias', f'{ours}.bias')
+
+
+_BART = {
+  'vocab_size': 50_265,
+  'd_model': 1024,
+  'encoder_layers': 12,
+  'decoder_layers': 12,
+  'encoder_attention_heads': 16,
+  'decoder_attention_heads': 16,
+  'encoder_ffn_dim': 4096,
+  'decoder_ffn_dim': 4096,
+  'activation_function': 'gelu',
+  'max_position_embeddings': 1024,
+  'scale_embedding': False,
+  'tie_word_embeddings': True,
+  'is_encoder_decoder': True,
+  'eos_token_id': 2,
+  'decoder_start_token_id': 2,
+}
+BART = Bart('bart', 'BartForConditionalGeneration', _BART)
