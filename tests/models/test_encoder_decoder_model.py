@@ -23,13 +23,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
 AXES = ('spare', 'replica', 'data', 'mdl')
 V, B, S, T = 13, 5, 9, 7
-STYLES = ('t5', 't5_v1_0', 'classical')
+STYLES = ('t5', 't5_v1_0', 'classical', 'bart')
 
 
 def config(style='t5', **fields):
   sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': 2, 'num_encoder_layers': 3, 'num_heads': 3}
   sizes |= {'hidden_dims': 10, 'num_buckets': 8, 'max_distance': 6, 'start_id': 4}
-  if style == 'classical':
+  if style in ('classical', 'bart'):
     del sizes['num_buckets'], sizes['max_distance']
   model = encoder_decoder(**{**sizes, 'style': style, **fields})
   model.decoder_tpl.set(max_decode_steps=6, temperature=0.0)
@@ -388,8 +388,8 @@ def test_mistakes_are_named():
       model.check_input(other, other.get_next())
   with pytest.raises(ConfigError, match='the batch has no source_ids'):
     model.apply(variables, {name: batch[name] for name in ('ids', 'labels', 'weights')})
-  with pytest.raises(ConfigError, match=r"style: expected 't5', 't5_v1_0' or 'classical', got 'bart'"):
-    config('bart')
+  with pytest.raises(ConfigError, match=r"style: expected 't5', 't5_v1_0', 'classical' or 'bart', got 'bert'"):
+    config('bert')
   with pytest.raises(ConfigError, match='context_axis does not split the sequences of an encoder-decoder'):
     set_sharding(config(), context_axis='data')
   with pytest.raises(ConfigError, match="cannot be exported as 'decode'"):
