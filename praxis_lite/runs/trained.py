@@ -26,8 +26,8 @@ from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel
 from praxis_lite.models.decoding import LogitProcessor
-from praxis_lite.runs.constraints import TextConstraint
 from praxis_lite.runs.batcher import Batcher
+from praxis_lite.runs.constraints import TextConstraint
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.drafted import drafted_task
