@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, ActivationFunction] = {
   'elu': jax.nn.elu,
   'gelu': functools.partial(jax.nn.gelu, approximate=False),  # x Phi(x) (Hendrycks and Gimpel, 2016).
   'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),  # The tanh approximation of GELU, as in GPT-2.
+  'gelu_sigmoid': lambda x: x * jax.nn.sigmoid(1.702 * x),  # The sigmoid approximation of GELU, in the same paper.
   'silu': jax.nn.silu,  # x sigmoid(x), also known as swish.
   'sigmoid': jax.nn.sigmoid,
   'tanh': jnp.tanh,

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.dispatch import DispatchPlan, capacity_plan, combine, dispatch, sorted_plan
+from praxis_lite.layers.expert_mlp import RowProduct
 from praxis_lite.layers.grouped_matmul import grouped_matmul
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.routing import TokenChoice
@@ -35,9 +36,12 @@ from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.sharding.padding import pad_to, slice_to
 from praxis_lite.sharding.specs import all_axes, spec_axes
 
-RowProduct = Callable[[jax.Array, jax.Array], jax.Array]
 # (function that multiplies rows by weights, rows) -> outputs
 ExpertFn = Callable[[RowProduct, jax.Array], jax.Array]
+
+
+# The dimension of F in the variables that have it.
+_HIDDEN_DIM = {'gate': 2, 'up': 2, 'down': 1, 'gate_bias': 1, 'up_bias': 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ class ExpertSplit:
 
     In the backward pass, its gradient is summed and scattered.
     """
-    hidden = 1 if name == 'down' else 2
+    hidden = _HIDDEN_DIM.get(name)
     for dim, entry in enumerate(self.weights[name] if self.axes else ()):
       axes = spec_axes(entry)
       if axes and axes != {0: self.expert, hidden: self.tensor}.get(dim, ()):
@@ -98,7 +102,7 @@ def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array,
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=1, tiled=True) if axes else x
 
   slots, weights = to_experts(dispatch(x_ND, plan)), to_experts(weights_M)
-  slots = _scale(experts.mlp(lambda rows, w: jnp.einsum('erd,edf->erf', rows, w), slots), weights)
+  slots = _scale(experts.mlp(_batched_product, slots), weights)
   if axes:
     slots = jax.lax.all_to_all(slots, axes, split_axis=1, concat_axis=0, tiled=True)
   return combine(slots.reshape(-1, x_ND.shape[1]), plan, x_ND.shape[0])
@@ -169,8 +173,28 @@ sum_outputs.defvjp(
 )
 
 
+def keep_on_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  """Inside `shard_map`: returns `x` on the first device along some axes, and zeros on others, for a sum over these."""
+  return jnp.where(jax.lax.axis_index(axes) == 0, x, 0)
+
+
+def _batched_product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
+  """Returns the products of rows [E, R, I]."""
+  outputs = jnp.einsum('eri,eio->ero', rows, weights)
+  return outputs if biases is None else outputs + biases[:, None]
+
+
 def _grouped_product(sizes: jax.Array, implementation: str) -> RowProduct:
-  return lambda rows, w: grouped_matmul(rows, w, sizes, implementation)
+  """Returns the function that multiplies rows [M, I], which are sorted by expert."""
+
+  def product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
+    outputs = grouped_matmul(rows, weights, sizes, implementation)
+    if biases is None:
+      return outputs
+    expert_of_row = jnp.sum(jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes), axis=1)
+    return outputs + biases.at[expert_of_row].get(mode='fill', fill_value=0, indices_are_sorted=True)
+
+  return product
 
 
 def _scale(slots: jax.Array, weights: jax.Array) -> jax.Array:

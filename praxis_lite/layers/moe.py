@@ -1,7 +1,7 @@
 """MoeFeedForward: a feed-forward layer with many experts; each token uses only a few of them.
 
     y_t = sum_k weight_tk expert_tk(x_t)  (+ shared(x_t), or sigmoid(x_t . w) shared(x_t))
-    expert(x) = (f(x W_gate) * (x W_up)) W_down
+    expert(x) = (f(x W_gate) * (x W_up)) W_down                      `expert_mlp.py`
 
 Dispatch, from tokens to experts:
 
@@ -23,6 +23,7 @@ B batch, T length, D model dims, F hidden dims, E experts, K experts per token, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -37,20 +38,21 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import ActivationSplit, Layer
-from praxis_lite.layers.base.facts import Exchange, LayerProblem
+from praxis_lite.layers.base.facts import Exchange, LayerProblem, TokenFlops
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
+from praxis_lite.layers.expert_mlp import ExpertMlp
 from praxis_lite.layers.experts import (
   DeviceExperts,
   ExpertSplit,
-  RowProduct,
   dropless,
+  keep_on_first,
   pad_for_shard_map,
   run_with_capacity,
   sum_outputs,
 )
 from praxis_lite.layers.feedforward import FeedForward, FeedForwardWeightSplit, GatedFeedForward
 from praxis_lite.layers.grouped_matmul import IMPLEMENTATIONS, ProductCase, choose_grouped_matmul
-from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.linears import Linear, bias_weight
 from praxis_lite.layers.routing import (
   Router,
   TokenChoice,
@@ -96,6 +98,11 @@ class MoeFeedForward(Layer):
     num_experts_per_token: K; with expert choice, the mean number of experts that choose a token.
     gated: whether experts are gated, like `GatedFeedForward`; otherwise they are f(x W_up) W_down.
     activation: name of f; see `activations.py`.
+    use_bias: whether the products of experts have biases, the variables `gate_bias` and `up_bias`, [E, F], and
+      `down_bias`, [E, D]. They are split like the same dimensions of the weights.
+    hidden_limit: with gates, the input of f is cut above at this limit, and x W_up at both sides (GPT-OSS); None
+      disables it.
+    up_offset: with gates, a constant that is added to x W_up after the cut; 1 in GPT-OSS.
     router_tpl: template of the child `router`, which computes scores, chooses, and balances the load.
     dispatch: 'dropless' or 'capacity'.
     capacity_factor: with 'capacity', C = capacity_factor * K * T / E.
@@ -124,6 +131,9 @@ class MoeFeedForward(Layer):
   num_experts_per_token: int = 2
   gated: bool = True
   activation: str = 'silu'
+  use_bias: bool = False
+  hidden_limit: float | None = None
+  up_offset: float = 0.0
   router_tpl: Config = template(Router)
   dispatch: str = 'dropless'
   capacity_factor: float = 1.25
@@ -157,12 +167,15 @@ class MoeFeedForward(Layer):
         f'have {usable} experts; raise router_tpl.num_groups_per_token'
       )
     wt, down = self._weight_splits()
-    weight = functools.partial(
-      WeightHParams, fan_in_axes=(1,), fan_out_axes=(2,), active_share=self.num_experts_per_token / E
-    )
+    share = self.num_experts_per_token / E
+    weight = functools.partial(WeightHParams, fan_in_axes=(1,), fan_out_axes=(2,), active_share=share)
     for name in self._inward:
       self.create_variable(name, weight((E, D, F), tensor_split_dims_mapping=wt))
     self.create_variable('down', weight((E, F, D), self.out_init, tensor_split_dims_mapping=down))
+    for name in (*self._inward, 'down') if self.use_bias else ():
+      dims, split = (D, down) if name == 'down' else (F, wt)
+      bias = bias_weight((E, dims), None if split is None else split.pick(0, 2))
+      self.create_variable(f'{name}_bias', dataclasses.replace(bias, active_share=share))
     if self.num_shared_experts:
       shared = self.shared_tpl.clone(input_dims=D, hidden_dims=self.num_shared_experts * F)
       self.create_child('shared', shared)
@@ -199,6 +212,9 @@ class MoeFeedForward(Layer):
   def exchanges(self) -> list[Exchange]:
     axes = self._resolve_axes('expert_axis')
     return [Exchange('exchange between experts', 'expert_axis', axes)] if axes else []
+
+  def token_flops(self, length: int) -> TokenFlops:
+    return TokenFlops(2.0 * sum(weight.num_active for weight in self._weights.values() if len(weight.shape) == 3))
 
   def implementation_of(self, length: int, packed: bool) -> str:
     if self.dispatch != 'dropless':
@@ -248,7 +264,10 @@ class MoeFeedForward(Layer):
     E, K = self.num_experts, self.num_experts_per_token
     self._check_range('num_experts', least=1)
     self._check_range('num_shared_experts', least=0)
-    self._check_range('capacity_factor', 'exchange_factor', above=0)
+    self._check_range('capacity_factor', 'exchange_factor', 'hidden_limit', above=0)
+    for field, default in (('hidden_limit', None), ('up_offset', 0)):
+      if not self.gated and getattr(self, field) != default:
+        raise ConfigError(f'{self.path_name}.{field}: only gated experts have it; leave it {default}')
     if not 1 <= K <= E:
       raise ConfigError(f'{self.path_name}.num_experts_per_token: expected 1 to num_experts, which is {E}, got {K}')
     if self.shared_expert_gate and not self.num_shared_experts:
@@ -281,7 +300,7 @@ class MoeFeedForward(Layer):
   def _experts(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> ExpertOutputs:
     """Runs `_run_on_device`, on a mesh for each device's part of tokens and weights."""
     theta, sizes = self.theta, unmapped_axes()
-    weights = {name: getattr(theta, name) for name in (*self._inward, 'down')}
+    weights = {name: getattr(theta, name) for name in self._weights}
     bias_E = self.router.selection_bias
     args = (x_BTD, logits_BTE, real_BT, bias_E, weights)
     split = self._split(sizes)
@@ -313,7 +332,7 @@ class MoeFeedForward(Layer):
       spec = complete_spec(None if placement is None else placement.spec, rank)
       return [tuple(a for a in spec_axes(entry) if a in sizes) for entry in spec]
 
-    weights = {name: axes_of(weight.tensor_split_dims_mapping, 3) for name, weight in self._weights.items()}
+    weights = {name: axes_of(w.tensor_split_dims_mapping, len(w.shape)) for name, w in self._weights.items()}
     (expert,) = axes_of(None if self.expert_axis is None else (self.expert_axis,), 1)
     batch, time, _ = axes_of(self.activation_split_dims_mapping.out, 3)
     tensor = weights['up'][2]
@@ -338,7 +357,10 @@ class MoeFeedForward(Layer):
     weights = {name: split.gather_weight(name, w, self._weights[name].shape) for name, w in weights.items()}
     num_experts = weights['up'].shape[0] * split.parts  # Including the padding of the last device.
     scores_BTE = router_scores(logits_BTE, self.router.score)
-    experts = DeviceExperts(functools.partial(self._mlp, weights), num_experts, split, self.grouped_matmul)
+    if split.tensor and self.use_bias:
+      weights['down_bias'] = keep_on_first(weights['down_bias'], split.tensor)
+    mlp = ExpertMlp(self.activation, self.gated, self.hidden_limit, self.up_offset)
+    experts = DeviceExperts(functools.partial(mlp, weights), num_experts, split, self.grouped_matmul)
     if self.router.choice == 'expert':
       out = self._expert_choice(experts, x_BTD, scores_BTE, real_BT)
     else:
@@ -397,13 +419,3 @@ class MoeFeedForward(Layer):
       load=jnp.sum(chosen.tokens < T, axis=-1, dtype=jnp.float32)[:, None],
       dropped=jnp.sum(real_BT & ~is_chosen_BT, axis=1, dtype=jnp.float32)[:, None],
     )
-
-  def _mlp(self, weights: dict[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
-    """Computes experts for their rows."""
-    fn = get_activation(self.activation)
-    hidden = checkpoint_name(product(rows, weights['up']), 'ffn_up')
-    if self.gated:
-      hidden *= fn(checkpoint_name(product(rows, weights['gate']), 'ffn_gate'))
-    else:
-      hidden = fn(hidden)
-    return product(hidden, weights['down'])

@@ -14,6 +14,7 @@ takes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.linears import bias_weight
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 SCORES = ('softmax', 'sigmoid')
@@ -126,6 +128,7 @@ class Router(Layer):
     choice: 'token': tokens choose experts. 'expert': experts choose tokens, including later ones of a sequence, so this
       is not for causal models.
     score: 'softmax' or 'sigmoid', of the logits.
+    use_bias: whether the logits have a learned bias, the variable `b` [E] (GPT-OSS).
     num_groups, num_groups_per_token: groups of consecutive experts, and how many of them a token may use, so that its
       experts are on few devices (DeepSeek-V3); see `choose_experts`. Not with expert choice.
     renormalize: whether the weights of a token's experts are divided by their sum. Not with expert choice.
@@ -143,6 +146,7 @@ class Router(Layer):
   num_experts: int = REQUIRED
   choice: str = 'token'
   score: str = 'softmax'
+  use_bias: bool = False
   num_groups: int = 1
   num_groups_per_token: int = 1
   renormalize: bool = True
@@ -174,6 +178,9 @@ class Router(Layer):
     # Lower precision would change choices (Fedus et al., 2022).
     kept = frozenset({WeightHParamsCollection.KEEP_FLOAT32})
     self.create_variable('w', WeightHParams((D, E), tensor_split_dims_mapping=wt, collections=kept))
+    if self.use_bias:
+      bias = bias_weight(E, None if wt is None else wt[-1:])
+      self.create_variable('b', dataclasses.replace(bias, collections=bias.collections | kept))
     if self.bias_update_rate:
       bias = WeightHParams((E,), WeightInit.Constant(0.0), 'float32', collections=kept)
       self.create_variable('bias', bias, trainable=False)
@@ -183,7 +190,8 @@ class Router(Layer):
     x = x.astype(jnp.float32)
     if self.jitter and not self.do_eval:
       x *= jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
-    return self.shard(jnp.dot(x, self.theta.w, precision=jax.lax.Precision.HIGHEST))
+    logits = jnp.dot(x, self.theta.w, precision=jax.lax.Precision.HIGHEST)
+    return self.shard(logits + self.theta.b if self.use_bias else logits)
 
   @property
   def selection_bias(self) -> jax.Array | None:

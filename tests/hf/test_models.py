@@ -241,8 +241,10 @@ def test_an_activation_that_no_family_has_is_named():
       {'hidden_size': 7168, 'num_hidden_layers': 61, 'num_attention_heads': 128, 'vocab_size': 129_280},
       671_026_419_200,
     ),
+    ('gpt_oss', {'num_attention_heads': 64, 'num_hidden_layers': 24, 'num_local_experts': 32}, 20_914_757_184),
+    ('gpt_oss', {'num_attention_heads': 64}, 116_829_156_672),
   ],
-  ids=['Phi-3-mini', 'Gemma-3-1B', 'OLMo-2-7B', 'SmolLM3-3B', 'DeepSeek-V3'],
+  ids=['Phi-3-mini', 'Gemma-3-1B', 'OLMo-2-7B', 'SmolLM3-3B', 'DeepSeek-V3', 'gpt-oss-20b', 'gpt-oss-120b'],
 )
 def test_published_sizes_have_as_many_variables(model_type, sizes, variables):
   """As many as in transformers, without memory for them."""

@@ -104,13 +104,14 @@ def moe() -> Config:
   config.set(
     expert_axis='data', dispatch='capacity', capacity_factor=0.8, num_shared_experts=1, shared_expert_gate=True
   )
+  config.set(use_bias=True, hidden_limit=2.0, up_offset=0.5)
   config.router_tpl = router()
   return config
 
 
 def router() -> Config:
   config = split(layers.Router, WT, (BATCH, None, None), z_loss_weight=0.1, load_balance_loss_weight=0.1)
-  return config.set(bias_update_rate=0.1, jitter=0.1)
+  return config.set(bias_update_rate=0.1, jitter=0.1, use_bias=True)
 
 
 def transformer_lm() -> Config:

@@ -128,6 +128,7 @@ REFERENCES = {
   'elu': lambda x: np.where(x > 0, x, np.expm1(x)),
   'gelu': gelu,
   'gelu_tanh': lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+  'gelu_sigmoid': lambda x: x / (1 + np.exp(-1.702 * x)),
   'silu': silu,
   'sigmoid': lambda x: 1 / (1 + np.exp(-x)),
   'tanh': np.tanh,

@@ -146,6 +146,35 @@ def test_experts_that_choose_take_the_best_tokens_of_a_row():
   np.testing.assert_allclose(side.summaries['router/fraction_dropped'].value, without, rtol=1e-6)
 
 
+@pytest.mark.parametrize('dispatch', ['dropless', 'capacity'])
+@pytest.mark.parametrize('gated', [True, False])
+def test_biases_limits_and_offsets_of_experts_and_a_bias_of_the_router(gated, dispatch):
+  moe = config({'use_bias': True}, use_bias=True, gated=gated, activation='gelu_sigmoid', dispatch=dispatch)
+  moe.set(capacity_factor=9.0, **({'hidden_limit': 0.4, 'up_offset': 1.0} if gated else {}))
+  layer = moe.instantiate()
+  rng, declared = np.random.default_rng(0), layer.abstract_init()
+  assert declared['up_bias'].num_active == 2 * F and declared['down_bias'].shape == (E, D)
+  drawn = jax.tree.map(lambda w: rng.normal(size=w.shape).astype(np.float32), declared)
+  y = jax.jit(lambda v: layer.apply(v, X, PADDINGS)[0])(drawn)
+
+  def product(x, name, axes):
+    return np.einsum(axes, x, drawn[name]) + drawn[f'{name}_bias']
+
+  def fn(x):
+    return x / (1 + np.exp(-1.702 * x))
+
+  up = product(X, 'up', 'btd,edf->btef')
+  if gated:
+    gate = np.minimum(product(X, 'gate', 'btd,edf->btef'), 0.4)
+    hidden = fn(gate) * (np.clip(up, -0.4, 0.4) + 1)
+  else:
+    hidden = fn(up)
+  choices = top_k(softmax(X @ drawn['router']['w'] + drawn['router']['b']), 2)
+  choices /= np.maximum(choices.sum(-1, keepdims=True), 1e-30)
+  expected = np.einsum('bte,bted->btd', choices, product(hidden, 'down', 'btef,efd->bted'))
+  np.testing.assert_allclose(y, expected, atol=2e-5)
+
+
 @pytest.mark.parametrize('gated', [True, False])
 def test_one_expert_is_the_dense_layer(gated):
   dense = Config(
@@ -263,8 +292,8 @@ ON_MESHES = {
     (('replica', 'data'), None, None),
     (2, 2, 2),
   ),
-  'D fully sharded, F gathered, exchanged over an axis without tokens': (
-    {'dispatch': 'capacity', 'capacity_factor': 0.8, 'expert_axis': 'mdl', 'router': LOSSES},
+  'D fully sharded, F gathered, exchanged over an axis without tokens, with biases': (
+    {'dispatch': 'capacity', 'capacity_factor': 0.8, 'expert_axis': 'mdl', 'router': LOSSES, 'use_bias': True},
     ('mdl', 'replica', 'data'),
     (('replica', 'data'), None, 'mdl'),
     (2, 2, 2),
@@ -280,6 +309,12 @@ ON_MESHES = {
     (None, 'data', 'mdl'),
     ('replica', ('data', 'mdl'), None),
     (2, 2, 2),
+  ),
+  'biases, F split over 3 devices, experts over 2': (
+    {'use_bias': True, 'hidden_limit': 0.5, 'up_offset': 1.0, 'expert_axis': 'data', 'router': {'use_bias': True}},
+    ('data', None, 'mdl'),
+    ('data', None, None),
+    (1, 2, 3),
   ),
   '8 devices for 5 experts': ({'expert_axis': 'data'}, None, ('data', None, None), (1, 8, 1)),
 }
@@ -371,6 +406,8 @@ def test_rows_beyond_the_bound_of_an_exchange_are_dropped_and_reported():
     ({'exchange_factor': -1.0}, r'MoeFeedForward\.exchange_factor: expected more than 0'),
     ({'dispatch': 'dropped'}, r"MoeFeedForward\.dispatch: expected 'dropless' or 'capacity', got 'dropped'"),
     ({'activation': 'swish'}, r'MoeFeedForward\.activation: unknown activation'),
+    ({'hidden_limit': 0.0}, r'MoeFeedForward\.hidden_limit: expected more than 0, got 0\.0'),
+    ({'gated': False, 'up_offset': 1.0}, r'MoeFeedForward\.up_offset: only gated experts have it; leave it 0'),
     ({'num_shared_experts': -1}, r'MoeFeedForward\.num_shared_experts: expected at least 0'),
     ({'router': {'choice': 'expert'}}, r"MoeFeedForward\.dispatch: with router_tpl\.choice='expert'"),
   ],

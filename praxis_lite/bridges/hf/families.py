@@ -12,6 +12,7 @@ from praxis_lite.bridges.hf.bert import ENCODERS
 from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
 from praxis_lite.bridges.hf.gpt2 import GPT2
+from praxis_lite.bridges.hf.gpt_oss import GPT_OSS
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
 from praxis_lite.bridges.hf.mixtures import MIXTURES
@@ -32,7 +33,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel
 
-_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT2, *T5_LIKE, BART, *ENCODERS
+_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT_OSS, GPT2, *T5_LIKE, BART, *ENCODERS
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
 
@@ -47,6 +48,13 @@ def family_of(hf: HfConfig) -> Family:
   for name in architectures if isinstance(architectures, list) else ():
     if isinstance(name, str) and not family.accepts(name):
       raise ConfigError(f'{hf.where}: architectures = {json.dumps(architectures)}{family.refusal()}')
+  quantization = hf.values.get('quantization_config')
+  if isinstance(quantization, dict) and quantization.get('quant_method') == 'mxfp4':
+    raise ConfigError(
+      f'{hf.where}: the weights of experts have 4 bits (quantization_config.quant_method is "mxfp4"); load the model '
+      'in transformers with quantization_config=Mxfp4Config(dequantize=True), save it with save_pretrained, and import '
+      'that'
+    )
   hf.must_be('quantization_config', None)
   return family
 

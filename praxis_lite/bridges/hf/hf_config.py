@@ -25,6 +25,7 @@ _ACTIVATIONS = {
   'gelu_pytorch_tanh': 'gelu_tanh',
   'gelu_new': 'gelu_tanh',
   'gelu_fast': 'gelu_tanh',
+  'quick_gelu': 'gelu_sigmoid',
   'relu': 'relu',
   'relu6': 'relu6',
   'sigmoid': 'sigmoid',
@@ -93,7 +94,8 @@ class HfConfig:
     """
     given = self._rope_parameters('full_attention')
     field = 'rope_parameters' if given else 'rope_scaling'
-    return self._rotary(field, given or self._object(field, self.values.get('rope_scaling')), 'rope_theta')
+    scaling = self.values.get('rope_scaling') or self._defaults.get('rope_scaling')
+    return self._rotary(field, given or self._object(field, scaling), 'rope_theta')
 
   def local_rotary(self) -> Config[RotaryPositions]:
     """Returns the rotary positions of layers with a sliding window that differ from others (Gemma 3)."""

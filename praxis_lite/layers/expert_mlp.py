@@ -1,0 +1,62 @@
+"""What an expert computes for its rows: a feed-forward layer, gated or not, with biases or without.
+
+    gated      (f(x W_gate + b_gate) * (x W_up + b_up)) W_down + b_down
+    otherwise  f(x W_up + b_up) W_down + b_down
+
+With a limit l and an offset o, gated experts compute f(min(gate, l)) * (clip(up, -l, l) + o) (GPT-OSS; OpenAI, 2025).
+
+D model dims, F hidden dims, E experts, M rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.layers.activations import get_activation
+
+
+class RowProduct(Protocol):
+  """Multiplies the rows of each expert by its weights."""
+
+  def __call__(self, rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
+    """Returns [..., O] for rows [..., I], weights [E, I, O] and, if they are added, biases [E, O]."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertMlp:
+  """The formula of experts; for the fields, see `MoeFeedForward`."""
+
+  activation: str
+  gated: bool = True
+  hidden_limit: float | None = None
+  up_offset: float = 0.0
+
+  def __call__(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
+    """Returns the outputs of experts, [..., D].
+
+    Args:
+      weights: `up` and `down`, with gates `gate`, [E, D, F] or [E, F, D]; and if there are biases, `up_bias` and so on.
+      product: the product of rows and weights.
+      rows: [..., D].
+    """
+
+    def multiply(x: jax.Array, name: str) -> jax.Array:
+      return product(x, weights[name], weights.get(f'{name}_bias'))
+
+    fn, limit = get_activation(self.activation), self.hidden_limit
+    up = checkpoint_name(multiply(rows, 'up'), 'ffn_up')
+    if not self.gated:
+      return multiply(fn(up), 'down')
+    gate = checkpoint_name(multiply(rows, 'gate'), 'ffn_gate')
+    if limit is not None:
+      gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    if self.up_offset:
+      up += self.up_offset
+    return multiply(fn(gate) * up, 'down')
