@@ -18,6 +18,7 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
 from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.linears import Bias, Linear
+from praxis_lite.layers.local_chunks import LocalChunks
 from praxis_lite.layers.masks import (
   ArrayMask,
   AttentionMask,
@@ -97,6 +98,7 @@ __all__ = [
   'LayerNorm',
   'LearnedPositions',
   'Linear',
+  'LocalChunks',
   'LogitBias',
   'Mlp',
   'MoeFeedForward',

@@ -34,12 +34,13 @@ from praxis_lite.layers.dot_product import (
   choose_attention,
   dot_product_attention,
 )
-from praxis_lite.layers.kv_cache import CachedAttention, KVCache, PositionBias
+from praxis_lite.layers.kv_cache import CachedAttention, KVCache, PositionBias, check_cache_dtype
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.layers.local_chunks import local_chunks
 from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
 from praxis_lite.layers.normalizations import Norm
 from praxis_lite.layers.positions import RelativeBias, RotaryPositions
-from praxis_lite.layers.projections import PerDimScale, Projection, split_projection
+from praxis_lite.layers.projections import PerDimScale, Projection, head_sizes, split_projection
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
 from praxis_lite.layers.shared_bias import is_bias_shared
 from praxis_lite.sharding.mesh import platform
@@ -69,6 +70,8 @@ class MultiHeadAttention(Layer):
     kv_input_dims: in cross attention, dims of the sequence that is attended to; None means D.
     causal: whether a position attends only to positions up to its own.
     sliding_window: a position attends to positions less than this far away; None disables the limit.
+    local_chunk: positions are cut into chunks of this size, and a position attends only to its own chunk (Llama 4);
+      in packed rows, chunks begin where sequences begin. None does not cut them.
     use_bias: whether queries, keys and values have biases.
     use_out_bias: whether the output has a bias; None means the same as `use_bias`.
     combine_qkv: one weight [D, K, G + 2, H] computes the G queries, the key and the value of each kv head.
@@ -110,6 +113,7 @@ class MultiHeadAttention(Layer):
   kv_input_dims: int | None = None
   causal: bool = False
   sliding_window: int | None = None
+  local_chunk: int | None = None
   use_bias: bool = False
   use_out_bias: bool | None = None
   combine_qkv: bool = False
@@ -183,36 +187,24 @@ class MultiHeadAttention(Layer):
   def _complete(self) -> tuple[int, int, int, int]:
     """Fills in the hyperparameters that follow from others, rejects inconsistent ones, and returns D, N, K, H."""
     D, N = self.input_dims, self.num_heads
-    self._check_range('num_heads', 'sliding_window', 'block_size', 'cache_page_size', least=1)
+    self._check_range('num_heads', 'sliding_window', 'local_chunk', 'block_size', 'cache_page_size', least=1)
     self._check_range('dropout_rate', least=0, below=1)
-    if self.num_kv_heads is None:
-      self.num_kv_heads = N
-    if self.num_kv_heads < 1 or N % self.num_kv_heads:
-      raise ConfigError(
-        f'{self.path_name}.num_kv_heads: {self.num_kv_heads} does not divide num_heads, {N}, so heads cannot be grouped'
-      )
-    if self.dims_per_head is None:
-      if D % N:
-        raise ConfigError(
-          f'{self.path_name}.dims_per_head: num_heads, {N}, does not divide the model dims, {D}; set dims_per_head'
-        )
-      self.dims_per_head = D // N
+    K, H = self.num_kv_heads, self.dims_per_head = head_sizes(
+      self.path_name, D, N, self.num_kv_heads, self.dims_per_head
+    )
     if self.implementation is None:  # Configs recorded by older versions may contain None.
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
     self._mesh = self._attention_mesh()
     self._mesh.check(self.implementation)
-    if self.cache_dtype is not None:
-      dtype = jnp.dtype(self.cache_dtype)
-      if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
-        raise ConfigError(f'{self.path_name}.cache_dtype: expected int8 or a floating dtype, got {dtype}')
+    check_cache_dtype(f'{self.path_name}.cache_dtype', self.cache_dtype)
     if self.combine_qkv and self.kv_input_dims not in (None, self.input_dims):
       raise ConfigError(f'{self.path_name}.combine_qkv: queries and keys of different dims cannot share a weight')
     if self.kv_input_dims is None:
       self.kv_input_dims = self.input_dims
     if self.use_out_bias is None:
       self.use_out_bias = self.use_bias
-    return D, N, self.num_kv_heads, self.dims_per_head
+    return D, N, K, H
 
   # ---------------------------------------------------------------- one pass
 
@@ -272,7 +264,10 @@ class MultiHeadAttention(Layer):
     decoding, the only argument is `prefix_lengths`, `allows` receives positions in the sequence, and the mask must have
     no arrays of queries or keys.
     """
-    return make_mask(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
+    mask = make_mask(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
+    if self.local_chunk is not None:
+      mask = mask & local_chunks(self.local_chunk, segment_ids, kv_segment_ids, segment_pos)
+    return mask
 
   # ---------------------------------------------------------------- token by token
 
@@ -329,7 +324,7 @@ class MultiHeadAttention(Layer):
     assert dtype is not None  # fprop_dtype is set once the layer is built.
     return CachedAttention(
       dtype,
-      window=self.sliding_window,
+      window=min((n for n in (self.sliding_window, self.local_chunk) if n is not None), default=None),
       page_size=None if slots_are_split else self.cache_page_size,
       most_slots=0 if platform() == 'cpu' else _MOST_SLOTS,
       spec=self._spec(),
@@ -408,7 +403,7 @@ class MultiHeadAttention(Layer):
 
   def _check_cross_attention(self) -> None:
     """Rejects fields that make no sense if queries attend to other sequences."""
-    for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
+    for field in ('combine_qkv', 'causal', 'sliding_window', 'local_chunk', 'rotary_tpl', 'relative_bias_tpl'):
       if getattr(self, field):
         raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
 

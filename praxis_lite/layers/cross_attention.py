@@ -17,8 +17,8 @@ class CrossAttention(MultiHeadAttention):
   """Attention of targets to sources, such as the output of an encoder (Vaswani et al., 2017).
 
   It is called with `x_BTD`, the targets, and `kv_BSD`, the sources. Sources have no positions here: their encoder has
-  put these into them. So `causal`, `sliding_window`, `rotary_tpl` and `relative_bias_tpl` are not supported, nor are
-  `combine_qkv` and `context_axis`.
+  put these into them. So `causal`, `sliding_window`, `local_chunk`, `rotary_tpl` and `relative_bias_tpl` are not
+  supported, nor are `combine_qkv` and `context_axis`.
 
   Attributes: the same as for `MultiHeadAttention`.
   """

@@ -281,6 +281,12 @@ class CachedAttention:
     return jnp.moveaxis(context_BKGTH, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
 
 
+def check_cache_dtype(path: str, dtype: DTypeLike | None) -> None:
+  """Raises ConfigError, which names the field's path, if entries cannot have this dtype."""
+  if dtype is not None and jnp.dtype(dtype) != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
+    raise ConfigError(f'{path}: expected int8 or a floating dtype, got {jnp.dtype(dtype)}')
+
+
 def _mask_slots(mask: AttentionMask, pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
   """Returns bool [B, T, S], True for taken slots, whose positions are at least 0, that the mask allows."""
   return jnp.asarray(combine_masks((key_pos_BS >= 0)[:, None, :], mask.allows(pos_BT, key_pos_BS)))

@@ -1,6 +1,6 @@
-"""Linear layers from dims to heads, or back, and the scale of the dims of a head.
+"""Linear layers from dims to heads, or back, sizes of heads, and the scale of the dims of a head.
 
-D model dims, N heads, H dims per head.
+D model dims, N heads, K kv heads, H dims per head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import jax
 
 from praxis_lite.common.config import REQUIRED, Config, template
-from praxis_lite.common.errors import check_choice
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.linears import bias_weight
@@ -88,3 +88,19 @@ def split_projection(
     split = wt.pick(*dims)
     projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])
   return projection
+
+
+def head_sizes(
+  path: str, model_dims: int, num_heads: int, num_kv_heads: int | None, dims_per_head: int | None
+) -> tuple[int, int]:
+  """Returns K and H, with what is None filled in; raises ConfigError, which names the layer's path, if they misfit."""
+  kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+  if kv_heads < 1 or num_heads % kv_heads:
+    raise ConfigError(
+      f'{path}.num_kv_heads: {kv_heads} does not divide num_heads, {num_heads}, so heads cannot be grouped'
+    )
+  if dims_per_head is None and model_dims % num_heads:
+    raise ConfigError(
+      f'{path}.dims_per_head: num_heads, {num_heads}, does not divide the model dims, {model_dims}; set dims_per_head'
+    )
+  return kv_heads, model_dims // num_heads if dims_per_head is None else dims_per_head

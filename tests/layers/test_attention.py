@@ -67,6 +67,7 @@ SEGMENT_IDS = np.array([[1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0]], np.int32)
 QUERY, KEY = np.arange(T)[:, None], np.arange(T)[None]
 CAUSAL = np.broadcast_to(KEY <= QUERY, (B, T, T))
 WINDOW = np.broadcast_to(abs(QUERY - KEY) < 3, (B, T, T))
+CHUNKS = np.broadcast_to(QUERY // 4 == KEY // 4, (B, T, T))
 SEGMENTS = SEGMENT_IDS[:, :, None] == SEGMENT_IDS[:, None, :]
 ALL = np.ones((B, T, T), bool)
 
@@ -79,6 +80,8 @@ ALL = np.ones((B, T, T), bool)
     ({'causal': True, 'num_kv_heads': 2}, CAUSAL),
     ({'causal': True, 'num_kv_heads': 1, 'sliding_window': 3}, CAUSAL & WINDOW),
     ({'sliding_window': 3}, WINDOW),
+    ({'causal': True, 'local_chunk': 4, 'num_kv_heads': 2}, CAUSAL & CHUNKS),
+    ({'local_chunk': 4, 'sliding_window': 3}, WINDOW & CHUNKS),
     ({'causal': True, 'num_kv_heads': 2, 'logit_soft_cap': 0.7}, CAUSAL),
     ({'sliding_window': 3, 'logit_soft_cap': 0.7}, WINDOW),
     ({'use_sinks': True}, ALL),
@@ -91,6 +94,20 @@ def test_attention_is_the_formula(fields, mask, segments):
   variables, x = random_variables(layer), inputs()
   y, _ = run(layer, variables, x, segment_ids=SEGMENT_IDS if segments else None)
   expected = numpy_attention(x, x, variables, mask & SEGMENTS if segments else mask, fields.get('logit_soft_cap'))
+  np.testing.assert_allclose(y, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize('implementation', ['dense', 'blockwise'])
+@pytest.mark.parametrize('given', ['segments and positions', 'positions alone'])
+def test_chunks_of_packed_rows_begin_where_their_sequences_begin(implementation, given):
+  layer = build(causal=True, local_chunk=3, implementation=implementation, block_size=2)
+  variables, x = random_variables(layer), inputs()
+  positions = np.array([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, -1, -1]], np.int32)
+  segments = SEGMENT_IDS if given == 'segments and positions' else None
+  y, _ = run(layer, variables, x, segment_ids=segments, segment_pos=positions)
+  chunk = np.maximum(positions, 0) // 3
+  mask = CAUSAL & (chunk[:, :, None] == chunk[:, None, :])
+  expected = numpy_attention(x, x, variables, mask if segments is None else mask & SEGMENTS)
   np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
@@ -198,6 +215,8 @@ def test_softmax_is_float32_when_the_layer_is_bfloat16(cap):
     {},
     {'num_kv_heads': 2, 'combine_qkv': True, 'use_bias': True},
     {'sliding_window': 3},
+    {'local_chunk': 4},
+    {'local_chunk': 2, 'sliding_window': 3, 'use_sinks': True},
     {'logit_soft_cap': 1.0, 'num_kv_heads': 1},
     {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': RMS},
     {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': RMS, 'qk_norm_over': 'heads'},
@@ -365,6 +384,7 @@ def test_weights_of_all_projections_take_the_split_of_the_layer():
     ({'num_kv_heads': 3}, 'num_kv_heads: 3 does not divide num_heads, 4'),
     ({'num_heads': 5, 'dims_per_head': None}, 'dims_per_head: num_heads, 5, does not divide the model dims, 12'),
     ({'sliding_window': 0}, 'sliding_window: expected at least 1'),
+    ({'local_chunk': 0}, 'local_chunk: expected at least 1'),
     ({'combine_qkv': True, 'kv_input_dims': 5}, 'combine_qkv'),
   ],
 )

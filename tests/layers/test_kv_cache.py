@@ -36,6 +36,8 @@ def build(**fields):
     ({'sliding_window': 3, 'cache_page_size': 5}, 3),
     ({'sliding_window': 1}, 1),
     ({'sliding_window': 99, 'cache_page_size': 4}, 17),
+    ({'local_chunk': 6}, 6),
+    ({'local_chunk': 5, 'cache_page_size': 4, 'use_sinks': True}, 5),
     ({'use_sinks': True}, 17),
     ({'use_sinks': True, 'cache_page_size': 4, 'logit_soft_cap': 2.0}, 20),
     ({'use_sinks': True, 'sliding_window': 6, 'cache_page_size': 4}, 6),

@@ -22,6 +22,7 @@ from praxis_lite.layers import (
   Causal,
   FunctionMask,
   Known,
+  LocalChunks,
   MultiHeadAttention,
   Paddings,
   Prefix,
@@ -38,6 +39,7 @@ from praxis_lite.layers import (
   row_array,
 )
 from praxis_lite.layers.masks import BlockRanges, split_offsets, to_mask
+from praxis_lite.layers.splash import mask_obstacle
 from praxis_lite.sharding import GuardedJit
 
 B, T, N, K, H = 2, 13, 4, 2, 4
@@ -88,6 +90,7 @@ KINDS = {
   'array': ArrayMask(ints(2, B, T, T, high=2) > 0),
   'function': FunctionMask(lambda query, key: (query + key) % 3 != 0),
   'relatives': Relatives(ints(3, B, T, high=6), ints(4, B, T, high=6), jnp.array([1, 2]), distance=1),
+  'chunks': LocalChunks(5),
   'strides': Strides(6),
 }
 
@@ -104,6 +107,7 @@ def composed(seed):
 
 COMPOSED = {
   'causal window': Causal() & SlidingWindow(4),
+  'causal chunks': Causal() & LocalChunks(4),
   'packed prefix window': (Causal() | Prefix(jnp.array([3, 9], jnp.int32))) & SlidingWindow(5) & Segments(IDS, IDS),
   **{f'composed {seed}': composed(seed) for seed in range(8)},
 }
@@ -118,6 +122,10 @@ def whole(mask):
     allowed = here.allows(jnp.array([t]), jnp.arange(T)[keys])
     found[:, t : t + 1, keys] &= True if allowed is None else np.asarray(allowed)
   return found
+
+
+# Masks that know of each pair of blocks whether some key is allowed, and whether some is masked.
+_EXACT = 'all', 'causal', 'window', 'band', 'behind', 'ahead', 'prefix', 'causal window', 'chunks'
 
 
 @pytest.mark.parametrize('name', MASKS)
@@ -140,7 +148,7 @@ def test_a_mask_knows_the_blocks_that_it_empties_and_fills(name):
         pair = expected[:, at[i][at[i] >= 0]][:, :, at[j][at[j] >= 0]]
         assert allowed[i, j] >= pair.any(), (size, i, j)
         assert masked[i, j] >= (~pair).any(), (size, i, j)
-        if all_rows and name in ('all', 'causal', 'window', 'band', 'behind', 'ahead', 'prefix', 'causal window'):
+        if all_rows and name in _EXACT:
           assert allowed[i, j] == pair.any() and masked[i, j] == (~pair).any()
         if all_rows and size == 1 and name in ('segments', 'paddings', 'strides'):
           assert allowed[i, j] == pair.any()
@@ -258,6 +266,14 @@ def test_offsets_compose_to_what_a_fused_kernel_takes(monkeypatch):
   packed = True
   assert call(Causal() & SlidingWindow(5)) == (True, (4, 0), (2, 1, 16, 16))
   assert call(Band()) == (False, None, (2, 1, 16, 16))
+
+
+def test_kernels_that_have_no_chunks_leave_them_to_others_and_say_so():
+  mask = Causal() & LocalChunks(4)
+  assert mask_obstacle(mask, T, T).endswith('not the mask LocalChunks')
+  at = np.arange(3)[:, None] * 4, np.arange(3)[:, None] * 4 + 3
+  known = mask.some_allowed(BlockRanges(*at, at[0][:, 0], at[1][:, 0]))
+  np.testing.assert_array_equal(known.by_index, np.eye(3))  # So a static loop visits the diagonal alone.
 
 
 def test_masks_compose_flat_and_offsets_first():
