@@ -9,6 +9,7 @@ from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.cross_attention import CrossAttention
+from praxis_lite.layers.differential_attention import DifferentialAttention
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout, StochasticResidual
 from praxis_lite.layers.embeddings import Embedding
@@ -83,6 +84,7 @@ __all__ = [
   'ConvNet',
   'CrossAttention',
   'DecoderBlock',
+  'DifferentialAttention',
   'Dropout',
   'Embedding',
   'FeedForward',

@@ -156,18 +156,18 @@ class MultiHeadAttention(Layer):
     self._has_bias = self.relative_bias_tpl is not None or is_bias_shared()
     wt = self.weight_split_dims_mapping.wt
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
-    value_dims = self._create_projections(D, N, K, H)
+    context_shape = self._create_projections(D, N, K, H)
     if self.relative_bias_tpl is not None:
       self.create_child('relative_bias', self.relative_bias_tpl.clone(num_heads=N))
     if self.per_dim_scale_tpl is not None:
       self.create_child('per_dim_scale', self.per_dim_scale_tpl.clone(dims=H))
     if self.use_sinks:
       self.create_variable('sinks', bias_weight(N, None if wt is None else wt.pick(1)))
-    out = self.out_tpl.clone(in_shape=(N, value_dims), out_shape=(D,), use_bias=self.use_out_bias)
+    out = self.out_tpl.clone(in_shape=context_shape, out_shape=(D,), use_bias=self.use_out_bias)
     self.create_child('out', split_projection(out, wt, (1, 2, 0), rank_in=2))
 
-  def _create_projections(self, D: int, N: int, K: int, H: int) -> int:
-    """Creates the children that compute queries, keys and values; returns the dims of a value."""
+  def _create_projections(self, D: int, N: int, K: int, H: int) -> tuple[int, int]:
+    """Creates the children that compute queries, keys and values; returns the heads and dims of results."""
     wt = self.weight_split_dims_mapping.wt
     if self.combine_qkv:
       qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)
@@ -182,7 +182,7 @@ class MultiHeadAttention(Layer):
         self.create_child(name, self.qk_norm_tpl.clone(dims=H if self.qk_norm_over == 'head' else heads * H))
     if self.rotary_tpl is not None:
       self.create_child('rotary', self.rotary_tpl.clone(dims=H))
-    return H
+    return N, H
 
   def _complete(self) -> tuple[int, int, int, int]:
     """Fills in the hyperparameters that follow from others, rejects inconsistent ones, and returns D, N, K, H."""
@@ -485,11 +485,11 @@ class MultiHeadAttention(Layer):
     has_array: bool = False,
   ) -> AttentionChoice:
     """Returns how attention is computed, and why; see `AttentionCase`."""
-    assert self.dims_per_head is not None and self.fprop_dtype is not None  # Set once the layer is built.
+    assert self.fprop_dtype is not None  # Set once the layer is built.
     case = AttentionCase.make(
       self.fprop_dtype,
       (query_len, key_len),
-      self.dims_per_head,
+      self._kv_heads[1],
       mask,
       mesh_obstacle=mesh_obstacle,
       split=split,

@@ -68,7 +68,7 @@ class LatentAttention(MultiHeadAttention):
   latent: Projection = child()
   latent_norm: Norm = child()
 
-  def _create_projections(self, D: int, N: int, K: int, H: int) -> int:
+  def _create_projections(self, D: int, N: int, K: int, H: int) -> tuple[int, int]:
     self._check_latent(N, K, H)
     wt, R, P = self.weight_split_dims_mapping.wt, self.latent_dims, self.rotary_dims
     self._cache_heads = 1, R + P
@@ -87,7 +87,7 @@ class LatentAttention(MultiHeadAttention):
       self.create_child(name, split_projection(proj, wt, (0, 1, 2), rank_in=1))
     if self.rotary_tpl is not None:
       self.create_child('rotary', self.rotary_tpl.clone(dims=P))
-    return V
+    return N, V
 
   def _check_latent(self, N: int, K: int, H: int) -> None:
     self._check_range('latent_dims', 'query_latent_dims', least=1)

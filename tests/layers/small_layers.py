@@ -99,6 +99,14 @@ def latent_attention() -> Config:
   return config.set(rotary_tpl=Config(layers.RotaryPositions), dropout_rate=0.2, use_sinks=True)
 
 
+def differential_attention() -> Config:
+  config = split(layers.DifferentialAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=4, dims_per_head=H)
+  config.set(num_kv_heads=2, use_bias=True, causal=True, rotary_tpl=Config(layers.RotaryPositions), use_sinks=True)
+  config.head_norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  config.activation_split_dims_mapping.set(blnh=(BATCH, None, 'mdl', None), blkh=(BATCH, None, 'mdl', None))
+  return config.set(dropout_rate=0.2, local_chunk=3)
+
+
 def moe() -> Config:
   config = split(layers.MoeFeedForward, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5)
   config.set(
@@ -229,6 +237,7 @@ CASES = {
   'GatedFeedForward': lambda: Case(split(layers.GatedFeedForward, WT, OUT, input_dims=D, hidden_dims=F), (X,)),
   'GlobalPooling': lambda: Case(split(layers.GlobalPooling, None, (BATCH, 'mdl')), (IMAGES,)),
   'GroupNorm': lambda: Case(split(layers.GroupNorm, ('mdl',), OUT, dims=9, num_groups=3), (normal(B, T, 9),)),
+  'DifferentialAttention': lambda: Case(differential_attention(), (X,)),
   'LatentAttention': lambda: Case(latent_attention(), (X,)),
   'IdentityNorm': lambda: Case(split(layers.IdentityNorm, None, OUT, dims=D), (X,)),
   'HeadTransform': lambda: Case(head_transform(), (X,)),
