@@ -48,14 +48,8 @@ def family_of(hf: HfConfig) -> Family:
   for name in architectures if isinstance(architectures, list) else ():
     if isinstance(name, str) and not family.accepts(name):
       raise ConfigError(f'{hf.where}: architectures = {json.dumps(architectures)}{family.refusal()}')
-  quantization = hf.values.get('quantization_config')
-  if isinstance(quantization, dict) and quantization.get('quant_method') == 'mxfp4':
-    raise ConfigError(
-      f'{hf.where}: the weights of experts have 4 bits (quantization_config.quant_method is "mxfp4"); load the model '
-      'in transformers with quantization_config=Mxfp4Config(dequantize=True), save it with save_pretrained, and import '
-      'that'
-    )
-  hf.must_be('quantization_config', None)
+  if not family.takes(hf.values.get('quantization_config')):
+    hf.must_be('quantization_config', None)
   return family
 
 

@@ -62,6 +62,10 @@ class Family:
     """Whether a checkpoint of this architecture has the head of this family, or none."""
     return 'For' not in architecture or architecture.endswith('ForCausalLM') or architecture == self.architecture
 
+  def takes(self, quantization: object) -> bool:
+    """Whether weights may be stored as `quantization_config` of config.json says."""
+    return quantization is None
+
   def refusal(self) -> str:
     """Returns the end of the message about another architecture."""
     return (

@@ -23,7 +23,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -42,6 +42,26 @@ _DTYPES: dict[str, np.dtype] = {
 _MASKS: dict[str, np.dtype] = {'BOOL': np.dtype(np.bool_), 'U8': np.dtype(np.uint8)}
 _NAMES = {dtype: name for name, dtype in (_DTYPES | _MASKS).items()}
 _METADATA = '__metadata__'
+
+
+class Tensor(Protocol):
+  """A tensor whose parts can be read."""
+
+  @property
+  def name(self) -> str: ...
+
+  @property
+  def file(self) -> str: ...
+
+  @property
+  def shape(self) -> tuple[int, ...]: ...
+
+  @property
+  def dtype(self) -> np.dtype: ...
+
+  def read(self, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a copy of a part."""
+    ...
 
 
 class StoredTensor(NamedTuple):
@@ -76,6 +96,10 @@ class StoredTensor(NamedTuple):
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, 'r', self.offset, self.shape)[index])
+
+  def read_bytes(self, index: tuple[slice, ...]) -> np.ndarray:
+    """Like `read`, for a tensor of bytes."""
+    return np.array(np.memmap(self.file, np.uint8, 'r', self.offset, self.shape)[index])
 
   def read_all(self) -> np.ndarray:
     """Returns a copy of the whole tensor, which may also be a mask of booleans or bytes."""

@@ -16,7 +16,10 @@ _SLOPE = 1.702  # Of the sigmoid in 'gelu_sigmoid'.
 
 
 class GptOss(LlamaLike):
-  """GPT-OSS, whose checkpoints hold all experts of a layer in one tensor, with gate and up interleaved."""
+  """GPT-OSS, whose checkpoints hold all experts of a layer in one tensor, with gate and up interleaved.
+
+  They may be in 4 bits, see `mxfp4.py`.
+  """
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     model = super().model(hf)
@@ -24,6 +27,10 @@ class GptOss(LlamaLike):
     for block in layers if isinstance(layers, tuple) else (layers,):
       block.attention_tpl.use_sinks = True
     return model
+
+  def takes(self, quantization: object) -> bool:
+    is_mxfp4 = isinstance(quantization, dict) and quantization.get('quant_method') == 'mxfp4'
+    return is_mxfp4 or super().takes(quantization)
 
   def experts(self, hf: HfConfig) -> Config[MoeFeedForward]:
     hf.must_be('hidden_act', 'silu')

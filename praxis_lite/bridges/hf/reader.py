@@ -20,8 +20,9 @@ import numpy as np
 
 from praxis_lite.bridges.hf.families import family_of
 from praxis_lite.bridges.hf.family import Family
-from praxis_lite.bridges.hf.files import StoredTensor, read_folder
+from praxis_lite.bridges.hf.files import Tensor, read_folder
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_config
+from praxis_lite.bridges.hf.mxfp4 import join_blocks
 from praxis_lite.bridges.hf.tensors import Piece, check_tensors, pieces
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, boxes
 from praxis_lite.common.errors import CheckpointError
@@ -47,7 +48,7 @@ class HfCheckpoint(NamedTuple):
   folder: str
   config: HfConfig
   family: Family
-  tensors: dict[str, StoredTensor]
+  tensors: dict[str, Tensor]
   notes: tuple[str, ...] = ()
 
 
@@ -73,12 +74,13 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
     tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
   hf = config.replace_defaults(family.defaults)
   tensors = {family.current_name(name): tensor for name, tensor in tensors.items()}
-  tensors = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
-  notes = _leave_out(tensors, [name for name in tensors if family.is_unused(name, hf)], folder)
-  if hf['tie_word_embeddings'] and family.head in tensors:
+  stored = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
+  readable = join_blocks(stored) if hf.values.get('quantization_config') else dict[str, Tensor](stored)
+  notes = _leave_out(readable, [name for name in readable if family.is_unused(name, hf)], folder)
+  if hf['tie_word_embeddings'] and family.head in readable:
     embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == family.table_path)
-    if embedding in tensors and _are_equal(tensors[family.head], tensors[embedding]):
-      del tensors[family.head]
+    if embedding in readable and _are_equal(readable[family.head], readable[embedding]):
+      del readable[family.head]
     else:
       config = HfConfig({**config.values, 'tie_word_embeddings': False}, config.where)
       differ = f'{family.head} differs from {embedding}, so they are not tied'
@@ -86,12 +88,12 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   for copy, original in family.copies_in(
     is_tied=config.replace_defaults(family.defaults)['tie_word_embeddings']
   ).items():
-    if copy in tensors and original in tensors and _are_equal(tensors[copy], tensors[original]):
-      del tensors[copy]
-  return HfCheckpoint(folder, config, family, tensors, notes)
+    if copy in readable and original in readable and _are_equal(readable[copy], readable[original]):
+      del readable[copy]
+  return HfCheckpoint(folder, config, family, readable, notes)
 
 
-def _leave_out(tensors: dict[str, StoredTensor], names: Sequence[str], folder: str) -> tuple[str, ...]:
+def _leave_out(tensors: dict[str, Tensor], names: Sequence[str], folder: str) -> tuple[str, ...]:
   """Removes tensors; returns a line that says so, if there are any."""
   for name in names:
     del tensors[name]
@@ -100,7 +102,7 @@ def _leave_out(tensors: dict[str, StoredTensor], names: Sequence[str], folder: s
   return (f'{folder}: left out {", ".join(names)}, which the architecture of config.json does not have',)
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _are_equal(one: Tensor, other: Tensor) -> bool:
   """Whether two tensors have the same shape and values; reads a block of rows at a time."""
   if one.shape != other.shape or not one.shape:
     return False
@@ -172,7 +174,7 @@ class _Variable(StreamedArray):
     pieces: the pieces of the variable, by their indices along its first dimensions.
   """
 
-  tensors: Mapping[str, StoredTensor]
+  tensors: Mapping[str, Tensor]
   pieces: Mapping[tuple[int, ...], Piece]
   shape: tuple[int, ...]
   dtype: np.dtype

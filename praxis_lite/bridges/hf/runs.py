@@ -63,7 +63,7 @@ _TOKENIZER_FILES = (
 # Fields of a kept config.json that an export writes anew from the model, or that depend on the version that wrote it.
 _OUTDATED = {
   *('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'rope_parameters', 'rope_scaling', 'rope_theta'),
-  *('sliding_window', 'use_sliding_window', 'max_window_layers', 'layer_types'),
+  *('sliding_window', 'use_sliding_window', 'max_window_layers', 'layer_types', 'quantization_config'),
 }
 
 
@@ -152,7 +152,8 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   """
   hf = checkpoint.config
   model = set_sharding(checkpoint.family.model(hf))
-  if str(hf.values.get('dtype') or hf.values.get('torch_dtype')) in ('bfloat16', 'float16'):
+  is_quantized = hf.values.get('quantization_config') is not None
+  if is_quantized or str(hf.values.get('dtype') or hf.values.get('torch_dtype')) in ('bfloat16', 'float16'):
     model.fprop_dtype = 'bfloat16'
   task = Config(
     SingleTask, name='lm', model=model, mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)

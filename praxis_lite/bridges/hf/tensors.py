@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from praxis_lite.bridges.hf.files import StoredTensor
+from praxis_lite.bridges.hf.files import Tensor
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.trees import NestedDict, Path, leaves, path_name
 from praxis_lite.sharding.weights import WeightHParams
@@ -82,7 +82,7 @@ class View:
     """The dimension of the variable whose entries are contiguous pieces of the tensor."""
     return next(extent.axis for extent in self._extents if extent.axis is not None)
 
-  def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+  def read(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     """Returns the part `index` of the variable; reads little more of the tensor than this part."""
     their_index, split_shape, split_index = [], [], []
     for group in self.groups:
@@ -218,7 +218,7 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, orde
 _SHOWN = 3
 
 
-def check_tensors(found: Mapping[str, StoredTensor], wanted: Iterable[Piece], where: str) -> None:
+def check_tensors(found: Mapping[str, Tensor], wanted: Iterable[Piece], where: str) -> None:
   """Checks that a checkpoint has exactly the tensors of a model.
 
   Raises:

@@ -1,0 +1,79 @@
+"""Weights in 4 bits with a scale for each 32 of them (MXFP4, Open Compute Project, 2023), as in GPT-OSS.
+
+A weight [E, D, F] is stored as two tensors of bytes:
+
+    NAME_blocks  [E, F, D / 32, 16]   two values in a byte, the first one in the lower half
+    NAME_scales  [E, F, D / 32]       the exponent of a power of two, plus 127
+
+E experts, D input dims, F output dims, G = D / 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from praxis_lite.bridges.hf.files import StoredTensor, Tensor
+from praxis_lite.common.errors import CheckpointError
+
+_BLOCK = 32
+_POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+_VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
+
+
+class Mxfp4Tensor(NamedTuple):
+  """A weight [E, D, F] in 4 bits, which is read in bfloat16; this holds all of its values exactly."""
+
+  name: str
+  blocks: StoredTensor
+  scales: StoredTensor
+
+  @property
+  def file(self) -> str:
+    return self.blocks.file
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    E, F, count, _ = self.blocks.shape
+    return E, count * _BLOCK, F
+
+  @property
+  def dtype(self) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16)
+
+  def read(self, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a copy of a part; reads whole blocks that contain it."""
+    E, D, F = (slice(*i.indices(size)[:2]) for i, size in zip(index, self.shape))
+    of_blocks = E, F, slice(D.start // _BLOCK, -(-D.stop // _BLOCK))
+    pairs_EFGb, scales_EFG = self.blocks.read_bytes(of_blocks), self.scales.read_bytes(of_blocks)
+    values = _VALUES[np.stack([pairs_EFGb & 15, pairs_EFGb >> 4], axis=-1)].reshape(*scales_EFG.shape, _BLOCK)
+    values = np.ldexp(values, scales_EFG[..., None].astype(np.int32) - 127).astype(self.dtype)
+    values_EFD = values.reshape(*values.shape[:2], values.shape[2] * _BLOCK)
+    start = D.start % _BLOCK
+    return np.ascontiguousarray(np.swapaxes(values_EFD[..., start : start + D.stop - D.start], 1, 2))
+
+
+def join_blocks(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+  """Returns the tensors of a checkpoint, in which blocks and their scales are one tensor.
+
+  Raises:
+    CheckpointError: there are blocks without scales of the same shape.
+  """
+  found: dict[str, Tensor] = {}
+  for name, tensor in tensors.items():
+    base, _, part = name.rpartition('_')
+    if part == 'blocks':
+      scales = tensors.get(f'{base}_scales')
+      is_packed = len(tensor.shape) == 4 and tensor.shape[3] == _BLOCK // 2
+      if scales is None or not is_packed or scales.shape != tensor.shape[:3] or {tensor.kind, scales.kind} != {'U8'}:
+        raise CheckpointError(
+          f'{tensor.file}: {name} has shape {list(tensor.shape)}; expected bytes [E, F, D / 32, 16], and {base}_scales '
+          'with bytes [E, F, D / 32] beside them'
+        )
+      found[base] = Mxfp4Tensor(base, tensor, scales)
+    elif part != 'scales' or f'{base}_blocks' not in tensors:
+      found[name] = tensor
+  return found
