@@ -92,7 +92,7 @@ def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Arra
 
 def is_greedy(temperature: float) -> bool:
   """Whether this temperature takes the most probable token."""
-  return bool(temperature < jnp.finfo(jnp.float32).tiny)
+  return temperature < float(jnp.finfo(jnp.float32).tiny)
 
 
 def candidate_logits(logits_BV: jax.Array, *, temperature: float = 1.0, **settings: Any) -> jax.Array:
