@@ -389,7 +389,7 @@ class TransformerLm(Layer):
     """
     prefix = () if prefix_lengths is None else (prefix_lengths,)
     x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix)
-    last_BN = last_B.reshape(len(ids_BT), -1)
+    last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
     x_BND = jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1)
     logits_BNV = self.softmax.get_logits(self._normalize(x_BND))
     return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
