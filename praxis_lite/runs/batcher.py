@@ -35,6 +35,7 @@ from praxis_lite.runs.row_programs import RowPrograms, empty_settings
 from praxis_lite.runs.row_slots import RowSlots
 
 Stream = Callable[[Any], object]
+_MOST_BY_DEFAULT = 1024  # Tokens of a row.
 
 
 class Request:
@@ -131,19 +132,19 @@ class Batcher:
     tokenizer: Callable[[], BaseTokenizer | None],
     *,
     rows: int,
-    max_length: int,
+    max_length: int | None,
     tokens_per_step: int,
     chunk: int | None,
     chunks_per_step: int,
     reuse_prefixes: bool,
   ):
-    numbers = {'rows': rows, 'max_length': max_length, 'tokens_per_step': tokens_per_step}
-    for name, value in {**numbers, 'chunk': chunk, 'chunks_per_step': chunks_per_step}.items():
+    numbers = {'rows': rows, 'tokens_per_step': tokens_per_step, 'chunks_per_step': chunks_per_step}
+    for name, value in {**numbers, 'max_length': max_length, 'chunk': chunk}.items():
       with prefix_errors(f'batcher: {name}'):
-        fit(value, int | None if name == 'chunk' else int, None)
+        fit(value, int if name in numbers else int | None, None)
       if value is not None and value < 1:
         raise ConfigError(f'batcher: {name} = {value}; expected at least 1')
-    self._decoder, self._num_ids = _check_model(tasks, max_length)
+    self._decoder, self._num_ids, max_length = _check_model(tasks, max_length)
     chunk = min(chunk_of(Bucket.choose(max_length, 1, None).slots) if chunk is None else chunk, max_length)
     self._programs = RowPrograms(
       tasks,
@@ -162,6 +163,7 @@ class Batcher:
     self._waiting = deque[Request]()
     self._running: dict[int, Request] = {}  # By row.
     self._reading: Request | None = None  # The one of them whose prompt is read now.
+    self._ended: list[Request] = []  # Those that no step has returned yet.
     self._settings = empty_settings(rows, self._key_data)
     self._state = self._programs.start()
 
@@ -188,7 +190,7 @@ class Batcher:
         model.
       stop: texts that also end the continuation, see `TrainedModel.decode`.
       stop_tokens: tokens that also end it.
-      stream: called with each new piece of text, or with new tokens if the prompt is tokens.
+      stream: called with each new piece of text, or with new tokens if the prompt is tokens. See `step` for its errors.
 
     Raises:
       UserError: the prompt is empty, has an id outside of the vocabulary, or is too long with `max_tokens`; or another
@@ -202,6 +204,8 @@ class Batcher:
         fit(value, kind, None)
     if seed is not None:
       check_seed(seed)
+    if stream is not None and not callable(stream):
+      raise ConfigError(f'submit: stream = {stream!r}; expected a function that is called with each piece')
     if max_tokens < 1:
       raise ConfigError(f'submit: max_tokens = {max_tokens}; expected at least 1')
     if not 0 <= temperature <= MOST_TEMPERATURE:
@@ -253,13 +257,19 @@ class Batcher:
   # ---------------------------------------------------------------- work
 
   def step(self) -> list[Request]:
-    """Reads some chunks of prompts, and adds a few tokens to each row; returns the requests that have ended."""
+    """Reads some chunks of prompts, and adds a few tokens to each row; returns the requests that have ended.
+
+    If the stream of a request raises an error, the request is cancelled, and the error goes on. Nothing else changes:
+    later steps continue the other requests, and return those that have ended meanwhile.
+    """
     self._read_prompts()
-    return self._extend()
+    self._extend()
+    ended, self._ended = self._ended, []
+    return ended
 
   def __iter__(self) -> Iterator[Request]:
     """Yields requests as they end, until none is left; others may be submitted meanwhile."""
-    while self._waiting or self._running:
+    while self._waiting or self._running or self._ended:
       yield from self.step()
 
   def run(self, requests: Sequence[Request] | None = None) -> None:
@@ -311,11 +321,11 @@ class Batcher:
       self._settings.limits[request._row] = request._max_tokens
       self._reading = None
 
-  def _extend(self) -> list[Request]:
-    """Adds tokens to the rows that have been read; returns the requests that have ended."""
-    settings, ended, streams = self._settings, list[Request](), []
+  def _extend(self) -> None:
+    """Adds tokens to the rows that have been read."""
+    settings, streams = self._settings, []
     if not settings.limits.any():
-      return []
+      return
     self._state, new = self._programs.extend(self._state, settings)
     self.statistics.passes += 1
     for row, request in list(self._running.items()):
@@ -324,17 +334,27 @@ class Batcher:
         continue
       last = (request.prompt + request.ids)[-1:]
       before = len(request.ids)
-      streams.append(request._add(new.ids[row, :count].tolist()))
+      streams.append((request, request._add(new.ids[row, :count].tolist())))
       added = request.ids[before:]
       self.statistics.new_tokens += len(added)
       self._slots.note_read(row, (last + added)[: len(added)])  # The last token has not been read.
       settings.lengths[row] += len(added)
       if request.is_done:
         self._release(request)
-        ended.append(request)
-    for tell in streams:  # At last: what it calls may raise an error, or submit and cancel requests.
+        self._ended.append(request)
+    errors = [error for request, tell in streams if (error := self._tell(request, tell)) is not None]
+    if errors:
+      raise errors[0]
+
+  def _tell(self, request: Request, tell: Callable[[], object]) -> Exception | None:
+    """Calls the stream of a request, which may submit and cancel requests; if it raises an error, returns that."""
+    try:
       tell()
-    return ended
+    except Exception as error:
+      error.add_note(f'the stream of {request!r} raised this; the request was cancelled')
+      self.cancel(request)
+      return error
+    return None
 
   def _release(self, request: Request) -> None:
     self._settings.limits[request._row] = 0
@@ -350,8 +370,8 @@ class Batcher:
     return tokenizer
 
 
-def _check_model(tasks: TaskOnMesh, max_length: int) -> tuple[Sampler, int | None]:
-  """Returns the sampler of a model and the size of its vocabulary; raises ConfigError if it has no batcher."""
+def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, int | None, int]:
+  """Returns a model's sampler, the size of its vocabulary and a length; raises ConfigError if it has no batcher."""
   model = tasks.jax_task.model
   if not isinstance(model, LanguageModel) or type(model).decode is not LanguageModel.decode:
     raise ConfigError(f'batcher: needs a LanguageModel; this model is a {type(model).__name__}')
@@ -360,9 +380,11 @@ def _check_model(tasks: TaskOnMesh, max_length: int) -> tuple[Sampler, int | Non
   if not isinstance(model.decoder, Sampler):
     kind = type(model.decoder).__name__
     raise ConfigError(f'batcher: draws tokens as a Sampler does; task.model.decoder_tpl is a {kind}')
-  if model.context is not None and max_length > model.context:
-    raise ConfigError(f'batcher: max_length = {max_length}: the model sees only {model.context} tokens at once')
-  return model.decoder, model.num_ids
+  most = model.context
+  length = min(_MOST_BY_DEFAULT, _MOST_BY_DEFAULT if most is None else most) if max_length is None else max_length
+  if most is not None and length > most:
+    raise ConfigError(f'batcher: max_length = {length}: the model sees only {most} tokens at once')
+  return model.decoder, model.num_ids, length
 
 
 def _check_memory(programs: RowPrograms, tasks: TaskOnMesh, rows: int) -> None:

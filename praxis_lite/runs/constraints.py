@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ class TextConstraint(Constraint):
     self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(wrapped))
     wrong = library.LLMatcher.validate_grammar(grammar, self._tokenizer)
     if wrong:
-      raise ConfigError(f'{where}: {first_line(ValueError(wrong))}')
+      raise ConfigError(f'{where}: {_reason(wrong)}')
     self._matchers: collections.OrderedDict[tuple[int, ...], Any] = collections.OrderedDict()
     self._matchers[()] = library.LLMatcher(self._tokenizer, grammar)
     self._bits = library.numpy
@@ -155,6 +156,12 @@ def json_constraint(
       raise
     raise ConfigError(f'{where}: {first_line(error)}') from None
   return TextConstraint(known, grammar, where)
+
+
+def _reason(text: str) -> str:
+  """Returns what llguidance finds wrong: of an expression that cannot be parsed, the line that says why."""
+  why = re.search(r'^error: (.*)', text, re.MULTILINE)
+  return why[1] if why else first_line(ValueError(text))
 
 
 def _with_tokenizer(tokenizer: BaseTokenizer | None, where: str) -> BaseTokenizer:

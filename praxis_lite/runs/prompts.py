@@ -178,6 +178,8 @@ class Sampling(TypedDict, total=False):
 
 
 _OF_SPECULATION = ('lookup', 'draft_tokens')
+# Settings that no `Sampler` has.
+OF_OTHER_DECODERS = (*_OF_SPECULATION, 'beam_size', 'num_best', 'length_penalty', 'early_stopping')
 _FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Those with another name there.
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from praxis_lite.runs.drafted import drafted_task
 from praxis_lite.runs.export import ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
-from praxis_lite.runs.prompts import Sampling, check_ids, tokenizer_of
+from praxis_lite.runs.prompts import OF_OTHER_DECODERS, Sampling, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import Datasets, build_datasets, run_keys
 from praxis_lite.runs.scoring import Score, score_rows
@@ -62,6 +63,20 @@ class SamplerSettings(Sampling, total=False):
 @functools.cache
 def _hints() -> dict[str, Any]:
   return get_type_hints(SamplerSettings)
+
+
+def _check_setting_of_batcher(name: str) -> None:
+  """Raises ConfigError if a batcher has no such setting for all of its requests."""
+  of_request = inspect.signature(Batcher.submit).parameters
+  of_sampler = {field for field in Sampling.__annotations__ if field not in OF_OTHER_DECODERS}
+  if name in of_sampler:
+    return
+  if name in of_request:
+    raise ConfigError(f'batcher: {name} is a setting of a request; give it to submit')
+  known = [*inspect.signature(TrainedModel.batcher).parameters, *of_sampler]
+  if name in _hints():
+    raise ConfigError(f'batcher: {name}: a batcher does not support it; use TrainedModel.decode')
+  raise ConfigError(f'batcher: there is no setting {name!r}.{did_you_mean(name, known)}')
 
 
 class ExportOptions(TypedDict, total=False):
@@ -326,7 +341,7 @@ class TrainedModel:
     self,
     *,
     rows: int = 8,
-    max_length: int = 1024,
+    max_length: int | None = None,
     tokens_per_step: int = 8,
     chunk: int | None = None,
     chunks_per_step: int = 8,
@@ -338,7 +353,7 @@ class TrainedModel:
     Args:
       rows: how many requests are continued at the same time.
       max_length: the largest number of tokens of a prompt and its continuation, without the last one. Each row has
-        caches for so many.
+        caches for so many. None is 1024, or fewer if the model sees fewer at once.
       tokens_per_step: how many tokens a step adds to each row, before the host looks at them.
       chunk: how many tokens of a prompt are read at once; None chooses.
       chunks_per_step: how many chunks a step reads at most, so that rows do not wait long for a long prompt.
@@ -351,6 +366,7 @@ class TrainedModel:
         setting is not valid.
     """
     for name, value in settings.items():
+      _check_setting_of_batcher(name)
       with prefix_errors(f'batcher: {name}'):
         fit(value, _hints()[name], None)
     tasks = self._prompts.set_sampler(settings)

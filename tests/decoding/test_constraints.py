@@ -166,7 +166,7 @@ class Opaque(BaseTokenizer):
 
 
 WRONG = [
-  (lambda: regex_constraint(BYTES, '[0-9'), ConfigError, r"^regex='\[0-9': "),
+  (lambda: regex_constraint(BYTES, '[0-9'), ConfigError, r"^regex='\[0-9': unclosed character class$"),
   (lambda: regex_constraint(BYTES, ''), ConfigError, r'expected a regular expression, such as \[0-9\]\+'),
   (lambda: regex_constraint(None, 'a'), UserError, r'^regex: needs a dataset with a tokenizer'),
   (lambda: regex_constraint(Config(Opaque).instantiate(), 'a'), ConfigError, 'Opaque does not know which bytes'),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -409,3 +411,18 @@ def test_it_computes_in_bfloat16_with_float32_weights(library):
   np.testing.assert_allclose(np.asarray(y, np.float32), expected, atol=0.1)
   kept = {p: leaves(variables)[p].dtype for p in leaves(side.updates)}
   assert {p: x.dtype for p, x in leaves(side.updates).items()} == kept
+
+
+def test_building_a_layer_starts_no_device():
+  """Otherwise `verify` and `--devices` could not choose the devices any more."""
+  code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import foreign_modules
+from praxis_lite.common.jax_internals.devices import backends_have_started
+for library in foreign_modules.LIBRARIES:
+  foreign_modules.layer_of(library).instantiate().abstract_init()
+  print(library, backends_have_started())
+"""
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert done.stdout.split()[1::2] == ['False'] * 4, done.stdout

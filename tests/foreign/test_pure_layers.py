@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from praxis_lite.bridges.foreign import PureLayer
 from praxis_lite.common.config import Config
@@ -54,6 +55,38 @@ def test_it_is_mapped_over_models():
   params, _ = jax.vmap(pure.init)(jax.random.split(jax.random.key(0), 3))
   y = jax.vmap(lambda p: pure.apply(p, {}, X).outputs)(params)
   assert y.shape == (3, 4, 5) and len(np.unique(np.asarray(y))) == 60
+
+
+SPLIT = Config(Linear, input_dims=6, output_dims=4, mesh_axis_names=('data', 'mdl'))
+SPLIT.weight_split_dims_mapping.wt = (None, 'mdl')
+SPLIT.activation_split_dims_mapping.out = ('data', 'mdl')
+
+
+def test_specs_split_parameters_and_the_mappings_of_activations_act_on_a_mesh():
+  pure = PureLayer(SPLIT)
+  params, state = pure.init(jax.random.key(0))
+  specs, of_state = pure.specs()
+  assert specs == {'w': P(None, 'mdl')} and of_state == state == {}
+  mesh = jax.make_mesh((2, 2), ('data', 'mdl'), axis_types=(AxisType.Auto,) * 2)
+  split = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+  expected = pure.apply(params, {}, X).outputs
+  with jax.set_mesh(mesh):
+    outputs = jax.jit(lambda p: pure.apply(p, {}, X).outputs)(split)
+  assert split['w'].sharding.shard_shape((6, 4)) == (6, 2) and outputs.sharding.shard_shape((4, 4)) == (2, 2)
+  np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mesh_of_explicit_axes_and_specs_without_axes_are_refused():
+  pure = PureLayer(SPLIT)
+  params, _ = pure.init(jax.random.key(0))
+  mesh = jax.make_mesh((2, 2), ('data', 'mdl'), axis_types=(AxisType.Explicit,) * 2)
+  with (
+    jax.set_mesh(mesh),
+    pytest.raises(ConfigError, match=r"axis 'data' of the mesh is Explicit.*AxisType.Auto,\) \* 2"),
+  ):
+    pure.apply(params, {}, X)
+  with pytest.raises(ConfigError, match='mesh_axis_names: is not set'):
+    PureLayer(CHAIN).specs()
 
 
 def test_what_is_no_layer_is_refused():

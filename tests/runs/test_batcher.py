@@ -14,7 +14,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.models.decoding import SpeculativeSampler
+from praxis_lite.models.decoding import BeamSearch, SpeculativeSampler
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.run_config import run_keys
 from praxis_lite.runs.row_slots import Place, RowSlots
@@ -221,6 +221,7 @@ def test_cancelled_requests_keep_what_they_have():
     ('a', {'temperature': float('nan')}, 'submit: temperature = nan'),
     ('a', {'stop': 'x'}, r"submit: stop: expected a list of texts, got one text; pass \['x'\]"),
     ('a', {'seed': 'x'}, 'seed: expected int'),
+    ('a', {'stream': True}, 'submit: stream = True; expected a function'),
   ],
 )
 def test_a_request_that_cannot_be_continued_is_refused(prompt, settings, told):
@@ -251,8 +252,13 @@ def test_texts_need_a_tokenizer():
     ({'chunk': 0}, 'batcher: chunk = 0; expected at least 1'),
     ({'max_length': 10**13}, 'batcher: the caches of rows = 3 need .* of memory; take fewer rows'),
     ({'temperature': 'hot'}, 'batcher: temperature: expected'),
-    ({'beam_size': 2}, 'batcher: draws tokens as a Sampler does; task.model.decoder_tpl is a BeamSearch'),
-    ({'lookup': 2}, f'batcher: draws tokens .* is a {SpeculativeSampler.__name__}'),
+    ({'beam_size': 2}, '^batcher: beam_size: a batcher does not support it; use TrainedModel.decode'),
+    ({'lookup': 2}, '^batcher: lookup: a batcher does not support it'),
+    ({'regex': '[0-9]'}, '^batcher: regex: a batcher does not support it'),
+    ({'stop': ['x']}, '^batcher: stop is a setting of a request; give it to submit'),
+    ({'seed': 1}, '^batcher: seed is a setting of a request'),
+    ({'row': 2}, "^batcher: there is no setting 'row'. Did you mean 'rows'"),
+    ({'top_kk': 2}, "^batcher: there is no setting 'top_kk'. Did you mean 'top_k'"),
   ],
 )
 def test_a_batcher_that_cannot_work_is_refused(fields, told):
@@ -263,6 +269,8 @@ def test_a_batcher_that_cannot_work_is_refused(fields, told):
 @pytest.mark.parametrize(
   'change, told',
   [
+    (lambda task: task.model.set(decoder_tpl=Config(BeamSearch)), 'task.model.decoder_tpl is a BeamSearch'),
+    (lambda task: task.model.set(decoder_tpl=Config(SpeculativeSampler)), 'is a SpeculativeSampler'),
     (lambda task: task.model.set(model_type='prefix'), "model_type 'prefix' reads a whole prompt at once"),
     (lambda task: task.model.decoder_tpl.set(max_context=20), 'max_length = 44: the model sees only 20 tokens at once'),
   ],
@@ -274,6 +282,29 @@ def test_a_model_that_cannot_be_batched_is_refused(change, told):
   model = TrainedModel(ExperimentConfig(config, [], []), own, made().stored_variables, np.int32(0))
   with pytest.raises(ConfigError, match=re.escape(told)):
     model.batcher(rows=3, max_length=44)
+
+
+def test_the_stream_that_raises_ends_its_request_and_no_other():
+  def fail(piece):
+    raise OSError('the client is gone')
+
+  own = batcher(rows=2)
+  first, second = own.submit('a', max_tokens=9, stream=fail), own.submit('b', max_tokens=2)
+  third = own.submit('c', max_tokens=3)
+  with pytest.raises(OSError, match='the client is gone') as raised:
+    list(own)
+  assert 'the stream of <request' in raised.value.__notes__[0]
+  assert first.is_cancelled and first.is_done
+  assert list(own) == [second, third]  # Also what had ended in the step that raised the error.
+
+
+def test_by_default_a_row_has_no_more_tokens_than_the_model_sees():
+  config = task()
+  config.model.decoder_tpl.max_context = 20
+  own = TaskOnMesh(config.instantiate(), made().tasks.mesh)
+  model = TrainedModel(ExperimentConfig(config, [], []), own, made().stored_variables, np.int32(0))
+  with pytest.raises(ConfigError, match='max_length = 20 of the batcher'):
+    model.batcher(rows=1).submit([1] * 30)
 
 
 # ---------------------------------------------------------------- rows

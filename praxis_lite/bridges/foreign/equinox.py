@@ -44,7 +44,7 @@ class EquinoxLayer(ForeignLayer):
   def setup(self) -> None:
     eqx = self.import_library()
     with self._named_errors('cannot be built'):
-      module, state = eqx.filter_eval_shape(self._build, jax.random.key(0))
+      module, state = eqx.filter_eval_shape(lambda: self._build(jax.random.key(0)))
       if not isinstance(module, eqx.Module):
         raise ConfigError(
           f'{self.path_name}.module_tpl: expected the config of an equinox.Module, which returned '

@@ -40,7 +40,7 @@ class HaikuLayer(ExampleInputs):
     super().setup()
 
   def declare(self) -> dict[Path, ForeignVariable]:
-    params, state = jax.eval_shape(self._init, jax.random.key(0), *self.zeros())
+    params, state = jax.eval_shape(lambda: self._init(jax.random.key(0), *self.zeros()))
     named: dict[Path, tuple[str, str, str]] = {}
     found = {}
     for group, tree in (('params', params), ('state', state)):

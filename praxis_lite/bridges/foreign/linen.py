@@ -47,7 +47,7 @@ class LinenLayer(ExampleInputs):
     super().setup()
 
   def declare(self) -> dict[Path, ForeignVariable]:
-    boxed = leaves_by_path(jax.eval_shape(self._init, jax.random.key(0), *self.zeros()), is_leaf=is_named_box)
+    boxed = leaves_by_path(jax.eval_shape(lambda: self._init(jax.random.key(0), *self.zeros())), is_leaf=is_named_box)
     found = {}
     for path, leaf in boxed.items():
       value = leaf.value if is_named_box(leaf) else leaf

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, leaves, merge, select
+from praxis_lite.common.trees import NestedDict, leaves, merge, nest, path_name, select
 from praxis_lite.layers.base import Layer
+from praxis_lite.sharding.rules import resolve
 
 
 class PureOutput(NamedTuple):
@@ -45,12 +47,28 @@ class PureLayer:
     if not isinstance(built, Layer):
       raise ConfigError(f'PureLayer takes a layer or its config, not {type(built).__name__}')
     self.layer = built
-    weights = leaves(built.abstract_init())
-    self._trained = {path for path, weight in weights.items() if weight.trainable}
+    self._weights = leaves(built.abstract_init())
+    self._trained = {path for path, weight in self._weights.items() if weight.trainable}
 
   def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
-    """Returns (trained parameters, state), drawn with `key`."""
+    """Returns (trained parameters, state), drawn with `key`. `specs` says how a mesh would split them."""
     return self.split(self.layer.init(key))
+
+  def specs(self) -> tuple[NestedDict, NestedDict]:
+    """Returns the `PartitionSpec`s that the layer's mappings declare, in the structure of what `init` returns.
+
+    Raises:
+      ConfigError: the layer has no `mesh_axis_names`.
+      ShardingError: a mapping names an unknown axis, or has another number of entries than the array has dimensions.
+    """
+    axes, rules = self.layer.mesh_axis_names, self.layer.logical_axis_rules
+    if axes is None:
+      raise ConfigError(f'{self.layer.path_name}.mesh_axis_names: is not set, and specs are of mesh axes')
+    specs = {
+      path: resolve(weight.full_split_dims_mapping, axes, rules, rank=len(weight.full_shape), path=path_name(path)).spec
+      for path, weight in self._weights.items()
+    }
+    return self.split(nest(specs))
 
   def split(self, variables: NestedDict) -> tuple[NestedDict, NestedDict]:
     """Returns (trained parameters, state) of the layer's variables, such as those of a checkpoint."""
@@ -74,7 +92,17 @@ class PureLayer:
       key: key of random numbers, such as those of dropout; None if the call draws none.
       train: whether the layer is trained: draws dropout, and updates its state.
       method: which method of the layer to call.
+
+    Raises:
+      ConfigError: an axis of the mesh of `jax.set_mesh` is Explicit.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit]
+    if explicit:
+      raise ConfigError(
+        f'PureLayer: axis {explicit[0]!r} of the mesh is Explicit, and mappings are constraints for the compiler; make '
+        f'the mesh with axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}'
+      )
     outputs, side = self.layer.apply(merge(params, state), *args, key=key, do_eval=not train, method=method, **kwargs)
     zero = jnp.zeros((), jnp.float32)
     aux_loss = sum((jnp.asarray(v * w, jnp.float32) for v, w in side.aux_losses.values()), zero)
