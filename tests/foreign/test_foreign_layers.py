@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from padded_layers import place_variables, step_on_mesh
 
 pytest.importorskip('equinox', reason='needs Equinox: pip install praxis_lite[equinox]')
 pytest.importorskip('flax', reason='needs Flax: pip install praxis_lite[flax]')
@@ -38,9 +39,6 @@ from praxis_lite.layers import Linear, Repeat
 from praxis_lite.layers.base.call import fold_in_path
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import run_eval, run_train
-from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.padding import padded_shape, slice_to
-from praxis_lite.sharding.specs import to_partition_spec
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.learning import Learner
 from praxis_lite.training.task import SingleTask
@@ -189,20 +187,11 @@ def test_on_a_mesh_every_gradient_and_update_is_that_of_one_device(library):
   layer = config.instantiate()
   mesh = jax.make_mesh((2, 3, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:6])
 
-  def place(weight, value):
-    spec = to_partition_spec(weight.full_split_dims_mapping, AXES, rank=value.ndim)
-    amounts = [(0, p - d) for d, p in zip(value.shape, padded_shape(value.shape, spec, mesh))]
-    return jax.device_put(np.pad(value, amounts) if amounts else value, NamedSharding(mesh, spec))
-
-  def on_mesh(padded, x):
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return step(layer, slice_to(padded, variables), x)
-
-  padded = jax.tree.map(place, layer.abstract_init(), variables)
+  padded = place_variables(layer, variables, mesh)
   split = [path_name(p) for p, x in leaves(padded).items() if x.addressable_shards[0].data.size < x.size]
   assert len(split) >= 3, split
   x = jax.device_put(X, NamedSharding(mesh, PartitionSpec()))
-  assert_trees_close(GuardedJit(on_mesh)(padded, x), expected)
+  assert_trees_close(step_on_mesh(step, layer, variables, mesh)(padded, x), expected)
 
 
 @pytest.mark.parametrize('library', ['linen', 'nnx'])

@@ -14,6 +14,14 @@ from praxis_lite.bridges.hf.files import Declared, read_folder, write_folder
 GOLDEN = Path(__file__).parent / 'golden'
 V, D, F = 37, 18, 20
 
+_YARN = {
+  'rope_type': 'yarn',
+  'rope_theta': 30.0,
+  'factor': 4.0,
+  'beta_fast': 1.5,
+  'beta_slow': 0.4,
+  'original_max_position_embeddings': 16,
+}
 _LLAMA = {
   'vocab_size': V,
   'hidden_size': D,
@@ -55,14 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     **_LLAMA,
     'num_key_value_heads': 3,
     'sliding_window': 4,
-    'rope_parameters': {
-      'rope_type': 'yarn',
-      'rope_theta': 30.0,
-      'factor': 4.0,
-      'beta_fast': 1.5,
-      'beta_slow': 0.4,
-      'original_max_position_embeddings': 16,
-    },
+    'rope_parameters': {**_YARN},
   },
   'qwen2': {
     'model_type': 'qwen2',
@@ -141,14 +142,9 @@ CASES: dict[str, dict[str, Any]] = {
     'n_group': 3,
     'topk_group': 2,
     'rope_parameters': {
-      'rope_type': 'yarn',
-      'rope_theta': 30.0,
-      'factor': 4.0,
-      'beta_fast': 1.5,
-      'beta_slow': 0.4,
+      **_YARN,
       'mscale': 1.0,
       'mscale_all_dim': 0.7,
-      'original_max_position_embeddings': 16,
     },
   },
   'gpt_oss': {
@@ -160,13 +156,8 @@ CASES: dict[str, dict[str, Any]] = {
     'sliding_window': 4,
     'swiglu_limit': 0.3,
     'rope_parameters': {
-      'rope_type': 'yarn',
-      'rope_theta': 30.0,
-      'factor': 4.0,
-      'beta_fast': 1.5,
-      'beta_slow': 0.4,
+      **_YARN,
       'truncate': False,
-      'original_max_position_embeddings': 16,
     },
   },
   'gpt2': {

@@ -10,16 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
+from padded_layers import place_variables, step_on_mesh
 from small_layers import AXES, CASES, Case
 
 from praxis_lite import layers
 from praxis_lite.common.config import target
 from praxis_lite.common.errors import ShardingError
 from praxis_lite.layers.base import Layer
-from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.padding import padded_shape, slice_to
-from praxis_lite.sharding.specs import to_partition_spec
 from praxis_lite.sharding.weights import WeightHParams
 
 EVERY_LAYER = sorted(
@@ -145,20 +143,11 @@ def test_uneven_splits_over_a_mesh_equal_one_device(name):
   layer = config.set(mesh_axis_names=AXES).instantiate()
   mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
 
-  def place(weight, value):
-    spec = to_partition_spec(weight.full_split_dims_mapping, AXES, rank=value.ndim)
-    amounts = [(0, p - d) for d, p in zip(value.shape, padded_shape(value.shape, spec, mesh))]
-    return jax.device_put(np.pad(value, amounts) if amounts else value, NamedSharding(mesh, spec))
-
-  def on_mesh(padded, args):
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return step(layer, slice_to(padded, variables), args)
-
-  padded = jax.tree.map(place, layer.abstract_init(), variables)
+  padded = place_variables(layer, variables, mesh)
   if padded:
     split = [x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(padded)]
     assert any(split)
-  assert_close(GuardedJit(on_mesh)(padded, args), expected, 1e-5)
+  assert_close(step_on_mesh(step, layer, variables, mesh)(padded, args), expected, 1e-5)
 
 
 def abstract_call(config, args, method):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from padded_layers import place_variables, step_on_mesh
 from small_layers import AXES, BATCH, CASES, X
 from test_every_layer import assert_close, on_one_device, step
-
-from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.padding import padded_shape, slice_to
-from praxis_lite.sharding.specs import to_partition_spec
 
 LAYERS = (
   'AdaptedFeedForward',
@@ -39,15 +35,6 @@ def test_an_axis_of_3_and_an_unused_axis_change_nothing(name, sizes):
   layer = config.instantiate()
   mesh = jax.make_mesh(sizes, NAMES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[:6])
 
-  def place(weight, value):
-    spec = to_partition_spec(weight.full_split_dims_mapping, NAMES, rank=value.ndim)
-    amounts = [(0, p - d) for d, p in zip(value.shape, padded_shape(value.shape, spec, mesh))]
-    return jax.device_put(np.pad(value, amounts) if amounts else value, NamedSharding(mesh, spec))
-
-  def on_mesh(padded, args):
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return step(layer, slice_to(padded, variables), args)
-
   args = jax.device_put(args, NamedSharding(mesh, jax.sharding.PartitionSpec()))
-  padded = jax.tree.map(place, layer.abstract_init(), variables)
-  assert_close(GuardedJit(on_mesh)(padded, args), expected, 1e-5)
+  padded = place_variables(layer, variables, mesh)
+  assert_close(step_on_mesh(step, layer, variables, mesh)(padded, args), expected, 1e-5)

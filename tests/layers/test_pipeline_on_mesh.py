@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from padded_layers import place_on
 from side_inputs import gradients
 
 from praxis_lite.common.config import Config
@@ -16,8 +17,7 @@ from praxis_lite.instruments.testing import assert_collectives, collectives
 from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.sharding import GuardedJit
-from praxis_lite.sharding.padding import padded_shape, slice_to
-from praxis_lite.sharding.specs import to_partition_spec
+from praxis_lite.sharding.padding import slice_to
 
 pytestmark = pytest.mark.slow
 
@@ -42,18 +42,6 @@ def build(L, S, M, R, **fields):
   config.set(circular_repeat=R, mesh_axis_names=AXES, **fields)
   config.weight_split_dims_mapping.stages = ('stage',)
   return config.instantiate()
-
-
-def place_on(mesh):
-  """Returns a function of a declaration and its value that puts it on the mesh, padded."""
-  axes = mesh.axis_names
-
-  def place(weight, value):
-    spec = to_partition_spec(weight.full_split_dims_mapping, axes, rank=value.ndim)
-    amounts = [(0, p - d) for d, p in zip(value.shape, padded_shape(value.shape, spec, mesh))]
-    return jax.device_put(np.pad(value, amounts), NamedSharding(mesh, spec))
-
-  return place
 
 
 def shards(x):
