@@ -57,7 +57,7 @@ def draw_requests(count: int, prompt: int, tokens: int, system: int, vocab_size:
   return [Asked(shared + rng.integers(1, vocab_size, length(prompt)).tolist(), length(tokens)) for _ in range(count)]
 
 
-def timed(serve: Callable[[], list[list[int]]]) -> Served:
+def time_serving(serve: Callable[[], list[list[int]]]) -> Served:
   cpu, start = time.process_time(), time.perf_counter()
   ids = serve()
   return Served(time.perf_counter() - start, time.process_time() - cpu, ids)
@@ -89,9 +89,9 @@ def measure(model: Any, requests: list[Asked], args: argparse.Namespace) -> list
     'batcher': model.batcher(**settings, reuse_prefixes=False),
     'batcher, shared prefixes': model.batcher(**settings),
   }
-  sides = {'padded batches': functools.partial(timed, lambda: serve_in_batches(model, requests, args.rows))}
+  sides = {'padded batches': functools.partial(time_serving, lambda: serve_in_batches(model, requests, args.rows))}
   for name, batcher in batchers.items():
-    sides[name] = functools.partial(timed, functools.partial(serve_in_rows, batcher, requests))
+    sides[name] = functools.partial(time_serving, functools.partial(serve_in_rows, batcher, requests))
   found = measure_in_turn(list(sides.values()), args.rounds, warm_up=args.warm_up)
   tokens, rows = sum(asked.max_tokens for asked in requests), []
   for name, served in zip(sides, found, strict=True):

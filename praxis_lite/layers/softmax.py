@@ -21,7 +21,7 @@ from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.base.call import Constraint
+from praxis_lite.layers.base.call import SplitConstraint
 from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, unmapped_mesh_axes
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
@@ -243,7 +243,7 @@ class FullSoftmax(ClassLogits):
       why = () if logits is None else (*logits.why, 'the classes of a chunk are on one device')
       of_chunk = None if logits is None else Placement(PartitionSpec(*logits.spec, None), why)
       shape, manual = (*class_ids.shape, chunks.num_parts, chunks.size), self.surroundings.manual_axes
-      self.surroundings.listener(Constraint(out_field, of_chunk, shape, jnp.dtype(jnp.float32), manual))
+      self.surroundings.listener(SplitConstraint(out_field, of_chunk, shape, jnp.dtype(jnp.float32), manual))
     return chunks
 
 

@@ -28,7 +28,7 @@ class _Row:
   last_used: int = 0
 
 
-class Place(NamedTuple):
+class TakenRow(NamedTuple):
   """The row of a request.
 
   Attributes:
@@ -59,21 +59,21 @@ class RowSlots:
   def has_free(self) -> bool:
     return any(row.is_free for row in self._rows)
 
-  def take(self, prompt: Sequence[int]) -> Place:
+  def take(self, prompt: Sequence[int]) -> TakenRow:
     """Gives a free row to a prompt; the caller ensures that there is one.
 
     A free row that holds the longest shared beginning is taken itself; otherwise the one that was released first. All
     but the last token of a prompt can be shared.
     """
     free = [i for i, row in enumerate(self._rows) if row.is_free]
-    shared = [self._shared(row, prompt) for row in self._rows]
+    shared = [self._count_shared(row, prompt) for row in self._rows]
     best = max(range(len(shared)), key=lambda i: (shared[i], self._rows[i].is_free))
     if shared[best]:
       row = best if best in free else self._oldest(free)
-      place = Place(row, best, shared[best])
+      place = TakenRow(row, best, shared[best])
     else:
       row = self._oldest(free)
-      place = Place(row, None, 0)
+      place = TakenRow(row, None, 0)
     self._rows[row].is_free = False
     self._rows[row].ids = list(prompt[: place.shared])
     return place
@@ -90,7 +90,7 @@ class RowSlots:
   def _oldest(self, rows: Sequence[int]) -> int:
     return min(rows, key=lambda i: self._rows[i].last_used)
 
-  def _shared(self, row: _Row, prompt: Sequence[int]) -> int:
+  def _count_shared(self, row: _Row, prompt: Sequence[int]) -> int:
     """Returns how many first tokens of a prompt a row can give, 0 if they are too few to copy."""
     if not self._reuses_prefixes:
       return 0

@@ -204,7 +204,7 @@ class Propagation:
     run_passes(_PROPAGATE, copy)
     found, known = operations(copy, {*self._names, _RESHAPE}), dict[ir.Value, ArraySplit]()
     propagated = []
-    for site, op in self._numbered(found):
+    for site, op in self._find_copies(found):
       sources = self._read(site, _sources(op), known) if self._with_sources else ()
       propagated.append((site, self._read(site, (*op.operands, *op.results), known), sources))
     _hide(op for op in found if op.name == _RESHAPE)
@@ -212,13 +212,13 @@ class Propagation:
     known.clear()
     compatible = [
       self._read(site, (*op.operands, *op.results), known)
-      for site, op in self._numbered(operations(copy, {*self._names, _HIDDEN}))
+      for site, op in self._find_copies(operations(copy, {*self._names, _HIDDEN}))
     ]
     return [
       Instance(site, splits, c, sources) for (site, splits, sources), c in zip(propagated, compatible, strict=True)
     ]
 
-  def _numbered(self, ops: Iterable[ir.Operation]) -> Iterator[tuple[Site, ir.Operation]]:
+  def _find_copies(self, ops: Iterable[ir.Operation]) -> Iterator[tuple[Site, ir.Operation]]:
     """Yields the operations that are copies of sites, with these; guards have inserted the others."""
     for op in ops:
       if _NUMBER in op.attributes:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.layers.base.call import Constraint
+from praxis_lite.layers.base.call import SplitConstraint
 from praxis_lite.sharding.batch import batch_size, padded_batch_shape
 from praxis_lite.sharding.batch_rows import BatchRows, batch_rows, row_axes
 from praxis_lite.sharding.constraints import axis_rules
@@ -224,7 +224,7 @@ class PartitionedTask:
   def _layout_of(self, state: object) -> StateLayout:
     return self.layout if isinstance(state, TrainState) else self.layout.mdl_vars
 
-  def trace_train_step(self, listener: Callable[[Constraint], object]) -> jax.extend.core.ClosedJaxpr:
+  def trace_train_step(self, listener: Callable[[SplitConstraint], object]) -> jax.extend.core.ClosedJaxpr:
     """Traces the train step without compiling it; works on an abstract mesh too.
 
     The program's arguments are the leaves of the padded state, the key, and the leaves of the padded inputs. `listener`

@@ -13,7 +13,7 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding import Draws, Sampler, SpeculativeSampler, speculative_sampler
-from praxis_lite.models.decoding.drafting import LookupDrafter, Rows
+from praxis_lite.models.decoding.drafting import LookupDrafter, OpenRows
 from praxis_lite.models.decoding.verifying import reject_drafts
 
 V, P = 5, 4
@@ -190,7 +190,7 @@ def test_rows_with_a_draft_model_depend_on_their_seed_and_number_only():
 
 def guesses(row, size=3, num_tokens=4, most=9, width=16):
   ids = np.pad(np.array([row], np.int32), ((0, 0), (0, width - len(row))), constant_values=row[-1])
-  rows = Rows(jnp.array(ids), jnp.array([len(row)]), jnp.array([0]), jnp.array([most]))
+  rows = OpenRows(jnp.array(ids), jnp.array([len(row)]), jnp.array([0]), jnp.array([most]))
   draft, _ = LookupDrafter(size, num_tokens).propose(rows, ())
   return draft.ids[0, : int(draft.counts[0])].tolist()
 

@@ -17,7 +17,7 @@ from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.models.decoding import BeamSearch, SpeculativeSampler
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.run_config import run_keys
-from praxis_lite.runs.row_slots import Place, RowSlots
+from praxis_lite.runs.row_slots import RowSlots, TakenRow
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.sharding.mesh import create_device_mesh
 from praxis_lite.training.experiment import ExperimentConfig
@@ -312,14 +312,14 @@ def test_by_default_a_row_has_no_more_tokens_than_the_model_sees():
 
 def test_a_prompt_takes_the_row_that_begins_like_it():
   slots, system = RowSlots(3), list(range(10))
-  assert slots.take([*system, 1]) == Place(0, None, 0)
+  assert slots.take([*system, 1]) == TakenRow(0, None, 0)
   slots.note_read(0, system)
-  assert slots.take([*system, 2, 3]) == Place(1, 0, 10)  # Row 0 is busy, and is copied.
-  assert slots.take(list(range(20, 40))) == Place(2, None, 0)
+  assert slots.take([*system, 2, 3]) == TakenRow(1, 0, 10)  # Row 0 is busy, and is copied.
+  assert slots.take(list(range(20, 40))) == TakenRow(2, None, 0)
   assert not slots.has_free
   slots.release(2)
   slots.release(1)
-  assert slots.take([*system, 4]) == Place(1, 1, 10)  # Not copied, though row 2 was released first.
-  assert slots.take([0, 1, 2, 7]) == Place(2, None, 0)  # Too few to copy.
+  assert slots.take([*system, 4]) == TakenRow(1, 1, 10)  # Not copied, though row 2 was released first.
+  assert slots.take([0, 1, 2, 7]) == TakenRow(2, None, 0)  # Too few to copy.
   slots.release(0)
-  assert slots.take(system) == Place(0, 0, 9)  # The last token is read again.
+  assert slots.take(system) == TakenRow(0, 0, 9)  # The last token is read again.

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.bridges.foreign.layer import ForeignLayer, ForeignVariable, RunResult, Values
+from praxis_lite.bridges.foreign.layer import ForeignLayer, ForeignVariable, RunResult, VariableValues
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import Path, path_name
 
@@ -68,13 +68,13 @@ class EquinoxLayer(ForeignLayer):
       found[path] = ForeignVariable(x.shape, x.dtype, path[0] == _TRAINED)
     return found
 
-  def draw(self, key: jax.Array) -> Values:
+  def draw(self, key: jax.Array) -> VariableValues:
     eqx = self.import_library()
     module, state = self._build(key)
     arrays, _ = eqx.partition(module, eqx.is_array)
     return dict(zip(self._array_paths, map(jnp.asarray, [*jax.tree.leaves(arrays), *jax.tree.leaves(state)])))
 
-  def run(self, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
+  def run(self, values: VariableValues, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
     eqx = self.import_library()
     leaves, own = [values[path] for path in self._array_paths], self._of_module.num_leaves
     module = eqx.combine(jax.tree.unflatten(self._of_module, leaves[:own]), self._static)

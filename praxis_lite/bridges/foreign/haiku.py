@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.bridges.foreign.layer import ExampleInputs, ForeignVariable, RunResult, Values
+from praxis_lite.bridges.foreign.layer import ExampleInputs, ForeignVariable, RunResult, VariableValues
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.config.base import map_nested
 from praxis_lite.common.errors import ConfigError
@@ -55,11 +55,11 @@ class HaikuLayer(ExampleInputs):
     self._named = named
     return found
 
-  def draw(self, key: jax.Array) -> Values:
+  def draw(self, key: jax.Array) -> VariableValues:
     params, state = self._init(key, *self.zeros())
     return self._ours(params, state)
 
-  def run(self, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
+  def run(self, values: VariableValues, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
     trees: dict[str, dict[str, dict[str, jax.Array]]] = {'params': {}, 'state': {}}
     for path, (group, module, name) in self._named.items():
       trees[group].setdefault(module, {})[name] = values[path]
@@ -69,7 +69,7 @@ class HaikuLayer(ExampleInputs):
     )
     return RunResult(outputs, self._ours({}, state))
 
-  def _ours(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Values:
+  def _ours(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> VariableValues:
     trees = {'params': params, 'state': state}
     return {
       path: trees[group][module][name]

@@ -32,7 +32,7 @@ from praxis_lite.common.trees import NestedDict, Path, near_pattern, nest, node_
 from praxis_lite.layers.base import Layer
 from praxis_lite.sharding.weights import DeclaredSplit, JointInit, WeightHParams, WeightHParamsCollection
 
-Values = dict[Path, jax.Array]
+VariableValues = dict[Path, jax.Array]
 _MARKS = WeightHParamsCollection
 
 
@@ -130,11 +130,11 @@ class ForeignLayer(Layer):
     """Returns the variables of the module, without computing values."""
     raise NotImplementedError
 
-  def draw(self, key: jax.Array) -> Values:
+  def draw(self, key: jax.Array) -> VariableValues:
     """Returns initial values of all declared variables."""
     raise NotImplementedError
 
-  def run(self, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
+  def run(self, values: VariableValues, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
     """In a call: calls the module with these variables."""
     raise NotImplementedError
 
@@ -222,7 +222,7 @@ class ForeignLayer(Layer):
       collections=frozenset(marks),
     )
 
-  def _draw_named(self, key: jax.Array) -> Values:
+  def _draw_named(self, key: jax.Array) -> VariableValues:
     with self._named_errors('cannot draw its initial values'):
       return self.draw(key)
 

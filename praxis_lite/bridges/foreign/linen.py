@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.bridges.foreign.layer import ExampleInputs, ForeignVariable, RunResult, Values
+from praxis_lite.bridges.foreign.layer import ExampleInputs, ForeignVariable, RunResult, VariableValues
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import Path, is_named_box, leaves_by_path, nest, path_name
 
@@ -53,14 +53,14 @@ class LinenLayer(ExampleInputs):
       value = leaf.value if is_named_box(leaf) else leaf
       if not hasattr(value, 'shape'):
         raise ConfigError(f'{self.path_name}: {path_name(path)} is a {type(value).__name__}; a variable is an array')
-      found[path] = ForeignVariable(value.shape, value.dtype, path[0] == _TRAINED, _own_split(leaf))
+      found[path] = ForeignVariable(value.shape, value.dtype, path[0] == _TRAINED, _find_own_split(leaf))
     return found
 
-  def draw(self, key: jax.Array) -> Values:
+  def draw(self, key: jax.Array) -> VariableValues:
     drawn = leaves_by_path(self._init(key, *self.zeros()), is_leaf=is_named_box)
     return {path: leaf.value if is_named_box(leaf) else leaf for path, leaf in drawn.items()}
 
-  def run(self, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
+  def run(self, values: VariableValues, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
     train = not self.do_eval
     rngs = {name: key for name in self.rng_names if (key := self.draw_key()) is not None}
     updated = sorted({path[0] for path in values} - {_TRAINED}) if train else []
@@ -72,7 +72,7 @@ class LinenLayer(ExampleInputs):
     return dict(self._module.init({**rngs, _TRAINED: key}, *examples, **self.mode(train=True)))
 
 
-def _own_split(leaf: Any) -> tuple[Any, ...] | None:
+def _find_own_split(leaf: Any) -> tuple[Any, ...] | None:
   """Returns the names in a box of Flax, after the rules that the box itself has."""
   if not is_named_box(leaf):
     return None

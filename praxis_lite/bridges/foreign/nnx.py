@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from praxis_lite.bridges.foreign.layer import ForeignLayer, ForeignVariable, RunResult, Values
+from praxis_lite.bridges.foreign.layer import ForeignLayer, ForeignVariable, RunResult, VariableValues
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import Path
 
@@ -53,15 +53,15 @@ class NnxLayer(ForeignLayer):
       variable = self._kinds[theirs]
       value = variable.get_value()
       trainable = isinstance(variable, nnx.Param) and jnp.issubdtype(value.dtype, jnp.floating)
-      found[path] = ForeignVariable(value.shape, value.dtype, trainable, _own_split(variable.get_metadata()))
+      found[path] = ForeignVariable(value.shape, value.dtype, trainable, _find_own_split(variable.get_metadata()))
     return found
 
-  def draw(self, key: jax.Array) -> Values:
+  def draw(self, key: jax.Array) -> VariableValues:
     nnx = self.import_library()
     flat = dict(nnx.to_flat_state(nnx.state(self._build(key), nnx.Not(nnx.RngState))))
     return {path: flat[theirs].get_value() for path, theirs in self._paths.items()}
 
-  def run(self, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
+  def run(self, values: VariableValues, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
     nnx = self.import_library()
     state = {self._paths[path]: self._kinds[self._paths[path]].replace(value) for path, value in values.items()}
     state |= {path: stream.replace(value) for (path, stream), value in zip(self._streams.items(), self._new_streams())}
@@ -106,7 +106,7 @@ def _our_path(path: _NnxPath, trained: bool) -> Path:
   return tuple(names)
 
 
-def _own_split(metadata: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _find_own_split(metadata: Mapping[str, Any]) -> tuple[Any, ...] | None:
   """Returns the names in the sharding metadata of a variable, after the rules that the variable itself has."""
   names = next((metadata[key] for key in ('out_sharding', 'sharding_names', 'sharding') if metadata.get(key)), None)
   if names is None:

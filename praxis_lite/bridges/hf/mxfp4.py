@@ -56,7 +56,7 @@ class Mxfp4Tensor(NamedTuple):
     return np.ascontiguousarray(np.swapaxes(values_EFD[..., start : start + D.stop - D.start], 1, 2))
 
 
-def join_blocks(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+def join_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
   """Returns the tensors of a checkpoint, in which blocks and their scales are one tensor.
 
   Raises:

@@ -22,7 +22,7 @@ from praxis_lite.bridges.hf.families import family_of
 from praxis_lite.bridges.hf.family import Family
 from praxis_lite.bridges.hf.files import Tensor, read_folder
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_config
-from praxis_lite.bridges.hf.mxfp4 import join_blocks
+from praxis_lite.bridges.hf.mxfp4 import join_scales
 from praxis_lite.bridges.hf.tensors import Piece, check_tensors, pieces
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, boxes
 from praxis_lite.common.errors import CheckpointError
@@ -75,7 +75,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   hf = config.replace_defaults(family.defaults)
   tensors = {family.current_name(name): tensor for name, tensor in tensors.items()}
   stored = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
-  readable = join_blocks(stored) if hf.values.get('quantization_config') else dict[str, Tensor](stored)
+  readable = join_scales(stored) if hf.values.get('quantization_config') else dict[str, Tensor](stored)
   notes = _leave_out(readable, [name for name in readable if family.is_unused(name, hf)], folder)
   if hf['tie_word_embeddings'] and family.head in readable:
     embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == family.table_path)

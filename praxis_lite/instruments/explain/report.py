@@ -21,7 +21,7 @@ from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport, dimensions
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.base.call import Constraint
+from praxis_lite.layers.base.call import SplitConstraint
 from praxis_lite.layers.base.facts import Exchange
 from praxis_lite.sharding.batch import padded_batch_shape
 from praxis_lite.sharding.layout import StateLayout
@@ -47,7 +47,7 @@ class TracedStep(NamedTuple):
   """
 
   task: PartitionedTask
-  constraints: list[Constraint]
+  constraints: list[SplitConstraint]
   jaxpr: ClosedJaxpr
 
 
@@ -171,9 +171,9 @@ def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
     UserError: a mapping does not fit its activation, its input or the mesh, or the step cannot run on it.
   """
   task = PartitionedTask(jax_task, dict(inputs_struct), layout=layout)
-  found: dict[tuple[object, ...], Constraint] = {}
+  found: dict[tuple[object, ...], SplitConstraint] = {}
 
-  def listener(constraint: Constraint) -> None:
+  def listener(constraint: SplitConstraint) -> None:
     key = (constraint.field, constraint.shape, str(constraint.dtype))
     if constraint.remark or key not in found:  # If one field splits several arrays, keep the array with a remark.
       found[key] = constraint
@@ -232,7 +232,7 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
   return found
 
 
-def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) -> list[Explanation]:
+def _activations(constraints: Iterable[SplitConstraint], sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each activation that a layer constrains."""
   counts: collections.Counter[str] = collections.Counter()
   found = []

@@ -36,7 +36,7 @@ from praxis_lite.common.config import Config, Configurable, build_at, config_val
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
 from praxis_lite.layers.base import call
-from praxis_lite.layers.base.call import Constraint, Exchange, SideOutputs, Surroundings
+from praxis_lite.layers.base.call import Exchange, SideOutputs, SplitConstraint, Surroundings
 from praxis_lite.layers.base.facts import Facts
 from praxis_lite.layers.base.scope import run_in_scope
 from praxis_lite.layers.base.splits import MappedSplits

@@ -86,7 +86,7 @@ class Exchange(NamedTuple):
   kinds: tuple[str, ...] = ()
 
 
-class Constraint(NamedTuple):
+class SplitConstraint(NamedTuple):
   """A sharding constraint that a layer has put on an array.
 
   Attributes:
@@ -137,7 +137,7 @@ class Surroundings:
   real_rows: Callable[[], jax.Array] | None = None
   read_outside: Callable[[jax.Array], jax.Array] | None = None
   manual_axes: frozenset[str] = frozenset()
-  listener: Callable[[Constraint], object] | None = None
+  listener: Callable[[SplitConstraint], object] | None = None
 
 
 def fold_in_path(key: jax.Array, path: Path) -> jax.Array:

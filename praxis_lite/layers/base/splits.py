@@ -10,7 +10,7 @@ import jax
 from praxis_lite.common.config import Config, config_values
 from praxis_lite.common.errors import ConfigError, did_you_mean
 from praxis_lite.layers.base import call
-from praxis_lite.layers.base.call import Constraint, Exchange
+from praxis_lite.layers.base.call import Exchange, SplitConstraint
 from praxis_lite.layers.base.in_call import InCall
 from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.sharding.rules import resolve
@@ -116,7 +116,7 @@ class MappedSplits(InCall):
     frame = call.frame_holding(self._path)
     if frame is not None and frame.surroundings.listener is not None:
       manual = frame.surroundings.manual_axes
-      frame.surroundings.listener(Constraint(field, placement, x.shape, x.dtype, manual, remark, exchange))
+      frame.surroundings.listener(SplitConstraint(field, placement, x.shape, x.dtype, manual, remark, exchange))
     return x if placement is None else with_sharding_constraint(x, placement.spec)
 
   def _resolve(self, mapping: SplitDimsMapping, field: str, rank: int | None = None) -> Placement | None:

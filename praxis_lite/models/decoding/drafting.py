@@ -35,8 +35,8 @@ class Draft(NamedTuple):
   logits: jax.Array | None = None
 
 
-class Rows(NamedTuple):
-  """Rows in the middle of decoding.
+class OpenRows(NamedTuple):
+  """OpenRows in the middle of decoding.
 
   Attributes:
     ids: [B, L] int32 tokens, prompt and continuation; those after them are arbitrary.
@@ -58,7 +58,7 @@ class Drafter(Protocol[DraftState]):
     """Returns the state after the prompts."""
     ...
 
-  def propose(self, rows: Rows, state: DraftState) -> tuple[Draft, DraftState]:
+  def propose(self, rows: OpenRows, state: DraftState) -> tuple[Draft, DraftState]:
     """Returns guesses of the next tokens, and the new state."""
     ...
 
@@ -81,7 +81,7 @@ class LookupDrafter:
   def start(self) -> tuple[()]:
     return ()
 
-  def propose(self, rows: Rows, state: tuple[()]) -> tuple[Draft, tuple[()]]:
+  def propose(self, rows: OpenRows, state: tuple[()]) -> tuple[Draft, tuple[()]]:
     place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
     last_B1 = rows.lengths[:, None] - 1
     # Whether the tokens that end at each place, before the last one, equal those that end the row.
@@ -126,7 +126,7 @@ class ModelDrafter(Generic[DecodingState]):
     none_B = jnp.zeros(len(reader.prompt_lengths_B), bool)
     return reader.read(nothing_BM, jnp.int32(0), none_B, reader.start())[1]
 
-  def propose(self, rows: Rows, state: DecodingState) -> tuple[Draft, DecodingState]:
+  def propose(self, rows: OpenRows, state: DecodingState) -> tuple[Draft, DecodingState]:
     extend = self.reader.steps.extend
     row_B = jnp.arange(len(rows.lengths))
 

@@ -9,7 +9,7 @@ draft, N = K + 1, V vocabulary.
       logits = extend(last token, draft)            one pass over N tokens of each row
       the next 1 to N tokens = those of the draft that are kept, and one of the model
 
-Rows keep different numbers of tokens. The state must have the property that `DecodingSteps` calls `can_go_back`.
+OpenRows keep different numbers of tokens. The state must have the property that `DecodingSteps` calls `can_go_back`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.layers.base.expected_trips import expected_trips
-from praxis_lite.models.decoding.drafting import Draft, Drafter, Rows
+from praxis_lite.models.decoding.drafting import Draft, Drafter, OpenRows
 from praxis_lite.models.decoding.loop import Decoded
 from praxis_lite.models.decoding.processors import LogitProcessor
 from praxis_lite.models.decoding.reading import NEXT_TOKEN, READ_PROMPTS, RowReader
@@ -119,7 +119,7 @@ class SpeculativeLoop(Generic[DecodingState]):
     # The last token of a row needs no slot and no guess: a pass always adds one of the model.
     most_B = jnp.where(progress.done_B, 0, jnp.minimum(self.limits_B - decoded.lengths - 1, K))
     with jax.named_scope(NEXT_TOKEN):
-      rows = Rows(self._all_tokens(decoded), lengths_B, decoded.lengths, most_B)
+      rows = OpenRows(self._all_tokens(decoded), lengths_B, decoded.lengths, most_B)
       draft, draft_state = self.drafter.propose(rows, draft_state)
       last_B1 = jnp.take_along_axis(rows.ids, lengths_B[:, None] - 1, axis=1, mode='clip')
       ids_BN = jnp.concatenate([last_B1, draft.ids], axis=1)
@@ -159,7 +159,7 @@ class SpeculativeLoop(Generic[DecodingState]):
     )
     return _Progress(decoded, done_B | stops_B | (lengths_B >= self.limits_B))
 
-  def _adjust_all(self, logits_BNV: jax.Array, rows: Rows, draft: Draft) -> jax.Array:
+  def _adjust_all(self, logits_BNV: jax.Array, rows: OpenRows, draft: Draft) -> jax.Array:
     """Returns the logits to draw from after each token, which depend on the tokens of the draft before it."""
     if self.adjust is None:
       return logits_BNV
