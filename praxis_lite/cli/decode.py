@@ -58,8 +58,7 @@ def _run(values: flags.FlagValues) -> int:
   constraint = make_constraint(tokenizer, values.regex, values.json_schema, '--')
   if constraint is not None:
     sampling['logit_processors'] = (constraint,)
-  ends = [] if constraint is None else [constraint.eos_id]
-  sampled = ExperimentConfig(task_with_sampler(kept.task, ends, **sampling), kept.datasets, kept.decode_datasets)
+  sampled = ExperimentConfig(task_with_sampler(kept.task, **sampling), kept.datasets, kept.decode_datasets)
   decoder, count = sampled.task.model.decoder_tpl, values.num_samples
   if searches := is_beam_search(sampled.task):
     if values['num_samples'].present or values.stream:

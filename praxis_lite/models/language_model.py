@@ -197,8 +197,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns the bytes of the caches, from their shapes; `num_rows` is the number of prompts."""
 
     def start(variables: NestedDict) -> NestedDict:
-      state = self.lm.apply(variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
-      return place_caches(state, num_slots) if self.decoder.goes_back else state
+      return _start_caches(self.lm, variables, num_rows, num_slots, self.decoder.goes_back)
 
     caches = jax.eval_shape(start, jax.tree.map(lambda weight: weight.as_struct(), self.lm.abstract_init()))
     return self.decoder.state_copies * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
@@ -262,7 +261,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     elif self.model_type == 'causal':
       chunk = chunk_of(self.decoder.num_slots(prompt_length, self.context))
     draws = Draws(batch.get('row'), batch.get('num_drawn'))
-    prefix_lengths_B = prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B
+    prefix_lengths_B = draws.given_lengths(prompt_lengths_B)
     key = self.next_prng_key() if self.decoder.is_random else None
     arguments = self._steps(prefix_lengths_B), prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws
     decoded: Decoded | BeamDecoded | SpeculativeDecoded
@@ -318,6 +317,12 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return _CachedSteps(self.lm, (), can_go_back=True)
 
 
+def _start_caches(lm: Layer, variables: NestedDict, num_rows: int, num_slots: int, can_go_back: bool) -> NestedDict:
+  """Returns the decode state of rows without tokens; `can_go_back` as in `DecodingSteps`."""
+  state = lm.apply(variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
+  return place_caches(state, num_slots) if can_go_back else state
+
+
 class _CachedSteps:
   """`DecodingSteps` of a network whose state is the caches of its layers.
 
@@ -337,8 +342,7 @@ class _CachedSteps:
     return getattr(self._lm, 'max_positions', None)
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
-    state = self._lm.apply(self._variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
-    return place_caches(state, num_slots) if self.can_go_back else state
+    return _start_caches(self._lm, self._variables, num_rows, num_slots, self.can_go_back)
 
   def row_axes(self, num_rows: int, num_slots: int) -> NestedDict:
     few, many = (jax.eval_shape(functools.partial(self.start, n, num_slots)) for n in (num_rows, 2 * num_rows))

@@ -12,8 +12,9 @@ been read. When it ends, the next one takes its row. No request compiles anythin
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 
 from praxis_lite.common.config.values import fit
 from praxis_lite.common.devices import memory_of
-from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
+from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, prefix_errors
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models import LanguageModel
@@ -29,7 +30,7 @@ from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
 from praxis_lite.models.decoding.sampling import MOST_TEMPERATURE
 from praxis_lite.runs.continuations import GrowingText
 from praxis_lite.runs.programs import TaskOnMesh
-from praxis_lite.runs.prompts import check_ids, encode_prompt, prompt_batch, stop_ids
+from praxis_lite.runs.prompts import OF_OTHER_DECODERS, Sampling, check_ids, encode_prompt, prompt_batch, stop_ids
 from praxis_lite.runs.records.run_config import check_seed
 from praxis_lite.runs.row_programs import RowPrograms, empty_settings
 from praxis_lite.runs.row_slots import RowSlots
@@ -368,6 +369,24 @@ class Batcher:
     if tokenizer is None:
       raise UserError('submit: texts need a dataset with a tokenizer, but there is none; pass a list of tokens')
     return tokenizer
+
+
+def check_setting(name: str, of_decode: Collection[str]) -> None:
+  """Raises ConfigError if a batcher has no such setting for all of its requests.
+
+  Args:
+    name: what was given as the name of a setting of the `Sampler`.
+    of_decode: the settings of `TrainedModel.decode`.
+  """
+  of_sampler = [field for field in Sampling.__annotations__ if field not in OF_OTHER_DECODERS]
+  if name in of_sampler:
+    return
+  if name in inspect.signature(Batcher.submit).parameters:
+    raise ConfigError(f'batcher: {name} is a setting of a request; give it to submit')
+  if name in of_decode:
+    raise ConfigError(f'batcher: {name}: a batcher does not support it; use TrainedModel.decode')
+  own = [field for field, x in inspect.signature(Batcher).parameters.items() if x.kind is x.KEYWORD_ONLY]
+  raise ConfigError(f'batcher: there is no setting {name!r}.{did_you_mean(name, [*own, *of_sampler])}')
 
 
 def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, int | None, int]:

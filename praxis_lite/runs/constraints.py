@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line
+from praxis_lite.common.files import parse_json, read_plain
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models.decoding import Constraint
 
@@ -28,12 +29,13 @@ class TextConstraint(Constraint):
   """Allows tokens with which a continuation can still become a text of a form; then the end of the text.
 
   Attributes:
-    eos_id: the token that ends a text; it has to be among the stop tokens of the decoder.
+    eos_id: the token that ends a text.
   """
 
   def __init__(self, tokenizer: BaseTokenizer, grammar: str, where: str):
     library = _llguidance()
     self.eos_id, self._name = tokenizer.special_ids[1], where
+    self.stop_ids = (self.eos_id,)
     self._end = np.arange(tokenizer.vocab_size) == self.eos_id
     wrapped = _LlTokenizer(tokenizer)
     self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(wrapped))
@@ -120,7 +122,7 @@ def regex_constraint(tokenizer: BaseTokenizer | None, regex: str, where: str = '
   """
   if not isinstance(regex, str) or not regex:
     raise ConfigError(f'{where}: expected a regular expression, such as [0-9]+, got {regex!r}')
-  known = _with_tokenizer(tokenizer, where)
+  known = _check_tokenizer(tokenizer, where)
   return TextConstraint(known, _llguidance().LLMatcher.grammar_from_regex(regex), f'{where}={regex!r}')
 
 
@@ -136,12 +138,11 @@ def json_constraint(
   Raises:
     UserError: as `regex_constraint`; or the file cannot be read, or is no JSON object.
   """
-  known = _with_tokenizer(tokenizer, where)
+  known = _check_tokenizer(tokenizer, where)
   if isinstance(schema, str | os.PathLike):
     where = f'{where}={os.fspath(schema)}'
     try:
-      with open(schema, encoding='utf-8') as file:
-        schema = json.load(file)
+      schema = parse_json(read_plain(schema))
     except OSError as error:
       raise DataError(f'{where}: {error.strerror or error}; expected a file with a JSON schema') from None
     except ValueError as error:
@@ -164,7 +165,8 @@ def _reason(text: str) -> str:
   return why[1] if why else first_line(ValueError(text))
 
 
-def _with_tokenizer(tokenizer: BaseTokenizer | None, where: str) -> BaseTokenizer:
+def _check_tokenizer(tokenizer: BaseTokenizer | None, where: str) -> BaseTokenizer:
+  """Returns a tokenizer; raises UserError if there is none."""
   if tokenizer is None:
     raise UserError(f'{where}: needs a dataset with a tokenizer, but there is none')
   return tokenizer

@@ -95,11 +95,9 @@ def decode_prompts(
     in_segments=stream is not None,
     batch_size=batch_size,
   )
-  if draft is None:
-    model = restore_model(config, job_log_dir, use_ema='decode', meanwhile=begin, **options)
-    return model.decode(prompts, stop=stop, stream=stream, batch_size=batch_size, statistics=statistics)
-  guesses = open_run(draft).load()
-  model = restore_model(config, job_log_dir, use_ema='decode', **options)
+  guesses = None if draft is None else open_run(draft).load()
+  meanwhile = begin if guesses is None else lambda model: None  # With guesses, another program decodes.
+  model = restore_model(config, job_log_dir, use_ema='decode', meanwhile=meanwhile, **options)
   return model.decode(prompts, stop=stop, stream=stream, batch_size=batch_size, draft=guesses, statistics=statistics)
 
 

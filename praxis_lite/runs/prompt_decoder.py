@@ -110,7 +110,6 @@ class PromptDecoder:
     tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
     single_stops = self._single_stops(stop)
     in_segments = stream is not None or len(single_stops) < len(stop)
-    single_stops += [p.eos_id for p in settings.get('logit_processors') or () if isinstance(p, TextConstraint)]
     if is_beam_search(self._task) or settings.get('beam_size') is not None:
       if in_segments:
         what = 'stream: the continuations are known' if stream is not None else f'stop={list(stop)!r}: texts are known'
@@ -161,7 +160,7 @@ class PromptDecoder:
     are_sources = self._tasks.jax_task.model.prompts_are_sources
     return [continued_text(self._tokenizer(), [] if are_sources else prompt, ids) for prompt, ids in found]
 
-  def constraint(
+  def find_constraint(
     self, regex: str | None, json_schema: str | os.PathLike[str] | Mapping[str, Any] | None
   ) -> TextConstraint | None:
     """Returns the constraint of these settings, see `make_constraint`; the same one for the same settings."""
@@ -222,7 +221,9 @@ class PromptDecoder:
       check_memory(limits, self._tasks.mesh, len(prompts), max_tokens, bucket_of)
       self._checked.add((len(prompts), bucket))
     tasks = self.set_sampler({**settings, 'max_tokens': bucket.width}, stops, bucket.slots)
-    return _DecodeCall(tasks, bucket, max_tokens, (*limits.stop_ids, *stops))
+    as_set = tasks.jax_task.model.prompt_limits()
+    assert as_set is not None
+    return _DecodeCall(tasks, bucket, max_tokens, as_set.stop_ids)
 
   def _decode_tokens(
     self,

@@ -28,9 +28,11 @@ from praxis_lite.runs.records.run_config import split_key
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.constraints import axis_rules
 from praxis_lite.sharding.mesh import bind_mesh
+from praxis_lite.sharding.padding import num_parts
+from praxis_lite.sharding.specs import complete_spec
 from praxis_lite.training.execution import CompilerPlaced
 
-State = RowsState[NestedDict]
+_State = RowsState[NestedDict]
 
 
 class RowPrograms:
@@ -62,9 +64,9 @@ class RowPrograms:
     self._whole = NamedSharding(tasks.mesh, PartitionSpec())
 
   @functools.cached_property
-  def state_shapes(self) -> State:
+  def state_shapes(self) -> _State:
     """The shapes and dtypes of the state."""
-    shapes: State = jax.eval_shape(bind_mesh(self._start, self._tasks.mesh), self._variables)
+    shapes: _State = jax.eval_shape(bind_mesh(self._start, self._tasks.mesh), self._variables)
     return shapes
 
   @property
@@ -72,25 +74,25 @@ class RowPrograms:
     """The bytes of the state on all devices together."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state_shapes))
 
-  def start(self) -> State:
+  def start(self) -> _State:
     """Returns the state of rows without tokens."""
-    state: State = self._compiled(self._start, ())(self._variables)
+    state: _State = self._make_program(self._start, ())(self._variables)
     return state
 
-  def read(self, state: State, row: int, ids: Sequence[int], start: int, length: int) -> State:
+  def read(self, state: _State, row: int, ids: Sequence[int], start: int, length: int) -> _State:
     """Reads up to C tokens of a prompt of `length` tokens into a row; `start` is the position of the first of them."""
     padded = np.zeros((1, self.chunk), np.int32)
     padded[0, : len(ids)] = ids
     numbers = (np.int32(x) for x in (row, start, length))
-    after: State = self._read(self._variables, state, padded, *numbers)
+    after: _State = self._read(self._variables, state, padded, *numbers)
     return after
 
-  def copy(self, state: State, source: int, row: int) -> State:
+  def copy(self, state: _State, source: int, row: int) -> _State:
     """Copies a row to another one."""
-    after: State = self._copy(state, np.int32(source), np.int32(row))
+    after: _State = self._copy(state, np.int32(source), np.int32(row))
     return after
 
-  def extend(self, state: State, rows: RowSettings) -> tuple[State, NewTokens]:
+  def extend(self, state: _State, rows: RowSettings) -> tuple[_State, NewTokens]:
     """Adds up to `num_tokens` tokens to each row; the new tokens are NumPy arrays."""
     state, new = self._extend(self._variables, state, rows)
     return state, jax.tree.map(np.asarray, new)
@@ -124,86 +126,81 @@ class RowPrograms:
       model = self._tasks.jax_task.model
       return model.apply(unpadded, *arguments, do_eval=True, method=method, surroundings=self._surroundings)[0]
 
-  def _start(self, variables: NestedDict) -> State:
-    state: State = self._apply(variables, self._num_rows, self._num_slots, method='start_rows')
+  def _start(self, variables: NestedDict) -> _State:
+    state: _State = self._apply(variables, self._num_rows, self._num_slots, method='start_rows')
     return state
 
   @functools.cached_property
-  def _axes(self) -> State:
+  def _axes(self) -> _State:
     """The dimension of rows in each array of the state."""
 
-    def find(variables: NestedDict) -> State:
-      axes: State = self._apply(variables, self._num_rows, self._num_slots, method='row_axes')
+    def find(variables: NestedDict) -> _State:
+      axes: _State = self._apply(variables, self._num_rows, self._num_slots, method='row_axes')
       found.append(axes)
       return axes
 
-    found: list[State] = []
+    found: list[_State] = []
     jax.eval_shape(bind_mesh(find, self._tasks.mesh), self._variables)
     return found[0]
 
   @functools.cached_property
-  def _shardings(self) -> State:
+  def _shardings(self) -> _State:
     """How the state is stored between calls: as XLA splits it, except along dimensions that it would have to pad."""
     compiled = jax.jit(bind_mesh(self._start, self._tasks.mesh)).lower(self._variables).compile()
 
-    def even(x: jax.ShapeDtypeStruct, sharding: Any) -> NamedSharding:
+    def to_even(x: jax.ShapeDtypeStruct, sharding: Any) -> NamedSharding:
       if not isinstance(sharding, NamedSharding):
         return self._whole
-      parts = [self._parts(entry) for entry in (*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))]
-      entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
-      fits = [entry if size % n == 0 else None for entry, size, n in zip(entries, x.shape, parts)]
-      return NamedSharding(self._tasks.mesh, PartitionSpec(*fits))
+      mesh = self._tasks.mesh
+      entries = zip(complete_spec(sharding.spec, x.ndim), x.shape)
+      return NamedSharding(mesh, PartitionSpec(*(e if size % num_parts(e, mesh) == 0 else None for e, size in entries)))
 
-    shardings: State = jax.tree.map(even, self.state_shapes, compiled.output_shardings)
+    shardings: _State = jax.tree.map(to_even, self.state_shapes, compiled.output_shardings)
     return shardings
 
-  def _parts(self, entry: Any) -> int:
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return int(np.prod([self._tasks.mesh.shape[axis] for axis in axes], dtype=int))
-
-  def _compiled(self, fn: Callable[..., Any], donated: tuple[int, ...], *others: Any) -> Callable[..., Any]:
+  def _make_program(self, fn: Callable[..., Any], donated: tuple[int, ...], *others: Any) -> Callable[..., Any]:
     """Returns a program whose result is the state, and `others`."""
     outputs = (self._shardings, *others) if others else self._shardings
     return GuardedJit(bind_mesh(fn, self._tasks.mesh), donate_argnums=donated, out_shardings=outputs)
 
   @functools.cached_property
-  def _read(self) -> Callable[..., State]:
+  def _read(self) -> Callable[..., _State]:
     def read(
-      variables: NestedDict, state: State, ids: jax.Array, row: jax.Array, start: jax.Array, length: jax.Array
-    ) -> State:
+      variables: NestedDict, state: _State, ids: jax.Array, row: jax.Array, start: jax.Array, length: jax.Array
+    ) -> _State:
       own = self._map_rows(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, row, 1, axis), state)
       own = self._apply(variables, own, ids, start, length, method='read_rows')
       return self._map_rows(lambda x, axis, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis), state, own)
 
-    return self._compiled(read, (1,))
+    return self._make_program(read, (1,))
 
   @functools.cached_property
-  def _copy(self) -> Callable[..., State]:
-    def copy(state: State, source: jax.Array, row: jax.Array) -> State:
-      def of(x: jax.Array, axis: int) -> jax.Array:
+  def _copy(self) -> Callable[..., _State]:
+    def copy(state: _State, source: jax.Array, row: jax.Array) -> _State:
+      def copy_row(x: jax.Array, axis: int) -> jax.Array:
         own = jax.lax.dynamic_slice_in_dim(x, source, 1, axis)
         return jax.lax.dynamic_update_slice_in_dim(x, own, row, axis)
 
-      return self._map_rows(of, state)
+      return self._map_rows(copy_row, state)
 
-    return self._compiled(copy, (0,))
+    return self._make_program(copy, (0,))
 
   @functools.cached_property
-  def _extend(self) -> Callable[..., tuple[State, NewTokens]]:
-    def extend(variables: NestedDict, state: State, rows: RowSettings) -> tuple[State, NewTokens]:
+  def _extend(self) -> Callable[..., tuple[_State, NewTokens]]:
+    def extend(variables: NestedDict, state: _State, rows: RowSettings) -> tuple[_State, NewTokens]:
       rows = rows._replace(keys=jax.random.wrap_key_data(rows.keys))
-      after: tuple[State, NewTokens] = self._apply(variables, state, rows, self.num_tokens, method='extend_rows')
+      after: tuple[_State, NewTokens] = self._apply(variables, state, rows, self.num_tokens, method='extend_rows')
       return after
 
-    return self._compiled(extend, (1,), self._whole)
+    return self._make_program(extend, (1,), self._whole)
 
-  def _map_rows(self, change: Callable[..., jax.Array], state: State, *others: State) -> State:
+  def _map_rows(self, change: Callable[..., jax.Array], state: _State, *others: _State) -> _State:
     """Changes the arrays of the state that have rows, by a function of an array and its dimension of rows."""
 
-    def of(axis: int, x: jax.Array, *others: jax.Array) -> jax.Array:
+    def change_rows(axis: int, x: jax.Array, *others: jax.Array) -> jax.Array:
       return x if axis == NO_ROWS else change(x, axis, *others)
 
-    return jax.tree.map(of, self._axes, state, *others)
+    return jax.tree.map(change_rows, self._axes, state, *others)
 
 
 def empty_settings(num_rows: int, key_data: np.ndarray) -> RowSettings:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,15 +26,14 @@ from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel
 from praxis_lite.models.decoding import LogitProcessor
-from praxis_lite.runs.batcher import Batcher
-from praxis_lite.runs.constraints import TextConstraint
+from praxis_lite.runs.batcher import Batcher, check_setting
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.drafted import drafted_task
 from praxis_lite.runs.export import ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
-from praxis_lite.runs.prompts import OF_OTHER_DECODERS, Sampling, check_ids, tokenizer_of
+from praxis_lite.runs.prompts import Sampling, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import Datasets, build_datasets, run_keys
 from praxis_lite.runs.scoring import Score, score_rows
@@ -63,20 +61,6 @@ class SamplerSettings(Sampling, total=False):
 @functools.cache
 def _hints() -> dict[str, Any]:
   return get_type_hints(SamplerSettings)
-
-
-def _check_setting_of_batcher(name: str) -> None:
-  """Raises ConfigError if a batcher has no such setting for all of its requests."""
-  of_request = inspect.signature(Batcher.submit).parameters
-  of_sampler = {field for field in Sampling.__annotations__ if field not in OF_OTHER_DECODERS}
-  if name in of_sampler:
-    return
-  if name in of_request:
-    raise ConfigError(f'batcher: {name} is a setting of a request; give it to submit')
-  known = [*inspect.signature(TrainedModel.batcher).parameters, *of_sampler]
-  if name in _hints():
-    raise ConfigError(f'batcher: {name}: a batcher does not support it; use TrainedModel.decode')
-  raise ConfigError(f'batcher: there is no setting {name!r}.{did_you_mean(name, known)}')
 
 
 class ExportOptions(TypedDict, total=False):
@@ -298,7 +282,7 @@ class TrainedModel:
     for name, value in {**settings, **others}.items():
       with prefix_errors(f'decode: {name}'):
         fit(value, _hints()[name], None)
-    constraint = self._prompts.constraint(regex, json_schema)
+    constraint = self._prompts.find_constraint(regex, json_schema)
     if constraint is not None:
       settings['logit_processors'] = (*(logit_processors or ()), constraint)
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
@@ -309,10 +293,10 @@ class TrainedModel:
         raise ConfigError(f'decode: lookup = {lookup}: the draft model guesses the tokens; leave out one of them')
       if beam_size is not None:
         raise ConfigError(f'decode: beam_size = {beam_size}: beam search takes no draft; leave out one of them')
-      model = self._with_draft(draft)
+      model = self._add_draft(draft)
     else:
       model = self
-    return model._decode(prompts, settings, key, stop, stream, batch_size, statistics, constraint)
+    return model._decode(prompts, settings, key, stop, stream, batch_size, statistics)
 
   def _decode(
     self,
@@ -323,14 +307,13 @@ class TrainedModel:
     stream: Callable[[int, Any], object] | None,
     batch_size: int | None,
     statistics: DraftStatistics | None,
-    constraint: TextConstraint | None,
   ) -> list[str] | list[list[int]] | NestedDict:
     if not isinstance(prompts, Mapping):
       others: Any = {'stop': stop, 'stream': stream, 'batch_size': batch_size, 'statistics': statistics}
       return self._prompts.decode(prompts, settings, key, **others)
     if stop or stream is not None or batch_size is not None:
       raise ConfigError('decode: stop, stream and batch_size need prompts, but this is a batch of arrays')
-    tasks = self._prompts.set_sampler(settings, [] if constraint is None else [constraint.eos_id])
+    tasks = self._prompts.set_sampler(settings)
     check_memory_of_batch(tasks.jax_task.model, tasks.mesh, prompts)
     decoded = self._decode_rows(tasks, prompts, key)
     if statistics is not None:
@@ -366,7 +349,7 @@ class TrainedModel:
         setting is not valid.
     """
     for name, value in settings.items():
-      _check_setting_of_batcher(name)
+      check_setting(name, of_decode=_hints())
       with prefix_errors(f'batcher: {name}'):
         fit(value, _hints()[name], None)
     tasks = self._prompts.set_sampler(settings)
@@ -454,7 +437,7 @@ class TrainedModel:
 
   # ---------------------------------------------------------------- how
 
-  def _with_draft(self, draft: TrainedModel) -> TrainedModel:
+  def _add_draft(self, draft: TrainedModel) -> TrainedModel:
     """Returns a model of this one and a smaller one that guesses its tokens."""
     if self._drafted is None or self._drafted[0] is not draft:
       config = drafted_task(self.config.task, draft.config.task)

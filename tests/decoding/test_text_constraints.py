@@ -56,7 +56,7 @@ class RandomModel:
 
 def continuations(constraint, tokenizer, seeds=(0,), decoder=Sampler, **fields):
   """The texts of the rows that are no filler, for each model; each also says whether it was complete."""
-  settings = {'max_decode_steps': 60, 'stop_ids': (constraint.eos_id,), 'logit_processors': (constraint,), **fields}
+  settings = {'max_decode_steps': 60, 'logit_processors': (constraint,), **fields}
   config = Config(decoder, **settings).instantiate()
   ids = np.minimum(PROMPTS, tokenizer.vocab_size - 2)
 

@@ -53,13 +53,7 @@ class Bart(Family):
     model.lm_tpl.softmax_tpl.scale_sqrt_depth = bool(hf['scale_embedding'])
     model.packed = False
     model.start_id, model.source_end_id = hf['decoder_start_token_id'], hf['eos_token_id']
-    for field in ('start_id', 'source_end_id'):
-      value = getattr(model, field)
-      if type(value) is not int or not 0 <= value < hf.size('vocab_size'):
-        raise ConfigError(
-          f'{hf.where}: decoder_start_token_id or eos_token_id gives {value!r}; expected an id below vocab_size = '
-          f'{hf.size("vocab_size")}'
-        )
+    hf.check_ids('decoder_start_token_id or eos_token_id', model.start_id, model.source_end_id)
     return model
 
   def values(self, lm: TransformerEncoderDecoder) -> Values:

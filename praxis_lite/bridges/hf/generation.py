@@ -19,7 +19,10 @@ GENERATION_FILE = 'generation_config.json'
 # transformers takes the 50 most probable tokens unless the file says otherwise.
 _SAMPLED: dict[str, Any] = {'temperature': 1.0, 'top_k': 50, 'top_p': 1.0, 'min_p': None, 'typical_p': 1.0}
 _ALWAYS: dict[str, Any] = {
-  **{'repetition_penalty': 1.0, 'no_repeat_ngram_size': 0, 'max_new_tokens': None, 'min_new_tokens': 0},
+  'repetition_penalty': 1.0,
+  'no_repeat_ngram_size': 0,
+  'max_new_tokens': None,
+  'min_new_tokens': 0,
 }
 # Those of a beam search, which is made if there are several beams and nothing is sampled.
 _OF_BEAMS: dict[str, Any] = {'num_beams': 1, 'length_penalty': 1.0, 'num_beam_groups': 1, 'diversity_penalty': 0.0}

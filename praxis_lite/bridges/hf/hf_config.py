@@ -66,6 +66,13 @@ class HfConfig:
       raise ConfigError(f'{self.where}: {name} = {value}; expected at most {most:,}')
     return value
 
+  def check_ids(self, names: str, *ids: object) -> None:
+    """Raises ConfigError unless these values, which fields of these names give, are ids of tokens."""
+    for value in ids:
+      if type(value) is not int or not 0 <= value < self.size('vocab_size'):
+        most = self.size('vocab_size')
+        raise ConfigError(f'{self.where}: {names} gives {value!r}; expected an id below vocab_size = {most}')
+
   def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
     """Returns a finite number, from `of` if given; raises ConfigError if the value is not one."""
     value = self[name] if of is None else of[name]

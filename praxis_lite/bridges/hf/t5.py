@@ -61,13 +61,7 @@ class T5(Family):
       norm.epsilon = hf.number('layer_norm_epsilon')
     model.start_id = hf['pad_token_id'] if start is None else start
     model.source_end_id = hf['eos_token_id']
-    for field in ('start_id', 'source_end_id'):
-      value = getattr(model, field)
-      if type(value) is not int or not 0 <= value < hf.size('vocab_size'):
-        raise ConfigError(
-          f'{hf.where}: decoder_start_token_id, pad_token_id or eos_token_id gives {value!r}; expected an id below '
-          f'vocab_size = {hf.size("vocab_size")}'
-        )
+    hf.check_ids('decoder_start_token_id, pad_token_id or eos_token_id', model.start_id, model.source_end_id)
     return model
 
   def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:

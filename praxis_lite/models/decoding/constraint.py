@@ -18,7 +18,13 @@ from praxis_lite.common.errors import ConfigError
 
 
 class Constraint:
-  """A logit processor to which a decoder passes the lengths of prompts too. Subclasses define `allowed_tokens`."""
+  """A logit processor to which a decoder passes the lengths of prompts too. Subclasses define `allowed_tokens`.
+
+  Attributes:
+    stop_ids: tokens that end a text of the form, which are stop tokens of a decoder with this constraint.
+  """
+
+  stop_ids: tuple[int, ...] = ()
 
   def allowed_tokens(self, continuation: tuple[int, ...], vocab_size: int) -> np.ndarray:
     """Returns which tokens may follow, [V] bool, at least one of them. It runs on the host.

@@ -37,7 +37,7 @@ class Decoder(Configurable):
     presence_penalty, frequency_penalty: see `penalize_counts`; prompts do not count.
     no_repeat_ngram_size: see `exclude_ngrams`; 0 and None allow repetitions.
     max_context: number of last tokens that the model sees; None means all, limited only by its number of positions.
-    stop_ids: tokens that end a row.
+    stop_ids: tokens that end a row; those of a `Constraint` are added.
     logit_processors: functions of yours that change the logits after all penalties, see `processors.py`; or a
       `Constraint`.
   """
@@ -56,6 +56,9 @@ class Decoder(Configurable):
     for field, valid, expected in self._checks():
       if not valid:
         raise ConfigError(f'{type(self).__name__}.{field}: expected {expected}, got {getattr(self, field)}')
+    for processor in self.logit_processors:
+      if isinstance(processor, Constraint):
+        self.stop_ids = (*self.stop_ids, *processor.stop_ids)
 
   def _checks(self) -> Iterator[tuple[str, bool, str]]:
     """Yields (field, whether its value is valid, what would be)."""

@@ -15,6 +15,7 @@ Decoding is a pure function that runs inside jit. The program contains the model
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Generic, NamedTuple
 
@@ -59,6 +60,10 @@ class Draws(NamedTuple):
 
   row_B: jax.Array | None = None
   num_drawn_B: jax.Array | None = None
+
+  def given_lengths(self, prompt_lengths_B: jax.Array) -> jax.Array:
+    """Returns the lengths of the prompts without what earlier calls have drawn."""
+    return prompt_lengths_B if self.num_drawn_B is None else prompt_lengths_B - self.num_drawn_B
 
 
 class _Progress(NamedTuple):
@@ -171,4 +176,9 @@ def row_keys(key: jax.Array | None, draws: Draws, lengths_B: jax.Array, number: 
   zeros_B = jnp.zeros_like(lengths_B)
   row_B = jnp.arange(len(zeros_B), dtype=jnp.int32) if draws.row_B is None else draws.row_B
   number_B = number + (zeros_B if draws.num_drawn_B is None else draws.num_drawn_B)
-  return jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(key, at), row))(row_B, number_B)
+  return jax.vmap(functools.partial(token_key, key))(number_B, row_B)
+
+
+def token_key(key: jax.Array, number: jax.Array, row: jax.Array | int) -> jax.Array:
+  """Returns the key of token `number` of a row, in a batch with this key."""
+  return jax.random.fold_in(jax.random.fold_in(key, number), row)

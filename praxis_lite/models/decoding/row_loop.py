@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.models.decoding.loop import token_key
 from praxis_lite.models.decoding.processors import LogitProcessor
 from praxis_lite.models.decoding.reading import NEXT_TOKEN
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
@@ -100,7 +101,7 @@ class RowLoop(Generic[DecodingState]):
         if self.adjust is not None:
           logits_BV = self.adjust(logits_BV, ids_BL, lengths_B)
         number_B = lengths_B - rows.prompt_lengths
-        keys_B = jax.vmap(_token_key)(rows.keys, number_B)
+        keys_B = jax.vmap(token_key, in_axes=(0, 0, None))(rows.keys, number_B, 0)  # As in a batch of one row.
         ids_B = self.draw(logits_BV, keys_B, rows.temperatures)
       place_B = jnp.where(goes_on_B, lengths_B, ids_BL.shape[1])
       state = RowsState(model, ids_BL.at[row_B, place_B].set(ids_B, mode='drop'))
@@ -113,8 +114,3 @@ class RowLoop(Generic[DecodingState]):
     carry = jnp.int32(0), state, nothing, goes_on_B
     _, state, new, _ = jax.lax.while_loop(lambda c: (c[0] < self.num_tokens) & jnp.any(c[-1]), add_token, carry)
     return state, new
-
-
-def _token_key(key: jax.Array, number: jax.Array) -> jax.Array:
-  """Returns the key of a token, that of a row alone in a batch with this key."""
-  return jax.random.fold_in(jax.random.fold_in(key, number), 0)

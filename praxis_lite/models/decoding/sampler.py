@@ -48,9 +48,14 @@ class DrawingDecoder(Decoder):
     return self.temperature != 0
 
   @property
+  def _restrictions(self) -> dict[str, Any]:
+    """The settings that restrict what is drawn, under the names of `sample_tokens`."""
+    return {name: getattr(self, name) for name in CANDIDATE_SETTINGS}
+
+  @property
   def _settings(self) -> dict[str, Any]:
     """The settings that `sample_tokens` takes."""
-    return {'temperature': self.temperature, **{name: getattr(self, name) for name in CANDIDATE_SETTINGS}}
+    return {'temperature': self.temperature, **self._restrictions}
 
   def draw(self, logits_BV: jax.Array, keys_B: jax.Array | None) -> jax.Array:
     """Returns a token for each row; see `sample_tokens`."""
@@ -73,8 +78,7 @@ class Sampler(DrawingDecoder):
       prompt_lengths_B: int32, how many first tokens of each row are its prompt.
       num_tokens: how many tokens a call adds to each row.
     """
-    settings = {name: getattr(self, name) for name in CANDIDATE_SETTINGS}
-    draw = functools.partial(sample_rows, **settings)
+    draw = functools.partial(sample_rows, **self._restrictions)
     return RowLoop(steps, draw, self._adjuster(prompt_lengths_B), self.stop_ids, num_tokens)
 
   def decode(
@@ -103,7 +107,7 @@ class Sampler(DrawingDecoder):
     return DecodingLoop(
       self._reader(steps, prompt_ids_BP, prompt_lengths_B, chunk),
       self.draw,
-      self._adjuster(prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B),
+      self._adjuster(draws.given_lengths(prompt_lengths_B)),
       self.stop_ids,
       key=key,
       draws=draws,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
 
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # The least temperature that is not taken for 0.
 MOST_TEMPERATURE = 1e30  # Of a row of its own temperature: above, 1 / temperature is not a normal float32.
 # Settings of `sample_tokens` that restrict what is drawn.
 CANDIDATE_SETTINGS = ('top_k', 'top_p', 'min_p', 'typical_p', 'top_n_sigma')
@@ -78,10 +79,10 @@ def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Arra
     temperature_B: float32, from 0 to `MOST_TEMPERATURE`.
     **settings: the other ones of `sample_tokens`.
   """
-  is_greedy_B = temperature_B < jnp.finfo(jnp.float32).tiny
+  is_greedy_B = temperature_B < _TINY
 
   def draw() -> jax.Array:
-    scale = functools.partial(_scale_rows, temperature_B=temperature_B)
+    scale = functools.partial(_scale_rows, temperature_B=jnp.where(is_greedy_B, 1.0, temperature_B))
     logits_BC, ids_BC = _candidates(logits_BV, scale, **settings)
     return _ids_of(jax.vmap(jax.random.categorical)(keys_B, logits_BC), ids_BC)
 
@@ -92,7 +93,7 @@ def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Arra
 
 def is_greedy(temperature: float) -> bool:
   """Whether this temperature takes the most probable token."""
-  return temperature < float(jnp.finfo(jnp.float32).tiny)
+  return temperature < _TINY
 
 
 def candidate_logits(logits_BV: jax.Array, *, temperature: float = 1.0, **settings: Any) -> jax.Array:
@@ -180,7 +181,7 @@ def _keep_within_sigmas(logits_BV: jax.Array, top_n_sigma: float | None) -> jax.
 
 def _scale(logits_BV: jax.Array, temperature: float) -> jax.Array:
   """Returns logits / temperature, float32, or if that would overflow, logits with the same softmax."""
-  if temperature * float(jnp.finfo(jnp.float32).tiny) > 1:  # A factor of 1 / temperature would be zero.
+  if temperature * _TINY > 1:  # A factor of 1 / temperature would be zero.
     return jnp.where(logits_BV == -jnp.inf, -jnp.inf, 0.0)  # All possible tokens become equally probable.
   if temperature >= 1:
     return logits_BV / temperature
@@ -194,7 +195,6 @@ def _scale_up(logits_BV: jax.Array, temperature: float | jax.Array) -> jax.Array
 
 
 def _scale_rows(logits_BV: jax.Array, temperature_B: jax.Array) -> jax.Array:
-  """Returns what `_scale` does, for a temperature of each row."""
-  is_greedy_B1 = (temperature_B < jnp.finfo(jnp.float32).tiny)[:, None]
-  temperature_B1 = jnp.where(is_greedy_B1, 1.0, temperature_B[:, None])
+  """Returns what `_scale` does, for a temperature of each row, up to `MOST_TEMPERATURE`."""
+  temperature_B1 = temperature_B[:, None]
   return jnp.where(temperature_B1 >= 1, logits_BV / temperature_B1, _scale_up(logits_BV, temperature_B1))

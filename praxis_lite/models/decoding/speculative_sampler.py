@@ -80,7 +80,7 @@ class SpeculativeSampler(DrawingDecoder):
           'cannot be taken back; use a Sampler'
         )
     draws = draws or Draws()
-    adjust = self._adjuster(prompt_lengths_B if draws.num_drawn_B is None else prompt_lengths_B - draws.num_drawn_B)
+    adjust = self._adjuster(draws.given_lengths(prompt_lengths_B))
     keys = functools.partial(row_keys, key, draws, prompt_lengths_B)
 
     def draw(logits_BV: jax.Array, number_B: jax.Array) -> jax.Array:
