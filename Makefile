@@ -1,5 +1,5 @@
-# `make demo` trains the default experiment; `make test` runs the tests, and `make test-fast` only the fast ones; `make
-# site` builds the documentation in site/; `make release` builds a release and tests it. All of them set up .venv first.
+# `make demo` trains the default experiment; `make test` runs the tests that together take about ten minutes on two
+# cores, and `make test-slow` all others; `make site` builds the documentation in site/; `make release` builds a release and tests it. All of them set up .venv first.
 # They need only make, Python 3.11 or newer (PYTHON=... chooses one) and a package index.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ RUN_DIR ?= runs/demo
 # A worker runs whole files, so that what the tests of a file share is computed once; conftest.py gives the order.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast lint types site release clean
+.PHONY: demo test test-slow lint types site release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/praxis-lite train --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR)
@@ -18,10 +18,10 @@ demo: $(VENV)/.installed
 	  --prompt="$$(printf 'class Reader:\n    def __init__(self, name):\n        self.name = name\n        self.')"
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) tests
-
-test-fast: $(VENV)/.installed-dev
 	$(PYTEST) -m 'not slow' tests
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

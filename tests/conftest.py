@@ -72,8 +72,16 @@ def _jax_is_known():
   assert told[before:] == []
 
 
+@pytest.hookimpl(tryfirst=True)  # Before pytest reads the markers for `-m`.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   """Files with slow tests come first: a worker takes a file at a time, and the last ones should be short."""
+  seen = set()
+  for item in items:
+    if item.get_closest_marker('slow_cases'):
+      function = item.nodeid.partition('[')[0]
+      if function in seen:
+        item.add_marker('slow')
+      seen.add(function)
   slow = {item.path for item in items if item.get_closest_marker('slow')}
   items.sort(key=lambda item: item.path not in slow)
 

@@ -24,6 +24,7 @@ def side_outputs(**fields):
   return SideOutputs(**{'summaries': {}, 'aux_losses': {}, 'updates': {}, 'decode_state': {}, **fields})
 
 
+@pytest.mark.slow
 def test_key_of_a_path_is_the_same_in_every_process():
   program = (
     'import jax; from praxis_lite.layers.base import call;'

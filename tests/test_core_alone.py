@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = pathlib.Path(__file__).parent.parent
 REMOVED = ('bridges', 'instruments/plan', 'instruments/verification', 'partitioning', 'runs/cluster')
 
@@ -61,6 +59,7 @@ print('REMOVED', [name for name in sys.modules if name.startswith({removed})])
 """
 
 
+@pytest.mark.slow
 def test_an_experiment_runs_without_the_wings_around_the_core_and_tensorflow(tmp_path):
   def without_caches(folder, names):
     return [name for name in names if name == '__pycache__']

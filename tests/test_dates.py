@@ -12,8 +12,6 @@ from praxis_lite.instruments.verification import format_verification, verify
 from praxis_lite.runs import run_decode, run_train
 from praxis_lite.training.experiment import configure
 
-pytestmark = pytest.mark.slow
-
 
 def test_dates_are_of_all_forms_and_no_day_is_in_both_parts():
   train, validation = date_pairs(), date_pairs('validation')
@@ -28,6 +26,7 @@ def test_dates_are_of_all_forms_and_no_day_is_in_both_parts():
     assert datetime.datetime.strptime(source, by_hand[number % 6]).date() == expected
 
 
+@pytest.mark.slow
 def test_it_learns_dates_that_it_has_not_seen_and_decodes_them(tmp_path):
   """Two of the six forms, in a third of the steps."""
   config = configure(Dates)
@@ -51,6 +50,7 @@ def two_forms(split):
   return [pair for number, pair in enumerate(date_pairs(split)) if number % 6 < 2]
 
 
+@pytest.mark.slow
 def test_packed_pairs_are_right_on_a_mesh_that_divides_nothing():
   config = configure(DatesTiny)
   config.task.set(ici_mesh_shape=(2, 2, 2))

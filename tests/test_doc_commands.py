@@ -29,7 +29,7 @@ PROGRAMS = ('praxis-lite', 'python', 'make', 'pip', 'source', 'eval', 'tensorboa
 IN_A_SENTENCE = re.compile(rf'(?<!`)`((?:{"|".join(PROGRAMS)})\s[^`]+)`')
 
 NOT_RUN = {
-  r'make (demo|test|test-fast|site)': 'installs from a package index; START has the commands of demo',
+  r'make (demo|test|test-slow|site)': 'installs from a package index; START has the commands of demo',
   r'pip install .*|python -m venv .*': 'installs from a package index',
   r'source \.venv/bin/activate': 'is for a shell, and the environment of make',
   r'tensorboard --logdir=runs': 'is a server, of another package',

@@ -14,11 +14,10 @@ from praxis_lite.instruments.verification import format_verification, verify
 from praxis_lite.runs import run_train
 from praxis_lite.training.experiment import configure
 
-pytestmark = pytest.mark.slow
-
 LETTERS = b'abcdefghijkl'
 
 
+@pytest.mark.slow
 def test_it_learns_to_predict_hidden_bytes_and_predicts_them_in_a_loaded_run(tmp_path):
   """A text that counts through 12 letters: any neighbour tells a hidden one, and a guess is right once in 12."""
   (tmp_path / 'text').write_bytes(LETTERS * 99)
@@ -48,6 +47,7 @@ def test_half_of_the_pairs_of_dates_are_the_same_day():
   assert source.num_examples == 1024 and source.get_next()['token_type_ids'].any()
 
 
+@pytest.mark.slow
 def test_packed_documents_are_right_on_a_mesh_that_divides_nothing():
   config = configure(StdlibBertTiny)
   config.task.set(ici_mesh_shape=(2, 2, 2))

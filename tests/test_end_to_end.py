@@ -27,8 +27,6 @@ from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-pytestmark = pytest.mark.slow
-
 ON_8_DEVICES = ('--devices=8', '--set=task.ici_mesh_shape=(2, 2, 2)')
 
 
@@ -107,6 +105,7 @@ def test_evaluating_its_checkpoint_gives_what_training_gave(run_here, trained):
   assert 'step 10 ' in run_here('eval', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}', '--step=10')
 
 
+@pytest.mark.slow
 def test_prompts_are_continued_greedily_the_same_and_sampled_by_seed(run, run_here, trained):
   directory, _ = trained
   decode = ('decode', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}', '--max_tokens=12')
@@ -270,6 +269,7 @@ def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, r
     np.testing.assert_array_equal(ours[path], value, err_msg=path)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   ('first', 'then'),
   [((2, 2, 2), (1, 1, 1)), ((1, 1, 1), (2, 2, 2)), ((2, 2, 2), (1, 3, 1))],

@@ -21,8 +21,6 @@ from praxis_lite.sharding.mesh import create_device_mesh
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 
-pytestmark = pytest.mark.slow
-
 STEPS = 50
 AXES = ('replica', 'data', 'mdl')
 SMALLER = {
@@ -68,6 +66,7 @@ def losses_of_one_device():
   return train((1, 1, 1))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('shape', MESHES.values(), ids=MESHES)
 def test_the_loss_curve_is_that_of_one_device_on_padded_and_sharded_state(shape):
   expected = losses_of_one_device()

@@ -15,8 +15,6 @@ import zipfile
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = ('experiments', 'praxis_lite', 'tasks')
 
@@ -126,6 +124,7 @@ def test_a_wheel_has_one_name_and_all_modules(wheel):
   assert {p.relative_to(wheel) for p in wheel.rglob('*.py')} == ours
 
 
+@pytest.mark.slow_cases
 def test_own_and_built_in_experiments_are_listed_together(printed):
   _, listed = printed
   summaries = [line.split(maxsplit=1) for line in listed]
@@ -143,6 +142,7 @@ def test_names_find_own_and_built_in_experiments(printed):
   assert dict(line.split(maxsplit=1) for line in found) == NAMES
 
 
+@pytest.mark.slow
 def test_in_a_checkout_no_experiment_is_imported_twice():
   everything = 'from praxis_lite.training import registry; print(registry.load_all(), *registry.names(), sep="\\n")'
   names = python('-c', everything, cwd=ROOT, path=ROOT)
@@ -195,6 +195,7 @@ Twice(first=layer)
 """
 
 
+@pytest.mark.slow
 def test_the_types_of_the_wheel_reach_the_project_of_a_user(wheel, tmp_path):
   assert (wheel / 'praxis_lite' / 'py.typed').exists()
   (tmp_path / 'mine.py').write_text(USER_PROJECT)

@@ -43,6 +43,7 @@ def with_lists(package, text):
   return DIRECTIVE.sub(listed, text)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('page', PAGES, ids=lambda p: p.stem)
 def test_the_page_lists_its_names(page, package):
   text = page.read_text()

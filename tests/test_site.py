@@ -11,8 +11,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / 'praxis_lite'
 
@@ -41,6 +39,7 @@ def site(folder):
   return {str(page.relative_to(folder)): page.read_text() for page in sorted(folder.rglob('*.html'))}
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_from_elsewhere(site):
   assert 'index.html' in site
   for name, text in site.items():

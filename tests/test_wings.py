@@ -98,6 +98,7 @@ def test_imports_point_downward(path):
   assert not wrong, wrong
 
 
+@pytest.mark.slow
 def test_a_run_knows_the_cluster_only_where_its_observers_are_attached():
   allowed = ('runs', 'runs.cluster', 'runs.loop.observers', 'cli')  # Not what is in `runs`, only its list of names.
   for module, path in MODULES.items():
@@ -105,6 +106,7 @@ def test_a_run_knows_the_cluster_only_where_its_observers_are_attached():
     assert not found or module in allowed or is_in(module, 'runs.cluster') or is_in(module, 'cli'), (module, found)
 
 
+@pytest.mark.slow
 def test_there_are_no_circles():
   graph = {name: {other for _, other in imports(path) if other != name} for name, path in MODULES.items() if name}
   done, path = set(), []

@@ -131,6 +131,7 @@ COMMAND_LINES = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(('arguments', 'message'), COMMAND_LINES.values(), ids=COMMAND_LINES)
 def test_a_mistyped_command_line_is_told(capsys, arguments, message):
   assert re.search(message, fails(capsys, *arguments))
@@ -286,6 +287,7 @@ OVERRIDES = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(('override', 'message'), OVERRIDES.values(), ids=OVERRIDES)
 def test_a_config_that_cannot_be_is_told_and_nothing_is_written(capsys, tmp_path, override, message):
   told = fails(capsys, 'train', TINY, f'--job_log_dir={tmp_path / "runs" / "1"}', '--set', override)

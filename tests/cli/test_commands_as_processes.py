@@ -13,8 +13,6 @@ import pytest
 from quick_xla import xla_flags
 from warm_python import started
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = pathlib.Path(sys.executable).parent / 'praxis-lite'
 PROGRAM = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, '-m', 'praxis_lite.cli.main']
 
@@ -79,6 +77,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, name):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.slow
 def test_training_on_a_mesh_warns_of_what_check_finds(tmp_path):
   arguments = ['--exp=lm.SyntheticLmTiny', '--set', 'task.train.num_train_steps=1', '--job_log_dir=run']
   one = run('train', *arguments, cwd=tmp_path)
@@ -106,6 +105,7 @@ SLOW = (
 )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('module', ['slow.py', 'absl.py'], ids=['in user code', 'in the first imports'])
 def test_an_interrupt_before_the_first_step_ends_the_process_at_once(tmp_path, module):
   (tmp_path / module).write_text(SLOW)
@@ -165,6 +165,7 @@ with StopSignals():
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_compilation_is_told_and_a_second_one_ends_it():
   process = subprocess.Popen(
     [sys.executable, '-c', COMPILING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -178,6 +179,7 @@ def test_an_interrupt_of_a_compilation_is_told_and_a_second_one_ends_it():
   assert process.returncode == 130
 
 
+@pytest.mark.slow
 def test_a_prompt_of_stray_bytes_is_told(tmp_path):
   done = run(
     'train', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', '--set', 'task.train.num_train_steps=1', cwd=tmp_path
@@ -199,6 +201,7 @@ def ended_after_a_line(*arguments, cwd):
   return line, command.returncode, err
 
 
+@pytest.mark.slow
 def test_training_that_loses_its_reader_is_not_done(tmp_path):
   flags = ['--exp=lm.SyntheticLmTiny', '--job_log_dir=run', '--set=task.train.num_train_steps=3000']
   _, code, err = ended_after_a_line('train', *flags, cwd=tmp_path)

@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 # Each takes a good part of a second, TensorFlow several.
 HEAVY = {'tensorflow', 'orbax', 'sklearn', 'sentencepiece', 'tensorboardX', 'scipy.stats', 'matplotlib', 'pandas'}
 ALL = """

@@ -16,8 +16,6 @@ from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.predict_files import predict_files
 from praxis_lite.training.experiment import configure
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
@@ -38,6 +36,7 @@ def predicted(run, capsys):
   return predict
 
 
+@pytest.mark.slow
 def test_files_of_arrays_and_of_lines_give_what_the_model_predicts(run, predicted, tmp_path):
   ids = np.random.default_rng(0).integers(0, 256, (5, 8))
   np.savez(tmp_path / 'new.npz', ids=ids[:3])
@@ -113,6 +112,7 @@ def test_lines_of_other_lengths_are_predicted_one_by_one_and_no_arrays_are_an_er
   assert code == 2 and told.endswith('a.npz: has no examples\n')
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(('files', 'content', 'message'), WRONG.values(), ids=WRONG)
 def test_files_that_cannot_be_predicted_are_one_line(predicted, tmp_path, monkeypatch, files, content, message):
   monkeypatch.chdir(tmp_path)

@@ -24,6 +24,7 @@ def eight_devices():
   assert jax.device_count() == 8
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'command', [['show'], ['show', '--sharding'], ['show', '--devices=8'], ['plan', '--topology=cpu:8', '--nocompile']]
 )
@@ -72,6 +73,7 @@ def test_another_shape_is_one_line_with_what_to_write(capsys, given):
   assert 'as in (-1, 1, 1)' in err and err.count('\n') == 1
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('command', [['show'], ['check'], ['plan', '--topology=cpu:8', '--nocompile']])
 def test_devices_that_suffice_for_a_mesh_are_accepted(capsys, command):
   arguments = [*command, REST[0], '--set=task.ici_mesh_shape=(2,2,2)']

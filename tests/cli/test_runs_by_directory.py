@@ -43,6 +43,7 @@ def call(capsys, command, run, *arguments, code=0):
   return err if code else out
 
 
+@pytest.mark.slow
 def test_eval_show_check_verify_and_decode_need_no_experiment(run, capsys):
   assert re.search(r'step 2 eval/valid', call(capsys, 'eval', run))
   assert 'task.model.hidden = 9' in call(capsys, 'show', run)
@@ -125,6 +126,7 @@ def test_a_command_that_restores_says_how_the_config_of_exp_differs(run, capsys)
   assert capsys.readouterr().err == ''
 
 
+@pytest.mark.slow
 def test_code_of_the_user_is_imported_where_it_is_trusted_only(run, tmp_path):
   """In a process of another user, who has not named it for this run."""
 

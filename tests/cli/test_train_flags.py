@@ -17,8 +17,6 @@ from warm_python import started
 
 from praxis_lite.cli.main import main
 
-pytestmark = pytest.mark.slow
-
 RUNTIME = pathlib.Path(__file__).parent.parent / 'runs'
 EXPERIMENT = f"""
 import os, sys
@@ -50,6 +48,7 @@ def flags(tmp_path):
   return [f'--exp={tmp_path}/tiny.py:Tiny', f'--job_log_dir={tmp_path}/run', '--nocompilation_cache']
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
 def test_a_run_that_a_signal_ends_is_saved_and_exits_as_shells_expect(tmp_path, flags, name):
   gate = tmp_path / 'gate'
@@ -65,6 +64,7 @@ def test_a_run_that_a_signal_ends_is_saved_and_exits_as_shells_expect(tmp_path, 
   assert 'saved in' in out and any((tmp_path / 'run' / 'checkpoints').iterdir())
 
 
+@pytest.mark.slow
 def test_steps_are_profiled_the_best_is_kept_and_nothing_heavy_is_imported(tmp_path, flags, capsys):
   best = ['--set=task.train.best_metric=loss', '--set=task.train.best_metric_mode=max', '--set=datasets[*].gate=']
   command = [sys.executable, '-c', COMMAND, 'train', *flags, '--profile_steps=3:4', *best]
@@ -104,6 +104,7 @@ def test_a_step_that_is_no_step_is_told(capsys):
   assert '--step=last: expected a step such as 500, or best' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_on_windows_the_command_line_says_what_is_supported(tmp_path):
   windows = 'import sys; sys.modules["fcntl"] = None; import jax; sys.platform = "win32"\n'
   code = """

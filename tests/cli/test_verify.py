@@ -22,6 +22,7 @@ def test_an_experiment_that_is_right(capsys):
   assert 'mesh data 2 x mdl 4 = 8 devices' in out and 'right: as on one device: gradients of 7 rows' in out
 
 
+@pytest.mark.slow
 def test_an_experiment_that_is_wrong_exits_with_1(capsys, monkeypatch):
   """Without guards, and with rows over two axes, one of which splits the weight."""
   monkeypatch.setattr(partitioned_step, 'guard', lambda lowered: [])

@@ -81,6 +81,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('reference', HOSTILE)
 @pytest.mark.parametrize('form', ['$config', '$ref', '$object', '$enum', '$partial'])
 def test_nothing_that_could_do_harm_is_read(reference, form, monkeypatch):

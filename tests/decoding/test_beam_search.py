@@ -111,6 +111,7 @@ def check(decoded, row, expected, prompt, context=99):
   assert decoded.lengths[row] == decoded.beam_lengths[row, 0]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('stops, alpha', [((), 0.6), ((2,), 0.0), ((0, 3), 0.6), ((2,), 3.0), ((0, 1, 2, 3), 1.0)])
 def test_with_as_many_beams_as_continuations_the_search_is_exhaustive(stops, alpha):
   decoded = decode(max_decode_steps=4, beam_size=V**4, num_best=12, stop_ids=stops, length_penalty=alpha)
@@ -119,6 +120,7 @@ def test_with_as_many_beams_as_continuations_the_search_is_exhaustive(stops, alp
     check(decoded, row, enumerate_all(prompt, 4, stops, alpha)[:12], prompt)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'fields, arguments',
   [
@@ -146,6 +148,7 @@ def test_a_few_beams_are_those_of_a_search_by_hand(fields, arguments):
     check(decoded, row, expected, prompt, by_hand['context'])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'early, alpha, penalties',
   [(False, 0.0, {}), (True, 1.5, {}), (False, 0.0, {'repetition_penalty': 1.4, 'no_repeat_ngram_size': 2})],
@@ -169,6 +172,7 @@ def test_penalties_change_what_is_ranked_and_not_the_log_probs():
     check(decoded, row, search_by_hand(prompt, 3, 3, 3, (2,), adjust=no_repetition), prompt)
 
 
+@pytest.mark.slow
 def test_rows_may_be_wide_limited_fillers_or_alone():
   fields = {'max_decode_steps': 12, 'beam_size': 3, 'num_best': 2, 'stop_ids': (2,)}
   wide = np.pad(np.vstack([PROMPTS, PROMPTS[:1]]), ((0, 0), (0, 13)), constant_values=3)
@@ -209,6 +213,7 @@ def search_in_groups(prompt, steps, beam_size, num_groups, penalty, num_best, st
   return sorted(found, key=lambda pair: -pair[0])[:num_best]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('groups, penalty, stops', [(2, 0.9, (2,)), (4, 1.5, ()), (2, 0.0, (0, 3)), (4, 9.0, (1,))])
 def test_groups_of_beams_are_those_of_a_search_by_hand(groups, penalty, stops):
   fields = {'max_decode_steps': 6, 'beam_size': 4, 'num_best': 3, 'stop_ids': stops}
@@ -218,6 +223,7 @@ def test_groups_of_beams_are_those_of_a_search_by_hand(groups, penalty, stops):
     check(decoded, row, search_in_groups(prompt, 6, 4, groups, penalty, 3, stops), prompt)
 
 
+@pytest.mark.slow
 def test_a_penalty_makes_groups_differ():
   alike, diverse = (
     decode(max_decode_steps=4, beam_size=4, num_best=4, num_groups=4, diversity_penalty=penalty)
@@ -244,6 +250,7 @@ def test_the_metrics_are_those_of_the_best():
   np.testing.assert_allclose(metrics['log_prob'][0], np.asarray(decoded.log_probs).sum() / 10, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_read_once_and_the_search_ends_when_it_can_find_nothing_better():
   def calls(**fields):
     steps = RunningSum()

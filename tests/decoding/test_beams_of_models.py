@@ -16,7 +16,7 @@ from praxis_lite.models.decoding import BeamSearch, beam_rows
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 AXES = ('spare', 'replica', 'data', 'mdl')
 MESHES = [(1, 2, 2, 2), (2, 1, 3, 1)]
@@ -88,6 +88,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('kind', KINDS)
 def test_the_search_is_exhaustive(kind):
   model, variables = make(KINDS[kind]())
@@ -108,6 +109,7 @@ def test_the_search_is_exhaustive(kind):
       np.testing.assert_allclose(decoded['beam_scores'][row, n], score, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_pages_of_caches_are_reordered_as_whole_states_are(monkeypatch):
   """Some layers have rings, and others several pages; prompts are of different lengths."""
   fields = {'beam_size': 3, 'num_best': 3, 'max_decode_steps': 92}
@@ -127,6 +129,7 @@ def test_pages_of_caches_are_reordered_as_whole_states_are(monkeypatch):
     np.testing.assert_allclose(found_log_probs, log_probs[np.arange(len(ids)), ids], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_and_a_short_context_search_like_rows_alone():
   fields = {'beam_size': 3, 'num_best': 2, 'max_decode_steps': 9}
   model = config(**fields, fprop_dtype='bfloat16')
@@ -154,6 +157,7 @@ def check_same(found, expected):
   np.testing.assert_allclose(found['beam_log_probs'], expected['beam_log_probs'], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', MESHES, ids=str)
 def test_a_mesh_searches_like_one_device(mesh):
   fields = {'beam_size': 3, 'num_best': 3, 'max_decode_steps': 6}
@@ -161,6 +165,7 @@ def test_a_mesh_searches_like_one_device(mesh):
   check_same(on_mesh(windows(**fields), mesh, PROMPTS, variables), decode(model, variables, PROMPTS)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('partitioning', ['auto', 'shard_map'])
 def test_int8_caches_and_groups_are_searched_on_a_mesh_as_on_one_device(partitioning):
   def quantized():
@@ -189,6 +194,7 @@ def translator():
   return model
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_searched_exhaustively_on_one_device_and_on_a_mesh():
   model, variables = make(translator())
   sources = {'source_ids': np.random.default_rng(1).integers(0, V, (4, 6)).astype(np.int32)}

@@ -125,6 +125,7 @@ def test_rows_of_length_zero_yield_nothing_and_keep_no_one_waiting():
   assert not decoded.ids[1:].any()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('context', [8, 6])
 @pytest.mark.parametrize('chunk', [2, None])
 def test_wide_arrays_and_chunks_change_nothing(context, chunk):
@@ -140,6 +141,7 @@ def test_wide_arrays_and_chunks_change_nothing(context, chunk):
   np.testing.assert_array_equal(sampled.ids[1, :3], decode(context=context).ids[1, :3])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('penalty, ngram', [(1.7, None), (1.0, 2), (1.3, 3)])
 @pytest.mark.parametrize('context', [None, 5])
 def test_repetitions_of_prompt_and_continuation_are_penalized_and_excluded(penalty, ngram, context):
@@ -179,6 +181,7 @@ def test_processors_of_the_user_apply_after_the_others(cls):
     assert decoded.ids[row, : decoded.lengths[row]].tolist() == new
 
 
+@pytest.mark.slow
 def test_segments_count_only_tokens_of_the_continuation():
   """The last tokens of a prompt may be those of an earlier call."""
   decoder = Config(Sampler, max_decode_steps=6, temperature=0.0, frequency_penalty=0.9).instantiate()

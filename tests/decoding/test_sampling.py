@@ -47,6 +47,7 @@ def truncated(logits, temperature, top_k, top_p, min_p=None, typical_p=None, top
   return expected / expected.sum()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'temperature, top_k, top_p, min_p',
   [

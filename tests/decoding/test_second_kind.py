@@ -145,6 +145,7 @@ def check_row(decoded, row, expected_token=None):
     ids.append(token)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('mesh_shape', [(1, 1), (2, 2)])
 def test_greedy_tokens_are_those_of_logits_computed_token_by_token(mesh_shape):
   decoded, metrics = decode(mesh_shape, temperature=0.0)
@@ -155,6 +156,7 @@ def test_greedy_tokens_are_those_of_logits_computed_token_by_token(mesh_shape):
   assert len({tuple(ids) for ids in decoded['ids'][:5].tolist()}) > 1  # They do depend on the source.
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_log_probs_of_the_model_and_are_the_same_on_a_mesh():
   (one, _), (mesh, _) = (decode(shape, temperature=0.8, top_k=7) for shape in ((1, 1), (2, 2)))
   for row in range(5):

@@ -83,6 +83,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'settings, lookup, draft_tokens, chunk', [*((name, 3, 4, None) for name in SETTINGS), ('history', 1, 1, 2)]
 )
@@ -106,6 +107,7 @@ def check_same(found, plain):
   np.testing.assert_array_less(found.lengths - 1, found.num_passes + found.num_accepted)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'settings, draft_seed, draft_tokens', [('as they are', 1, 1), ('stops', 1, 6), ('history', 0, 3)]
 )
@@ -158,6 +160,7 @@ def chi_square(**settings):
   return (((counts - expected)[is_common] ** 2 / expected[is_common]).sum() + rest) / is_common.sum()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('settings', [{}, {'top_k': 2}], ids=str)
 def test_drawn_tokens_have_the_joint_distribution_of_the_model(settings):
   assert chi_square(**settings) < 1.8  # Of 81 degrees of freedom, 1.8 has a probability below 1e-4.
@@ -173,11 +176,13 @@ def draw_from_p_after_a_rejection(logits_BNV, draft, uniform_BN, keys_BN):
   )
 
 
+@pytest.mark.slow
 def test_the_comparison_of_distributions_sees_a_wrong_residual(monkeypatch):
   monkeypatch.setattr(speculative_sampler, 'reject_drafts', draw_from_p_after_a_rejection)
   assert chi_square() > 4
 
 
+@pytest.mark.slow
 def test_rows_with_a_draft_model_depend_on_their_seed_and_number_only():
   draft = functools.partial(decode, SpeculativeSampler, draft=Tokens(1), temperature=1.0)
   all_rows = draft()

@@ -18,7 +18,7 @@ from praxis_lite.models.decoding import Sampler, SpeculativeSampler
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 AXES = ('spare', 'replica', 'data', 'mdl')
 V, M = 5, 14
@@ -78,6 +78,7 @@ def check_same(found, expected):
   np.testing.assert_allclose(found['log_probs'], expected['log_probs'], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', [kind for kind in KINDS if kind != 'rings and all'])
 def test_every_kind_of_cache_goes_back(kind):
   """Most guesses are wrong, and rows go on from different positions."""
@@ -114,6 +115,7 @@ def on_one_device(temperature):
   return on_mesh(drafted(temperature=temperature), (1, 1, 1, 1), drafted_variables())
 
 
+@pytest.mark.slow
 def test_a_smaller_model_guesses_and_greedy_tokens_are_the_same():
   expected = decode(with_decoder(windows(2), Sampler, temperature=0.0), variables_of('rings and all'))[1]
   found = on_one_device(0.0)
@@ -121,6 +123,7 @@ def test_a_smaller_model_guesses_and_greedy_tokens_are_the_same():
   assert found['num_drafted'].sum() > 0
 
 
+@pytest.mark.slow
 def test_a_mesh_draws_like_one_device():
   """Also with a draft model; the mesh has an axis of 3 and one that is not used."""
   model = drafted(temperature=1.0)

@@ -273,6 +273,7 @@ def test_a_large_slot_of_no_weight() -> None:
   assert problems[0].path.endswith('flat')
 
 
+@pytest.mark.slow
 def test_stages_that_do_not_divide_their_axis() -> None:
   config = configure(registry.get('pipelines.SyntheticLmCircular'))
   config.task.model.num_layers = 6

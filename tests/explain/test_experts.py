@@ -32,6 +32,7 @@ def task(mesh=(2, 4), expert_axis='expert', router=None, **fields):
   return config
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   ('fields', 'kind', 'path', 'message'),
   [
@@ -52,11 +53,13 @@ def test_a_problem_of_experts_is_found_alone(fields, kind, path, message):
   assert message in problem.message
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('fields', [{'dispatch': 'capacity'}, {'exchange_factor': 2.0}, {'mesh': (4, 2)}])
 def test_nothing_is_said_of_experts_that_are_right(fields):
   assert not check(task(**fields), BATCH)
 
 
+@pytest.mark.slow
 def test_parameters_and_slots_on_each_device_fall_with_the_devices_that_split_experts():
   def of_experts(parts):
     report = explain_task(task(mesh=(1, parts)), BATCH)

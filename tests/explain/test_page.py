@@ -24,6 +24,7 @@ def data_of(page: str) -> dict:
   return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1])
 
 
+@pytest.mark.slow
 def test_the_page_refers_to_nothing_outside_it(report: ShardingReport) -> None:
   page = render_page(report, 'x').replace('http://www.w3.org/2000/svg', '')  # The name of SVG, not an address.
   for pattern in (r'https?:', r'\bsrc\s*=', r'<link', r'@import', r'url\((?!#)', r'\bfetch\(', r'XMLHttpRequest'):

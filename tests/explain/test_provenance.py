@@ -154,6 +154,7 @@ def constraints_in(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], tuple[Any, ...
         yield from constraints_in(inner)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', ['lm_sizes.Llama8B', 'lm.SyntheticLmTiny', 'digits.DigitsMlpSharded'])
 def test_what_is_said_of_activations_is_what_the_train_step_constrains(name: str) -> None:
   task, inputs_struct = task_and_inputs(registry.get(name))

@@ -15,8 +15,6 @@ from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import ExperimentConfig, configure
 
-pytestmark = pytest.mark.slow
-
 registry.load_all()
 NAMES = [name for name in registry.names() if name.startswith('praxis_lite.experiments.')]
 
@@ -38,6 +36,7 @@ def config(request: pytest.FixtureRequest) -> Iterator[ExperimentConfig]:
     yield configure(registry.get(request.param))
 
 
+@pytest.mark.slow_cases
 def test_every_array_is_explained_as_jax_would_place_it(config: ExperimentConfig) -> None:
   found = explain_task(config)
   task = config.task.instantiate()

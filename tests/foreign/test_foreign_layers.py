@@ -57,6 +57,7 @@ def assert_trees_close(actual, expected, tolerance=1e-5):
 # ---------------------------------------------------------------- variables
 
 
+@pytest.mark.slow_cases
 @each_library
 def test_init_makes_what_is_declared_in_the_dtype_of_the_layer(library):
   layer = layer_of(library).set(dtype='bfloat16', fprop_dtype='float32').instantiate()
@@ -285,6 +286,7 @@ def test_verify_finds_the_layer_right_and_explain_names_the_pattern(net, matrix)
   assert verification.compared and not verification.differences, str(verification)
 
 
+@pytest.mark.slow
 def test_under_shard_map_a_module_without_statistics_trains_and_one_with_them_is_refused(tmp_path):
   dense = Config(LinenLayer, module_tpl=Config(nn.Dense, features=5), example_shapes=((1, 7),))
   dense.variable_splits = (('.*kernel', ('data', None)),)
@@ -382,6 +384,7 @@ def test_a_module_without_variables_is_a_layer_too():
   assert (np.asarray(y) == 0).any() and (layer.apply({}, X, do_eval=True)[0] == X).all()
 
 
+@pytest.mark.slow_cases
 @each_library
 @pytest.mark.parametrize('rows', [1, 4])
 def test_any_number_of_rows(library, rows):
@@ -391,6 +394,7 @@ def test_any_number_of_rows(library, rows):
   np.testing.assert_allclose(layer.apply(variables, X[:rows], do_eval=True)[0], whole[:rows], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases
 @each_library
 def test_it_computes_in_bfloat16_with_float32_weights(library):
   layer = layer_of(library).set(fprop_dtype='bfloat16').instantiate()

@@ -37,6 +37,7 @@ def test_parameters_and_state_are_apart_and_results_are_those_of_the_layer():
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_are_returned_and_have_gradients():
   config = Config(MoeFeedForward, input_dims=6, hidden_dims=5, num_experts=3)
   config.router_tpl.z_loss_weight = 0.1

@@ -19,7 +19,7 @@ from praxis_lite.runs.records.record import read_record
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.mesh import bind_mesh
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 V, D, F, N, P = 37, 18, 20, 3, 14
 _SIZES = {
@@ -80,6 +80,7 @@ def make(folder, case, **changes):
   return folder, config, tensors
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('case, mesh', [('gelu', (1, 1, 1)), ('gelu', (2, 2, 2)), ('scaled', (1, 3, 1))])
 def test_logits_are_those_of_numpy_on_every_mesh_and_tensors_are_written_as_they_were(case, mesh, tmp_path):
   folder, config, tensors = make(tmp_path / 'source', case)
@@ -96,6 +97,7 @@ def test_logits_are_those_of_numpy_on_every_mesh_and_tensors_are_written_as_they
   assert json.loads((tmp_path / 'out' / 'config.json').read_text()).items() >= config.items()
 
 
+@pytest.mark.slow
 def test_an_imported_run_decodes_as_numpy_and_is_exported(tmp_path, capsys):
   folder, config, tensors = make(tmp_path / 'source', 'scaled')
   run = tmp_path / 'run'
@@ -146,6 +148,7 @@ def test_what_cannot_be_imported_is_named(changes, message, tmp_path):
     read_model(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_model_of_this_style_is_exported_and_others_are_not(tmp_path):
   import jax
 

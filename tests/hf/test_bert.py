@@ -24,7 +24,7 @@ from praxis_lite.runs.records.record import read_record
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.mesh import bind_mesh
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 V, D, F, N, P, C = 37, 18, 20, 3, 16, 3
 _SIZES = {
@@ -122,6 +122,7 @@ def assert_close(found, expected):
   np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('mesh', MESHES, ids=str)
 @every_case
 def test_logits_are_those_of_numpy_on_every_mesh_and_tensors_are_written_as_they_were(case, mesh, tmp_path):
@@ -171,6 +172,7 @@ def test_a_checkpoint_of_roberta_may_have_copies_a_buffer_and_a_pooler(tmp_path)
   ]
 
 
+@pytest.mark.slow
 def test_an_imported_run_trains_predicts_and_is_exported(tmp_path, capsys):
   folder, _, tensors = make(tmp_path / 'source', 'bert', vocab_size=300)
   run = tmp_path / 'run'
@@ -190,6 +192,7 @@ def test_an_imported_run_trains_predicts_and_is_exported(tmp_path, capsys):
   assert open_run(run).load().predict({'ids': IDS, 'segment_ids': IS_TOKEN})['logits'].shape == (2, 11, 300)
 
 
+@pytest.mark.slow
 def test_an_imported_classifier_trains_on_labelled_texts(tmp_path):
   folder, _, _ = make(tmp_path / 'source', 'roberta_classes', vocab_size=300, id2label={'0': 'a', '1': 'b', '2': 'c'})
   run = tmp_path / 'run'
@@ -208,6 +211,7 @@ def test_an_imported_classifier_trains_on_labelled_texts(tmp_path):
   assert read_model(tmp_path / 'out').model.num_classes == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('repeat', [True, False])
 def test_models_of_ours_are_written_and_read_again(repeat, tmp_path):
   sizes = {'vocab_size': 11, 'model_dims': 8, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 12, 'repeat': repeat}

@@ -78,6 +78,7 @@ def test_the_commands_of_the_guide(chat_model, tmp_path, monkeypatch, capsys):
   assert written == configs | {'model.safetensors', 'tokenizer.json'}
 
 
+@pytest.mark.slow
 def test_an_import_is_trained_in_another_directory_and_in_place_after_it_was_moved(
   chat_model, tmp_path, monkeypatch, capsys
 ):
@@ -97,6 +98,7 @@ def test_an_import_is_trained_in_another_directory_and_in_place_after_it_was_mov
   assert main(['eval', '--job_log_dir=newer']) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_tokenizer_of_its_import(chat_model, tmp_path, monkeypatch, capsys):
   """Also if it is trained on other inputs, in another directory, or is a copy."""
   monkeypatch.chdir(tmp_path)

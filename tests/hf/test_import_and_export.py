@@ -43,6 +43,7 @@ def test_an_imported_run_is_exported_for_any_batch_size_without_data(tmp_path, c
   np.testing.assert_allclose(logits, model.predict({'ids': ids})['logits'][:, -1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_imported_run_decodes_trains_and_is_exported(tmp_path, capsys):
   source, run = make(tmp_path / 'source', 'mixtral'), tmp_path / 'run'
   expected = tensors_of(source)
@@ -166,6 +167,7 @@ def test_settings_of_generation_config_that_are_not_used_are_told(tmp_path):
     assert line.endswith(f'source: eos_token_id = {ids} is not in the vocabulary of 37 tokens{end}')
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'says',
   [
@@ -189,6 +191,7 @@ def test_an_export_has_the_settings_of_the_sampler(says, tmp_path):
   assert written.get('max_new_tokens') == (77 if 'max_new_tokens' in says else None)
 
 
+@pytest.mark.slow
 def test_beams_of_generation_config_are_searched_and_written_again(tmp_path):
   source = make(tmp_path / 'source', 'llama')
   says = {'num_beams': 4, 'length_penalty': 1.5, 'early_stopping': True, 'num_beam_groups': 2, 'diversity_penalty': 0.4}

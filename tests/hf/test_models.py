@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures('shared_programs')
 every_case = pytest.mark.parametrize('case', CASES)
 
 
+@pytest.mark.slow_cases
 @every_case
 def test_logits_are_those_of_transformers(case, tmp_path):
   expected = golden(case)['logits']
@@ -38,6 +39,7 @@ def test_greedy_tokens_are_those_of_transformers_on_uneven_meshes(case, mesh, tm
   np.testing.assert_array_equal(there.greedy(IDS, 5), golden(case)['greedy'])
 
 
+@pytest.mark.slow_cases
 @every_case
 def test_variables_are_the_same_on_every_mesh_and_written_as_they_were(case, tmp_path):
   source = make(tmp_path / 'source', case)
@@ -60,6 +62,7 @@ def test_layers_are_cut_out_on_the_device_where_numpy_does_not_see_its_memory(tm
     np.testing.assert_array_equal(written[name], tensor, err_msg=name)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('case, mesh', [('llama', (1, 1, 1)), ('gpt2', (1, 3, 1))])
 def test_large_variables_are_assembled_on_the_devices(case, mesh, tmp_path, monkeypatch):
   source = make(tmp_path, case)

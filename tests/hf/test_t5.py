@@ -26,7 +26,7 @@ from praxis_lite.runs.records.record import read_record
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.mesh import bind_mesh
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 V, D, F, H, N = 37, 18, 20, 6, 3
 _SIZES = {
@@ -102,6 +102,7 @@ def logits_of(there):
   return np.asarray(GuardedJit(bind_mesh(logits, there.layout.mesh))(there.variables))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('mesh', MESHES, ids=str)
 @every_case
 def test_logits_are_those_of_numpy_on_every_mesh_and_tensors_are_written_as_they_were(case, mesh, tmp_path):
@@ -114,6 +115,7 @@ def test_logits_are_those_of_numpy_on_every_mesh_and_tensors_are_written_as_they
   assert json.loads((tmp_path / 'out' / 'config.json').read_text()).items() >= config.items()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('case, mesh', [('t5_v1_0', (2, 2, 2)), ('t5_v1_1', (1, 3, 1))])
 def test_greedy_tokens_are_those_of_numpy(case, mesh, tmp_path):
   folder, config, tensors = make(tmp_path, case)
@@ -146,6 +148,7 @@ def test_old_checkpoints_have_copies_and_an_unused_table(tmp_path):
     read_model(other)
 
 
+@pytest.mark.slow
 def test_an_imported_run_decodes_trains_and_is_exported(tmp_path, capsys):
   folder, config, tensors = make(tmp_path / 'source', 't5_v1_1', vocab_size=300)
   run = tmp_path / 'run'

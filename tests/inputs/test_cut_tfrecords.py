@@ -39,6 +39,7 @@ def ends(content):
   return found
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('into', [*range(1, 12), 12, 15, 20])
 def test_a_file_cut_within_a_record(tmp_path, into):
   content = written(tmp_path)
@@ -58,6 +59,7 @@ def test_a_file_cut_within_a_record(tmp_path, into):
   assert first_of_each(data) == expected[6:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('compression', ['GZIP', 'ZLIB'])
 def test_a_compressed_file_that_is_cut_anywhere(tmp_path, compression):
   content = written(tmp_path, compression)

@@ -12,8 +12,6 @@ from pyarrow import parquet
 from praxis_lite import inputs
 from praxis_lite.common.config import Config, target
 
-pytestmark = pytest.mark.slow
-
 BATCH = 4
 # Real rows of an epoch of each case. None is a multiple of the batch.
 NUM_EXAMPLES = 11

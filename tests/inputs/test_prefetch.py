@@ -153,6 +153,7 @@ def test_close_does_not_wait_for_batches_to_be_taken():
   batches.close()
 
 
+@pytest.mark.slow
 def test_an_iterator_nobody_holds_ends_its_thread():
   batches = PrefetchIterator(_source(100))
   batches.get_next()

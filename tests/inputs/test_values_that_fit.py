@@ -106,6 +106,7 @@ def test_floats_do_not_become_integers(tmp_path, kind):
     rows(with_dtype(written(tmp_path, kind, [1.0, 2.5]), 'int32').instantiate())
 
 
+@pytest.mark.slow
 def test_records_that_are_left_out_are_so_after_a_restart_and_on_two_hosts(tmp_path):
   """Though a host parses only its own records, and a restart only those after its position."""
   values = np.arange(40)

@@ -45,6 +45,7 @@ def test_more_cores_have_more_threads(monkeypatch):
   assert os.environ['PJRT_NPROC'] == '64'
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'begin',
   [

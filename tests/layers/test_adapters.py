@@ -43,6 +43,7 @@ def by_hand(v, x, task):
   return x + np.tanh(h @ v['down_w'][task] + v['down_b'][task]) @ v['up_w'][task] + v['up_b'][task]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('fields', [{}, {'num_tasks': 3}, {'norm_tpl': None}], ids=str)
 def test_an_adapter_is_the_identity_at_first(fields):
   layer, tasks = adapter(**fields), None if fields.get('num_tasks', 1) == 1 else np.arange(3)
@@ -125,6 +126,7 @@ def test_an_adapted_feed_forward_layer_adds_the_change_of_its_adapter(mode):
   assert np.abs(change).max() > 0.1
 
 
+@pytest.mark.slow
 def test_experts_with_an_adapter_still_leave_out_padding():
   layer = adapted('sequential', MoeFeedForward, num_experts=3).set(input_dims=D, hidden_dims=7).instantiate()
   v, paddings = drawn(layer), np.arange(T) >= np.array([[4], [2], [1]])

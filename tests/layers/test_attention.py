@@ -72,6 +72,7 @@ SEGMENTS = SEGMENT_IDS[:, :, None] == SEGMENT_IDS[:, None, :]
 ALL = np.ones((B, T, T), bool)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'fields, mask',
   [

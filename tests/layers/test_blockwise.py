@@ -25,6 +25,7 @@ from praxis_lite.layers.masks import Causal, Segments, SlidingWindow, Visibility
 from praxis_lite.sharding import GuardedJit
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', CASES)
 def test_blockwise_is_dense(name):
   floats, others, gradient = arguments(CASES[name])
@@ -42,6 +43,7 @@ def test_blockwise_is_dense(name):
   jax.tree.map(lambda d, b: np.testing.assert_allclose(b, d, atol=1e-5, rtol=1e-5), dense, blockwise)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', [name for name, case in CASES.items() if case.sinks])
 def test_sinks_in_bfloat16_are_those_of_float32_but_for_rounding(name):
   floats, others, gradient = arguments(CASES[name])
@@ -173,6 +175,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     assert abs(np.corrcoef(x) - np.eye(len(x))).max() < 0.35
 
 
+@pytest.mark.slow
 def test_batch_and_heads_that_are_split_stay_where_they_are():
   """No collective, for heads and rows that divide and that do not; and values and gradients of one device."""
   mesh = jax.make_mesh((2, 2, 2), ('replica', 'data', 'mdl'), axis_types=(AxisType.Auto,) * 3)

@@ -72,6 +72,7 @@ def assert_close(actual, expected, tolerance=1e-5):
 OPTIONS = [{}, {'use_bias': True}, {'soft_cap': 2.0}, {'label_smoothing': 0.2}, {'z_loss_weight': 0.3}, EVERYTHING]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('cls', [FullSoftmax, SharedEmbeddingSoftmax])
 @pytest.mark.parametrize('options', OPTIONS, ids=str)
 def test_values_and_gradients_are_those_of_whole_logits(cls, options):

@@ -140,6 +140,7 @@ def test_devices_of_a_causal_ring_have_equal_work_in_each_round(devices):
     assert len({*met}) == 1
 
 
+@pytest.mark.slow
 def test_collectives_are_those_that_are_meant():
   """A ring of 4 sends each block on 3 times; halves of parts cost a permute, there and back."""
   assert counted('ring') == {'collective-permute': 3}

@@ -67,6 +67,7 @@ def test_there_are_as_many_weights_and_as_large_a_cache_as_with_ordinary_heads()
   assert caches[0]['key'].shape == (2, K // 2, 6, 2 * H) and caches[0]['key'].size == caches[1]['key'].size
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'fields',
   [

@@ -76,6 +76,7 @@ def test_tokens_attend_in_both_directions_and_not_to_padding():
     assert {(row, place) for place in changed} == {(r, t) for r, t in np.argwhere(differs)}
 
 
+@pytest.mark.slow
 def test_packed_rows_have_the_states_of_their_segments_alone():
   layer, variables = make()
   packed, _ = layer.apply(variables, IDS, segment_ids=SEGMENTS, segment_pos=POSITIONS, token_type_ids=TYPES)

@@ -85,6 +85,7 @@ def test_a_target_attends_to_the_source_of_its_segment(targets, implementation):
   np.testing.assert_allclose(np.asarray(found)[real], expected[real], atol=1e-5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'fields, tolerance',
   [
@@ -182,6 +183,7 @@ def test_all_blocks_of_a_stack_share_a_bias_of_offsets():
       np.testing.assert_allclose(encoded, rms(np.asarray(by_hand), variables['encoder_norm']), atol=2e-5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('implementation', ['blockwise', 'dense'])
 def test_attention_in_blocks_computes_the_same_with_the_same_gradients(implementation):
   """Blockwise attention gets the bias as a function; with 'auto', a short row gets it as an array."""
@@ -243,6 +245,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('kind', POSITIONS)
 def test_packed_rows_have_the_logits_of_their_segments_alone(kind):
   layer = model(**POSITIONS[kind]).instantiate()
@@ -266,6 +269,7 @@ def test_packed_rows_have_the_logits_of_their_segments_alone(kind):
   np.testing.assert_allclose(np.asarray(found)[of_targets > 0], expected, atol=1e-5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('kind', POSITIONS)
 @pytest.mark.parametrize('num_layers', [2, 6], ids=['unrolled', 'loop'])
 def test_token_by_token_gives_the_logits_of_one_pass(kind, num_layers):
@@ -291,6 +295,7 @@ def test_token_by_token_gives_the_logits_of_one_pass(kind, num_layers):
     np.testing.assert_allclose(logits, np.asarray(expected)[np.arange(B), at], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_apart_compute_what_a_scan_over_them_computes():
   apart = model()
   apart.encoder_tpl = Config(StackedTransformer)
@@ -349,6 +354,7 @@ def test_biases_are_off_and_on_by_one_field():
   assert biases(False) == biases(None) == set()
 
 
+@pytest.mark.slow
 def test_experts_know_the_padding_of_both_sides():
   """Tokens of padding take no place of an expert, so their ids do not matter."""
   config = model()

@@ -85,6 +85,7 @@ def test_init_makes_what_is_declared(name):
     assert len(weight.full_split_dims_mapping) == len(value.shape)
 
 
+@pytest.mark.slow_cases
 @every_layer
 def test_gradients_are_finite_also_of_zeros(name):
   variables, args, jitted, results = on_one_device(name)
@@ -102,6 +103,7 @@ def test_every_weight_has_a_gradient(name):
   assert jax.tree.structure(grads) == jax.tree.structure(variables)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.float64], ids=lambda dtype: dtype.__name__)
 @every_layer
 def test_with_x64_enabled(name, dtype):
@@ -156,6 +158,7 @@ def abstract_call(config, args, method):
   return jax.eval_shape(lambda v: layer.apply(v, *args, key=key, method=method), layer.init(key))
 
 
+@pytest.mark.slow_cases
 @every_layer
 def test_no_split_mapping_is_left_unread(name):
   """A mapping of a rank that no tensor has is refused, so the layer reads it; it has none that it cannot use."""

@@ -87,16 +87,19 @@ NO_PADDINGS = {
 KINDS = {**NO_PADDINGS, 'bool': {'paddings': some_padding(bool)}, 'float': {'paddings': some_padding(np.float32)}}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('side', [pytest.param(side, id=name) for name, side in KINDS.items()])
 def test_a_router_does_not_count_them(side):
   assert_equal(staged(router(), side=side), in_parts(router(), side))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('fields', [{'dispatch': 'capacity'}, {'num_shared_experts': 1, 'gated': False}])
 def test_whatever_the_experts_are(fields):
   assert_equal(staged(router(**fields)), in_parts(router(**fields)))
 
 
+@pytest.mark.slow
 def test_a_block_with_experts_does_not_count_them():
   block = Config(TransformerBlock, input_dims=D, hidden_dims=5, num_heads=2, ff_tpl=router())
   segments = np.ones((B, T), np.int32)
@@ -116,6 +119,7 @@ def test_nor_does_a_stage_that_repeats_a_layer_or_is_a_pipeline_itself():
 WEIGHTS = np.array([1, 1, 0, 2, 1], np.float32)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('weights', [None, WEIGHTS, np.ones((B, T), np.float32)])
 def test_batch_statistics_leave_them_out(weights):
   norm = Config(BatchNorm, dims=D)
@@ -160,6 +164,7 @@ class Counts(Layer):
     return x
 
 
+@pytest.mark.slow
 def test_arguments_that_say_what_is_padding_say_it_of_them():
   valid = np.array([1, 1, 0, 1, 1], np.int32)
   for side in (
@@ -219,6 +224,7 @@ def batch_of(ids, added):
   return {name: np.pad(x, ((0, added), (0, 0))) for name, x in batch.items()}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('rows', [4, 5])
 def test_the_losses_of_a_language_model_are_those_with_more_rows_of_no_weight(rows):
   model = language_model().instantiate()
@@ -233,6 +239,7 @@ def test_the_losses_of_a_language_model_are_those_with_more_rows_of_no_weight(ro
   assert_equal(losses(batch_of(ids, 0)), losses(batch_of(ids, 6 - rows)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('rows, added', [(1, 2), (2, 5)])
 def test_microbatches_of_rows_that_fill_up_a_batch_count_in_nothing(rows, added):
   model = language_model(dropout=0.25).instantiate()
@@ -265,6 +272,7 @@ class Averages(Layer):
     return 2 * x
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'name, mark, stages, rounds',
   [('paddings', 1, 1, 1), ('paddings', True, 2, 1), ('weights', 0, 3, 1), ('segment_ids', 0, 2, 2)],

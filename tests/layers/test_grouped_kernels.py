@@ -100,6 +100,7 @@ def hide_tokamax(monkeypatch):
 # ---------------------------------------------------------------- choices
 
 
+@pytest.mark.slow
 def test_without_the_extra_blocks_replace_it_and_say_so(monkeypatch, on_gpu):
   hide_tokamax(monkeypatch)
   for implementation in ('auto', 'triton'):
@@ -225,6 +226,7 @@ def test_tokamax_reads_no_flags_of_others(monkeypatch):
 # ---------------------------------------------------------------- products
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('case', CASES)
 def test_products_and_gradients(monkeypatch, on_gpu, case):
   put_tokamax(monkeypatch)
@@ -241,6 +243,7 @@ def test_vmap_and_flops(monkeypatch, on_gpu):
   assert count_flops(jax.make_jaxpr(loss)(x[0], w[0])) == 3 * 2 * 64 * 6 * 5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('expert_axis', ['data', None], ids=['exchanged', 'not exchanged'])
 def test_experts_on_a_mesh_are_those_of_one_device(monkeypatch, on_gpu, expert_axis):
   put_tokamax(monkeypatch)

@@ -69,6 +69,7 @@ def products_of(jaxpr):
 blocks = functools.partial(grouped_matmul, implementation='blocks')
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('case', CASES)
 @pytest.mark.parametrize('platform', ['cpu', 'gpu'])
 def test_products_and_gradients(case, platform, monkeypatch):
@@ -139,6 +140,7 @@ def test_rows_of_other_groups_do_not_matter():
   np.testing.assert_array_equal(blocks(bad, w, sizes)[70:], 0)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('mapped', [(0, 0, 0), (0, None, 0), (0, 0, None), (None, 0, None)])
 def test_vmap(mapped):
   cases = [operands(50, sizes, seed=i) for i, sizes in enumerate(([10, 0, 40], [5, 5, 5], [0, 0, 0], [0, 50, 0]))]
@@ -229,6 +231,7 @@ def test_a_layer_is_built_without_asking_for_devices(monkeypatch):
   Config(MoeFeedForward, input_dims=4, hidden_dims=8, num_experts=2).instantiate()
 
 
+@pytest.mark.slow
 def test_experts_are_those_of_the_other_implementation():
   experts = Config(MoeFeedForward, input_dims=K, hidden_dims=6, num_experts=5)
   x = jax.random.normal(jax.random.key(1), (2, 9, K))

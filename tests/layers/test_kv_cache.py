@@ -23,6 +23,7 @@ def build(**fields):
   return config.set(rotary_tpl=Config(RotaryPositions)).instantiate()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'fields, slots',
   [
@@ -51,6 +52,7 @@ def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slo
   np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'most, slots', [(3, 18), (6, 18), (8, 18), (9, 18), (12, 18), (17, 18), (18, 18), (64, 18)], ids=str
 )
@@ -102,6 +104,7 @@ def test_decoding_costs_what_was_written():
   np.testing.assert_allclose(y, expected, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_columns_that_are_padding_in_all_rows_take_no_slots():
   layer = build()
   variables, x = layer.init(jax.random.key(0)), inputs()
@@ -167,6 +170,7 @@ def test_fields_of_the_cache_are_checked():
 _KINDS = [{}, {'cache_page_size': 4, 'cache_dtype': 'int8'}, {'sliding_window': 6, 'cache_page_size': 4}]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('fields', _KINDS, ids=str)
 def test_a_loop_over_layers_extends_its_caches_in_place(fields):
   attention = Config(MultiHeadAttention, input_dims=D, num_heads=4, num_kv_heads=2, dims_per_head=4, causal=True)

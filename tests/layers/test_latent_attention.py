@@ -69,6 +69,7 @@ def test_the_formula(fields, implementation):
   np.testing.assert_allclose(y, by_formula(variables, x, fields.get('scale', H**-0.5)), atol=1e-5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'fields, slots',
   [

@@ -85,6 +85,7 @@ def lookup(cls, dtype, table, vectors, shape, table_shape, mesh=None):
   return GuardedJit(step), w, told
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', LOOKUPS)
 def test_vectors_are_exchanged_where_that_sends_less_than_the_table(name):
   shape, *declared, exchanged = LOOKUPS[name]

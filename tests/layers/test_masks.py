@@ -128,6 +128,7 @@ def whole(mask):
 _EXACT = 'all', 'causal', 'window', 'band', 'behind', 'ahead', 'prefix', 'causal window', 'chunks'
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', MASKS)
 def test_a_mask_knows_the_blocks_that_it_empties_and_fills(name):
   """By brute force: on all pairs of blocks of several sizes."""
@@ -187,6 +188,7 @@ def assert_close(found, expected):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), found, expected)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', MASKS)
 def test_blockwise_attention_is_dense_attention_under_every_mask(name):
   *heads, gradient = arguments()
@@ -319,6 +321,7 @@ def strided(**fields):
   return Config(StridedAttention, input_dims=6, num_heads=N, num_kv_heads=K, dims_per_head=4, causal=True).set(**fields)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('page_size', [64, 4])
 def test_a_mask_of_a_users_own_is_the_same_in_one_pass_in_blocks_and_with_a_cache(page_size):
   layer = strided(cache_page_size=page_size).instantiate()

@@ -81,6 +81,7 @@ def run(moe, variables=None, paddings=PADDINGS, **kwargs):
 # ---------------------------------------------------------------- one device
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   ('k', 'router', 'renormalize', 'scale'),
   [
@@ -189,6 +190,7 @@ def test_one_expert_is_the_dense_layer(gated):
     np.testing.assert_allclose(run(moe, own, paddings=None)[0], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_shared_experts_are_added():
   moe = config(num_shared_experts=2)
   layer = moe.instantiate()

@@ -78,6 +78,7 @@ def sequential(L, M, variables, x, shift, key, **sub):
 CASES = [(4, 2, 4, 1, 8), (7, 3, 4, 1, 8), (8, 4, 4, 2, 8), (14, 3, 5, 2, 10), (9, 8, 2, 1, 2)]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('L, S, M, R, B', CASES)
 def test_a_pipeline_computes_what_its_layers_do_one_after_the_other(L, S, M, R, B):
   sub = {'aux': True, 'noise': 0.1}
@@ -103,6 +104,7 @@ def test_a_pipeline_computes_what_its_layers_do_one_after_the_other(L, S, M, R, 
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('bubble', [0.0, float('nan')])
 @pytest.mark.parametrize(
   'L, S, M, R, B', [(4, 2, 3, 1, 6), (5, 2, 3, 1, 7), (5, 3, 1, 1, 2), (10, 3, 4, 2, 7), (4, 2, 1, 1, 1)]
@@ -158,6 +160,7 @@ def blocks(cls, **fields):
   return Config(cls, layers_tpl=block, num_layers=5, **fields).instantiate()
 
 
+@pytest.mark.slow
 def test_rows_that_fill_up_microbatches_do_not_count_and_side_inputs_follow_their_rows():
   repeated = blocks(RepeatedTransformer)
   staged = blocks(PipelinedTransformer, num_stages=2, num_microbatches=3, remat='dots_saveable', stage_remat='full')
@@ -178,6 +181,7 @@ def test_rows_that_fill_up_microbatches_do_not_count_and_side_inputs_follow_thei
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), loss(staged), loss(repeated))
 
 
+@pytest.mark.slow
 def test_blocks_decode_through_the_stages():
   repeated, staged = blocks(RepeatedTransformer), blocks(PipelinedTransformer, num_stages=3, microbatch_size=1)
   variables, x = drawn_variables(repeated.abstract_init()), normal(2, 5, 8)

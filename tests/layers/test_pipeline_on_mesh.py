@@ -19,8 +19,6 @@ from praxis_lite.layers.repeat import Repeat
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.padding import slice_to
 
-pytestmark = pytest.mark.slow
-
 AXES = ('stage', 'data')
 B, T, D = 16, 8, 16
 NONE = dict.fromkeys(KINDS, 0)
@@ -52,6 +50,7 @@ def shards(x):
 CASES = [(7, 4, 8, 1), (8, 4, 4, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('L, S, M, R', CASES)
 def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
   layer = build(L, S, M, R)
@@ -94,6 +93,7 @@ def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_once_where_devices_run_their_own_rows():
   layer = build(7, 4, 4, 1, batch_axes='data')
   variables, mesh = drawn_variables(layer.abstract_init()), jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
@@ -143,6 +143,7 @@ def experts_on_one_device():
   return jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(variables, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('batch_axes', [None, 'data'])
 def test_experts_in_stages_are_those_of_one_device(batch_axes, experts_on_one_device):
   """Tokens are exchanged by a `shard_map` inside of a stage, which may itself be in one over rows."""
@@ -160,6 +161,7 @@ def test_experts_in_stages_are_those_of_one_device(batch_axes, experts_on_one_de
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max()), got, expected)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'sizes, names, L, S, R, batch_axes',
   [

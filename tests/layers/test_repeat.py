@@ -237,6 +237,7 @@ def test_layers_of_a_pattern_draw_different_numbers_and_extend_their_own_caches(
     np.testing.assert_allclose(y, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_first_layers_come_before_the_repeated_ones():
   """As others of the same kind in sequence: values, gradients, draws, side outputs and caches."""
   sub, other = Config(Residual, dims=D, aux=True, noise=0.1), Config(Shift, dims=D, aux=True, noise=0.1)

@@ -107,6 +107,7 @@ def test_choice_with_bias_sigmoid_scale_and_without_renormalizing():
   assert np.isfinite(choose_experts(jnp.zeros((1, 3)), jnp.array([True]), 2).weights).all()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('groups, kept, k', [(1, 1, 3), (3, 1, 2), (3, 2, 3), (6, 4, 4), (2, 2, 5), (2, 1, 1)])
 def test_tokens_use_experts_of_the_groups_with_the_best_pairs(groups, kept, k):
   """Against a loop over tokens; scores plus biases are negative, too, and the last token is padding."""

@@ -59,6 +59,7 @@ def results(implementation, mask, heads, gradient, soft_cap=None):
   return jax.jit(run, compiler_options=FAST_COMPILE)(heads, gradient)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'mask, sizes, others',
   [
@@ -121,6 +122,7 @@ def layer_results(implementation, mesh, has_prefixes=False, **fields):
     return run(*args)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'mesh, fields',
   [
@@ -292,6 +294,7 @@ def test_blocks_fit_in_the_memory_of_a_core(H, dtype, soft_cap, block):
     assert largest_splash_block(given, jax.ShapeDtypeStruct((1, 2048, 1, H), dtype), soft_cap) == expected
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'remat, forward, context, kernels',
   [

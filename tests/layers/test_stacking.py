@@ -38,6 +38,7 @@ def test_the_example_of_the_docstring():
   assert paddings is None
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('length', [1, 6])
 @pytest.mark.parametrize('left, right, stride', [(0, 0, 1), (2, 1, 1), (1, 0, 3), (3, 4, 2)])
 def test_windows_of_frames_and_paddings(left, right, stride, length):

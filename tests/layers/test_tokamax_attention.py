@@ -162,6 +162,7 @@ def check_case(case, tolerance=1e-5):
     np.testing.assert_allclose(found, e, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('case', CASES)
 def test_values_and_gradients_are_those_of_dense_attention(stand_in, case):
   check_case(case)

@@ -88,6 +88,7 @@ def test_decoupled_decay_follows_the_learning_rate_but_not_the_optimizer() -> No
 # ---------------------------------------------------------------- not finite
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('on_nonfinite', ['skip', 'raise'])
 @pytest.mark.parametrize(
   ('loss', 'gradient'), [(np.nan, 1.0), (np.inf, 1.0), (1.0, np.nan), (1.0, -np.inf), (1.0, 1e30)]

@@ -197,6 +197,7 @@ def test_codes_and_their_maxima_are_split_as_their_variables_and_take_a_quarter_
   assert on_each['slots'] / (2 * on_each['variables']) == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.slow
 def test_explicit_collectives_take_bfloat16_and_refuse_int8():
   fields = {'mesh': (1, 4, 1), 'partitioning': 'shard_map'}
   assert PartitionedTask(task(moments='bfloat16', **fields).instantiate(), data().batch_struct()).execution

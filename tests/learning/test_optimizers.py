@@ -17,8 +17,6 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.training.learning import Learner, optimizer as optimizer_module
 
-pytestmark = pytest.mark.slow
-
 RATE = 0.05
 LOSS = np.float32(300.0)
 
@@ -107,6 +105,7 @@ def learned(learner: Learner, weights: Any, params: Any, gradients: list[Any]) -
   return params, state
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_a_stack_of_layers_is_trained_as_its_layers_alone(name: str) -> None:
   weights = declarations()
@@ -135,6 +134,7 @@ def _with_mask(config: Config) -> Config:
   return config
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', ['lamb', 'adafactor', 'muon'])
 def test_the_comparison_with_single_layers_would_notice_statistics_over_the_stack(name: str) -> None:
   weights = declarations()
@@ -169,6 +169,7 @@ def test_slots_of_adam_are_named_by_their_variables() -> None:
   assert {'all.0.count', 'all.0.mu.lm.layers.ff.w', 'all.0.nu.lm.emb.w'} <= names
 
 
+@pytest.mark.slow
 def test_slots_of_mapped_optimizers_are_stacked_and_counts_are_not() -> None:
   weights = declarations()
   state = Config(Learner, optimizer=OPTIMIZERS['muon']).instantiate().bind(weights).init(values(weights))
@@ -221,6 +222,7 @@ def lamb_of_a_clipped_gradient(learning_rate: float) -> optax.GradientTransforma
   return optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(learning_rate))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   ('optimizer', 'at_fault'),
   [
@@ -264,6 +266,7 @@ def test_low_precision_slots_keep_their_dtype() -> None:
 # ---------------------------------------------------------------- what is filled in
 
 
+@pytest.mark.slow
 def test_weight_decay_of_the_optimizer_spares_marked_variables() -> None:
   weights = declarations()
   params = values(weights)
@@ -322,6 +325,7 @@ def test_an_optimizer_that_must_evaluate_the_loss_again_is_refused() -> None:
     learned(learner, weights, params, [params])
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_not_understood_and_looks_at_all_variables_names_the_field_to_set() -> None:
   """L-BFGS does to stacks what it does to layers, which is not found out; its user can say so."""
   weights = declarations()

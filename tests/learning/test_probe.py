@@ -17,8 +17,6 @@ from small_trees import weight
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all
 
-pytestmark = pytest.mark.slow
-
 # Small enough to be quick, with a square matrix, and sizes that some optimizers treat apart.
 WEIGHTS = {'stack': weight(4, 4, repeat=(2,)), 'rows': weight(3, repeat=(2,)), 'flat': weight(4, 6)}
 
@@ -178,6 +176,7 @@ def test_the_factories_are_all_of_optax() -> None:
   assert {'lamb', 'adafactor', 'muon', 'scale_by_trust_ratio', 'scale_by_factored_rms', 'sm3'} <= FACTORIES.keys()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', FACTORIES)
 def test_what_is_read_from_an_optimizer_is_what_it_does(name: str) -> None:
   build = FACTORIES[name]
@@ -288,6 +287,7 @@ _OWN: dict[str, tuple[Build, bool, bool, bool]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', _OWN)
 def test_what_is_read_from_an_optimizer_of_a_users_own_is_what_it_does(name: str) -> None:
   build, stackable, elementwise, at_all = _OWN[name]

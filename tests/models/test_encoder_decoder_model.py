@@ -19,7 +19,7 @@ from praxis_lite.models import encoder_decoder, set_sharding
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 AXES = ('spare', 'replica', 'data', 'mdl')
 V, B, S, T = 13, 5, 9, 7
@@ -92,6 +92,7 @@ def assert_close(found, expected, tolerance=3e-5):
 # ------------------------------------------------------------------ the loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('style', STYLES)
 def test_packed_pairs_train_like_pairs_apart(style):
   model, variables = make(style)
@@ -99,6 +100,7 @@ def test_packed_pairs_train_like_pairs_apart(style):
   assert_close(loss_and_gradients(model, variables, packed_batch()), expected)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_cross_entropy_of_the_labels_given_the_tokens_before_them():
   model, variables = make()
   batch = apart(packed_batch())
@@ -122,6 +124,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_labels_given_the_tokens_befor
     assert np.flatnonzero(differs[:5]).tolist() == list(changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('padding', [-1, 1000])
 def test_padding_may_be_any_id_on_both_sides(padding):
   model, variables = make()
@@ -133,6 +136,7 @@ def test_padding_may_be_any_id_on_both_sides(padding):
   assert_close(loss_and_gradients(model, variables, other), loss_and_gradients(model, variables, known), 1e-7)
 
 
+@pytest.mark.slow
 def test_dropout_is_for_training_only():
   model, variables = config(dropout=0.5).instantiate(), make()[1]
   batch = packed_batch()
@@ -144,6 +148,7 @@ def test_dropout_is_for_training_only():
   np.testing.assert_allclose(loss_and_gradients(model, variables, batch, do_eval=True)[0], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('style', STYLES[:3])
 def test_bfloat16_computes_near_float32_from_float32_weights(style):
   variables = drawn_variables(make(style)[0].abstract_init())
@@ -195,6 +200,7 @@ ON_MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'style, mesh, fields',
   [(style, *case) for style in STYLES for case in (ON_MESHES if style != 'bart' else ON_MESHES[3:4])],
@@ -243,6 +249,7 @@ def check_row(model, variables, decoded, data, row, prompt=(), context=99, is_gr
     ids.append(token)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('style', STYLES)
 def test_greedy_tokens_are_those_of_one_pass(style):
   model, variables = make(style)
@@ -254,6 +261,7 @@ def test_greedy_tokens_are_those_of_one_pass(style):
   assert np.abs(np.diff(decoded['log_probs'][[0, 2, 3]], axis=0)).min() > 1e-5  # They depend on the source.
 
 
+@pytest.mark.slow
 def test_more_layers_than_are_decoded_one_by_one():
   """A loop over layers carries the caches of all, those of the sources too."""
   model = config(num_layers=6).instantiate()
@@ -263,6 +271,7 @@ def test_more_layers_than_are_decoded_one_by_one():
     check_row(model, variables, decoded, sources(), row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fields', [{'temperature': 0.8, 'top_k': 7}, {'temperature': 1.5, 'top_p': 0.9}], ids=str)
 def test_sampled_tokens_have_the_log_probs_of_the_model(fields):
   p = config()
@@ -276,6 +285,7 @@ def test_sampled_tokens_have_the_log_probs_of_the_model(fields):
   assert not np.array_equal(other, again)
 
 
+@pytest.mark.slow
 def test_targets_continue_given_beginnings():
   model, variables = make()
   beginnings = np.array([[3, 5, 1], [1, 1, 1], [2, 0, 0], [7, 7, 0]], np.int32)
@@ -286,6 +296,7 @@ def test_targets_continue_given_beginnings():
     check_row(model, variables, decoded, sources(), row, beginnings[row, : lengths[row]].tolist())
 
 
+@pytest.mark.slow
 def test_prompts_without_sources_are_the_sources():
   """So `decode` of a run writes a target for each prompt; padding of prompts may be any id."""
   model, variables = make()
@@ -297,6 +308,7 @@ def test_prompts_without_sources_are_the_sources():
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_prompts_end_as_sources_of_the_training_data_do():
   model, variables = config().set(source_end_id=9).instantiate(), make()[1]
   data = sources()
@@ -311,6 +323,7 @@ def test_prompts_end_as_sources_of_the_training_data_do():
   assert model.score_limits().source_end_id == 9
 
 
+@pytest.mark.slow
 def test_a_limited_context_starts_again_from_the_source():
   p = config()
   p.decoder_tpl.max_context = 3
@@ -320,6 +333,7 @@ def test_a_limited_context_starts_again_from_the_source():
     check_row(model, variables, decoded, sources(), row, context=3)
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_a_target_and_exact_matches_are_counted():
   model, variables = make()
   _, decoded = decode(model, variables, sources())
@@ -339,6 +353,7 @@ def test_a_stop_token_ends_a_target_and_exact_matches_are_counted():
   np.testing.assert_allclose(metrics['exact_match'], (1 / 3, 3), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_of_packed_rows_the_first_source_is_decoded():
   model, variables = make()
   batch = packed_batch()
@@ -348,6 +363,7 @@ def test_of_packed_rows_the_first_source_is_decoded():
   np.testing.assert_array_equal(found['ids'], expected['ids'])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(1, 2, 2, 2), (2, 1, 3, 1)], ids=str)
 def test_tokens_on_a_mesh_are_those_of_one_device(mesh):
   model = set_sharding(config())

@@ -20,7 +20,7 @@ from praxis_lite.models import masked_language_model, sequence_classifier, set_s
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 AXES = ('spare', 'replica', 'data', 'mdl')
 V, B, T, D, CLASSES = 13, 5, 9, 12, 3
@@ -89,6 +89,7 @@ def log_softmax(logits):
 # ------------------------------------------------------------------ losses
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('kind', ['tied', 'untied'])
 def test_the_loss_is_the_mean_cross_entropy_at_masked_places(kind):
   model, variables = make(kind)
@@ -105,6 +106,7 @@ def test_the_loss_is_the_mean_cross_entropy_at_masked_places(kind):
   np.testing.assert_allclose(outputs['loss'][rows], ((losses * weights).sum(1)[rows] / weights.sum(1)[rows]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_labels_of_other_places_and_ids_of_padding_may_be_anything():
   model, variables = make()
   known = batch_of()
@@ -115,6 +117,7 @@ def test_labels_of_other_places_and_ids_of_padding_may_be_anything():
     assert_close(loss_and_gradients(model, variables, other), expected, 1e-7)
 
 
+@pytest.mark.slow
 def test_logits_in_chunks_have_the_same_loss_and_gradients():
   p = config()
   p.encoder_tpl.embedding_tpl.chunk_size = 4
@@ -124,6 +127,7 @@ def test_logits_in_chunks_have_the_same_loss_and_gradients():
   )
 
 
+@pytest.mark.slow
 def test_a_head_on_the_places_to_predict_alone_has_the_same_loss_and_gradients():
   model, variables = make()
   batch = batch_of()
@@ -151,6 +155,7 @@ def test_a_head_on_the_places_to_predict_alone_has_the_same_loss_and_gradients()
     config().set(max_places=0).instantiate()
 
 
+@pytest.mark.slow
 def test_packed_segments_train_like_segments_apart():
   model, variables = make()
   packed = batch_of()
@@ -189,6 +194,7 @@ def test_a_classifier_is_its_formula(kind):
   np.testing.assert_array_equal(predictions['prediction'], np.asarray(outputs['prediction']))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['tied', 'mean'])
 def test_rows_without_weight_and_text_do_not_count(kind):
   model, variables = make(kind)
@@ -204,6 +210,7 @@ def test_rows_without_weight_and_text_do_not_count(kind):
   assert loss == 0 and not any(g.any() for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_without_segments_and_types_all_are_tokens_of_type_0():
   for kind in ('tied', 'mean'):
     model, variables = make(kind)
@@ -221,6 +228,7 @@ def test_a_classifier_begins_with_the_encoder_of_a_masked_model():
   assert all(masked[path].full_shape == w.full_shape for path, w in classifier.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['first'])
 def test_dropout_is_for_training_only(kind):
   model, variables = config(kind, dropout=0.5).instantiate(), make(kind)[1]
@@ -233,6 +241,7 @@ def test_dropout_is_for_training_only(kind):
   np.testing.assert_allclose(loss_and_gradients(model, variables, batch, do_eval=True)[0], expected, rtol=1e-6)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('kind', ['tied', 'mean'])
 def test_bfloat16_computes_near_float32_from_float32_weights(kind):
   variables = drawn_variables(make(kind)[0].abstract_init())
@@ -266,6 +275,7 @@ def on_one_device(kind):
   return after_a_step(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'kind, mesh, fields',
   [

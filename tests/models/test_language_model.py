@@ -25,8 +25,6 @@ from praxis_lite.sharding.specs import to_partition_spec
 from praxis_lite.training.partitioned_task import partition_spmd_model
 from praxis_lite.training.task import SingleTask
 
-pytestmark = pytest.mark.slow
-
 V, B, T = 13, 3, 8
 
 
@@ -81,6 +79,7 @@ def log_softmax(x):
 # ------------------------------------------------------------------ loss
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('style', ['llama', 'gpt2'])
 def test_loss_is_the_mean_negative_log_probability_of_the_labels(style):
   model, variables = make(style=style)
@@ -471,6 +470,7 @@ def logits_by_hand(lm, blocks, variables, ids, prefixes):
   return lm.softmax.apply(variables['softmax'], x, method='get_logits')[0]
 
 
+@pytest.mark.slow
 def test_a_prefix_lm_attends_to_its_prefix_on_one_device_and_on_a_mesh():
   """Loss and gradients, against dense attention with the mask as an array; weights of 3 heads over 2 devices."""
   p, blocks = prefix_lm()
@@ -517,6 +517,7 @@ def test_a_prefix_lm_decodes_with_its_prompt_as_the_prefix():
       ids[0, length + step] = after.argmax()
 
 
+@pytest.mark.slow
 def test_a_prefix_lm_goes_on_after_tokens_that_earlier_calls_drew():
   """Only the prompt is the prefix, not the tokens that followed it."""
   p, _ = prefix_lm()

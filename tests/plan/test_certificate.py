@@ -57,6 +57,7 @@ def train(run, *arguments):
   return main(['train', f'--job_log_dir={run}', '--noverify', *EXPERIMENT, *STEPS, *arguments])
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu_has_no_certificate_and_prints_none(tmp_path, capsys):
   assert train(tmp_path / 'run') == 0
   assert 'planned' not in capsys.readouterr().out
@@ -71,6 +72,7 @@ def on_h100(monkeypatch):
   monkeypatch.setattr(train_plan, 'topology_of_run', lambda run: 'h100:8')
 
 
+@pytest.mark.slow
 def test_a_run_on_known_chips_ends_with_its_certificate(tmp_path, on_h100, capsys):
   run = tmp_path / 'runs' / 'one'
   assert train(run) == 0
@@ -98,6 +100,7 @@ def test_a_run_on_known_chips_ends_with_its_certificate(tmp_path, on_h100, capsy
   assert 'planned' not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plan_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, capsys):
   def fail(run):
     raise ZeroDivisionError('a fault of plans')
@@ -107,11 +110,13 @@ def test_a_plan_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, capsys):
   assert 'no plan of this step: ZeroDivisionError: a fault of plans' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_few_steps_have_no_certificate(tmp_path, on_h100, capsys):
   assert train(tmp_path / 'run', '--set=task.train.num_train_steps=3') == 0
   assert 'planned' not in capsys.readouterr().out and not (tmp_path / 'run' / 'plan.json').exists()
 
 
+@pytest.mark.slow
 def test_a_run_records_the_figures_of_a_given_plan(tmp_path, capsys):
   file = tmp_path / 'figures.json'
   command = ['plan', *EXPERIMENT, '--topology=cpu:8', '--nocompile', f'--figures={file}']

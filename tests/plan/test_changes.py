@@ -119,6 +119,7 @@ def _slower(planned, factor):
 # ---------------------------------------------------------------- what if
 
 
+@pytest.mark.slow
 def test_what_other_moments_save_is_exact(planned):
   config = small_lm((1, 4, 2))
   changes = {change.what: change for change in WhatIf(configure_task(config), planned).state_changes()}

@@ -98,6 +98,7 @@ def found():
   return run_on(offers((1, 2, 256), h100=2.0, a100=1.0))
 
 
+@pytest.mark.slow
 def test_time_and_money_follow_from_the_step(found):
   assert {o.topology.name for o in found.options} == {'h100:1x1', 'h100:1x2', 'a100:1x1', 'a100:1x2'}
   assert [o.money for o in found.options] == sorted(o.money for o in found.options)
@@ -133,6 +134,7 @@ def test_offers_without_room_for_the_state_are_not_estimated():
   assert 'h100:1x1: the state takes' in format_cheapest(found)
 
 
+@pytest.mark.slow
 def test_an_experiment_without_tokens_has_no_price():
   with pytest.raises(UserError, match='have no tokens'):
     run_on(offers((1,), h100=1), config=configure(registry.get('digits.DigitsMlp')))
@@ -197,6 +199,7 @@ def test_mistakes_are_one_line(arguments, told, capsys):
   assert len(lines) == 1 and re.search(told, lines[0]), lines
 
 
+@pytest.mark.slow
 def test_a_command_prints_and_writes_the_options(tmp_path, capsys):
   page = tmp_path / 'cheapest.html'
   command = [

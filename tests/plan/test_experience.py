@@ -29,6 +29,7 @@ def measured(planned, factor, run='runs/1', peak=None):
   return Measurement(run, factor * planned.step_seconds, 100, peak, 0.1)
 
 
+@pytest.mark.slow
 def test_all_times_are_multiplied_by_the_typical_quotient(planned, tmp_path):
   file = tmp_path / 'folder' / 'measured.json'
   remember(file, planned, measured(planned, 7.0))
@@ -70,6 +71,7 @@ def test_a_damaged_file_is_named(content, planned, tmp_path):
     apply_experience(planned.topology, file, 'compiled')
 
 
+@pytest.mark.slow
 def test_a_run_corrects_later_plans(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
   run = str(tmp_path / 'run')

@@ -41,6 +41,7 @@ def formulas_of_half():
   return planned(small_lm(dtype=jnp.bfloat16).task, compile=False)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_caches_are_those_of_the_real_ones(plan):
   model = small_lm().task.model.instantiate()
   variables = model.init(jax.random.key(0))['lm']
@@ -62,6 +63,7 @@ def test_prompts_are_read_at_once(plan):
   assert work(plan, 'prompts') == pytest.approx(by_hand, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('compile', [True, False])
 def test_loops_over_the_pages_of_a_cache_run_as_often_as_there_are_pages(compile):
   config = small_lm(mesh=(1, 8, 1))
@@ -73,6 +75,7 @@ def test_loops_over_the_pages_of_a_cache_run_as_often_as_there_are_pages(compile
   assert work(found, 'tokens') == pytest.approx(2 * ROWS * (2 * MULTIPLIED + attention), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('plan', [True], ids=['compiled'], indirect=True)
 def test_memory_of_simulated_devices_is_that_of_the_program(plan):
   task = small_lm().task
@@ -84,6 +87,7 @@ def test_memory_of_simulated_devices_is_that_of_the_program(plan):
   assert (found.arguments, found.temporaries) == (real.argument_size_in_bytes, real.temp_size_in_bytes)
 
 
+@pytest.mark.slow
 def test_the_least_time_of_a_token_reads_weights_and_caches_once(plan, formulas_of_half):
   target = plan.topology.target
   moved = plan.memory.state.parameters + plan.cache_bytes / 8  # It computes in float32, as weights are stored.
@@ -96,6 +100,7 @@ def test_the_least_time_of_a_token_reads_weights_and_caches_once(plan, formulas_
   assert plan.tokens_per_second == pytest.approx(ROWS * NEW / total)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not():
   config = configure(registry.get('lm_sizes.Llama8B'))
   config.task.ici_mesh_shape = (1, 1, 8)
@@ -106,6 +111,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
   assert not planned(config.task, requests=Requests(rows * 11 // 10, 1024, 128), **how).fits
 
 
+@pytest.mark.slow
 def test_one_token_is_only_the_prompt_and_each_number_of_rows_is_traced_once(monkeypatch):
   traced, make_estimate = [], inference._Planner._make_estimate
 
@@ -119,6 +125,7 @@ def test_one_token_is_only_the_prompt_and_each_number_of_rows_is_traced_once(mon
   assert found.token_seconds is None and 'next tokens' not in format_inference(found)
 
 
+@pytest.mark.slow
 def test_one_token_on_chips_has_a_loop_of_later_tokens_that_never_runs():
   config = configure(registry.get('lm_sizes.Llama8B'))  # Its layers are a loop, in which weights are gathered.
   config.task.ici_mesh_shape = (1, 8, 1)
@@ -135,6 +142,7 @@ def test_models_without_caches_and_long_requests_are_refused():
     planned(config.task, requests=Requests(8, 60, 9))
 
 
+@pytest.mark.slow
 def test_a_command_plans_requests(capsys):
   command = ['plan', 'lm.SyntheticLmTiny', '--topology=cpu:8', '--inference', '--nocompile']
   assert main([*command, '--rows=16', '--prompt_length=16', '--max_tokens=8', '--price_per_chip_hour=2']) == 0
@@ -156,6 +164,7 @@ def test_a_page_has_the_times_of_prompts_and_of_tokens(plan):
   assert sum(row[4] * row[7] for row in data['operations'] if row[2] == 'tokens') <= (NEW - 1) * plan.token_seconds
 
 
+@pytest.mark.slow
 def test_a_page_of_one_token_and_of_a_plan_for_chips():
   one = page_data(planned(requests=Requests(8, 16, 1), compile=False), 'x')['headline']
   assert [time[0] for time in one['times']] == ['first token'] and one['times'][0][2] is None

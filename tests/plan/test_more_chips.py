@@ -49,6 +49,7 @@ def test_a_batch_that_would_mostly_be_filled_up_is_refused():
     plan(small_lm((1, 4 * ROWS, 1)), None, 'cpu:64', compile=False)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.skipif(sys.platform == 'win32', reason='Windows has no SIGTERM that a process may ignore')
 @pytest.mark.parametrize('sent', ['SIGTERM', 'SIGKILL'])
 def test_the_process_of_a_compiler_ends_with_the_process_that_started_it(sent, tmp_path):

@@ -145,6 +145,7 @@ def test_a_program_in_jaxs_cache_with_other_names_is_not_taken_for_this_one(tmp_
   assert silent.cost.unknown_loops == (PATH,) and not known.cost.unknown_loops
 
 
+@pytest.mark.slow
 def test_a_plan_withholds_the_time_of_loops_of_unknown_length_and_a_search_does_not_rank_it(tmp_path):
   config = lm_with(Codes, (1, 1, 1))
   found = plan(config, None, 'h100:1', compile=False)
@@ -190,6 +191,7 @@ def test_the_flops_of_a_token_are_those_that_the_layer_says():
   assert known.causal_flops - silent.causal_flops == TOKENS * 3 * LENGTH
 
 
+@pytest.mark.slow
 def test_the_knob_of_a_layer_is_searched():
   field = f'task.model.{PATH}.num_chunks'
   knobs = {knob.paths: knob for knob in knobs_of(configure_task(lm_with(KnownCodes)))}
@@ -199,6 +201,7 @@ def test_the_knob_of_a_layer_is_searched():
   assert {f'{field}=1', f'{field}=4'} <= {line for ranked in found for line in ranked.overrides}
 
 
+@pytest.mark.slow
 def test_a_longer_sequence_sets_the_fields_of_the_layer_that_grow_with_it():
   config = configure_task(lm_with(KnownCodes))
   change = WhatIf(config, plan(config.explained, None, 'cpu:8', compile=False)).largest_length()

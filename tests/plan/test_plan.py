@@ -343,6 +343,7 @@ def test_the_command(capsys, tmp_path):
   assert 'task.ici_mesh_shape=(4, 2, 2)' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_pipeline_prints_its_bubble():
   planned = plan(registry.get('pipelines.SyntheticLmCircular'), None, 'cpu:8', compile=False)
   (line,) = planned.pipelines

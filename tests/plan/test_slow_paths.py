@@ -83,6 +83,7 @@ def test_a_product_in_float32():
   assert slow_paths(*linear(jnp.float32), chip='cpu') == []
 
 
+@pytest.mark.slow
 def test_plan_and_check_name_them_with_their_layers(monkeypatch):
   config = small_lm((1, 1, 1), hidden_dims=1 << 14)
   config.datasets[0].set(batch_size=1 << 12)

@@ -334,6 +334,7 @@ def test_a_file_that_is_no_snapshot_is_told(kept, change, message):
     read(path)
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path, capsys):
   path = tmp_path / 's.txt'
   named = ['plan', '--exp=lm.SyntheticLmTiny', '--nocompile', '--set', 'task.ici_mesh_shape=(2,2,2)']

@@ -85,6 +85,7 @@ def num_compiled(batcher):
   return [len(program._compiled) for program in (programs._read, programs._copy, programs._extend)]
 
 
+@pytest.mark.slow
 def test_each_request_gets_the_tokens_that_it_gets_alone():
   """Requests that come later too, and those whose prompt begins like another; nothing is compiled for a request."""
   own = batcher(chunks_per_step=2)
@@ -110,6 +111,7 @@ def test_without_shared_prefixes_the_tokens_are_the_same():
   assert not own.statistics.shared_tokens and num_compiled(own)[::2] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_tokens():
   """Its axes do not divide the rows; one of them is not used."""
   own = batcher((2, 1, 3, 1), rows=4)
@@ -129,6 +131,7 @@ def test_a_seed_compiles_nothing(caplog):
     assert own._programs.draw_key(run_keys(seed, made().tasks.mesh).evaluate).tolist() == key
 
 
+@pytest.mark.slow
 def test_settings_of_all_requests_apply_and_history_counts():
   settings = {'repetition_penalty': 1.4, 'top_k': 20, 'no_repeat_ngram_size': 2, 'temperature': 0.7}
   own = batcher(**settings)

@@ -55,6 +55,7 @@ def other_content(data):
   write_tfrecords(str(data / 'a'), examples(30, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
@@ -80,6 +81,7 @@ def test_changed_files_are_refused_with_their_names_and_accepted_where_that_is_a
   assert run_train(run_on(data, 10), run, restore_input=False).step == 10
 
 
+@pytest.mark.slow
 def test_files_that_were_moved_or_only_touched_are_the_same(half, tmp_path):
   run, data = half
   shutil.copytree(data, tmp_path / 'elsewhere' / 'deep')
@@ -94,6 +96,7 @@ def test_checkpoints_of_earlier_versions_have_no_manifest(half, monkeypatch):
   assert run_train(run_on(data, 6), run).step == 6
 
 
+@pytest.mark.slow
 def test_an_emergency_copy_has_a_manifest_too(tmp_path, half):
   _, data = half
   run = tmp_path / 'copied'

@@ -12,8 +12,6 @@ from small_states import layout_on, random_state
 
 from praxis_lite.checkpoints import Checkpointer
 
-pytestmark = pytest.mark.slow
-
 # Every array of the state saved at step n is the number n, so a mixture of two steps would show.
 SAVE_FOR_EVER = """
 import sys, jax, jax.numpy as jnp
@@ -37,6 +35,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_what_is_found_after_sigkill_is_whole_and_newer_than_before(tmp_path, run_python):
   layout = layout_on(3)
   before = 0

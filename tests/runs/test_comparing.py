@@ -55,6 +55,7 @@ def names(group):
   return [run.directory.name for run in group.runs]
 
 
+@pytest.mark.slow
 def test_runs_are_in_groups_of_their_experiment_with_the_fields_that_differ_in_it(folder):
   digits, lm, others = groups_of(folder)
   assert [group.title for group in (digits, lm, others)] == [

@@ -21,8 +21,6 @@ from praxis_lite.runs.records.metrics import SummaryWriter
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 from tools.faults.comparison import curves_of
 
-pytestmark = pytest.mark.slow
-
 # A limit to the size of files stands for a disk that is full: more cannot be written.
 SAVE_WITHOUT_ROOM = """
 import resource, sys, time

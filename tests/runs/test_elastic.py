@@ -42,6 +42,7 @@ def test_other_axes_do_not_shrink():
     fit_mesh(task_of(('data', 'mdl'), (2, 2)), 1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_devices_as_with_all(tmp_path, capsys):
   config = tiny_run(4, noise=0.0, num_train_steps=10)
   run_train(config, tmp_path / 'run', devices=jax.devices()[:4])

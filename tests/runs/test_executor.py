@@ -20,7 +20,7 @@ from praxis_lite.runs import NonFiniteError, TrainOptions, run_decode, run_eval,
 from praxis_lite.runs.loop import training_loop
 from praxis_lite.runs.records.record import read_record
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 DEVICES = 8
 SELDOM = {'save_interval_steps': 100}  # For runs whose checkpoints on the way do not matter: the last step is saved.
@@ -69,6 +69,7 @@ def whole_run(tmp_path_factory):
   return directory, run_train(tiny_run(DEVICES, eval_interval_steps=5), directory)
 
 
+@pytest.mark.slow
 def test_a_run_learns_saves_and_evaluates_the_whole_set(whole_run):
   directory, result = whole_run
   assert (result.step, result.ended_by, int(result.state.step)) == (20, 'done', 20)
@@ -82,6 +83,7 @@ def test_a_run_learns_saves_and_evaluates_the_whole_set(whole_run):
   assert reader.steps() == [15, 18, 20]
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_python, whole_run):
   steps = sorted(random.sample(range(2, 19), 2))
   for kill_at in steps:
@@ -102,6 +104,7 @@ def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_py
   assert curves(tmp_path) == curves(directory)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
 def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_there(tmp_path, run_python, whole_run, name):
   process = run_python(RUN, str(tmp_path), str(DEVICES), open_gate(tmp_path / 'gate', 10), '', devices=DEVICES)
@@ -119,6 +122,7 @@ def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_there(tmp_p
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_signal_cuts_an_evaluation_short_which_the_next_run_makes_up_for(tmp_path, run_python, whole_run):
   process = run_python(RUN, str(tmp_path), str(DEVICES), '', open_gate(tmp_path / 'gate', 1), devices=DEVICES)
   wait_for('step 5/', process.stdout)
@@ -132,6 +136,7 @@ def test_a_signal_cuts_an_evaluation_short_which_the_next_run_makes_up_for(tmp_p
   assert curves(tmp_path) == curves(whole_run[0])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(('first', 'then'), [(8, 1), (1, 8), (8, 3)])
 def test_it_goes_on_on_another_mesh(tmp_path, whole_run, first, then):
   run_train(tiny_run(first, num_train_steps=10, **SELDOM), tmp_path)

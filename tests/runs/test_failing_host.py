@@ -11,8 +11,6 @@ from praxis_lite.checkpoints.stored import checkpoints_at
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.common.errors import CheckpointError
 
-pytestmark = pytest.mark.slow
-
 START = """
 import os, resource, signal, sys
 from praxis_lite.runs.cluster.distributed import initialize_distributed
@@ -116,6 +114,7 @@ def damage_what_only_the_second_reads(state):
   raise AssertionError('there is no such place')
 
 
+@pytest.mark.slow
 def test_what_one_host_cannot_write_or_read_is_known_to_all_and_ends_nothing(tmp_path, run_python):
   for i in range(2):
     (tmp_path / f'copies{i}').mkdir()

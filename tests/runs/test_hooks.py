@@ -22,7 +22,7 @@ from praxis_lite.runs.improvement import WatchedMetric, watched_metrics
 from praxis_lite.runs.records.metric_modes import mode_of_metric
 from praxis_lite.runs.records.metrics import EvalResult
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 # The loss on the validation data goes down, and up again from about step 10 on: 12 of 50 examples are seen often.
 OVERFITTING = {'eval_interval_steps': 2, 'num_train_steps': 60, 'save_interval_steps': 7, 'max_to_keep': 1}
@@ -260,6 +260,7 @@ def test_a_hook_can_stop_a_run(tmp_path, capsys):
   assert run_train(tiny_run(1, num_train_steps=4), tmp_path).step == 4
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('method', ['on_step', 'on_eval', 'on_checkpoint'])
 def test_what_a_hook_raises_ends_the_run_after_the_state_is_saved_and_names_the_hook(tmp_path, capsys, method):
   class Breaks(Hook):
@@ -302,6 +303,7 @@ def test_what_is_no_hook_is_told(tmp_path, hooks, message):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.slow
 def test_a_cell_of_a_notebook_can_be_run_again_with_another_config_and_leaves_no_threads(tmp_path):
   def cell(steps):
     return run_train(tiny_run(1, num_train_steps=steps), tmp_path)

@@ -21,7 +21,7 @@ from praxis_lite.runs.init_from import WarmStart
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 
 class Body(Layer):
@@ -105,6 +105,7 @@ def trained(tmp_path_factory):
   return directory, true_values(state.mdl_vars, SHAPES), true_values(state.ema_vars, SHAPES)
 
 
+@pytest.mark.slow
 def test_renamed_partial_and_fresh_variables_are_the_same_on_one_device_and_on_three(trained, tmp_path, capsys):
   directory, source, _ = trained
   seeded = {}
@@ -133,6 +134,7 @@ def test_renamed_partial_and_fresh_variables_are_the_same_on_one_device_and_on_t
   ]
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_does_not_start_from_it_again(trained, tmp_path, capsys):
   config = other_run(3, trained[0])
   run_train(config, tmp_path)

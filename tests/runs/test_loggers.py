@@ -68,6 +68,7 @@ def test_a_logger_gets_what_is_written_and_a_resumed_run_goes_on(tmp_path, capsy
   assert [call[0] for call in Recorder.calls] == ['start', 6, 6, 'finish']
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('fails_in', ['init', 'log', 'finish'])
 def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path, monkeypatch, capsys, fails_in):
   wandb = Service('wandb', monkeypatch)

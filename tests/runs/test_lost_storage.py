@@ -16,8 +16,6 @@ from praxis_lite.common.errors import CheckpointError
 from praxis_lite.runs.executor import run_train
 from praxis_lite.runs.hooks import Hook
 
-pytestmark = pytest.mark.slow
-
 
 class LoseStorage(Hook):
   """Puts a file in the place of the checkpoints' folder after one step, and the folder back after another."""
@@ -41,6 +39,7 @@ class LoseStorage(Hook):
     self.aside.rename(self.folder)
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_storage_and_ends_as_undisturbed(tmp_path, shared_programs, capsys):
   expected = jax.device_get(run_train(tiny_run(), tmp_path / 'undisturbed').state.mdl_vars)
 

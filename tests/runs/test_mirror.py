@@ -99,6 +99,7 @@ def killed(url, directory, step, **train):
     run_train(mirrored(url, **train), directory, seed=7, hooks=[KillOnceCopied(step, url)])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_copy_as_if_nothing_had_happened(url, tmp_path, undisturbed, capsys):
   killed(url, tmp_path / 'lost', 4)
   run_train(mirrored(url), tmp_path / 'new')  # The seed is that of the copy.

@@ -50,6 +50,7 @@ def contents(*directories):
   return {file: file.read_bytes() for file in files}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'name',
   ['a[x]b', 'a*b', 'a?b', '[!a]', '**', ALL_AT_ONCE, '-dash/', '~no-such-user', '../work/./up/../odd', 'b' * 255],

@@ -62,6 +62,7 @@ def lm(shared_programs, tmp_path_factory):
   return praxis_lite.open_run(directory / 'run')
 
 
+@pytest.mark.slow
 def test_importing_and_finding_open_run_loads_neither_orbax_nor_tensorflow():
   code = """
 import sys, praxis_lite
@@ -101,6 +102,7 @@ def test_a_table_keeps_what_was_not_finite_and_skips_a_line_that_is_being_writte
   assert len(praxis_lite.open_run(tmp_path / 'empty').metrics) == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_records_its_config_needs_no_experiment(lm):
   assert lm.config.task.train.num_train_steps == 40
   assert lm.record.launches[-1].step == 0
@@ -178,6 +180,7 @@ def test_ids_that_are_not_in_the_vocabulary_are_told_before_anything_is_compiled
   check_ids({'ids': np.array([[-1, 2]]), 'weights': np.array([[0, 1]])}, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('settings', [{}, {'beam_size': 2, 'num_best': 2}, {'mesh': (3,)}], ids=str)
 def test_texts_match_an_expression_or_a_schema(lm, settings):
   pytest.importorskip('llguidance', reason='needs llguidance: pip install praxis_lite[constrain]')
@@ -200,6 +203,7 @@ def test_texts_match_an_expression_or_a_schema(lm, settings):
     model.decode(['a'], regex='(')
 
 
+@pytest.mark.slow
 def test_the_command_decodes_texts_that_match(lm, tmp_path, capsys):
   pytest.importorskip('llguidance', reason='needs llguidance: pip install praxis_lite[constrain]')
   field = {'type': 'integer', 'minimum': 0, 'maximum': 9}
@@ -214,6 +218,7 @@ def test_the_command_decodes_texts_that_match(lm, tmp_path, capsys):
   assert "--regex='[0-9': " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_texts_in_and_texts_out(lm):
   model = lm.load()
   texts = model.decode(['def ', 'class A'], temperature=0.7, max_tokens=6)
@@ -256,6 +261,7 @@ def test_more_tokens_than_memory_has_room_for_are_refused_before_anything_is_all
       model.decode(given, max_tokens=10**9)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('mesh', [None, (3,)])
 def test_continuations_are_scored_by_their_log_probabilities(lm, mesh):
   model = lm.load(mesh=mesh)
@@ -279,6 +285,7 @@ def test_continuations_are_scored_by_their_log_probabilities(lm, mesh):
   assert model.score([], []) == []
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('temperature', [0, 0.8])
 @pytest.mark.parametrize('mesh', [None, (3,)])
 def test_segments_and_batches_change_no_token(lm, temperature, mesh):
@@ -302,6 +309,7 @@ def test_segments_and_batches_change_no_token(lm, temperature, mesh):
   assert model.decode(prompts, **settings, stop=[stop])[0] == texts[0][: texts[0].index(stop) + 3]
 
 
+@pytest.mark.slow
 def test_beam_search_returns_the_best_of_each_prompt(lm):
   model, prompts = lm.load(), ['def ', 'class A', 'x']
   settings = {'beam_size': 3, 'max_tokens': 6, 'length_penalty': 0.0}
@@ -321,6 +329,7 @@ def test_beam_search_returns_the_best_of_each_prompt(lm):
   assert model.decode(prompts, **one) == greedy
 
 
+@pytest.mark.slow
 def test_guesses_change_no_text_and_are_counted(lm):
   model, prompts = lm.load(), ['def ', 'class A']
   settings = {'temperature': 0.7, 'max_tokens': 20, 'seed': 3}
@@ -347,6 +356,7 @@ def test_guesses_change_no_text_and_are_counted(lm):
   assert (counts.tokens_per_pass, counts.drafted) == (1.0, 0)
 
 
+@pytest.mark.slow
 def test_processors_of_a_call_change_its_tokens(lm):
   model, banned = lm.load(), ord('n')
   plain = model.decode(['def '], temperature=0, max_tokens=30)
@@ -357,6 +367,7 @@ def test_processors_of_a_call_change_its_tokens(lm):
   assert 'n' in plain[0] and 'n' not in model.decode(['def '], temperature=0, max_tokens=30, logit_processors=(ban,))[0]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'settings, message',
   [

@@ -34,6 +34,7 @@ def imports_of_theirs(source):
       yield node.lineno
 
 
+@pytest.mark.slow
 def test_nothing_else_imports_orbax():
   files = [path for path in sorted(PACKAGE.rglob('*.py')) if ADAPTER not in path.parents]
   assert len(files) > 200

@@ -36,6 +36,7 @@ def whole(shared_programs, tmp_path_factory):
   return run_train(tiny_run(save_interval_steps=100), tmp_path_factory.mktemp('whole'))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('kind', ['a file', 'no launcher'])
 def test_a_notice_saves_and_the_run_goes_on_when_it_is_started_again(kind, whole, tmp_path, monkeypatch):
   notice = tmp_path / 'notice'

@@ -68,6 +68,7 @@ def undisturbed(tmp_path_factory):
 # -------------------------------------------------------------------- curves
 
 
+@pytest.mark.slow
 def test_lines_of_metrics_are_those_of_an_undisturbed_run_wherever_it_is_killed(undisturbed, tmp_path, run_python):
   """SIGKILL between steps that are logged, and between those that are saved, twice in one run."""
   for at in (12, 27):
@@ -100,6 +101,7 @@ class Disturb(Hook):
       self._what(run.directory)
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_moved_ends_the_run_which_goes_on_there(undisturbed, tmp_path, run_python):
   gate = open_gate(tmp_path / 'gate', 12)
   process = run_python(RUN, str(tmp_path / 'run'), gate, '10')
@@ -123,6 +125,7 @@ def test_a_directory_that_is_moved_ends_the_run_which_goes_on_there(undisturbed,
   assert not differences(results_of(moved), results_of(undisturbed))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('instead', [None, 'empty', 'another run'])
 def test_a_directory_that_is_deleted_ends_the_run_whose_state_is_saved_beside_it(undisturbed, tmp_path, instead):
   def delete(directory):
@@ -150,6 +153,7 @@ def test_a_directory_that_is_deleted_ends_the_run_whose_state_is_saved_beside_it
   assert results_of(rescued).arrays == results_of(undisturbed).arrays
 
 
+@pytest.mark.slow
 def test_one_that_is_moved_while_a_checkpoint_is_written_leaves_nothing_behind(undisturbed, tmp_path):
   """Right after a save began; and by a symbolic link, which then leads elsewhere."""
   directory, moved = tmp_path / 'run', tmp_path / 'moved'
@@ -215,6 +219,7 @@ def undisturbed_every_step(tmp_path_factory):
   return directory / 'run'
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('step', [1, 2, 7, 12])
 def test_no_line_of_a_step_before_a_move_is_lost(undisturbed_every_step, tmp_path, step, capsys):
   directory, moved = tmp_path / 'run', tmp_path / 'moved'
@@ -227,6 +232,7 @@ def test_no_line_of_a_step_before_a_move_is_lost(undisturbed_every_step, tmp_pat
   assert not differences(results_of(moved), results_of(undisturbed_every_step))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('split', ['train', 'eval/valid', 'decode/prompts'])
 @pytest.mark.parametrize('when', ['before its folder', 'before its file'])
 def test_a_move_before_a_file_of_events_is_made_loses_none(
@@ -267,6 +273,7 @@ def test_a_move_while_outputs_are_written_ends_the_run_as_any_other(undisturbed_
   assert (moved / 'decoded/prompts/step_00000004.jsonl').exists()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('instead', [False, True])
 def test_a_trace_does_not_make_a_directory_anew(tmp_path, instead):
   directory, moved = tmp_path / 'run', tmp_path / 'moved'
@@ -377,6 +384,7 @@ def stopped(tmp_path_factory):
   return directory, run_train(overfitting(), directory)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   ('damage', 'copies'),
   [('deleted', False), ('emptied', False), ('halved', False), ('changed', False), ('deleted', True)],
@@ -416,6 +424,7 @@ def test_nothing_is_said_where_nothing_is_lost(tmp_path, capsys):
   assert 'has lost' not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_losses_that_jumps_are_measured_by_and_batches_that_are_left_out_are_in_the_checkpoint(tmp_path, capsys):
   config = run_config(num_train_steps=60)
   config.task.train.loss_spike.set(factor=1.8, steps=1, window=20, action='rollback')

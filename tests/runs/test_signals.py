@@ -13,8 +13,6 @@ from jax.experimental import multihost_utils
 
 from praxis_lite.runs.stop_signals import StopSignals
 
-pytestmark = pytest.mark.slow
-
 LOOP = """
 import sys, time
 from praxis_lite.runs.stop_signals import StopSignals

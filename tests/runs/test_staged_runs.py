@@ -19,7 +19,7 @@ from praxis_lite.instruments.testing import collectives
 from praxis_lite.runs import run_train
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 
 def batches(config, steps):
@@ -56,6 +56,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('L, mesh, S, M, R', RUNS.values(), ids=RUNS)
 def test_20_steps_in_stages_are_those_of_one_device(L, mesh, S, M, R):
   aux = 0.0 if 8 % M else 0.01  # A mean over the rows of a microbatch counts those that fill it up.
@@ -85,6 +86,7 @@ print('ended', result.step, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_two_stages_continues_in_four_and_ends_as_one_device_does(tmp_path, run_python):
   gate = tmp_path / 'gate'
   first = run_python(RUN, str(tmp_path / 'killed'), '2', open_gate(gate, 11), devices=2)
@@ -109,6 +111,7 @@ def test_a_run_killed_in_two_stages_continues_in_four_and_ends_as_one_device_doe
     np.testing.assert_allclose(x, y, rtol=0, atol=2e-4 * np.abs(np.asarray(y)).max())
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_rounds_to_none_and_back_and_ends_as_the_unchanged_one(tmp_path):
   """LAMB sees each layer alone, so the names of its states have the sizes of the stack; no size divides its axis."""
 

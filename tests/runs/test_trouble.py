@@ -179,6 +179,7 @@ def risky(tmp_path_factory):
   return config, directory, read_troubles(directory)[0].first
 
 
+@pytest.mark.slow
 def test_replay_names_the_layer_and_its_number(risky, capsys):
   config, directory, step = risky
   before = sorted(directory.rglob('*'))
@@ -204,6 +205,7 @@ def test_debug_nans_names_the_layer(risky, tmp_path):
     run_train(config, tmp_path, debug_nans=True)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_with_its_device(tmp_path, monkeypatch, capsys):
   config = tiny_run(3, num_train_steps=9)
   clean = run_train(config, tmp_path / 'clean', check_determinism=4)

@@ -14,7 +14,7 @@ from tiny_runs import expected_loss, open_gate, shared_rows_run, tiny_run
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.runs import run_train
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 RUN = """
 import os, signal, sys
@@ -107,6 +107,7 @@ def let_them_stop(first, gate, batches):
   open_gate(gate)
 
 
+@pytest.mark.slow
 def test_what_a_hook_raises_in_one_of_them_ends_both_with_the_state_saved(tmp_path, run_python):
   gate = tmp_path / 'gate'
   first, second = start_both(run_python, tmp_path / 'two', open_gate(gate, 6), 'raising')
@@ -118,6 +119,7 @@ def test_what_a_hook_raises_in_one_of_them_ends_both_with_the_state_saved(tmp_pa
   assert 'the hook Raises.on_step raised RuntimeError after step 4; all processes stop after a step, and save' in err
 
 
+@pytest.mark.slow
 def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_path, run_python):
   gate = tmp_path / 'gate'
   first, second = start_both(run_python, tmp_path / 'two', open_gate(gate, 9))
@@ -153,6 +155,7 @@ def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_
   assert len((tmp_path / 'two' / 'decoded' / 'prompts' / 'step_00000020.jsonl').read_text().splitlines()) == 7
 
 
+@pytest.mark.slow
 def test_processes_that_share_rows_train_evaluate_and_decode_as_one_device_does(tmp_path, run_python):
   for process in start_both(run_python, tmp_path / 'two', run=SHARED_ROWS):
     out, err = process.communicate(timeout=600)
@@ -180,6 +183,7 @@ def test_processes_that_share_rows_train_evaluate_and_decode_as_one_device_does(
   np.testing.assert_allclose(*decoded, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_moved_while_both_write_ends_both_in_one_line_with_the_state_saved_there(
   tmp_path, run_python
 ):

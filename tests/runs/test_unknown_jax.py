@@ -51,6 +51,7 @@ def without_the_passes(monkeypatch):
   monkeypatch.setattr(propagation, '_PROPAGATE', 'builtin.module(sdy-of-tomorrow)')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'fake, told',
   [

@@ -15,7 +15,7 @@ from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.training.experiment import BaseExperiment, configure
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 
 class CharLm(BaseExperiment):
@@ -55,6 +55,7 @@ def _decode(*flags):
   return main.main(['decode', '--exp=experiment.py:CharLm', '--job_log_dir=run', '--max_tokens=20', *flags])
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_vocabulary(run, capfd):
   assert json.loads((run / 'run' / 'vocabulary.json').read_text()) == {'vocabulary': '\n abefilno'}
   longer = CONFIG._replace(task=CONFIG.task.clone())

@@ -162,6 +162,7 @@ def test_errors_of_the_system_about_files_of_a_run_are_mistakes_and_others_are_n
     raise OSError(28, 'No space left on device')
 
 
+@pytest.mark.slow
 def test_a_named_pipe_in_the_place_of_any_file_of_a_checkpoint_is_damage(tmp_path):
   layout = layout_on(2, rows=99)  # Chunks of more than 1 kB are in files of their own.
   checkpointer = Checkpointer(tmp_path)
@@ -336,6 +337,7 @@ def test_the_first_batch_is_not_waited_for_without_end():
     call_in_time(empty.get_next, 'empty')
 
 
+@pytest.mark.slow
 def test_a_run_whose_reader_hangs_is_saved_and_ends_and_goes_on_later(tmp_path, capsys):
   config = tiny_run(1, noise=0.0)
   arrays = config.datasets[0].arrays
@@ -360,6 +362,7 @@ print('over', flush=True)
 """
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('seconds, least, most', [(60, 0, 30), (0.5, 0.5, 30)])
 def test_a_process_ends_though_a_reader_hangs(seconds, least, most):
   start = time.monotonic()

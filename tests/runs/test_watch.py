@@ -103,6 +103,7 @@ def test_who_lives():
   assert not half.is_well and '1 of 2 processes never gave a sign of life' in half.lines
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('shared_programs')
 def test_a_watched_run(tmp_path, capfd):
   gate, directory = tmp_path / 'gate', tmp_path / 'run'
@@ -166,6 +167,7 @@ def test_a_watched_run(tmp_path, capfd):
   assert 'lost to restarts' in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('shared_programs')
 def test_a_launch_that_is_refused_leaves_the_heartbeats_of_the_one_before(tmp_path, monkeypatch):
   file = tmp_path / 'heartbeats/0.json'

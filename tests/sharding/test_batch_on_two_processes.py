@@ -7,11 +7,8 @@ import socket
 import subprocess
 import sys
 
-import pytest
 from quick_xla import xla_flags
 from warm_python import WarmPopen
-
-pytestmark = pytest.mark.slow
 
 _WORKER = """
 import sys

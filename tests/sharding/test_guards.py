@@ -998,6 +998,7 @@ def test_pads_that_crop_what_was_padded_for_a_mesh(rows, crop):
   assert ('pad' in {change.op for change in changed}) == (not is_kept)
 
 
+@pytest.mark.slow_cases
 @GUARDED
 def test_pads_that_crop_and_pad_between_entries(guarded):
   if not guarded:
@@ -1116,6 +1117,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('out', [P(), P('a', 'b')], ids=['whole', 'split'])
 @pytest.mark.parametrize('name', TRANSFORMS)
 def test_fourier_transforms(name, out):
@@ -1205,6 +1207,7 @@ FACTORIZATIONS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('batch, spec', [((4,), P('a')), ((4, 3), P('b', ('a',))), ((3,), P(None, 'a', 'b'))])
 @pytest.mark.parametrize('name', FACTORIZATIONS)
 def test_calls_of_lapack_are_for_one_matrix(name, batch, spec):

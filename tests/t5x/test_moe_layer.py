@@ -19,8 +19,6 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.task import SingleTask
 
-pytestmark = pytest.mark.slow
-
 IDS = np.random.default_rng(0).integers(0, 11, (8, 5)).astype(np.int32)
 BATCH = {'ids': IDS[:, :-1], 'labels': IDS[:, 1:], 'weights': np.ones((8, 4), np.float32)}
 MOE = ('lm', 'transformer', 'layers', 'ff')
@@ -59,6 +57,7 @@ def after_a_step(config, partitioner=None):
   return model, float(out.weighted_loss), model.unpad(out.state).mdl_vars
 
 
+@pytest.mark.slow
 def test_a_step_with_two_data_axes_is_that_of_one_device():
   partitioner = MoePjitPartitioner(4, num_partitions=1)
   model, loss, variables = after_a_step(named(task()), partitioner=partitioner)

@@ -30,6 +30,7 @@ def guard():
   return Guard()
 
 
+@pytest.mark.slow
 def test_bad_input_of_every_parser_is_an_error_of_one_line(guard):
   found = list(fuzz(0, range(600), guard))
   assert not [wrong for _, wrong in found if wrong is not None]

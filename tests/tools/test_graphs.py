@@ -73,6 +73,7 @@ def test_what_one_device_computes_is_guarded_too():
   assert program.run().kind == 'right', program.run().why
 
 
+@pytest.mark.slow
 def test_all_families_are_drawn():
   programs = [draw(i, operations=40) for i in range(8)]
   found = collections.Counter(line.family for program in programs for line in program.lines)
@@ -90,6 +91,7 @@ def test_random_programs_are_right(seed):
   assert outcome.kind == 'right', f'{outcome.why}\n{program.script()}'
 
 
+@pytest.mark.slow
 def test_a_wrong_program_is_found_and_made_small(monkeypatch, capsys):
   assert PERMUTED.run().kind == 'right' and PERMUTED.run().guarded
   monkeypatch.setattr(guards, 'guard', lambda lowered: [])
@@ -127,6 +129,7 @@ for report in hunt_shardings.hunt_in_processes('planted', 1, range(6)):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_or_hangs_is_a_finding():
   """The next cases go on in another process, and none is lost."""
   done = subprocess.run([sys.executable, '-c', PLANTED], capture_output=True, text=True, timeout=200, check=True)

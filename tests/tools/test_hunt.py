@@ -79,6 +79,7 @@ def test_a_case_is_a_function_of_its_seed(family):
   assert one.run().kind == 'right'
 
 
+@pytest.mark.slow
 def test_a_wrong_product_is_found_and_made_small(no_guards, capsys):
   outcome = PERMUTED.run()
   assert outcome.kind == 'wrong'

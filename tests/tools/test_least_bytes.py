@@ -8,6 +8,7 @@ from praxis_lite.training.experiment import configure
 from tools.least_bytes import TOPOLOGIES, least_bytes
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', ['lm_sizes.Llama1B', 'lm_sizes.Llama8B'])
 def test_a_step_sends_the_least(name):
   config = configure(registry.get(name))

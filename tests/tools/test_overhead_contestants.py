@@ -8,8 +8,6 @@ from tools.benchmark_overhead import TWO_SIDED, within_limit
 from tools.handwritten_lm import Size
 from tools.overhead_contestants import handwritten_step, praxis_lite_step
 
-pytestmark = pytest.mark.slow
-
 SIZE = Size(batch=8, length=64, model_dims=64, num_layers=3, num_heads=4, hidden_dims=256, vocab=96)
 
 
@@ -36,6 +34,7 @@ def contestants(request):
   return pair
 
 
+@pytest.mark.slow
 def test_the_same_parameters_take_the_same_steps(contestants):
   framework, hand = contestants
   state, batch = framework.start()

@@ -50,6 +50,7 @@ def test_layouts_of_a_model_differ_in_all_but_the_model():
   assert [case.alone() == reports[0].alone() for case in reports] == [True] * 3 + [False] * 3
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('family', ['lm', 'tower', 'convolutions'])
 def test_tasks_of_each_family_have_splits_of_all_they_hold(family):
   drawn = [draw(seed, only=family) for seed in range(3)]

@@ -17,7 +17,7 @@ from praxis_lite.models import set_pipeline, set_sharding, transformer_lm
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 AXES = ('stage', 'replica', 'data', 'mdl')
 B, T, V = 8, 6, 37
@@ -74,6 +74,7 @@ def on_one_device(first=(20,)):
   return after_a_step(model(first=first, **LOSSES, load_balance_scope='row'), packed_batch())
 
 
+@pytest.mark.slow
 def test_microbatches_and_remat_on_a_mesh():
   """Losses that are means over tokens, or over rows, do not depend on how a batch is cut."""
   small = model('full', **LOSSES, load_balance_scope='row')
@@ -84,6 +85,7 @@ def test_microbatches_and_remat_on_a_mesh():
     np.testing.assert_allclose(found[2][name], value, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_explicit_collectives():
   """Each device has tokens of its own, and of unequal number; sums over all are the router's, weights are gathered."""
   own = model(**LOSSES, load_balance_scope='row')
@@ -93,6 +95,7 @@ def test_explicit_collectives():
     np.testing.assert_allclose(found[3][name], value, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_a_pipeline():
   """Losses are those of a microbatch, and are then averaged."""
   blocks = model(first=(), **LOSSES, load_balance_scope='row')

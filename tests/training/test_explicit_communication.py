@@ -18,8 +18,6 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.training.task import SingleTask
 
-pytestmark = pytest.mark.slow
-
 ROWS, DIMS, DEPTH = 16, 256, 6
 
 
@@ -27,6 +25,7 @@ def counts(compiled):
   return {kind: (c.count, c.bytes) for kind, c in collectives(compiled).items() if c.count}
 
 
+@pytest.mark.slow
 def test_data_parallel_all_reduces_gradients_and_gathers_no_parameter():
   p = partitioned(lm_task('shard_map'), lm_batch(ROWS))
   found = counts(p.train_step.compiled)
@@ -37,6 +36,7 @@ def test_data_parallel_all_reduces_gradients_and_gathers_no_parameter():
   assert 0 <= found['all-reduce'][1] - 4 * p.total_num_params <= 64
 
 
+@pytest.mark.slow
 def test_fully_sharded_gathers_each_layer_twice_and_reduce_scatters_its_gradient():
   p = partitioned(lm_task('shard_map', strategy=FSDP, model_dims=16, hidden_dims=48), lm_batch(ROWS))
   found = counts(p.train_step.compiled)

@@ -11,8 +11,6 @@ from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-pytestmark = pytest.mark.slow
-
 NAMES = ('DigitsDataParallel', 'DigitsDataParallelExplicit', 'DigitsFullySharded', 'DigitsFullyShardedExplicit')
 STEPS, ROWS = 4, 64
 
@@ -52,11 +50,13 @@ def exact(task):
   return task
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', NAMES)
 def test_all_ways_train_as_one_device_does(name, expected):
   np.testing.assert_allclose(curve(exact(task_of(name)))[1], expected, rtol=1e-4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', NAMES)
 def test_registered_experiments_train_and_communicate_as_they_say(name):
   task = task_of(name)

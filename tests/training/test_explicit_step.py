@@ -13,7 +13,7 @@ from praxis_lite.layers import ConvNet, Dropout, Mlp, SpectralNormLinear
 from praxis_lite.models import ClassificationModel, transformer_lm
 from praxis_lite.training.task import SingleTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 
 def assert_close(left, right, rtol=1e-5, atol=1e-6):
@@ -21,6 +21,7 @@ def assert_close(left, right, rtol=1e-5, atol=1e-6):
     np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('devices, strategy', [(8, None), (5, FSDP)], ids=['data_8', 'fsdp_5'])
 def test_one_step_and_twenty_match_compiler_placement(devices, strategy):
   # 13 rows leave a device with padding alone, and the weights of rows differ: a mean of means would be wrong.
@@ -54,6 +55,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('case', CASES)
 def test_a_classifier_matches_compiler_placement(case):
   network, mesh, learner = CASES[case]
@@ -67,6 +69,7 @@ def test_a_classifier_matches_compiler_placement(case):
   assert_close(explicit_state, state, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('num_microbatches', [1, 2])
 def test_a_frozen_variable_that_is_split_stays_frozen(num_microbatches):
   frozen = {'bprop_variable_exclusion': ('network.linear_0.w',), 'num_microbatches': num_microbatches}
@@ -94,6 +97,7 @@ class PerClass(ClassificationModel):
     return {**metrics, 'logits': (logits_V, total)}, per_example
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('num_microbatches', [1, 2])
 def test_metrics_may_be_arrays(num_microbatches):
   def task(partitioning, num_microbatches):
@@ -145,6 +149,7 @@ def test_a_batch_without_a_mapping_for_its_rank_is_refused_as_under_compiler_pla
     partitioned(task, class_batch(8)).train_step.compile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', [{'style': 'gpt2', 'remat': 'dots_saveable'}, {'repeat': False, 'remat': 'full'}])
 def test_other_language_models_match_too(kind):
   def task(partitioning):

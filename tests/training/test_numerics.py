@@ -46,6 +46,7 @@ def test_right_gradients_are_those_of_one_device():
   assert found.worst < 1e-5
 
 
+@pytest.mark.slow
 def test_each_repeated_layer_has_a_norm():
   model = set_sharding(transformer_lm(vocab_size=11, model_dims=8, num_layers=3, num_heads=2, hidden_dims=16))
   task = Config(SingleTask, model=model, mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(2, 2, 2))

@@ -19,8 +19,6 @@ from praxis_lite.models import ClassificationModel, set_sharding, transformer_lm
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = pytest.mark.slow
-
 AXES = ('replica', 'data', 'mdl')
 ROWS = ('replica', 'data')
 
@@ -81,6 +79,7 @@ def classifier(mesh, groups=1, pooling=None, rows='data', out=None, wt=None, sof
 CHANNELS = {'out': ('data', None, None, 'mdl'), 'wt': (None, None, None, 'mdl')}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   ('groups', 'mesh', 'mappings'),
   [
@@ -151,6 +150,7 @@ def uniform_lm(mesh, rows=None, time=None, dims='mdl'):
   return task_of(model, mesh, {'map_2d': (rows, time)})
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   ('rows', 'time'),
   [(ROWS, None), (('data', 'replica'), None), ('data', 'replica'), (None, ROWS)],
@@ -175,6 +175,7 @@ def attention_lm(mesh, heads=4, head_dims=4, x=None, w=None, q=None, k=None):
 R, D, M, N = 'replica', 'data', 'mdl', None
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   ('batch', 'options', 'mappings'),
   [
@@ -218,6 +219,7 @@ def table_lm(mesh):
   return task_of(model, mesh, {'map_2d': (M, D)})
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('make', [permuted_lm, hidden_lm, table_lm])
 def test_uneven_models_whose_steps_were_wrong(make):
   check(make, odd_tokens, (1, 4, 2) if make is table_lm else (2, 2, 2))

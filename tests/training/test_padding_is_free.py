@@ -10,8 +10,6 @@ from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = pytest.mark.slow
-
 
 def step_of(batch, vocab, dims, heads, hidden, mesh):
   model = transformer_lm(
@@ -25,6 +23,7 @@ def step_of(batch, vocab, dims, heads, hidden, mesh):
   return PartitionedTask(config.instantiate(), struct).train_step
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('mesh', [(2, 4), (4, 2)], ids=str)
 def test_one_short_of_divisible_communicates_as_divisible(mesh):
   even = collectives(step_of(8, 64, 32, 4, 64, mesh).compiled)

@@ -120,6 +120,7 @@ def test_uneven_mesh_has_the_loss_curve_of_one_device(shape, optimizer):
     np.testing.assert_allclose(stored[tuple(slice(d) for d in value.shape)], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_unpartitioned_step_is_the_oracle():
   config = task(clip_gradient_norm_to_value=0.5, ema_decay=0.9).instantiate()
   state = jax.jit(initialize_train_state, static_argnums=0)(config, jax.random.key(0))
@@ -172,6 +173,7 @@ def test_what_is_in_the_padding_never_matters():
   jax.tree.map(np.testing.assert_array_equal, clean.state, dirty.state)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('rows', [1, 3, 6, 11])
 def test_metrics_of_a_batch_that_does_not_fill_the_mesh_are_exact(rows):
   one = partition_spmd_model(task(), jax.random.key(0), struct(batch(rows)))

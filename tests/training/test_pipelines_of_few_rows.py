@@ -14,8 +14,6 @@ from praxis_lite.models import set_pipeline, transformer_lm
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = pytest.mark.slow
-
 T, V = 3, 13
 
 
@@ -47,6 +45,7 @@ def step(mesh, rows, accumulated, **fields):
   return jax.device_get((out.weighted_loss, out.mean_metrics, summaries, variables))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'mesh, rows, accumulated, fields',
   [

@@ -16,7 +16,7 @@ from praxis_lite.training.learning import Learner
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+pytestmark = pytest.mark.usefixtures('shared_programs')
 
 STEPS, FEW = 50, 10
 AXES = ('data', 'model')
@@ -113,6 +113,7 @@ def one_device():
   return curve
 
 
+@pytest.mark.slow
 # A mesh that divides nothing is tried with each kind of program once: equal specs make equal programs.
 @pytest.mark.parametrize(
   'way, mesh', [*((way, (4, 2)) for way in WAYS), ('mapping', (5, 1)), ('shard_map_fsdp', (5, 1))]

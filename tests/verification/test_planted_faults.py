@@ -21,8 +21,6 @@ from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training import execution, partitioned_step
 from praxis_lite.training.task import SingleTask
 
-pytestmark = pytest.mark.slow
-
 AXES = ('replica', 'data', 'mdl')
 ROWS = ('replica', 'data')
 
@@ -62,6 +60,7 @@ def mlp_over_all_axes():
   return classifier(network)
 
 
+@pytest.mark.slow
 def test_products_without_their_guard(monkeypatch):
   found = verify(mlp_over_all_axes(), inputs(32), quick=True)
   assert found.is_right
@@ -98,6 +97,7 @@ def images(layer):
   return task
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'layer',
   [
@@ -229,6 +229,7 @@ def wrong_in(task, **options):
   return found.variables(), format_verification(found)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('layer', [MixesRows, SumsTwice, LocalMean], ids=lambda layer: layer.__name__)
 def test_layers_that_are_wrong_under_shard_map(layer):
   variables, text = wrong_in(explicit(Config(layer)))
@@ -242,6 +243,7 @@ def test_a_kept_part_of_the_wrong_dimension():
   assert 'network.w' in variables and "split as ('mdl', None): network.weight_split_dims_mapping.wt" in text
 
 
+@pytest.mark.slow
 def test_dropout_that_differs_by_device_along_an_axis_with_whole_rows():
   variables, text = wrong_in(explicit(Config(DropsRows)))
   assert 'network.column.w' in variables
@@ -283,6 +285,7 @@ def test_gradients_that_are_summed_where_their_mean_is_wanted(monkeypatch):
   assert 'off by 7 times' in text and 'wrong: loss' not in text
 
 
+@pytest.mark.slow
 def test_norms_of_parts_of_gradients(monkeypatch):
   """Clipping by the norm of a device's own parts: gradients are right, and the optimizer's step is wrong."""
   monkeypatch.setattr(execution.ShardMapped, 'sum_parts', lambda self, sums: sums)
@@ -292,6 +295,7 @@ def test_norms_of_parts_of_gradients(monkeypatch):
   assert 'in a step of the optimizer of 7 rows' in text and 'gradient of' not in text
 
 
+@pytest.mark.slow
 def test_what_is_wrong_in_evaluation_alone(monkeypatch):
   class WrongInEvaluation(OwnMap):
     def __call__(self, x, weights):
@@ -301,6 +305,7 @@ def test_what_is_wrong_in_evaluation_alone(monkeypatch):
   assert 'wrong: loss: off by' in text and 'in evaluation of 7 rows' in text and 'gradient of' not in text
 
 
+@pytest.mark.slow
 def test_layers_of_ours_that_look_like_these_are_right():
   network = Config(Mlp, input_dims=16, hidden_dims=(24,))
   network.linear_tpl.weight_split_dims_mapping.wt = (None, 'mdl')

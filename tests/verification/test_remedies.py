@@ -42,6 +42,7 @@ def search(small, is_right, wrong='lm.transformer.layers.ff.linear_in.w', second
   return nearest(small, step, None, is_right, [Name('gradient', wrong)], seconds)
 
 
+@pytest.mark.slow
 def test_an_axis_of_a_weight_in_the_order_of_its_field(small):
   ff = ('lm', 'transformer', 'layers', 'ff')
   names = list(node_at(small.placements, ff))

@@ -75,6 +75,7 @@ def small_experiment(name):
   return config, small_task(config.task, batch_of(config.datasets))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', ['lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl', 'lm.StdlibLmMixed'])
 def test_dimensions_are_as_even_as_the_real_ones(name):
   config, small = small_experiment(name)
@@ -125,6 +126,7 @@ def test_prompts_shrink_with_the_rest():
   assert small.prompts['ids'].shape == (4, small.sizes[8192]) and small.prompts['prompt_lengths'].shape == (4,)
 
 
+@pytest.mark.slow
 def test_what_bounds_decoding_is_no_size_of_the_model():
   config = configure(registry.get('moe.FineGrained16B'))
   config.task.model.decoder_tpl.max_decode_steps = 128
