@@ -5,9 +5,10 @@
   python tools/benchmark_batcher.py --size=1b --dtype=bfloat16 --device=cuda --rows=32 --requests=256     on a GPU
   python tools/benchmark_batcher.py --system=64     prompts that begin with the same 64 tokens
 
-A model of random weights continues the same requests greedily, in their order: in batches of `--rows` prompts, each of
-which ends with its longest continuation, and in a batcher of so many rows, with and without shared prefixes. The sides
-take turns. Only tokens that a request asked for count. Ratios are medians over rounds, each of times of the same round.
+A model of random weights continues the same requests greedily, in their order: in batches of `--rows` prompts,
+where a batch ends with its longest continuation, and in a batcher with `--rows` rows, with and without shared prefixes.
+The sides take turns. Only tokens that a request asked for count. Ratios are medians over rounds, each of times of the
+same round.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tools.gpu.case import SIZES, TINY, ModelCase, case_of
 from tools.gpu.report import Row, results_table, section, write_section
-from tools.gpu.turn import Measured, Options, Request
+from tools.gpu.turn import Measured, Options, TurnRequest
 from tools.timing import measure_in_turn
 
 ROOT = Path(__file__).parent.parent
@@ -175,7 +175,7 @@ class Benchmark:
     chosen = [c for c in implementations if c.name in best]
     settings = [best[c.name] for c in chosen]
     trials = [{'batch': setting.batch, 'options': setting.options} for setting in settings]
-    requests = [Request([*case], [trial], groups, steps) for trial in trials]
+    requests = [TurnRequest([*case], [trial], groups, steps) for trial in trials]
     turns = measure_in_turn([partial(self._one, c, r) for c, r in zip(chosen, requests)], rounds, warm_up=0)
     rows: list[Row] = []
     versions: dict[str, str] = {}
@@ -202,7 +202,7 @@ class Benchmark:
         if best is not None:
           batches = [b for b in batches if best.batch <= b <= 2 * best.batch]
         trials = [{'batch': b, 'options': options} for b in batches]
-        for found in self.turn(implementation, Request([*case], trials, 2, 5, searching=True)):
+        for found in self.turn(implementation, TurnRequest([*case], trials, 2, 5, searching=True)):
           error = found.error or error
           if not found.error and (best is None or _speed(found) > _speed(best)):
             best = found
@@ -212,10 +212,10 @@ class Benchmark:
         return best
     return error
 
-  def _one(self, implementation: Implementation, request: Request) -> Measured:
+  def _one(self, implementation: Implementation, request: TurnRequest) -> Measured:
     return self.turn(implementation, request)[0]
 
-  def turn(self, implementation: Implementation, request: Request) -> list[Measured]:
+  def turn(self, implementation: Implementation, request: TurnRequest) -> list[Measured]:
     """Runs one process of an implementation and returns its measurements. If it fails, the last one has the error."""
     request = request._replace(started_at=time.time())
     command = [self._pythons[implementation.name], str(ROOT / 'tools' / 'gpu' / implementation.script)]
@@ -253,7 +253,7 @@ def dry_run(bench: Benchmark, implementations: Sequence[Implementation]) -> int:
   for case in (TINY, TINY._replace(name='tiny, bfloat16', compute='bfloat16', state='bfloat16')):
     first: dict[str, list[float]] = {}
     for implementation in implementations:
-      request = Request([*case], [{'batch': 4, 'options': implementation.dry}], 2, 2)
+      request = TurnRequest([*case], [{'batch': 4, 'options': implementation.dry}], 2, 2)
       found = bench.turn(implementation, request)[0]
       if found.error:
         faults.append(f'{case.name}, {implementation.name}: {found.error}')

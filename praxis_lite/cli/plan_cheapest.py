@@ -34,7 +34,9 @@ def add_cheapest_flags(values: CommandFlags) -> None:
   numbers = 'With --cheapest: numbers of chips to consider; by default all powers of two on which it fits.'
   values.add_list('chips', numbers, '64,128,256')
   values.add_number('budget', 'With --cheapest: the most that the run may take, in money.', '50000', least=0)
-  values.add_text('deadline', 'With --cheapest: days, hours or the date by which the run has to end.', '30d')
+  values.add_text(
+    'deadline', 'With --cheapest: the latest end of the run, in days or hours from now, or as a date.', '30d'
+  )
 
 
 def check_cheapest_flags(values: flags.FlagValues) -> None:

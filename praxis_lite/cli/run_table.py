@@ -59,8 +59,8 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
         'age': age(run),
         'loss': format_number(run.last_loss),
         'best': '-' if best is None else f'{format_number(best[0])} @{best[1]}',
-        _TIMES: _quotient(run.certificate and run.certificate.times),
-        _MEMORY: _quotient(run.certificate and run.certificate.memory),
+        _TIMES: _format_quotient(run.certificate and run.certificate.times),
+        _MEMORY: _format_quotient(run.certificate and run.certificate.memory),
       }
     )
   names = [printable(name, one_line=True) for name in group.columns]
@@ -158,7 +158,7 @@ def _planned_cells(certificate: Certificate | None) -> dict[str, object]:
   return {name: '' if value is None else value for name, value in cells.items()}
 
 
-def _quotient(value: float | None) -> str:
+def _format_quotient(value: float | None) -> str:
   return '-' if value is None else f'{value:.2f}'
 
 
@@ -188,12 +188,12 @@ def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
       at = '-' if best is None else f'{format_number(best[0])} @{best[1]}'
       rows.append([name_below(folder, run), steps, format_number(run.last_loss), at, time, memory, communication])
     lines = [head, ['---'] * len(head), *rows]
-    table = '\n'.join(f'| {" | ".join(map(_markdown, cells))} |' for cells in lines)
-    texts.append(f'### {_markdown(group.title)}\n\n{table}')
+    table = '\n'.join(f'| {" | ".join(map(_escape, cells))} |' for cells in lines)
+    texts.append(f'### {_escape(group.title)}\n\n{table}')
   return '\n\n'.join(texts)
 
 
-def _markdown(text: str) -> str:
+def _escape(text: str) -> str:
   return printable(text, one_line=True).replace('\\', '\\\\').replace('|', '\\|')
 
 

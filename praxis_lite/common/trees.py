@@ -48,7 +48,7 @@ def path_matches(pattern: str, path: Path) -> bool:
   return regex.fullmatch(('/' if '/' in pattern else '.').join(path)) is not None
 
 
-def near_pattern(pattern: str, names: Iterable[str]) -> str:
+def suggest_pattern(pattern: str, names: Iterable[str]) -> str:
   """Returns what to write in place of a regex that matches none of `names` as a whole, as the end of a message."""
   names, inner = list(names), f'({pattern})' if '|' in pattern else pattern
   for match, wider in ((re.match, f'{inner}.*'), (re.search, f'.*{inner}.*')):

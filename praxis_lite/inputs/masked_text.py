@@ -1,4 +1,4 @@
-"""Masked text: rows of tokens, some of which are hidden from the model that predicts them (BERT, Devlin et al., 2019).
+"""Masked text: rows of tokens; some tokens are hidden, and the model predicts them (BERT, Devlin et al., 2019).
 
     labels    ^ a b c d e f g h $      ^ begins and $ ends a row
     ids       ^ a b ? d e f x h $      of the chosen places most become the mask ?, some another token, some stay

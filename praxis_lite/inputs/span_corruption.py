@@ -26,12 +26,12 @@ _STREAM = zlib.crc32(b'spans')
 
 
 class SpanCorruptionInput(TextInput):
-  """Text files as pairs of a text with missing spans and these spans; batches are those of `SourceTargetInput`.
+  """Text files as pairs: a text with missing spans, and the spans. Batches look like those of `SourceTargetInput`.
 
   The spans of a row are drawn anew in each epoch. With 15 % noise in spans of 3 tokens on average, 568 tokens of text
   become the sources of 512 tokens and targets of 114 with which T5 was trained.
 
-  Attributes: those of `TextInput`, of which `packing` is 'concat' or 'windows', and
+  Attributes: those of `TextInput`, where `packing` must be 'concat' or 'windows', and
     seq_len: L, tokens of text in a row, from which `source_len` and `target_len` follow.
     noise_density: the share of the tokens that are missing from the source.
     mean_span_length: the mean number of tokens of a missing span.

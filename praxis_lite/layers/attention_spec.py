@@ -86,7 +86,7 @@ class Heads(NamedTuple):
   Attributes:
     query: [B, T, N, H].
     key, value: [B, S, K, H].
-    bias: the parameters of the bias, a tree of arrays, whose last dimension is that of heads.
+    bias: the parameters of the bias: a tree of arrays, each with heads as its last dimension.
     sinks: [N], the logit of each head's sink; None without sinks. See `blocks.add_sinks`.
   """
 

@@ -150,7 +150,7 @@ def compute_context(
 
   Args:
     local: the pass on the rows and heads of a device.
-    split: how the mesh splits them; None if `heads` are those of one device.
+    split: how the mesh splits rows and heads; None if `heads` already belong to one device.
     heads, integers: the arguments of `local`.
   """
   if split is not None:

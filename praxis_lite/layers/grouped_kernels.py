@@ -11,9 +11,9 @@ from praxis_lite.common.errors import first_line
 from praxis_lite.layers.tokamax_target import (
   INSTALL,
   OLDEST_CAPABILITY,
-  any_target,
   compute_capability,
   is_installed,
+  tokamax_for_mesh,
 )
 from praxis_lite.sharding.mesh import device_kind
 
@@ -62,7 +62,7 @@ def _call(
     lhs_ragged_dimensions=(0,),
     rhs_group_dimensions=rhs_group_dimensions,
   )
-  with any_target() as tokamax:
+  with tokamax_for_mesh() as tokamax:
     return tokamax.ragged_dot_general(left, right, sizes_G, numbers, implementation='triton')
 
 

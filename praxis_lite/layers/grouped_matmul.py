@@ -39,8 +39,8 @@ ProductMethod = Literal['xla', 'blocks', 'triton']
 IMPLEMENTATIONS = ('auto', 'xla', 'blocks', 'triton')
 # Tag of the results for rematerialisation: in a jaxpr, a loop does not look like a product.
 GROUPED_PRODUCT = 'grouped_product'
-# The fewest and the most rows of a block, by platform. Within these limits, it has about as many as a group on
-# average: small blocks read the weights too often, and large ones reach too far into the next groups. On a GPU, a loop
+# The fewest and the most rows of a block, by platform. Within these limits, a block is as large as an average group:
+# small blocks read the weights too often, and large ones reach too far into the next groups. On a GPU, a loop
 # over small blocks would be limited by memory.
 _ROWS_OF_BLOCKS = {'gpu': (128, 2048)}
 _ROWS_OF_OTHER_BLOCKS = (32, 256)

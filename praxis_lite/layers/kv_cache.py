@@ -426,13 +426,13 @@ def place_caches(state: NestedDict, num_slots: int) -> NestedDict:
     cache = node_at(state, place)
     rank = jnp.ndim(cache['pos'])
 
-    def widen(name: str, x: jax.Array, rank: int = rank) -> jax.Array:
+    def pad_slots(name: str, x: jax.Array, rank: int = rank) -> jax.Array:
       axis = axis_of_slots(x.ndim, rank)
       more = max(num_slots - x.shape[axis], 0)
       widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
       return jnp.pad(x, widths, constant_values=-1 if name == 'pos' else 0)
 
-    arrays = {name: widen(name, x) for name, x in cache.items() if name != 'slot'}
+    arrays = {name: pad_slots(name, x) for name, x in cache.items() if name != 'slot'}
     state = insert(state, place, {**arrays, 'slot': jnp.zeros(jnp.shape(cache['pos'])[:-1], jnp.int32)})
   return state
 

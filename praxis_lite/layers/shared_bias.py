@@ -42,8 +42,8 @@ def shared_bias(layer: RelativeBias, length: int, *, in_blocks: bool = False) ->
   """In a call: returns the bias of self-attention in one pass, for all layers of a stack.
 
   It is an array [1, N, T, T], computed once, if the layers hold the logits of a row in memory anyway; otherwise a
-  function, for attention that computes the bias block by block. Offsets are those of indices in the row, which inside a
-  segment equal those of positions.
+  function, for attention that computes the bias block by block. It uses differences of indices in the row, which equal
+  differences of positions inside a segment.
 
   Args:
     layer: the layer with the table.

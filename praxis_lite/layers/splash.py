@@ -5,7 +5,7 @@ The kernels compute a row of the batch with all its heads. A mask reaches them i
     limits of offsets   a table of the pairs of blocks that meet, which is static, so that the kernels skip all others;
                         inside of a block, the kernels compare indices
     a causal mask with  the same comparison, in which a query of the prefix has the index of the prefix's last token.
-    prefixes            Which blocks are empty depends on data, so none is skipped
+    prefixes            Which blocks are empty depends on data, so the kernels skip no block
     segments, paddings  an integer for each query and each key, which the kernels compare
 
 Lengths are padded to whole blocks. The backward pass computes the logits twice: a kernel has the gradients of queries,
@@ -234,7 +234,7 @@ def _rows(arrays: SplashArrays) -> tuple[int | None, ...]:
 def _prepare(
   formula: Formula, block_size: int | None, heads: Heads, integers: Integers
 ) -> tuple[SplashCall, SplashArrays]:
-  """Returns the arguments of the kernels, padded to whole blocks; the arrays are those of all rows."""
+  """Returns the arguments of the kernels, padded to whole blocks; the arrays contain all rows."""
   parts = sort_parts(integers.mask)
   assert isinstance(parts, MaskParts)  # `mask_obstacle` has checked it.
   lengths = heads.query.shape[1], heads.key.shape[1]

@@ -29,16 +29,16 @@ from praxis_lite.layers.masks import AttentionMask, Band, OffsetMask, split_offs
 from praxis_lite.layers.tokamax_target import (
   INSTALL,
   OLDEST_CAPABILITY,
-  any_target,
   compute_capability,
   is_installed,
+  tokamax_for_mesh,
 )
 from praxis_lite.sharding.mesh import device_kind
 from praxis_lite.sharding.padding import pad_to
 
 # The most dims of a head that fit in the shared memory of a multiprocessor, of at least 164 KiB or 100 KiB.
 _MOST_DIMS, _LARGE = {True: 256, False: 128}, ((8, 0), (9, 0), (10, 0))
-ATTENTION_KERNEL = 'attention_kernel_'  # Begins the names of functions that call kernels; see `_named`.
+ATTENTION_KERNEL = 'attention_kernel_'  # Begins the names of functions that call kernels; see `_jit_with_flops`.
 _BLOCK = 128  # Lengths are padded to multiples of it; all blocks of the kernels divide it.
 _OPERATIONS = 'tokamax._src.ops.attention'
 # Products in a forward pass and in a backward pass, which computes the logits and their gradients twice.
@@ -115,7 +115,7 @@ def _forward(formula: Formula, split: RowSplit | None, heads: Heads, integers: I
     call = _Call.make(formula, heads, integers)
     T = heads.query.shape[1]
     # If rematerialization keeps the results, a second call of this function is not needed, and JAX removes it.
-    out_BTNH, stats = _named(call.forward, call.flops(_PRODUCTS, backward=False), 1)(*heads[:3])
+    out_BTNH, stats = _jit_with_flops(call.forward, call.flops(_PRODUCTS, backward=False), 1)(*heads[:3])
     out_BTNH, stats = _add_sinks(heads.sinks, out_BTNH, stats)
     return out_BTNH[:, :T], stats
 
@@ -127,7 +127,7 @@ def _backward(formula: Formula, split: RowSplit | None, saved: _Saved, do_BTNH: 
   def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, stats: jax.Array, do_BTNH: jax.Array) -> Heads:
     call = _Call.make(formula, heads, integers)
     calls = 2 if call.kernels.is_mosaic else 1
-    run = _named(call.backward, call.flops(_BACKWARD_PRODUCTS, backward=True), calls)
+    run = _jit_with_flops(call.backward, call.flops(_BACKWARD_PRODUCTS, backward=True), calls)
     found = run(*heads[:3], out_BTNH, stats, do_BTNH)
     dq, dk, dv = (g[:, : x.shape[1]].astype(x.dtype) for g, x in zip(found, heads))
     lse_BNT = (stats[0] + jnp.log(stats[1]))[:, :, : heads.query.shape[1]]
@@ -154,7 +154,7 @@ def _add_sinks(sinks: jax.Array | None, out_BTNH: jax.Array, stats: jax.Array) -
   return (out_BTNH * kept_BTN[..., None]).astype(out_BTNH.dtype), jnp.stack([sums.m, sums.l])
 
 
-def _named(fn: Callable[..., Any], flops: float, calls: int) -> Callable[..., Any]:
+def _jit_with_flops(fn: Callable[..., Any], flops: float, calls: int) -> Callable[..., Any]:
   """Returns `fn` jitted under a name with the FLOPs of each of its calls of kernels, which stays in programs."""
 
   def call(*arrays: jax.Array) -> Any:
@@ -170,7 +170,7 @@ def _named(fn: Callable[..., Any], flops: float, calls: int) -> Callable[..., An
 class _Kernels(NamedTuple):
   """The kernels for a chip."""
 
-  operation: Any  # tokamax's, whose attribute `vjp` is that of the backward pass.
+  operation: Any  # tokamax's forward pass; its attribute `vjp` is the backward pass.
   mask: Callable[..., Any]
   is_mosaic: bool
 
@@ -194,7 +194,7 @@ class _Call(NamedTuple):
 
   def forward(self, *heads: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the output, and the maximum and the sum of the softmax, [2, B, N, T]; T in whole blocks."""
-    with any_target():
+    with tokamax_for_mesh():
       out, stats = self.kernels.operation(*map(_to_blocks, heads), **self._options(), return_residuals=True)
     return out, jnp.stack(stats)
 
@@ -203,7 +203,7 @@ class _Call(NamedTuple):
   ) -> tuple[jax.Array, ...]:
     """Returns the gradients of queries, keys and values, with lengths in whole blocks."""
     query, key, value, out, do = map(_to_blocks, (query, key, value, out, do))
-    with any_target():
+    with tokamax_for_mesh():
       bound = self.kernels.operation.bind(query, key, value, **self._options())
       options = {name: value for name, value in bound.kwargs.items() if name != 'return_residuals'}
       found = self.kernels.operation.vjp(tuple(stats), out, do.astype(out.dtype), query, key, value, **options)
@@ -228,7 +228,7 @@ class _Call(NamedTuple):
     """Returns the mask as the kernels take it. Padded queries attend to a key, so that all numbers are finite."""
     (T, S), (behind, ahead) = self.lengths, (self.offsets.behind, self.offsets.ahead)
     index = jnp.arange(-(-T // _BLOCK) * _BLOCK, dtype=jnp.int32)
-    # If the end of the range follows from the indices alone, the kernels know it without a range.
+    # The kernels derive the end of a causal range from the indices, and need no array for it.
     is_causal = ahead == 0 and T == S
     end = None
     if not is_causal and (ahead is not None or S % _BLOCK):
@@ -254,7 +254,7 @@ def _kernels() -> _Kernels:
   """Returns the kernels for the chips of the ambient mesh."""
   is_mosaic = _has_mosaic(compute_capability())
   file, name = ('pallas_mosaic_gpu', 'PallasMosaicGpu') if is_mosaic else ('pallas_triton', 'PallasTriton')
-  with any_target():
+  with tokamax_for_mesh():
     operation = getattr(importlib.import_module(f'{_OPERATIONS}.{file}'), f'{name}FlashAttention')()
     return _Kernels(operation, importlib.import_module(f'{_OPERATIONS}.base').Mask, is_mosaic)
 

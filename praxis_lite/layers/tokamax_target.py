@@ -48,10 +48,10 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def any_target() -> Iterator[Any]:
-  """Yields tokamax, which then takes the chip of the ambient mesh for the one of this machine.
+def tokamax_for_mesh() -> Iterator[Any]:
+  """Yields tokamax, which inside the block takes the chip of the ambient mesh for the chip of this machine.
 
-  It logs a warning for each shape that it has not tuned on this chip.
+  tokamax would log a warning for each shape that it has not tuned for this chip; these warnings are dropped.
   """
   import tokamax
 
@@ -67,9 +67,9 @@ def any_target() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _parsed_flags() -> Iterator[None]:
-  """absl's flags can be read inside, also in a program that has not parsed them; afterwards all is as before.
+  """Makes absl's flags readable inside the block, also if the program has not parsed them.
 
-  Unless flags are parsed, tokamax parses the whole command line, and fails if it is that of another program.
+  If flags are not parsed, tokamax parses the whole command line, and fails on the flags of another program.
   """
   with _flags_lock:
     values = flags.FLAGS

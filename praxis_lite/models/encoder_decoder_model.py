@@ -2,8 +2,8 @@
 
 B batch, S length of the sources, T length of the targets, V vocabulary, M largest number of tokens to decode.
 
-A batch holds, besides the `ids`, `labels` and `weights` [B, T] of a `LanguageModel`, which are those of the targets,
-`source_ids` [B, S] int32. Either `source_segment_ids` [B, S] int32, 0 for padding, or `source_lengths` [B] int32, says
+A batch holds the `ids`, `labels` and `weights` [B, T] of the targets, as for a `LanguageModel`, and `source_ids` [B, S]
+int32. Either `source_segment_ids` [B, S] int32, 0 for padding, or `source_lengths` [B] int32, says
 which of them are tokens; without both, all are. If rows are packed, there are also `segment_ids` and `segment_pos`
 [B, T] and `source_segment_pos` [B, S]; a target attends to the source with its segment id.
 """

@@ -149,8 +149,8 @@ def weights_of_places(batch: NestedDict) -> jax.Array:
   weights = batch['weights']
   if weights.ndim != batch['ids'].ndim:
     raise ConfigError(
-      f'the weights of a masked language model are those of places, {list(batch["ids"].shape)}, 0 at those that are '
-      f'not predicted; these have shape {list(weights.shape)}'
+      f'a masked language model needs a weight for each token, {list(batch["ids"].shape)}, which is 0 for tokens that '
+      f'are not predicted; these weights have shape {list(weights.shape)}'
     )
   return weights
 

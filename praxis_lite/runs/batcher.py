@@ -5,8 +5,9 @@
     for finished in batcher:
       print(finished.text)
 
-A request waits for a free row. Its prompt is read in chunks, between calls that add a few tokens to all rows that have
-been read. When it ends, the next one takes its row. No request compiles anything, whatever its lengths and settings.
+A request waits for a free row. Its prompt is read in chunks, between steps that add a few tokens to each row whose
+prompt has been read. When a request ends, the next one takes its row. No request compiles anything, whatever its
+lengths and settings.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ class Batcher:
       prompt: a text, or tokens.
       max_tokens: the largest number of tokens after the prompt; None keeps that of the config.
       temperature: see `Sampler`; None keeps that of the config.
-      seed: seed of the sample, which is that of `TrainedModel.decode` for this prompt alone; None uses that of the
-        model.
+      seed: seed of the sample; `TrainedModel.decode` returns the same sample for this prompt and seed. None uses the
+        seed of the model.
       stop: texts that also end the continuation, see `TrainedModel.decode`.
       stop_tokens: tokens that also end it.
       stream: called with each new piece of text, or with new tokens if the prompt is tokens. See `step` for its errors.
@@ -269,7 +270,7 @@ class Batcher:
     return ended
 
   def __iter__(self) -> Iterator[Request]:
-    """Yields requests as they end, until none is left; others may be submitted meanwhile."""
+    """Yields requests as they end, until all have ended; others may be submitted meanwhile."""
     while self._waiting or self._running or self._ended:
       yield from self.step()
 
@@ -338,7 +339,7 @@ class Batcher:
       streams.append((request, request._add(new.ids[row, :count].tolist())))
       added = request.ids[before:]
       self.statistics.new_tokens += len(added)
-      self._slots.note_read(row, (last + added)[: len(added)])  # The last token has not been read.
+      self._slots.note_read(row, (last + added)[: len(added)])  # The model has not read the last token yet.
       settings.lengths[row] += len(added)
       if request.is_done:
         self._release(request)

@@ -13,7 +13,7 @@ def drafted_task(task: Config, draft: Config) -> Config:
   """Returns the config of a task that decodes with the model of `task` and the guesses of the model of `draft`.
 
   Args:
-    task, draft: configs of the tasks of two language models. The mesh and the rules are those of `task`.
+    task, draft: configs of the tasks of two language models. The result has the mesh and the rules of `task`.
 
   Raises:
     ConfigError: a model is no language model, or it is decoded by beam search.

@@ -113,7 +113,7 @@ def watched_metrics(settings: TrainParams, splits: dict[str, list[str]]) -> Watc
     if (early.mode, best.mode) == ('max', 'min'):
       raise ConfigError(
         f"task.train.early_stopping.mode = 'max', but task.train.best_metric_mode = {settings.best_metric_mode!r}, for "
-        f'the same metric, {best.path}, of which lower values are better then; set only best_metric_mode'
+        f'the same metric, {best.path}: the modes contradict each other; set only best_metric_mode'
       )
     stopping = best
   return Watched(best or stopping, stopping)

@@ -22,7 +22,7 @@ from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castabl
 from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.files import user_path
-from praxis_lite.common.trees import Path, near_pattern, nest, node_at, to_path
+from praxis_lite.common.trees import Path, nest, node_at, suggest_pattern, to_path
 from praxis_lite.runs.records.runs import runs_near
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState
@@ -167,7 +167,7 @@ class WarmStart:
 
   def _check_matches(self, field: str, regex: re.Pattern[str]) -> None:
     if not any(regex.fullmatch(name) for name in self._wanted):
-      close = near_pattern(regex.pattern, self._wanted)
+      close = suggest_pattern(regex.pattern, self._wanted)
       raise ConfigError(f'{field}: {regex.pattern!r} matches no variable of this model.{close}')
 
 

@@ -255,8 +255,8 @@ class TrainedModel:
       draft: a smaller model with the same vocabulary, which guesses tokens instead of `lookup`.
       statistics: counts the guesses, and those that were right.
       regex: a regular expression that a continuation matches as a whole; see `regex_constraint`.
-      json_schema: a JSON schema, or the path of one, of which a continuation is; see `json_constraint`. A continuation
-        that ends because of `max_tokens` is only the beginning of such a text.
+      json_schema: a JSON schema, or its path; a continuation is JSON that it describes, see `json_constraint`. If
+        `max_tokens` ends a continuation, it is only the beginning of such a text.
       stop: texts that also end a continuation, which then ends with that text. They may be several tokens, or parts of
         tokens. If tokens are returned, the last one may have more text than the stop text.
       seed: seed of the samples; None uses that of the model.
@@ -265,8 +265,8 @@ class TrainedModel:
       batch_size: continue this many prompts at a time; None continues all at once. The samples are the same.
 
     Returns:
-      The text, or the tokens, that follow each prompt; with `num_best`, so many for the first prompt, the best first,
-      then for the next one, and so on. Or the model's decoded outputs, arrays by name.
+      The text, or the tokens, that follow each prompt. With `num_best` = N, the first N entries continue the first
+      prompt, the best first, the next N the second one, and so on. Or the model's decoded outputs, arrays by name.
 
     Raises:
       UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty or has an id outside of
@@ -336,7 +336,7 @@ class TrainedModel:
     Args:
       rows: how many requests are continued at the same time.
       max_length: the largest number of tokens of a prompt and its continuation, without the last one. Each row has
-        caches for so many. None is 1024, or fewer if the model sees fewer at once.
+        caches for this number of tokens. None means 1024, or fewer if the model sees fewer at once.
       tokens_per_step: how many tokens a step adds to each row, before the host looks at them.
       chunk: how many tokens of a prompt are read at once; None chooses.
       chunks_per_step: how many chunks a step reads at most, so that rows do not wait long for a long prompt.
@@ -345,8 +345,8 @@ class TrainedModel:
         requests have that do not set them.
 
     Raises:
-      UserError: the model is no language model, it does not see so many tokens, its caches do not fit into memory, or a
-        setting is not valid.
+      UserError: the model is no language model, it sees fewer than `max_length` tokens, its caches do not fit into
+        memory, or a setting is not valid.
     """
     for name, value in settings.items():
       check_setting(name, of_decode=_hints())

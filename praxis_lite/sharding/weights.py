@@ -163,8 +163,8 @@ class WeightInit:
     Args:
       scale: scale of a single block.
       depth: number of residual blocks, L of Fixup (Zhang et al., 2019).
-      layers_per_residual_block: number of layers in a block. Fixup's exponent, -1 / (2 m - 2) for blocks of m layers,
-        is that of m - 1.
+      layers_per_residual_block: number of layers in a block. For the exponent of Fixup, -1 / (2 m - 2) for blocks of
+        m layers, pass m - 1.
     """
     return cls('xavier', scale * depth ** (-1 / (2 * layers_per_residual_block)))
 
@@ -175,7 +175,7 @@ class JointInit:
 
   Attributes:
     below: the path of this weight below the layer.
-    draw: (key) -> the initial values of the layer's weights, by path below the layer. The key is that of the call of
+    draw: (key) -> the initial values of the layer's weights, by path below the layer. The key is the one given to
       `init`, folded with the path of the layer.
   """
 

@@ -125,7 +125,7 @@ def use_kernels(monkeypatch, operation, mask, is_mosaic=True):
 def stand_in(monkeypatch):
   use_kernels(monkeypatch, StandIn(), StandInMask)
 
-  monkeypatch.setattr(tokamax_attention, 'any_target', contextlib.nullcontext)
+  monkeypatch.setattr(tokamax_attention, 'tokamax_for_mesh', contextlib.nullcontext)
 
 
 @pytest.fixture

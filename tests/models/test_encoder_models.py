@@ -349,7 +349,7 @@ def test_mistakes_are_named():
   masked_wrong = {**batch, 'labels': np.where(batch['weights'] > 0, V, batch['labels'])}
   with pytest.raises(ConfigError, match=rf"found {V} in 'labels', but task\.model\.encoder\.vocab_size is {V}"):
     model.check_input(rows, masked_wrong)
-  with pytest.raises(ConfigError, match=r'weights of a masked language model are those of places, \[5, 9\]'):
+  with pytest.raises(ConfigError, match=r'masked language model needs a weight for each token, \[5, 9\]'):
     model.apply(variables, {**batch, 'weights': np.ones(B, np.float32)})
   with pytest.raises(
     ConfigError, match=r'softmax_tpl: None shares the table of the embedding, but a Embedding has non'

@@ -70,7 +70,7 @@ class Block(nn.Module):
     return x_BTD + self.down(F.silu(gate_BTF) * up_BTF)
 
 
-class Decoder(nn.Module):
+class TorchDecoder(nn.Module):
   """Tokens [B, T + 1] -> mean cross entropy."""
 
   def __init__(self, case: ModelCase, remat: bool):
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), ids[:, 1:].flatten().long())
 
 
-def fill(model: Decoder, case: ModelCase) -> None:
+def fill(model: TorchDecoder, case: ModelCase) -> None:
   """Copies the first weights of the case into a model."""
   w = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in shared.first_weights(case)}
   D = case.model_dims
@@ -121,7 +121,7 @@ class TorchSide:
   def prepare(self, case: ModelCase, batch: int, options: Options) -> None:
     torch._dynamo.reset()
     self._case, self._batch, self._options = case, batch, options
-    model = Decoder(case, bool(options.get('remat')))
+    model = TorchDecoder(case, bool(options.get('remat')))
     fill(model, case)
     sin_Th, cos_Th = model.sin_Th, model.cos_Th
     model = model.to(self._device, getattr(torch, case.state))

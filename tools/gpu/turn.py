@@ -21,7 +21,7 @@ from tools.gpu.case import ModelCase
 Options = dict[str, Any]
 
 
-class Request(NamedTuple):
+class TurnRequest(NamedTuple):
   """The argument of a turn.
 
   Attributes:
@@ -90,7 +90,7 @@ class Side(Protocol):
 
 def main(side: Side) -> None:
   """Takes the turn that the first argument asks for."""
-  request = Request(**json.loads(sys.argv[1]))
+  request = TurnRequest(**json.loads(sys.argv[1]))
   case, best, began = ModelCase(*request.case), 0.0, request.started_at
   for trial in request.trials:
     found = measure_setting(side, case, request, began, **trial)
@@ -102,7 +102,7 @@ def main(side: Side) -> None:
 
 
 def measure_setting(
-  side: Side, case: ModelCase, request: Request, began: float, batch: int, options: Options
+  side: Side, case: ModelCase, request: TurnRequest, began: float, batch: int, options: Options
 ) -> Measured:
   """Measures one setting."""
   try:

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from praxis_lite.common.config import REQUIRED, Config, field_names, target
 from praxis_lite.common.errors import ConfigError, UserError, first_line
 from praxis_lite.common.importing import user_code_error
-from praxis_lite.common.trees import NestedDict, Path, near_pattern, nest, node_at, path_matches, path_name
+from praxis_lite.common.trees import NestedDict, Path, nest, node_at, path_matches, path_name, suggest_pattern
 from praxis_lite.layers.base import Layer
 from praxis_lite.sharding.weights import DeclaredSplit, JointInit, WeightHParams, WeightHParamsCollection
 
@@ -242,7 +242,7 @@ class ForeignLayer(Layer):
     for i, pattern, _ in self._patterns(field):
       if i not in matched:
         names = [path_name(path) for path in self._declared]
-        near = near_pattern(pattern, names)
+        near = suggest_pattern(pattern, names)
         raise ConfigError(f'{field}[{i}]: {pattern!r} matches no variable; there are {", ".join(names)}.{near}')
     return {path: split for path, split in found.items() if split is not None}
 

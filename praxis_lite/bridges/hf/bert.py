@@ -31,12 +31,12 @@ _MOST_LAYERS = 10_000
 class Encoder(Family):
   """An encoder and a head. Its linear layers are stored as [out, in], its tables as [ids, dims].
 
-  Attributes: the same as for `Family`, whose `architecture` is that of the masked language model, and
+  Attributes: those of `Family`, where `architecture` names the masked language model, and
     classifier: the architecture of the classifier.
     also_masked: other architectures whose checkpoints have a masked language model.
     head_names: the names of tensors of the head that predicts tokens: of its linear layer, its norm and its softmax,
       without `.weight` and `.bias`, and the whole name of its bias.
-    classifier_names: those of the pooler and the softmax of the classifier.
+    classifier_names: the names of the tensors of the classifier's pooler and softmax.
     counts_from_padding: whether positions begin after the id of padding, as in RoBERTa.
   """
 
@@ -64,7 +64,7 @@ class Encoder(Family):
   def part_of(self, variables: NestedDict) -> NestedDict:
     return variables
 
-  def with_part(self, part: NestedDict) -> NestedDict:
+  def model_variables(self, part: NestedDict) -> NestedDict:
     return part
 
   def accepts(self, architecture: str) -> bool:
@@ -156,17 +156,17 @@ class Encoder(Family):
   def table_of(self, weights: NestedDict) -> list[Pair]:
     if 'transform' not in weights:
       pooler, softmax = self.classifier_names
-      return [*self._of_encoder(), *_linear(pooler, 'pooler.linear'), *_linear(softmax, 'softmax')]
+      return [*self._encoder_pairs(), *_linear(pooler, 'pooler.linear'), *_linear(softmax, 'softmax')]
     return self.table('softmax' not in weights)
 
   def table(self, tied: bool) -> list[Pair]:
     linear, norm, softmax, bias = self.head_names
-    pairs = [*self._of_encoder(), *_linear(linear, 'transform.linear'), *_norm(norm, 'transform.norm')]
+    pairs = [*self._encoder_pairs(), *_linear(linear, 'transform.linear'), *_norm(norm, 'transform.norm')]
     if tied:
       return [*pairs, Pair(bias, 'encoder.embedding.b')]
     return [*pairs, *_linear(softmax, 'softmax')]
 
-  def _of_encoder(self) -> Iterable[Pair]:
+  def _encoder_pairs(self) -> Iterable[Pair]:
     theirs, ours = f'{self.prefix}embeddings.', 'encoder.'
     yield Pair(f'{theirs}word_embeddings.weight', f'{ours}embedding.w')
     yield Pair(f'{theirs}position_embeddings.weight', f'{ours}position.w')

@@ -54,7 +54,7 @@ class Family:
     """Returns the variables of the network, of those of a model."""
     return variables['lm']
 
-  def with_part(self, part: NestedDict) -> NestedDict:
+  def model_variables(self, part: NestedDict) -> NestedDict:
     """Returns the variables of a model, given those of its network."""
     return {'lm': part}
 

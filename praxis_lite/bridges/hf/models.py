@@ -45,7 +45,7 @@ def read_model(folder: str | os.PathLike[str], device: jax.Device | None = None)
   mesh = Mesh([device or jax.devices()[0]], ('data',))
   layout = layout_of(jax.tree.map(lambda weight: weight.as_struct(), weights), PartitionSpec(), mesh)
   part = read_variables(checkpoint, checked_pieces(checkpoint, weights), layout)
-  return ImportedModel(model, family.with_part(part))
+  return ImportedModel(model, family.model_variables(part))
 
 
 def write_model(

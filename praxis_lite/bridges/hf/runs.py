@@ -93,7 +93,7 @@ def import_run(
   task = config.task.instantiate()
   weights, family = task.model.abstract_init(), checkpoint.family
   found = checked_pieces(checkpoint, family.part_of(weights))
-  dtypes = family.with_part(stored_dtypes(checkpoint, found))
+  dtypes = family.model_variables(stored_dtypes(checkpoint, found))
   shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, node_at(dtypes, path)), weights)
   mesh = abstract_mesh(task.mesh_sizes())
   place_task_variables(task, mesh)  # Raises an error if the config cannot split the variables this way.
@@ -103,7 +103,7 @@ def import_run(
     to_close.callback(checkpointer.close)
     if checkpointer.latest_step() is not None:
       raise UserError(f'job_log_dir {directory} has checkpoints already; name another directory')
-    variables = family.with_part(streamed_variables(checkpoint, found, family.part_of(shapes)))
+    variables = family.model_variables(streamed_variables(checkpoint, found, family.part_of(shapes)))
     state = TrainState(np.zeros((), np.int32), variables, None)
     checkpointer.save(0, state, TrainState(jax.ShapeDtypeStruct((), np.int32), shapes, None), None)
     if is_primary_process():

@@ -20,9 +20,9 @@ _MAX_THREADS = 256  # XLA starts no more.
 
 
 def provide_threads(num_devices: int | None = None) -> None:
-  """Makes XLA start 4 threads for each simulated CPU device; for one device, it starts as many as it wants.
+  """Makes XLA start 4 threads for each simulated CPU device. For a single device, XLA chooses the number itself.
 
-  This has an effect until JAX starts its backends.
+  Call it before JAX starts its backends; later, it has no effect.
 
   Args:
     num_devices: the number of devices; None means that of the environment, XLA_FLAGS or JAX_NUM_CPU_DEVICES.

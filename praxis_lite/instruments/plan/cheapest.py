@@ -269,7 +269,7 @@ class _Search:
         continue
       try:
         self._estimate_first(offer, before.get(kind, ()))
-      except UserError as error:  # The batch has too few rows for so many devices, or an axis does not fit.
+      except UserError as error:  # The batch has fewer rows than there are devices, or an axis does not fit.
         first_error, given_up[kind] = first_error or error, str(error)
         self._left_out[topology.name] = str(error)
       if settings := self._settings.get(topology.name):

@@ -6,7 +6,7 @@ work since the last save. Then the expected time for T seconds of saved work is 
 
     M exp(R / M) (exp((T + D) / M) - 1)
 
-and the best T, with x = D / (2 M) and D < 2 M (Daly's equation 37; the first factor is that of Young, 1974), is
+and the best T, with x = D / (2 M) and D < 2 M, is (Daly's equation 37; Young, 1974, has only the first factor)
 
     sqrt(2 D M) (1 + sqrt(x) / 3 + x / 9) - D
 """
@@ -28,8 +28,9 @@ class Interruptions:
   """What stops a run for a while.
 
   Attributes:
-    failures_per_chip_day: failures of a chip, or of what belongs to it, in a day. The default is that of Llama 3 405B:
-      419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table 5).
+    failures_per_chip_day: failures in a day of a chip and its share of the host and the network. The default is what
+      the training of Llama 3 405B saw: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table
+      5).
     restart_seconds: seconds from a failure to the first new step.
     save_seconds: seconds that a save stalls the run; None derives it from the state on a device.
     input_wait_share: share of the time of steps that a run also waits for its inputs.

@@ -152,7 +152,7 @@ def plan_inference(
     compile, cache, elsewhere, report: see `plan`.
 
   Raises:
-    ConfigError: the model is no language model with caches, or it cannot see so many tokens at once.
+    ConfigError: the model is no language model with caches, or `requests` have more tokens than it sees at once.
     ShardingError: the mesh of the task has another number of devices than the topology, or a mapping does not fit it.
   """
   topology = parse_topology(topology) if isinstance(topology, str) else topology

@@ -24,7 +24,7 @@ def plan_on_more_chips(config: Configured, topology: Topology) -> Plan | None:
     try:
       changed = config.change(fitted)
       found = plan(changed.explained, changed.inputs, larger, compile=False)
-    except UserError:  # The batch has too few rows for so many devices, or an axis does not fit.
+    except UserError:  # The batch has fewer rows than there are devices, or an axis does not fit.
       return None
     if found.fits:
       return found
@@ -41,7 +41,7 @@ def format_more_chips(found: Plan) -> str:
 
 
 def _larger(topology: Topology) -> Iterator[Topology]:
-  """Yields topologies of the same chips, each with twice as many as the one before."""
+  """Yields topologies of the same kind of chip, each with twice the chips of the one before."""
   chips = topology.num_chips
   while (chips := 2 * chips) <= _MOST_CHIPS:
     if larger := topology.change_chips(chips):

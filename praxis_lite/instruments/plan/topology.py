@@ -39,7 +39,7 @@ class Topology:
     target: the kind of chip.
     shape: TPU: sizes of the torus of a slice. GPU: (domains of fast links, chips in a domain). cpu: (devices,).
     slices: number of slices, connected by the network of the data center.
-    experience: the runs by which the efficiency of the target was corrected; None if it was not.
+    experience: the runs whose measurements have corrected the efficiency of the target; None without such runs.
   """
 
   target: Target

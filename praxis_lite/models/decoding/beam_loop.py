@@ -328,7 +328,7 @@ class BeamLoop(Generic[DecodingState]):
 
   def _adjust(self, logits_RV: jax.Array, progress: _Progress) -> jax.Array:
     assert self.adjust is not None
-    ids_BKL = jax.vmap(self.reader.all_tokens, in_axes=1, out_axes=1)(progress.beams.ids)
+    ids_BKL = jax.vmap(self.reader.row_tokens, in_axes=1, out_axes=1)(progress.beams.ids)
     lengths_R = jnp.repeat(self.reader.prompt_lengths_B + progress.number, self.beam_size)
     return self.adjust(logits_RV, ids_BKL.reshape(-1, ids_BKL.shape[-1]), lengths_R)
 

@@ -82,12 +82,12 @@ class _Pages(NamedTuple):
   size: int
   num_slots: int
 
-  def taken(self, arrays: Sequence[jax.Array]) -> jax.Array:
+  def num_taken(self, arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns how many slots are taken; a ring, which does not count them, may have taken all."""
     most = jnp.max(jnp.stack([jnp.max(arrays[i]) for i in self.counts]))
     return jnp.where(most == 0, self.num_slots, jnp.minimum(most, self.num_slots))
 
-  def equal(self, arrays: Sequence[jax.Array]) -> jax.Array:
+  def num_equal(self, arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns how many slots are taken if all caches count them, otherwise 0."""
     return jnp.min(jnp.stack([jnp.min(arrays[i]) for i in self.counts]))
 
@@ -136,7 +136,7 @@ class BeamRows:
   def equal_slots(self, state: DecodingState) -> list[jax.Array]:
     """Returns for each of `pages` how many first slots are taken now, after the same tokens were read for all beams."""
     arrays = jax.tree.leaves(state)
-    return [pages.equal(arrays) for pages in self.pages]
+    return [pages.num_equal(arrays) for pages in self.pages]
 
   def take(self, state: DecodingState, parent_BK: jax.Array, equal: Sequence[jax.Array]) -> DecodingState:
     """Returns the state in which the row of beam k is the one of beam `parent_BK[:, k]` of the same prompt.
@@ -152,7 +152,7 @@ class BeamRows:
       if axis != NO_ROWS and i not in in_pages:
         arrays[i] = _gather(self._split(arrays[i], axis), axis, parent_BK).reshape(arrays[i].shape)
     for pages, first in zip(self.pages, equal, strict=True):
-      end = -(-pages.taken(arrays) // pages.size)
+      end = -(-pages.num_taken(arrays) // pages.size)
       self._copy_pages(arrays, pages, parent_BK, first // pages.size, end)
     return jax.tree.unflatten(structure, arrays)
 
@@ -200,10 +200,10 @@ def _copies_pages() -> bool:
 def _gather(x: jax.Array, axis: int, parent_BK: jax.Array) -> jax.Array:
   """Returns the rows of the parents, [..., B, K, ...]; `axis` is the dimension B."""
 
-  def of_prompt(x: jax.Array, parent_K: jax.Array) -> jax.Array:
+  def gather_prompt(x: jax.Array, parent_K: jax.Array) -> jax.Array:
     return jnp.take(x, parent_K, axis=axis, mode='clip')
 
-  return jax.vmap(of_prompt, in_axes=(axis, 0), out_axes=axis)(x, parent_BK)
+  return jax.vmap(gather_prompt, in_axes=(axis, 0), out_axes=axis)(x, parent_BK)
 
 
 def keep_places(parent_BK: jax.Array) -> jax.Array:

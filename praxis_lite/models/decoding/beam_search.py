@@ -30,11 +30,11 @@ class BeamSearch(Decoder):
   when no beam can still reach a score above that of the `num_best`-th best complete continuation.
 
   With several groups, the search is diverse (Vijayakumar et al., 2018): each group of `beam_size / num_groups` beams
-  searches by itself, and the groups choose one after the other. A group prefers tokens that earlier groups have not
-  just chosen: it ranks candidates by the sum less `diversity_penalty` for each beam of an earlier group that goes on
-  with the token. Scores are without it. The `num_best` continuations are those of the best scores of all groups.
+  searches by itself, and the groups choose one after the other. A group avoids tokens that earlier groups have just
+  chosen: when it ranks candidates, it subtracts `diversity_penalty` for each beam of an earlier group that goes on
+  with the token. Scores do not include the penalty. The `num_best` continuations have the best scores of all groups.
 
-  With one beam, and a length penalty of 0 or early stopping, the tokens are those of greedy decoding. There is no
+  With one beam, and a length penalty of 0 or early stopping, the search is greedy decoding. There is no
   coverage penalty: it needs the probabilities of attention to each token of the source, and fused attention does not
   return them.
 

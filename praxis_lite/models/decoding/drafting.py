@@ -105,8 +105,8 @@ class LookupDrafter:
 class ModelDrafter(Generic[DecodingState]):
   """Guesses what a smaller model would write.
 
-  Each time it first reads the last two tokens, because it has not read the last one that it guessed itself. A state
-  whose tokens are placed by their positions forgets guesses that were wrong.
+  Each time it first reads the last two tokens of the row, because it has never read its own last guess. Wrong guesses
+  need no clean-up: the state places tokens by their positions, so later tokens overwrite them.
 
   Attributes:
     reader: reads the prompts into the state of the smaller model.

@@ -155,7 +155,7 @@ class DecodingLoop(Generic[DecodingState]):
   def _adjust(self, logits_BV: jax.Array, progress: _Progress) -> jax.Array:
     if self.adjust is None:
       return logits_BV
-    ids_BL = self.reader.all_tokens(progress.decoded.ids)
+    ids_BL = self.reader.row_tokens(progress.decoded.ids)
     return self.adjust(logits_BV, ids_BL, self.reader.prompt_lengths_B + progress.number)
 
   def _keys(self, number: jax.Array) -> jax.Array | None:

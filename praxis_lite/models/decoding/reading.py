@@ -23,7 +23,7 @@ READ_PROMPTS, NEXT_TOKEN = 'read_prompts', 'next_token'  # Scopes of the operati
 
 @dataclasses.dataclass(frozen=True)
 class RowReader(Generic[DecodingState]):
-  """Reads rows, each of which consists of a prompt and its continuation so far.
+  """Reads rows. A row consists of a prompt and its continuation so far.
 
   Attributes:
     steps: the model.
@@ -87,7 +87,7 @@ class RowReader(Generic[DecodingState]):
     _, logits_BV, state = jax.lax.while_loop(lambda carry: carry[0] < taken, next_chunk, first)
     return logits_BV, state, taken
 
-  def all_tokens(self, ids_BM: jax.Array) -> jax.Array:
+  def row_tokens(self, ids_BM: jax.Array) -> jax.Array:
     """Returns the tokens of each row, [B, P + M]: its prompt, the continuation `ids_BM`, and then arbitrary ones."""
     place_L = jnp.arange(self.prompt_ids_BP.shape[1] + self.num_steps, dtype=jnp.int32)
     return self._tokens(jnp.broadcast_to(place_L, (len(ids_BM), len(place_L))), ids_BM)

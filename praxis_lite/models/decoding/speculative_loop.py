@@ -102,7 +102,7 @@ class SpeculativeLoop(Generic[DecodingState]):
     progress = _Progress(nothing, (reader.prompt_lengths_B == 0) | (self.limits_B <= 0))
     with jax.named_scope(READ_PROMPTS):
       logits_BV, state, _ = reader.read(nothing.ids, jnp.int32(0), progress.done_B, reader.start())
-      adjusted_BV = self._adjust(logits_BV, self._all_tokens(nothing), reader.prompt_lengths_B)
+      adjusted_BV = self._adjust(logits_BV, reader.row_tokens(nothing.ids), reader.prompt_lengths_B)
       first = Verified(self.draw(adjusted_BV, zeros_B)[:, None], zeros_B)
       progress = self._append(first, zeros_B, logits_BV[:, None], progress)
       draft_state = self.drafter.start()
@@ -119,7 +119,7 @@ class SpeculativeLoop(Generic[DecodingState]):
     # The last token of a row needs no slot and no guess: a pass always adds one of the model.
     most_B = jnp.where(progress.done_B, 0, jnp.minimum(self.limits_B - decoded.lengths - 1, K))
     with jax.named_scope(NEXT_TOKEN):
-      rows = OpenRows(self._all_tokens(decoded), lengths_B, decoded.lengths, most_B)
+      rows = OpenRows(self.reader.row_tokens(decoded.ids), lengths_B, decoded.lengths, most_B)
       draft, draft_state = self.drafter.propose(rows, draft_state)
       last_B1 = jnp.take_along_axis(rows.ids, lengths_B[:, None] - 1, axis=1, mode='clip')
       ids_BN = jnp.concatenate([last_B1, draft.ids], axis=1)
@@ -170,6 +170,3 @@ class SpeculativeLoop(Generic[DecodingState]):
 
   def _adjust(self, logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array) -> jax.Array:
     return logits_BV if self.adjust is None else self.adjust(logits_BV, ids_BL, lengths_B)
-
-  def _all_tokens(self, decoded: SpeculativeDecoded) -> jax.Array:
-    return self.reader.all_tokens(decoded.ids)

@@ -26,10 +26,11 @@ _OF_DRAFT, _OF_ACCEPTANCE, _OF_MODEL = range(1, 4)
 
 
 class SpeculativeSampler(DrawingDecoder):
-  """Settings of speculative decoding: a cheap guess of the next tokens, of which one pass of the model keeps the first.
+  """Settings of speculative decoding: one pass of the model checks cheap guesses, and keeps those up to a miss.
 
-  It draws from the distribution of a `Sampler` with the same settings; the guesses only change the time. Greedy tokens
-  are those of the sampler. With `lookup`, drawn tokens are too; with a draft model, other random numbers choose them.
+  It draws from the distribution of a `Sampler` with the same settings; the guesses only change the time. It returns
+  the same tokens as that sampler if they are greedy or if `lookup` guesses; with a draft model, drawn tokens differ,
+  because other random numbers choose them.
 
   Attributes: the same as for `Sampler`, and
     draft_tokens: K, the largest number of tokens that are guessed at a time.

@@ -14,11 +14,11 @@ from praxis_lite.models.decoding.drafting import Draft
 
 
 class Verified(NamedTuple):
-  """The next tokens of rows: those of a draft up to the first that is rejected, and one of the model.
+  """The next tokens of rows: the accepted tokens of a draft, and then one of the model.
 
   Attributes:
-    ids: [B, N] int32, of which the first `accepted + 1` are the next tokens.
-    accepted: [B] int32, how many of these are of the draft.
+    ids: [B, N] int32; the first `accepted + 1` of a row are its next tokens.
+    accepted: [B] int32, how many tokens of the draft are accepted.
   """
 
   ids: jax.Array

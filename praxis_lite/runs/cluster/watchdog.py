@@ -268,13 +268,13 @@ class Watchdog:
     This catches SIGABRT, because Python cannot set a callback of that client.
     """
 
-    def on_abort(number: int) -> None:
+    def handle_abort(number: int) -> None:
       # This runs in a thread of C++, in which Python's own signal handlers are not called.
       if not self._ending.locked():
         self.give_up(f"{self._hosts[0]}, has ended, or JAX's service there has failed")
 
-    self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # Must not be freed.
-    ctypes.CDLL(None).signal(int(signal.SIGABRT), self._on_abort)
+    self._abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle_abort)  # Must not be freed.
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), self._abort_handler)
 
   def _leave(self) -> None:
     """Called when Python exits, before JAX waits for all processes: says that this process leaves, and ends threads."""

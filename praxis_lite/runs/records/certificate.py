@@ -73,7 +73,7 @@ class MeasuredSteps(NamedTuple):
 
 
 class Certificate(NamedTuple):
-  """A prediction, and what was measured. `measured` is None if the run has not logged enough steps."""
+  """A prediction and its measurement. `measured` is None if the run has not logged enough steps."""
 
   predicted: Prediction
   measured: MeasuredSteps | None

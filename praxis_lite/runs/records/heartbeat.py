@@ -87,12 +87,12 @@ class HeartbeatFile:
 
   def stop(self) -> None:
     """Writes the heartbeat one last time; does nothing if it was never started."""
-    if self._stopped():
+    if self._stop_thread():
       self._write()
 
   def withdraw(self) -> None:
     """Stops, and leaves the file as it was before `start`; does nothing if it was never started."""
-    if self._stopped():
+    if self._stop_thread():
       with contextlib.suppress(OSError):
         folder = self._directory.subfolder(_DIRECTORY)
         if self._before is None:
@@ -100,7 +100,7 @@ class HeartbeatFile:
         else:
           replace_file(folder / self._name, self._before)
 
-  def _stopped(self) -> bool:
+  def _stop_thread(self) -> bool:
     """Stops the thread; returns whether there was one and it has ended."""
     if self._thread is None:
       return False

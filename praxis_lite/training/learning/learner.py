@@ -19,7 +19,7 @@ import optax
 
 from praxis_lite.common.config import Config, Configurable, template
 from praxis_lite.common.errors import ConfigError, check_choice
-from praxis_lite.common.trees import NestedDict, Path, leaves, merge, near_pattern, path_name, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, merge, path_name, select, suggest_pattern
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import WeightHParams, is_dtype
 from praxis_lite.training.learning.moments import MOMENTS
@@ -189,7 +189,7 @@ class BoundLearner:
       except re.error as error:
         raise ConfigError(f'learner.{field}: {pattern!r} is not a regular expression: {error}') from None
       if not matched:
-        close = near_pattern(pattern, map(path_name, declared))
+        close = suggest_pattern(pattern, map(path_name, declared))
         raise ConfigError(f'learner.{field}: {pattern!r} matches no variable.{close}')
       matching |= matched
     return matching
