@@ -11,7 +11,9 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.layers import AttentionMask, Causal, Segments, SlidingWindow, blocks
+from praxis_lite.layers import AttentionMask, Causal, Segments, SlidingWindow
+from praxis_lite.layers.block_arrays import block_indices, key_blocks, mask_blocks, query_blocks
+from praxis_lite.layers.block_pairs import needed_pairs
 
 BLOCKS, BLOCK, CELL, GAP, HEAD, FOOT = 8, 4, 20, 30, 30, 26
 STYLE = """<style>
@@ -29,9 +31,9 @@ SEGMENTS = np.repeat([1, 2, 3], [11, 9, 12]).astype(np.int32)[None]
 
 def computed_pairs(mask: AttentionMask) -> set[tuple[int, int]]:
   """Returns the pairs (block of queries, block of keys) that attention computes under a mask."""
-  x, at = jnp.zeros((1, BLOCKS * BLOCK, 1, 1)), blocks.block_indices(BLOCKS * BLOCK, BLOCK)
-  mask = blocks.mask_blocks(mask, BLOCK, BLOCK)
-  pairs = blocks.needed_pairs(mask, blocks.query_blocks(x, at, 1), blocks.key_blocks(x, x, at))
+  x, at = jnp.zeros((1, BLOCKS * BLOCK, 1, 1)), block_indices(BLOCKS * BLOCK, BLOCK)
+  mask = mask_blocks(mask, BLOCK, BLOCK)
+  pairs = needed_pairs(mask, query_blocks(x, at, 1), key_blocks(x, x, at))
   table = np.asarray(pairs.table)[: int(pairs.used)]
   if pairs.flags is not None:  # Pairs that data empties are skipped in the loop.
     table = table[np.asarray(pairs.flags)[: len(table)]]

@@ -13,11 +13,7 @@ and backward, from the output's gradient do, delta = sum(do * out) and the logar
 A sink is a logit of a head that takes part in the softmax, as a key with the value 0 would. So it changes only `out`
 and `lse`, from which all gradients follow as above, and its own gradient is -sum(exp(sink - lse) delta) over queries.
 
-The mask says which pairs of blocks are empty, that is, fully masked; see `masks.py`. A pair that is empty because of
-its indices is not in the table of pairs, so it costs nothing. A pair that is empty because of data, such as segment
-ids, has the flag False in the table, and a branch skips it. If even the indices of blocks depend on data, such as the
-index of the device, then so do the table and the number of iterations. If no pair is partly masked, no mask is
-computed.
+`block_arrays.py` cuts arrays into blocks, and `block_pairs.py` says which pairs of blocks a mask leaves.
 
 I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G query heads for each, H dims per head.
 """
@@ -34,12 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.layers.base.expected_trips import expected_trips
-from praxis_lite.layers.masks import Array, AttentionMask, BlockRanges, Known, combine_masks
+from praxis_lite.layers.block_arrays import Keys, Queries, pick_block, put_block
+from praxis_lite.layers.block_pairs import BlockPairs
+from praxis_lite.layers.masks import AttentionMask, combine_masks
 from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
 
 T = TypeVar('T')
 MASKED = -0.7 * float(np.finfo(np.float32).max)
-_NO_KEY = 2**30
 
 
 class OffsetBias(Protocol):
@@ -58,27 +55,6 @@ class Formula:
   soft_cap: float | None = None  # Bounds the logits smoothly, soft_cap * tanh(logits / soft_cap); None disables it.
   bias: OffsetBias | None = None  # Bias added to the bounded logits; None disables it.
   dropout_rate: float = 0.0  # Share of the probabilities that is set to 0; the others are scaled by 1 / (1 - rate).
-
-
-class Queries(NamedTuple):
-  """I blocks of queries.
-
-  `at` is the index of each query in its row; -1 is padding. The fields after it may be None if they are not needed.
-  """
-
-  x: jax.Array  # [I, B, K, G, Q, H]
-  at: Array  # [I, Q]
-  pos: jax.Array | None = None  # [I, B or 1, Q]; None means the index.
-  seeds: jax.Array | None = None  # [I, B, K, G, Q] uint32, of dropout.
-
-
-class Keys(NamedTuple):
-  """J blocks of keys and values; see `Queries`."""
-
-  k: jax.Array  # [J, B, K, S, H]
-  v: jax.Array  # [J, B, K, S, H]
-  at: Array  # [J, S]
-  pos: jax.Array | None = None  # [J, B or 1, S]
 
 
 class Sums(NamedTuple):
@@ -106,79 +82,6 @@ class Gradients(NamedTuple):
   bias: Any
 
 
-class BlockPairs(NamedTuple):
-  """Pairs of blocks to compute."""
-
-  table: jax.Array  # [P, 2], pairs (i, j); only the first `used` count.
-  used: int | jax.Array
-  flags: jax.Array | None = None  # [P], False for pairs that data empties; None if the mask knows of no such data.
-  masked: bool = True  # Whether a pair may be partly masked.
-  expected: float | None = None  # The mean of `used` over the devices, if it is traced; see `expected_trips`.
-
-
-# ---------------------------------------------------------------- which pairs matter
-
-
-def needed_pairs(
-  mask: AttentionMask, queries: Queries, keys: Keys, *, all_rows: bool = True, expected: float | None = None
-) -> BlockPairs:
-  """Returns the pairs of blocks that the mask does not empty completely.
-
-  If the indices are NumPy arrays, the table and the number of iterations are static. Otherwise they depend on data and
-  on the device; if the compiler may split the rows, all pairs are returned then, because it may put communication of
-  all devices into the loop over them.
-
-  Args:
-    mask: the mask, with its arrays in blocks.
-    queries, keys: the blocks.
-    all_rows: whether the arrays have all rows; see `BlockRanges`.
-    expected: the mean number of pairs if indices depend on the device; see `count_pairs`.
-  """
-  at = _block_ranges(queries.at, keys.at, all_rows)
-  needed, allowed = _select_pairs(mask, at)
-  if not isinstance(needed, np.ndarray):
-    if not all_rows:
-      return BlockPairs(jnp.asarray(np.argwhere(np.ones(needed.shape, bool)), jnp.int32), needed.size)
-    some = jnp.asarray(combine_masks(needed, allowed.by_data))
-    rows, columns = jnp.nonzero(some, size=some.size, fill_value=0)
-    pairs = jnp.stack([rows, columns], axis=1).astype(jnp.int32)
-    return BlockPairs(pairs, jnp.sum(some, dtype=jnp.int32), expected=expected)
-  table = np.argwhere(needed).astype(np.int32)
-  masked = mask.some_masked(at).by_index
-  flags = None
-  if allowed.by_data is not None:
-    flags = jnp.broadcast_to(allowed.by_data, needed.shape)[table[:, 0], table[:, 1]]
-  return BlockPairs(
-    jnp.asarray(table),
-    len(table),
-    flags,
-    masked is None or bool(np.any(masked & needed)) or bool(np.any(np.asarray(keys.at) < 0)),
-  )
-
-
-def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
-  """Returns the number of pairs of blocks that the mask does not empty because of their indices, [I, Q] and [J, S]."""
-  needed, _ = _select_pairs(mask, _block_ranges(query_at, key_at, all_rows=True))
-  return int(np.sum(needed))
-
-
-def _select_pairs(mask: AttentionMask, at: BlockRanges) -> tuple[Array, Known]:
-  """Returns [I, J] bool, which pairs of blocks are needed by their indices; and what the mask knows of them."""
-  exists, allowed = (at.query_high >= 0) & (at.key_high >= 0), mask.some_allowed(at)
-  return exists if allowed.by_index is None else exists & allowed.by_index, allowed
-
-
-def _block_ranges(query_at: Array, key_at: Array, all_rows: bool) -> BlockRanges:
-  (q_low, q_high), (k_low, k_high) = _index_range(query_at), _index_range(key_at)
-  return BlockRanges(q_low[:, None], q_high[:, None], k_low, k_high, all_rows)
-
-
-def _index_range(index: Array) -> tuple[Array, Array]:
-  """Returns the least and greatest index of each block. A block of padding gets a range that overlaps with no other."""
-  xp: Any = np if isinstance(index, np.ndarray) else jnp
-  return xp.where(index >= 0, index, _NO_KEY).min(axis=-1), xp.where(index >= 0, index, -1).max(axis=-1)
-
-
 # ---------------------------------------------------------------- forward
 
 
@@ -194,13 +97,13 @@ def add_blocks(
 
   def add(n: jax.Array, sums: Sums) -> Sums:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
-    query, key, mask_ij = _pick(queries, i), _pick(keys, j), _pick_mask(mask, pairs, i, j)
+    query, key, mask_ij = pick_block(queries, i), pick_block(keys, j), _pick_mask(mask, pairs, i, j)
 
     def attend(old: Sums) -> Sums:
       logits, _ = _compute_logits(formula, mask_ij, bias, query, key)
       return add_keys(old, logits, key.v, _dropout(formula, query, key))
 
-    return _put(sums, _skip_empty(pairs, n, attend, lambda old: old, _pick(sums, i)), i)
+    return put_block(sums, _skip_empty(pairs, n, attend, lambda old: old, pick_block(sums, i)), i)
 
   return _loop_over(pairs, add, sums)
 
@@ -297,15 +200,15 @@ def add_gradients(
 
   def add(n: jax.Array, sums: Gradients) -> Gradients:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
-    query, key, mask_ij = _pick(queries, i), _pick(keys, j), _pick_mask(mask, pairs, i, j)
+    query, key, mask_ij = pick_block(queries, i), pick_block(keys, j), _pick_mask(mask, pairs, i, j)
 
     def attend(of: BackwardInputs, old: Gradients) -> Gradients:
       added = _compute_gradients(formula, mask_ij, bias, query, key, of)
       return jax.tree.map(jnp.add, old, added)
 
-    old = Gradients(_pick(sums.q, i), _pick(sums.k, j), _pick(sums.v, j), sums.bias)
-    new = _skip_empty(pairs, n, attend, lambda of, old: old, _pick(results, i), old)
-    return Gradients(_put(sums.q, new.q, i), _put(sums.k, new.k, j), _put(sums.v, new.v, j), new.bias)
+    old = Gradients(pick_block(sums.q, i), pick_block(sums.k, j), pick_block(sums.v, j), sums.bias)
+    new = _skip_empty(pairs, n, attend, lambda of, old: old, pick_block(results, i), old)
+    return Gradients(put_block(sums.q, new.q, i), put_block(sums.k, new.k, j), put_block(sums.v, new.v, j), new.bias)
 
   return _loop_over(pairs, add, gradients)
 
@@ -350,7 +253,7 @@ def _loop_over(pairs: BlockPairs, add: Callable[[jax.Array, T], T], sums: T) -> 
 
 def _pick_mask(mask: AttentionMask, pairs: BlockPairs, i: jax.Array, j: jax.Array) -> AttentionMask | None:
   """Returns the mask of a pair of blocks; None if no pair is partly masked."""
-  return mask.map_arrays(query=lambda x: _pick(x, i), key=lambda x: _pick(x, j)) if pairs.masked else None
+  return mask.map_arrays(query=lambda x: pick_block(x, i), key=lambda x: pick_block(x, j)) if pairs.masked else None
 
 
 def _compute_logits(
@@ -415,95 +318,3 @@ def dropout_factors(seeds: jax.Array, key_index_S: jax.Array, rate: float) -> ja
 
 def _product(dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
   return jnp.einsum(dims, x, y, preferred_element_type=sum_dtype(x, y))
-
-
-# ---------------------------------------------------------------- blocks of arrays
-
-
-def _pick(blocks: T, i: jax.Array) -> T:
-  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(jnp.asarray(x), i, keepdims=False), blocks)
-
-
-def _put(blocks: T, block: T, i: jax.Array) -> T:
-  return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), blocks, block)
-
-
-def to_blocks(x: jax.Array, size: int, *, edge: bool = False) -> jax.Array:
-  """Returns [I, B, size, ...] for [B, T, ...]: blocks of T, padded at the end with zeros or with the last element."""
-  count = -(-x.shape[1] // size)
-  amounts = [(0, 0), (0, count * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
-  if amounts[1][1]:
-    x = jnp.pad(x, amounts, mode='edge') if edge else jnp.pad(x, amounts)
-  return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
-
-
-def join_blocks(x: jax.Array, length: int) -> jax.Array:
-  """The inverse of `to_blocks`: returns [B, length, ...] for [I, B, size, ...]."""
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
-
-
-def query_blocks(
-  query_BTNH: jax.Array,
-  index: Array,
-  num_kv_heads: int,
-  *,
-  pos_BT: jax.Array | None = None,
-  seeds_BTN: jax.Array | None = None,
-) -> Queries:
-  """Returns the blocks of queries with these indices [I, Q]."""
-  size = index.shape[1]
-
-  def group(x_BTN: jax.Array) -> jax.Array:
-    """[B, T, N, ...] to [I, B, K, G, Q, ...]."""
-    x = to_blocks(x_BTN, size)
-    x = x.reshape(*x.shape[:3], num_kv_heads, -1, *x.shape[4:])
-    return jnp.moveaxis(x, 2, 4)
-
-  return Queries(
-    group(query_BTNH),
-    index,
-    None if pos_BT is None else to_blocks(pos_BT, size, edge=True),
-    None if seeds_BTN is None else group(seeds_BTN),
-  )
-
-
-def key_blocks(key_BSKH: jax.Array, value_BSKH: jax.Array, index: Array, *, pos_BS: jax.Array | None = None) -> Keys:
-  """Returns the blocks of keys and values with these indices [J, S]."""
-  size = index.shape[1]
-  k, v = (jnp.moveaxis(to_blocks(x, size), 2, 3) for x in (key_BSKH, value_BSKH))
-  return Keys(k, v, index, None if pos_BS is None else to_blocks(pos_BS, size, edge=True))
-
-
-def mask_blocks(mask: AttentionMask, query_size: int, key_size: int) -> AttentionMask:
-  """Returns a mask with its arrays in blocks of these sizes, [I, B, Q, ...] and [J, B, S, ...]."""
-  return mask.map_arrays(
-    query=lambda x: to_blocks(x, query_size, edge=True), key=lambda x: to_blocks(x, key_size, edge=True)
-  )
-
-
-def unblock_queries(x_IBKGQ: jax.Array, length: int) -> jax.Array:
-  """Returns [B, T, N, ...] for blocks of queries, [I, B, K, G, Q, ...]."""
-  x = jnp.moveaxis(x_IBKGQ, 4, 2)
-  return join_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
-
-
-def unblock_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
-  """Returns [B, S, K, H] for blocks of keys, [J, B, K, S, H]."""
-  return join_blocks(jnp.moveaxis(x_JBKSH, 3, 2), length)
-
-
-def block_indices(length: int, size: int) -> np.ndarray:
-  """Returns [I, size] indices of a row in blocks; -1 beyond its end."""
-  index = np.arange(-(-length // size) * size, dtype=np.int32).reshape(-1, size)
-  return np.where(index < length, index, -1)
-
-
-def even_block_size(length: int, largest: int) -> int:
-  """Returns the size of equal blocks, at most `largest`, that need the least padding of `length`.
-
-  If there are several blocks, the size is a multiple of 8.
-  """
-  count = -(-length // largest)
-  size = -(-length // count)
-  return size if count == 1 else -(-size // 8) * 8

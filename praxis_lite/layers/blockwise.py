@@ -33,6 +33,18 @@ from praxis_lite.layers.attention_spec import (
   argument_specs,
   sort_arguments,
 )
+from praxis_lite.layers.block_arrays import (
+  Keys,
+  Queries,
+  block_indices,
+  even_block_size,
+  key_blocks,
+  mask_blocks,
+  query_blocks,
+  unblock_keys,
+  unblock_queries,
+)
+from praxis_lite.layers.block_pairs import needed_pairs
 from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.masks import AttentionMask, split_offsets
 from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
@@ -130,11 +142,11 @@ def _forward(
 ) -> tuple[jax.Array, _Residuals]:
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     queries, keys, mask = _cut_blocks(block_size, heads, integers)
-    pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
+    pairs = needed_pairs(mask, queries, keys, all_rows=has_all_rows())
     sums = blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3]))
     sums = blocks.add_blocks(formula, mask, heads.bias, queries, keys, pairs, sums)
     out, lse = blocks.finish_sums(sums, blocks.group_sinks(heads.sinks, heads.key.shape[2]))
-    return blocks.unblock_queries(out, heads.query.shape[1]).astype(heads.query.dtype), lse
+    return unblock_queries(out, heads.query.shape[1]).astype(heads.query.dtype), lse
 
   out_BTNH, lse = compute_context(local, split, heads, integers)
   return out_BTNH, (heads, integers, out_BTNH, lse)
@@ -165,10 +177,10 @@ def _backward(
 ) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, lse: jax.Array, do_BTNH: jax.Array) -> Heads:
     queries, keys, mask = _cut_blocks(block_size, heads, integers)
-    pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
+    pairs = needed_pairs(mask, queries, keys, all_rows=has_all_rows())
     delta_BTN = jnp.sum(to_sum_dtype(do_BTNH) * out_BTNH, axis=-1)
     K = heads.key.shape[2]
-    do, delta = (blocks.query_blocks(x, queries.at, K).x for x in (do_BTNH, delta_BTN))
+    do, delta = (query_blocks(x, queries.at, K).x for x in (do_BTNH, delta_BTN))
     gradients = blocks.add_gradients(
       formula,
       mask,
@@ -183,9 +195,9 @@ def _backward(
     if split is not None and split.batch_axes:
       of_rows = jax.tree.map(lambda d: jax.lax.psum(d, split.batch_axes), of_rows)
     found = Heads(
-      blocks.unblock_queries(gradients.q, heads.query.shape[1]),
-      blocks.unblock_keys(gradients.k, heads.key.shape[1]),
-      blocks.unblock_keys(gradients.v, heads.value.shape[1]),
+      unblock_queries(gradients.q, heads.query.shape[1]),
+      unblock_keys(gradients.k, heads.key.shape[1]),
+      unblock_keys(gradients.v, heads.value.shape[1]),
       *of_rows,
     )
     return jax.tree.map(lambda g, x: g.astype(x.dtype), found, heads)
@@ -199,16 +211,16 @@ def _backward(
 attend_in_blocks.defvjp(_forward, _backward)
 
 
-def _cut_blocks(block_size: int, heads: Heads, integers: Integers) -> tuple[blocks.Queries, blocks.Keys, AttentionMask]:
+def _cut_blocks(block_size: int, heads: Heads, integers: Integers) -> tuple[Queries, Keys, AttentionMask]:
   """Returns queries, keys, and the arrays of the mask in blocks."""
   query_index, key_index = (
-    blocks.block_indices(x.shape[1], blocks.even_block_size(x.shape[1], block_size)) for x in (heads.query, heads.key)
+    block_indices(x.shape[1], even_block_size(x.shape[1], block_size)) for x in (heads.query, heads.key)
   )
   K, pos, seeds = heads.key.shape[2], integers.query_pos, integers.seeds_BTN
   return (
-    blocks.query_blocks(heads.query, query_index, K, pos_BT=pos, seeds_BTN=seeds),
-    blocks.key_blocks(heads.key, heads.value, key_index, pos_BS=integers.key_pos),
-    blocks.mask_blocks(integers.mask, query_index.shape[1], key_index.shape[1]),
+    query_blocks(heads.query, query_index, K, pos_BT=pos, seeds_BTN=seeds),
+    key_blocks(heads.key, heads.value, key_index, pos_BS=integers.key_pos),
+    mask_blocks(integers.mask, query_index.shape[1], key_index.shape[1]),
   )
 
 

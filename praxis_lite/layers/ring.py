@@ -19,7 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import Heads, Integers
-from praxis_lite.layers.blocks import Formula, Keys
+from praxis_lite.layers.block_arrays import Keys, query_blocks, unblock_keys, unblock_queries
+from praxis_lite.layers.block_pairs import needed_pairs
+from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.blockwise import has_all_rows
 from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
@@ -46,13 +48,13 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
 
     def add(sums: blocks.Sums, dkv: None, arrays: _KeyArrays, offset: jax.Array) -> tuple[blocks.Sums, None]:
       keys, mask = _unpack_keys(plan, arrays, local_mask, offset)
-      pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows(), expected=expected)
+      pairs = needed_pairs(mask, queries, keys, all_rows=has_all_rows(), expected=expected)
       return blocks.add_blocks(formula, mask, heads.bias, queries, keys, pairs, sums), dkv
 
     zeros = blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3]))
     sums, _ = go_round(plan, _pack_keys(local_keys, local_mask), zeros, None, add)
     out, lse = blocks.finish_sums(sums, blocks.group_sinks(heads.sinks, heads.key.shape[2]))
-    out_BLNH = join_runs(plan, blocks.unblock_queries(out, queries.at.size), plan.query_len)
+    out_BLNH = join_runs(plan, unblock_queries(out, queries.at.size), plan.query_len)
     return out_BLNH.astype(heads.query.dtype), lse
 
   out, lse = plan.map_parts(local, heads, integers)(heads, integers)
@@ -67,7 +69,7 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
     expected = plan.mean_pairs(local_mask)
     delta = jnp.sum(to_sum_dtype(do) * out, axis=-1)
     do_blocks, delta_blocks = (
-      blocks.query_blocks(to_runs(plan, x, plan.query_len), queries.at, heads.key.shape[2]).x for x in (do, delta)
+      query_blocks(to_runs(plan, x, plan.query_len), queries.at, heads.key.shape[2]).x for x in (do, delta)
     )
     results = blocks.BackwardInputs(lse, delta_blocks, do_blocks)
 
@@ -75,7 +77,7 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
       sums: tuple[jax.Array, Any], dkv: jax.Array, arrays: _KeyArrays, offset: jax.Array
     ) -> tuple[tuple[jax.Array, Any], jax.Array]:
       keys, mask = _unpack_keys(plan, arrays, local_mask, offset)
-      pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows(), expected=expected)
+      pairs = needed_pairs(mask, queries, keys, all_rows=has_all_rows(), expected=expected)
       gradients = blocks.Gradients(sums[0], dkv[0], dkv[1], sums[1])
       gradients = blocks.add_gradients(formula, mask, heads.bias, queries, results, keys, pairs, gradients)
       return (gradients.q, gradients.bias), jnp.stack([gradients.k, gradients.v])
@@ -84,10 +86,10 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
     dkv = jnp.stack([zeros.k, zeros.v])
     packed = _pack_keys(local_keys, local_mask)
     (dq, dbias), dkv = go_round(plan, packed, (zeros.q, zeros.bias), dkv, add)
-    dk, dv = (blocks.unblock_keys(x, local_keys.at.size) for x in dkv)
+    dk, dv = (unblock_keys(x, local_keys.at.size) for x in dkv)
     dkv = jnp.concatenate([dk.astype(heads.key.dtype), dv.astype(heads.value.dtype)], axis=2)
     dk, dv = jnp.split(join_runs(plan, dkv, plan.key_len), 2, axis=2)
-    dq = join_runs(plan, blocks.unblock_queries(dq, queries.at.size).astype(heads.query.dtype), plan.query_len)
+    dq = join_runs(plan, unblock_queries(dq, queries.at.size).astype(heads.query.dtype), plan.query_len)
     dsinks = blocks.sink_gradients(blocks.group_sinks(heads.sinks, heads.key.shape[2]), lse, delta_blocks)
     of_rows = jax.tree.map(
       lambda d, p: jax.lax.psum(d, (plan.split.axis, *plan.split.batch_axes)).astype(p.dtype),

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import Heads, Integers, argument_specs
-from praxis_lite.layers.blocks import Keys, Queries
+from praxis_lite.layers.block_arrays import Keys, Queries, even_block_size, key_blocks, mask_blocks, query_blocks
+from praxis_lite.layers.block_pairs import count_pairs
 from praxis_lite.layers.masks import Array, AttentionMask, has_causal, split_offsets
 from praxis_lite.sharding.specs import axes_to_entry
 
@@ -97,7 +97,7 @@ class SequencePlan:
     return -(-self.part_len(length) // 2) if self.zigzag else self.part_len(length)
 
   def block_len(self, length: int) -> int:
-    return multiple_of(blocks.even_block_size(self.run_len(length), self.block_size), self.lanes)
+    return multiple_of(even_block_size(self.run_len(length), self.block_size), self.lanes)
 
   def indices(self, length: int, device: jax.Array | int) -> Array:
     """Returns the indices [blocks, block_len] that a device has; -1 is padding. NumPy if `device` is an int."""
@@ -119,7 +119,7 @@ class SequencePlan:
       [self.indices(length, device) for device in range(self.devices)] for length in (self.query_len, self.key_len)
     )
     pairs = [(query, keys[(d - step) % self.devices]) for d, query in enumerate(queries) for step in steps]
-    return sum(blocks.count_pairs(mask, *pair) for pair in pairs) / len(pairs)
+    return sum(count_pairs(mask, *pair) for pair in pairs) / len(pairs)
 
   def exchange(self, half: jax.Array) -> jax.Array:
     """Returns the second half of the device as far from the other end of the sequence."""
@@ -148,10 +148,10 @@ def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tu
 
   query_pos, seeds_BTN = jax.tree.map(query_runs, (integers.query_pos, integers.seeds_BTN))
   query_index, key_index = plan.indices(plan.query_len, plan.device), plan.indices(plan.key_len, plan.device)
-  queries = blocks.query_blocks(query, query_index, heads.key.shape[2], pos_BT=query_pos, seeds_BTN=seeds_BTN)
-  keys = blocks.key_blocks(key, value, key_index, pos_BS=jax.tree.map(key_runs, integers.key_pos))
+  queries = query_blocks(query, query_index, heads.key.shape[2], pos_BT=query_pos, seeds_BTN=seeds_BTN)
+  keys = key_blocks(key, value, key_index, pos_BS=jax.tree.map(key_runs, integers.key_pos))
   mask = integers.mask.map_arrays(query=query_runs, key=key_runs)
-  return queries, keys, blocks.mask_blocks(mask, query_index.shape[1], key_index.shape[1])
+  return queries, keys, mask_blocks(mask, query_index.shape[1], key_index.shape[1])
 
 
 def heads_to_runs(plan: SequencePlan, heads: Heads) -> tuple[jax.Array, jax.Array, jax.Array]:

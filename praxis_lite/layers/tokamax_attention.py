@@ -23,7 +23,9 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import first_line
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Heads, Integers, sort_arguments
-from praxis_lite.layers.blocks import Formula, Sums, add_sinks, block_indices, count_pairs, sum_sink_gradients
+from praxis_lite.layers.block_arrays import block_indices
+from praxis_lite.layers.block_pairs import count_pairs
+from praxis_lite.layers.blocks import Formula, Sums, add_sinks, sum_sink_gradients
 from praxis_lite.layers.blockwise import RowSplit, compute_context
 from praxis_lite.layers.masks import AttentionMask, Band, OffsetMask, split_offsets
 from praxis_lite.layers.tokamax_target import (

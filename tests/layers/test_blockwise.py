@@ -19,6 +19,8 @@ from praxis_lite.common.jax_internals.programs import called_program, strip_cons
 from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers import MultiHeadAttention, RelativeBias, blocks
 from praxis_lite.layers.attention_spec import AttentionSpec
+from praxis_lite.layers.block_arrays import block_indices, key_blocks, mask_blocks, query_blocks
+from praxis_lite.layers.block_pairs import needed_pairs
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.dot_product import AttentionCase, choose_attention, dot_product_attention
 from praxis_lite.layers.masks import Causal, Segments, SlidingWindow, Visibility
@@ -72,12 +74,12 @@ def test_a_bias_of_numpy_is_an_array_like_that_of_jax():
 def pairs(mask, length, size=4, segments=None):
   """The pairs of blocks that are computed, in order."""
   x = jnp.zeros((1, length, 1, 1))
-  at = blocks.block_indices(length, size)
+  at = block_indices(length, size)
   if segments is not None:
     ids = jnp.array([segments], jnp.int32)
     mask = mask & Segments(ids, ids)
-  mask = blocks.mask_blocks(mask, size, size)
-  found = blocks.needed_pairs(mask, blocks.query_blocks(x, at, 1), blocks.key_blocks(x, x, at))
+  mask = mask_blocks(mask, size, size)
+  found = needed_pairs(mask, query_blocks(x, at, 1), key_blocks(x, x, at))
   table, flags = np.asarray(found.table)[: int(found.used)], ... if found.flags is None else np.asarray(found.flags)
   return [tuple(pair) for pair in table[flags].tolist()]
 

@@ -29,7 +29,6 @@ from praxis_lite.layers import (
   Segments,
   SequenceSplit,
   SlidingWindow,
-  blocks,
   blockwise_attention,
   context_parallel_attention,
   dot_product,
@@ -38,6 +37,7 @@ from praxis_lite.layers import (
   query_array,
   row_array,
 )
+from praxis_lite.layers.block_arrays import block_indices, mask_blocks
 from praxis_lite.layers.masks import BlockRanges, split_offsets, to_mask
 from praxis_lite.layers.splash import mask_obstacle
 from praxis_lite.sharding import GuardedJit
@@ -137,9 +137,9 @@ def test_a_mask_knows_the_blocks_that_it_empties_and_fills(name):
   array = mask.to_array(T, T)
   assert (expected == (True if array is None else np.asarray(array)[:, 0])).all()
   for size in (1, 4, 5):
-    at = blocks.block_indices(T, size)
+    at = block_indices(T, size)
     low, high = np.where(at < 0, T, at).min(1), at.max(1)
-    in_blocks = blocks.mask_blocks(mask, size, size)
+    in_blocks = mask_blocks(mask, size, size)
     for all_rows in (True, False):
       ranges = BlockRanges(low[:, None], high[:, None], low, high, all_rows)
       found = in_blocks.some_allowed(ranges), in_blocks.some_masked(ranges)

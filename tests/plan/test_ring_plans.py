@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from praxis_lite.instruments.plan import plan
-from praxis_lite.layers import blocks
+from praxis_lite.layers.block_pairs import count_pairs
 from praxis_lite.layers.masks import Band, Causal, SlidingWindow
 from praxis_lite.layers.sequence_parts import SequencePlan, SequenceSplit
 from praxis_lite.training import registry
@@ -39,5 +39,5 @@ def test_the_mean_number_of_pairs_is_that_of_all_devices(mask, length):
   sequence = SequencePlan(SequenceSplit('context'), length, length, 4, 4, isinstance(mask, Causal), 0, 3)
   indices = [sequence.indices(length, device) for device in range(4)]
   assert sorted(i for block in indices for i in block.ravel() if i >= 0) == list(range(length))
-  total = sum(blocks.count_pairs(mask, queries, keys) for queries in indices for keys in indices)
+  total = sum(count_pairs(mask, queries, keys) for queries in indices for keys in indices)
   assert sequence.mean_pairs(mask) == pytest.approx(total / 16)
