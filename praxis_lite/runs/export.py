@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,16 @@ class ExportSettings(NamedTuple):
   prompt_length: int = 64
   max_tokens: int | None = None
   platforms: tuple[str, ...] = DEFAULT_PLATFORMS
+
+
+class ExportOptions(TypedDict, total=False):
+  """The settings of `TrainedModel.export`; see `ExportSettings`."""
+
+  formats: tuple[str, ...]
+  batch_size: int | None
+  prompt_length: int
+  max_tokens: int | None
+  platforms: tuple[str, ...]
 
 
 def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: ExportSettings) -> None:

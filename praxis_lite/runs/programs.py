@@ -58,6 +58,11 @@ class TaskOnMesh:
     self.layout = layout or state_layout(jax_task, mesh)
     self.batch_sizes: dict[str, list[int]] = {}
 
+  @classmethod
+  def make_for_inference(cls, jax_task: SingleTask, mesh: Mesh) -> TaskOnMesh:
+    """Returns a task on a mesh whose layout has no `opt_states`."""
+    return cls(jax_task, mesh, state_layout(jax_task, mesh, optimizer=False))
+
   def taking(self, data: BaseInput) -> PartitionedTask:
     """Returns the task partitioned for the batches of `data`."""
     return self.taking_batches_of(data.batch_struct())

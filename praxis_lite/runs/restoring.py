@@ -18,7 +18,6 @@ from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.differences import changes_named
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.training.experiment import ExperimentConfig
-from praxis_lite.training.state import state_layout
 from praxis_lite.training.task import SingleTask
 
 
@@ -71,7 +70,7 @@ def restore_model(
     checkpointer.existing_step(step)  # Reports mistakes before slow work.
     task: SingleTask = config.task.instantiate()
     mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
-    tasks = TaskOnMesh(task, mesh, state_layout(task, mesh, optimizer=False))
+    tasks = TaskOnMesh.make_for_inference(task, mesh)
     check(task.model)
     shapes = tasks.layout.padded_shapes
     model = TrainedModel(config, tasks, shapes.mdl_vars, shapes.step, seed, job_log_dir)

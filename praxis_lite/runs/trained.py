@@ -11,18 +11,17 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, get_type_hints, overload
+from typing import Any, Unpack, get_type_hints, overload
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from praxis_lite.common.config import Config, fill_required, target
+from praxis_lite.common.config import Config, fill_required
 from praxis_lite.common.config.values import fit
-from praxis_lite.common.errors import ConfigError, DataError, UserError, did_you_mean, prefix_errors
+from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.common.figures import format_axes
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
+from praxis_lite.inputs import BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel
 from praxis_lite.models.decoding import LogitProcessor
@@ -30,19 +29,17 @@ from praxis_lite.runs.batcher import Batcher, check_setting
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.drafted import drafted_task
-from praxis_lite.runs.export import ExportSettings, export_model
+from praxis_lite.runs.evaluated_dataset import find_dataset
+from praxis_lite.runs.export import ExportOptions, ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
 from praxis_lite.runs.prompts import Sampling, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import Datasets, build_datasets, run_keys
 from praxis_lite.runs.scoring import Score, score_rows
-from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.state import state_layout
-from praxis_lite.training.task import SingleTask
 
 
 class SamplerSettings(Sampling, total=False):
@@ -61,16 +58,6 @@ class SamplerSettings(Sampling, total=False):
 @functools.cache
 def _hints() -> dict[str, Any]:
   return get_type_hints(SamplerSettings)
-
-
-class ExportOptions(TypedDict, total=False):
-  """The settings of `TrainedModel.export`; see `ExportSettings`."""
-
-  formats: tuple[str, ...]
-  batch_size: int | None
-  prompt_length: int
-  max_tokens: int | None
-  platforms: tuple[str, ...]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -159,7 +146,7 @@ class TrainedModel:
     Raises:
       UserError: there is no such dataset, or the model cannot evaluate it.
     """
-    data = self._dataset(dataset)
+    data = find_dataset(self.config.datasets, dataset)
     Datasets('evaluate', [data]).check([data], self.layer)
     result = EvalProgram(self.tasks, data, self.key).run(self.stored_variables, self.global_step)
     assert result is not None  # Nothing interrupts it.
@@ -441,7 +428,7 @@ class TrainedModel:
     """Returns a model of this one and a smaller one that guesses its tokens."""
     if self._drafted is None or self._drafted[0] is not draft:
       config = drafted_task(self.config.task, draft.config.task)
-      tasks = TaskOnMesh(*_on_mesh(config, self.tasks.mesh))
+      tasks = TaskOnMesh.make_for_inference(config.instantiate(), self.tasks.mesh)
       both = {'model': self.stored_variables, 'draft': draft.variables}  # The draft may be on another mesh.
       variables = tasks.layout.mdl_vars.to_mesh(both)
       run = ExperimentConfig(config, self.config.datasets, self.config.decode_datasets)
@@ -475,38 +462,3 @@ class TrainedModel:
   def _decode_rows(self, tasks: TaskOnMesh, batch: Mapping[str, Any], key: jax.Array) -> NestedDict:
     decoded: NestedDict = self._run_by_rows(tasks, batch, lambda task: task.decode_step, key).decoded
     return decoded
-
-  def _dataset(self, dataset: str | int | Config | BaseInput | Mapping[str, Any]) -> BaseInput:
-    if isinstance(dataset, Mapping):
-      size = len(canonical_rows(dataset, 'evaluate')['weights'])
-      return ArrayInput(name='batch', arrays=dict(dataset), batch_size=max(size, 1))
-    if isinstance(dataset, str | int):
-      dataset = _found(self.config.datasets, dataset)
-    if isinstance(dataset, Config):
-      hosts = {'num_hosts': jax.process_count(), 'host_index': jax.process_index()}
-      dataset = dataset.instantiate(is_training=False, **hosts)
-    if not isinstance(dataset, BaseInput):
-      raise ConfigError(f'evaluate: expected a dataset, got {type(dataset).__name__}')
-    if dataset.num_epochs is None:
-      raise ConfigError(f'evaluate: {dataset.label} is endless; set its num_epochs, or pass its config')
-    return dataset
-
-
-def _on_mesh(config: Config, mesh: Mesh) -> tuple[SingleTask, Mesh, StateLayout]:
-  """Returns a task, the mesh, and how the variables of its model are stored there."""
-  task: SingleTask = config.instantiate()
-  return task, mesh, state_layout(task, mesh, optimizer=False)
-
-
-def _found(datasets: Sequence[Config], wanted: str | int) -> Config:
-  """Returns the dataset with this name or number. The name of its class stands for a missing name."""
-  names = [str(getattr(data, 'name', None) or getattr(target(data), '__name__', '')) for data in datasets]
-  if isinstance(wanted, str) and names.count(wanted) > 1:
-    numbers = [i for i, name in enumerate(names) if name == wanted]
-    raise ConfigError(f'evaluate: {len(numbers)} datasets are called {wanted!r}; pass one of their numbers, {numbers}')
-  if isinstance(wanted, str) and wanted in names:
-    return datasets[names.index(wanted)]
-  if isinstance(wanted, int) and -len(names) <= wanted < len(names):
-    return datasets[wanted]
-  close = did_you_mean(wanted, names) if isinstance(wanted, str) else ''
-  raise ConfigError(f'evaluate: there is no dataset {wanted!r}.{close} There are: {", ".join(map(repr, names))}')
