@@ -7,13 +7,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from drawn_state import drawn_state, drawn_variables
+from drawn_state import drawn_variables
+from model_steps import AXES, assert_close, loss_and_gradients, take_a_step
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import leaves_by_path, path_name
+from praxis_lite.common.trees import path_name
 from praxis_lite.inputs import ArrayInput, CharTokenizer, SourceTargetInput
 from praxis_lite.models import encoder_decoder, set_sharding
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -21,7 +21,6 @@ from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
-AXES = ('spare', 'replica', 'data', 'mdl')
 V, B, S, T = 13, 5, 9, 7
 STYLES = ('t5', 't5_v1_0', 'classical', 'bart')
 
@@ -70,23 +69,6 @@ def apart(batch):
       out[name][row, : len(values)] = values
   lengths = [np.sum(batch['source_segment_ids'][b] == s) for b, s in pairs]
   return out | {'source_lengths': np.array(lengths, np.int32)}
-
-
-def loss_and_gradients(model, variables, batch, **kwargs):
-  def loss(v):
-    (metrics, _), _ = model.apply(v, batch, **kwargs)
-    return metrics['loss'][0]
-
-  return jax.jit(jax.value_and_grad(loss))(variables)
-
-
-def assert_close(found, expected, tolerance=3e-5):
-  """Relative to the largest entry of each array."""
-
-  def check(a, b):
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (1 + np.abs(b).max()))
-
-  jax.tree.map(check, found, expected)
 
 
 # ------------------------------------------------------------------ the loss
@@ -177,13 +159,7 @@ def test_logits_of_attention_vary_by_about_one_at_first():
 def after_a_step(style, mesh=None, **fields):
   """The loss, and the variables after a step of SGD with rate 1, so all gradients."""
   model = set_sharding(config(style, remat='full' if mesh else 'none'))
-  task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
-  task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
-  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
-  batch = packed_batch()
-  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
-  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
-  return float(out.weighted_loss), leaves_by_path(partitioned.unpad(out.state).mdl_vars)
+  return take_a_step(model, packed_batch(), mesh, **fields)
 
 
 @functools.cache

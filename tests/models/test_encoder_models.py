@@ -7,9 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from drawn_state import drawn_state, drawn_variables
+from drawn_state import drawn_variables
+from model_steps import assert_close, loss_and_gradients, take_a_step
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -17,12 +17,9 @@ from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.inputs import ArrayInput, LabelledTextInput
 from praxis_lite.layers import Embedding
 from praxis_lite.models import masked_language_model, sequence_classifier, set_sharding
-from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
-AXES = ('spare', 'replica', 'data', 'mdl')
 V, B, T, D, CLASSES = 13, 5, 9, 12, 3
 SIZES = {'vocab_size': V, 'model_dims': D, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 10, 'max_len': T}
 MOST = 3  # Places to predict in a row.
@@ -62,23 +59,6 @@ def batch_of(kind='tied'):
   weights = ((rng.random((B, T)) < 0.4) & (segments > 0)).astype(np.float32)
   weights[1, 0] = 0.5
   return batch | {'weights': weights if is_masked(kind) else np.array([1, 0.5, 0, 2, 1], np.float32)}
-
-
-def loss_and_gradients(model, variables, batch, **kwargs):
-  def loss(v):
-    (metrics, _), _ = model.apply(v, batch, **kwargs)
-    return metrics['loss'][0]
-
-  return jax.jit(jax.value_and_grad(loss))(variables)
-
-
-def assert_close(found, expected, tolerance=3e-5):
-  """Relative to the largest entry of each array."""
-
-  def check(a, b):
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (1 + np.abs(b).max()))
-
-  jax.tree.map(check, found, expected)
 
 
 def log_softmax(logits):
@@ -261,13 +241,7 @@ def test_bfloat16_computes_near_float32_from_float32_weights(kind):
 def after_a_step(kind, mesh=None, split=None, **fields):
   """The loss, and the variables after a step of SGD with rate 1, so all gradients."""
   model = set_sharding(config(kind, remat='full' if mesh else 'none'), **split or {})
-  task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
-  task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
-  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
-  batch = batch_of(kind)
-  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
-  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
-  return float(out.weighted_loss), leaves_by_path(partitioned.unpad(out.state).mdl_vars)
+  return take_a_step(model, batch_of(kind), mesh, **fields)
 
 
 @functools.cache

@@ -1,0 +1,42 @@
+"""Losses, gradients and steps of small models, for tests that compare them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+from drawn_state import drawn_state
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.trees import leaves_by_path
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
+
+AXES = ('spare', 'replica', 'data', 'mdl')
+
+
+def loss_and_gradients(model, variables, batch, **kwargs):
+  def loss(v):
+    (metrics, _), _ = model.apply(v, batch, **kwargs)
+    return metrics['loss'][0]
+
+  return jax.jit(jax.value_and_grad(loss))(variables)
+
+
+def assert_close(found, expected, tolerance=3e-5):
+  """Relative to the largest entry of each array."""
+
+  def check(a, b):
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (1 + np.abs(b).max()))
+
+  jax.tree.map(check, found, expected)
+
+
+def take_a_step(model, batch, mesh=None, **fields):
+  """Returns the loss of a model's config, and the variables after a step of SGD with rate 1, so all gradients."""
+  task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
+  task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
+  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
+  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
+  return float(out.weighted_loss), leaves_by_path(partitioned.unpad(out.state).mdl_vars)
