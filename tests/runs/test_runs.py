@@ -80,7 +80,7 @@ def test_what_differs_is_named_shortly(tmp_path):
     tmp_path / 'c',
   ]
   (tmp_path / 'c').mkdir()
-  assert differing_fields([read_run(run) for run in runs]) == [
+  assert differing_fields([read_run(run) for run in runs])[1] == [
     {'model_dims': '24', 'learning_rate': '0.003', 'batch_size': '6'},
     {'model_dims': '18', 'learning_rate': '0.5', 'batch_size': '2'},
     {},
@@ -94,7 +94,7 @@ def test_of_unlike_models_their_classes_are_shown_and_what_differs_among_like_on
     make_run(tmp_path / 'b', 'task.model.num_layers=3', 'datasets[*].seq_len=8', 'task.train.log_interval_steps=1'),
     make_run(tmp_path / 'c', exp='digits.DigitsMlp'),
   ]
-  a, b, c = ({**fields} for fields in differing_fields([read_run(run) for run in runs]))
+  a, b, c = ({**fields} for fields in differing_fields([read_run(run) for run in runs])[1])
   assert a['num_layers'] == '2' and b['num_layers'] == '3' and 'num_layers' not in c
   assert b['seq_len'] == '8' and 'datasets[0].seq_len' not in b and 'num_classes' not in c
   assert next(iter(a.items())) == ('model', 'praxis_lite.models.language_model.LanguageModel')

@@ -33,7 +33,6 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.sharding.weights import DeclaredSplit, JointInit, WeightHParams, WeightHParamsCollection
 
 VariableValues = dict[Path, jax.Array]
-_MARKS = WeightHParamsCollection
 
 
 class ForeignVariable(NamedTuple):

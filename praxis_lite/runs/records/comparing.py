@@ -109,7 +109,7 @@ def _make_group(
   title: str, runs: Sequence[RunState], metric: str, mode: str, sort: str, columns: Sequence[str]
 ) -> RunGroup:
   ordered = _sort_runs(runs, metric, mode, sort)
-  names, values = _differing(ordered)
+  names, values = differing_fields(ordered)
   if columns and 'all' not in columns:
     names = list(columns)
     values = [{name: own.get(name, '') or _value(run, name) for name in names} for run, own in zip(ordered, values)]
@@ -165,7 +165,7 @@ def _check_column(runs: Sequence[RunState], name: str) -> None:
   if not several:
     metrics, fields = _metrics_of_all(runs), dict.fromkeys(p.rpartition('.')[2] for run in runs for p in run.fields)
     close = did_you_mean(name, [*fields, *_add_ends(metrics)])
-    lists = {'Fields that differ': _differing(runs)[0], 'Metrics': metrics}
+    lists = {'Fields that differ': differing_fields(runs)[0], 'Metrics': metrics}
     has = [f' {what}: {", ".join(first_lines(names, _MOST_NAMED))}.' for what, names in lists.items() if names]
     raise UserError(f'{name}: no run has a field or a metric of this name.{close}{"".join(has)}')
 
@@ -282,17 +282,12 @@ def best_run(runs: Sequence[RunState], metric: str, mode: str) -> RunState | Non
 # ---------------------------------------------------------------- how configs differ
 
 
-def differing_fields(runs: Sequence[RunState]) -> Sequence[Mapping[str, str]]:
-  """Returns for each run the fields in which the recorded configs differ, by the shortest unambiguous names.
+def differing_fields(runs: Sequence[RunState]) -> tuple[list[str], Sequence[Mapping[str, str]]]:
+  """Returns the fields in which the recorded configs differ, by the shortest unambiguous names, and each run's values.
 
   The most important fields come first. If the class of a config differs between runs, as with different models, its
-  fields are compared only among the runs that have the same class.
+  fields are compared only among the runs that have the same class, and the other runs have no values of them.
   """
-  return _differing(runs)[1]
-
-
-def _differing(runs: Sequence[RunState]) -> tuple[list[str], Sequence[Mapping[str, str]]]:
-  """Returns the names of the fields that differ, and for each run its values of those that differ among its like."""
   recorded = [run.fields for run in runs if run.fields]
   paths = dict.fromkeys(path for fields in recorded for path in fields)
   classes_of = [{p: fields[p] for p in _class_paths(fields) if p in fields} for fields in recorded]
