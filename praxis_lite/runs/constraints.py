@@ -110,12 +110,12 @@ def make_constraint(
 
 
 def regex_constraint(tokenizer: BaseTokenizer | None, regex: str, where: str = 'regex') -> TextConstraint:
-  """Returns the constraint of a continuation to a regular expression, which it matches as a whole.
+  """Returns the constraint that the whole continuation matches a regular expression.
 
   Args:
     tokenizer: the tokenizer of the model; None raises UserError.
     regex: in the syntax of Rust's crate `regex`, without groups that look around or back.
-    where: what messages call the expression.
+    where: name of the expression in messages.
 
   Raises:
     UserError: the expression is not valid, llguidance is not installed, or it is unknown what the tokens stand for.

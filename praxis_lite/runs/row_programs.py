@@ -145,7 +145,7 @@ class RowPrograms:
 
   @functools.cached_property
   def _shardings(self) -> _State:
-    """How the state is stored between calls: as XLA splits it, except along dimensions that it would have to pad."""
+    """How the state is stored between calls: split as XLA chooses, but not along dimensions that would need padding."""
     compiled = jax.jit(bind_mesh(self._start, self._tasks.mesh)).lower(self._variables).compile()
 
     def to_even(x: jax.ShapeDtypeStruct, sharding: Any) -> NamedSharding:

@@ -4,7 +4,7 @@ scan        num_consts, num_carry     up to 0.10
             ft_in, ft_out             since 0.11: trees of (constants, carry, slices) and of (carry, stacked)
 shard_map   manual_axes               up to 0.10.0
             newly_manual_axes         since 0.10.1
-Jaxpr       apart from ClosedJaxpr    up to 0.10; since 0.11 both are one class
+Jaxpr       and ClosedJaxpr           two classes up to 0.10, and one class since 0.11
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Decoder(Configurable):
         self.stop_ids = (*self.stop_ids, *processor.stop_ids)
 
   def _checks(self) -> Iterator[tuple[str, bool, str]]:
-    """Yields (field, whether its value is valid, what would be)."""
+    """Yields (field, whether its value is valid, the valid values as text)."""
     size = self.no_repeat_ngram_size
     yield 'max_decode_steps', 1 <= self.max_decode_steps < 2**31, f'from 1 to {2**31 - 1:,}'
     yield 'min_decode_steps', self.min_decode_steps >= 0, 'at least 0'

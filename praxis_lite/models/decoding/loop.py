@@ -51,11 +51,11 @@ class Decoded(NamedTuple):
 
 
 class Draws(NamedTuple):
-  """Where a call begins among the random numbers of its rows; None stands for rows 0, 1, ... and no earlier tokens.
+  """Which random numbers a call draws: they depend on the number of a row and how many of its tokens came before.
 
   Attributes:
-    row_B: int32, the number of each row.
-    num_drawn_B: int32, how many last tokens of its prompt were drawn by earlier calls.
+    row_B: int32, the number of each row; None means 0, 1, ...
+    num_drawn_B: int32, how many tokens at the end of each prompt were drawn by earlier calls; None means none.
   """
 
   row_B: jax.Array | None = None

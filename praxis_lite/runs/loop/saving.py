@@ -199,12 +199,12 @@ class RunSaver:
         observer.on_checkpoint(run, step, folder)
 
   def rescue(self, run: Run, lost: LostDirectoryError, make: Callable[[Path], object]) -> str:
-    """Saves a run in another directory, because its own was lost; returns a message: where, and how to continue.
+    """Saves a run in another directory after its own was lost; returns a message: where, and how to continue.
 
     Args:
       run: the run, whose state is saved.
       lost: how the directory was lost.
-      make: makes a new directory, if the old one is gone.
+      make: makes a directory in which the run can continue; called unless the lost one was only moved.
     """
     self.saving.abandon(self.directory.path)
     lost = self.directory.why_lost() or lost  # `lost` may be about a folder that the save has created.

@@ -69,9 +69,9 @@ def compare_defaults(
 
   Args:
     roots: the config, as it was read.
-    edited: paths of its fields that were no defaults.
+    edited: paths of the fields whose values differed from the defaults when the config was recorded.
     text: the text of the config when it was recorded; '' if it is missing.
-    other: what reading it has found.
+    other: the fields that reading the config has found to be gone, new or unreadable.
   """
   recorded, now = fields_of(text), fields_of(to_text(roots))
   changed = {path: values for path, values in changed_fields(roots).items() if path not in edited}
