@@ -101,6 +101,13 @@ class BaseInput(Configurable, Iterator[Rows]):
     """Returns all rows if they are in memory, where checking them is cheap; otherwise None."""
     return None
 
+  def longest_segments(self) -> dict[str, int]:
+    """Returns how many positions the longest segment of the data has, by the name of the array of its positions.
+
+    Such a name is `segment_pos`. What is not known, without reading all data, is missing.
+    """
+    return {}
+
   def check_beside(self, other: BaseInput) -> None:
     """Raises ConfigError if this training input conflicts with another input of the experiment."""
 

@@ -90,6 +90,10 @@ class MaskedTextInput(TextInput):
       batch['ids'][row] = np.where(chosen, self._hide(labels, random[1], random[2]), labels)
     return batch
 
+  @property
+  def _longest_segment(self) -> int:
+    return super()._longest_segment + self.row_len - self.seq_len
+
   def _whole_rows(self, texts: Rows) -> Rows:
     """Returns rows in which nothing is hidden, from those of a `TextInput`."""
     if self.packing == 'packed':

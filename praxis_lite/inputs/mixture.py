@@ -134,6 +134,13 @@ class MixtureInput(BaseInput):
       source.reset()
     return self
 
+  def longest_segments(self) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for source in self.sources:
+      for name, length in source.longest_segments().items():
+        found[name] = max(length, found.get(name, 0))
+    return found
+
   def close(self) -> None:
     for source in self.sources:
       source.close()

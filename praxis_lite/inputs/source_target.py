@@ -126,6 +126,10 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'packed': self.packed}
 
+  def longest_segments(self) -> dict[str, int]:
+    sources, targets = zip(*((len(source), len(target) + 1) for source, target in self._pairs))
+    return {'source_segment_pos': max(sources), 'segment_pos': max(targets)}
+
   def rows(self, indices: np.ndarray) -> Rows:
     _, eos, pad = self.tokenizer.special_ids
     struct = self.example_struct()

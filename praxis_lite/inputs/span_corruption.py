@@ -99,6 +99,10 @@ class SpanCorruptionInput(TextInput):
   def example_struct(self) -> Struct:
     return source_target_struct(self.source_len, self.target_len)
 
+  def longest_segments(self) -> dict[str, int]:
+    noise, spans = self._counts(self._longest_segment)
+    return {'source_segment_pos': self._longest_segment - noise + spans + 1, 'segment_pos': noise + spans + 1}
+
   def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
     texts = super().rows_at(epoch, places)
     _, eos, pad = self.tokenizer.special_ids

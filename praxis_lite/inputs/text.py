@@ -154,6 +154,14 @@ class TextInput(RecordsInput, RandomAccessInput):
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'packing': self.packing}
 
+  def longest_segments(self) -> dict[str, int]:
+    return {'segment_pos': self._longest_segment}
+
+  @property
+  def _longest_segment(self) -> int:
+    """Tokens of the longest segment."""
+    return self.seq_len if self._samples else int(self._corpus.rows.lengths.max())
+
   def check_beside(self, other: BaseInput) -> None:
     if not isinstance(other, TextInput):
       return

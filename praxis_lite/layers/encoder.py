@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
-from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.dropout import Dropout
@@ -22,6 +21,7 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.normalizations import LayerNorm, Norm
+from praxis_lite.layers.position_limit import PositionLimit, check_length, limit_of_table
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax
@@ -133,7 +133,7 @@ class TransformerEncoder(Layer):
         no effect.
     """
     if segment_pos is None:
-      self._check_length(ids_BT.shape[1])
+      check_length(self.position_limit, ids_BT.shape[1])
     x_BTD = self._embed(ids_BT, segment_pos, token_type_ids)
     more = {'paddings': token_paddings(None, segment_ids)} if self._takes_paddings else {}
     x_BTD = self.transformer(x_BTD, segment_ids=segment_ids, segment_pos=segment_pos, **more)
@@ -154,17 +154,14 @@ class TransformerEncoder(Layer):
   @property
   def max_positions(self) -> int | None:
     """How many positions a segment has; None for any number."""
-    most = None if self.position_tpl is None else getattr(self.position, 'max_len', None)
-    return None if most is None else most - self.first_position
+    limit = self.position_limit
+    return None if limit is None else limit.num_positions
 
-  def _check_length(self, length: int) -> None:
-    most = self.max_positions
-    if most is not None and length > most:
-      first = f' and first_position = {self.first_position} leave' if self.first_position else ' leaves'
-      raise ConfigError(
-        f'{self.path_name}.position_tpl.max_len{first} room for {most} positions, which is less than the sequence '
-        f'length, {length}'
-      )
+  @property
+  def position_limit(self) -> PositionLimit | None:
+    """How many positions a segment has, and which field says so; None for any number."""
+    table = None if self.position_tpl is None else self.position
+    return limit_of_table(f'{self.path_name}.position_tpl', table, self.first_position)
 
 
 class HeadTransform(Layer):

@@ -27,6 +27,7 @@ from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.normalizations import Norm, RMSNorm
+from praxis_lite.layers.position_limit import PositionLimit, check_length, limit_of_table
 from praxis_lite.layers.positions import LearnedPositions, RelativeBias, SinusoidalPositions
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.shared_bias import building_with_shared_bias, shared_bias
@@ -278,7 +279,7 @@ class TransformerEncoderDecoder(Layer):
   ) -> jax.Array:
     """Returns the encoder's result, [B, S, D], for tokens of sources; see `__call__`."""
     if segment_pos is None:
-      self._check_length('encoder_position', ids_BS.shape[1])
+      check_length(self.source_position_limit, ids_BS.shape[1])
     x_BSD = self._embed(self._look_up, 'encoder', ids_BS, segment_pos)
     more = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **self._bias('encoder', ids_BS.shape[1])}
     if _takes_paddings(self.encoder):
@@ -295,7 +296,7 @@ class TransformerEncoderDecoder(Layer):
   ) -> jax.Array:
     """Returns what the softmax gets, [B, T, D]; `source` is the encoder's result and its segments."""
     if segment_pos is None:
-      self._check_length('decoder_position', ids_BT.shape[1])
+      check_length(self.position_limit, ids_BT.shape[1])
     x_BTD = self._embed(self._look_up_target, 'decoder', ids_BT, segment_pos)
     more = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **self._bias('decoder', ids_BT.shape[1])}
     if _takes_paddings(self.decoder):
@@ -310,7 +311,7 @@ class TransformerEncoderDecoder(Layer):
 
     The decode state holds the keys and values of the sources for each layer of the decoder.
     """
-    self._check_length('decoder_position', max_len)
+    check_length(self.position_limit, max_len)
     source_BSD = self.encode(source_ids_BS, source_segment_ids)
     self.decoder.init_decode_state(len(source_ids_BS), max_len, source_BSD, source_segment_ids)
 
@@ -364,24 +365,28 @@ class TransformerEncoderDecoder(Layer):
   @property
   def max_positions(self) -> int | None:
     """How many positions a target has; None for any number."""
-    return self._num_positions('decoder_position')
+    limit = self.position_limit
+    return None if limit is None else limit.num_positions
 
   @property
   def max_source_positions(self) -> int | None:
     """How many positions a source has; None for any number."""
-    return self._num_positions('encoder_position')
+    limit = self.source_position_limit
+    return None if limit is None else limit.num_positions
 
-  def _num_positions(self, position: str) -> int | None:
-    most = None if self.position_tpl is None else getattr(getattr(self, position), 'max_len', None)
-    return None if most is None else most - self.first_position
+  @property
+  def position_limit(self) -> PositionLimit | None:
+    """How many positions a target has, and which field says so; None for any number."""
+    return self._limit('decoder_position')
 
-  def _check_length(self, position: str, length: int) -> None:
-    most = self._num_positions(position)
-    if most is not None and length > most:
-      less = f', less first_position = {self.first_position},' if self.first_position else ''
-      raise ConfigError(
-        f'{self.path_name}.position_tpl.max_len{less}: {most} is less than the sequence length, {length}'
-      )
+  @property
+  def source_position_limit(self) -> PositionLimit | None:
+    """How many positions a source has, and which field says so; None for any number."""
+    return self._limit('encoder_position')
+
+  def _limit(self, position: str) -> PositionLimit | None:
+    table = None if self.position_tpl is None else getattr(self, position)
+    return limit_of_table(f'{self.path_name}.position_tpl', table, self.first_position)
 
 
 def _takes_paddings(stack: Layer) -> bool:

@@ -19,6 +19,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.embeddings import embedding_weight, lookup_rows
+from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.sharding.weights import WeightHParams
 
 
@@ -109,7 +110,16 @@ class LearnedPositions(Layer):
     self.create_variable('w', embedding_weight(self.max_len, self.dims, self.weight_split_dims_mapping.wt))
 
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
-    """Returns [B, T, D] for int32 positions [B, T]; NaN for positions from `max_len` on."""
+    """Returns [B, T, D] for int32 positions [B, T].
+
+    Positions from `max_len` on are NaN if they are only known when the program runs, as inside `jax.jit`.
+
+    Raises:
+      ConfigError: a position that is known is `max_len` or more.
+    """
+    if not isinstance(pos_BT, jax.core.Tracer):
+      most = 1 + int(np.max(np.asarray(pos_BT), initial=-1))
+      PositionLimit(f'{self.path_name}.max_len', self.max_len).check(most, 'the number of positions in pos_BT')
     return self.shard(lookup_rows(self.theta.w, jnp.maximum(pos_BT, 0)))
 
   def token_flops(self, length: int) -> TokenFlops:

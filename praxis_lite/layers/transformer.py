@@ -30,6 +30,7 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import Norm, RMSNorm
 from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.layers.position_limit import PositionLimit, check_length, limit_of_table
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat, check_pattern, kinds_of_stack, pattern
@@ -423,12 +424,16 @@ class TransformerLm(Layer):
   @property
   def max_positions(self) -> int | None:
     """How many positions the model has; None for any number."""
-    return None if self.position_tpl is None else getattr(self.position, 'max_len', None)
+    limit = self.position_limit
+    return None if limit is None else limit.num_positions
+
+  @property
+  def position_limit(self) -> PositionLimit | None:
+    """How many positions the model has, and which field says so; None for any number."""
+    return limit_of_table(f'{self.path_name}.position_tpl', None if self.position_tpl is None else self.position)
 
   def _check_length(self, length: int) -> None:
-    most = self.max_positions
-    if most is not None and length > most:
-      raise ConfigError(f'{self.path_name}.position_tpl.max_len: {most} is less than the sequence length, {length}')
+    check_length(self.position_limit, length)
 
 
 def set_biases(use_bias: bool | None, configs: Iterable[Config | None]) -> None:

@@ -21,6 +21,7 @@ from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
 
 PredictionsT = TypeVar('PredictionsT')
@@ -121,6 +122,13 @@ class BaseModel(Layer, Generic[PredictionsT]):
   def num_ids(self) -> int | None:
     """V, if a batch has `ids` [B, T] from 0 to V - 1, which a trained model then checks; None if it has no such ids."""
     return None
+
+  def position_limits(self) -> dict[str, PositionLimit]:
+    """Returns how many positions the model has, by the name of an array of positions in a batch, such as `segment_pos`.
+
+    Arrays that it does not read, or whose positions have no limit, are missing. `check_positions` uses these limits.
+    """
+    return {}
 
   def score_limits(self) -> ScoreLimits | None:
     """Returns what the batches of `score` may be; None if the model has no `score`."""

@@ -9,6 +9,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.base import BaseModel, PromptLimits
 from praxis_lite.models.decoding import SpeculativeSampler
 from praxis_lite.models.language_model import LanguageModel
@@ -53,6 +54,9 @@ class DraftedModel(BaseModel[jax.Array]):
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     self.model.check_input(data, batch)
+
+  def position_limits(self) -> dict[str, PositionLimit]:
+    return self.model.position_limits()
 
   def prompt_limits(self) -> PromptLimits | None:
     limits, of_draft = self.model.prompt_limits(), self.draft.prompt_limits()

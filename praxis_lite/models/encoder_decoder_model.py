@@ -23,6 +23,7 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.encoder_decoder import TransformerEncoderDecoder
+from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.models.base import PromptLimits, ScoreLimits
@@ -49,6 +50,14 @@ class EncoderDecoderModel(LanguageModel):
   source_end_id: int | None = None
 
   lm: TransformerEncoderDecoder = child()  # type: ignore[assignment]
+
+  def setup(self) -> None:
+    super().setup()
+    if self.decoder.goes_back:
+      raise ConfigError(
+        f'{self.path_name}.decoder_tpl: speculative decoding guesses how a prompt goes on, and an encoder-decoder '
+        'writes a text of its own for each prompt; use a Sampler or a BeamSearch'
+      )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if an id is not in the vocabulary, sources are missing, or begin and end are others."""
@@ -96,6 +105,10 @@ class EncoderDecoderModel(LanguageModel):
     weights_BT = weights_of_tokens(batch)
     source_BS, visible = self._source(batch)
     return {'logits': self.lm.logits(source_BS, clear_padding(batch['ids'], weights_BT), weights_BT, **visible)}
+
+  def position_limits(self) -> dict[str, PositionLimit]:
+    limits, sources = super().position_limits(), getattr(self.lm, 'source_position_limit', None)
+    return {**limits, 'source_segment_pos': sources} if self.packed and sources is not None else limits
 
   def score_limits(self) -> ScoreLimits:
     return (

@@ -23,6 +23,7 @@ from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.kv_cache import place_caches
+from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
@@ -41,6 +42,7 @@ from praxis_lite.models.decoding import (
 )
 from praxis_lite.models.decoding.row_loop import NewTokens, RowSettings, RowsState
 from praxis_lite.models.labels import check_labels
+from praxis_lite.models.positions import check_positions_of_input
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
 MODEL_TYPES = ('causal', 'prefix')
@@ -97,9 +99,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     self.decoder: Sampler | BeamSearch = self.decoder_tpl.instantiate()
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if ids or labels are not in the vocabulary, or the prefixes are missing."""
+    """Raises a `ConfigError` if an id, a label or a position is not in its table, or the prefixes are missing."""
     if 'labels' in batch:
       self._prefixes(batch)
+    check_positions_of_input(self.position_limits(), data, batch)
     size = getattr(data, 'vocab_size', None)
     if size is None:
       size = 1 + max((int(np.max(batch[name])) for name in ('ids', 'labels') if name in batch), default=-1)
@@ -154,6 +157,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     log_probs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
     log_probs_BT = jnp.take_along_axis(log_probs_BTV, labels_BT1, axis=-1)[..., 0]
     return {'log_probs': log_probs_BT, 'is_greedy': jnp.argmax(logits_BTV, axis=-1) == batch['labels']}
+
+  def position_limits(self) -> dict[str, PositionLimit]:
+    limit = getattr(self.lm, 'position_limit', None)
+    return {'segment_pos': limit} if self.packed and limit is not None else {}
 
   def score_limits(self) -> ScoreLimits:
     positions = getattr(self.lm, 'max_positions', None)

@@ -22,9 +22,11 @@ from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
+from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import check_labels
+from praxis_lite.models.positions import check_positions_of_input
 
 
 class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
@@ -68,8 +70,9 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
       )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if an id, a label or a type is not in its table."""
+    """Raises a `ConfigError` if an id, a label, a type or a position is not in its table."""
     check_tokens(self.encoder, data, batch)
+    check_positions_of_input(self.position_limits(), data, batch)
     weights = np.asarray(batch.get('weights', 0))
     most = int((weights != 0).sum(axis=1).max(initial=0)) if weights.ndim == 2 else 0
     if self.max_places is not None and most > self.max_places:
@@ -122,6 +125,10 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     """Returns `logits`, [B, T, V] float32, of the token at each place; the batch needs no labels."""
     states_BTD = encode_batch(self.encoder, batch, packed=self.packed)
     return {'logits': self._softmax.get_logits(self._transform(states_BTD))}
+
+  def position_limits(self) -> dict[str, PositionLimit]:
+    limit = self.encoder.position_limit
+    return {'segment_pos': limit} if self.packed and limit is not None else {}
 
   @property
   def num_ids(self) -> int | None:

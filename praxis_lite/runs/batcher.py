@@ -25,6 +25,7 @@ from praxis_lite.common.config.values import fit
 from praxis_lite.common.devices import memory_of
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, prefix_errors
 from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.keywords import name_unknown_keywords
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models import LanguageModel
 from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
@@ -171,6 +172,7 @@ class Batcher:
 
   # ---------------------------------------------------------------- requests
 
+  @name_unknown_keywords
   def submit(
     self,
     prompt: str | Sequence[int],

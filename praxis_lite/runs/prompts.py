@@ -204,6 +204,11 @@ def task_with_sampler(
     raise ConfigError('a prompt needs a language model; the model of this experiment has no decoder_tpl') from None
   speculates = [name for name in _OF_SPECULATION if settings.get(name) is not None]
   searches = settings.get('beam_size') is not None or is_beam_search(task)
+  if speculates and getattr(target(task.model), 'prompts_are_sources', False):
+    raise ConfigError(
+      f'{speculates[0]} = {dict(settings)[speculates[0]]}: speculative decoding guesses how a prompt goes on, and this '
+      'model writes a text of its own for each prompt; leave it out'
+    )
   if speculates and searches:
     given = f'{speculates[0]} = {dict(settings)[speculates[0]]}'
     raise ConfigError(f'{given}: beam search takes no guesses; leave out one of them')

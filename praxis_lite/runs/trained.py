@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,13 @@ from praxis_lite.common.config import Config, fill_required
 from praxis_lite.common.config.values import fit
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.common.figures import format_axes
+from praxis_lite.common.keywords import check_keywords, name_unknown_keywords
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel
 from praxis_lite.models.decoding import LogitProcessor
+from praxis_lite.models.positions import check_positions
 from praxis_lite.runs.batcher import Batcher, check_setting
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.draft_statistics import DraftStatistics
@@ -159,6 +162,7 @@ class TrainedModel:
     self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], *, batch_size: int = 8
   ) -> list[Score]: ...
 
+  @name_unknown_keywords
   def score(
     self,
     contexts: Sequence[str] | Sequence[Sequence[int]],
@@ -194,6 +198,7 @@ class TrainedModel:
   @overload
   def decode(self, prompts: Mapping[str, Any], **settings: Unpack[SamplerSettings]) -> NestedDict: ...
 
+  @name_unknown_keywords
   def decode(
     self,
     prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any],
@@ -398,6 +403,7 @@ class TrainedModel:
     Raises:
       UserError: the directory is not empty, a setting is not valid, or the model cannot be exported.
     """
+    check_keywords('export', settings, [*inspect.signature(ExportSettings).parameters, 'directory', 'batch'])
     about = {'model': type(self.layer).__name__, 'task': self.config.task.name, 'step': self.step}
 
     def batch_struct() -> Mapping[str, Any]:
@@ -456,6 +462,7 @@ class TrainedModel:
     if not len(rows['weights']):
       raise DataError('batch: there are no examples')
     check_ids(rows, self.layer.num_ids)
+    check_positions(self.layer.position_limits(), rows)
     task = tasks.taking_rows_like(rows)
     return step_of(task), rows, task.batch_size  # The step adds rows of zero weight.
 

@@ -221,8 +221,8 @@ class OneWay(Tokens):
   [
     ({}, Tokens(0), None, r'SpeculativeSampler.lookup: got None; expected a number, such as 3, or a draft model'),
     ({'lookup': 2}, Tokens(0), Tokens(1), r'SpeculativeSampler.lookup: got 2; a draft model needs None'),
-    ({'lookup': 2}, OneWay(0), None, r'SpeculativeSampler: OneWay cannot go back to an earlier token'),
-    ({}, Tokens(0), OneWay(1), r'SpeculativeSampler: OneWay cannot go back to an earlier token'),
+    ({'lookup': 2}, OneWay(0), None, r'SpeculativeSampler: the steps of this model cannot go back to an earlier token'),
+    ({}, Tokens(0), OneWay(1), r'SpeculativeSampler: the steps of this model cannot go back to an earlier token'),
     ({'lookup': 0}, None, None, r'SpeculativeSampler.lookup: expected at least 1, or None'),
     ({'lookup': 1, 'draft_tokens': 0}, None, None, r'SpeculativeSampler.draft_tokens: expected at least 1'),
     ({'lookup': 1}, Tokens(0), None, r'SpeculativeSampler.temperature|needs a PRNG key'),

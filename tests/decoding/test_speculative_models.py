@@ -15,6 +15,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.kv_cache import place_caches
 from praxis_lite.models import DraftedModel, encoder_decoder, set_pipeline, set_sharding, transformer_lm
 from praxis_lite.models.decoding import Sampler, SpeculativeSampler
+from praxis_lite.runs.prompts import task_with_sampler
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -147,14 +148,14 @@ def test_a_draft_model_has_the_same_vocabulary_and_is_a_language_model():
     model.instantiate()
 
 
-def test_an_encoder_decoder_says_that_it_cannot_go_back():
+def test_an_encoder_decoder_takes_no_guesses():
   sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': 2, 'num_encoder_layers': 1, 'num_heads': 3}
   model = encoder_decoder(**sizes, hidden_dims=10, num_buckets=8, max_distance=6, start_id=0, style='t5')
-  model = with_decoder(model, SpeculativeSampler, lookup=2).instantiate()
-  batch = {'source_ids': np.ones((2, 3), np.int32), 'source_lengths': np.array([3, 2], np.int32)}
-  weights = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
-  with pytest.raises(ConfigError, match=r'SpeculativeSampler: .* cannot go back to an earlier token of a row'):
-    jax.eval_shape(lambda v: model.apply(v, batch, do_eval=True, method='decode', key=jax.random.key(0)), weights)
+  with pytest.raises(ConfigError, match=r'^lookup = 2: speculative decoding guesses .* leave it out'):
+    task_with_sampler(Config(SingleTask, model=model), lookup=2)
+  model = with_decoder(model, SpeculativeSampler, lookup=2)
+  with pytest.raises(ConfigError, match=r'decoder_tpl: speculative decoding .* an encoder-decoder .*use a Sampler or'):
+    model.instantiate()
 
 
 def test_a_context_that_is_too_short_is_named():

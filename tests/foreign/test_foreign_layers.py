@@ -323,6 +323,12 @@ class Breaks(nn.Module):
     return nn.Dense(3)(x) + {'a': 1}['b']
 
 
+class Moded(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    return nn.Dense(3)(x)
+
+
 def dense(**fields):
   return Config(LinenLayer, **{'module_tpl': Config(nn.Dense, features=3), 'example_shapes': ((1, 7),), **fields})
 
@@ -342,10 +348,14 @@ WRONG = [
   (dense(example_shapes=(7,)), r'example_shapes\[0\]: expected the shape of an argument, such as \(1, 6\), got 7'),
   (dense(example_dtypes=('int32', 'int32')), r'example_dtypes: 2 entries for 1 example_shapes'),
   (dense(train_argument='training'), r"LinenLayer\.module_tpl: the Flax module Dense cannot be built: .*training"),
+  (dense(train_argument='train'), r"; LinenLayer\.train_argument = 'train' must be a keyword of the module, or empty"),
+  (dense(eval_argument='frozen'), r"; LinenLayer\.eval_argument = 'frozen' must be a keyword of the module, or empty"),
+  (dense(module_tpl=Config(Moded)), r"; set LinenLayer\.train_argument = 'train', so that the module is told"),
   (Config(NnxLayer, module_tpl=Config(nn.Dense, features=3)), r'expected the config of a flax\.nnx\.Module'),
   (Config(EquinoxLayer, module_tpl=Config(dict)), r'expected the config of an equinox\.Module'),
   (Config(HaikuLayer, module_tpl=Config(haiku_net), example_shapes=((1, 7),)),
-   r'HaikuLayer\.module_tpl: the Haiku module haiku_net cannot be built: TypeError: .*is_training'),
+   r'HaikuLayer\.module_tpl: the Haiku module haiku_net cannot be built: TypeError: .*is_training.*'
+   r"; set HaikuLayer\.train_argument = 'is_training'"),
 ]  # fmt: skip
 
 

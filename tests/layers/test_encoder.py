@@ -139,11 +139,11 @@ def test_a_transform_is_its_formula():
     np.testing.assert_allclose(layer.apply(variables, x.astype(np.float32))[0], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize('first, room', [(0, ' leaves room for 5'), (2, ' and first_position = 2 leave room for 3')])
+@pytest.mark.parametrize('first, room', [(0, ': 5'), (2, ': 5, less first_position = 2,')])
 def test_a_row_longer_than_the_positions_is_refused(first, room):
   layer = config(max_len=5).set(first_position=first).instantiate()
   variables = jax.eval_shape(layer.init, jax.random.key(0))
-  with pytest.raises(ConfigError, match=rf'position_tpl\.max_len{room} positions, .* sequence length, 7'):
+  with pytest.raises(ConfigError, match=rf'position_tpl\.max_len{room} is less than .* length, 7; .* {7 + first}'):
     jax.eval_shape(layer.apply, variables, IDS)
 
 

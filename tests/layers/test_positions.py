@@ -108,7 +108,8 @@ def test_learned_positions_are_rows_of_a_table():
 
 
 def test_positions_past_the_table_show_and_padding_does_not():
-  y = run(LearnedPositions, {'w': normal(8, D)}, np.array([[7, 8, -1]]), max_len=8, dims=D)
+  layer, table = Config(LearnedPositions, max_len=8, dims=D).instantiate(), {'w': normal(8, D)}
+  y = jax.jit(lambda pos: layer.apply(table, pos)[0])(np.array([[7, 8, -1]]))
   np.testing.assert_array_equal(np.isnan(y).any(-1), [[False, True, False]])
 
 

@@ -269,6 +269,23 @@ def test_a_batcher_that_cannot_work_is_refused(fields, told):
     batcher(**fields)
 
 
+def test_unknown_keywords_are_named_with_the_nearest_one():
+  own = batcher(rows=1)
+  for call, told in (
+    (lambda: own.submit([1], temperture=0.5), "^submit: there is no setting 'temperture'. Did you mean 'temperature'"),
+    (lambda: own.submit([1], max_new_tokens=5), "^submit: .* 'max_new_tokens'. Did you mean 'max_tokens'"),
+    (lambda: made().decode([[1]], tempratur=1), "^decode: there is no setting 'tempratur'. Did you mean 'temperature'"),
+    (lambda: made().decode([[1]], zzz=1), "^decode: there is no setting 'zzz'. There are: prompts, max_tokens, "),
+    (lambda: made().score([[1]], [[2]], batch=1), "^score: there is no setting 'batch'. Did you mean 'batch_size'"),
+    (lambda: made().export('out', format=('x',)), "^export: there is no setting 'format'. Did you mean 'formats'"),
+  ):
+    with pytest.raises(ConfigError, match=told) as raised:
+      call()
+    assert isinstance(raised.value, TypeError)
+  with pytest.raises(TypeError, match='missing 1 required positional argument'):
+    own.submit()
+
+
 @pytest.mark.parametrize(
   'change, told',
   [

@@ -89,6 +89,14 @@ class Variables(Layer):
       self.update_var(path[0], value)
 
 
+# What modules often call the argument that says whether they are trained, and the field that names it.
+_MODE_ARGUMENTS = {
+  **dict.fromkeys(('train', 'training', 'is_training'), 'train_argument'),
+  **dict.fromkeys(('deterministic', 'use_running_average', 'eval', 'inference'), 'eval_argument'),
+}
+_MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: .*?'(\w+)'")
+
+
 class ForeignLayer(Layer):
   """Base of the layers that call a module of another library.
 
@@ -203,8 +211,12 @@ class ForeignLayer(Layer):
     except Exception as error:  # A module may raise anything.
       built = target(self.module_tpl)
       name = getattr(built, '__qualname__', str(built))
-      cause = user_code_error(error) or f'{type(error).__name__}: {first_line(error)}'
+      cause = f'{user_code_error(error) or f"{type(error).__name__}: {first_line(error)}"}{self.remedy_of(error)}'
       raise ConfigError(f'{self.path_name}.module_tpl: the {self.library} module {name} {what}: {cause}') from error
+
+  def remedy_of(self, error: Exception) -> str:
+    """Returns the end of the message about an error of the module, a field to change; '' if none is known."""
+    return ''
 
   # ---------------------------------------------------------------- variables
 
@@ -303,6 +315,18 @@ class ExampleInputs(ForeignLayer):
   def zeros(self) -> list[jax.Array]:
     """Returns the examples as arrays of zeros."""
     return [jnp.zeros(x.shape, x.dtype) for x in self.examples()]
+
+  def remedy_of(self, error: Exception) -> str:
+    text = str(error) if isinstance(error, TypeError) else ''
+    for field in ('train_argument', 'eval_argument'):
+      name = getattr(self, field)
+      if name and f"unexpected keyword argument '{name}'" in text:
+        return f'; {self.path_name}.{field} = {name!r} must be a keyword of the module, or empty if it has none'
+    missing = _MISSING_ARGUMENT.search(text)
+    if missing is not None and missing[1] in _MODE_ARGUMENTS:
+      field = _MODE_ARGUMENTS[missing[1]]
+      return f'; set {self.path_name}.{field} = {missing[1]!r}, so that the module is told whether it is trained'
+    return ''
 
   def mode(self, train: bool) -> dict[str, bool]:
     """Returns the keywords that tell the module whether it is trained."""

@@ -4,7 +4,8 @@ error     unknown axis, axis used twice, mapping of the wrong rank, a rule or st
           cannot be traced
 warning   unused axis, large replicated weight, padding, a product whose operands are split differently, shadowed rule,
           unused pattern, optimizer slot split unlike its weight, experts that are gathered, are unbalanced or see
-          later tokens, a number of stages that is not a multiple of its mesh axis
+          later tokens, a number of stages that is not a multiple of its mesh axis, rows that are longer
+          than a table of positions
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from praxis_lite.instruments.explain.report import (
   task_and_inputs,
   trace_task,
 )
+from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.sharding.mesh import abstract_mesh, device_kind
 from praxis_lite.sharding.placement import place_variables
@@ -124,6 +126,7 @@ def check(
   problems += _find_replicated(report.variables, report.slots, limits)
   problems += _unlike_slots(report.slots, layout)
   problems += [_warn(*problem) for layer in jax_task.model.descendants() for problem in layer.problems(sizes)]
+  problems += _far_positions(jax_task.model, inputs_struct or {})
   problems += _padding([*report.variables, *report.activations], limits)
   return [*problems, *_batch_padding(report.inputs, limits)]
 
@@ -279,6 +282,20 @@ def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> Iterator
       message = f'is split as {tuple(e.spec)!r}, and its variable {e.owner} as {tuple(specs[e.owner])!r}'
       remedy = 'give both the same spec: otherwise each step moves the one to the other'
       yield _warn('slot unlike its weight', e.path, message, remedy)
+
+
+def _far_positions(model: BaseModel, inputs_struct: Mapping[str, object]) -> Iterator[Problem]:
+  """Yields a problem for each table of positions that is shorter than the rows; their segments may be shorter."""
+  for name, limit in model.position_limits().items():
+    length = getattr(inputs_struct.get(name), 'shape', (0, 0))[1]
+    if length > limit.num_positions:
+      yield _warn(
+        'rows longer than positions',
+        f'task.model.{limit.field}',
+        f'{limit.max_len} is enough for segments of {limit.num_positions} tokens, and rows have {length}; vectors of '
+        'further tokens would be NaN, so training refuses data with such segments',
+        f'set it to {length + limit.first}, unless no segment of the data is longer than {limit.num_positions}',
+      )
 
 
 def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterator[Problem]:

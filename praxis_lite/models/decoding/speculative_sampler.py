@@ -77,8 +77,8 @@ class SpeculativeSampler(DrawingDecoder):
     for model in (steps, *(() if draft_steps is None else (draft_steps,))):
       if not getattr(model, 'can_go_back', False):
         raise ConfigError(
-          f'{type(self).__name__}: {type(model).__name__} cannot go back to an earlier token of a row, so its guesses '
-          'cannot be taken back; use a Sampler'
+          f'{type(self).__name__}: the steps of this model cannot go back to an earlier token of a row (they set no '
+          'can_go_back), so guesses cannot be taken back; use a Sampler'
         )
     draws = draws or Draws()
     adjust = self._adjuster(draws.given_lengths(prompt_lengths_B))

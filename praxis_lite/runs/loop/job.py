@@ -101,6 +101,9 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   decode_datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   partitioned, evaluation, watched = _trace_steps(tasks, datasets, keys.evaluate, startup)
   decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
+  if task.train.decode_interval_steps is not None:
+    for program in decoding:
+      program.trace()
   batch = data.batch_struct()
   lines = list(_describe(task, partitioned, batch, fit, options.devices))
   return TrainJob(

@@ -1,0 +1,37 @@
+"""name_unknown_keywords: a public function names a keyword that it does not have, as a config names unknown fields."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+from praxis_lite.common.errors import ConfigError, did_you_mean
+
+P = ParamSpec('P')
+R = TypeVar('R')
+
+
+class UnknownKeywordError(ConfigError, TypeError):
+  """A function has no keyword of this name."""
+
+
+def name_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
+  """Returns this function, which for an unknown keyword raises an `UnknownKeywordError` that names the nearest one."""
+  known = [name for name in inspect.signature(function).parameters if name != 'self']
+
+  @functools.wraps(function)
+  def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    check_keywords(function.__name__, kwargs, known)
+    return function(*args, **kwargs)
+
+  return checked
+
+
+def check_keywords(function: str, given: Iterable[str], known: list[str]) -> None:
+  """Raises an `UnknownKeywordError` if one of the keywords given to a function is not `known`."""
+  for name in given:
+    if name not in known:
+      near = did_you_mean(name, known) or f' There are: {", ".join(known)}'
+      raise UnknownKeywordError(f'{function}: there is no setting {name!r}.{near}')

@@ -1,0 +1,53 @@
+"""PositionLimit: how many positions a table of learned positions has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from praxis_lite.common.errors import ConfigError
+
+
+class PositionLimit(NamedTuple):
+  """How many positions a network has.
+
+  Attributes:
+    field: path of the field `max_len` of the table, for messages.
+    max_len: number of positions in the table.
+    first: the row of the table that is position 0.
+  """
+
+  field: str
+  max_len: int
+  first: int = 0
+
+  @property
+  def num_positions(self) -> int:
+    """How many tokens a segment may have."""
+    return self.max_len - self.first
+
+  def check(self, needed: int, what: str) -> None:
+    """Raises a `ConfigError` unless there are `needed` positions; `what` says what number this is."""
+    if needed > self.num_positions:
+      less = f', less first_position = {self.first},' if self.first else ''
+      raise ConfigError(
+        f'{self.field}: {self.max_len}{less} is less than {what}, {needed}; set it to at least {needed + self.first}, '
+        'or use shorter rows'
+      )
+
+
+def limit_of_table(path: str, table: object, first: int = 0) -> PositionLimit | None:
+  """Returns the limit of a network's layer of positions, if it is a table; None if it has any number of positions.
+
+  Args:
+    path: path of the template of that layer.
+    table: the layer; None if there is none.
+    first: the row of the table that is position 0.
+  """
+  max_len = getattr(table, 'max_len', None)
+  return None if max_len is None else PositionLimit(f'{path}.max_len', max_len, first)
+
+
+def check_length(limit: PositionLimit | None, length: int) -> None:
+  """Raises a `ConfigError` if rows of this length, whose tokens have the positions 0, 1, 2, ..., have too many."""
+  if limit is not None:
+    limit.check(length, 'the sequence length')
