@@ -38,6 +38,7 @@ from praxis_lite.layers.masks import (
   row_array,
 )
 from praxis_lite.layers.moe import MoeFeedForward
+from praxis_lite.layers.multi_token import MultiTokenModule, MultiTokenPrediction
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, IdentityNorm, LayerNorm, RMSNorm, RMSNormNoScale
 from praxis_lite.layers.pipeline import Pipelined, describe_pipelines
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
@@ -105,6 +106,8 @@ __all__ = [
   'Mlp',
   'MoeFeedForward',
   'MultiHeadAttention',
+  'MultiTokenModule',
+  'MultiTokenPrediction',
   'MultitaskResidualAdapter',
   'Paddings',
   'PerDimScale',

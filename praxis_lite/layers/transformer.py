@@ -28,6 +28,7 @@ from praxis_lite.layers.dropout import Dropout, StochasticResidual
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
+from praxis_lite.layers.multi_token import MultiTokenPrediction
 from praxis_lite.layers.normalizations import Norm, RMSNorm
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.position_limit import PositionLimit, check_length, limit_of_table
@@ -284,6 +285,8 @@ class TransformerLm(Layer):
       of a block or a pattern of several, and may have `first_tpl`, templates of the first blocks.
     final_norm_tpl: template of the child `final_norm`; None disables it, as after post-norm blocks.
     softmax_tpl: template of the child `softmax`.
+    mtp_tpl: template of the child `mtp`, a `MultiTokenPrediction`, whose heads predict further tokens in training; None
+      disables it.
     activation_split_dims_mapping: `out`, [B, T, D]: the embeddings.
   """
 
@@ -301,6 +304,7 @@ class TransformerLm(Layer):
   transformer_tpl: Config = template(RepeatedTransformer)
   final_norm_tpl: Config | None = template(RMSNorm)
   softmax_tpl: Config = template(SharedEmbeddingSoftmax)
+  mtp_tpl: Config | None = None
 
   embedding: Embedding = child()
   position: LearnedPositions | SinusoidalPositions = child()
@@ -308,6 +312,7 @@ class TransformerLm(Layer):
   transformer: RepeatedTransformer | StackedTransformer | PipelinedTransformer = child()
   final_norm: Norm = child()
   softmax: FullSoftmax = child()
+  mtp: MultiTokenPrediction = child()
 
   def setup(self) -> None:
     V, D = self.vocab_size, self.model_dims
@@ -321,8 +326,14 @@ class TransformerLm(Layer):
     sizes |= {field: getattr(self, field) for field in HEADS}
     final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
     may_have_bias = [final_norm]
-    first = getattr(transformer, 'first_tpl', ())
-    for block in kinds_of_stack(transformer):
+    first, blocks, mtp = getattr(transformer, 'first_tpl', ()), kinds_of_stack(transformer), self.mtp_tpl
+    if mtp is not None:
+      own = mtp.block_tpl
+      mtp = mtp.clone(input_dims=D, block_tpl=(blocks[-1] if own is None else own).clone())
+      if mtp.norm_tpl is None:
+        mtp.norm_tpl = None if final_norm is None else final_norm.clone()
+      blocks = *blocks, mtp.block_tpl
+    for block in blocks:
       has_its_own = block.hidden_dims is not REQUIRED and any(block is other for other in first)
       block.set(**sizes | ({'hidden_dims': block.hidden_dims} if has_its_own else {}))
       block.attention_tpl.causal = True
@@ -334,6 +345,8 @@ class TransformerLm(Layer):
       self.create_child('final_norm', final_norm)
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
     self._look_up = shared_look_up(self.path_name, self.softmax) if self.embedding_tpl is None else self.embedding
+    if mtp is not None:
+      self.create_child('mtp', mtp)
 
   def __call__(
     self,
@@ -358,6 +371,10 @@ class TransformerLm(Layer):
         disables it.
     """
     x_BTD = self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths)
+    if self.mtp_tpl is not None and self.mtp.is_used:
+      visible = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **self._paddings(weights_BT, segment_ids)}
+      hidden = self.mtp(x_BTD, self._look_up(ids_BT), **visible)
+      self.mtp.add_losses(hidden, labels_BT, weights_BT, segment_ids, self.softmax)
     return self.softmax(x_BTD, labels_BT, weights_BT)
 
   def logits(
@@ -390,9 +407,41 @@ class TransformerLm(Layer):
     """
     prefix = () if prefix_lengths is None else (prefix_lengths,)
     x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix)
+    return self._logits_of(x_BTD, last_B, self._normalize)
+
+  def extend_with_hidden(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, *prefix: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns what `extend_step` does, and what the softmax reads at each token, [B, T, D], for `extend_further`."""
+    hidden_BTD = self._normalize(self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix))
+    return self._logits_of(hidden_BTD, last_B), hidden_BTD
+
+  def init_further_state(self, batch_size: int, max_len: int) -> None:
+    """Allocates the caches that `extend_further` needs."""
+    self.mtp.init_decode_state(batch_size, max_len)
+
+  def extend_further(
+    self, number: int, hidden_BTD: jax.Array, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Appends tokens to the caches of a module of `mtp`; returns its logits [B, V] at `last_B`, and its h_k [B, T, D].
+
+    Args:
+      number: the number of the module, from 0.
+      hidden_BTD: h_{k-1} of tokens: that of the module before, or of `extend_with_hidden`.
+      ids_BT: int32, the token `number` + 1 places after each of them.
+      pos_BT: int32 position of each; -1 is padding.
+      last_B: int32 index in [0, T).
+    """
+    hidden_BTD = self.mtp.extend_step(number, hidden_BTD, self._look_up(ids_BT), pos_BT)
+    return self._logits_of(hidden_BTD, last_B), hidden_BTD
+
+  def _logits_of(
+    self, x_BTD: jax.Array, last_B: jax.Array, normalize: Callable[[jax.Array], jax.Array] = lambda x: x
+  ) -> jax.Array:
+    """Returns the logits of token `last_B` of each row, [B, V]; or of several, [B, N, V]."""
     last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
     x_BND = jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1)
-    logits_BNV = self.softmax.get_logits(self._normalize(x_BND))
+    logits_BNV = self.softmax.get_logits(normalize(x_BND))
     return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
 
   def _encode(
@@ -406,11 +455,14 @@ class TransformerLm(Layer):
     if segment_pos_BT is None:
       self._check_length(ids_BT.shape[1])
     x_BTD = self._embed(ids_BT, segment_pos_BT)
-    more = {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}
+    more = self._paddings(weights_BT, segment_ids_BT)
     if prefix_lengths_B is not None:
       more['prefix_lengths'] = prefix_lengths_B
     y_BTD = self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT, **more)
     return self._normalize(y_BTD)
+
+  def _paddings(self, weights_BT: jax.Array | None, segment_ids_BT: jax.Array | None) -> dict[str, jax.Array | None]:
+    return {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}
 
   def _embed(self, ids_BT: jax.Array, pos_BT: jax.Array | None) -> jax.Array:
     x_BTD = self._look_up(ids_BT)

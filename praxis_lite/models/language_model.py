@@ -9,7 +9,6 @@ stands for. Weights may be [B], one for all tokens of a row. A prefix-LM needs `
 
 from __future__ import annotations
 
-import functools
 from typing import Literal
 
 import jax
@@ -21,13 +20,12 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.layers.base import Layer, SplitMapping
-from praxis_lite.layers.kv_cache import place_caches
+from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.position_limit import PositionLimit
-from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
 from praxis_lite.models.base import BaseModel, PromptLimits, ScoreLimits
+from praxis_lite.models.cached_steps import CachedSteps, OwnHeads, StepsWithHidden, start_caches
 from praxis_lite.models.decoding import (
   BeamDecoded,
   BeamSearch,
@@ -37,7 +35,6 @@ from praxis_lite.models.decoding import (
   SpeculativeDecoded,
   SpeculativeSampler,
   chunk_of,
-  find_row_axes,
   prompt_step,
 )
 from praxis_lite.models.decoding.row_loop import NewTokens, RowSettings, RowsState
@@ -97,6 +94,21 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       setattr(lm, name, own)
     self.create_child('lm', lm)
     self.decoder: Sampler | BeamSearch = self.decoder_tpl.instantiate()
+    if self._guesses_itself:
+      self._check_own_heads(self.decoder)
+
+  def _check_own_heads(self, decoder: SpeculativeSampler) -> None:
+    mtp = self.lm.mtp if getattr(self.lm, 'mtp_tpl', None) is not None else None
+    if mtp is None:
+      raise ConfigError(
+        f'{self.path_name}.decoder_tpl.own_heads: the model has no heads for further tokens; set '
+        f'{self.path_name}.lm_tpl.mtp_tpl=Config(MultiTokenPrediction) and train them, or set lookup instead'
+      )
+    if decoder.draft_tokens > mtp.num_modules:
+      raise ConfigError(
+        f'{self.path_name}.decoder_tpl.draft_tokens: {decoder.draft_tokens} is more than the {mtp.num_modules} further '
+        f'tokens that the heads of {mtp.path_name} predict; set it to {mtp.num_modules}, or fewer'
+      )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if an id, a label or a position is not in its table, or the prefixes are missing."""
@@ -204,10 +216,15 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns the bytes of the caches, from their shapes; `num_rows` is the number of prompts."""
 
     def start(variables: NestedDict) -> NestedDict:
-      return _start_caches(self.lm, variables, num_rows, num_slots, self.decoder.goes_back)
+      caches = start_caches(self.lm, variables, num_rows, num_slots, self.decoder.goes_back)
+      if not self._guesses_itself:
+        return caches
+      hidden = jnp.zeros((num_rows, num_slots, self.lm.model_dims), self.lm.fprop_dtype)
+      heads = start_caches(self.lm, variables, num_rows, num_slots, True, 'init_further_state')
+      return {'caches': caches, 'hidden': hidden, 'heads': heads}
 
-    caches = jax.eval_shape(start, jax.tree.map(lambda weight: weight.as_struct(), self.lm.abstract_init()))
-    return self.decoder.state_copies * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
+    state = jax.eval_shape(start, jax.tree.map(lambda weight: weight.as_struct(), self.lm.abstract_init()))
+    return self.decoder.state_copies * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     """Returns logits [B, V] of the token after each prompt; leaves caches of `cache_length` slots as decode state.
@@ -273,14 +290,21 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     arguments = self._steps(prefix_lengths_B), prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws
     decoded: Decoded | BeamDecoded | SpeculativeDecoded
     if isinstance(self.decoder, SpeculativeSampler):
-      decoded = self.decoder.decode(*arguments, None if draft is None else draft._steps(prefix_lengths_B))
+      guesses = None if draft is None else draft._steps(prefix_lengths_B)
+      decoded = self.decoder.decode(*arguments, guesses, OwnHeads(self.lm) if self._guesses_itself else None)
     else:
       decoded = self.decoder.decode(*arguments)
     outputs = {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}
     return decoded.metrics(prompt_lengths_B > 0), outputs
 
-  def _steps(self, prefix_lengths_B: jax.Array) -> _CachedSteps:
-    return _CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B), self.decoder.goes_back)
+  @property
+  def _guesses_itself(self) -> bool:
+    return isinstance(self.decoder, SpeculativeSampler) and self.decoder.own_heads
+
+  def _steps(self, prefix_lengths_B: jax.Array) -> CachedSteps:
+    if self._guesses_itself:
+      return StepsWithHidden(self.lm, self._prompt_is_prefix(prefix_lengths_B))
+    return CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B), self.decoder.goes_back)
 
   # ---------------------------------------------------------------- rows that come and go
 
@@ -320,48 +344,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns the key with which `decode` would draw in the same call."""
     return self.next_prng_key()
 
-  def _row_steps(self) -> _CachedSteps:
-    return _CachedSteps(self.lm, (), can_go_back=True)
-
-
-def _start_caches(lm: Layer, variables: NestedDict, num_rows: int, num_slots: int, can_go_back: bool) -> NestedDict:
-  """Returns the decode state of rows without tokens; `can_go_back` as in `DecodingSteps`."""
-  state = lm.apply(variables, num_rows, num_slots, method='init_decode_state')[1].decode_state
-  return place_caches(state, num_slots) if can_go_back else state
-
-
-class _CachedSteps:
-  """`DecodingSteps` of a network whose state is the caches of its layers.
-
-  Args:
-    lm: the network, in a call of its parent.
-    prompt_arguments: further arguments of its `extend_step` for prompts.
-    can_go_back: see `DecodingSteps`.
-  """
-
-  def __init__(self, lm: Layer, prompt_arguments: tuple[jax.Array, ...], can_go_back: bool = False):
-    self._lm, self.can_go_back = lm, can_go_back
-    self._variables = unstack_for_decoding(lm, lm.cast_variables(lm.variables))
-    self._prompt_arguments = prompt_arguments
-
-  @property
-  def max_positions(self) -> int | None:
-    return getattr(self._lm, 'max_positions', None)
-
-  def start(self, num_rows: int, num_slots: int) -> NestedDict:
-    return _start_caches(self._lm, self._variables, num_rows, num_slots, self.can_go_back)
-
-  def row_axes(self, num_rows: int, num_slots: int) -> NestedDict:
-    few, many = (jax.eval_shape(functools.partial(self.start, n, num_slots)) for n in (num_rows, 2 * num_rows))
-    axes: NestedDict = find_row_axes(few, many)
-    return axes
-
-  def extend(
-    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
-  ) -> tuple[jax.Array, NestedDict]:
-    arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
-    logits_BV, side = self._lm.apply(self._variables, *arguments, decode_state=state, method='extend_step')
-    return logits_BV, side.decode_state
+  def _row_steps(self) -> CachedSteps:
+    return CachedSteps(self.lm, (), can_go_back=True)
 
 
 def weights_of_tokens(batch: NestedDict) -> jax.Array:

@@ -196,7 +196,7 @@ def test_rows_with_a_draft_model_depend_on_their_seed_and_number_only():
 def guesses(row, size=3, num_tokens=4, most=9, width=16):
   ids = np.pad(np.array([row], np.int32), ((0, 0), (0, width - len(row))), constant_values=row[-1])
   rows = OpenRows(jnp.array(ids), jnp.array([len(row)]), jnp.array([0]), jnp.array([most]))
-  draft, _ = LookupDrafter(size, num_tokens).propose(rows, ())
+  draft, _ = LookupDrafter(size, num_tokens).propose(rows, (), ())
   return draft.ids[0, : int(draft.counts[0])].tolist()
 
 

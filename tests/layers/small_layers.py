@@ -107,6 +107,22 @@ def differential_attention() -> Config:
   return config.set(dropout_rate=0.2, local_chunk=3)
 
 
+def multi_token_module() -> Config:
+  config = split(layers.MultiTokenModule, input_dims=D, block_tpl=block())
+  config.block_tpl.attention_tpl.causal = True
+  config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  config.join_tpl.weight_split_dims_mapping.wt = WT
+  config.join_tpl.activation_split_dims_mapping.out = OUT
+  return config
+
+
+def multi_token_prediction() -> Config:
+  module = multi_token_module()
+  return Config(
+    layers.MultiTokenPrediction, input_dims=D, num_modules=2, module_tpl=module, block_tpl=module.block_tpl.clone()
+  )
+
+
 def moe() -> Config:
   config = split(layers.MoeFeedForward, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5)
   config.set(
@@ -247,6 +263,8 @@ CASES = {
   'Mlp': lambda: Case(mlp(), (X,)),
   'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
+  'MultiTokenModule': lambda: Case(multi_token_module(), (X, normal(B, T, D, seed=7))),
+  'MultiTokenPrediction': lambda: Case(multi_token_prediction(), (X, normal(B, T, D, seed=7))),
   'MultitaskResidualAdapter': lambda: Case(adapter(input_dims=D, num_tasks=3), (X, ids(B, below=3))),
   'PerDimScale': lambda: Case(
     split(layers.PerDimScale, ('mdl',), (BATCH, None, None, 'mdl'), dims=H), (normal(B, T, N, H),)

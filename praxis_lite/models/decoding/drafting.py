@@ -52,14 +52,14 @@ class OpenRows(NamedTuple):
 
 
 class Drafter(Protocol[DraftState]):
-  """What guesses the next tokens."""
+  """What guesses the next tokens; `model_state` is the state of the model that checks them."""
 
-  def start(self) -> DraftState:
-    """Returns the state after the prompts."""
+  def start(self, model_state: Any) -> DraftState:
+    """Returns the state after the prompts, which the model has read."""
     ...
 
-  def propose(self, rows: OpenRows, state: DraftState) -> tuple[Draft, DraftState]:
-    """Returns guesses of the next tokens, and the new state."""
+  def propose(self, rows: OpenRows, state: DraftState, model_state: Any) -> tuple[Draft, DraftState]:
+    """Returns guesses of the next tokens, and the new state. The model has read all tokens but the last of each row."""
     ...
 
 
@@ -78,10 +78,10 @@ class LookupDrafter:
   size: int
   num_tokens: int
 
-  def start(self) -> tuple[()]:
+  def start(self, model_state: Any) -> tuple[()]:
     return ()
 
-  def propose(self, rows: OpenRows, state: tuple[()]) -> tuple[Draft, tuple[()]]:
+  def propose(self, rows: OpenRows, state: tuple[()], model_state: Any) -> tuple[Draft, tuple[()]]:
     place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
     last_B1 = rows.lengths[:, None] - 1
     # Whether the tokens that end at each place, before the last one, equal those that end the row.
@@ -120,13 +120,13 @@ class ModelDrafter(Generic[DecodingState]):
   draw: DrawDraft
   adjust: LogitProcessor | None
 
-  def start(self) -> DecodingState:
+  def start(self, model_state: Any) -> DecodingState:
     reader = self.reader
     nothing_BM = jnp.zeros((len(reader.prompt_lengths_B), reader.num_steps), jnp.int32)
     none_B = jnp.zeros(len(reader.prompt_lengths_B), bool)
     return reader.read(nothing_BM, jnp.int32(0), none_B, reader.start())[1]
 
-  def propose(self, rows: OpenRows, state: DecodingState) -> tuple[Draft, DecodingState]:
+  def propose(self, rows: OpenRows, state: DecodingState, model_state: Any) -> tuple[Draft, DecodingState]:
     extend = self.reader.steps.extend
     row_B = jnp.arange(len(rows.lengths))
 

@@ -105,7 +105,7 @@ class SpeculativeLoop(Generic[DecodingState]):
       adjusted_BV = self._adjust(logits_BV, reader.row_tokens(nothing.ids), reader.prompt_lengths_B)
       first = Verified(self.draw(adjusted_BV, zeros_B)[:, None], zeros_B)
       progress = self._append(first, zeros_B, logits_BV[:, None], progress)
-      draft_state = self.drafter.start()
+      draft_state = self.drafter.start(state)
     with expected_trips(M - 1):
       return jax.lax.while_loop(lambda carry: ~jnp.all(carry[-1].done_B), self._extend, (state, draft_state, progress))[
         -1
@@ -120,7 +120,7 @@ class SpeculativeLoop(Generic[DecodingState]):
     most_B = jnp.where(progress.done_B, 0, jnp.minimum(self.limits_B - decoded.lengths - 1, K))
     with jax.named_scope(NEXT_TOKEN):
       rows = OpenRows(self.reader.row_tokens(decoded.ids), lengths_B, decoded.lengths, most_B)
-      draft, draft_state = self.drafter.propose(rows, draft_state)
+      draft, draft_state = self.drafter.propose(rows, draft_state, state)
       last_B1 = jnp.take_along_axis(rows.ids, lengths_B[:, None] - 1, axis=1, mode='clip')
       ids_BN = jnp.concatenate([last_B1, draft.ids], axis=1)
       i_N = jnp.arange(K + 1, dtype=jnp.int32)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding.drafting import Draft, Drafter, LookupDrafter, ModelDrafter
 from praxis_lite.models.decoding.loop import Draws, row_keys
+from praxis_lite.models.decoding.own_heads import FurtherHeads, OwnHeadsDrafter
 from praxis_lite.models.decoding.sampler import DrawingDecoder
 from praxis_lite.models.decoding.sampling import candidate_logits
 from praxis_lite.models.decoding.speculative_loop import SpeculativeDecoded, SpeculativeLoop
@@ -28,23 +29,27 @@ _OF_DRAFT, _OF_ACCEPTANCE, _OF_MODEL = range(1, 4)
 class SpeculativeSampler(DrawingDecoder):
   """Settings of speculative decoding: one pass of the model checks cheap guesses, and keeps those up to a miss.
 
-  It draws from the distribution of a `Sampler` with the same settings; the guesses only change the time. It returns
-  the same tokens as that sampler if they are greedy or if `lookup` guesses; with a draft model, drawn tokens differ,
-  because other random numbers choose them.
+  It draws from the distribution of a `Sampler` with the same settings; the guesses only change the time. Greedy tokens
+  are those of the sampler. With `lookup`, drawn tokens are too; with a draft model or heads of the model, other random
+  numbers choose them.
 
   Attributes: the same as for `Sampler`, and
     draft_tokens: K, the largest number of tokens that are guessed at a time.
     lookup: guesses what followed the last time that these many last tokens, or fewer, occurred in the row; see
-      `LookupDrafter`. None takes the guesses of the draft model that `decode` is given.
+      `LookupDrafter`. None takes the guesses of the draft model that `decode` is given, or of own heads.
+    own_heads: takes the guesses of the heads of the model itself, a `MultiTokenPrediction`; `draft_tokens` is at most
+      their number.
   """
 
   draft_tokens: int = 4
   lookup: int | None = None
+  own_heads: bool = False
 
   def _checks(self) -> Iterator[tuple[str, bool, str]]:
     yield from super()._checks()
     yield 'draft_tokens', self.draft_tokens >= 1, 'at least 1'
     yield 'lookup', self.lookup is None or self.lookup >= 1, 'at least 1, or None for a draft model'
+    yield 'own_heads', not (self.own_heads and self.lookup is not None), 'False with a lookup'
 
   @property
   def goes_back(self) -> bool:
@@ -60,6 +65,7 @@ class SpeculativeSampler(DrawingDecoder):
     chunk: int | None = None,
     draws: Draws | None = None,
     draft_steps: DecodingSteps[Any] | None = None,
+    heads: FurtherHeads[Any] | None = None,
   ) -> SpeculativeDecoded:
     """Continues prompts.
 
@@ -67,11 +73,16 @@ class SpeculativeSampler(DrawingDecoder):
       steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws: see `Sampler.decode`. The caller ensures
         that the model sees all tokens of a row at once.
       draft_steps: the draft model, of the same vocabulary; None with `lookup`.
+      heads: the heads of the model, with `own_heads`; `steps` then keep what the heads read.
 
     Raises:
-      ConfigError: there is neither a look-up nor a draft model, or both; or a model cannot go back to earlier tokens.
+      ConfigError: there is no look-up, draft model or heads, or more than one of them; or a model cannot go back to
+        earlier tokens.
     """
-    if (self.lookup is None) == (draft_steps is None):
+    if self.own_heads and (heads is None or draft_steps is not None):
+      instead = 'this model has no heads that guess' if heads is None else 'a draft model needs False'
+      raise ConfigError(f'{type(self).__name__}.own_heads: got True; {instead}')
+    if not self.own_heads and (self.lookup is None) == (draft_steps is None):
       instead = 'expected a number, such as 3, or a draft model' if self.lookup is None else 'a draft model needs None'
       raise ConfigError(f'{type(self).__name__}.lookup: got {self.lookup}; {instead}')
     for model in (steps, *(() if draft_steps is None else (draft_steps,))):
@@ -104,14 +115,18 @@ class SpeculativeSampler(DrawingDecoder):
       return reject_drafts(from_BNV, draft, uniform_BN, keys_BN)
 
     drafter: Drafter[Any]
-    if self.lookup is not None:
+    reader = self._reader(steps, prompt_ids_BP, prompt_lengths_B, chunk)
+    if self.own_heads:
+      assert heads is not None
+      drafter = OwnHeadsDrafter(heads, reader, self.draft_tokens, draw_draft, adjust)
+    elif self.lookup is not None:
       drafter = LookupDrafter(self.lookup, self.draft_tokens)
     else:
       assert draft_steps is not None
       draft_reader = self._reader(draft_steps, prompt_ids_BP, prompt_lengths_B, chunk)
       drafter = ModelDrafter(draft_reader, self.draft_tokens, draw_draft, adjust)
     return SpeculativeLoop(
-      self._reader(steps, prompt_ids_BP, prompt_lengths_B, chunk),
+      reader,
       drafter,
       self.draft_tokens,
       draw,

@@ -1,0 +1,131 @@
+"""CachedSteps: `DecodingSteps` of networks whose state is the caches of their layers, and of their own heads.
+
+B batch, T tokens in one step, S slots, D model dims, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.kv_cache import place_caches
+from praxis_lite.layers.repeat import unstack_for_decoding
+from praxis_lite.layers.transformer import TransformerLm
+from praxis_lite.models.decoding import find_row_axes
+
+
+def start_caches(
+  lm: Layer,
+  variables: NestedDict,
+  num_rows: int,
+  num_slots: int,
+  can_go_back: bool,
+  method: str = 'init_decode_state',
+) -> NestedDict:
+  """Returns the decode state of rows without tokens, which `method` makes; `can_go_back` as in `DecodingSteps`."""
+  state = lm.apply(variables, num_rows, num_slots, method=method)[1].decode_state
+  return place_caches(state, num_slots) if can_go_back else state
+
+
+class CachedSteps:
+  """`DecodingSteps` of a network whose state is the caches of its layers.
+
+  Args:
+    lm: the network, in a call of its parent.
+    prompt_arguments: further arguments of its `extend_step` for prompts.
+    can_go_back: see `DecodingSteps`.
+  """
+
+  def __init__(self, lm: Layer, prompt_arguments: tuple[jax.Array, ...], can_go_back: bool = False):
+    self._lm, self.can_go_back = lm, can_go_back
+    self._variables = unstack_for_decoding(lm, lm.cast_variables(lm.variables))
+    self._prompt_arguments = prompt_arguments
+
+  @property
+  def max_positions(self) -> int | None:
+    return getattr(self._lm, 'max_positions', None)
+
+  def start(self, num_rows: int, num_slots: int) -> NestedDict:
+    return start_caches(self._lm, self._variables, num_rows, num_slots, self.can_go_back)
+
+  def row_axes(self, num_rows: int, num_slots: int) -> NestedDict:
+    few, many = (jax.eval_shape(functools.partial(self.start, n, num_slots)) for n in (num_rows, 2 * num_rows))
+    axes: NestedDict = find_row_axes(few, many)
+    return axes
+
+  def extend(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
+  ) -> tuple[jax.Array, NestedDict]:
+    arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
+    logits_BV, side = self._lm.apply(self._variables, *arguments, decode_state=state, method='extend_step')
+    return logits_BV, side.decode_state
+
+
+class StepsWithHidden(CachedSteps):
+  """Steps whose state also has what the softmax reads at each token, for `OwnHeads`.
+
+  The state is the caches, and `hidden`, [B, S, D], by position.
+  """
+
+  def __init__(self, lm: TransformerLm, prompt_arguments: tuple[jax.Array, ...]):
+    super().__init__(lm, prompt_arguments, can_go_back=True)
+    self._shape, self._dtype = (lm.model_dims,), lm.fprop_dtype
+
+  def start(self, num_rows: int, num_slots: int) -> NestedDict:
+    hidden = jnp.zeros((num_rows, num_slots, *self._shape), self._dtype)
+    return {'caches': super().start(num_rows, num_slots), 'hidden': hidden}
+
+  def extend(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
+  ) -> tuple[jax.Array, NestedDict]:
+    arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
+    caches, hidden_BSD = state['caches'], state['hidden']
+    (logits_BV, hidden_BTD), side = self._lm.apply(
+      self._variables, *arguments, decode_state=caches, method='extend_with_hidden'
+    )
+    place_BT = jnp.where(pos_BT >= 0, pos_BT, hidden_BSD.shape[1])
+    row_B1 = jnp.arange(len(pos_BT))[:, None]
+    hidden_BSD = hidden_BSD.at[row_B1, place_BT].set(hidden_BTD.astype(hidden_BSD.dtype), mode='drop')
+    return logits_BV, {'caches': side.decode_state, 'hidden': hidden_BSD}
+
+
+class OwnHeads:
+  """The heads of a network that predict further tokens, for an `OwnHeadsDrafter`; their state is their caches.
+
+  Args:
+    lm: the network, in a call of its parent.
+  """
+
+  def __init__(self, lm: TransformerLm):
+    self._lm = lm
+    self._variables = unstack_for_decoding(lm, lm.cast_variables(lm.variables))
+    self.num_heads = lm.mtp.num_modules
+
+  def start(self, num_rows: int, num_slots: int) -> NestedDict:
+    """Returns the state of rows without tokens, with room for `num_slots` tokens in each."""
+    return start_caches(self._lm, self._variables, num_rows, num_slots, True, 'init_further_state')
+
+  def hidden(self, state: NestedDict, place_BT: jax.Array) -> jax.Array:
+    """Returns what the softmax reads at these positions, [B, T, D]; `state` is that of `StepsWithHidden`."""
+    return jnp.take_along_axis(state['hidden'], place_BT[..., None], axis=1, mode='clip')
+
+  def extend(
+    self,
+    number: int,
+    hidden_BTD: jax.Array,
+    ids_BT: jax.Array,
+    pos_BT: jax.Array,
+    last_B: jax.Array,
+    state: NestedDict,
+  ) -> tuple[jax.Array, jax.Array, NestedDict]:
+    """Returns the logits, the next hidden state and the new caches; see `TransformerLm.extend_further`."""
+    arguments: tuple[Any, ...] = number, hidden_BTD, ids_BT, pos_BT, last_B
+    (logits_BV, hidden_BTD), side = self._lm.apply(
+      self._variables, *arguments, decode_state=state, method='extend_further'
+    )
+    return logits_BV, hidden_BTD, side.decode_state
