@@ -143,12 +143,29 @@ def probabilities(model, prompt, **settings):
   return found
 
 
-def chi_square(**settings):
+class Heads:
+  """Heads of a model that guess by the last token that they read, each in its own way."""
+
+  num_heads = 2
+
+  def start(self, num_rows, num_slots):
+    return jnp.zeros(num_rows)
+
+  def hidden(self, model_state, place_BT):
+    return jnp.take_along_axis(model_state, place_BT, axis=1, mode='clip')[..., None]
+
+  def extend(self, number, hidden_BTD, ids_BT, pos_BT, last_B, state):
+    ids_B = jnp.take_along_axis(ids_BT, last_B[:, None], axis=1)[:, 0]
+    return jnp.asarray(Tokens(7 + number, SMALL, 1.0).last)[ids_B], hidden_BTD, state
+
+
+def chi_square(own_heads=False, **settings):
   """Compares counts of continuations with their probabilities; returns the statistic over its expected value."""
-  prompt, model, draft = [1, 2], Tokens(0, SMALL, 1.0), Tokens(7, SMALL, 1.0)
-  decoder = Config(SpeculativeSampler, **FIELDS, **settings).instantiate()
+  prompt, model = [1, 2], Tokens(0, SMALL, 1.0)
+  draft = {'heads': Heads()} if own_heads else {'draft_steps': Tokens(7, SMALL, 1.0)}
+  decoder = Config(SpeculativeSampler, **FIELDS, own_heads=own_heads, **settings).instantiate()
   prompts, lengths = np.tile(np.array([prompt], np.int32), (ROWS, 1)), np.full(ROWS, 2, np.int32)
-  decoded = jax.jit(lambda key: decoder.decode(model, prompts, lengths, key, draft_steps=draft))(jax.random.key(3))
+  decoded = jax.jit(lambda key: decoder.decode(model, prompts, lengths, key, **draft))(jax.random.key(3))
   cells = np.asarray(decoded.ids) @ SMALL ** np.arange(M)[::-1]
   expected = ROWS * np.array(list(probabilities(model, prompt, **settings).values()))
   counts = np.bincount(cells, minlength=SMALL**M)
@@ -161,7 +178,7 @@ def chi_square(**settings):
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize('settings', [{}, {'top_k': 2}], ids=str)
+@pytest.mark.parametrize('settings', [{}, {'top_k': 2}, {'own_heads': True}], ids=str)
 def test_drawn_tokens_have_the_joint_distribution_of_the_model(settings):
   assert chi_square(**settings) < 1.8  # Of 81 degrees of freedom, 1.8 has a probability below 1e-4.
 
@@ -223,6 +240,14 @@ class OneWay(Tokens):
     ({'lookup': 2}, Tokens(0), Tokens(1), r'SpeculativeSampler.lookup: got 2; a draft model needs None'),
     ({'lookup': 2}, OneWay(0), None, r'SpeculativeSampler: the steps of this model cannot go back to an earlier token'),
     ({}, Tokens(0), OneWay(1), r'SpeculativeSampler: the steps of this model cannot go back to an earlier token'),
+    (
+      {'own_heads': True},
+      Tokens(0),
+      None,
+      r'SpeculativeSampler.own_heads: got True; this model has no heads that guess',
+    ),
+    ({'own_heads': True}, Tokens(0), Tokens(1), r'SpeculativeSampler.own_heads: got True; this model has no heads'),
+    ({'own_heads': True, 'lookup': 2}, None, None, r'SpeculativeSampler.own_heads: expected False with a lookup'),
     ({'lookup': 0}, None, None, r'SpeculativeSampler.lookup: expected at least 1, or None'),
     ({'lookup': 1, 'draft_tokens': 0}, None, None, r'SpeculativeSampler.draft_tokens: expected at least 1'),
     ({'lookup': 1}, Tokens(0), None, r'SpeculativeSampler.temperature|needs a PRNG key'),

@@ -26,7 +26,7 @@ class Bart(Family):
 
   network: ClassVar[type[Layer]] = TransformerEncoderDecoder
 
-  def copies_in(self, is_tied: bool) -> Mapping[str, str]:
+  def copies_in(self, hf: HfConfig) -> Mapping[str, str]:
     copies = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
     return {f'{self.prefix}{name}': f'{self.prefix}shared.weight' for name in copies}
 

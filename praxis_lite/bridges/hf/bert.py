@@ -54,9 +54,9 @@ class Encoder(Family):
   def head(self) -> str:
     return f'{self.head_names[2]}.weight'
 
-  def copies_in(self, is_tied: bool) -> Mapping[str, str]:
+  def copies_in(self, hf: HfConfig) -> Mapping[str, str]:
     of_head, bias = f'{self.head_names[2]}.bias', self.head_names[3]
-    return {of_head: bias} if is_tied else {bias: of_head}
+    return {of_head: bias} if hf['tie_word_embeddings'] else {bias: of_head}
 
   def network_in(self, model: BaseModel) -> Layer:
     return model

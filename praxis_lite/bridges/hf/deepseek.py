@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 from praxis_lite.bridges.hf.family import Values, blocks_of, logit_scale
@@ -16,6 +17,7 @@ from praxis_lite.common.trees import NestedDict, leaves
 from praxis_lite.layers import (
   LatentAttention,
   MoeFeedForward,
+  MultiTokenPrediction,
   RMSNorm,
   SharedEmbeddingSoftmax,
   TransformerLm,
@@ -27,7 +29,11 @@ _BIAS_UPDATE_RATE = 0.001  # Of DeepSeek-V3's training.
 
 
 class DeepseekV3(LlamaLike):
-  """DeepSeek-V3. Layers that predict further tokens, after the last one, are left out, as in transformers."""
+  """DeepSeek-V3.
+
+  Modules that predict further tokens come after the last layer; transformers leaves them out. They are read if the
+  checkpoint has them, and then written too, with their copies of the tables.
+  """
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf = hf.replace_defaults(self.defaults)
@@ -64,7 +70,28 @@ class DeepseekV3(LlamaLike):
       if hf['q_lora_rank'] is not None:
         block.attention_tpl.query_latent_dims = hf.size('q_lora_rank')
     model.lm_tpl.final_norm_tpl = norm
+    num_modules = hf.size(_MODULES, least=0)
+    if num_modules:
+      model.lm_tpl.mtp_tpl = Config(MultiTokenPrediction, num_modules=num_modules, loss_weight=_MTP_LOSS_WEIGHT)
     return model
+
+  def as_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
+    first = hf.size('num_hidden_layers', most=MOST_LAYERS)
+    if not hf.values.get(_MODULES) or any(name.startswith(f'model.layers.{first}.') for name in names):
+      return hf
+    return HfConfig({**hf.values, _MODULES: 0}, hf.where)
+
+  def copies_in(self, hf: HfConfig) -> Mapping[str, str]:
+    first, tied = hf.size('num_hidden_layers', most=MOST_LAYERS), hf['tie_word_embeddings']
+    table = 'model.embed_tokens.weight'
+    copies = {}
+    for layer in range(first, first + hf.size(_MODULES, least=0)):
+      copies[f'model.layers.{layer}.embed_tokens.weight'] = table
+      copies[f'model.layers.{layer}.shared_head.head.weight'] = table if tied else self.head
+    return copies
+
+  def written_copies(self, hf: HfConfig) -> Mapping[str, str]:
+    return self.copies_in(hf.replace_defaults(self.defaults))
 
   def experts(self, hf: HfConfig) -> Config[MoeFeedForward]:
     experts = Config(MoeFeedForward, num_experts=hf.size('n_routed_experts'))
@@ -85,7 +112,8 @@ class DeepseekV3(LlamaLike):
 
   def is_unused(self, name: str, hf: HfConfig) -> bool:
     match = re.match(r'model\.layers\.(\d+)\.', name)
-    return match is not None and int(match[1]) >= hf.size('num_hidden_layers', most=MOST_LAYERS)
+    num_layers = hf.size('num_hidden_layers', most=MOST_LAYERS) + hf.size(_MODULES, least=0)
+    return match is not None and int(match[1]) >= num_layers
 
   def values(self, lm: TransformerLm) -> Values:
     blocks = blocks_of(lm)
@@ -120,6 +148,7 @@ class DeepseekV3(LlamaLike):
       'rms_norm_eps': blocks[0].attention_norm.epsilon,
       'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
       **rope_values(attention.rotary),
+      **({} if lm.mtp_tpl is None else {_MODULES: lm.mtp.num_modules}),
     }
     scaling = attention.rotary.scaling
     if isinstance(scaling, YarnRotaryScaling):
@@ -146,7 +175,7 @@ class DeepseekV3(LlamaLike):
       Pair(f'{theirs}kv_b_proj.weight', f'{ours}value.w', f'R N V -> (N {plain}+V) R'),
     ):
       pairs[pair.ours] = pair
-    return list(pairs.values())
+    return [*pairs.values(), *_module_pairs(weights, list(pairs.values()))]
 
   def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
     pairs = [
@@ -162,6 +191,26 @@ class DeepseekV3(LlamaLike):
     return pairs
 
 
+def _module_pairs(weights: NestedDict, of_layers: list[Pair]) -> Iterator[Pair]:
+  """Yields the pairs of modules that predict further tokens, whose blocks have the pairs of a layer."""
+  num_layers = sum(
+    math.prod(weight.repeat_prefix)
+    for path, weight in leaves(weights['transformer']).items()
+    if path[-3:] == ('attention', 'out', 'w')
+  )
+  for number in range(len(weights.get('mtp', ()))):
+    theirs, ours = f'model.layers.{num_layers + number}.', f'mtp.modules_{number}.'
+    yield Pair(f'{theirs}eh_proj.weight', f'{ours}join.w', 'I O -> O I')
+    for name, norm in (('embedding_norm', 'enorm'), ('hidden_norm', 'hnorm'), ('norm', 'shared_head.norm')):
+      yield Pair(f'{theirs}{norm}.weight', f'{ours}{name}.scale')
+    for pair in of_layers:
+      if pair.theirs.startswith('model.layers.{layer}.'):
+        own = pair.ours.replace('transformer.layers.', f'{ours}block.')
+        yield Pair(pair.theirs.replace('model.layers.{layer}.', theirs), own, pair.axes)
+
+
+_MODULES = 'num_nextn_predict_layers'
+_MTP_LOSS_WEIGHT = 0.1  # That of the end of DeepSeek-V3's training.
 _LATENT_EPSILON = 1e-6  # transformers does not read it from config.json.
 _V3 = LLAMA_DEFAULTS | {
   'first_k_dense_replace': 3,
@@ -180,5 +229,6 @@ _V3 = LLAMA_DEFAULTS | {
   'norm_topk_prob': True,
   'routed_scaling_factor': 2.5,
   'rope_interleave': True,
+  _MODULES: 0,
 }
 DEEPSEEK_V3 = DeepseekV3('deepseek_v3', 'DeepseekV3ForCausalLM', _V3)

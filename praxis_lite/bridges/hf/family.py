@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, cast
 
 from praxis_lite.bridges.hf.files import StoredTensor
@@ -42,8 +42,16 @@ class Family:
     """The name of the softmax's table if it is not shared; some checkpoints have it as a copy too."""
     return 'lm_head.weight'
 
-  def copies_in(self, is_tied: bool) -> Mapping[str, str]:
+  def as_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
+    """Returns config.json without parts that it names and the tensors of these names lack."""
+    return hf
+
+  def copies_in(self, hf: HfConfig) -> Mapping[str, str]:
     """Returns the names of tensors that repeat another one in some checkpoints, and the name of that."""
+    return {}
+
+  def written_copies(self, hf: HfConfig) -> Mapping[str, str]:
+    """Returns which of these copies are written too."""
     return {}
 
   def network_in(self, model: BaseModel) -> Layer | None:

@@ -57,11 +57,11 @@ class HfConfig:
       return self._defaults[name]
     raise ConfigError(f'{self.where}: {name} is missing')
 
-  def size(self, name: str, most: int = 2**31 - 1) -> int:
-    """Returns a positive integer; raises ConfigError if it is not one, or exceeds `most`."""
+  def size(self, name: str, most: int = 2**31 - 1, least: int = 1) -> int:
+    """Returns an integer from `least` to `most`; raises ConfigError if the value is not one."""
     value = self[name]
-    if type(value) is not int or value < 1:
-      raise ConfigError(f'{self.where}: {name} = {value!r}; expected an integer of at least 1')
+    if type(value) is not int or value < least:
+      raise ConfigError(f'{self.where}: {name} = {value!r}; expected an integer of at least {least}')
     if value > most:
       raise ConfigError(f'{self.where}: {name} = {value}; expected at most {most:,}')
     return value

@@ -10,8 +10,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.bridges.hf.families import describe_model
+from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint, read_variables
-from praxis_lite.bridges.hf.tensors import pieces
+from praxis_lite.bridges.hf.tensors import add_copies, pieces
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.trees import NestedDict
@@ -65,5 +66,5 @@ def write_model(
   family, values = describe_model(model)
   Path(folder).mkdir(parents=True, exist_ok=True)
   weights = family.part_of(model.abstract_init())
-  found = pieces(family.table_of(weights), weights)
+  found = add_copies(pieces(family.table_of(weights), weights), family.written_copies(HfConfig(values)))
   return write_checkpoint(folder, values, family.part_of(variables), found, max_file_bytes)

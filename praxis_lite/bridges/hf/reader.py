@@ -72,8 +72,9 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
     )
   if not any(name.startswith(family.prefix) for name in tensors):  # The checkpoint is of the model without its head.
     tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
-  hf = config.replace_defaults(family.defaults)
   tensors = {family.current_name(name): tensor for name, tensor in tensors.items()}
+  config = family.as_stored(config, tensors)
+  hf = config.replace_defaults(family.defaults)
   stored = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
   readable = join_scales(stored) if hf.values.get('quantization_config') else dict[str, Tensor](stored)
   notes = _leave_out(readable, [name for name in readable if family.is_unused(name, hf)], folder)
@@ -85,9 +86,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
       config = HfConfig({**config.values, 'tie_word_embeddings': False}, config.where)
       differ = f'{family.head} differs from {embedding}, so they are not tied'
       notes = (*notes, f'{config.where}: tie_word_embeddings is true, but {differ}')
-  for copy, original in family.copies_in(
-    is_tied=config.replace_defaults(family.defaults)['tie_word_embeddings']
-  ).items():
+  for copy, original in family.copies_in(config.replace_defaults(family.defaults)).items():
     if copy in readable and original in readable and _are_equal(readable[copy], readable[original]):
       del readable[copy]
   return HfCheckpoint(folder, config, family, readable, notes)

@@ -20,7 +20,7 @@ import optax
 
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.bridges.hf.generation import GENERATION_FILE, set_decoder, write_generation
-from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, read_json
+from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, HfConfig, read_json
 from praxis_lite.bridges.hf.reader import (
   HfCheckpoint,
   checked_pieces,
@@ -28,7 +28,7 @@ from praxis_lite.bridges.hf.reader import (
   stored_dtypes,
   streamed_variables,
 )
-from praxis_lite.bridges.hf.tensors import pieces
+from praxis_lite.bridges.hf.tensors import add_copies, pieces
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.config import REQUIRED, Config, target
@@ -247,7 +247,7 @@ def export_run(
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
     whole = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)
   variables, weights = family.part_of(whole), family.part_of(model.abstract_init())
-  found = pieces(family.table_of(weights), weights)
+  found = add_copies(pieces(family.table_of(weights), weights), family.written_copies(HfConfig(values)))
   with _appears_complete(target_folder) as folder:
     files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
     files += _copy_files(_tokenizer_folder(config, directory / FOLDER), folder, _TOKENIZER_FILES)

@@ -30,7 +30,7 @@ class T5(Family):
 
   network: ClassVar[type[Layer]] = TransformerEncoderDecoder
 
-  def copies_in(self, is_tied: bool) -> Mapping[str, str]:
+  def copies_in(self, hf: HfConfig) -> Mapping[str, str]:
     return dict.fromkeys(('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'), 'shared.weight')
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:

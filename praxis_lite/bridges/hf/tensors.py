@@ -169,6 +169,14 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
   return {path: list(_pieces_of(rows, path, weight, order)) for path, weight in declared.items()}
 
 
+def add_copies(found: dict[Path, list[Piece]], copies: Mapping[str, str]) -> dict[Path, list[Piece]]:
+  """Returns pieces to write, and again those of tensors that other names repeat; `copies` is {name: original name}."""
+  again = {
+    path: [p._replace(name=c) for p in of for c, o in copies.items() if p.name == o] for path, of in found.items()
+  }
+  return {path: [*of, *again[path]] for path, of in found.items()}
+
+
 class _LayerOrder(NamedTuple):
   """The order of the layers of a stack: `first_0`, ...; `layers_0`, ..., which may be stacks; then `rest_0`, ...
 
