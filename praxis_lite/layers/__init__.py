@@ -65,6 +65,7 @@ from praxis_lite.layers.transformer import (
   TransformerBlock,
   TransformerLm,
 )
+from praxis_lite.layers.value_residual import ValueResidual
 from praxis_lite.layers.weight_norms import SpectralNormLinear, WeightNormalizedLinear
 
 __all__ = [
@@ -141,6 +142,7 @@ __all__ = [
   'TransformerEncoder',
   'TransformerEncoderDecoder',
   'TransformerLm',
+  'ValueResidual',
   'Visibility',
   'WeightNormalizedLinear',
   'bi_tempered_loss',

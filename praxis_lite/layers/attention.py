@@ -43,6 +43,7 @@ from praxis_lite.layers.positions import RelativeBias, RotaryPositions
 from praxis_lite.layers.projections import PerDimScale, Projection, head_sizes, split_projection
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
 from praxis_lite.layers.shared_bias import is_bias_shared
+from praxis_lite.layers.value_residual import ValueResidual
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import SplitDimsMapping
 
@@ -86,6 +87,8 @@ class MultiHeadAttention(Layer):
       such as `RelativeBias` or `AlibiBias`; None disables it.
     per_dim_scale_tpl: template of the child `per_dim_scale`, which multiplies queries after rotary positions, such as
       `PerDimScale`; None disables it.
+    value_residual_tpl: template of the child `value_residual`, a `ValueResidual`, which mixes the values with those of
+      the first layer of a stack; None disables it. The stack gives the layer these.
     use_sinks: whether each head has a learned logit that takes part in the softmax and has no value, the variable
       `sinks` [N], zeros at first (attention sinks of GPT-OSS; OpenAI, 2025). A head can so attend to nothing. It is
       split like the heads of the weights.
@@ -124,6 +127,7 @@ class MultiHeadAttention(Layer):
   qk_norm_over: str = 'head'
   relative_bias_tpl: Config | None = None
   per_dim_scale_tpl: Config | None = None
+  value_residual_tpl: Config | None = None
   use_sinks: bool = False
   dropout_rate: float = 0.0
   scale: float | None = None
@@ -148,11 +152,12 @@ class MultiHeadAttention(Layer):
   rotary: RotaryPositions = child()
   relative_bias: RelativeBias | AlibiBias = child()
   per_dim_scale: PerDimScale = child()
+  value_residual: ValueResidual = child()
   out: Projection = child()
 
   def setup(self) -> None:
     D, N, K, H = self._complete()
-    self._kv_heads = self._cache_heads = K, H
+    self._kv_heads = self._cache_heads = self._own_heads = K, H
     self._has_bias = self.relative_bias_tpl is not None or is_bias_shared()
     wt = self.weight_split_dims_mapping.wt
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
@@ -161,6 +166,11 @@ class MultiHeadAttention(Layer):
       self.create_child('relative_bias', self.relative_bias_tpl.clone(num_heads=N))
     if self.per_dim_scale_tpl is not None:
       self.create_child('per_dim_scale', self.per_dim_scale_tpl.clone(dims=H))
+    if self.value_residual_tpl is not None:
+      mixed = self.value_residual_tpl.clone(num_heads=K)
+      if mixed.weight_split_dims_mapping.wt is None and wt is not None:
+        mixed.weight_split_dims_mapping.wt = wt.pick(1)
+      self.create_child('value_residual', mixed)
     if self.use_sinks:
       self.create_variable('sinks', bias_weight(N, None if wt is None else wt.pick(1)))
     out = self.out_tpl.clone(in_shape=context_shape, out_shape=(D,), use_bias=self.use_out_bias)
@@ -219,6 +229,7 @@ class MultiHeadAttention(Layer):
     prefix_lengths: jax.Array | None = None,
     mask: jax.Array | None = None,
     logit_bias: jax.Array | LogitBias | None = None,
+    first_values: jax.Array | None = None,
   ) -> jax.Array:
     """Returns [B, T, D].
 
@@ -235,6 +246,7 @@ class MultiHeadAttention(Layer):
         makes attention dense.
       logit_bias: added to the logits: an array that broadcasts to [B, N, T, S], which makes attention dense, or a
         function of positions. Layers that share a bias get it so; a layer with its own has `relative_bias_tpl`.
+      first_values: [B, T, K, H], the `first_values` of the first layer, with `value_residual_tpl`.
     """
     self._check_one_bias(logit_bias)
     if kv_BSD is not None:
@@ -247,8 +259,12 @@ class MultiHeadAttention(Layer):
     if mask is not None:
       rules = rules & to_mask(mask)
     split = self._mesh.sequence_split()
-    heads = self._project(x_BTD, kv_BSD, segment_pos, split)
+    heads = self._mix_values(self._project(x_BTD, kv_BSD, segment_pos, split), first_values)
     return self._attend(heads, rules, segment_pos, self._make_dropout(x_BTD), split, logit_bias)
+
+  def first_values(self, x_BTD: jax.Array) -> jax.Array:
+    """Returns the values of these inputs, [B, T, K, H], for later layers with `value_residual_tpl`."""
+    return self.qkv(x_BTD)[..., -1, :] if self.combine_qkv else self.value(x_BTD)
 
   def attention_mask(
     self,
@@ -281,6 +297,7 @@ class MultiHeadAttention(Layer):
     pos_BT: jax.Array,
     prefix_lengths: jax.Array | None = None,
     logit_bias: LogitBias | None = None,
+    first_values: jax.Array | None = None,
   ) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D]; a token attends to all cached tokens up to its own position.
 
@@ -292,6 +309,7 @@ class MultiHeadAttention(Layer):
       prefix_lengths: [B] int32, the length of the prefix of each row to which all tokens of the row attend. The call
         that reads the prompt must contain the whole prefix. None disables it.
       logit_bias: a function of positions, which is added to the logits; its own positions are not used.
+      first_values: see `__call__`; the cache keeps mixed values.
     """
     self._check_one_bias(logit_bias)
     if not self.causal:
@@ -302,13 +320,20 @@ class MultiHeadAttention(Layer):
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
     mask = self.attention_mask(prefix_lengths=prefix_lengths)
     cached = self._cached_attention(logit_bias, self._sinks())
-    return self._output(self._extend(cached, x_BTD, pos_BT, self._kept_cache(), mask))
+    return self._output(self._extend(cached, x_BTD, pos_BT, self._kept_cache(), mask, first_values))
 
   def _extend(
-    self, cached: CachedAttention, x_BTD: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask
+    self,
+    cached: CachedAttention,
+    x_BTD: jax.Array,
+    pos_BT: jax.Array,
+    cache: KVCache,
+    mask: AttentionMask,
+    first_BTKH: jax.Array | None = None,
   ) -> jax.Array:
     """Keeps the cache with these tokens appended; returns the results of attention, [B, T, N, H]."""
-    context_BTNH, cache = cached.extend(*self._project(x_BTD, x_BTD, pos_BT), pos_BT, cache, mask)
+    heads = self._mix_values(self._project(x_BTD, x_BTD, pos_BT), first_BTKH)
+    context_BTNH, cache = cached.extend(*heads, pos_BT, cache, mask)
     self._keep(cache)
     return context_BTNH
 
@@ -381,6 +406,19 @@ class MultiHeadAttention(Layer):
       query_BTNH, key_BSKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BSKH, pos_BT)
     return self._split_heads((query_BTNH, key_BSKH, value_BSKH), split)
 
+  def _mix_values(self, heads: QueryKeyValue, first_BSKH: jax.Array | None) -> QueryKeyValue:
+    """Returns queries, keys and values, with values of the first layer in the latter if the layer says so."""
+    if self.value_residual_tpl is None:
+      return heads
+    if first_BSKH is None:
+      raise ConfigError(
+        f'{self.path_name}.value_residual_tpl: the call gives no first_values; a StackedTransformer and a '
+        'RepeatedTransformer give their layers those of their first one'
+      )
+    query_BTNH, key_BSKH, value_BSKH = heads
+    mixed_BSKH = self.value_residual(first_BSKH, value_BSKH.reshape(first_BSKH.shape[:2] + self._own_heads))
+    return query_BTNH, key_BSKH, mixed_BSKH.reshape(value_BSKH.shape)
+
   def _normalize(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
     """Returns queries or keys, normalized over each head or over all heads together."""
     if self.qk_norm_over == 'head':
@@ -403,7 +441,15 @@ class MultiHeadAttention(Layer):
 
   def _check_cross_attention(self) -> None:
     """Rejects fields that make no sense if queries attend to other sequences."""
-    for field in ('combine_qkv', 'causal', 'sliding_window', 'local_chunk', 'rotary_tpl', 'relative_bias_tpl'):
+    for field in (
+      'combine_qkv',
+      'causal',
+      'sliding_window',
+      'local_chunk',
+      'rotary_tpl',
+      'relative_bias_tpl',
+      'value_residual_tpl',
+    ):
       if getattr(self, field):
         raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
 

@@ -103,9 +103,9 @@ class DecoderBlock(TransformerBlock):
     super().init_decode_state(batch_size, max_len)
     self.cross_attention.read_source(source_BSD, source_segment_ids)
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any) -> jax.Array:
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any, **more: Any) -> jax.Array:
     """Returns [B, T, D] for the next tokens; see `TransformerBlock.extend_step`."""
-    x_BTD = self._add_attention(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *attention))
+    x_BTD = self._add_attention(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *attention, **more))
     x_BTD = self._add_cross_attention(x_BTD, lambda x: self.cross_attention.attend_to_source(x, pos_BT))
     return self._add_feed_forward(x_BTD, pos_BT < 0)
 

@@ -35,13 +35,14 @@ from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-_REFUSED = ('combine_qkv', 'qk_norm_tpl', 'kv_input_dims', 'per_dim_scale_tpl')
+_REFUSED = ('combine_qkv', 'qk_norm_tpl', 'kv_input_dims', 'per_dim_scale_tpl', 'value_residual_tpl')
 
 
 class LatentAttention(MultiHeadAttention):
   """Multi-head latent attention (DeepSeek-V2, 2024).
 
-  `num_kv_heads`, `combine_qkv`, `qk_norm_tpl`, `per_dim_scale_tpl` and cross attention are not supported. `use_bias`
+  `num_kv_heads`, `combine_qkv`, `qk_norm_tpl`, `per_dim_scale_tpl`, `value_residual_tpl` and cross attention are not
+  supported. `use_bias`
   gives biases to `latent` and `query_latent` only, as in DeepSeek's models. The entry of `blkh` for heads does not
   split the cache, which has one head.
 
@@ -162,7 +163,13 @@ class LatentAttention(MultiHeadAttention):
     return None if mapping is None else (*mapping[:2], None, None)
 
   def _extend(
-    self, cached: CachedAttention, x_BTD: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask
+    self,
+    cached: CachedAttention,
+    x_BTD: jax.Array,
+    pos_BT: jax.Array,
+    cache: KVCache,
+    mask: AttentionMask,
+    first_BTKH: jax.Array | None = None,
   ) -> jax.Array:
     plain_BTNh, turned_BTNP = self._parts(self._queries(x_BTD, pos_BT))
     latent_BTR, turned_BT1P = self._latents(x_BTD, pos_BT)

@@ -36,6 +36,7 @@ from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat, check_pattern, kinds_of_stack, pattern
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
+from praxis_lite.layers.value_residual import mixes_values, without_value_residual
 
 # The fields of a model that its attention layers get.
 HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
@@ -101,7 +102,8 @@ class TransformerBlock(Layer):
     Args:
       x_BTD: the residual stream.
       paddings: [B, T], nonzero for padding tokens; for feed-forward layers that take paddings.
-      **attention: keyword arguments of `attention`: segment_ids, segment_pos, prefix_lengths, mask, logit_bias.
+      **attention: keyword arguments of `attention`: segment_ids, segment_pos, prefix_lengths, mask, logit_bias,
+        first_values.
     """
     x_BTD = self._add_attention(x_BTD, lambda x: self.attention(x, **attention))
     return self._add_feed_forward(x_BTD, paddings)
@@ -110,10 +112,14 @@ class TransformerBlock(Layer):
     """Allocates the cache; see `MultiHeadAttention.init_decode_state`."""
     self.attention.init_decode_state(batch_size, max_len)
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any) -> jax.Array:
-    """Returns [B, T, D] for the next tokens; `attention` are further arguments of its `extend_step`."""
-    x_BTD = self._add_attention(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *attention))
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any, **more: Any) -> jax.Array:
+    """Returns [B, T, D] for the next tokens; `attention` and `more` are further arguments of its `extend_step`."""
+    x_BTD = self._add_attention(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *attention, **more))
     return self._add_feed_forward(x_BTD, pos_BT < 0)
+
+  def first_values(self, x_BTD: jax.Array) -> jax.Array:
+    """Returns the values of its attention, [B, T, K, H], for later layers with a `ValueResidual`."""
+    return self.attention.first_values(self.attention_norm(x_BTD) if self._norms_inputs else x_BTD)
 
   def problems(self, mesh_sizes: Mapping[str, int]) -> Iterator[LayerProblem]:
     router: Any = getattr(self.ff, 'router', None)
@@ -125,6 +131,10 @@ class TransformerBlock(Layer):
         'that knows what comes next, and decoding differs from training',
         "set it to 'token'",
       )
+
+  @property
+  def _norms_inputs(self) -> bool:
+    return self.norm_policy in ('pre', 'primer_hybrid')
 
   @property
   def _is_hybrid(self) -> bool:
@@ -142,7 +152,7 @@ class TransformerBlock(Layer):
   def _add_sublayer(
     self, x_BTD: jax.Array, sublayer: Callable[[jax.Array], jax.Array], norm: Norm, out_norm: Norm | None
   ) -> jax.Array:
-    y_BTD = sublayer(norm(x_BTD) if self.norm_policy in ('pre', 'primer_hybrid') else x_BTD)
+    y_BTD = sublayer(norm(x_BTD) if self._norms_inputs else x_BTD)
     if self.norm_policy == 'post_sublayer':
       y_BTD = norm(y_BTD)
     elif out_norm is not None:
@@ -180,10 +190,15 @@ class StackedTransformer(Layer):
     self._period = len(configs)
     self._remat = Remat.from_fields(self, self._period)
     in_turn = itertools.chain(self.first_tpl, itertools.cycle(configs))
-    self.create_children('layers', templates=list(itertools.islice(in_turn, self.num_layers)))
+    templates = list(itertools.islice(in_turn, self.num_layers))
+    self._mixes_values = any(map(mixes_values, templates))
+    if self._mixes_values:
+      templates[0] = without_value_residual(templates[0])
+    self.create_children('layers', templates=templates)
 
   def __call__(self, x_BTD: jax.Array, **kwargs: Any) -> jax.Array:
     """Returns the result of the last layer; all layers get the same `kwargs`."""
+    kwargs |= self._first_values(x_BTD)
     regathers = self.surroundings.reading_gathers
     for i, layer in enumerate(self.layers):
       key = self.next_prng_key() if self.has_prng_key() else None
@@ -201,15 +216,20 @@ class StackedTransformer(Layer):
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any) -> jax.Array:
     """Returns the result of the last layer for the next tokens; see `TransformerBlock.extend_step`."""
+    more = self._first_values(x_BTD)
     for layer in self.layers:
-      x_BTD = layer.extend_step(x_BTD, pos_BT, *attention)
+      x_BTD = layer.extend_step(x_BTD, pos_BT, *attention, **more)
     return x_BTD
+
+  def _first_values(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
+    return {'first_values': self.layers[0].first_values(x_BTD)} if self._mixes_values else {}
 
 
 class RepeatedTransformer(Repeat):
   """A scan over transformer blocks with stacked variables.
 
-  It computes the same as `StackedTransformer`, and compiles faster.
+  It computes the same as `StackedTransformer`, and compiles faster. If blocks mix their values with those of the first
+  one, see `ValueResidual`, that is the first of `first_tpl`; a single template without `first_tpl` makes it itself.
 
   Attributes: the same as for `Repeat`, and
     sliding_windows: see `add_windows`.
@@ -223,7 +243,35 @@ class RepeatedTransformer(Repeat):
   def setup(self) -> None:
     if self.sliding_windows is not None:
       self.layers_tpl = add_windows(self.layers_tpl, self.sliding_windows, self.path_name)
+    self._mixes_values = any(map(mixes_values, kinds_of_stack(self)))
+    if self._mixes_values:
+      self._make_first()
     super().setup()
+
+  def __call__(self, x_BTD: jax.Array, *args: object, **kwargs: Any) -> jax.Array:
+    """Returns the result of the last layer; see `Repeat.__call__`."""
+    return super().__call__(x_BTD, *args, **kwargs, **self._first_values(x_BTD))
+
+  def extend_step(self, x_BTD: jax.Array, *args: object, **kwargs: Any) -> jax.Array:
+    """Returns the result of the last layer for the next tokens; see `TransformerBlock.extend_step`."""
+    return super().extend_step(x_BTD, *args, **kwargs, **self._first_values(x_BTD))
+
+  def _make_first(self) -> None:
+    """Makes the first block one that does not mix its values, outside of the scan."""
+    if not self.first_tpl:
+      if not isinstance(self.layers_tpl, Config):
+        raise ConfigError(
+          f'{self.path_name}.first_tpl: blocks of a pattern mix their values with those of the first block, which must '
+          'be outside of the pattern; set first_tpl to the template of that block'
+        )
+      self.first_tpl = (self.layers_tpl,)
+    self.first_tpl = (without_value_residual(self.first_tpl[0]), *self.first_tpl[1:])
+
+  def _first_values(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
+    if not self._mixes_values:
+      return {}
+    first: Any = self.first[0]
+    return {'first_values': first.first_values(x_BTD)}
 
 
 def add_windows(
@@ -261,6 +309,14 @@ class PipelinedTransformer(Pipelined):
   layers_tpl: Config = template(TransformerBlock)
 
   layers: TransformerBlock = child()
+
+  def setup(self) -> None:
+    if mixes_values(self.layers_tpl):
+      raise ConfigError(
+        f'{self.path_name}.layers_tpl.attention_tpl.value_residual_tpl: stages of a pipeline get no values of the '
+        'first layer; set it to None, or use a RepeatedTransformer'
+      )
+    super().setup()
 
 
 class TransformerLm(Layer):
@@ -329,7 +385,7 @@ class TransformerLm(Layer):
     first, blocks, mtp = getattr(transformer, 'first_tpl', ()), kinds_of_stack(transformer), self.mtp_tpl
     if mtp is not None:
       own = mtp.block_tpl
-      mtp = mtp.clone(input_dims=D, block_tpl=(blocks[-1] if own is None else own).clone())
+      mtp = mtp.clone(input_dims=D, block_tpl=without_value_residual(blocks[-1] if own is None else own))
       if mtp.norm_tpl is None:
         mtp.norm_tpl = None if final_norm is None else final_norm.clone()
       blocks = *blocks, mtp.block_tpl

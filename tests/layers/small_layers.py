@@ -315,6 +315,10 @@ CASES = {
   'TransformerBlock': lambda: Case(block(), (X,)),
   'TransformerEncoder': lambda: Case(encoder(), (ids(B, T),)),
   'TransformerEncoderDecoder': lambda: Case(encoder_decoder(), (ids(B, 6), ids(B, T), ids(B, T)), float32_out=True),
+  'ValueResidual': lambda: Case(
+    split(layers.ValueResidual, ('mdl',), num_heads=N, is_learned=True),
+    (normal(B, T, N, H), normal(B, T, N, H, seed=7)),
+  ),
   'TransformerLm': lambda: Case(transformer_lm(), (ids(B, T), ids(B, T)), float32_out=True),
   'WeightNormalizedLinear': lambda: Case(
     split(layers.WeightNormalizedLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)

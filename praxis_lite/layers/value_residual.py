@@ -1,0 +1,72 @@
+"""ValueResidual: values of attention with a part of the values of the first layer (Zhou et al., 2024, ResFormer).
+
+    value = first_weight * value of the first layer + own_weight * value of this layer
+
+B batch, S length, K kv heads, H dims per head.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from praxis_lite.common.config import REQUIRED, Config, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer, SplitMapping, WeightSplit
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
+
+
+class ValueResidual(Layer):
+  """Mixes the values of a layer with those of the first one.
+
+  Attributes:
+    num_heads: K, set by the attention layer.
+    first_weight, own_weight: the factors; with `is_learned`, their first values.
+    is_learned: whether each kv head has its own factors, the variables `first` and `own`, [K], which are trained.
+    weight_split_dims_mapping: `wt`, [K], of `first` and `own`.
+  """
+
+  num_heads: int = REQUIRED
+  first_weight: float = 0.5
+  own_weight: float = 0.5
+  is_learned: bool = False
+  weight_split_dims_mapping: Config = template(WeightSplit)
+  activation_split_dims_mapping: Config = template(SplitMapping)
+
+  def setup(self) -> None:
+    if self.is_learned:
+      for name, value in (('first', self.first_weight), ('own', self.own_weight)):
+        weight = WeightHParams(
+          (self.num_heads,),
+          init=WeightInit.Constant(value),
+          tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
+          collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
+        )
+        self.create_variable(name, weight)
+
+  def __call__(self, first_BSKH: jax.Array, own_BSKH: jax.Array) -> jax.Array:
+    """Returns the mixed values, [B, S, K, H].
+
+    Raises:
+      ConfigError: the first layer has other heads.
+    """
+    if first_BSKH.shape != own_BSKH.shape:
+      raise ConfigError(
+        f'{self.path_name}: the values of the first layer have shape {first_BSKH.shape}, and those of this layer '
+        f'{own_BSKH.shape}; all layers need the same num_kv_heads and dims_per_head'
+      )
+    if not self.is_learned:
+      return self.first_weight * first_BSKH + self.own_weight * own_BSKH
+    return self.theta.first[:, None] * first_BSKH + self.theta.own[:, None] * own_BSKH
+
+
+def mixes_values(block: Config) -> bool:
+  """Whether the attention of a block, of which this is the config, mixes its values with those of the first one."""
+  return getattr(getattr(block, 'attention_tpl', None), 'value_residual_tpl', None) is not None
+
+
+def without_value_residual(block: Config) -> Config:
+  """Returns the config of a block, such as the first one, which does not mix its values."""
+  block = block.clone()
+  if mixes_values(block):
+    block.attention_tpl.value_residual_tpl = None
+  return block
