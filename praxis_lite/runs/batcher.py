@@ -31,11 +31,12 @@ from praxis_lite.models import LanguageModel
 from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
 from praxis_lite.models.decoding.sampling import MOST_TEMPERATURE
 from praxis_lite.runs.continuations import GrowingText
+from praxis_lite.runs.prefix_store import PrefixStore
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.prompts import OF_OTHER_DECODERS, Sampling, check_ids, encode_prompt, prompt_batch, stop_ids
 from praxis_lite.runs.records.run_config import check_seed
 from praxis_lite.runs.row_programs import RowPrograms, empty_settings
-from praxis_lite.runs.row_slots import RowSlots
+from praxis_lite.runs.row_slots import LEAST_SHARED, RowSlots
 
 Stream = Callable[[Any], object]
 _MOST_BY_DEFAULT = 1024  # Tokens of a row.
@@ -108,7 +109,7 @@ class BatcherStatistics:
 
   Attributes:
     prompt_tokens: tokens of prompts that were read.
-    shared_tokens: tokens of prompts that were taken over from another request.
+    shared_tokens: tokens of prompts that were taken over from another request, also from one that is kept.
     new_tokens: tokens of continuations.
     passes: calls that added tokens to the rows.
   """
@@ -140,7 +141,13 @@ class Batcher:
     chunk: int | None,
     chunks_per_step: int,
     reuse_prefixes: bool,
+    kept_prefixes: int,
   ):
+    with prefix_errors('batcher: kept_prefixes'):
+      fit(kept_prefixes, int, None)
+    if kept_prefixes < 0 or (kept_prefixes and not reuse_prefixes):
+      expected = 'expected at least 0' if kept_prefixes < 0 else 'it needs reuse_prefixes=True'
+      raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; {expected}')
     numbers = {'rows': rows, 'tokens_per_step': tokens_per_step, 'chunks_per_step': chunks_per_step}
     for name, value in {**numbers, 'max_length': max_length, 'chunk': chunk}.items():
       with prefix_errors(f'batcher: {name}'):
@@ -157,8 +164,9 @@ class Batcher:
       num_slots=max_length,
       chunk=max(chunk, 2),  # Several tokens, as of any prompt.
       num_tokens=tokens_per_step,
+      num_kept=kept_prefixes,
     )
-    _check_memory(self._programs, tasks, rows)
+    _check_memory(self._programs, tasks, rows, kept_prefixes)
     self.statistics = BatcherStatistics()
     self._key_data, self._find_tokenizer = self._programs.draw_key(key), tokenizer
     self._max_length, self._chunks_per_step = max_length, chunks_per_step
@@ -169,6 +177,8 @@ class Batcher:
     self._ended: list[Request] = []  # Those that no step has returned yet.
     self._settings = empty_settings(rows, self._key_data)
     self._state = self._programs.start()
+    self._prefixes = PrefixStore(kept_prefixes, LEAST_SHARED)
+    self._store = self._programs.start_store() if kept_prefixes else None
 
   # ---------------------------------------------------------------- requests
 
@@ -301,8 +311,16 @@ class Batcher:
 
   def _admit(self, request: Request) -> Request:
     """Gives a free row to a request."""
-    place = self._slots.take(request.prompt)
-    if place.source is not None and place.source != place.row:
+    plan = self._slots.plan(request.prompt)
+    kept = self._prefixes.find(request.prompt, plan.shared)
+    if self._store is not None:
+      to = self._prefixes.keep(self._slots.ids_of(plan.row), but=None if kept is None else kept[0])
+      if to is not None:
+        self._store = self._programs.keep(self._state, self._store, plan.row, to)
+    place = self._slots.take(request.prompt, 0 if kept is None else kept[1])
+    if kept is not None and self._store is not None:
+      self._state = self._programs.fetch(self._state, self._store, kept[0], place.row)
+    elif place.source is not None and place.source != place.row:
       self._state = self._programs.copy(self._state, place.source, place.row)
     request._row, request._num_given, request.shared = place.row, place.shared, place.shared
     self._running[place.row] = request
@@ -409,10 +427,11 @@ def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, in
   return model.decoder, model.num_ids, length
 
 
-def _check_memory(programs: RowPrograms, tasks: TaskOnMesh, rows: int) -> None:
+def _check_memory(programs: RowPrograms, tasks: TaskOnMesh, rows: int, kept: int) -> None:
   needed, there = programs.state_bytes, memory_of(tasks.mesh.devices.flat)
   if needed > there:
+    also = f' and kept_prefixes = {kept}' if kept else ''
     raise ConfigError(
-      f'batcher: the caches of rows = {rows} need {format_bytes(needed)}, and there are {format_bytes(there)} of '
+      f'batcher: the caches of rows = {rows}{also} need {format_bytes(needed)}, and there are {format_bytes(there)} of '
       'memory; take fewer rows, or a smaller max_length'
     )

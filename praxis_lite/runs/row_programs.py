@@ -3,6 +3,7 @@
     start     the state of rows without tokens
     read      a chunk of a prompt into one row
     copy      one row to another, which then has the same first tokens
+    keep      one row to a place of the store of rows, which no call extends, and fetch back
     extend    a few tokens in all rows
 
 Each is compiled once, whatever the requests are. The state stays on the devices.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -45,6 +47,7 @@ class RowPrograms:
     num_rows, num_slots: B and S.
     chunk: C.
     num_tokens: how many tokens `extend` adds to each row.
+    num_kept: how many rows the store has; 0 for no store.
   """
 
   def __init__(
@@ -57,7 +60,9 @@ class RowPrograms:
     num_slots: int,
     chunk: int,
     num_tokens: int,
+    num_kept: int = 0,
   ):
+    self._num_kept = num_kept
     self._tasks, self._variables, self._global_step = tasks, stored_variables, global_step
     self._surroundings = CompilerPlaced(tasks.jax_task, tasks.layout).surroundings
     self._num_rows, self._num_slots, self.chunk, self.num_tokens = num_rows, num_slots, chunk, num_tokens
@@ -71,8 +76,9 @@ class RowPrograms:
 
   @property
   def state_bytes(self) -> int:
-    """The bytes of the state on all devices together."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state_shapes))
+    """The bytes of the state, and of the store, on all devices together."""
+    of_rows = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state_shapes))
+    return of_rows + of_rows * self._num_kept // self._num_rows
 
   def start(self) -> _State:
     """Returns the state of rows without tokens."""
@@ -90,6 +96,30 @@ class RowPrograms:
   def copy(self, state: _State, source: int, row: int) -> _State:
     """Copies a row to another one."""
     after: _State = self._copy(state, np.int32(source), np.int32(row))
+    return after
+
+  def start_store(self) -> _State:
+    """Returns a store without rows."""
+
+    def zeros(axis: int, x: jax.ShapeDtypeStruct) -> jax.Array:
+      shape = x.shape if axis == NO_ROWS else (*x.shape[:axis], self._num_kept, *x.shape[axis + 1 :])
+      return jnp.zeros(shape, x.dtype)
+
+    def start() -> _State:
+      empty: _State = jax.tree.map(zeros, self._axes, self.state_shapes)
+      return empty
+
+    store: _State = jax.jit(start, out_shardings=self._store_shardings)()
+    return store
+
+  def keep(self, state: _State, store: _State, row: int, place: int) -> _State:
+    """Returns the store with a row of the state at a place."""
+    after: _State = self._keep(store, state, np.int32(row), np.int32(place))
+    return after
+
+  def fetch(self, state: _State, store: _State, place: int, row: int) -> _State:
+    """Returns the state with the row at a place of the store as one of its rows."""
+    after: _State = self._fetch(state, store, np.int32(place), np.int32(row))
     return after
 
   def extend(self, state: _State, rows: RowSettings) -> tuple[_State, NewTokens]:
@@ -184,6 +214,36 @@ class RowPrograms:
       return self._map_rows(copy_row, state)
 
     return self._make_program(copy, (0,))
+
+  @functools.cached_property
+  def _keep(self) -> Callable[..., _State]:
+    return GuardedJit(
+      bind_mesh(self._move_row, self._tasks.mesh), donate_argnums=(0,), out_shardings=self._store_shardings
+    )
+
+  @functools.cached_property
+  def _fetch(self) -> Callable[..., _State]:
+    return self._make_program(self._move_row, (0,))
+
+  def _move_row(self, to: _State, source: _State, number: jax.Array, row: jax.Array) -> _State:
+    """Returns `to` with row `number` of `source` as its row `row`."""
+
+    def move(x: jax.Array, axis: int, other: jax.Array) -> jax.Array:
+      own = jax.lax.dynamic_slice_in_dim(other, number, 1, axis)
+      return jax.lax.dynamic_update_slice_in_dim(x, own, row, axis)
+
+    return self._map_rows(move, to, source)
+
+  @property
+  def _store_shardings(self) -> _State:
+    """How the store is split: like the state, but rows, which need not divide evenly, are not."""
+
+    def without_rows(axis: int, x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+      entries = complete_spec(sharding.spec, x.ndim)
+      return NamedSharding(self._tasks.mesh, PartitionSpec(*(None if i == axis else e for i, e in enumerate(entries))))
+
+    shardings: _State = jax.tree.map(without_rows, self._axes, self.state_shapes, self._shardings)
+    return shardings
 
   @functools.cached_property
   def _extend(self) -> Callable[..., tuple[_State, NewTokens]]:

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from praxis_lite.runs.prefix_store import count_common
+
 LEAST_SHARED = 8  # Copying a row costs more than reading a few tokens.
 
 
@@ -59,24 +61,35 @@ class RowSlots:
   def has_free(self) -> bool:
     return any(row.is_free for row in self._rows)
 
-  def take(self, prompt: Sequence[int]) -> TakenRow:
+  def take(self, prompt: Sequence[int], kept: int = 0) -> TakenRow:
     """Gives a free row to a prompt; the caller ensures that there is one.
 
     A free row that holds the longest shared beginning is taken itself; otherwise the one that was released first. All
     but the last token of a prompt can be shared.
+
+    Args:
+      prompt: its tokens.
+      kept: how many first ones a `PrefixStore` gives; a row that shares fewer is not a source then.
     """
+    place = self.plan(prompt)
+    if kept > place.shared:
+      place = TakenRow(place.row, None, kept)
+    self._rows[place.row].is_free = False
+    self._rows[place.row].ids = list(prompt[: place.shared])
+    return place
+
+  def ids_of(self, row: int) -> list[int]:
+    """Returns the tokens that the caches of a row hold."""
+    return list(self._rows[row].ids)
+
+  def plan(self, prompt: Sequence[int]) -> TakenRow:
+    """Returns what `take` would return for a prompt, without giving it a row."""
     free = [i for i, row in enumerate(self._rows) if row.is_free]
     shared = [self._count_shared(row, prompt) for row in self._rows]
     best = max(range(len(shared)), key=lambda i: (shared[i], self._rows[i].is_free))
-    if shared[best]:
-      row = best if best in free else self._oldest(free)
-      place = TakenRow(row, best, shared[best])
-    else:
-      row = self._oldest(free)
-      place = TakenRow(row, None, 0)
-    self._rows[row].is_free = False
-    self._rows[row].ids = list(prompt[: place.shared])
-    return place
+    if not shared[best]:
+      return TakenRow(self._oldest(free), None, 0)
+    return TakenRow(best if best in free else self._oldest(free), best, shared[best])
 
   def note_read(self, row: int, ids: Sequence[int]) -> None:
     """Notes that the caches of a row hold these further tokens."""
@@ -94,6 +107,5 @@ class RowSlots:
     """Returns how many first tokens of a prompt a row can give, 0 if they are too few to copy."""
     if not self._reuses_prefixes:
       return 0
-    most = min(len(row.ids), len(prompt) - 1)
-    count = next((i for i in range(most) if row.ids[i] != prompt[i]), most)
+    count = count_common(row.ids, prompt[:-1])
     return count if count >= LEAST_SHARED else 0

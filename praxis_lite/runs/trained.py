@@ -321,6 +321,7 @@ class TrainedModel:
     chunk: int | None = None,
     chunks_per_step: int = 8,
     reuse_prefixes: bool = True,
+    kept_prefixes: int = 0,
     **settings: Unpack[Sampling],
   ) -> Batcher:
     """Returns a batcher, which continues prompts that come and go; see `Batcher.submit`.
@@ -333,6 +334,8 @@ class TrainedModel:
       chunk: how many tokens of a prompt are read at once; None chooses.
       chunks_per_step: how many chunks a step reads at most, so that rows do not wait long for a long prompt.
       reuse_prefixes: whether a prompt takes over the caches of the tokens with which another one begins too.
+      kept_prefixes: how many rows are kept after other requests have taken them, for later prompts that begin like
+        them; each needs as much memory as a row. What no prompt has used for the longest time makes room.
       **settings: settings of the `Sampler` for all requests, see `decode`. `max_tokens` and `temperature` are what
         requests have that do not set them.
 
@@ -357,6 +360,7 @@ class TrainedModel:
       chunk=chunk,
       chunks_per_step=chunks_per_step,
       reuse_prefixes=reuse_prefixes,
+      kept_prefixes=kept_prefixes,
     )
 
   def begin_to_compile_decode(

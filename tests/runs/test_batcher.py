@@ -15,6 +15,7 @@ from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.models.decoding import BeamSearch, SpeculativeSampler
+from praxis_lite.runs.prefix_store import PrefixStore
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.run_config import run_keys
 from praxis_lite.runs.row_slots import RowSlots, TakenRow
@@ -252,6 +253,10 @@ def test_texts_need_a_tokenizer():
     ({'rows': 0}, 'batcher: rows = 0; expected at least 1'),
     ({'max_length': 0}, 'batcher: max_length = 0; expected at least 1'),
     ({'rows': 'x'}, 'batcher: rows: expected int'),
+    ({'kept_prefixes': -1}, 'batcher: kept_prefixes = -1; expected at least 0'),
+    ({'kept_prefixes': None}, 'batcher: kept_prefixes: expected int'),
+    ({'kept_prefixes': 2, 'reuse_prefixes': False}, 'kept_prefixes = 2; it needs reuse_prefixes=True'),
+    ({'kept_prefixes': 10**13}, 'caches of rows = 3 and kept_prefixes = 10000000000000 need'),
     ({'chunk': 0}, 'batcher: chunk = 0; expected at least 1'),
     ({'max_length': 10**13}, 'batcher: the caches of rows = 3 need .* of memory; take fewer rows'),
     ({'temperature': 'hot'}, 'batcher: temperature: expected'),
@@ -328,6 +333,37 @@ def test_by_default_a_row_has_no_more_tokens_than_the_model_sees():
 
 
 # ---------------------------------------------------------------- rows
+
+
+TURNS = [f'{name} is the first of all. {text}' for text in ('why?', 'how?') for name in ('one', 'two', 'six')]
+
+
+@pytest.mark.parametrize('mesh', [ONE, pytest.param((2, 1, 3, 1), marks=pytest.mark.slow)], ids=str)
+def test_prefixes_outlive_the_rows_that_read_them(mesh):
+  """One row is too few for three beginnings that take turns; three places keep them, and tokens stay the same."""
+  found = {}
+  for kept in (0, 3):
+    own = batcher(mesh, rows=1, kept_prefixes=kept, chunks_per_step=20)
+    requests = [own.submit(turn, max_tokens=3, temperature=0.0) for turn in TURNS]
+    own.run()
+    found[kept] = [request.ids for request in requests], [request.shared for request in requests]
+  assert found[0][0] == found[3][0]
+  shared = len(TURNS[0]) - len('why?')
+  assert found[0][1] == [0] * 6 and found[3][1] == [0] * 3 + [shared] * 3
+  assert [len(p._compiled) for p in (own._programs._keep, own._programs._fetch, own._programs._read)] == [1] * 3
+
+
+def test_a_store_keeps_what_was_used_last_and_nothing_twice():
+  store, one, two, three = PrefixStore(2, 3), [1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]
+  assert store.find(one) is None and store.keep([1, 1]) is None  # Too few.
+  assert [store.keep(ids) for ids in (one, two, one, [2, 2, 2])] == [0, 1, None, None]
+  assert store.find([*one, 9]) == (0, 4) and store.find(one) == (0, 3)  # The last token is read again.
+  assert store.find([*one, 9], more_than=4) is None
+  assert store.keep(three) == 1 and store.find([*two, 9]) is None  # `two` was used least recently.
+  assert store.keep([*one, 5]) == 0  # It takes the place of its own beginning.
+  assert store.keep(two, but=1) == 0  # Place 1 is read next.
+  assert PrefixStore(0, 3).keep(one) is None is PrefixStore(0, 3).find(one)
+  assert PrefixStore(1, 3).keep(one, but=0) is None
 
 
 def test_a_prompt_takes_the_row_that_begins_like_it():
