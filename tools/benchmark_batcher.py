@@ -4,6 +4,7 @@
   python tools/benchmark_batcher.py
   python tools/benchmark_batcher.py --size=1b --dtype=bfloat16 --device=cuda --rows=32 --requests=256     on a GPU
   python tools/benchmark_batcher.py --system=64     prompts that begin with the same 64 tokens
+  python tools/benchmark_batcher.py --system=128 --systems=6 --rows=2 --kept=6     or with 6 beginnings, in turn
 
 A model of random weights continues the same requests greedily, in their order: in batches of `--rows` prompts,
 where a batch ends with its longest continuation, and in a batcher with `--rows` rows, with and without shared prefixes.
@@ -47,15 +48,22 @@ class Served(NamedTuple):
   ids: list[list[int]]
 
 
-def draw_requests(count: int, prompt: int, tokens: int, system: int, vocab_size: int) -> list[Asked]:
-  """Returns requests whose prompts and continuations have lengths up to these, short ones more often than long ones."""
+def draw_requests(count: int, prompt: int, tokens: int, system: int, vocab_size: int, systems: int = 1) -> list[Asked]:
+  """Returns requests whose prompts and continuations have lengths up to these, short ones more often than long ones.
+
+  Prompts begin with one of `systems` beginnings of `system` tokens, in turn.
+  """
   rng = np.random.default_rng(0)
-  shared = rng.integers(1, vocab_size, system).tolist()
+  shared = rng.integers(1, vocab_size, (systems, system)).tolist()
 
   def length(most: int) -> int:
     return int(np.clip(rng.exponential(most / 3), 1, most))
 
-  return [Asked(shared + rng.integers(1, vocab_size, length(prompt)).tolist(), length(tokens)) for _ in range(count)]
+  def draw(number: int) -> Asked:
+    own = rng.integers(1, vocab_size, length(prompt)).tolist()
+    return Asked(shared[number % systems] + own, length(tokens))
+
+  return [draw(number) for number in range(count)]
 
 
 def time_serving(serve: Callable[[], list[list[int]]]) -> Served:
@@ -90,6 +98,8 @@ def measure(model: Any, requests: list[Asked], args: argparse.Namespace) -> list
     'batcher': model.batcher(**settings, reuse_prefixes=False),
     'batcher, shared prefixes': model.batcher(**settings),
   }
+  if args.kept:
+    batchers['batcher, kept prefixes'] = model.batcher(**settings, kept_prefixes=args.kept)
   sides = {'padded batches': functools.partial(time_serving, lambda: serve_in_batches(model, requests, args.rows))}
   for name, batcher in batchers.items():
     sides[name] = functools.partial(time_serving, functools.partial(serve_in_rows, batcher, requests))
@@ -115,6 +125,8 @@ def main() -> None:
   parser.add_argument('--prompt', type=int, default=64, help='the longest prompt, without what all begin with')
   parser.add_argument('--tokens', type=int, default=160, help='the longest continuation')
   parser.add_argument('--system', type=int, default=0, help='how many tokens all prompts begin with')
+  parser.add_argument('--systems', type=int, default=1, help='how many such beginnings there are')
+  parser.add_argument('--kept', type=int, default=0, help='`kept_prefixes` of another batcher; 0 for none')
   parser.add_argument('--tokens_per_step', type=int, default=8)
   parser.add_argument('--rounds', type=int, default=5)
   parser.add_argument('--warm_up', type=int, default=1, help='rounds before that are not counted')
@@ -129,7 +141,8 @@ def main() -> None:
     folder, run = Path(directory) / 'checkpoint', Path(directory) / 'run'
     parameters = write_random_checkpoint(folder, args.size, args.dtype)
     import_run(folder, run, overrides=[f"task.model.fprop_dtype='{args.dtype}'", 'task.model.decoder_tpl.stop_ids=()'])
-    requests = draw_requests(args.requests, args.prompt, args.tokens, args.system, SIZES[args.size]['vocab_size'])
+    vocab_size = SIZES[args.size]['vocab_size']
+    requests = draw_requests(args.requests, args.prompt, args.tokens, args.system, vocab_size, args.systems)
     tokens = sum(asked.max_tokens for asked in requests)
     print(f'{args.size}: {parameters:,} parameters, {args.dtype}, on {jax.devices()[0].device_kind}')
     print(

@@ -58,8 +58,8 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
   return (layers_tpl,) if isinstance(layers_tpl, Config) else tuple(layers_tpl)
 
 
-def kinds_of_stack(stack: Config) -> tuple[Config, ...]:
-  """Returns the configs of the first layers and of the pattern of a stack, such as a `Repeat`."""
+def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
+  """Returns the configs of the first layers and of the pattern of a stack, such as a `Repeat`, or of its config."""
   return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat, check_pattern, kinds_of_stack, pattern
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
 from praxis_lite.layers.value_residual import mixes_values, without_value_residual
+
+T = TypeVar('T')
 
 # The fields of a model that its attention layers get.
 HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
@@ -248,13 +250,13 @@ class RepeatedTransformer(Repeat):
       self._make_first()
     super().setup()
 
-  def __call__(self, x_BTD: jax.Array, *args: object, **kwargs: Any) -> jax.Array:
+  def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
     """Returns the result of the last layer; see `Repeat.__call__`."""
-    return super().__call__(x_BTD, *args, **kwargs, **self._first_values(x_BTD))
+    return super().__call__(x, *args, **kwargs, **self._first_values(x))
 
-  def extend_step(self, x_BTD: jax.Array, *args: object, **kwargs: Any) -> jax.Array:
+  def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
     """Returns the result of the last layer for the next tokens; see `TransformerBlock.extend_step`."""
-    return super().extend_step(x_BTD, *args, **kwargs, **self._first_values(x_BTD))
+    return super().extend_step(x, *args, **kwargs, **self._first_values(x))
 
   def _make_first(self) -> None:
     """Makes the first block one that does not mix its values, outside of the scan."""
@@ -267,11 +269,11 @@ class RepeatedTransformer(Repeat):
       self.first_tpl = (self.layers_tpl,)
     self.first_tpl = (without_value_residual(self.first_tpl[0]), *self.first_tpl[1:])
 
-  def _first_values(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
+  def _first_values(self, x: Any) -> dict[str, jax.Array]:
     if not self._mixes_values:
       return {}
     first: Any = self.first[0]
-    return {'first_values': first.first_values(x_BTD)}
+    return {'first_values': first.first_values(x)}
 
 
 def add_windows(

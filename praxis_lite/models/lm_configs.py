@@ -161,7 +161,12 @@ def set_sharding(
   stacks = [getattr(lm, name) for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl') if hasattr(lm, name)]
   if len(stacks) > 1 and context_axis is not None:
     raise ConfigError('set_sharding: context_axis does not split the sequences of an encoder-decoder; leave it None')
-  for block in (block for stack in stacks for block in kinds_of_stack(stack)):
+  blocks = [block for stack in stacks for block in kinds_of_stack(stack)]
+  if (mtp := getattr(lm, 'mtp_tpl', None)) is not None:
+    mtp.module_tpl.join_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+    mtp.module_tpl.join_tpl.activation_split_dims_mapping.out = bld
+    blocks += [] if mtp.block_tpl is None else [mtp.block_tpl]
+  for block in blocks:
     block.activation_split_dims_mapping.out = bld
     attentions = [block.attention_tpl, *([block.cross_attention_tpl] if hasattr(block, 'cross_attention_tpl') else [])]
     for attention in attentions:
