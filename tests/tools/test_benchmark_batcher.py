@@ -36,7 +36,8 @@ def test_both_sides_continue_the_same_requests():
   assert all(1 <= asked.max_tokens <= 30 and 6 <= len(asked.prompt) <= 25 for asked in requests)
   model, args = Model(), argparse.Namespace(rows=3, tokens_per_step=8, rounds=2, warm_up=0, kept=2)
   table = TOOL['measure'](model, requests, args)
-  assert [row[0] for row in table] == ['padded batches', 'batcher', 'batcher, shared prefixes', 'batcher, kept prefixes']
+  batchers = ['batcher', 'batcher, shared prefixes', 'batcher, kept prefixes']
+  assert [row[0] for row in table] == ['padded batches', *batchers]
   assert table[0][3] == '1.00' and {row[-1] for row in table} == {'100%'}
   expected = [(tuple(asked.prompt), asked.max_tokens) for asked in requests]
   assert model.submitted == expected * 6
