@@ -161,3 +161,19 @@ class T5Large(_T5):
       hidden_dims=2816,
       remat='full',
     )
+
+
+@registry.register
+class T5Xl(_T5):
+  """T5 v1.1 XL, also the sizes of Flan-T5 XL: 2.8B parameters, fully sharded over 8 devices."""
+
+  def model(self) -> Config:
+    return encoder_decoder(
+      vocab_size=32_128,
+      model_dims=2048,
+      num_layers=24,
+      num_heads=32,
+      dims_per_head=64,
+      hidden_dims=5120,
+      remat='full',
+    )

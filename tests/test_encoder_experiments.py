@@ -47,6 +47,25 @@ def test_half_of_the_pairs_of_dates_are_the_same_day():
   assert source.num_examples == 1024 and source.get_next()['token_type_ids'].any()
 
 
+def same_letters(seed, count):
+  """Pairs of texts of three letters, and whether they begin with the same one of four."""
+  letters = np.random.default_rng(seed).integers(0, 4, (count, 2, 3))
+  letters[::2, 1, 0] = letters[::2, 0, 0]
+  texts = [[''.join('abcd'[i] for i in text) for text in pair] for pair in letters]
+  return [(one, other, int(one[0] == other[0])) for one, other in texts]
+
+
+@pytest.mark.slow
+def test_a_classifier_learns_to_compare_two_texts(tmp_path):
+  """Five eighths of the pairs begin with the same letter."""
+  config = configure(SameDate)
+  config.task.train.set(num_train_steps=300, eval_interval_steps=300, save_interval_steps=300)
+  config.task.train.learner.schedule.warmup_steps = 10
+  for seed, dataset in enumerate(config.datasets):
+    dataset.set(examples=same_letters(seed, 960 if seed == 0 else 256), seq_len=9, batch_size=32)
+  assert run_train(config, tmp_path).metrics['eval/validation']['accuracy'] > 0.9
+
+
 @pytest.mark.slow
 def test_packed_documents_are_right_on_a_mesh_that_divides_nothing():
   config = configure(StdlibBertTiny)

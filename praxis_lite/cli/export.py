@@ -48,7 +48,7 @@ def _run(values: flags.FlagValues) -> int:
 def _flags() -> CommandFlags:
   values = run_flags(restores=True)
   values.add_text('out', 'Directory to write, which must be empty or new.', 'exported')
-  what = 'forward: predictions for a batch. decode: prefill and decode step of a language model, with caches.'
+  what = 'forward: predictions for a batch. decode: prefill and decode step of a language model or an encoder-decoder.'
   values.add_choice('what', what, ['forward', 'decode'], 'decode', 'forward')
   formats = 'stablehlo for JAX, saved_model for TensorFlow; by default both. May be repeated.'
   text = f'{formats} Example: --format=stablehlo'

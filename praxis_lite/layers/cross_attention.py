@@ -18,15 +18,10 @@ class CrossAttention(MultiHeadAttention):
 
   It is called with `x_BTD`, the targets, and `kv_BSD`, the sources. Sources have no positions here: their encoder has
   put these into them. So `causal`, `sliding_window`, `local_chunk`, `rotary_tpl` and `relative_bias_tpl` are not
-  supported, nor are `combine_qkv` and `context_axis`.
+  supported, nor is `combine_qkv`. A `context_axis` splits the lengths of both targets and sources.
 
   Attributes: the same as for `MultiHeadAttention`.
   """
-
-  def _check_cross_attention(self) -> None:
-    super()._check_cross_attention()
-    if self.context_axis:
-      raise ConfigError(f'{self.path_name}.context_axis: cross attention does not support it; leave it unset')
 
   def setup(self) -> None:
     self._check_cross_attention()

@@ -27,6 +27,7 @@ from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import (
   HEADS,
+  PipelinedTransformer,
   RepeatedTransformer,
   StackedTransformer,
   TransformerBlock,
@@ -87,7 +88,7 @@ class TransformerEncoder(Layer):
   token_type: Embedding = child()
   embedding_norm: Norm = child()
   embedding_dropout: Dropout = child()
-  transformer: RepeatedTransformer | StackedTransformer = child()
+  transformer: RepeatedTransformer | StackedTransformer | PipelinedTransformer = child()
   final_norm: Norm = child()
 
   def setup(self) -> None:

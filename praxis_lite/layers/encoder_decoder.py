@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.attention import MultiHeadAttention
-from praxis_lite.layers.attention_spec import LogitBias
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.dropout import Dropout
@@ -30,10 +29,11 @@ from praxis_lite.layers.normalizations import Norm, RMSNorm
 from praxis_lite.layers.position_limit import PositionLimit, check_length, limit_of_table
 from praxis_lite.layers.positions import LearnedPositions, RelativeBias, SinusoidalPositions
 from praxis_lite.layers.repeat import kinds_of_stack
-from praxis_lite.layers.shared_bias import building_with_shared_bias, shared_bias
+from praxis_lite.layers.shared_bias import bias_of_positions, building_with_shared_bias, shared_bias
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
 from praxis_lite.layers.transformer import (
   HEADS,
+  PipelinedTransformer,
   RepeatedTransformer,
   StackedTransformer,
   TransformerBlock,
@@ -180,8 +180,8 @@ class TransformerEncoderDecoder(Layer):
   decoder_bias: RelativeBias = child()
   embedding_dropout: Dropout = child()
   output_dropout: Dropout = child()
-  encoder: RepeatedTransformer | StackedTransformer = child()
-  decoder: RepeatedTransformer | StackedTransformer = child()
+  encoder: RepeatedTransformer | StackedTransformer | PipelinedTransformer = child()
+  decoder: RepeatedTransformer | StackedTransformer | PipelinedTransformer = child()
   encoder_norm: Norm = child()
   decoder_norm: Norm = child()
   softmax: FullSoftmax = child()
@@ -313,7 +313,7 @@ class TransformerEncoderDecoder(Layer):
     """
     check_length(self.position_limit, max_len)
     source_BSD = self.encode(source_ids_BS, source_segment_ids)
-    self.decoder.init_decode_state(len(source_ids_BS), max_len, source_BSD, source_segment_ids)
+    self.decoder.init_decode_state(source_ids_BS.shape[0], max_len, source_BSD, source_segment_ids)
 
   def extend_step(self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array) -> jax.Array:
     """Appends T tokens to the target of each row; returns logits [B, V] of the token that follows token `last_B`.
@@ -323,9 +323,7 @@ class TransformerEncoderDecoder(Layer):
       pos_BT: int32 position of each; -1 is padding.
       last_B: int32 index in [0, T).
     """
-    bias = None
-    if self.relative_bias_tpl is not None:
-      bias = LogitBias(self.decoder_bias.bias_fn, self.decoder_bias.bias_params)
+    bias = None if self.relative_bias_tpl is None else bias_of_positions(self.decoder_bias)
     x_BTD = self._embed(self._look_up_target, 'decoder', ids_BT, pos_BT)
     x_BTD = self.decoder.extend_step(x_BTD, pos_BT, None, bias)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)

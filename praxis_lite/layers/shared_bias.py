@@ -1,9 +1,10 @@
 """A bias on attention logits that all layers of a stack share, from one table of offsets (T5, Raffel et al., 2020).
 
 The stack's parent has the `RelativeBias`. It builds the stack inside `building_with_shared_bias`, so that the attention
-layers know, and calls it with `logit_bias=shared_bias(...)`.
+layers know, and calls it with `logit_bias=shared_bias(...)`. Dimension 0 of each array in it is 1, for all rows: the
+stages of a pipeline get the rows of their microbatch of all arguments.
 
-N heads, T length.
+N heads, T length, K buckets.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.attention_spec import LogitBias
 from praxis_lite.layers.dot_product import many_logits
-from praxis_lite.layers.positions import RelativeBias
+from praxis_lite.layers.positions import BucketedBias, RelativeBias
 from praxis_lite.sharding.mesh import platform
 
 _is_shared: contextvars.ContextVar[bool] = contextvars.ContextVar('praxis_lite_is_bias_shared', default=False)
@@ -51,6 +53,21 @@ def shared_bias(layer: RelativeBias, length: int, *, in_blocks: bool = False) ->
     in_blocks: whether a layer computes its attention in blocks even if T is small.
   """
   if in_blocks or length * length >= many_logits(platform()):
-    return LogitBias(layer.bias_fn, layer.bias_params)
+    return bias_of_positions(layer)
   pos_1T = jnp.arange(length)[None]
   return layer(pos_1T, pos_1T)
+
+
+def bias_of_positions(layer: RelativeBias) -> LogitBias:
+  """In a call: returns the bias as a function of positions, for all layers of a stack."""
+  return LogitBias(_BiasOfAllRows(layer.bias_fn), layer.bias_params[None])
+
+
+class _BiasOfAllRows(NamedTuple):
+  """A bias whose table has a dimension for rows."""
+
+  of_table: BucketedBias
+
+  def __call__(self, table_1KN: jax.Array, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
+    """Returns the biases [B, N, T, S] for int32 positions."""
+    return self.of_table(table_1KN[0], query_pos_BT, key_pos_BS)

@@ -134,10 +134,18 @@ class EncoderDecoderModel(LanguageModel):
     return None if most is None else most - (self.source_end_id is not None)
 
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
-    raise ConfigError(
-      f"task.model: {type(self).__name__} cannot be exported as 'decode', whose programs continue prompts in place; "
-      "'forward' exports its predictions"
-    )
+    """Returns logits [B, V] of the first token of each target; leaves caches of `cache_length` slots as decode state.
+
+    This is for decoding loops outside of the program, whose tokens then have the positions 1, 2, ...
+
+    Args:
+      ids_BP: int32, the sources, padded at the end; `source_end_id` is added to them.
+      lengths_B: int32, their lengths.
+      cache_length: number of tokens of targets that are read, the start token included.
+    """
+    self.lm.init_decode_state(*_prompts_as_sources(ids_BP, lengths_B, self.source_end_id), cache_length)
+    first_B = jnp.zeros_like(lengths_B)
+    return self.extend_step(jnp.full_like(first_B, self.start_id), first_B)
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Writes a target for each source.

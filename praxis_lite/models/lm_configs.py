@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jax.typing import DTypeLike
 
@@ -158,10 +158,7 @@ def set_sharding(
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)  # A cache is not split along its length; others get `context_axis` below.
   lm.activation_split_dims_mapping.out = bld
-  stacks = [getattr(lm, name) for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl') if hasattr(lm, name)]
-  if len(stacks) > 1 and context_axis is not None:
-    raise ConfigError('set_sharding: context_axis does not split the sequences of an encoder-decoder; leave it None')
-  blocks = [block for stack in stacks for block in kinds_of_stack(stack)]
+  blocks = [block for stack in _stacks(lm) for block in kinds_of_stack(getattr(lm, stack))]
   if (mtp := getattr(lm, 'mtp_tpl', None)) is not None:
     mtp.module_tpl.join_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
     mtp.module_tpl.join_tpl.activation_split_dims_mapping.out = bld
@@ -172,7 +169,7 @@ def set_sharding(
     for attention in attentions:
       attention.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
       attention.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
-    block.attention_tpl.context_axis = context_axis
+      attention.context_axis = context_axis
     dense, kind = block.ff_tpl, target(block.ff_tpl)
     if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
       free = (_remove_axes(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
@@ -220,6 +217,11 @@ def _network(config: Config) -> Config:
   return encoder if encoder is not None and _is_encoder(encoder) else config
 
 
+def _stacks(lm: Config) -> list[str]:
+  """Returns the fields of a network that hold the configs of its stacks of blocks."""
+  return [name for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl') if hasattr(lm, name)]
+
+
 def _is_encoder(config: Config) -> bool:
   return isinstance(kind := target(config), type) and issubclass(kind, TransformerEncoder)
 
@@ -240,33 +242,40 @@ def set_pipeline(
   stage_remat: str = 'none',
   stage_axis: str | None = 'stage',
 ) -> Config[LmT]:
-  """Makes a language model run its blocks in stages of a pipeline; changes the config in place, and returns it.
+  """Makes a model run its blocks in stages of a pipeline; changes the config in place, and returns it.
 
   Its variables are the same as for the scan over blocks, so checkpoints can be restored with and without a pipeline.
+  An encoder-decoder has two pipelines on the same stages, and the second one begins when the first one has ended.
 
   Args:
-    config: the config of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`, whose fields are kept.
+    config: the config of a model or of its network, as for `set_sharding`. Its stacks of blocks are each a
+      `RepeatedTransformer`, whose fields are kept.
     num_stages, num_microbatches, microbatch_size, circular_repeat, batch_axes, stage_remat: see `Pipelined`.
     stage_axis: the mesh axis of the stages; None runs all stages on each device.
   """
-  lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
-  repeated = lm.transformer_tpl
+  pipeline: Config[Any] = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
+  pipeline.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
+  pipeline.set(batch_axes=batch_axes, stage_remat=stage_remat)
+  pipeline.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
+  lm = _network(config)
+  pipelined = {stack: _in_stages(getattr(lm, stack), stack, pipeline.clone()) for stack in _stacks(lm)}
+  lm.set(**pipelined)
+  return config
+
+
+def _in_stages(repeated: Config, field: str, pipelined: Config) -> Config:
+  """Returns the config of a pipeline with the fields of a `RepeatedTransformer`, which is the value of a field."""
   if not (isinstance(cls := target(repeated), type) and issubclass(cls, RepeatedTransformer | PipelinedTransformer)):
     raise ConfigError(
-      f'set_pipeline: transformer_tpl is the Config of {getattr(cls, "__name__", cls)}; stages need blocks '
+      f'set_pipeline: {field} is the Config of {getattr(cls, "__name__", cls)}; stages need blocks '
       'that are all alike, so it must be that of a RepeatedTransformer'
     )
   if getattr(repeated, 'sliding_windows', None) is not None:
     raise ConfigError(
-      'set_pipeline: transformer_tpl.sliding_windows makes blocks of several kinds, and stages need blocks that are '
-      'all alike; set transformer_tpl.layers_tpl.attention_tpl.sliding_window, which applies to all of them'
+      f'set_pipeline: {field}.sliding_windows makes blocks of several kinds, and stages need blocks that are '
+      f'all alike; set {field}.layers_tpl.attention_tpl.sliding_window, which applies to all of them'
     )
-  pipelined = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
-  pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
-  pipelined.set(batch_axes=batch_axes, stage_remat=stage_remat)
-  for field in field_names(Repeat) or ():
-    if field in repeated.__arguments__ and field != 'weight_split_dims_mapping':
-      setattr(pipelined, field, getattr(repeated, field))
-  pipelined.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
-  lm.transformer_tpl = pipelined
-  return config
+  for name in field_names(Repeat) or ():
+    if name in repeated.__arguments__ and name != 'weight_split_dims_mapping':
+      setattr(pipelined, name, getattr(repeated, name))
+  return pipelined

@@ -66,12 +66,12 @@ class ExportSettings(NamedTuple):
   """What is exported, and how.
 
   Attributes:
-    what: 'forward' for predictions, or 'decode' for prefill and decode step of a language model.
+    what: 'forward' for predictions, or 'decode' for prefill and decode step of a model that decodes.
     formats: 'stablehlo', 'saved_model' or both.
     batch_size: None exports programs for any batch size.
-    prompt_length: P, the length that prompts are padded to.
-    max_tokens: the largest number of tokens after a prompt; the caches have P + max_tokens - 1 slots. None uses that of
-      the model's sampler.
+    prompt_length: P, the length that prompts are padded to, which are the sources of an encoder-decoder.
+    max_tokens: the largest number of tokens after a prompt; the caches have P + max_tokens - 1 slots, or max_tokens if
+      prompts are sources. None uses that of the model's sampler.
     platforms: the platforms that the programs run on: 'cpu', 'cuda', 'rocm', 'tpu'.
   """
 
@@ -115,7 +115,9 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
       "'forward' exports its predictions"
     )
   positions = getattr(getattr(model, 'lm', None), 'max_positions', None)
-  if settings.what == 'decode' and positions is not None and _cache_length(model, settings) > positions:
+  if settings.what == 'decode' and model.prompts_are_sources:
+    _check_source_and_target(model, settings, positions)
+  elif settings.what == 'decode' and positions is not None and _cache_length(model, settings) > positions:
     length, tokens = settings.prompt_length, _max_tokens(model, settings)
     most = positions + 1 - length
     remedy = f'pass max_tokens (--max_tokens) of at most {most}, or' if most >= 1 else 'pass'
@@ -132,6 +134,22 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
   if 'saved_model' in settings.formats:
     with prefix_errors('format saved_model'):
       import_tensorflow("export only StableHLO: formats=('stablehlo',), or --format=stablehlo")
+
+
+def _check_source_and_target(model: Any, settings: ExportSettings, positions: int | None) -> None:
+  """Raises a ConfigError if sources or targets of these settings are longer than an encoder-decoder can read."""
+  most, tokens = model.most_prompt_tokens(), _max_tokens(model, settings)
+  if most is not None and settings.prompt_length > most:
+    raise ConfigError(
+      f'prompt_length: the sources of {settings.prompt_length} tokens are longer than the model can read; pass at most '
+      f'{most} (--prompt_length)'
+    )
+  if positions is not None and tokens > positions:
+    which = '' if settings.max_tokens else ', which is task.model.decoder_tpl.max_decode_steps'
+    raise ConfigError(
+      f'max_tokens: targets of {tokens} tokens{which} need as many positions, and the model has {positions}; pass at '
+      f'most {positions} (--max_tokens)'
+    )
 
 
 def export_model(
@@ -176,7 +194,7 @@ def export_model(
       signature = exported.seal_signature(_signature(programs, flat, about), written)
       (written / exported.SIGNATURE).write_text(json.dumps(signature, indent=2) + '\n', encoding='utf-8')
       shutil.copyfile(exported.__file__, written / 'load.py')
-      (written / 'README.md').write_text(_readme(programs, settings), encoding='utf-8')
+      (written / 'README.md').write_text(_readme(programs, settings, _first_position(model)), encoding='utf-8')
       if out.exists():
         out.rmdir()
       os.replace(written, out)
@@ -257,7 +275,9 @@ def _max_tokens(model: Any, settings: ExportSettings) -> int:
 
 
 def _cache_length(model: Any, settings: ExportSettings) -> int:
-  return settings.prompt_length + _max_tokens(model, settings) - 1  # The last token needs no slot.
+  # The last token needs no slot, and before the first one of a target, there is the token to start with.
+  before = 1 if model.prompts_are_sources else settings.prompt_length
+  return before + _max_tokens(model, settings) - 1
 
 
 def _export(
@@ -382,12 +402,12 @@ def _signature(programs: Sequence[_Program], variables: Arrays, about: Mapping[s
   }
 
 
-def _readme(programs: Sequence[_Program], settings: ExportSettings) -> str:
+def _readme(programs: Sequence[_Program], settings: ExportSettings, first_position: str) -> str:
   parts = [_README_HEAD.format(what=_WHAT[settings.what], platforms=', '.join(settings.platforms))]
   for program in programs:
     parts.append(f'## {program.name}\n\n{_table("input", program.inputs)}\n{_table("output", program.outputs)}')
   if settings.what == 'decode':
-    parts.append(_README_DECODE.format(most=settings.prompt_length))
+    parts.append(_README_DECODE.format(most=settings.prompt_length, first=first_position))
   first = programs[0]
   size = 2 if settings.batch_size is None else settings.batch_size
   zeros = ', '.join(
@@ -399,6 +419,11 @@ def _readme(programs: Sequence[_Program], settings: ExportSettings) -> str:
   if 'saved_model' in settings.formats:
     parts.append(_README_TF.format(name=first.name, inputs=zeros))
   return '\n'.join(parts)
+
+
+def _first_position(model: BaseModel) -> str:
+  """Returns what the position of the first token after a prompt is, for the README."""
+  return '1' if model.prompts_are_sources else '`lengths`'
 
 
 def _table(kind: str, arrays: Arrays) -> str:
@@ -422,7 +447,7 @@ _README_DECODE = """## The loop
 
 `ids` are the tokens of the prompts, padded at their end to {most}; `lengths` are the lengths of the prompts. `prefill`
 returns the logits of the next token of each row, and the caches. Then, for each further token: choose a token for each
-row from the logits, and call `decode_step` with these tokens as `ids`, their `positions` (`lengths` for the first
+row from the logits, and call `decode_step` with these tokens as `ids`, their `positions` ({first} for the first
 tokens, one more for each next ones), and the caches that the last call returned.
 """
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
+from encoder_decoder_cases import B, S, T, V, config, packed_batch
 from model_steps import AXES, assert_close, loss_and_gradients, take_a_step
 
 from praxis_lite.common.config import Config
@@ -16,23 +17,14 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import path_name
 from praxis_lite.inputs import ArrayInput, CharTokenizer, SourceTargetInput
 from praxis_lite.models import encoder_decoder, set_sharding
+from praxis_lite.runs.export import ExportSettings, check_export, export_model
+from praxis_lite.runs.exported import load_for_jax
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
-V, B, S, T = 13, 5, 9, 7
 STYLES = ('t5', 't5_v1_0', 'classical', 'bart')
-
-
-def config(style='t5', **fields):
-  sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': 2, 'num_encoder_layers': 3, 'num_heads': 3}
-  sizes |= {'hidden_dims': 10, 'num_buckets': 8, 'max_distance': 6, 'start_id': 4}
-  if style in ('classical', 'bart'):
-    del sizes['num_buckets'], sizes['max_distance']
-  model = encoder_decoder(**{**sizes, 'style': style, **fields})
-  model.decoder_tpl.set(max_decode_steps=6, temperature=0.0)
-  return model
 
 
 @functools.cache
@@ -40,21 +32,6 @@ def make(style='t5'):
   """A model, and variables that are not nearly constant functions."""
   model = config(style).instantiate()
   return model, jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w, drawn_variables(model.abstract_init()))
-
-
-def packed_batch():
-  """Up to three pairs in each row, padding at both ends, and a row without any."""
-  rng = np.random.default_rng(0)
-  sources = np.array([[1, 1, 2, 2, 2, 2, 3, 3, 0], [1] * 9, [0] * 9, [1, 1, 1, 2, 2, 2, 0, 0, 0], [1] * 8 + [0]])
-  targets = np.array([[1, 1, 1, 2, 3, 3, 0], [1] * 5 + [0] * 2, [0] * 7, [1, 2, 2, 2, 2, 2, 2], [1] * 7])
-  batch = {name: rng.integers(0, V, (B, n)) for name, n in (('source_ids', S), ('ids', T), ('labels', T))}
-  for side, segments in (('source_', sources), ('', targets)):
-    batch[f'{side}segment_ids'] = segments
-    batch[f'{side}segment_pos'] = np.array([[i - list(row).index(s) for i, s in enumerate(row)] for row in segments])
-  batch = {name: x.astype(np.int32) for name, x in batch.items()}
-  weights = (targets > 0).astype(np.float32)
-  weights[1, 0] = 0.5
-  return batch | {'weights': weights}
 
 
 def apart(batch):
@@ -384,7 +361,39 @@ def test_mistakes_are_named():
     model.apply(variables, {name: batch[name] for name in ('ids', 'labels', 'weights')})
   with pytest.raises(ConfigError, match=r"style: expected 't5', 't5_v1_0', 'classical' or 'bart', got 'bert'"):
     config('bert')
-  with pytest.raises(ConfigError, match='context_axis does not split the sequences of an encoder-decoder'):
-    set_sharding(config(), context_axis='data')
-  with pytest.raises(ConfigError, match="cannot be exported as 'decode'"):
-    model.apply(variables, batch['ids'], np.ones(B, np.int32), 9, method='prefill')
+
+
+# ------------------------------------------------------------------ export
+
+
+def check_export_of(model, directory, **fields):
+  check_export(model, directory, ExportSettings('decode', ('stablehlo',), **fields))
+
+
+def test_exported_programs_decode_the_same_tokens(tmp_path):
+  """For any number of rows, with an end of sources that is added."""
+  model, variables = config().set(source_end_id=9).instantiate(), make()[1]
+  settings = ExportSettings('decode', ('stablehlo',), prompt_length=S, max_tokens=6, platforms=('cpu',))
+  programs = load_for_jax(
+    export_model(model, jax.tree.map(np.asarray, variables), tmp_path / 'out', dict, settings, {})
+  )
+  assert 'positions` (1 for the first' in (tmp_path / 'out' / 'README.md').read_text()
+  data = sources()
+  _, expected = decode(model, variables, {'ids': data['source_ids'], 'prompt_lengths': data['source_lengths']})
+  for rows in ([0, 2, 3], [3]):
+    out = programs['prefill']({'ids': data['source_ids'][rows], 'lengths': data['source_lengths'][rows]})
+    for i in range(6):
+      tokens = np.asarray(out['logits']).argmax(-1).astype(np.int32)
+      np.testing.assert_array_equal(tokens, expected['ids'][rows, i])
+      caches = {name: x for name, x in out.items() if name != 'logits'}
+      if i < 5:
+        out = programs['decode_step']({'ids': tokens, 'positions': np.full(len(rows), i + 1, np.int32), **caches})
+
+
+def test_sources_and_targets_that_are_too_long_are_not_exported(tmp_path):
+  model = config('bart', max_len=8).set(source_end_id=9).instantiate()
+  with pytest.raises(ConfigError, match=r'prompt_length: the sources of 8 tokens are longer .* at most 7'):
+    check_export_of(model, tmp_path, prompt_length=8)
+  with pytest.raises(ConfigError, match=r'max_tokens: targets of 9 tokens need as many positions, .* at most 8'):
+    check_export_of(model, tmp_path, prompt_length=7, max_tokens=9)
+  check_export_of(model, tmp_path, prompt_length=7)
