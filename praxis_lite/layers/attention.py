@@ -97,7 +97,8 @@ class MultiHeadAttention(Layer):
     implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' is a
       fused kernel for NVIDIA GPUs, 'tokamax' has others for them, and 'splash' is for TPUs; 'auto' chooses one of
       these, see `choose_attention`.
-      Decoding is always dense.
+      Decoding is dense, or in pages; on TPUs, 'auto' and 'splash' compute a single token by the kernel of
+      `decode_kernel.py` where it can.
     context_axis: mesh axis that splits the length in training and evaluation (context parallelism), evenly or not; None
       does not split it. The mappings `blnh` and `blkh` say how batch and heads are split.
     context_method: 'ring' sends keys and values around a ring of devices; 'all_to_all' gives each device some of the
@@ -356,7 +357,18 @@ class MultiHeadAttention(Layer):
       bias=bias,
       sinks=sinks,
       has_values=self._caches_values,
+      kernel_split=self._cache_kernel_split,
     )
+
+  def _cache_kernel_split(self, num_rows: int | None) -> tuple[RowSplit | None, str]:
+    """Returns how a kernel that reads the cache is mapped over the mesh, and why it cannot be."""
+    if self.implementation not in ('auto', 'splash'):
+      return None, f"is chosen by 'auto' and 'splash', and {self.path_name}.implementation is {self.implementation!r}"
+    K = self._cache_heads[0]
+    split, obstacle = self._mesh.kernel_split(self.num_heads, K, num_rows)
+    if obstacle or split is None:
+      return split, obstacle
+    return split, self._mesh.cache_obstacle(split, K)
 
   def _keep(self, cache: KVCache) -> None:
     for name, array in cache._asdict().items():
@@ -560,4 +572,13 @@ class MultiHeadAttention(Layer):
     is_split = self.context_axis is not None
     name, reason = self._choose(length, length, mask, is_split, self._kernel_split(is_split)[1])
     over = '' if self.context_axis is None else f', {self.context_method.replace("_", "-")} over {self.context_axis!r}'
-    return f'{name} on {platform()}{over}: {reason}'
+    return f'{name} on {platform()}{over}: {reason}{self._describe_decoding(length)}'
+
+  def _describe_decoding(self, length: int) -> str:
+    """Returns the end of a line that says how a single token attends to a cache; '' where there is only one way."""
+    if platform() != 'tpu' or not self.causal:
+      return ''
+    cached = self._cached_attention()
+    assert self.fprop_dtype is not None  # Set once the layer is built.
+    obstacle = cached.kernel_obstacle(self.fprop_dtype, min(length, cached.window or length))
+    return f'; decoding: {f"in plain JAX, because its kernel {obstacle}" if obstacle else "a kernel for each token"}'

@@ -122,6 +122,18 @@ class AttentionMesh:
       return None, f'needs heads that divide evenly, not {num_heads} with {num_kv_heads} kv heads over {parts} devices'
     return RowSplit(batch, heads), ''
 
+  def cache_obstacle(self, split: RowSplit, num_kv_heads: int) -> str:
+    """Returns why a kernel split like this cannot read a cache where it is, as the end of a sentence; '' if it can."""
+    sizes, field = unmapped_axes(), f'{self.path}.activation_split_dims_mapping.blkh'
+    placement = self.resolve(self.blkh, field)
+    if placement is None:
+      return f'needs {field}, which says how the mesh splits the cache'
+    found = [tuple(a for a in spec_axes(e) if a in sizes) for e in placement.spec if e is not UNCONSTRAINED]
+    if found != [split.batch_axes, (), split.head_axes, ()]:
+      return f'needs {field} to split rows and heads as blnh does, and nothing else'
+    parts = math.prod(sizes[a] for a in split.head_axes)
+    return f'needs kv heads that divide evenly, not {num_kv_heads} over {parts} devices' if num_kv_heads % parts else ''
+
 
 _stage_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('praxis_lite_stage_axes', default=())
 

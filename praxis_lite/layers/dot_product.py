@@ -187,6 +187,11 @@ def _obstacle_of_size(kernel: Kernel, case: AttentionCase) -> str:
   return 'would need the mask or the bias as an array of this size' if as_array and kernel != 'splash' else ''
 
 
+def has_kernels_in(dtype: DTypeLike, kind: str | None = None) -> bool:
+  """Whether kernels for TPUs of this kind, by default that of the ambient mesh, can compute in this dtype."""
+  return jnp.dtype(dtype) != jnp.bfloat16 or not (kind or device_kind()).startswith(_ONLY_FLOAT32)
+
+
 def _cudnn_obstacle(case: AttentionCase) -> str:
   """Returns why the fused kernel cannot compute a case, as the end of a sentence; '' if it can."""
   if case.platform != 'gpu':
@@ -233,7 +238,7 @@ def _splash_obstacle(case: AttentionCase) -> str:
     return "needs a TPU, and the platform is 'gpu'"
   if case.dtype not in (jnp.bfloat16, jnp.float32):
     return f'computes in bfloat16 or float32, not in {jnp.dtype(case.dtype).name}'
-  if case.dtype == jnp.bfloat16 and case.device_kind.startswith(_ONLY_FLOAT32):
+  if not has_kernels_in(case.dtype, case.device_kind):
     return f'computes in float32 on {case.device_kind}, not in bfloat16'
   if case.arrays:
     return 'takes no mask or bias as an array'

@@ -10,6 +10,8 @@ The cost depends on the number of cached tokens, not on the size of the cache, f
 page by page, up to the last page with a token, with the online softmax of `blocks.py`. And a prompt longer than a page
 is read in steps of a page, so that no array has the size prompt length x cache length.
 
+On TPUs, the kernel of `decode_kernel.py` computes attention of a single token where it can.
+
 Entries may be stored in int8: each vector has a scale, max |x| / 127.
 
 A loop over layers passes on the stacked caches of all layers. Each layer writes its tokens into the stack, and reads
@@ -34,12 +36,16 @@ from praxis_lite.common.trees import NestedDict, Path, insert, leaves_by_path, m
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.base.expected_trips import expected_trips
-from praxis_lite.layers.blocks import Sums
-from praxis_lite.layers.dot_product import dot_product_attention, group_heads
+from praxis_lite.layers.blocks import Formula, Sums
+from praxis_lite.layers.blockwise import RowSplit
+from praxis_lite.layers.decode_kernel import attend_by_kernel
+from praxis_lite.layers.dot_product import dot_product_attention, group_heads, has_kernels_in
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
 from praxis_lite.layers.precision import sum_dtype
+from praxis_lite.sharding.mesh import platform
 
 T = TypeVar('T')
+_KERNEL_FROM = 256  # Slots of a cache from which on a single token is computed by the kernel.
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
 
 
@@ -134,6 +140,8 @@ class CachedAttention:
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
   sinks: jax.Array | None = None  # [N], see `dot_product_attention`.
   has_values: bool = True  # False if the values are the keys, which are stored once.
+  # Returns how a kernel is mapped over the mesh, for a number of rows or None, and why it cannot be.
+  kernel_split: Callable[[int | None], tuple[RowSplit | None, str]] = lambda rows: (None, '')
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
     """Returns an empty cache for sequences of up to `max_len` tokens, padding between them included."""
@@ -205,6 +213,29 @@ class CachedAttention:
     """Returns the results of attention to the tokens in a growing cache, [B, T, N, H]; see `extend`."""
     return self._attend(query_BTNH, pos_BT, cache, mask, None)
 
+  def kernel_obstacle(self, dtype: DTypeLike, num_slots: int, num_rows: int | None = None) -> str:
+    """Returns why the kernel does not compute attention of a single token, as the end of a sentence; '' if it does.
+
+    Args:
+      dtype: dtype of the queries.
+      num_slots: S.
+      num_rows: B; None if it is not known yet.
+    """
+    if platform() != 'tpu':
+      return f'is for TPUs, and the platform is {platform()!r}'
+    if num_slots < _KERNEL_FROM:
+      return f'is for caches of at least {_KERNEL_FROM} slots, not {num_slots}'
+    for name in (jnp.dtype(d).name for d in (dtype, self.dtype)):
+      if name not in ('bfloat16', 'float32'):
+        return f'takes bfloat16 and float32, not {name}'
+    if not has_kernels_in(dtype):
+      return f'does not compute in {jnp.dtype(dtype).name} on this chip'
+    if self.bias is not None:
+      return 'has no bias that depends on positions'
+    if not self.has_values:
+      return 'needs values that are not the keys'
+    return self.kernel_split(num_rows)[1]
+
   def _extend(
     self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask, pages: float | None = None
   ) -> tuple[jax.Array, KVCache]:
@@ -215,7 +246,8 @@ class CachedAttention:
     # In a ring, the first of several new tokens may attend to slots that the last one overwrites.
     after = _write_ring(cache, new)
     if new.num_slots == 1:
-      return self._attend_at_once(query_BTNH, new.pos, after, mask), after
+      attend = self._attend_by_kernel if self._has_kernel(query_BTNH, after) else self._attend_at_once
+      return attend(query_BTNH, new.pos, after, mask), after
     seen = jax.tree.map(_join_slots, cache.unstack()._replace(slot=None), _to_slots(new))
     return self._attend_at_once(query_BTNH, new.pos, seen, mask), after
 
@@ -232,6 +264,8 @@ class CachedAttention:
   def _attend(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, pages: float | None
   ) -> jax.Array:
+    if self._has_kernel(query_BTNH, cache):
+      return self._attend_by_kernel(query_BTNH, pos_BT, cache, mask)
     page = self._page(query_BTNH.shape[1], cache.num_slots)
     if page == cache.num_slots:
       return self._attend_at_once(query_BTNH, pos_BT, cache, mask)
@@ -243,6 +277,28 @@ class CachedAttention:
       return slots
     most = max(self.most_slots, self.page_size) if tokens == 1 else self.page_size
     return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
+
+  def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:
+    rows, tokens = query_BTNH.shape[:2]
+    return tokens == 1 and not self.kernel_obstacle(query_BTNH.dtype, cache.num_slots, rows)
+
+  def _attend_by_kernel(
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask
+  ) -> jax.Array:
+    (B, _, N, H), S, turn = query_BTNH.shape, cache.num_slots, cache.turn
+    pos_BS = cache.pos if turn is None else cache.pos[turn]
+    assert cache.value is not None
+    key, value = (cache.key[None], cache.value[None]) if turn is None else (cache.key, cache.value)
+    return attend_by_kernel(
+      query_BTNH.reshape(B, N, H),
+      key,
+      value,
+      jnp.broadcast_to(_mask_slots(mask, pos_BT, pos_BS)[:, 0], (B, S)),
+      0 if turn is None else turn,
+      formula=Formula(H**-0.5 if self.spec.scale is None else self.spec.scale, self.spec.logit_soft_cap),
+      sinks=self.sinks,
+      split=self.kernel_split(B)[0],
+    )[:, None]
 
   def _attend_at_once(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
     cache = cache.unstack()
