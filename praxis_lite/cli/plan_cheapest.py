@@ -13,12 +13,14 @@ from absl import flags
 from praxis_lite.cli.command import experiment_arguments
 from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.cli.plan_changes import PlanJob, read_interruptions, read_topology
-from praxis_lite.common.errors import UserError
+from praxis_lite.common.errors import UserError, prefix_errors
+from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
   from praxis_lite.instruments.plan.cheapest import CheapestRun, Offer
+  from praxis_lite.instruments.plan.loss_goal import LossGoal
 
-_OWN = ('prices', 'chips', 'budget', 'deadline')
+_OWN = ('prices', 'chips', 'budget', 'deadline', 'loss', 'runs', 'metric')
 _OTHERS = (
   *('topology', 'price_per_chip_hour', 'search', 'inference', 'what_if', 'compare', 'why', 'snapshot', 'check'),
   *('measured', 'write_experiment', 'batch_sizes', 'figures'),
@@ -34,6 +36,10 @@ def add_cheapest_flags(values: CommandFlags) -> None:
   numbers = 'With --cheapest: numbers of chips to consider; by default all powers of two on which it fits.'
   values.add_list('chips', numbers, '64,128,256')
   values.add_number('budget', 'With --cheapest: the most that the run may take, in money.', '50000', least=0)
+  values.add_number('loss', 'With --cheapest: a loss to reach, by the law of scaling of --runs.', '2.5', least=0)
+  values.add_text('runs', 'With --loss: the folder of finished runs of several sizes.', 'runs/sizes')
+  metric = 'With --loss: the metric that is the loss; by default that on evaluation data, or else the training loss.'
+  values.add_text('metric', metric, 'eval/validation/loss')
   values.add_text(
     'deadline', 'With --cheapest: the latest end of the run, in days or hours from now, or as a date.', '30d'
   )
@@ -41,6 +47,8 @@ def add_cheapest_flags(values: CommandFlags) -> None:
 
 def check_cheapest_flags(values: flags.FlagValues) -> None:
   """Raises UserError if flags of --cheapest are missing, invalid, or mixed with those of other plans."""
+  if values.loss == 0:
+    raise UserError('--loss=0: expected a loss of more than 0')
   for name in _OTHERS if values.cheapest else _OWN:
     if values[name].value:
       what = 'is for a plan of given chips; leave it out, or --cheapest' if values.cheapest else 'needs --cheapest'
@@ -49,6 +57,12 @@ def check_cheapest_flags(values: flags.FlagValues) -> None:
     return
   if values.hf and not any('batch_size' in line for line in values.set):
     raise UserError("--cheapest compares runs with the same batch: --hf needs --set 'datasets[*].batch_size=256'")
+  if values.loss is None and (values.runs or values.metric):
+    raise UserError(f'--{"runs" if values.runs else "metric"} needs --loss, the loss to reach, as in --loss=2.5')
+  if values.loss is not None and not values.runs:
+    raise UserError('--loss needs --runs, the folder of finished runs of several sizes, as in --runs=runs/sizes')
+  if values.loss is not None and values.tokens is not None:
+    raise UserError('--loss and --tokens both say how long to train; use one of them')
   if values.budget == 0:
     raise UserError('--budget=0: expected a price of more than 0')
   read_prices(values)
@@ -124,8 +138,10 @@ def find_cheapest_run(job: PlanJob, offers: list[Offer]) -> CheapestRun:
 
   values = job.values
   limit = None if values.deadline is None else read_deadline(values.deadline)
+  loss = None if values.loss is None else read_loss_goal(job)
+  tokens = values.tokens if loss is None else loss.tokens
   return find_cheapest(
-    *(job.config, None, offers, Goal(values.tokens, values.budget, limit)),
+    *(job.config, None, offers, Goal(tokens, values.budget, limit, loss)),
     interruptions=read_interruptions(values),
     verify=values.verify if values.compile else 0,
     seconds=values.search_seconds,
@@ -135,6 +151,30 @@ def find_cheapest_run(job: PlanJob, offers: list[Offer]) -> CheapestRun:
   )
 
 
+def read_loss_goal(job: PlanJob) -> LossGoal:
+  """Returns the tokens that the planned model needs for --loss, by the law of the finished runs in --runs.
+
+  Raises:
+    UserError: the runs do not tell the law, their vocabulary is another, or the model does not reach the loss.
+  """
+  from praxis_lite.cli.scaling_runs import count_active_parameters, read_finished_runs
+  from praxis_lite.instruments.plan.loss_goal import tokens_to_reach
+  from praxis_lite.instruments.plan.scaling_law import fit_scaling_law
+
+  values, task = job.values, job.config.task
+  job.report(f'reading {values.runs}')
+  found = read_finished_runs(values.runs, values.metric, values.trust)
+  for name, reason in found.left_out.items():
+    print(printable(f'left out: {name}: {reason}', one_line=True), file=sys.stderr)
+  vocab_size = str(getattr(task.model, 'vocab_size', ''))
+  if found.vocab_size and vocab_size != found.vocab_size:
+    what = f'the runs have vocab_size = {found.vocab_size}, and the planned model {vocab_size or "none"}'
+    raise UserError(f'--loss: losses of different vocabularies are not comparable; {what}')
+  with prefix_errors(f'--runs={values.runs}'):
+    fitted = fit_scaling_law(found.runs)
+  return tokens_to_reach(values.loss, count_active_parameters(task), fitted)
+
+
 def cheapest_text(job: PlanJob, found: CheapestRun) -> str:
   """Returns the result as text, with the command that plans the best option."""
   from praxis_lite.instruments.plan.cheapest_text import format_cheapest
@@ -142,7 +182,7 @@ def cheapest_text(job: PlanJob, found: CheapestRun) -> str:
   arguments = experiment_arguments(job.values)
   if job.values.hf:
     arguments = [f'--hf={job.values.hf}', *arguments[1:]]
-  tokens = [] if job.values.tokens is None else [f'--tokens={job.values.tokens:g}']
+  tokens = [] if job.values.tokens is None and found.goal.loss is None else [f'--tokens={found.goal.tokens:g}']
   return format_cheapest(found, ('praxis-lite', 'plan', *arguments, *tokens))
 
 

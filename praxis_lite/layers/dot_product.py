@@ -42,7 +42,7 @@ from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.layers.splash import mask_obstacle, splash_attention
 from praxis_lite.layers.tokamax_attention import tokamax_attention, why_no_attention_kernel
 from praxis_lite.sharding.constraints import is_partly_mapped, unmapped_axes
-from praxis_lite.sharding.mesh import device_kind, platform
+from praxis_lite.sharding.mesh import ask_device, platform
 
 Kernel = Literal['cudnn', 'tokamax', 'splash']
 Chosen = Literal['dense', 'blockwise', Kernel]
@@ -78,7 +78,7 @@ class AttentionCase(NamedTuple):
   soft_cap: bool = False
   dropout: bool = False
   sinks: bool = False  # Whether each head has a logit without a key.
-  device_kind: str = ''  # Such as 'TPU v5'.
+  only_float32: str = ''  # The kind of the devices if kernels have no bfloat16 on it, such as 'TPU v3'.
   excludes_self: bool = False  # Whether limits of the mask exclude the index of the query itself.
   splash_obstacle: str = ''  # What in the mask prevents splash attention, as the end of a sentence.
   mesh_obstacle: str = ''  # What in the mesh prevents splash attention and tokamax's kernels, as the end of a sentence.
@@ -114,7 +114,7 @@ class AttentionCase(NamedTuple):
       by_rows=more is not None,
       arrays=array_bias or has_array_mask(mask),
       partly_mapped=is_partly_mapped(),
-      device_kind=device_kind(),
+      only_float32=ask_device(_kind_without_bfloat16),
       excludes_self=min(limit for limit in (0, offsets.behind, offsets.ahead) if limit is not None) < 0,
       splash_obstacle=mask_obstacle(mask, *lengths),
       mesh_obstacle=mesh_obstacle,
@@ -187,9 +187,9 @@ def _obstacle_of_size(kernel: Kernel, case: AttentionCase) -> str:
   return 'would need the mask or the bias as an array of this size' if as_array and kernel != 'splash' else ''
 
 
-def has_kernels_in(dtype: DTypeLike, kind: str | None = None) -> bool:
-  """Whether kernels for TPUs of this kind, by default that of the ambient mesh, can compute in this dtype."""
-  return jnp.dtype(dtype) != jnp.bfloat16 or not (kind or device_kind()).startswith(_ONLY_FLOAT32)
+def has_kernels_in(dtype: DTypeLike) -> bool:
+  """Whether kernels for TPUs of the kind of the ambient mesh can compute in this dtype."""
+  return jnp.dtype(dtype) != jnp.bfloat16 or not ask_device(_kind_without_bfloat16)
 
 
 def _cudnn_obstacle(case: AttentionCase) -> str:
@@ -232,14 +232,18 @@ def _tokamax_obstacle(case: AttentionCase) -> str:
   return case.mesh_obstacle or why_no_attention_kernel(case.dims_per_head, soft_cap=case.soft_cap, window=case.window)
 
 
+def _kind_without_bfloat16(kind: str) -> str:
+  return kind if kind.startswith(_ONLY_FLOAT32) else ''
+
+
 def _splash_obstacle(case: AttentionCase) -> str:
   """Returns why splash attention cannot compute a case, as the end of a sentence; '' if it can."""
   if case.platform == 'gpu':
     return "needs a TPU, and the platform is 'gpu'"
   if case.dtype not in (jnp.bfloat16, jnp.float32):
     return f'computes in bfloat16 or float32, not in {jnp.dtype(case.dtype).name}'
-  if not has_kernels_in(case.dtype, case.device_kind):
-    return f'computes in float32 on {case.device_kind}, not in bfloat16'
+  if case.dtype == jnp.bfloat16 and case.only_float32:
+    return f'computes in float32 on {case.only_float32}, not in bfloat16'
   if case.arrays:
     return 'takes no mask or bias as an array'
   if case.logit_bias:

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.sharding.mesh import ask_device
 
 _FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 MATMULS = ('fprop', 'fp8')
@@ -31,9 +32,14 @@ MATMULS = ('fprop', 'fp8')
 def check_fp8(path: str) -> None:
   """Raises ConfigError, naming the field at `path`, on a GPU without products in 8-bit floating point."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  found = accelerator_of(device.device_kind) if device is not None and device.device_kind else None
-  if found is not None and found.kind == 'gpu' and 'f8e4m3fn' not in found.peaks:
-    raise ConfigError(f"{path}: 'fp8' needs a GPU of compute capability 8.9 or more, and {found.name} is older")
+  older = ask_device(_gpu_without_fp8) if device is not None and device.device_kind else ''
+  if older:
+    raise ConfigError(f"{path}: 'fp8' needs a GPU of compute capability 8.9 or more, and {older} is older")
+
+
+def _gpu_without_fp8(kind: str) -> str:
+  found = accelerator_of(kind)
+  return '' if found is None or found.kind != 'gpu' or 'f8e4m3fn' in found.peaks else found.name
 
 
 def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.extend import backend
 
 from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.jax_internals.lowering import replace_attribute
-from praxis_lite.sharding.mesh import device_kind
+from praxis_lite.sharding.mesh import ask_device, device_kind
 
 INSTALL = 'install praxis_lite[kernels]'
 OLDEST_CAPABILITY = (8, 0)  # Ampere.
@@ -38,13 +38,18 @@ def compute_capability() -> tuple[int, int] | None:
 
   If the chip is not known, it is the oldest one that the kernels take.
   """
-  known = accelerator_of(device_kind())
-  if known is not None and known.capability is not None:
-    return known.capability
+  known = ask_device(_capability_of)
+  if known is not None:
+    return known
   if jax.default_backend() != 'gpu':
     return OLDEST_CAPABILITY
   major, _, minor = str(getattr(jax.devices()[0], 'compute_capability', '')).partition('.')
   return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _capability_of(kind: str) -> tuple[int, int] | None:
+  known = accelerator_of(kind)
+  return None if known is None else known.capability
 
 
 @contextlib.contextmanager

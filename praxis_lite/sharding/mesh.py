@@ -176,8 +176,32 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
 
 def device_kind() -> str:
   """Returns the kind of the ambient mesh's devices, such as 'TPU v3', or of this process's if there is no mesh."""
+  return ask_device(_same)
+
+
+def ask_device(question: Callable[[str], T]) -> T:
+  """Returns the answer of a function to the kind of the ambient mesh's devices; see `device_kind`.
+
+  `have_same_answers` asks it again about other devices, so it must be defined at the top of a module.
+  """
+  _QUESTIONS.setdefault(question)
   device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None) or jax.devices()[0]
-  return str(device.device_kind)
+  return question(str(device.device_kind))
+
+
+def have_same_answers(kind: str, other: str) -> bool:
+  """Whether all that was asked so far has the same answers for two kinds of devices of one platform.
+
+  Then a program that was traced for one of them is that of the other, too.
+  """
+  return kind == other or all(question(kind) == question(other) for question in _QUESTIONS)
+
+
+_QUESTIONS: dict[Callable[[str], object], None] = {}  # Those of `ask_device`.
+
+
+def _same(kind: str) -> str:
+  return kind
 
 
 def bind_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:

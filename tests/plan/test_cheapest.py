@@ -6,6 +6,7 @@ import math
 import re
 import types
 
+import jax
 import pytest
 from browser import IS_NARROW, needs_chromium, use_page
 from small_lm import TOKENS, small_lm
@@ -14,7 +15,7 @@ from praxis_lite.cli.main import main
 from praxis_lite.cli.plan_cheapest import read_deadline
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import UserError
-from praxis_lite.instruments.plan import parse_topology, plan
+from praxis_lite.instruments.plan import parse_topology, plan, planning
 from praxis_lite.instruments.plan.cheapest import (
   CheapestRun,
   Goal,
@@ -28,8 +29,11 @@ from praxis_lite.instruments.plan.cheapest import (
 from praxis_lite.instruments.plan.cheapest_page import page_of_cheapest, render_page_of_cheapest
 from praxis_lite.instruments.plan.cheapest_text import format_cheapest
 from praxis_lite.instruments.plan.goodput import Interruptions
+from praxis_lite.instruments.plan.lowered_steps import LoweredSteps, StepKey
 from praxis_lite.instruments.plan.price import Price
 from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.layers.tokamax_target import _capability_of
+from praxis_lite.sharding import mesh
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 
@@ -138,6 +142,51 @@ def test_offers_without_room_for_the_state_are_not_estimated():
 def test_an_experiment_without_tokens_has_no_price():
   with pytest.raises(UserError, match='have no tokens'):
     run_on(offers((1,), h100=1), config=configure(registry.get('digits.DigitsMlp')))
+
+
+def test_estimates_that_have_one_program_lower_it_once(monkeypatch):
+  lowered, program_for = [], planning.program_for
+  monkeypatch.setattr(planning, 'program_for', lambda *args: (lowered.append(args[1].name), program_for(*args))[1])
+  shared = run_on(offers((1, 2), h100=2.0, a100=1.0))
+  number = len(lowered)
+  assert number == 3  # One for one chip, two for two chips, none for the second kind.
+  monkeypatch.setattr(LoweredSteps, 'find', lambda self, key, lower: lower())
+  alone = run_on(offers((1, 2), h100=2.0, a100=1.0))
+  assert len(lowered) - number == 2 * number and shared.estimates == alone.estimates
+  assert [facts(o) for o in shared.options] == [facts(o) for o in alone.options]
+
+
+def facts(o):
+  parts = (o.plan.memory, o.plan.cost, o.plan.work, o.plan.notes, o.plan.slow_paths, o.plan.mesh)
+  return o.topology.name, o.overrides, o.step_seconds, o.peak, o.money, *map(repr, parts)
+
+
+def test_only_equal_steps_are_shared(monkeypatch):
+  monkeypatch.setattr(mesh, '_QUESTIONS', {})
+  h100, h200, a100 = (parse_topology(f'{name}:1').target.cuda.name for name in ('h100', 'h200', 'a100'))
+  key = StepKey(small_lm().task, {'ids': jax.ShapeDtypeStruct((2, 3), 'int32')}, {'data': 2}, 'gpu', h100)
+  assert key.is_same_step(dataclasses.replace(key, task=small_lm().task, kind=a100))
+  for change in (
+    {'task': small_lm(hidden_dims=64).task},
+    {'inputs': {'ids': jax.ShapeDtypeStruct((2, 4), 'int32')}},
+    {'inputs': {}},
+    {'mesh': {'data': 4}},
+    {'mesh': {'mdl': 2}},
+    {'platform': 'tpu'},
+  ):
+    assert not key.is_same_step(dataclasses.replace(key, **change)), change
+  mesh._QUESTIONS[_capability_of] = None  # As if a layer had asked for it.
+  assert key.is_same_step(dataclasses.replace(key, kind=h200))
+  assert not key.is_same_step(dataclasses.replace(key, kind=a100))
+
+
+def test_a_layer_asks_about_the_devices_of_the_ambient_mesh(monkeypatch):
+  monkeypatch.setattr(mesh, '_QUESTIONS', {})
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh({'data': 2}, 'gpu', 'NVIDIA H200')):
+    assert (mesh.ask_device(len), mesh.device_kind()) == (11, 'NVIDIA H200')
+  assert not mesh.have_same_answers('NVIDIA H200', 'NVIDIA B200')  # `device_kind` asks for the very name.
+  del mesh._QUESTIONS[mesh._same]
+  assert mesh.have_same_answers('NVIDIA H200', 'NVIDIA B200') and not mesh.have_same_answers('NVIDIA H200', 'x')
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ from praxis_lite.instruments.plan.compilers import missing_compiler
 from praxis_lite.instruments.plan.fitting import made_to_fit
 from praxis_lite.instruments.plan.goodput import EXPECTED, Interruptions
 from praxis_lite.instruments.plan.knobs import Configured, configure_task
+from praxis_lite.instruments.plan.loss_goal import LossGoal
+from praxis_lite.instruments.plan.lowered_steps import LoweredSteps
 from praxis_lite.instruments.plan.memory import state_bytes
 from praxis_lite.instruments.plan.planning import Plan, plan
 from praxis_lite.instruments.plan.price import Price, chinchilla_tokens, price_of
@@ -56,11 +58,13 @@ class Goal(NamedTuple):
     tokens: number of tokens to train on; None means 20 for each active parameter.
     budget: the largest price; None if it does not matter.
     seconds: the longest time; None if it does not matter.
+    loss: the loss that the tokens reach, with their range; None if the number of tokens is the goal itself.
   """
 
   tokens: float | None = None
   budget: float | None = None
   seconds: float | None = None
+  loss: LossGoal | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,6 +78,7 @@ class Option:
     step_seconds, peak: seconds of a step and peak bytes of a device; if not compiled, corrected by compiled steps.
     price: time and money of the run.
     failure: why compiling failed, other than for lack of memory; '' if it did not fail or was not tried.
+    tokens_range: the least and the largest quotient of the tokens that a loss may take and those of the price.
   """
 
   topology: Topology
@@ -83,6 +88,7 @@ class Option:
   peak: float
   price: Price
   failure: str = ''
+  tokens_range: tuple[float, float] = (1.0, 1.0)
 
   @property
   def seconds(self) -> float:
@@ -100,10 +106,14 @@ class Option:
   @property
   def factors(self) -> TimeFactors | None:
     """The known quotients of the real time, and therefore money, and the planned one."""
-    return time_factors(self.topology, self.is_compiled)
+    known, tokens = time_factors(self.topology, self.is_compiled), self.tokens_range
+    if tokens == (1.0, 1.0):
+      return known
+    least, largest = known or (1.0, 1.0)
+    return TimeFactors(least * tokens[0], largest * tokens[1])
 
   def largest(self, value: float) -> float:
-    """Returns what the planned time or money may become at most, by the errors of earlier plans."""
+    """Returns what the planned time or money may become at most, by the errors of earlier plans and of tokens."""
     return value * (self.factors.largest if self.factors else 1.0)
 
   def is_beaten_by(self, other: Option) -> bool:
@@ -238,6 +248,7 @@ class _Search:
     self._corrections: dict[str, Correction] = {}  # By the name of a chip.
     self._left_out: dict[str, str] = {}
     self._estimates = 0
+    self._lowered = LoweredSteps()  # Kinds of GPUs share them, and so do searches of one offer.
 
   def run(self, offers: Sequence[Offer], verify: int, seconds: float) -> CheapestRun:
     start = time.monotonic()
@@ -308,7 +319,7 @@ class _Search:
     """Estimates `number` settings on an offer, from overrides on; returns whether there is one that fits."""
     name, config = offer.topology.name, self.config.change(before)
     self.report(f'estimating {name}, {self._estimates} settings so far')
-    found = search(config.explained, config.inputs, offer.topology, verify=0, estimates=number)
+    found = search(config.explained, config.inputs, offer.topology, verify=0, estimates=number, lowered=self._lowered)
     self._estimates += len(found)
     settings = [_Setting(offer, _last_of_each((*before, *r.overrides)), r.estimate) for r in found if r.fits]
     if not found[0].plan.is_time_known:
@@ -392,7 +403,9 @@ class _Search:
       seconds, peak = correction.expect(best, (topology.num_chips,))
     price = self._price(best, setting.offer, seconds)
     assert price is not None  # `_estimate` has checked it.
-    return Option(topology, setting.overrides, best, seconds, peak, price, self._failed.get(key, ''))
+    loss = self.goal.loss
+    tokens = (1.0, 1.0) if loss is None else (loss.least / loss.tokens, loss.most / loss.tokens)
+    return Option(topology, setting.overrides, best, seconds, peak, price, self._failed.get(key, ''), tokens)
 
   def _price(self, found: Plan, offer: Offer, step_seconds: float) -> Price | None:
     if self.goal.tokens is None and found.work.tokens is not None:

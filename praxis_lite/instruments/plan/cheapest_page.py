@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 
 from praxis_lite.common.figures import duration
@@ -13,6 +14,7 @@ from praxis_lite.instruments.plan.cheapest_text import (
   format_reached,
   left_out_lines,
   mark_of,
+  most_text,
   recommendation,
   setting_text,
 )
@@ -47,7 +49,7 @@ def page_of_cheapest(found: CheapestRun, title: str) -> dict[str, object]:
 
 
 def _option(option: Option, found: CheapestRun) -> dict[str, object]:
-  known = option.factors
+  known, is_limited = option.factors, math.isfinite(option.largest(1.0))
   return {
     'name': option.topology.name,
     'kind': option.topology.target.name,
@@ -58,11 +60,11 @@ def _option(option: Option, found: CheapestRun) -> dict[str, object]:
     'isUnbeaten': option in found.frontier,
     'seconds': option.seconds,
     'money': option.money,
-    'factors': None if known is None else [known.least, known.largest],
+    'factors': [known.least, known.largest] if known and is_limited else None,
     'timeText': duration(option.seconds),
-    'timeMost': '' if known is None else duration(option.largest(option.seconds)),
+    'timeMost': '' if known is None else most_text(duration, option, option.seconds),
     'moneyText': format_money(option.money),
-    'moneyMost': '' if known is None else format_money(option.largest(option.money)),
+    'moneyMost': '' if known is None else most_text(format_money, option, option.money),
     'reached': format_reached(option, found.goal),
     'step': option.step_seconds,
     'memory': option.peak,

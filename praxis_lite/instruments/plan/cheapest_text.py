@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from praxis_lite.common.figures import duration, format_axes, format_bytes, format_seconds, short_number
 from praxis_lite.instruments.plan.cheapest import CheapestRun, Goal, Option, excess
+from praxis_lite.instruments.plan.loss_goal import format_range
 from praxis_lite.instruments.plan.report import format_table, wrap_line
 
 _MOST_ROWS = 24
+_NO_LIMIT = 'no limit'  # A loss that may never be reached.
 
 
 def format_cheapest(found: CheapestRun, command: Sequence[str] = ('praxis-lite', 'plan')) -> str:
@@ -36,7 +39,7 @@ def _table(found: CheapestRun) -> str:
   for option in found.options[:_MOST_ROWS]:
     time, money = option.seconds, option.money
     known = option.factors is not None
-    most = [duration(option.largest(time)), format_money(option.largest(money))] if known else ['', '']
+    most = [most_text(duration, option, time), most_text(format_money, option, money)] if known else ['', '']
     rows.append(
       (
         mark_of(option),
@@ -54,9 +57,15 @@ def _table(found: CheapestRun) -> str:
   return '\n'.join([table, *([f'and {more} dearer ones'] if more > 0 else []), '* no other is both faster and cheaper'])
 
 
-def _range(form: object, value: float, option: Option) -> str:
-  assert callable(form) and option.factors is not None
-  return f'{form(option.factors.least * value)} to {form(option.factors.largest * value)}'
+def _range(form: Callable[[float], str], value: float, option: Option) -> str:
+  assert option.factors is not None
+  return f'{form(option.factors.least * value)} to {most_text(form, option, value)}'
+
+
+def most_text(form: Callable[[float], str], option: Option, value: float) -> str:
+  """Returns what a planned time or money may become at most, in the form `form`."""
+  largest = option.largest(value)
+  return _NO_LIMIT if math.isinf(largest) else form(largest)
 
 
 def format_money(value: float) -> str:
@@ -84,6 +93,7 @@ def format_reached(option: Option, goal: Goal) -> str:
 def format_goal(goal: Goal) -> str:
   """Returns what has to be reached, such as '1.00T tokens within 30.0 d for at most 50,000'."""
   tokens = '' if goal.tokens is None else f'{short_number(goal.tokens)} tokens'
+  tokens = tokens if goal.loss is None else f'a loss of {goal.loss.loss:g}, {tokens} ({format_range(goal.loss)})'
   within = '' if goal.seconds is None else f' within {duration(goal.seconds)}'
   budget = '' if goal.budget is None else f' for at most {format_money(goal.budget)}'
   return f'{tokens}{within}{budget}'
@@ -102,11 +112,12 @@ def recommendation(found: CheapestRun) -> list[str]:
   if found.is_reached and excess(best, goal, at_most=True) > 1:
     safe = [option for option in found.options if excess(option, goal, at_most=True) <= 1]
     text = 'by the errors of earlier plans, it may miss the goal'
+    text = text if goal.loss is None else 'by the errors of earlier plans and of the tokens, it may miss the goal'
     more = f'the cheapest that reaches it even so: {describe(safe[0])}' if safe else 'so may all others'
     lines.append(f'{text}; {more}')
   elif goal.budget is None and goal.seconds is None and len(found.frontier) > 1:
     lines.append(f'the fastest: {describe(found.frontier[-1])}')
-  return [*lines, *_doubts(found, best)]
+  return [*lines, *(goal.loss.notes if goal.loss else ()), *_doubts(found, best)]
 
 
 def describe(option: Option) -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
+from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import leaves_by_path, path_name
+from praxis_lite.common.trees import path_name
 from praxis_lite.instruments.explain.explanation import Explanation
 from praxis_lite.instruments.explain.report import Explained, parameter_table, task_and_inputs, trace_task
 from praxis_lite.instruments.plan.activations import explain_compiled
@@ -36,15 +37,16 @@ from praxis_lite.instruments.plan.cost import Communication, Cost, cost_of
 from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.lowered_steps import LoweredStep, LoweredSteps, StepFacts, StepKey
 from praxis_lite.instruments.plan.memory import Memory, live_memory, state_bytes
+from praxis_lite.instruments.plan.model_work import ModelWork, model_work
 from praxis_lite.instruments.plan.slow_operations import find_slow_operations
 from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.instruments.plan.uncertainty import time_factors
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.sharding.mesh import abstract_mesh
-from praxis_lite.sharding.weights import WeightHParams
-from praxis_lite.training.flops import model_flops
+from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import SlowPath, find_slow_paths
 from praxis_lite.training.state import state_layout
@@ -54,35 +56,6 @@ from praxis_lite.training.task import SingleTask
 _LEAST_SLOW = 0.01
 # The share of a GPU's memory that JAX takes by default.
 _DEFAULT_GPU_FRACTION = 0.75
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelWork:
-  """The work that the model requires in a step, on all devices together. Other work of the program is left out.
-
-  Attributes:
-    parameters, active_parameters: numbers of all parameters, and of those that one token uses.
-    tokens: tokens of a step; None if the batch has no `ids` of shape [B, T].
-    flops: 6 N + 12 L d S for each token, with N weights in matrix products, S keys, L layers and d = heads x dims.
-      Without tokens, three times the FLOPs of the forward pass.
-    causal_flops: 6 N + 6 L d S for each token; a causal mask leaves half of the attention.
-  """
-
-  parameters: int
-  active_parameters: int
-  tokens: int | None
-  flops: float
-  causal_flops: float
-
-  def unit(self, other: ModelWork) -> str:
-    """Returns the unit in which this work is compared with other work: 'tokens' if models have one size, or 'FLOPs'."""
-    return 'tokens' if self.tokens and other.tokens and self.parameters == other.parameters else 'FLOPs'
-
-  def ratio_to(self, other: ModelWork) -> float:
-    """Returns this work divided by other work, in their `unit`."""
-    if self.tokens and other.tokens and self.unit(other) == 'tokens':
-      return self.tokens / other.tokens
-    return self.flops / other.flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +155,7 @@ def plan(
   cache: Path | None = None,
   elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
+  lowered: LoweredSteps | None = None,
 ) -> Plan:
   """Returns the memory, time and communication of a task's train step on a topology.
 
@@ -193,6 +167,7 @@ def plan(
     cache: a directory for compiled programs.
     elsewhere: makes another process compile the step into the cache; see `child.py`. None compiles in this process.
     report: called with the name of each stage as it begins: 'tracing', 'compiling'.
+    lowered: keeps lowered steps for further plans without a compiler; None keeps none.
 
   Raises:
     ConfigError: the topology does not exist, or the shapes of a batch are not known.
@@ -206,7 +181,8 @@ def plan(
     )
   mesh = jax_task.mesh_sizes(topology.num_devices)
   check_mesh(mesh, topology)
-  planner = _Planner(jax_task, dict(struct), topology, report)
+  config: object = task.task if isinstance(task, ExperimentConfig) else task
+  planner = _Planner(jax_task, dict(struct), topology, report, config if isinstance(config, Config) else None, lowered)
   missing = missing_compiler(topology) if compile else ''
   if not compile or missing:
     return planner.plan_lowered(missing, [missing] if missing else [])
@@ -225,8 +201,11 @@ class _Planner:
     inputs: dict[str, object],
     topology: Topology,
     report: Callable[[str], object],
+    config: Config | None,
+    lowered: LoweredSteps | None,
   ):
     self._task, self._inputs, self._topology, self._report = jax_task, inputs, topology, report
+    self._config, self._lowered = config, lowered or LoweredSteps()
     self._mesh = jax_task.mesh_sizes(topology.num_devices)
     self._layers = list(jax_task.model.descendants())
     self._names, self._hidden = LayerNames(layer.path for layer in self._layers), HiddenWork(self._layers)
@@ -250,7 +229,7 @@ class _Planner:
     with pretend_cudnn_for_plans():
       layout = state_layout(self._task, self._mesh_alone())
       why = Why(trace_task(self._task, layout, self._inputs), names)
-    found = self._make(partitioned, 'compiled', memory, why.add_causes(cost, program), padding)
+    found = self._make(self._facts(partitioned), 'compiled', memory, why.add_causes(cost, program), padding)
     findings = why.find_rematerialized(step.messages)
     findings += why.find_replicated(cost.operations, topology.num_devices, self._hidden.paths)
     slow_paths = [*found.slow_paths, *find_slow_operations(program, cost, names, topology.target.kind)]
@@ -272,21 +251,44 @@ class _Planner:
     """
     topology = self._topology
     self._report('tracing')
+    step = self._lowered.find(self._key(), self._lower)
+    needs = refused.needs if refused else None
+    memory = analytic_memory(step.program, needs, step.state, topology.target, self._names)
+    cost = analytic_cost(step.program, self._mesh, topology, self._names)
+    found = self._make(step.facts, 'analytic', memory, cost, [*notes, UNCERTAIN, *step.padding])
+    return dataclasses.replace(found, failure=failure, is_refused=refused is not None and refused.does_not_fit)
+
+  def _key(self) -> StepKey | None:
+    if self._config is None:
+      return None
+    target = self._topology.target
+    kind = target.cuda.name if target.cuda else target.kind
+    return StepKey(self._config, self._inputs, self._mesh, target.kind, kind)
+
+  def _lower(self) -> LoweredStep:
     partitioned = PartitionedTask(self._task, self._inputs, mesh=self._mesh_alone())
     padding = _padding(partitioned)
-    lowered = program_for(partitioned.train_step, topology, self._hidden)
-    state, needs = state_bytes(partitioned), refused.needs if refused else None
-    memory = analytic_memory(lowered, needs, state, topology.target, self._names)
-    cost = analytic_cost(lowered, self._mesh, topology, self._names)
-    found = self._make(partitioned, 'analytic', memory, cost, [*notes, UNCERTAIN, *padding])
-    return dataclasses.replace(found, failure=failure, is_refused=refused is not None and refused.does_not_fit)
+    program = program_for(partitioned.train_step, self._topology, self._hidden)
+    return LoweredStep(program, state_bytes(partitioned), tuple(padding), self._facts(partitioned))
+
+  def _facts(self, partitioned: PartitionedTask) -> StepFacts:
+    mesh = dict(partitioned.mesh.shape)
+    with pretend_cudnn_for_plans():
+      jaxpr = partitioned.train_step.trace().jaxpr
+    return StepFacts(
+      mesh,
+      jaxpr,
+      model_work(partitioned),
+      tuple(describe_pipelines(self._task.model, partitioned.batch_size)),
+      tuple(parameter_table(self._task, mesh)),
+    )
 
   def _mesh_alone(self) -> AbstractMesh:
     """Returns the mesh without devices, whose kind decides which kernels a step uses."""
     target = self._topology.target
     return abstract_mesh(self._mesh, target.kind, target.cuda.name if target.cuda else None)
 
-  def _make(self, partitioned: PartitionedTask, mode: str, memory: Memory, cost: Cost, notes: Sequence[str]) -> Plan:
+  def _make(self, facts: StepFacts, mode: str, memory: Memory, cost: Cost, notes: Sequence[str]) -> Plan:
     target = self._topology.target
     notes = [*notes, *doubts(cost)]
     if runs := self._topology.experience:
@@ -302,22 +304,19 @@ class _Planner:
       notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
     if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
       notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
-    mesh = dict(partitioned.mesh.shape)
-    with pretend_cudnn_for_plans():
-      step = partitioned.train_step.trace()
-    slow_paths = find_slow_paths(step.jaxpr, self._task.model, target, partitioned.mesh.size)
+    slow_paths = find_slow_paths(facts.jaxpr, self._task.model, target, math.prod(facts.mesh.values()))
     return Plan(
       self._task.name,
       self._topology,
-      mesh,
+      facts.mesh,
       mode,
       memory,
       cost,
-      model_work(partitioned),
+      facts.work,
       notes=tuple(notes),
       slow_paths=tuple(slow for slow in slow_paths if slow.seconds > _LEAST_SLOW * cost.seconds),
-      pipelines=tuple(describe_pipelines(self._task.model, partitioned.batch_size)),
-      weights=tuple(parameter_table(self._task, mesh)),
+      pipelines=facts.pipelines,
+      weights=facts.weights,
     )
 
 
@@ -349,36 +348,6 @@ def doubts(cost: Cost) -> list[str]:
     f'neither the program nor a layer says how often the loops of {where} run; each counts once in the times below the '
     'headlines, and a step takes longer; give the numbers with `expected_trips`'
   ]
-
-
-def model_work(partitioned: PartitionedTask) -> ModelWork:
-  """Returns the work that the model of a task requires in a step."""
-  jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
-  parameters, active = partitioned.total_num_params, partitioned.active_num_params
-  if ids is None or len(ids.shape) != 2:
-    flops = model_flops(partitioned)
-    return ModelWork(parameters, active, None, flops, flops)
-  length = ids.shape[1]
-  tokens = partitioned.batch_size * length
-  weights = leaves_by_path(jax_task.model.abstract_init())
-  products = attention = 0.0
-  for layer in jax_task.model.descendants():
-    of_layer, repeats = layer.token_flops(length), _repeats(layer.path, weights)
-    products += repeats * of_layer.products
-    attention += repeats * of_layer.attention
-  # The backward pass takes twice the FLOPs of the forward pass.
-  return ModelWork(
-    parameters, active, tokens, tokens * 3 * (products + attention), tokens * 3 * (products + attention / 2)
-  )
-
-
-def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHParams]) -> int:
-  """Returns how often the layer at `path` is repeated, from the stacking of the nearest weights at or above it."""
-  for length in range(len(path), 0, -1):
-    near = next((w for p, w in weights.items() if p[:length] == path[:length]), None)
-    if near is not None:
-      return math.prod(near.repeat_prefix)
-  return 1
 
 
 def bottleneck_of(cost: Cost, topology: Topology, work: str) -> str:

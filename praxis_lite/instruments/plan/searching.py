@@ -24,6 +24,7 @@ from praxis_lite.instruments.explain.report import Explained
 from praxis_lite.instruments.plan.compilers import missing_compiler
 from praxis_lite.instruments.plan.fitting import made_to_fit
 from praxis_lite.instruments.plan.knobs import Configured, Setting, configure_task, knobs_of, neighbours, overrides_of
+from praxis_lite.instruments.plan.lowered_steps import LoweredSteps
 from praxis_lite.instruments.plan.planning import Plan, doubts, plan
 from praxis_lite.instruments.plan.report import format_table
 from praxis_lite.instruments.plan.topology import Topology, parse_topology
@@ -94,12 +95,13 @@ def search(
   cache: Path | None = None,
   elsewhere: Elsewhere | None = None,
   report: Callable[[str], object] = lambda stage: None,
+  lowered: LoweredSteps | None = None,
 ) -> list[Ranked]:
   """Returns settings of an experiment on a topology, the best first.
 
   Args:
     task: a config of a task, an experiment class, or the result of `configure` for one.
-    inputs, topology, cache, report: see `plan`.
+    inputs, topology, cache, report, lowered: see `plan`.
     verify: number of settings to compile, including the experiment's own; 0 compiles nothing.
     estimates: largest number of settings to estimate.
     seconds: approximate time limit; the experiment's own setting and one other are compiled even if that takes longer.
@@ -113,7 +115,7 @@ def search(
   topology = parse_topology(topology) if isinstance(topology, str) else topology
   config = configure_task(task, inputs)
   fitted, _ = made_to_fit(config.task, topology)
-  found = _Search(config.change(fitted), fitted, topology, batch_sizes, cache, elsewhere, report)
+  found = _Search(config.change(fitted), fitted, topology, batch_sizes, cache, elsewhere, report, lowered)
   return found.run(verify, estimates, seconds)
 
 
@@ -128,6 +130,7 @@ class _Search:
   cache: Path | None
   elsewhere: Elsewhere | None
   report: Callable[[str], object]
+  lowered: LoweredSteps | None
 
   def __post_init__(self) -> None:
     self._knobs = knobs_of(self.config, self.batch_sizes)
@@ -178,7 +181,7 @@ class _Search:
     self.report(f'estimating, {len(self._estimates) + 1} settings')
     try:
       config = self.config.change(overrides_of(self._knobs, setting))
-      found: Plan | None = plan(config.explained, config.inputs, self.topology, compile=False)
+      found: Plan | None = plan(config.explained, config.inputs, self.topology, compile=False, lowered=self.lowered)
     except (UserError, ValueError, TypeError):
       if must:
         raise

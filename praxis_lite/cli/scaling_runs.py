@@ -1,0 +1,126 @@
+"""Reads finished runs as what a law of scaling is fitted to: parameters, tokens and loss."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from praxis_lite.common.errors import UserError
+
+if TYPE_CHECKING:
+  from praxis_lite.common.config import Config
+  from praxis_lite.instruments.plan.scaling_law import FinishedRun
+  from praxis_lite.runs.records.runs import RunState
+
+_TRAIN_LOSS = 'train/loss'
+_END = 0.1  # The training loss is the mean over this share of the steps, the last ones.
+_VOCABULARY = 'task.model.vocab_size'
+
+
+class FinishedRuns(NamedTuple):
+  """Runs for a law of scaling.
+
+  Attributes:
+    runs: the runs.
+    metric: the metric that is their loss; a pattern such as `eval/*/loss` if each run has another input.
+    left_out: why other runs are left out, by their directories.
+    vocab_size: the size of their vocabulary as text; '' if they have none.
+  """
+
+  runs: tuple[FinishedRun, ...]
+  metric: str
+  left_out: Mapping[str, str]
+  vocab_size: str
+
+
+def read_finished_runs(folder: str, metric: str | None = None, trusted: Sequence[str] = ()) -> FinishedRuns:
+  """Returns the finished runs at or below a folder.
+
+  Args:
+    folder: the folder.
+    metric: the metric to take as the loss, as in `praxis-lite runs`; by default the loss on evaluation data, and the
+      mean training loss at the end for runs that have none.
+    trusted: modules or files whose code the configs may name.
+
+  Raises:
+    UserError: the folder has no runs, no run has the metric, or runs have different vocabularies.
+  """
+  from praxis_lite.runs.records.runs import find_runs, read_run
+
+  states = [read_run(directory) for directory in find_runs(folder)]
+  if not states:
+    raise UserError(f'--runs={folder}: there are no runs; name the folder of finished runs')
+  found: list[FinishedRun] = []
+  left_out: dict[str, str] = {}
+  name = _metric_of(states, metric)
+  vocabularies: dict[str, str] = {}
+  for state in states:
+    try:
+      found.append(_finished_run(state, name, trusted))
+      vocabularies.setdefault(state.fields.get(_VOCABULARY, ''), os.fspath(state.directory))
+    except UserError as error:
+      left_out[os.fspath(state.directory)] = str(error)
+  if len(vocabularies) > 1:
+    (one, first), (other, second), *_ = vocabularies.items()
+    raise UserError(
+      f'--runs={folder}: losses of different vocabularies are not comparable; {first} has vocab_size = {one}, and '
+      f'{second} {other}'
+    )
+  return FinishedRuns(tuple(found), name, left_out, next(iter(vocabularies), ''))
+
+
+def count_active_parameters(task: Config) -> int:
+  """Returns the number of a model's parameters that one token uses; `task` is the config of its task."""
+  import jax
+
+  return sum(weight.num_active for weight in jax.tree.leaves(task.instantiate().model.abstract_init()))
+
+
+def _metric_of(states: Sequence[RunState], metric: str | None) -> str:
+  from praxis_lite.runs.records.comparing import metric_to_compare
+
+  if metric is None and not any(
+    name.startswith('eval/') and name.endswith('/loss') for s in states for name in s.metrics
+  ):
+    return _TRAIN_LOSS
+  return metric_to_compare(states, metric or 'loss', 'min')[0]
+
+
+def _finished_run(state: RunState, metric: str, trusted: Sequence[str]) -> FinishedRun:
+  """Returns a run as a `FinishedRun`; raises UserError with the reason if it is none."""
+  from praxis_lite.instruments.explain.report import batch_of
+  from praxis_lite.instruments.plan.scaling_law import FinishedRun
+  from praxis_lite.runs.records.record import read_record
+
+  if state.is_running or state.num_steps is None or state.step < state.num_steps:
+    of = '' if state.num_steps is None else f' of {state.num_steps:,}'
+    raise UserError(f'it is not finished: step {state.step:,}{of}')
+  step, loss = _last_loss(state, metric)
+  config = read_record(state.directory, trusted=trusted).config
+  batch = batch_of(config.datasets)
+  shape = () if batch is None else getattr(batch.get('ids'), 'shape', ())
+  if len(shape) != 2:
+    raise UserError('the tokens of its batches are not known')
+  tokens = step * math.prod(shape)
+  return FinishedRun(count_active_parameters(config.task), tokens, loss, os.fspath(state.directory))
+
+
+def _last_loss(state: RunState, metric: str) -> tuple[int, float]:
+  """Returns the last value of a metric, and its step; for the training loss, a mean."""
+  assert state.num_steps is not None
+  names = [metric] if metric in state.metrics else fnmatch.filter(state.metrics, metric)
+  if not names:
+    raise UserError(f'it has no {metric}')
+  steps, values = state.metrics.curve(names[0])
+  step, end = int(steps[-1]), (1 - _END) * state.num_steps
+  if step < end:
+    raise UserError(f'its last {names[0]} is of step {step:,} of {state.num_steps:,}')
+  loss = float(np.mean(values[steps > end]) if names[0] == _TRAIN_LOSS else values[-1])
+  if not math.isfinite(loss):
+    raise UserError(f'its {names[0]} is not finite')
+  return step, loss

@@ -1,0 +1,88 @@
+"""Lowered steps that a search keeps: several estimates, as for two kinds of GPUs, are of one program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.trees import leaves_by_path
+from praxis_lite.instruments.explain.explanation import Explanation
+from praxis_lite.instruments.plan.local_program import LocalProgram
+from praxis_lite.instruments.plan.memory import StateBytes
+from praxis_lite.instruments.plan.model_work import ModelWork
+from praxis_lite.sharding.mesh import have_same_answers
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+  """What is known of a step on a mesh, whatever its chips are.
+
+  Attributes:
+    mesh: the size of each mesh axis.
+    jaxpr: the traced step.
+    work: the work that the model requires.
+    pipelines, weights: see `Plan`.
+  """
+
+  mesh: Mapping[str, int]
+  jaxpr: Any
+  work: ModelWork
+  pipelines: tuple[str, ...]
+  weights: tuple[Explanation, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredStep:
+  """A step that was lowered for a kind of chip: its program, the state on each device, notes about filler rows."""
+
+  program: LocalProgram
+  state: StateBytes
+  padding: tuple[str, ...]
+  facts: StepFacts
+
+
+@dataclasses.dataclass(frozen=True)
+class StepKey:
+  """What a lowered step depends on.
+
+  Attributes:
+    task: the config of the task.
+    inputs: shapes and dtypes of a batch.
+    mesh: the size of each mesh axis.
+    platform, kind: platform and kind of the devices.
+  """
+
+  task: Config
+  inputs: Mapping[str, object]
+  mesh: Mapping[str, int]
+  platform: str
+  kind: str
+
+  def is_same_step(self, other: StepKey) -> bool:
+    """Whether both have the same program, by all that tracing has asked about the kinds of devices so far."""
+    if (self.platform, [*self.mesh.items()]) != (other.platform, [*other.mesh.items()]):
+      return False
+    try:
+      is_same = leaves_by_path(self.inputs) == leaves_by_path(other.inputs) and self.task == other.task
+    except ValueError:  # Arrays in a config cannot be compared as a whole.
+      return False
+    return is_same and have_same_answers(self.kind, other.kind)
+
+
+class LoweredSteps:
+  """The lowered steps of one search."""
+
+  def __init__(self) -> None:
+    self._steps: list[tuple[StepKey, LoweredStep]] = []
+
+  def find(self, key: StepKey | None, lower: Callable[[], LoweredStep]) -> LoweredStep:
+    """Returns the step of a key, which `lower` makes if it is new; None is the key of a step that is not kept."""
+    known = None if key is None else next((step for other, step in self._steps if key.is_same_step(other)), None)
+    if known is not None:
+      return known
+    step = lower()
+    if key is not None:
+      self._steps.append((key, step))
+    return step

@@ -1,0 +1,71 @@
+"""The work that a model requires in a step, whatever program computes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from praxis_lite.common.trees import leaves_by_path
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.flops import model_flops
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelWork:
+  """The work that the model requires in a step, on all devices together. Other work of the program is left out.
+
+  Attributes:
+    parameters, active_parameters: numbers of all parameters, and of those that one token uses.
+    tokens: tokens of a step; None if the batch has no `ids` of shape [B, T].
+    flops: 6 N + 12 L d S for each token, with N weights in matrix products, S keys, L layers and d = heads x dims.
+      Without tokens, three times the FLOPs of the forward pass.
+    causal_flops: 6 N + 6 L d S for each token; a causal mask leaves half of the attention.
+  """
+
+  parameters: int
+  active_parameters: int
+  tokens: int | None
+  flops: float
+  causal_flops: float
+
+  def unit(self, other: ModelWork) -> str:
+    """Returns the unit in which this work is compared with other work: 'tokens' if models have one size, or 'FLOPs'."""
+    return 'tokens' if self.tokens and other.tokens and self.parameters == other.parameters else 'FLOPs'
+
+  def ratio_to(self, other: ModelWork) -> float:
+    """Returns this work divided by other work, in their `unit`."""
+    if self.tokens and other.tokens and self.unit(other) == 'tokens':
+      return self.tokens / other.tokens
+    return self.flops / other.flops
+
+
+def model_work(partitioned: PartitionedTask) -> ModelWork:
+  """Returns the work that the model of a task requires in a step."""
+  jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
+  parameters, active = partitioned.total_num_params, partitioned.active_num_params
+  if ids is None or len(ids.shape) != 2:
+    flops = model_flops(partitioned)
+    return ModelWork(parameters, active, None, flops, flops)
+  length = ids.shape[1]
+  tokens = partitioned.batch_size * length
+  weights = leaves_by_path(jax_task.model.abstract_init())
+  products = attention = 0.0
+  for layer in jax_task.model.descendants():
+    of_layer, repeats = layer.token_flops(length), _repeats(layer.path, weights)
+    products += repeats * of_layer.products
+    attention += repeats * of_layer.attention
+  # The backward pass takes twice the FLOPs of the forward pass.
+  return ModelWork(
+    parameters, active, tokens, tokens * 3 * (products + attention), tokens * 3 * (products + attention / 2)
+  )
+
+
+def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHParams]) -> int:
+  """Returns how often the layer at `path` is repeated, from the stacking of the nearest weights at or above it."""
+  for length in range(len(path), 0, -1):
+    near = next((w for p, w in weights.items() if p[:length] == path[:length]), None)
+    if near is not None:
+      return math.prod(near.repeat_prefix)
+  return 1
