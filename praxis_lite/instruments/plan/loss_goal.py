@@ -71,10 +71,9 @@ def format_law(fitted: FittedLaw) -> str:
 
 def _notes(needed: LossGoal, parameters: float, fitted: FittedLaw) -> Iterator[str]:
   yield format_law(fitted)
-  text = (
-    f'by it, {short_number(parameters)} parameters have a loss of {needed.loss:g} after {short_number(needed.tokens)} '
-  )
-  yield f'tokens, 90 % of fits to resampled losses say {format_range(needed)}'.join([text, ''])
+  size, tokens = short_number(parameters), short_number(needed.tokens)
+  text = f'by it, {size} parameters have a loss of {needed.loss:g} after {tokens} tokens'
+  yield f'{text}; 90 % of fits to resampled losses say {format_range(needed)}'
   if needed.most == float('inf'):
     share = sum(sample.limit(parameters) >= needed.loss for sample in fitted.samples) / len(fitted.samples)
     yield f'it may not be reached at all: {share:.0%} of these fits say that this model does not go below it'
