@@ -29,6 +29,7 @@ from praxis_lite.instruments.plan.cheapest import (
 from praxis_lite.instruments.plan.cheapest_page import page_of_cheapest, render_page_of_cheapest
 from praxis_lite.instruments.plan.cheapest_text import format_cheapest
 from praxis_lite.instruments.plan.goodput import Interruptions
+from praxis_lite.instruments.plan.loss_goal import LossGoal
 from praxis_lite.instruments.plan.lowered_steps import LoweredSteps, StepKey
 from praxis_lite.instruments.plan.price import Price
 from praxis_lite.instruments.plan.uncertainty import time_factors
@@ -81,6 +82,20 @@ def test_a_goal_that_earlier_errors_leave_open_comes_with_a_safe_option():
   assert '10.0 d 13.5 d 1,100 1,485 as planned' in text and 'no, 3.33 x' in text
   nowhere = CheapestRun(Goal(seconds=10.5 * DAY), (MORE,), {}, 1)
   assert 'it may miss the goal; so may all others' in format_cheapest(nowhere)
+
+
+def test_ranges_include_that_of_the_tokens_for_a_loss():
+  wide = dataclasses.replace(MORE, tokens_range=(0.5, 2.0))
+  assert wide.factors == (0.5 * MORE.factors.least, 2 * MORE.factors.largest)
+  endless = dataclasses.replace(MORE, tokens_range=(0.5, math.inf))
+  goal = Goal(1e9, seconds=12 * DAY, loss=LossGoal(2.5, 1e9, 5e8, math.inf, ('the law',)))
+  found = CheapestRun(goal, (endless,), {}, 1)
+  text = ' '.join(format_cheapest(found).split())
+  assert '10.0 d no limit 1,100 no limit as planned' in text and 'the law' in text
+  assert 'a loss of 2.5, 1.00B tokens (500M or more) within 12.0 d' in text
+  assert 'by the errors of earlier plans and of the tokens, it may miss the goal; so may all others' in text
+  (row,) = page_of_cheapest(found, 'x')['options']
+  assert (row['factors'], row['timeMost'], row['moneyMost']) == (None, 'no limit', 'no limit')
 
 
 TOKENS_OF_RUN = Goal(1e9)
