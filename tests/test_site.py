@@ -47,6 +47,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
     assert loaded and not [url for url in loaded if '//' in url], name
 
 
+@pytest.mark.slow
 def test_links_of_the_readme_lead_to_headings_that_are_there(site):
   readme = (ROOT / 'README.md').read_text()
   for page, heading in re.findall(r'\]\(docs/([^)#]+)\.md#([^)]+)\)', readme):

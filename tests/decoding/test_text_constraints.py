@@ -79,6 +79,7 @@ def continuations(constraint, tokenizer, seeds=(0,), decoder=Sampler, **fields):
 REGEXES = [r'[0-9]{3}-[0-9]{2}', r'(a|bc)+: ?[0-9]{1,4}', r'é?a*', r'[^0-9]{0,5}7']
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('regex', REGEXES)
 @pytest.mark.parametrize('tokenizer', [BYTES, CHARACTERS], ids=['bytes', 'characters'])
 def test_every_continuation_matches_the_expression(regex, tokenizer):

@@ -54,6 +54,7 @@ def test_every_array_is_explained_as_jax_would_place_it(config: ExperimentConfig
     assert str(e).startswith(e.path)
 
 
+@pytest.mark.slow_cases
 def test_what_check_finds_is_so(config: ExperimentConfig) -> None:
   found = explain_task(config)
   for problem in check(config):

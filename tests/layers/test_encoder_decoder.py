@@ -183,7 +183,7 @@ def test_all_blocks_of_a_stack_share_a_bias_of_offsets():
       np.testing.assert_allclose(encoded, rms(np.asarray(by_hand), variables['encoder_norm']), atol=2e-5)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('implementation', ['blockwise', 'dense'])
 def test_attention_in_blocks_computes_the_same_with_the_same_gradients(implementation):
   """Blockwise attention gets the bias as a function; with 'auto', a short row gets it as an array."""

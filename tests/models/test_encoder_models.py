@@ -221,7 +221,7 @@ def test_dropout_is_for_training_only(kind):
   np.testing.assert_allclose(loss_and_gradients(model, variables, batch, do_eval=True)[0], expected, rtol=1e-6)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['tied', 'mean'])
 def test_bfloat16_computes_near_float32_from_float32_weights(kind):
   variables = drawn_variables(make(kind)[0].abstract_init())

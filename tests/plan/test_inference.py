@@ -50,6 +50,7 @@ def test_the_bytes_of_caches_are_those_of_the_real_ones(plan):
   assert plan.cache_bytes >= LAYERS * ROWS * SLOTS * 2 * HEADS * DIMS * 4
 
 
+@pytest.mark.slow_cases
 def test_each_token_multiplies_all_weights_and_attends_to_the_whole_cache(plan):
   attention = 4 * LAYERS * HEADS * DIMS * SLOTS
   assert plan.is_time_known

@@ -104,6 +104,7 @@ def test_each_request_gets_the_tokens_that_it_gets_alone():
   assert own.statistics.new_tokens == sum(len(request.ids) for request in ended)
 
 
+@pytest.mark.slow
 def test_without_shared_prefixes_the_tokens_are_the_same():
   own = batcher(reuse_prefixes=False, tokens_per_step=1, chunks_per_step=1)
   requests = submit_all(own)

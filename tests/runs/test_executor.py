@@ -104,7 +104,7 @@ def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_py
   assert curves(tmp_path) == curves(directory)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
 def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_there(tmp_path, run_python, whole_run, name):
   process = run_python(RUN, str(tmp_path), str(DEVICES), open_gate(tmp_path / 'gate', 10), '', devices=DEVICES)

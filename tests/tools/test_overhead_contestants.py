@@ -56,6 +56,7 @@ def test_the_same_parameters_take_the_same_steps(contestants):
   np.testing.assert_allclose(*zip(*losses), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_compiled_programs_cost_the_same(contestants):
   framework, hand = contestants
   ratios = {
