@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.sharding.weights import JointInit, WeightHParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 
@@ -17,6 +17,8 @@ def drawn_variables(weights: NestedDict, seed: int = 0) -> NestedDict:
 
   def value(weight: WeightHParams) -> np.ndarray:
     assert weight.init is not None
+    if isinstance(weight.init, JointInit):
+      return np.asarray(0.1 * rng.standard_normal(weight.full_shape), weight.as_struct().dtype)
     start = weight.init.scale if weight.init.method == 'constant' else 0.0
     drawn = start + 0.1 * rng.standard_normal(weight.full_shape)
     kept = weight.init.method == 'constant' and not weight.trainable

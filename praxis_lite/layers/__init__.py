@@ -7,6 +7,7 @@ from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi_tempered_loss
 from praxis_lite.layers.blockwise import blockwise_attention
+from praxis_lite.layers.causal_conv import CausalConv
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.differential_attention import DifferentialAttention
@@ -20,6 +21,7 @@ from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooli
 from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.local_chunks import LocalChunks
+from praxis_lite.layers.mamba2 import GatedRMSNorm, Mamba2
 from praxis_lite.layers.masks import (
   ArrayMask,
   AttentionMask,
@@ -37,6 +39,7 @@ from praxis_lite.layers.masks import (
   query_array,
   row_array,
 )
+from praxis_lite.layers.mixer_block import MixerBlock
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.multi_token import MultiTokenModule, MultiTokenPrediction
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, IdentityNorm, LayerNorm, RMSNorm, RMSNormNoScale
@@ -51,6 +54,7 @@ from praxis_lite.layers.positions import (
   grid_positions,
 )
 from praxis_lite.layers.projections import PerDimScale, Projection
+from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.routing import Router
 from praxis_lite.layers.sequence_parts import SequenceSplit
@@ -82,6 +86,7 @@ __all__ = [
   'BiTemperedSoftmax',
   'Bias',
   'Causal',
+  'CausalConv',
   'Conv2D',
   'ConvNet',
   'CrossAttention',
@@ -93,6 +98,7 @@ __all__ = [
   'FullSoftmax',
   'FunctionMask',
   'GatedFeedForward',
+  'GatedRMSNorm',
   'GlobalPooling',
   'GroupNorm',
   'HeadTransform',
@@ -104,6 +110,8 @@ __all__ = [
   'Linear',
   'LocalChunks',
   'LogitBias',
+  'Mamba2',
+  'MixerBlock',
   'Mlp',
   'MoeFeedForward',
   'MultiHeadAttention',
@@ -121,6 +129,7 @@ __all__ = [
   'Projection',
   'RMSNorm',
   'RMSNormNoScale',
+  'Recurrent',
   'RelativeBias',
   'Repeat',
   'RepeatedTransformer',

@@ -394,7 +394,8 @@ class TransformerLm(Layer):
     for block in blocks:
       has_its_own = block.hidden_dims is not REQUIRED and any(block is other for other in first)
       block.set(**sizes | ({'hidden_dims': block.hidden_dims} if has_its_own else {}))
-      block.attention_tpl.causal = True
+      if block.attention_tpl is not None:
+        block.attention_tpl.causal = True
       may_have_bias += [block.attention_tpl, block.ff_tpl, block.norm_tpl]
     set_biases(self.use_bias, may_have_bias)
     self.create_child('transformer', transformer)

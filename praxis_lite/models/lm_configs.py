@@ -14,6 +14,7 @@ from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.encoder import TransformerEncoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
+from praxis_lite.layers.mixers import Mixer
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
@@ -167,9 +168,14 @@ def set_sharding(
     block.activation_split_dims_mapping.out = bld
     attentions = [block.attention_tpl, *([block.cross_attention_tpl] if hasattr(block, 'cross_attention_tpl') else [])]
     for attention in attentions:
-      attention.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
-      attention.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
-      attention.context_axis = context_axis
+      if attention is not None:
+        attention.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
+        attention.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+        attention.context_axis = context_axis
+    if getattr(block, 'mixer_tpl', None) is not None:
+      _split_mixer(block.mixer_tpl, batch=batch_axes, length=context_axis, data=data_axis, mdl=mdl_axis)
+    if block.ff_tpl is None:
+      continue
     dense, kind = block.ff_tpl, target(block.ff_tpl)
     if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
       free = (_remove_axes(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
@@ -207,6 +213,13 @@ def set_sharding(
     lm.embedding_tpl.weight_split_dims_mapping.wt = table
     lm.embedding_tpl.activation_split_dims_mapping.out = bld
   return config
+
+
+def _split_mixer(config: Config, **axes: str | tuple[str, ...] | None) -> None:
+  """Sets the mappings of a layer in the place of attention, as its class says."""
+  kind = target(config)
+  assert isinstance(kind, type) and issubclass(kind, Mixer)
+  kind.set_split(config, **axes)
 
 
 def _network(config: Config) -> Config:

@@ -17,6 +17,10 @@ AXES = {
   'D N H -> D (1+.+1 N H)': lambda x: np.concatenate([0 * x, x, 0 * x], axis=1).reshape(5, 36),
   'D N H -> (2+N+1 H) D': lambda x: np.pad(x.transpose(1, 2, 0), ((2, 1), (0, 0), (0, 0))).reshape(24, 5),
   'D N H -> (N 3+H) 1+D': lambda x: np.pad(x.transpose(1, 2, 0), ((0, 0), (3, 0), (1, 0))).reshape(21, 6),
+  'D N H -> 7|(N H)|9 D': lambda x: np.pad(x.transpose(1, 2, 0).reshape(12, 5), ((7, 9), (0, 0))),
+  'D N H -> D . 2|(N 1+H)': lambda x: np.pad(
+    np.pad(x, ((0, 0), (0, 0), (1, 0))).reshape(5, 1, 15), ((0, 0), (0, 0), (2, 0))
+  ),
   'N H D -> D (N H)': lambda x: x.transpose(2, 0, 1).reshape(4, 15),
   'I O L -> O I L': lambda x: x.swapaxes(0, 1),
 }
@@ -31,7 +35,7 @@ def test_a_part_of_a_variable_is_read_from_its_tensor(axes, bounds, tmp_path_fac
   theirs = np.ascontiguousarray(AXES[axes](x))
   folder = tmp_path_factory.mktemp('one')
   write_folder(folder, {'x': Declared(theirs.dtype, theirs.shape)}, lambda _: theirs, 10**9)
-  view = View(SHAPE, parse_axes(axes))
+  view = View.parse(SHAPE, axes)
   assert view.their_shape == theirs.shape
   index = tuple(slice(low, high) for low, high in bounds)
   np.testing.assert_array_equal(view.read(read_folder(folder)['x'], index), x[index])

@@ -218,6 +218,27 @@ def bi_tempered() -> Config:
   return config
 
 
+def mamba2() -> Config:
+  config = split(layers.Mamba2, ('data', 'mdl', None), OUT, input_dims=D, num_heads=2 * N, dims_per_head=H)
+  config.set(state_dims=5, num_groups=N, kernel_size=3, chunk_size=2, use_bias=True)
+  config.weight_split_dims_mapping.groups = ('data', 'mdl', None)
+  config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
+  return config
+
+
+def mixer_block() -> Config:
+  config = split(layers.MixerBlock, out=(BATCH, None, None), input_dims=D, hidden_dims=F, mixer_tpl=mamba2())
+  config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  config.ff_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def recurrent() -> Config:
+  config = split(layers.Recurrent, None, OUT, input_dims=D, output_dims=2 * F, direction='both', num_layers=2)
+  config.cell_tpl.weight_split_dims_mapping.wt = WT
+  return config.set(chunk_size=2)
+
+
 X = normal(B, T, D)
 SOURCE = normal(B, 6, D, seed=2)
 IMAGES = normal(B, 6, 7, 1)
@@ -236,6 +257,10 @@ CASES = {
   ),
   'BiTemperedSoftmax': lambda: Case(bi_tempered(), (X, ids(B, T)), float32_out=True),
   'Bias': lambda: Case(split(layers.Bias, ('mdl',), OUT, dims=D), (X,)),
+  'CausalConv': lambda: Case(
+    split(layers.CausalConv, (None, 'mdl', None), (BATCH, None, 'mdl', None), shape=(N, H), kernel_size=3),
+    (normal(B, T, N, H),),
+  ),
   'Conv2D': lambda: Case(
     split(layers.Conv2D, (None, None, None, WT), (BATCH, None, None, 'mdl'), filter_shape=(3, 2, 1, 5)), (IMAGES,)
   ),
@@ -251,6 +276,10 @@ CASES = {
     float32_out=True,
   ),
   'GatedFeedForward': lambda: Case(split(layers.GatedFeedForward, WT, OUT, input_dims=D, hidden_dims=F), (X,)),
+  'GatedRMSNorm': lambda: Case(
+    split(layers.GatedRMSNorm, ('mdl', None), (BATCH, None, 'mdl', None), num_heads=6, dims_per_head=H, num_groups=3),
+    (normal(B, T, 6, H), normal(B, T, 6, H, seed=1)),
+  ),
   'GlobalPooling': lambda: Case(split(layers.GlobalPooling, None, (BATCH, 'mdl')), (IMAGES,)),
   'GroupNorm': lambda: Case(split(layers.GroupNorm, ('mdl',), OUT, dims=9, num_groups=3), (normal(B, T, 9),)),
   'DifferentialAttention': lambda: Case(differential_attention(), (X,)),
@@ -260,6 +289,8 @@ CASES = {
   'LayerNorm': lambda: Case(split(layers.LayerNorm, ('mdl',), OUT, dims=D), (X,)),
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
+  'Mamba2': lambda: Case(mamba2(), (X,)),
+  'MixerBlock': lambda: Case(mixer_block(), (X,)),
   'Mlp': lambda: Case(mlp(), (X,)),
   'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
@@ -277,6 +308,7 @@ CASES = {
   ),
   'RMSNorm': lambda: Case(split(layers.RMSNorm, ('mdl',), OUT, dims=D), (X,)),
   'RMSNormNoScale': lambda: Case(split(layers.RMSNormNoScale, None, OUT, dims=D), (X,)),
+  'Recurrent': lambda: Case(recurrent(), (X,)),
   'RelativeBias': lambda: Case(
     split(layers.RelativeBias, (None, 'mdl'), (BATCH, 'mdl', None, None), num_heads=N, num_buckets=8),
     (POSITIONS, POSITIONS),

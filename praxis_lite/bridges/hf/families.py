@@ -15,6 +15,7 @@ from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.gpt_oss import GPT_OSS
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
+from praxis_lite.bridges.hf.mamba2 import MAMBA2
 from praxis_lite.bridges.hf.mixtures import MIXTURES
 from praxis_lite.bridges.hf.phi3 import PHI3
 from praxis_lite.bridges.hf.t5 import T5_LIKE
@@ -33,7 +34,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel
 
-_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT_OSS, GPT2, *T5_LIKE, BART, *ENCODERS
+_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT_OSS, GPT2, MAMBA2, *T5_LIKE, BART, *ENCODERS
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
 

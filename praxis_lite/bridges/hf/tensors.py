@@ -7,6 +7,7 @@ letters only name dimensions. Several variables may share a tensor. Numbers say 
 
     'D N H -> (2+N+1 H) D'      of the heads, two come before, and one comes after
     'D N H -> D (1+.+1 N H)'    the second of three parts; a point is a single entry
+    'D N H -> 7|(N H)|9 D'      before all heads and dims per head come 7 entries, and after them 9
 
 The stacked variables of a repeated layer have a tensor for each `{layer}`. The variables of `layers_0`, `layers_1`, ...
 do too; if these layers form a pattern that is repeated, they are stacked, `first_0`, ... are the layers before them,
@@ -67,15 +68,25 @@ class View:
   Attributes:
     shape: shape of the variable, in one layer and for one expert.
     groups: for each dimension of the tensor, the extents from which it is made, outermost first.
+    around: for each dimension of the tensor, how many entries come before and after all of these; () for none.
   """
 
   shape: tuple[int, ...]
   groups: tuple[tuple[Extent, ...], ...]
+  around: tuple[tuple[int, int], ...] = ()
+
+  @classmethod
+  def parse(cls, shape: tuple[int, ...], axes: str) -> View:
+    """Returns the view that a row of the table says; '' says that the dimensions are the same."""
+    if not axes:
+      return cls(shape, tuple((Extent(i),) for i in range(len(shape))))
+    return cls(shape, parse_axes(axes), parse_around(axes))
 
   @property
   def their_shape(self) -> tuple[int, ...]:
     """Shape of the whole tensor."""
-    return tuple(math.prod(map(self._size, group)) for group in self.groups)
+    sizes = [math.prod(map(self._size, group)) for group in self.groups]
+    return tuple(size + sum(around) for size, around in zip(sizes, self._around))
 
   @property
   def outermost(self) -> int:
@@ -85,12 +96,12 @@ class View:
   def read(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     """Returns the part `index` of the variable; reads little more of the tensor than this part."""
     their_index, split_shape, split_index = [], [], []
-    for group in self.groups:
+    for group, (before, _) in zip(self.groups, self._around):
       sizes, bounds = [self._size(extent) for extent in group], [self._bounds(extent, index) for extent in group]
       # If the part has one entry in each outer dimension, its range in the next dimension is contiguous.
       outer = next((i for i, (low, high) in enumerate(bounds) if high - low != 1), len(group) - 1)
       inner = math.prod(sizes[outer + 1 :])
-      start = sum(low * math.prod(sizes[i + 1 :]) for i, (low, _) in enumerate(bounds[: outer + 1]))
+      start = before + sum(low * math.prod(sizes[i + 1 :]) for i, (low, _) in enumerate(bounds[: outer + 1]))
       low, high = bounds[outer]
       their_index.append(slice(start, start + (high - low) * inner))
       split_shape += [*[1] * outer, high - low, *sizes[outer + 1 :]]
@@ -100,6 +111,7 @@ class View:
   def within(self, theirs: np.ndarray) -> np.ndarray:
     """Returns the variable in the whole tensor `theirs`, which must be contiguous, as a view to write to."""
     whole = tuple(slice(0, size) for size in self.shape)
+    theirs = theirs[tuple(slice(before, size - after) for size, (before, after) in zip(theirs.shape, self._around))]
     split = theirs.reshape([self._size(extent) for extent in self._extents])
     return self._ours(split[tuple(slice(*self._bounds(extent, whole)) for extent in self._extents)])
 
@@ -109,6 +121,10 @@ class View:
     whole = split[tuple(0 if axis is None else slice(None) for axis in axes)]
     kept = [axis for axis in axes if axis is not None]
     return whole.transpose([kept.index(i) for i in range(len(self.shape))])
+
+  @property
+  def _around(self) -> tuple[tuple[int, int], ...]:
+    return self.around or ((0, 0),) * len(self.groups)
 
   @property
   def _extents(self) -> list[Extent]:
@@ -125,16 +141,24 @@ class View:
 @functools.cache
 def parse_axes(axes: str) -> tuple[tuple[Extent, ...], ...]:
   """Returns the groups of 'D N H -> D (1+.+1 N H)': ((Extent(0),), (Extent(None, 1, 1), Extent(1), Extent(2)))."""
-  ours, theirs = (side.split() for side in axes.split(' -> '))
-  groups = re.findall(r'\(([^)]*)\)|(\S+)', ' '.join(theirs))
+  ours, theirs = axes.split(' -> ')
 
   def parse(text: str) -> Extent:
     name = re.fullmatch(r'(?:(\d+)\+)?([A-Za-z.])(?:\+(\d+))?', text)
     assert name is not None, axes
-    axis = None if name[2] == '.' else ours.index(name[2])
+    axis = None if name[2] == '.' else ours.split().index(name[2])
     return Extent(axis, int(name[1] or 0), int(name[3] or 0))
 
-  return tuple(tuple(parse(name) for name in (group or single).split()) for group, single in groups)
+  groups = _GROUP.findall(theirs)
+  return tuple(tuple(parse(name) for name in (group or single).split()) for _, group, single, _ in groups)
+
+
+def parse_around(axes: str) -> tuple[tuple[int, int], ...]:
+  """Returns how many entries come before and after each dimension: ((7, 9), (0, 0)) of 'D N H -> 7|(N H)|9 D'."""
+  return tuple((int(before or 0), int(after or 0)) for before, *_, after in _GROUP.findall(axes.split(' -> ')[1]))
+
+
+_GROUP = re.compile(r'(?:(\d+)\|)?(?:\(([^)]*)\)|([^\s|]+))(?:\|(\d+))?')
 
 
 class Piece(NamedTuple):
@@ -215,7 +239,7 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, orde
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
   experts, _, axes = pair.axes.rpartition(': ')
   shape = weight.shape[1:] if experts else weight.shape
-  view = View(shape, parse_axes(axes) if axes else tuple((Extent(i),) for i in range(len(shape))))
+  view = View.parse(shape, axes)
   counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
   for index in np.ndindex(*counts):
     stack = index[: len(weight.repeat_prefix)]  # A pipeline of several rounds has two stack dimensions.

@@ -1,0 +1,92 @@
+"""Mixer: the base of layers that mix the tokens of a row by a recurrence, in the place of attention.
+
+B batch, T length, D model dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer
+
+Axes = str | tuple[str, ...] | None
+
+
+class Mixer(Layer):
+  """A causal layer with a state of fixed size, from [B, T, D] to [B, T, D].
+
+  A subclass defines `mix`, and `init_decode_state`. Segments of packed rows do not see each other.
+
+  Attributes:
+    input_dims: D, also of the output.
+  """
+
+  causal: ClassVar[bool] = True
+
+  input_dims: int = REQUIRED
+
+  @classmethod
+  def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
+    """Sets the split mappings of a config of this class.
+
+    Args:
+      config: the config.
+      batch, length: mesh or logical axes that split the rows and the length of activations.
+      data, mdl: axes that split the model dims of weights, and the heads or channels.
+    """
+    raise NotImplementedError
+
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns [B, T, D].
+
+    Args:
+      x_BTD: rows of tokens.
+      segment_ids: [B, T] int32; each segment starts with an empty state. None means that a row is one segment.
+      segment_pos: not used, because the order of tokens is all that a recurrence knows of positions.
+      prefix_lengths: must be None.
+
+    Raises:
+      ConfigError: `prefix_lengths` are given, but a recurrence cannot see later tokens.
+    """
+    del segment_pos
+    self._refuse_prefixes(prefix_lengths)
+    return self.mix(x_BTD, segment_ids, None)
+
+  def init_decode_state(self, batch_size: int, max_len: int) -> None:
+    """Allocates the state of `batch_size` rows without tokens; its size does not depend on `max_len`."""
+    raise NotImplementedError
+
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, prefix_lengths: jax.Array | None = None) -> jax.Array:
+    """Returns [B, T, D] for the next tokens, and keeps the state after them.
+
+    Args:
+      x_BTD: the next token (T = 1) or tokens of each row.
+      pos_BT: int32, positions of the tokens; -1 is padding, which comes after the tokens of a row.
+      prefix_lengths: must be None.
+    """
+    if not self.decode_state:
+      raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
+    self._refuse_prefixes(prefix_lengths)
+    return self.mix(x_BTD, None, pos_BT)
+
+  def mix(self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None) -> jax.Array:
+    """Returns [B, T, D]: in one pass, or with positions, for the next tokens of rows with a state."""
+    raise NotImplementedError
+
+  def _refuse_prefixes(self, prefix_lengths: jax.Array | None) -> None:
+    if prefix_lengths is not None:
+      raise ConfigError(
+        f"{self.path_name}: a recurrence sees no later token, so a model with one has no model_type 'prefix'; "
+        "set it to 'causal'"
+      )

@@ -1,0 +1,117 @@
+"""Linear recurrences whose decay is a number for each head, computed in chunks by matrix products.
+
+    state_t = exp(decay_t) state_(t-1) + value_t key_t^T          [H, S]
+    out_t   = state_t query_t                                     [H]
+
+(state space duality of Mamba-2; Dao and Gu, 2024). Inside a chunk of L tokens this is attention without a softmax, with
+the decay between two tokens as a mask; the state passes on what earlier chunks have left:
+
+    out_i    = sum over j <= i of  (query_i . key_j) exp(total_i - total_j) value_j   +   exp(total_i) state query_i
+    state'   = exp(total_L) state + sum over j of  exp(total_L - total_j) value_j key_j^T
+
+where total_i is the sum of the decays up to token i. A segment starts with a state of zeros. Sums are in float32.
+
+B batch, T length, L and M tokens of a chunk, N heads, G groups of heads with the same keys and queries, H dims per
+head, S dims of the state.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.precision import sum_dtype
+
+
+class Tokens(NamedTuple):
+  """What the recurrence reads.
+
+  Attributes:
+    value: [B, T, N, H].
+    decay: [B, T, N], at most 0, in the dtype of sums.
+    key, query: [B, T, G, S].
+    starts: [B, T] bool, at which tokens a segment starts, so that the state before it is forgotten; None: at none.
+  """
+
+  value: jax.Array
+  decay: jax.Array
+  key: jax.Array
+  query: jax.Array
+  starts: jax.Array | None = None
+
+
+def segment_starts(segment_ids: jax.Array | None) -> jax.Array | None:
+  """Returns [B, T] bool, True for the first token of each segment but that of the row; None without segments."""
+  if segment_ids is None:
+    return None
+  return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+
+
+def scan_in_chunks(
+  tokens: Tokens, state_BNHS: jax.Array | None = None, chunk: int = 256
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the outputs, [B, T, N, H] in the dtype of the values, and the state after them, [B, N, H, S].
+
+  The backward pass keeps the state before each chunk, and computes the chunk again.
+
+  Args:
+    tokens: what the recurrence reads.
+    state_BNHS: the state before the first token, in the dtype of sums; None means zeros.
+    chunk: L.
+  """
+  (B, T, N, H), S = tokens.value.shape, tokens.key.shape[-1]
+  if state_BNHS is None:
+    state_BNHS = jnp.zeros((B, N, H, S), sum_dtype(tokens.value))
+  if chunk >= T:
+    last_BNHS, out = _read_chunk(state_BNHS, tokens)
+    return out, last_BNHS
+  count = -(-T // chunk)
+
+  def cut(x: jax.Array) -> jax.Array:
+    """Returns [C, B, L, ...]; zeros at the end change neither states nor earlier outputs."""
+    x = jnp.pad(x, ((0, 0), (0, count * chunk - T), *((0, 0),) * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(B, count, chunk, *x.shape[2:]), 1, 0)
+
+  read = jax.checkpoint(_read_chunk, prevent_cse=False)
+  last_BNHS, out = jax.lax.scan(read, state_BNHS, jax.tree.map(cut, tokens))
+  return jnp.moveaxis(out, 0, 1).reshape(B, count * chunk, N, H)[:, :T], last_BNHS
+
+
+def _read_chunk(state_BNHS: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+  """Returns the state after a chunk, and the outputs in it."""
+  value_BMNH, decay_BLN, key_BMGS, query_BLGS, starts_BL = tokens
+  (_, L, N, _), dtype, sums = value_BMNH.shape, value_BMNH.dtype, sum_dtype(value_BMNH)
+  per_group = N // key_BMGS.shape[2]
+  total_BLN = jnp.cumsum(decay_BLN, axis=1)
+  last_BN = total_BLN[:, -1]
+  visible_BLM = jnp.tri(L, dtype=bool)[None]
+  from_before_BLN, to_after_BMN, kept_BN = jnp.exp(total_BLN), jnp.exp(last_BN[:, None] - total_BLN), jnp.exp(last_BN)
+  if starts_BL is not None:
+    segment_BL = jnp.cumsum(starts_BL, axis=1)
+    visible_BLM &= segment_BL[:, :, None] == segment_BL[:, None, :]
+    from_before_BLN = jnp.where(segment_BL[..., None] == 0, from_before_BLN, 0)
+    to_after_BMN = jnp.where(segment_BL[..., None] == segment_BL[:, -1:, None], to_after_BMN, 0)
+    kept_BN = jnp.where(segment_BL[:, -1:] == 0, kept_BN, 0)
+
+  def product(formula: str, *arrays: jax.Array) -> jax.Array:
+    return jnp.einsum(formula, *(x.astype(dtype) for x in arrays), preferred_element_type=sums)
+
+  total_BNL = jnp.swapaxes(total_BLN, 1, 2)
+  between_BNLM = total_BNL[..., :, None] - total_BNL[..., None, :]
+  mask_BNLM = jnp.exp(jnp.where(visible_BLM[:, None], between_BNLM, -jnp.inf))
+  products_BGLM = product('BLGS,BMGS->BGLM', query_BLGS, key_BMGS)
+  weights_BNLM = _to_heads(products_BGLM, 1, per_group) * mask_BNLM
+  query_BLNS, key_BMNS = _to_heads(query_BLGS, 2, per_group), _to_heads(key_BMGS, 2, per_group)
+  out_BLNH = product('BNLM,BMNH->BLNH', weights_BNLM, value_BMNH)
+  out_BLNH += product('BLNS,BNHS->BLNH', query_BLNS, state_BNHS) * from_before_BLN[..., None]
+  added_BNHS = product('BMNS,BMNH->BNHS', key_BMNS, value_BMNH * to_after_BMN[..., None])
+  return kept_BN[..., None, None] * state_BNHS + added_BNHS, out_BLNH.astype(dtype)
+
+
+def _to_heads(x: jax.Array, axis: int, per_group: int) -> jax.Array:
+  """Returns an array of groups as one of heads; of heads in one group, by broadcasting."""
+  if x.shape[axis] == 1:
+    return jnp.broadcast_to(x, (*x.shape[:axis], per_group, *x.shape[axis + 1 :]))
+  return x if per_group == 1 else jnp.repeat(x, per_group, axis=axis)

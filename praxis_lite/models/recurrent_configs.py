@@ -1,0 +1,136 @@
+"""Configs of language models whose blocks mix tokens by recurrences, alone or in turn with attention."""
+
+from __future__ import annotations
+
+import math
+
+from jax.typing import DTypeLike
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.feedforward import GatedFeedForward
+from praxis_lite.layers.mamba2 import Mamba2
+from praxis_lite.layers.mixer_block import MixerBlock
+from praxis_lite.layers.mixers import Mixer
+from praxis_lite.layers.normalizations import RMSNorm
+from praxis_lite.layers.positions import RotaryPositions
+from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
+from praxis_lite.layers.transformer import RepeatedTransformer, TransformerBlock, TransformerLm
+from praxis_lite.models.language_model import LanguageModel
+from praxis_lite.sharding.weights import WeightInit
+
+
+def mamba2_lm(
+  *,
+  vocab_size: int,
+  model_dims: int,
+  num_layers: int,
+  dims_per_head: int = 64,
+  expand: int = 2,
+  state_dims: int = 128,
+  num_groups: int = 1,
+  kernel_size: int = 4,
+  chunk_size: int = 256,
+  attention_every: int | None = None,
+  num_attention_heads: int | None = None,
+  tie_embeddings: bool = True,
+  epsilon: float = 1e-5,
+  remat: str = 'auto',
+  fprop_dtype: DTypeLike | None = None,
+) -> Config[LanguageModel]:
+  """Returns the config of a language model of Mamba-2 blocks (Dao and Gu, 2024).
+
+  Args:
+    vocab_size, model_dims, num_layers: see `TransformerLm`.
+    dims_per_head, state_dims, num_groups, kernel_size, chunk_size: see `Mamba2`.
+    expand: the heads of a mixer have `expand` times the model dims together.
+    attention_every: every block of this number, such as every sixth, is attention with rotary positions and a gated
+      feed-forward layer; None means none is.
+    num_attention_heads: heads of attention; None means one for each 64 model dims, at least one.
+    tie_embeddings: whether softmax and embedding share a table.
+    epsilon: of all norms.
+    remat: see `layers/remat.py`.
+    fprop_dtype: dtype of the computation; None means that of the weights, float32.
+
+  Raises:
+    ConfigError: the heads do not have `expand` times the model dims, or `attention_every` is less than 2.
+  """
+  num_heads, left = divmod(expand * model_dims, dims_per_head)
+  if left or not num_heads:
+    raise ConfigError(
+      f'mamba2_lm: dims_per_head, {dims_per_head}, does not divide expand x model_dims = {expand * model_dims}'
+    )
+  mixer = Config(Mamba2, num_heads=num_heads, dims_per_head=dims_per_head, state_dims=state_dims)
+  mixer.set(num_groups=num_groups, kernel_size=kernel_size, chunk_size=chunk_size)
+  mixer.norm_tpl.epsilon = epsilon
+  return recurrent_lm(
+    mixer,
+    vocab_size=vocab_size,
+    model_dims=model_dims,
+    num_layers=num_layers,
+    attention_every=attention_every,
+    num_attention_heads=num_attention_heads or max(1, model_dims // 64),
+    tie_embeddings=tie_embeddings,
+    epsilon=epsilon,
+    remat=remat,
+    fprop_dtype=fprop_dtype,
+  )
+
+
+def recurrent_lm(
+  mixer: Config[Mixer],
+  *,
+  vocab_size: int,
+  model_dims: int,
+  num_layers: int,
+  hidden_dims: int | None = None,
+  attention_every: int | None = None,
+  num_attention_heads: int = 1,
+  tie_embeddings: bool = True,
+  epsilon: float = 1e-5,
+  remat: str = 'auto',
+  fprop_dtype: DTypeLike | None = None,
+) -> Config[LanguageModel]:
+  """Returns the config of a language model whose blocks have this mixer.
+
+  Args:
+    mixer: config of a `Mixer`, without its `input_dims`.
+    vocab_size, model_dims, num_layers: see `TransformerLm`.
+    hidden_dims: hidden dims of the gated feed-forward layer of each block. None leaves it out of blocks with a mixer;
+      blocks with attention then have 4 D.
+    attention_every, num_attention_heads, tie_embeddings, epsilon, remat, fprop_dtype: see `mamba2_lm`.
+  """
+  if attention_every is not None and attention_every < 2:
+    raise ConfigError(f'attention_every: expected at least 2, or None for no attention, got {attention_every}')
+  lm = Config(TransformerLm, params_init=WeightInit.Gaussian(0.02))
+  lm.transformer_tpl = Config(RepeatedTransformer, remat=remat)
+  norm = Config(RMSNorm, epsilon=epsilon)
+  residual_init = WeightInit.Gaussian(0.02 / math.sqrt(num_layers))
+  block = Config(MixerBlock, mixer_tpl=mixer.clone(), norm_tpl=norm, ff_tpl=None)
+  if hasattr(block.mixer_tpl, 'out_tpl'):
+    block.mixer_tpl.out_tpl.params_init = residual_init
+  feed_forward = Config(GatedFeedForward, out_init=residual_init)
+  if hidden_dims is not None:
+    block.ff_tpl = feed_forward
+  lm.transformer_tpl.layers_tpl = block
+  if attention_every is not None:
+    attention = Config(TransformerBlock, norm_tpl=norm.clone(), ff_tpl=feed_forward.clone())
+    attention.attention_tpl.rotary_tpl = Config(RotaryPositions)
+    attention.attention_tpl.out_tpl.params_init = residual_init
+    lm.transformer_tpl.layers_tpl = (*(block.clone() for _ in range(attention_every - 1)), attention)
+  lm.final_norm_tpl = norm.clone()
+  if tie_embeddings:
+    lm.softmax_tpl = Config(SharedEmbeddingSoftmax)
+  else:
+    lm.embedding_tpl, lm.softmax_tpl = Config(Embedding), Config(FullSoftmax)
+  return Config(
+    LanguageModel,
+    vocab_size=vocab_size,
+    model_dims=model_dims,
+    num_layers=num_layers,
+    num_heads=num_attention_heads,
+    hidden_dims=hidden_dims,
+    lm_tpl=lm,
+    fprop_dtype=fprop_dtype,
+  )

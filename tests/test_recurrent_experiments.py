@@ -1,0 +1,42 @@
+"""The experiments of `recurrent.py` learn, in a shorter form, and are right on meshes."""
+
+from __future__ import annotations
+
+import pytest
+
+from praxis_lite.experiments import recurrent
+from praxis_lite.instruments.verification import format_verification, verify
+from praxis_lite.models import mamba2_lm
+from praxis_lite.runs import run_train
+from praxis_lite.runs.inference import decode_prompts
+from praxis_lite.training.experiment import configure
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('experiment', [recurrent.Mamba2Tiny, recurrent.HybridTiny, recurrent.GruTiny])
+def test_it_learns_to_count_and_counts_on(experiment, tmp_path):
+  """Rows count through 37 ids: a guess is log 37 = 3.6 nats."""
+  config = configure(experiment)
+  config.task.train.set(num_train_steps=100, save_interval_steps=100)
+  metrics = run_train(config, tmp_path).metrics['eval/validation']
+  assert metrics['loss'] < 0.6 and metrics['accuracy'] > 0.8
+  prompts = [[(start + i) % 37 for i in range(8)] for start in (1, 33)]
+  config.task.model.decoder_tpl.max_decode_steps = 4
+  expected = [[(start + i) % 37 for i in range(8, 12)] for start in (1, 33)]
+  assert decode_prompts(config, tmp_path, prompts) == expected
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_right_on_a_mesh_that_divides_nothing():
+  config = configure(recurrent.HybridTiny)
+  config.task.set(ici_mesh_shape=(2, 2, 2))
+  found = verify(config.task, config.datasets[0].instantiate().batch_struct(), quick=True, search_seconds=0)
+  assert found.is_right, format_verification(found)
+
+
+@pytest.mark.parametrize('sizes, published', [((2048, 48), 1.34e9), ((2560, 64), 2.70e9)])
+def test_published_sizes_have_as_many_weights(sizes, published):
+  model_dims, num_layers = sizes
+  text = str(mamba2_lm(vocab_size=50_288, model_dims=model_dims, num_layers=num_layers).instantiate())
+  count = int(text.splitlines()[0].split(', ')[1].split()[0].replace(',', ''))
+  assert count == pytest.approx(published, rel=0.005)
