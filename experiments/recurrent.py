@@ -11,7 +11,7 @@ from praxis_lite.experiments.lm import counting_data
 from praxis_lite.experiments.lm_sizes import PublishedSize
 from praxis_lite.layers import Recurrent
 from praxis_lite.layers.rnn_cells import GruCell
-from praxis_lite.models import mamba2_lm, recurrent_lm, set_sharding
+from praxis_lite.models import griffin_lm, mamba2_lm, recurrent_lm, set_sharding
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
 from praxis_lite.training import registry
@@ -71,6 +71,14 @@ class GruTiny(_Counting):
 
 
 @registry.register
+class GriffinTiny(_Counting):
+  """Two blocks of a gated linear recurrence and one of local attention, on counting sequences."""
+
+  def model(self) -> Config:
+    return griffin_lm(vocab_size=37, model_dims=24, num_layers=3, num_heads=3, window=8, kernel_size=3)
+
+
+@registry.register
 class Mamba2Of1B(PublishedSize):
   """Mamba-2, 1.3B parameters (Dao and Gu, 2024), fully sharded over 8 devices."""
 
@@ -91,3 +99,13 @@ class Mamba2Of2B(Mamba2Of1B):
 
   def model(self) -> Config:
     return mamba2_lm(vocab_size=50_288, model_dims=2560, num_layers=64, remat='full')
+
+
+@registry.register
+class RecurrentGemma2B(Mamba2Of1B):
+  """RecurrentGemma, 2.7B parameters with its table (De et al., 2024), fully sharded over 8 devices."""
+
+  learning_rate = 3e-4
+
+  def model(self) -> Config:
+    return griffin_lm(vocab_size=256_000, model_dims=2560, num_layers=26, num_heads=10, remat='full')

@@ -12,8 +12,10 @@ from praxis_lite.runs.inference import decode_prompts
 from praxis_lite.training.experiment import configure
 
 
-@pytest.mark.slow_cases
-@pytest.mark.parametrize('experiment', [recurrent.Mamba2Tiny, recurrent.HybridTiny, recurrent.GruTiny])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'experiment', [recurrent.Mamba2Tiny, recurrent.HybridTiny, recurrent.GruTiny, recurrent.GriffinTiny]
+)
 def test_it_learns_to_count_and_counts_on(experiment, tmp_path):
   """Rows count through 37 ids: a guess is log 37 = 3.6 nats."""
   config = configure(experiment)

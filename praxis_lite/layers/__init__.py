@@ -10,6 +10,7 @@ from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.causal_conv import CausalConv
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.cross_attention import CrossAttention
+from praxis_lite.layers.diagonal_ssm import DiagonalSsm
 from praxis_lite.layers.differential_attention import DifferentialAttention
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout, StochasticResidual
@@ -43,6 +44,7 @@ from praxis_lite.layers.mixer_block import MixerBlock
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.multi_token import MultiTokenModule, MultiTokenPrediction
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, IdentityNorm, LayerNorm, RMSNorm, RMSNormNoScale
+from praxis_lite.layers.partial_rotary import PartialRotaryPositions
 from praxis_lite.layers.pipeline import Pipelined, describe_pipelines
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.positions import (
@@ -56,7 +58,9 @@ from praxis_lite.layers.positions import (
 from praxis_lite.layers.projections import PerDimScale, Projection
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.rg_lru import RgLru
 from praxis_lite.layers.routing import Router
+from praxis_lite.layers.scaled_embedding import ScaledEmbeddingSoftmax
 from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.layers.sequential import Sequential
 from praxis_lite.layers.sigmoid import SigmoidCrossEntropy
@@ -91,6 +95,7 @@ __all__ = [
   'ConvNet',
   'CrossAttention',
   'DecoderBlock',
+  'DiagonalSsm',
   'DifferentialAttention',
   'Dropout',
   'Embedding',
@@ -119,6 +124,7 @@ __all__ = [
   'MultiTokenPrediction',
   'MultitaskResidualAdapter',
   'Paddings',
+  'PartialRotaryPositions',
   'PerDimScale',
   'PipelineSchedule',
   'Pipelined',
@@ -133,8 +139,10 @@ __all__ = [
   'RelativeBias',
   'Repeat',
   'RepeatedTransformer',
+  'RgLru',
   'RotaryPositions',
   'Router',
+  'ScaledEmbeddingSoftmax',
   'Segments',
   'SequenceSplit',
   'Sequential',

@@ -26,15 +26,14 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import Path
 from praxis_lite.layers.activations import get_activation
-from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.causal_conv import CausalConv
-from praxis_lite.layers.mixers import Axes, Mixer
+from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_space import Tokens, scan_in_chunks, segment_starts
 from praxis_lite.sharding.weights import (
-  DeclaredSplit,
   JointInit,
   SplitDimsMapping,
   WeightHParams,
@@ -44,12 +43,6 @@ from praxis_lite.sharding.weights import (
 
 _OWN = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32})
 _LARGEST_DECAY = 16.0
-
-
-class MixerActivationSplit(ActivationSplit):
-  """`blnh`: values and results by head, [B, T, N, H], and states, [B, N, H, S]; `out`: [B, T, D]."""
-
-  blnh: SplitDimsMapping = None
 
 
 class GroupWeightSplit(WeightSplit):
@@ -174,10 +167,10 @@ class Mamba2(Mixer):
       self.create_child(name, split_projection(proj, split, (0, 1, 2)[: 1 + len(shape)], rank_in=1))
       if name in ('value', 'key', 'query'):
         conv = self.conv_tpl.clone(shape=shape, kernel_size=self.kernel_size, use_bias=self.use_conv_bias)
-        conv.weight_split_dims_mapping.wt = _pick(split, None, 1, 2)
+        conv.weight_split_dims_mapping.wt = pick_entries(split, None, 1, 2)
         self.create_child(f'{name}_conv', conv)
     norm = self.norm_tpl.clone(num_heads=N, dims_per_head=H, num_groups=G)
-    norm.weight_split_dims_mapping.wt = _pick(wt, 1, 2)
+    norm.weight_split_dims_mapping.wt = pick_entries(wt, 1, 2)
     self.create_child('norm', norm)
     out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_bias)
     self.create_child('out', split_projection(out, wt, (1, 2, 0), rank_in=2))
@@ -186,7 +179,7 @@ class Mamba2(Mixer):
       weight = WeightHParams(
         (N,),
         init=init or JointInit((name,), draw),
-        tensor_split_dims_mapping=_pick(wt, 1),
+        tensor_split_dims_mapping=pick_entries(wt, 1),
         collections=_OWN,
       )
       self.create_variable(name, weight)
@@ -243,17 +236,12 @@ class Mamba2(Mixer):
 
   def _keep(self, state_BNHS: jax.Array) -> None:
     split = self.activation_split_dims_mapping.blnh
-    self.update_decode_state('state', self.shard(state_BNHS, _pick(split, 0, 2, 3, None)))
+    self.update_decode_state('state', self.shard(state_BNHS, pick_entries(split, 0, 2, 3, None)))
 
   def token_flops(self, length: int) -> TokenFlops:
     N, H, G, S = self.num_heads, self.dims_per_head, self.num_groups, self.state_dims
     chunk = min(length, self.chunk_size)
     return TokenFlops(attention=2.0 * chunk * (G * S + N * H) + 4.0 * N * H * S)
-
-
-def _pick(split: SplitDimsMapping, *dims: int | None) -> SplitDimsMapping:
-  """Returns these entries of a mapping; None for none."""
-  return split.pick(*dims) if isinstance(split, DeclaredSplit) else None
 
 
 def _draw_rates(N: int, step_range: tuple[float, float], key: jax.Array) -> Mapping[Path, jax.Array]:

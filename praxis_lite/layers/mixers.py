@@ -11,9 +11,16 @@ import jax
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base import ActivationSplit, Layer
+from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 Axes = str | tuple[str, ...] | None
+
+
+class MixerActivationSplit(ActivationSplit):
+  """`blnh`: values and results by head, [B, T, N, H], and states, [B, N, H, ...]; `out`: [B, T, D]."""
+
+  blnh: SplitDimsMapping = None
 
 
 class Mixer(Layer):
@@ -90,3 +97,8 @@ class Mixer(Layer):
         f"{self.path_name}: a recurrence sees no later token, so a model with one has no model_type 'prefix'; "
         "set it to 'causal'"
       )
+
+
+def pick_entries(split: SplitDimsMapping, *dims: int | None) -> SplitDimsMapping:
+  """Returns these entries of a mapping, and None for None, as `DeclaredSplit.pick` does; None without a mapping."""
+  return split.pick(*dims) if isinstance(split, DeclaredSplit) else None

@@ -10,7 +10,7 @@ from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transformer_lm
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
-from praxis_lite.models.recurrent_configs import mamba2_lm, recurrent_lm
+from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.text_classifier import SequenceClassifier
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
   'SequenceClassifier',
   'WeightedScalars',
   'encoder_decoder',
+  'griffin_lm',
   'mamba2_lm',
   'masked_language_model',
   'recurrent_lm',

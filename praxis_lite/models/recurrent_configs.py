@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.mamba2 import Mamba2
 from praxis_lite.layers.mixer_block import MixerBlock
 from praxis_lite.layers.mixers import Mixer
 from praxis_lite.layers.normalizations import RMSNorm
+from praxis_lite.layers.partial_rotary import PartialRotaryPositions
 from praxis_lite.layers.positions import RotaryPositions
+from praxis_lite.layers.rg_lru import RgLru
+from praxis_lite.layers.scaled_embedding import ScaledEmbeddingSoftmax
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import RepeatedTransformer, TransformerBlock, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
@@ -131,6 +135,78 @@ def recurrent_lm(
     num_layers=num_layers,
     num_heads=num_attention_heads,
     hidden_dims=hidden_dims,
+    lm_tpl=lm,
+    fprop_dtype=fprop_dtype,
+  )
+
+
+def griffin_lm(
+  *,
+  vocab_size: int,
+  model_dims: int,
+  num_layers: int,
+  num_heads: int,
+  num_kv_heads: int = 1,
+  width: int | None = None,
+  hidden_dims: int | None = None,
+  window: int = 2048,
+  kernel_size: int = 4,
+  pattern: tuple[str, ...] = ('recurrent', 'recurrent', 'attention'),
+  rotary_base: float = 10_000.0,
+  rotary_share: float = 0.5,
+  activation: str = 'gelu_tanh',
+  logit_soft_cap: float | None = 30.0,
+  epsilon: float = 1e-6,
+  remat: str = 'auto',
+  fprop_dtype: DTypeLike | None = None,
+) -> Config[LanguageModel]:
+  """Returns the config of a language model in the style of Griffin and RecurrentGemma (De et al., 2024).
+
+  Args:
+    vocab_size, model_dims, num_layers: see `TransformerLm`.
+    num_heads: heads of attention and of the gates of `RgLru`.
+    num_kv_heads: heads of keys and values.
+    width: dims of the recurrence; None means the model dims.
+    hidden_dims: hidden dims of the gated feed-forward layers; None means 3 D.
+    window: tokens that attention sees.
+    kernel_size: see `RgLru`.
+    pattern: 'recurrent' or 'attention' for each block, used in turn.
+    rotary_base: longest wavelength of the rotary positions, over 2 pi.
+    rotary_share: the share of the dims of a head that they rotate.
+    activation: of the feed-forward layers and of the gates of recurrences; see `activations.py`.
+    logit_soft_cap: bound of the logits; None does not bound them.
+    epsilon: of all norms.
+    remat: see `layers/remat.py`.
+    fprop_dtype: dtype of the computation; None means that of the weights, float32.
+  """
+  lm = Config(TransformerLm, params_init=WeightInit.Gaussian(0.02))
+  norm = Config(RMSNorm, epsilon=epsilon, zero_centered=True)
+  residual_init = WeightInit.Gaussian(0.02 / math.sqrt(2 * num_layers))
+  feed_forward = Config(GatedFeedForward, activation=activation, use_bias=True, out_init=residual_init)
+  mixer = Config(RgLru, width=width, num_heads=num_heads, kernel_size=kernel_size, activation=activation)
+  mixer.out_tpl.params_init = residual_init
+  recurrent = Config(MixerBlock, mixer_tpl=mixer, norm_tpl=norm, ff_tpl=feed_forward)
+  attention = Config(TransformerBlock, norm_tpl=norm.clone(), ff_tpl=feed_forward.clone())
+  attention.attention_tpl.set(sliding_window=window, use_out_bias=True)
+  attention.attention_tpl.rotary_tpl = Config(PartialRotaryPositions, share=rotary_share, max_timescale=rotary_base)
+  attention.attention_tpl.out_tpl.params_init = residual_init
+  of_kind: dict[str, Config[TransformerBlock]] = {'recurrent': recurrent, 'attention': attention}
+  for kind in pattern:
+    check_choice('griffin_lm: pattern', kind, tuple(of_kind))
+  blocks = tuple(of_kind[kind].clone() for kind in pattern)
+  lm.transformer_tpl = Config(RepeatedTransformer, layers_tpl=blocks if len(blocks) > 1 else blocks[0], remat=remat)
+  lm.final_norm_tpl = norm.clone()
+  # The factor of the published weights is the root of D as a number of 16 bits.
+  lm.softmax_tpl = Config(ScaledEmbeddingSoftmax, embedding_scale=float(jnp.bfloat16(math.sqrt(model_dims))))
+  lm.softmax_tpl.soft_cap = logit_soft_cap
+  return Config(
+    LanguageModel,
+    vocab_size=vocab_size,
+    model_dims=model_dims,
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_kv_heads=num_kv_heads,
+    hidden_dims=3 * model_dims if hidden_dims is None else hidden_dims,
     lm_tpl=lm,
     fprop_dtype=fprop_dtype,
   )

@@ -33,7 +33,16 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('case, mesh', [('gemma2', (1, 3, 1)), ('gpt2', (2, 2, 2)), ('mixtral', (2, 2, 2))])
+@pytest.mark.parametrize(
+  'case, mesh',
+  [
+    ('gemma2', (1, 3, 1)),
+    ('gpt2', (2, 2, 2)),
+    ('mixtral', (2, 2, 2)),
+    ('mamba2', (2, 2, 2)),
+    ('recurrent_gemma', (1, 3, 1)),
+  ],
+)
 def test_greedy_tokens_are_those_of_transformers_on_uneven_meshes(case, mesh, tmp_path):
   there = load(make(tmp_path, case), mesh, expert_axis='data')
   np.testing.assert_array_equal(there.greedy(IDS, 5), golden(case)['greedy'])
@@ -244,10 +253,26 @@ def test_an_activation_that_no_family_has_is_named():
       {'hidden_size': 7168, 'num_hidden_layers': 61, 'num_attention_heads': 128, 'vocab_size': 129_280},
       671_026_419_200,
     ),
+    ('mamba2', {}, 7_285_403_648),
+    (
+      'recurrent_gemma',
+      {'num_attention_heads': 10, 'num_key_value_heads': 1, 'intermediate_size': 15_360},
+      2_682_862_080,
+    ),
     ('gpt_oss', {'num_attention_heads': 64, 'num_hidden_layers': 24, 'num_local_experts': 32}, 20_914_757_184),
     ('gpt_oss', {'num_attention_heads': 64}, 116_829_156_672),
   ],
-  ids=['Phi-3-mini', 'Gemma-3-1B', 'OLMo-2-7B', 'SmolLM3-3B', 'DeepSeek-V3', 'gpt-oss-20b', 'gpt-oss-120b'],
+  ids=[
+    'Phi-3-mini',
+    'Gemma-3-1B',
+    'OLMo-2-7B',
+    'SmolLM3-3B',
+    'DeepSeek-V3',
+    'Mamba-Codestral-7B',
+    'RecurrentGemma-2B',
+    'gpt-oss-20b',
+    'gpt-oss-120b',
+  ],
 )
 def test_published_sizes_have_as_many_variables(model_type, sizes, variables):
   """As many as in transformers, without memory for them."""

@@ -239,6 +239,18 @@ def recurrent() -> Config:
   return config.set(chunk_size=2)
 
 
+def rg_lru() -> Config:
+  config = split(layers.RgLru, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, width=N * H, kernel_size=3)
+  config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
+  return config
+
+
+def diagonal_ssm() -> Config:
+  config = split(layers.DiagonalSsm, (None, 'mdl', None), (BATCH, None, None), input_dims=9, num_heads=N, state_dims=4)
+  config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
+  return config
+
+
 X = normal(B, T, D)
 SOURCE = normal(B, 6, D, seed=2)
 IMAGES = normal(B, 6, 7, 1)
@@ -282,6 +294,7 @@ CASES = {
   ),
   'GlobalPooling': lambda: Case(split(layers.GlobalPooling, None, (BATCH, 'mdl')), (IMAGES,)),
   'GroupNorm': lambda: Case(split(layers.GroupNorm, ('mdl',), OUT, dims=9, num_groups=3), (normal(B, T, 9),)),
+  'DiagonalSsm': lambda: Case(diagonal_ssm(), (normal(B, T, 9),)),
   'DifferentialAttention': lambda: Case(differential_attention(), (X,)),
   'LatentAttention': lambda: Case(latent_attention(), (X,)),
   'IdentityNorm': lambda: Case(split(layers.IdentityNorm, None, OUT, dims=D), (X,)),
@@ -297,6 +310,7 @@ CASES = {
   'MultiTokenModule': lambda: Case(multi_token_module(), (X, normal(B, T, D, seed=7))),
   'MultiTokenPrediction': lambda: Case(multi_token_prediction(), (X, normal(B, T, D, seed=7))),
   'MultitaskResidualAdapter': lambda: Case(adapter(input_dims=D, num_tasks=3), (X, ids(B, below=3))),
+  'PartialRotaryPositions': lambda: Case(Config(layers.PartialRotaryPositions, dims=H), (normal(B, T, N, H),)),
   'PerDimScale': lambda: Case(
     split(layers.PerDimScale, ('mdl',), (BATCH, None, None, 'mdl'), dims=H), (normal(B, T, N, H),)
   ),
@@ -315,8 +329,14 @@ CASES = {
   ),
   'Repeat': lambda: Case(repeated(), (X,)),
   'RepeatedTransformer': lambda: Case(Config(layers.RepeatedTransformer, layers_tpl=block(), num_layers=2), (X,)),
+  'RgLru': lambda: Case(rg_lru(), (X,)),
   'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
   'Router': lambda: Case(router().set(input_dims=D, num_experts=5), (X,), float32_out=True),
+  'ScaledEmbeddingSoftmax': lambda: Case(
+    split(layers.ScaledEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, embedding_scale=3.0),
+    (X, ids(B, T)),
+    float32_out=True,
+  ),
   'Sequential': lambda: Case(sequential(), (X,)),
   'SharedEmbeddingSoftmax': lambda: Case(
     split(

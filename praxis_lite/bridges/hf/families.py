@@ -18,6 +18,7 @@ from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
 from praxis_lite.bridges.hf.mamba2 import MAMBA2
 from praxis_lite.bridges.hf.mixtures import MIXTURES
 from praxis_lite.bridges.hf.phi3 import PHI3
+from praxis_lite.bridges.hf.recurrent_gemma import RECURRENT_GEMMA
 from praxis_lite.bridges.hf.t5 import T5_LIKE
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
@@ -34,7 +35,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel
 
-_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT_OSS, GPT2, MAMBA2, *T5_LIKE, BART, *ENCODERS
+_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT_OSS, GPT2, MAMBA2, RECURRENT_GEMMA, *T5_LIKE, BART, *ENCODERS
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
 

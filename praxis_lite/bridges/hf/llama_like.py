@@ -88,7 +88,7 @@ class LlamaLike(Family):
     for name in {'attention_bias', 'mlp_bias'} - {*self.optional_biases}:
       hf.must_be(name, False)
     num_layers = hf.size('num_hidden_layers', most=MOST_LAYERS)
-    cycle = _shortest_cycle([*zip(self._windows(hf), self._positions(hf))])
+    cycle = shortest_cycle([*zip(self._windows(hf), self._positions(hf))])
     model = transformer_lm(
       vocab_size=hf.size('vocab_size'),
       model_dims=hf.size('hidden_size'),
@@ -270,7 +270,7 @@ class Gemma3(LlamaLike):
 Kind = TypeVar('Kind')
 
 
-def _shortest_cycle(kinds: list[Kind]) -> list[Kind]:
+def shortest_cycle(kinds: list[Kind]) -> list[Kind]:
   """Returns the shortest prefix whose repetition gives the kinds of all layers."""
   lengths = range(1, len(kinds) + 1)
   return kinds[: next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))]

@@ -1,0 +1,47 @@
+"""PartialRotaryPositions: rotary positions of the first dims of a head; the others know no position.
+
+B batch, T length, N heads, H dims per head.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.positions import RotaryPositions
+
+
+class PartialRotaryPositions(RotaryPositions):
+  """Rotates the first `share` of the dims of each head, with the angles of a head of that many dims.
+
+  Attributes:
+    share: of the dims, such as 0.5; what it gives is even.
+  """
+
+  share: float = 0.5
+
+  def setup(self) -> None:
+    super().setup()
+    if self._turned % 2 or not 0 < self._turned <= self.dims:
+      raise ConfigError(
+        f'{self.path_name}.share: {self.share} of {self.dims} dims is {self._turned}; expected an even number from '
+        f'2 to {self.dims}'
+      )
+
+  @property
+  def _turned(self) -> int:
+    return int(self.dims * self.share)
+
+  @property
+  def rates_h(self) -> np.ndarray:
+    """The angle of each pair of dims at position 1, [h] float64."""
+    half = self._turned // 2
+    rates_h = (self.max_timescale / self.min_timescale) ** -(np.arange(half) / half) / self.min_timescale
+    return rates_h if self.scaling is None else self.scaling(rates_h)
+
+  def __call__(self, x_BTNH: jax.Array, pos_BT: jax.Array | None = None) -> jax.Array:
+    """Returns `x_BTNH` with its first dims rotated; see `RotaryPositions`."""
+    turned, plain = jnp.split(x_BTNH, [self._turned], axis=-1)
+    return jnp.concatenate([super().__call__(turned, pos_BT), plain], axis=-1)

@@ -1,0 +1,22 @@
+"""ScaledEmbeddingSoftmax: a shared table whose vectors are multiplied by any number where they are looked up."""
+
+from __future__ import annotations
+
+import jax
+
+from praxis_lite.layers.embeddings import embed
+from praxis_lite.layers.softmax import SharedEmbeddingSoftmax
+
+
+class ScaledEmbeddingSoftmax(SharedEmbeddingSoftmax):
+  """A `SharedEmbeddingSoftmax` with embeddings scale * w[ids], such as RecurrentGemma's, where sqrt(D) is in 16 bits.
+
+  Attributes:
+    embedding_scale: factor of the embeddings; `scale_sqrt_depth` is not used.
+  """
+
+  embedding_scale: float = 1.0
+
+  def emb_lookup(self, ids: jax.Array) -> jax.Array:
+    """Returns vectors [..., D] for integer ids [...]; NaN for an id outside [0, V)."""
+    return embed(self, ids, 'emb', self.lookup_style, self.embedding_scale)
