@@ -395,7 +395,7 @@ class _ParseExamples:
 
 
 def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]]) -> None:
-  """Writes arrays, with examples in dimension 0, as `tf.train.Example` records for `ArrayRecordInput`."""
+  """Writes arrays, with examples in dimension 0, or lists of bytes as `tf.train.Example`s for `ArrayRecordInput`."""
   import_grain()
   from array_record.python import array_record_module
 

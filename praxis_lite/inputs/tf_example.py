@@ -76,17 +76,25 @@ def _values(feature: Any, where: str) -> np.ndarray:
 
 
 def serialized_examples(rows: Mapping[str, np.ndarray | Sequence[Any]]) -> Iterator[bytes]:
-  """Yields a serialized record for each example in dimension 0 of the arrays."""
-  for values in zip(*map(np.asarray, rows.values()), strict=True):
+  """Yields a serialized record for each example in dimension 0 of the arrays, or in lists of bytes."""
+  for values in zip(*map(_column, rows.values()), strict=True):
     yield serialized_example(dict(zip(rows, values)))
 
 
-def serialized_example(example: Mapping[str, np.ndarray]) -> bytes:
-  """Serializes an example: integers and booleans as int64 lists, floats as float lists, all flattened."""
+def _column(values: np.ndarray | Sequence[Any]) -> np.ndarray | Sequence[bytes]:
+  """Returns a column as an array, but bytes as they are: NumPy would cut off zeros at their end."""
+  is_bytes = not isinstance(values, np.ndarray) and any(isinstance(value, bytes) for value in values)
+  return values if is_bytes else np.asarray(values)
+
+
+def serialized_example(example: Mapping[str, np.ndarray | bytes]) -> bytes:
+  """Serializes an example: integers and booleans as int64 lists, floats as float lists, all flattened, and bytes."""
   message = _example_class()()
   for name, x in example.items():
     feature = message.features.feature[name]
-    if x.dtype.kind in 'biu':
+    if isinstance(x, bytes):
+      feature.bytes_list.value.append(x)
+    elif x.dtype.kind in 'biu':
       feature.int64_list.value.extend(fit_dtype(x.ravel(), np.int64, name).tolist())
     else:
       feature.float_list.value.append(fit_dtype(x.ravel(), '<f4', name).tobytes())

@@ -340,7 +340,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
 
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
-  """Writes arrays, with examples in dimension 0, as `tf.train.Example` records for `TFRecordInput`."""
+  """Writes arrays, with examples in dimension 0, or lists of bytes as `tf.train.Example`s for `TFRecordInput`."""
   tf = import_tensorflow('write another format')
   with tf.io.TFRecordWriter(path, options=compression) as writer:
     for record in serialized_examples(rows):

@@ -18,6 +18,8 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
 from praxis_lite.layers.encoder_decoder import DecoderBlock, TransformerEncoderDecoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
+from praxis_lite.layers.image_mixing import ImageMixing, MixedImages
+from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
 from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.linears import Bias, Linear
@@ -74,6 +76,7 @@ from praxis_lite.layers.transformer import (
   TransformerLm,
 )
 from praxis_lite.layers.value_residual import ValueResidual
+from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.layers.weight_norms import SpectralNormLinear, WeightNormalizedLinear
 
 __all__ = [
@@ -83,6 +86,7 @@ __all__ = [
   'AlibiBias',
   'ArrayMask',
   'AttentionMask',
+  'AttentionPooling',
   'AttentionSpec',
   'Band',
   'BatchNorm',
@@ -108,6 +112,7 @@ __all__ = [
   'GroupNorm',
   'HeadTransform',
   'IdentityNorm',
+  'ImageMixing',
   'Known',
   'LatentAttention',
   'LayerNorm',
@@ -116,6 +121,7 @@ __all__ = [
   'LocalChunks',
   'LogitBias',
   'Mamba2',
+  'MixedImages',
   'MixerBlock',
   'Mlp',
   'MoeFeedForward',
@@ -125,6 +131,7 @@ __all__ = [
   'MultitaskResidualAdapter',
   'Paddings',
   'PartialRotaryPositions',
+  'PatchEmbedding',
   'PerDimScale',
   'PipelineSchedule',
   'Pipelined',
@@ -161,6 +168,7 @@ __all__ = [
   'TransformerLm',
   'ValueResidual',
   'Visibility',
+  'VisionTransformer',
   'WeightNormalizedLinear',
   'bi_tempered_loss',
   'blockwise_attention',

@@ -7,11 +7,13 @@ from praxis_lite.models.drafted_model import DraftedModel
 from praxis_lite.models.encoder_configs import masked_language_model, sequence_classifier, transformer_encoder
 from praxis_lite.models.encoder_decoder_configs import encoder_decoder
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
+from praxis_lite.models.image_features import ImageFeatureModel
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transformer_lm
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.text_classifier import SequenceClassifier
+from praxis_lite.models.vision_configs import image_classifier, vision_transformer
 
 __all__ = [
   'BaseModel',
@@ -19,12 +21,14 @@ __all__ = [
   'Classifier',
   'DraftedModel',
   'EncoderDecoderModel',
+  'ImageFeatureModel',
   'LanguageModel',
   'MaskedLanguageModel',
   'SequenceClassifier',
   'WeightedScalars',
   'encoder_decoder',
   'griffin_lm',
+  'image_classifier',
   'mamba2_lm',
   'masked_language_model',
   'recurrent_lm',
@@ -33,5 +37,6 @@ __all__ = [
   'set_sharding',
   'transformer_encoder',
   'transformer_lm',
+  'vision_transformer',
   'weighted_mean',
 ]

@@ -15,8 +15,10 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.image_mixing import ImageMixing, other_rows
 from praxis_lite.layers.images import ConvNet, Mlp
-from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput
+from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput, cross_entropy
+from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import check_labels
 
@@ -89,21 +91,42 @@ class ClassificationModel(Classifier):
   Attributes: the same as for `Classifier`, and
     network_tpl: config of the child `network`, from (input, weights) to features [B, F]; its `output_dims` is F.
     input_name: the leaf of the batch that is the network's input.
+    mixing_tpl: template of the child `mixing`, such as `ImageMixing`, which mixes each image of a training batch with
+      another one; its loss is then the mean of the losses of both labels, by their shares. None disables it.
   """
 
   network_tpl: Config = template(Mlp)
   input_name: str = 'image'
+  mixing_tpl: Config | None = None
   activation_split_dims_mapping: Config = template(SplitMapping)
 
-  network: Mlp | ConvNet = child()
+  network: Mlp | ConvNet | VisionTransformer = child()
+  mixing: ImageMixing = child()
 
   def setup(self) -> None:
     self.create_child('network', self.network_tpl)
+    if self.mixing_tpl is not None:
+      self.create_child('mixing', self.mixing_tpl)
     self.create_softmax(self.network.output_dims)
+
+  def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
+    if self.mixing_tpl is None or self.do_eval:
+      return super().compute_predictions(batch)
+    weights_B = self._leaf(batch, 'weights')
+    mixed = self.mixing(self._clear_padding(batch), weights_B)
+    output = super().compute_predictions({**batch, self.input_name: mixed.image})
+    other_B, _ = cross_entropy(output.logits, other_rows(batch['label']), self.softmax.label_smoothing)
+    # A row of its own has a share of 1, and the label of padding may be any number.
+    share_B = mixed.share
+    return output._replace(xent=jnp.where(share_B == 1, output.xent, share_B * output.xent + (1 - share_B) * other_B))
 
   def compute_features(self, batch: NestedDict) -> jax.Array:
     """Returns the result of the network, [B, F]."""
+    return self.network(self._clear_padding(batch), self._leaf(batch, 'weights'))
+
+  def _clear_padding(self, batch: NestedDict) -> jax.Array:
+    """Returns the input with zeros for what is not finite in rows of weight 0."""
     x, weights = self._leaf(batch, self.input_name), self._leaf(batch, 'weights')
     # Rows of weight zero may hold NaN, and 0 times NaN is not a zero gradient.
     is_padding = jnp.expand_dims(weights == 0, range(1, x.ndim))
-    return self.network(jnp.where(is_padding & ~jnp.isfinite(x), 0, x), weights)
+    return jnp.where(is_padding & ~jnp.isfinite(x), 0, x)

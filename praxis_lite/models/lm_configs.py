@@ -21,11 +21,13 @@ from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
 from praxis_lite.layers.repeat import Repeat, kinds_of_stack
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
+from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.sharding.specs import axes_to_entry, spec_axes
-from praxis_lite.sharding.weights import WeightInit
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightInit
 
 LmT = TypeVar('LmT', bound=Layer)
+Axes = str | tuple[str, ...] | None
 
 
 def transformer_lm(
@@ -148,8 +150,9 @@ def set_sharding(
   `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
 
   Args:
-    config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, or of a
-      `MaskedLanguageModel`, a `SequenceClassifier` or their `TransformerEncoder`.
+    config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
+      `MaskedLanguageModel`, a `SequenceClassifier` or their `TransformerEncoder`, or of a `ClassificationModel` with a
+      `VisionTransformer` or of that.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.
@@ -158,7 +161,7 @@ def set_sharding(
   lm = _network(config)
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)  # A cache is not split along its length; others get `context_axis` below.
-  lm.activation_split_dims_mapping.out = bld
+  lm.activation_split_dims_mapping.set(**({'states': bld} if _is_a(lm, VisionTransformer) else {'out': bld}))
   blocks = [block for stack in _stacks(lm) for block in kinds_of_stack(getattr(lm, stack))]
   if (mtp := getattr(lm, 'mtp_tpl', None)) is not None:
     mtp.module_tpl.join_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
@@ -185,19 +188,19 @@ def set_sharding(
       dense = block.ff_tpl.shared_tpl
     dense.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
     dense.activation_split_dims_mapping.set(hidden=blf, out=bld)
+  if _is_a(lm, VisionTransformer):
+    _split_ends_of_images(lm, batch_axes, data_axis, mdl_axis)
+    return _split_softmax(config, (data_axis, mdl_axis), (batch_axes, mdl_axis))
   table = (mdl_axis, data_axis)
-  if _is_encoder(lm):
+  if _is_a(lm, TransformerEncoder):
     lm.embedding_tpl.weight_split_dims_mapping.wt = table
     of_table = lm.embedding_tpl.activation_split_dims_mapping
     of_table.set(**({'emb': bld, 'out': blf} if hasattr(of_table, 'emb') else {'out': bld}))
     for name in ('transform_tpl', 'pooler_tpl'):
       if getattr(config, name, None) is not None:
         getattr(config, name).linear_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-    if getattr(config, 'softmax_tpl', None) is not None:
-      config.softmax_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-      is_of_rows = hasattr(config, 'num_classes')
-      config.softmax_tpl.activation_split_dims_mapping.out = (batch_axes, mdl_axis) if is_of_rows else blf
-    return config
+    is_of_rows = hasattr(config, 'num_classes')
+    return _split_softmax(config, (data_axis, mdl_axis), (batch_axes, mdl_axis) if is_of_rows else blf)
   if getattr(lm, 'relative_bias_tpl', None) is not None:
     lm.relative_bias_tpl.weight_split_dims_mapping.wt = (None, mdl_axis)
     lm.relative_bias_tpl.activation_split_dims_mapping.out = (None, mdl_axis, None, None)
@@ -222,12 +225,40 @@ def _split_mixer(config: Config, **axes: str | tuple[str, ...] | None) -> None:
   kind.set_split(config, **axes)
 
 
+def _split_softmax(config: Config[LmT], wt: SplitDimsMapping, out: SplitDimsMapping) -> Config[LmT]:
+  """Sets the mappings of the softmax of a model, if it has one, and returns the config."""
+  if getattr(config, 'softmax_tpl', None) is not None:
+    config.softmax_tpl.weight_split_dims_mapping.wt = wt
+    config.softmax_tpl.activation_split_dims_mapping.out = out
+  return config
+
+
+def _split_ends_of_images(network: Config, batch_axes: Axes, data_axis: Axes, mdl_axis: Axes) -> None:
+  """Sets the mappings of a vision transformer around its blocks."""
+  bld, heads = (batch_axes, None, None), (batch_axes, None, mdl_axis, None)
+  network.activation_split_dims_mapping.out = (batch_axes, None)
+  network.patch_tpl.activation_split_dims_mapping.out = bld
+  network.patch_tpl.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, data_axis)
+  network.patch_tpl.conv_tpl.activation_split_dims_mapping.out = (batch_axes, None, None, None)
+  pooling = network.pooling_tpl
+  pooling.activation_split_dims_mapping.out = (batch_axes, None)
+  pooling.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
+  pooling.attention_tpl.activation_split_dims_mapping.set(blnh=heads, blkh=heads, out=bld)
+  pooling.ff_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+  pooling.ff_tpl.activation_split_dims_mapping.set(hidden=(batch_axes, None, mdl_axis), out=bld)
+  if network.representation_tpl is not None:
+    network.representation_tpl.linear_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+
+
 def _network(config: Config) -> Config:
   """Returns the config of the network of a model, or that of a network itself."""
   if hasattr(config, 'lm_tpl'):
     return config.lm_tpl
-  encoder = getattr(config, 'encoder_tpl', None)
-  return encoder if encoder is not None and _is_encoder(encoder) else config
+  for name, kind in (('encoder_tpl', TransformerEncoder), ('network_tpl', VisionTransformer)):
+    network = getattr(config, name, None)
+    if network is not None and _is_a(network, kind):
+      return network
+  return config
 
 
 def _stacks(lm: Config) -> list[str]:
@@ -235,8 +266,8 @@ def _stacks(lm: Config) -> list[str]:
   return [name for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl') if hasattr(lm, name)]
 
 
-def _is_encoder(config: Config) -> bool:
-  return isinstance(kind := target(config), type) and issubclass(kind, TransformerEncoder)
+def _is_a(config: Config, kind: type) -> bool:
+  return isinstance(built := target(config), type) and issubclass(built, kind)
 
 
 def _remove_axes(axes: str | tuple[str, ...] | None, taken: tuple[str, ...]) -> str | tuple[str, ...] | None:

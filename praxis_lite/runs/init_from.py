@@ -4,6 +4,7 @@
     head.w            ('head\\..*', None)                 -                     starts from the seed
     body.up.w         ('body\\.(.*)', r'encoder.\\1')      encoder.up.w          renamed
     emb.w             none; 'emb\\.w' is in `partial`     emb.w                 the entries that both have
+    position.w        none; positions of patches        position.w            resampled if images have another size
 
 The checkpoint may come from any mesh. The optimizer and the moving averages start anew, from the new variables.
 """
@@ -16,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castable
@@ -23,6 +26,9 @@ from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.files import user_path
 from praxis_lite.common.trees import Path, nest, node_at, suggest_pattern, to_path
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.facts import PositionGrid
+from praxis_lite.layers.position_grids import grid_of, resample_positions
 from praxis_lite.runs.records.runs import runs_near
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState
@@ -38,10 +44,12 @@ class _Origin(NamedTuple):
   Attributes:
     source: name of the array in the checkpoint; None if the seed gives the values.
     known: shape of the part that is copied.
+    grid: the grid of the table of positions in the checkpoint, if it is resampled.
   """
 
   source: str | None
   known: tuple[int, ...]
+  grid: PositionGrid | None = None
 
 
 class WarmStart:
@@ -67,6 +75,7 @@ class WarmStart:
         self._step = checkpointer.existing_step(cast(Step, settings.step), remedy=remedy)
         self._where = checkpointer.folder(self._step)
         self._saved: dict[str, ArrayRecord] = checkpointer.about(self._step)['variables']
+      self._grids = dict(_grids_below(partitioned.jax_task.model))
       self._wanted = array_records(partitioned.unpadded_state_shapes.mdl_vars)
       self._origins = self._plan(settings)
 
@@ -79,22 +88,42 @@ class WarmStart:
     with being_read(self._where), contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
       while left:
         now = {source: name for name, source in left.items()}  # Several variables may share a source.
-        wanted = nest({to_path(source): node_at(shapes, to_path(name)) for source, name in now.items()})
-        read = checkpointer.restore_arrays(wanted, step=self._step)
+        wanted = {to_path(s): self._shape_to_read(name, node_at(shapes, to_path(name))) for s, name in now.items()}
+        read = checkpointer.restore_arrays(nest(wanted), step=self._step)
         for source, name in now.items():
-          values[to_path(name)] = node_at(read, to_path(source))
+          values[to_path(name)] = self._resampled(name, node_at(read, to_path(source)), node_at(shapes, to_path(name)))
           del left[name]
     return self._partitioned.init_state_from(init_key, GivenVariables(nest(values), known))
 
+  def _shape_to_read(self, name: str, padded: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the shape in which a variable is read: that of the state, or all of a table that is resampled."""
+    origin = self._origins[name]
+    if origin.grid is None:
+      return padded
+    shape = tuple(self._saved[origin.source or '']['shape'])
+    return jax.ShapeDtypeStruct(shape, padded.dtype, sharding=NamedSharding(self._partitioned.mesh, PartitionSpec()))
+
+  def _resampled(self, name: str, value: jax.Array, padded: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a variable in the shape of the state: `value`, or the positions of another grid made from it."""
+    origin = self._origins[name]
+    if origin.grid is None:
+      return value
+    whole = np.asarray(resample_positions(value.addressable_data(0), origin.grid, self._grids[name]))
+    filled = np.pad(whole, [(0, wanted - size) for wanted, size in zip(padded.shape, whole.shape)])
+    return jax.make_array_from_callback(padded.shape, padded.sharding, lambda index: filled[index])
+
   def report(self) -> Iterator[str]:
     """Yields the lines of a table of where variables come from; variables that keep name and shape are only counted."""
-    rows: dict[str, list[str]] = {'the same': [], 'renamed': [], 'partial': [], 'fresh': []}
+    rows: dict[str, list[str]] = {'the same': [], 'renamed': [], 'resampled': [], 'partial': [], 'fresh': []}
     for name, origin in self._origins.items():
       shape = tuple(self._wanted[name]['shape'])
       source = (origin.source or '').partition('.')[2]
       renamed = f'{name} <- {source}' if source != name else name
       if not origin.source:
         rows['fresh'].append(f'{name} {shape}')
+      elif origin.grid is not None:
+        grids = (f'{grid.rows} x {grid.columns}' for grid in (origin.grid, self._grids[name]))
+        rows['resampled'].append(f'{renamed}: positions of {" to ".join(grids)} patches')
       elif origin.known != shape:
         rows['partial'].append(f'{renamed}: {origin.known} of {shape}')
       else:
@@ -155,6 +184,10 @@ class WarmStart:
     saved = self._saved[stored]
     ours, theirs = tuple(wanted['shape']), tuple(saved['shape'])
     overlap = tuple(map(min, ours, theirs))
+    grid = None if may_differ or ours[1:] != theirs[1:] else self._grids.get(name)
+    old = None if grid is None else grid_of(theirs[0], like=grid)
+    if ours != theirs and old is not None and castable(saved['dtype'], wanted['dtype']):
+      return _Origin(stored, ours, old)
     if not castable(saved['dtype'], wanted['dtype']) or len(ours) != len(theirs) or (ours != theirs and not may_differ):
       remedy = f'({re.escape(name)!r}, None) among the rules starts it from the seed'
       if len(ours) == len(theirs):
@@ -169,6 +202,13 @@ class WarmStart:
     if not any(regex.fullmatch(name) for name in self._wanted):
       close = suggest_pattern(regex.pattern, self._wanted)
       raise ConfigError(f'{field}: {regex.pattern!r} matches no variable of this model.{close}')
+
+
+def _grids_below(layer: Layer, prefix: str = '') -> Iterator[tuple[str, PositionGrid]]:
+  """Yields the tables of positions of patches in a model, by their paths."""
+  yield from ((prefix + name, grid) for name, grid in layer.position_grids().items())
+  for name, child in layer.children():
+    yield from _grids_below(child, f'{prefix}{name}.')
 
 
 def _regex(field: str, pattern: str) -> re.Pattern[str]:

@@ -2,6 +2,7 @@
 
 a.npz      arrays by name, with the examples in dimension 0
 a.jsonl    an example on each line: its values by name
+a.png      an image, also .jpg, .jpeg, .bmp and .gif, if a dataset of the run reads images: as in evaluation
 others     read by one of the run's datasets, with these files in place of its own
 """
 
@@ -15,15 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.common.config import Config, field_names
+from praxis_lite.common.config import Config, field_names, target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line, prefix_errors
 from praxis_lite.common.files import open_plain, parse_json_line, unless_empty
 from praxis_lite.common.mistakes import ShapesError
+from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.trained import TrainedModel
 
 _ARRAYS = ('.npz', '.jsonl')
+_IMAGES = ('.png', '.jpg', '.jpeg', '.bmp', '.gif')
 
 
 def predict_files(
@@ -33,7 +36,7 @@ def predict_files(
 
   Args:
     model: see `SavedRun.load`.
-    files: paths of .npz and .jsonl files, or of files that a dataset of the run can read.
+    files: paths of .npz and .jsonl files, of images, or of files that a dataset of the run can read.
     what: 'predict' for the outputs of `model.predict`, or 'evaluate' for those of `model.evaluate_examples`.
     batch_size: number of rows that are computed together; a dataset of the run has its own.
 
@@ -70,6 +73,9 @@ def _batches(
 ) -> Iterator[Mapping[str, Any]]:
   if file.endswith('.npy'):
     raise DataError("an array in a .npy has no name; save the arrays by name in a .npz, as np.savez('a.npz', x=x) does")
+  if file.lower().endswith(_IMAGES):
+    yield _image_row(model, file)
+    return
   if not file.endswith(_ARRAYS):
     yield from _dataset_for(model, file)
     return
@@ -165,6 +171,17 @@ def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
       return iter(config.clone(**whole).instantiate())
   kinds = ', '.join(_name(config) for config in configs) or 'none'
   raise ConfigError(f'the datasets of the run read no files: {kinds}; pass .npz or .jsonl files')
+
+
+def _image_row(model: TrainedModel, file: str) -> Rows:
+  """Returns the image of a file as a dataset of the run reads it in evaluation; the first of those that read images."""
+  configs = sorted(model.config.datasets, key=lambda config: bool(config.is_training))
+  for config in configs:
+    if isinstance(kind := target(config), type) and issubclass(kind, ImageRecordInput):
+      reader = config.clone(file_pattern=file).instantiate()
+      with open(file, 'rb') as opened:
+        return canonical_rows({'image': reader.read_image(opened.read())[None]}, 'image')
+  raise ConfigError('the datasets of the run read no images; pass .npz or .jsonl files')
 
 
 def _name(config: Config) -> str:

@@ -109,6 +109,7 @@ class InitFromParams(Configurable):
 
   The optimizer state is not taken. A variable comes from the variable with the same path in the checkpoint, unless a
   rule says otherwise. Regular expressions match whole paths, `lm.softmax.w`, of variables of the model to train.
+  Learned positions of patches are resampled if images have another size there, unless `partial` matches them.
 
   Attributes:
     path: the directory of the other run; None disables this, and variables are drawn from the seed.

@@ -1,4 +1,4 @@
-"""The forward passes in NumPy, which the tests of T5 and BERT use, compute what `transformers` computes."""
+"""The forward passes in NumPy, which the tests of T5, BERT and ViT use, compute what `transformers` computes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import t5_by_hand
 import test_bart as bart
 import test_bert as bert
 import test_t5 as t5
+import test_vit as vit
+import vit_by_hand
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
 transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
@@ -61,3 +63,13 @@ def test_t5_is_that_of_transformers(case, tmp_path):
     found = model(ids[0], attention_mask=ids[1], decoder_input_ids=ids[2]).logits.numpy()
   expected = t5_by_hand.logits(config, tensors, t5.SOURCES, t5.IS_SOURCE, t5.IDS)
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('case', vit.CASES)
+def test_vit_is_that_of_transformers(case, tmp_path):
+  folder, config, tensors = vit.make(tmp_path, case)
+  model = loaded(folder, config['architectures'][0])
+  with torch.no_grad():
+    found = model(torch.tensor(vit.IMAGES.transpose(0, 3, 1, 2), dtype=torch.float64))
+  found = found.logits if 'num_labels' in config else found.pooler_output
+  np.testing.assert_allclose(found.numpy(), vit_by_hand.outputs(config, tensors, vit.IMAGES), rtol=1e-5, atol=1e-5)

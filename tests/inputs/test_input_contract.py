@@ -28,6 +28,13 @@ def _dataset():
   return tf.data.Dataset.from_tensor_slices(_arrays())
 
 
+def _png(label):
+  import tensorflow as tf
+
+  pixels = np.random.default_rng(label).integers(0, 256, (7, 9, 3)).astype(np.uint8)
+  return tf.io.encode_png(pixels).numpy()
+
+
 @pytest.fixture(scope='session')
 def paths(tmp_path_factory):
   root = tmp_path_factory.mktemp('data')
@@ -43,6 +50,8 @@ def paths(tmp_path_factory):
     rows = {k: x[part] for k, x in flat.items()}
     inputs.write_tfrecords(str(root / f'{i}.tfrecord'), rows)
     inputs.write_array_records(str(root / f'{i}.array_record'), rows)
+    pictures = {'image': [_png(label) for label in rows['label']], 'label': rows['label']}
+    inputs.write_tfrecords(str(root / f'{i}.images'), pictures)
     columns = {'image': list(rows['image']), 'label': rows['label'], 'id': [f'row {k}' for k in rows['label']]}
     parquet.write_table(pa.table(columns), root / f'{i}.parquet', row_group_size=3)
   return root
@@ -70,6 +79,9 @@ def _case(name, root):
       inputs.SourceTargetInput, pairs=[(f's {i}', f't {i}') for i in range(NUM_EXAMPLES)], source_len=6, target_len=6
     ),
     'TFDataInput': lambda: Config(inputs.TFDataInput, dataset_fn=_dataset),
+    'ImageRecordInput': lambda: Config(
+      inputs.ImageRecordInput, file_pattern=str(root / '*.images'), image_size=(4, 5), rand_augment=(2, 10)
+    ),
     'TFRecordInput': lambda: Config(inputs.TFRecordInput, file_pattern=str(root / '*.tfrecord'), features=record),
     'ArrayRecordInput': lambda: Config(inputs.ArrayRecordInput, path=str(root / '*.array_record'), features=record),
     'TableInput': lambda: Config(inputs.TableInput, path=str(root / '*.parquet'), features=record, mixed_groups=2),

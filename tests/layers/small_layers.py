@@ -183,6 +183,34 @@ def head_transform() -> Config:
   return config
 
 
+def attention_pooling() -> Config:
+  config = split(layers.AttentionPooling, out=(BATCH, 'mdl'), dims=D, num_heads=N, dims_per_head=H, hidden_dims=F)
+  config.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  config.ff_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def patch_embedding() -> Config:
+  config = split(layers.PatchEmbedding, out=OUT, patch_size=(2, 3), channels=1, dims=D)
+  config.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, WT)
+  return config
+
+
+def vision_transformer() -> Config:
+  config = split(layers.VisionTransformer, out=(BATCH, None), image_size=(6, 7), patch_size=(2, 3), channels=1)
+  config.set(model_dims=D, num_layers=2, num_heads=N, hidden_dims=F, dims_per_head=H, pooling='attention')
+  config.activation_split_dims_mapping.states = (BATCH, None, None)
+  config.patch_tpl, config.pooling_tpl = split(layers.PatchEmbedding), split(layers.AttentionPooling)
+  config.patch_tpl.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, 'data')
+  config.position_tpl.weight_split_dims_mapping.wt = WT
+  config.pooling_tpl.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  config.transformer_tpl.layers_tpl = block()
+  config.representation_tpl = head_transform()
+  config.representation_tpl.activation_split_dims_mapping.out = (BATCH, 'mdl')
+  return config
+
+
 def encoder_decoder() -> Config:
   config = split(layers.TransformerEncoderDecoder, out=(BATCH, None, None), vocab_size=V, model_dims=D, num_layers=2)
   config.set(num_encoder_layers=3, num_heads=N, hidden_dims=F, dims_per_head=H, scale_output_sqrt_depth=True)
@@ -263,6 +291,7 @@ CASES = {
   ),
   'Activation': lambda: Case(split(layers.Activation, None, OUT, activation='gelu'), (X,)),
   'AdaptedFeedForward': lambda: Case(adapted(), (X,)),
+  'AttentionPooling': lambda: Case(attention_pooling(), (X,)),
   'BatchNorm': lambda: Case(split(layers.BatchNorm, ('mdl',), OUT, dims=D), (X, WEIGHTS)),
   'BiTemperedLoss': lambda: Case(
     Config(layers.BiTemperedLoss, t1=0.7, t2=1.3), (normal(B, T, V), ids(B, T)), float32_out=True
@@ -299,6 +328,11 @@ CASES = {
   'LatentAttention': lambda: Case(latent_attention(), (X,)),
   'IdentityNorm': lambda: Case(split(layers.IdentityNorm, None, OUT, dims=D), (X,)),
   'HeadTransform': lambda: Case(head_transform(), (X,)),
+  'ImageMixing': lambda: Case(
+    split(layers.ImageMixing, None, (BATCH, None, 'mdl', None), mixup_alpha=0.5, cutmix_alpha=1.0),
+    (IMAGES, WEIGHTS),
+    float32_out=True,
+  ),
   'LayerNorm': lambda: Case(split(layers.LayerNorm, ('mdl',), OUT, dims=D), (X,)),
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
@@ -311,6 +345,7 @@ CASES = {
   'MultiTokenPrediction': lambda: Case(multi_token_prediction(), (X, normal(B, T, D, seed=7))),
   'MultitaskResidualAdapter': lambda: Case(adapter(input_dims=D, num_tasks=3), (X, ids(B, below=3))),
   'PartialRotaryPositions': lambda: Case(Config(layers.PartialRotaryPositions, dims=H), (normal(B, T, N, H),)),
+  'PatchEmbedding': lambda: Case(patch_embedding(), (IMAGES,)),
   'PerDimScale': lambda: Case(
     split(layers.PerDimScale, ('mdl',), (BATCH, None, None, 'mdl'), dims=H), (normal(B, T, N, H),)
   ),
@@ -372,6 +407,7 @@ CASES = {
     (normal(B, T, N, H), normal(B, T, N, H, seed=7)),
   ),
   'TransformerLm': lambda: Case(transformer_lm(), (ids(B, T), ids(B, T)), float32_out=True),
+  'VisionTransformer': lambda: Case(vision_transformer(), (IMAGES,)),
   'WeightNormalizedLinear': lambda: Case(
     split(layers.WeightNormalizedLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)
   ),

@@ -92,7 +92,7 @@ class Encoder(Family):
     }
     model: Config[Any]
     if self._is_classifier(hf):
-      model = sequence_classifier(num_classes=_num_classes(hf), **sizes)
+      model = sequence_classifier(num_classes=num_classes(hf), **sizes)
     else:
       model = masked_language_model(tie_embeddings=bool(hf['tie_word_embeddings']), **sizes)
       model.packed = False
@@ -156,43 +156,45 @@ class Encoder(Family):
   def table_of(self, weights: NestedDict) -> list[Pair]:
     if 'transform' not in weights:
       pooler, softmax = self.classifier_names
-      return [*self._encoder_pairs(), *_linear(pooler, 'pooler.linear'), *_linear(softmax, 'softmax')]
+      return [*self._encoder_pairs(), *linear_pairs(pooler, 'pooler.linear'), *linear_pairs(softmax, 'softmax')]
     return self.table('softmax' not in weights)
 
   def table(self, tied: bool) -> list[Pair]:
     linear, norm, softmax, bias = self.head_names
-    pairs = [*self._encoder_pairs(), *_linear(linear, 'transform.linear'), *_norm(norm, 'transform.norm')]
+    pairs = [*self._encoder_pairs(), *linear_pairs(linear, 'transform.linear'), *norm_pairs(norm, 'transform.norm')]
     if tied:
       return [*pairs, Pair(bias, 'encoder.embedding.b')]
-    return [*pairs, *_linear(softmax, 'softmax')]
+    return [*pairs, *linear_pairs(softmax, 'softmax')]
 
   def _encoder_pairs(self) -> Iterable[Pair]:
     theirs, ours = f'{self.prefix}embeddings.', 'encoder.'
     yield Pair(f'{theirs}word_embeddings.weight', f'{ours}embedding.w')
     yield Pair(f'{theirs}position_embeddings.weight', f'{ours}position.w')
     yield Pair(f'{theirs}token_type_embeddings.weight', f'{ours}token_type.w')
-    yield from _norm(f'{theirs}LayerNorm', f'{ours}embedding_norm')
+    yield from norm_pairs(f'{theirs}LayerNorm', f'{ours}embedding_norm')
     theirs, ours = f'{self.prefix}encoder.layer.{{layer}}.', 'encoder.transformer.layers.'
     for name in ('query', 'key', 'value'):
       yield Pair(f'{theirs}attention.self.{name}.weight', f'{ours}attention.{name}.w', 'D N H -> (N H) D')
       yield Pair(f'{theirs}attention.self.{name}.bias', f'{ours}attention.{name}.b', 'N H -> (N H)')
     yield Pair(f'{theirs}attention.output.dense.weight', f'{ours}attention.out.w', 'N H D -> D (N H)')
     yield Pair(f'{theirs}attention.output.dense.bias', f'{ours}attention.out.b')
-    yield from _norm(f'{theirs}attention.output.LayerNorm', f'{ours}attention_norm')
-    yield from _linear(f'{theirs}intermediate.dense', f'{ours}ff.up')
-    yield from _linear(f'{theirs}output.dense', f'{ours}ff.down')
-    yield from _norm(f'{theirs}output.LayerNorm', f'{ours}ff_norm')
+    yield from norm_pairs(f'{theirs}attention.output.LayerNorm', f'{ours}attention_norm')
+    yield from linear_pairs(f'{theirs}intermediate.dense', f'{ours}ff.up')
+    yield from linear_pairs(f'{theirs}output.dense', f'{ours}ff.down')
+    yield from norm_pairs(f'{theirs}output.LayerNorm', f'{ours}ff_norm')
 
 
-def _linear(theirs: str, ours: str) -> Iterable[Pair]:
+def linear_pairs(theirs: str, ours: str) -> Iterable[Pair]:
+  """Returns the pairs of a linear layer with a bias, stored as [out, in]."""
   return Pair(f'{theirs}.weight', f'{ours}.w', 'I O -> O I'), Pair(f'{theirs}.bias', f'{ours}.b')
 
 
-def _norm(theirs: str, ours: str) -> Iterable[Pair]:
+def norm_pairs(theirs: str, ours: str) -> Iterable[Pair]:
+  """Returns the pairs of a LayerNorm."""
   return Pair(f'{theirs}.weight', f'{ours}.scale'), Pair(f'{theirs}.bias', f'{ours}.bias')
 
 
-def _num_classes(hf: HfConfig) -> int:
+def num_classes(hf: HfConfig) -> int:
   """Returns the number of classes; raises ConfigError for a regression, which has one."""
   labels = hf.values.get('id2label')
   count = len(labels) if isinstance(labels, dict) else hf.size('num_labels')

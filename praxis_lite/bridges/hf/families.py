@@ -20,6 +20,7 @@ from praxis_lite.bridges.hf.mixtures import MIXTURES
 from praxis_lite.bridges.hf.phi3 import PHI3
 from praxis_lite.bridges.hf.recurrent_gemma import RECURRENT_GEMMA
 from praxis_lite.bridges.hf.t5 import T5_LIKE
+from praxis_lite.bridges.hf.vit import VIT
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import (
@@ -31,11 +32,25 @@ from praxis_lite.layers import (
   TransformerEncoder,
   TransformerEncoderDecoder,
   TransformerLm,
+  VisionTransformer,
 )
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel
 
-_FAMILIES = *LLAMA_LIKE, PHI3, *MIXTURES, DEEPSEEK_V3, GPT_OSS, GPT2, MAMBA2, RECURRENT_GEMMA, *T5_LIKE, BART, *ENCODERS
+_FAMILIES = (
+  *LLAMA_LIKE,
+  PHI3,
+  *MIXTURES,
+  DEEPSEEK_V3,
+  GPT_OSS,
+  GPT2,
+  MAMBA2,
+  RECURRENT_GEMMA,
+  *T5_LIKE,
+  BART,
+  *ENCODERS,
+  VIT,
+)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
 
@@ -73,7 +88,7 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
     if lm is None:
       raise ConfigError(
         f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel, a '
-        'MaskedLanguageModel or a SequenceClassifier may have'
+        'MaskedLanguageModel, a SequenceClassifier, or a ClassificationModel of a VisionTransformer may have'
       )
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
   names.sort(key=lambda name: name != preferred)
@@ -154,6 +169,7 @@ _COMPLETE_BELOW = (
   TransformerEncoder,
   TransformerEncoderDecoder,
   TransformerBlock,
+  VisionTransformer,
 )  # Layers that fill in fields below them.
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 

@@ -21,6 +21,7 @@ import optax
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.bridges.hf.generation import GENERATION_FILE, set_decoder, write_generation
 from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, HfConfig, read_json
+from praxis_lite.bridges.hf.image_data import PREPROCESSOR_FILE, image_datasets
 from praxis_lite.bridges.hf.reader import (
   HfCheckpoint,
   checked_pieces,
@@ -40,7 +41,9 @@ from praxis_lite.common.trees import map_with_path, node_at
 from praxis_lite.inputs import HfTokenizer, LabelledTextInput, MaskedTextInput, SourceTargetInput, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.models import (
+  ClassificationModel,
   EncoderDecoderModel,
+  ImageFeatureModel,
   LanguageModel,
   MaskedLanguageModel,
   SequenceClassifier,
@@ -108,7 +111,7 @@ def import_run(
     checkpointer.save(0, state, TrainState(jax.ShapeDtypeStruct((), np.int32), shapes, None), None)
     if is_primary_process():
       assets.mkdir(exist_ok=True)
-      _copy_files(checkpoint.folder, assets, (CONFIG_FILE, GENERATION_FILE, *_TOKENIZER_FILES))
+      _copy_files(checkpoint.folder, assets, (CONFIG_FILE, GENERATION_FILE, PREPROCESSOR_FILE, *_TOKENIZER_FILES))
     checkpointer.wait()
     if is_primary_process():
       write_record(directory, config, mesh=mesh.shape)
@@ -119,7 +122,7 @@ def import_run(
     *checkpoint.notes,
     *unused,
   ]
-  if config.datasets[0].tokenizer_tpl == Config(HfTokenizer, path=REQUIRED):
+  if getattr(config.datasets[0], 'tokenizer_tpl', None) == Config(HfTokenizer, path=REQUIRED):
     lines.append(f'there is no tokenizer beside it; {HOW_TO_SET_TOKENIZER}')
   return [*lines, f'step 0: saved in {directory / "checkpoints"}']
 
@@ -127,7 +130,9 @@ def import_run(
 def _check_tokenizer(config: ExperimentConfig, folder: str, assets: Path) -> None:
   """Raises DataError if the tokenizer that the run is going to keep cannot be read."""
   tokenizer = tokenizer_in(folder)
-  if tokenizer is not None and any(tokenizer_in(folder, assets) == c.tokenizer_tpl for c in config.datasets):
+  if tokenizer is not None and any(
+    tokenizer_in(folder, assets) == getattr(c, 'tokenizer_tpl', None) for c in config.datasets
+  ):
     with contextlib.suppress(ConfigError):  # The package that reads it may not be installed.
       _ = tokenizer.instantiate().vocab_size
 
@@ -168,9 +173,13 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   task.train.set(num_train_steps=1000, eval_interval_steps=200, save_interval_steps=200)
   task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
   task.evaluate.max_batches = 100
-  tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)
   built = target(model)
   assert isinstance(built, type)
+  if issubclass(built, ClassificationModel | ImageFeatureModel):
+    task.name = 'classifier'
+    task.train.inputs_split_mapping['map_4d'] = (('replica', 'data'), None, None, None)
+    return ExperimentConfig(task, image_datasets(model, checkpoint.folder), [])
+  tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)
   if issubclass(built, EncoderDecoderModel):
     task.name = 'seq2seq'
     pairs = Config(SourceTargetInput, path=REQUIRED, source_len=_SOURCE_LEN, target_len=_TARGET_LEN, batch_size=8)
@@ -251,6 +260,7 @@ def export_run(
   with _appears_complete(target_folder) as folder:
     files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
     files += _copy_files(_tokenizer_folder(config, directory / FOLDER), folder, _TOKENIZER_FILES)
+    files += _copy_files(directory / FOLDER, folder, (PREPROCESSOR_FILE,))
     if isinstance(model, LanguageModel):
       write_generation(folder, model.decoder, directory / FOLDER)
       files.append(GENERATION_FILE)

@@ -77,6 +77,19 @@ class PipelineStages(NamedTuple):
   rounds: int = 1
 
 
+class PositionGrid(NamedTuple):
+  """To which patches the entries of a table of positions belong: first those of other tokens, then row by row.
+
+  Attributes:
+    rows, columns: the number of patches along the height and the width of an image.
+    others: the number of tokens before the patches, such as a class token.
+  """
+
+  rows: int
+  columns: int
+  others: int = 0
+
+
 class Facts:
   """The fields and methods of a `Layer` that tools read. A layer overrides those whose defaults are wrong for it.
 
@@ -123,6 +136,13 @@ class Facts:
   def pipeline_stages(self) -> PipelineStages | None:
     """Returns the stages of a pipeline that this layer runs; None if it runs none."""
     return None
+
+  def position_grids(self) -> Mapping[str, PositionGrid]:
+    """Returns the grids of learned positions below this layer, by the paths of their tables from here, as `position.w`.
+
+    A warm start resamples such a table if that of the other run has another grid.
+    """
+    return {}
 
   def implementation_of(self, length: int, packed: bool) -> str:
     """Returns how this layer computes sequences, and why, in one line; '' if it has one implementation.

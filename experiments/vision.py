@@ -1,0 +1,129 @@
+"""Vision transformers: one that learns handwritten digits in minutes on two CPU cores, and published sizes.
+
+  praxis-lite train --exp=vision.DigitsVit --job_log_dir=runs/digits
+  praxis-lite train --exp=vision.VitB16 --job_log_dir=runs/b16 --set 'datasets[0].file_pattern=train/*.tfrecord' \\
+    --set 'datasets[1].file_pattern=validation/*.tfrecord'
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.experiments.digits import digits
+from praxis_lite.inputs import ArrayInput, ImageRecordInput
+from praxis_lite.layers import ImageMixing
+from praxis_lite.models import image_classifier, set_sharding
+from praxis_lite.models.vision_configs import VisionSizes
+from praxis_lite.sharding.weights import WeightInit
+from praxis_lite.tasks.image_classification import ImageClassificationTask
+from praxis_lite.tasks.learners import adamw_learner
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
+from praxis_lite.training.learning import Learner, LinearWarmupCosine
+
+_ROWS = ('replica', 'data')
+
+
+def shifted_digits(split: str, reach: int = 0) -> dict[str, np.ndarray]:
+  """Returns `digits` of a split, each also moved by up to `reach` pixels up, down, left and right; zeros fill in."""
+  data = digits(split)
+  size = data['image'].shape[1]
+  padded = np.pad(data['image'], ((0, 0), (reach, reach), (reach, reach), (0, 0)))
+  starts = [(i, j) for i in range(2 * reach + 1) for j in range(2 * reach + 1)]
+  images = [padded[:, i : i + size, j : j + size] for i, j in starts]
+  return {'image': np.concatenate(images), 'label': np.tile(data['label'], len(starts))}
+
+
+@registry.register
+class DigitsVit(BaseExperiment):
+  """Digits of 8 x 8 pixels, classified by a vision transformer over patches of 2 x 2, in minutes on two CPU cores."""
+
+  batch_size = 64
+
+  def datasets(self) -> list[Config]:
+    train = Config(ArrayInput, name='train', arrays=Config(shifted_digits, split='train', reach=1), is_training=True)
+    validation = Config(ArrayInput, name='validation', arrays=Config(shifted_digits, split='validation'))
+    return [train.set(batch_size=self.batch_size), validation.set(batch_size=self.batch_size)]
+
+  def model(self) -> Config:
+    model = image_classifier(
+      num_classes=10,
+      image_size=8,
+      patch_size=2,
+      channels=1,
+      model_dims=64,
+      num_layers=4,
+      num_heads=4,
+      hidden_dims=128,
+      pooling='mean',
+    )
+    model.softmax_tpl.label_smoothing = 0.1
+    # Small models learn at once if weights are drawn by their fan in.
+    model.params_init = model.network_tpl.params_init = WeightInit.GaussianFanIn()
+    return model
+
+  def task(self) -> Config:
+    task = Config(ImageClassificationTask, model=self.model())
+    task.train.learner = adamw_learner(learning_rate=2e-3, warmup_steps=100, weight_decay=0.05)
+    task.train.set(num_train_steps=2000, log_interval_steps=100, eval_interval_steps=500, save_interval_steps=1000)
+    task.train.inputs_split_mapping = {'map_1d': None, 'map_4d': None}
+    return task
+
+
+class _Vit(BaseExperiment):
+  """Trains on ImageNet-1k for 300 epochs, with the settings of big_vision for ViT on this data (Steiner et al., 2022).
+
+  The files are those of TFDS: records with an encoded `image` and a `label`.
+  """
+
+  mesh_axis_names = ('replica', 'data', 'mdl')
+  ici_mesh_shape: tuple[int, ...] = (1, 8, 1)
+  batch_size = 4096
+  num_epochs = 300
+  num_images = 1_281_167
+  sizes: VisionSizes = {}
+
+  def datasets(self) -> list[Config]:
+    train = Config(ImageRecordInput, name='train', is_training=True, rand_augment=(2, 15), shuffle_buffer_size=250_000)
+    validation = Config(ImageRecordInput, name='validation')
+    return [
+      data.set(file_pattern=REQUIRED, image_size=(224, 224), batch_size=self.batch_size) for data in (train, validation)
+    ]
+
+  def model(self) -> Config:
+    sizes: VisionSizes = {'image_size': 224, 'patch_size': 16, 'representation': True, **self.sizes}
+    model = image_classifier(num_classes=1000, **sizes)
+    model.params_init = model.network_tpl.params_init = WeightInit.Xavier()
+    model.softmax_tpl.params_init = WeightInit.Constant(0.0)
+    return model.set(mixing_tpl=Config(ImageMixing, mixup_alpha=0.5), fprop_dtype=jnp.bfloat16)
+
+  def task(self) -> Config:
+    task = Config(ImageClassificationTask, model=set_sharding(self.model()))
+    task.train.learner = Config(
+      Learner,
+      optimizer=Config(optax.adamw, weight_decay=0.1, mu_dtype='bfloat16'),
+      learning_rate=1e-3,
+      schedule=Config(LinearWarmupCosine, warmup_steps=10_000, final_value=0.0),
+      clip_gradient_norm_to_value=1.0,
+    )
+    steps = self.num_epochs * self.num_images // self.batch_size
+    task.train.set(num_train_steps=steps, log_interval_steps=50, eval_interval_steps=2500, save_interval_steps=1000)
+    task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_4d': (_ROWS, None, None, None)}
+    return task
+
+
+@registry.register
+class VitB16(_Vit):
+  """ViT-B/16, 87M parameters (Dosovitskiy et al., 2021), on ImageNet-1k, fully sharded over 8 devices."""
+
+  sizes = {'model_dims': 768, 'num_layers': 12, 'num_heads': 12}
+
+
+@registry.register
+class VitL16(_Vit):
+  """ViT-L/16, 305M parameters, on ImageNet-1k, fully sharded over 8 devices."""
+
+  sizes = {'model_dims': 1024, 'num_layers': 24, 'num_heads': 16}

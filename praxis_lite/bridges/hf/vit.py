@@ -1,0 +1,171 @@
+"""ViT: images to classes or features, model_type vit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from praxis_lite.bridges.hf.bert import linear_pairs, norm_pairs, num_classes
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
+from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.tensors import Pair
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.layers import FeedForward, VisionTransformer
+from praxis_lite.layers.base import Layer
+from praxis_lite.models import BaseModel, ClassificationModel, ImageFeatureModel, image_classifier, vision_transformer
+
+_MOST_LAYERS = 10_000
+_CLASSIFIER, _FEATURES = 'ViTForImageClassification', 'ViTModel'
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionFamily(Family):
+  """A vision transformer with a class token, and a softmax or a pooler. `architecture` is that of the classifier."""
+
+  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (ClassificationModel, ImageFeatureModel)
+  table_path: ClassVar[str] = ''
+  own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
+
+  def network_in(self, model: BaseModel) -> Layer | None:
+    is_vision = isinstance(getattr(model, 'network', None), VisionTransformer)
+    return model if is_vision else None
+
+  def part_of(self, variables: NestedDict) -> NestedDict:
+    return variables
+
+  def with_part(self, part: NestedDict) -> NestedDict:
+    return part
+
+  def accepts(self, architecture: str) -> bool:
+    return architecture in (_CLASSIFIER, _FEATURES)
+
+  def refusal(self) -> str:
+    return f' is not supported; of {self.model_type}, {_CLASSIFIER} and {_FEATURES} are'
+
+  def model(self, hf: HfConfig) -> Config[Any]:
+    hf = hf.replace_defaults(self.defaults)
+    hf.must_be('qkv_bias', True)
+    hf.must_be('pooler_act', 'tanh')
+    hf.must_be('problem_type', None, 'single_label_classification')
+    width = hf.size('hidden_size')
+    hf.must_be('pooler_output_size', None, width)
+    sizes: dict[str, Any] = {
+      'image_size': image_sizes(hf, 'image_size'),
+      'patch_size': image_sizes(hf, 'patch_size'),
+      'channels': hf.size('num_channels'),
+      'model_dims': width,
+      'num_layers': hf.size('num_hidden_layers', most=_MOST_LAYERS),
+      'num_heads': hf.size('num_attention_heads'),
+      'hidden_dims': hf.size('intermediate_size'),
+      'activation': hf.activation('hidden_act'),
+      'epsilon': hf.number('layer_norm_eps'),
+    }
+    if _FEATURES in (hf.values.get('architectures') or ()):
+      network = vision_transformer(representation=True, **sizes)
+      return Config(ImageFeatureModel, network_tpl=network, params_init=network.params_init)
+    return image_classifier(num_classes=num_classes(hf), **sizes)
+
+  def current_name(self, name: str) -> str:
+    # Names in memory of transformers 5, which some checkpoints have too.
+    name = re.sub(r'(^|\.)layers\.(\d+)\.', r'\1encoder.layer.\2.', name)
+    for new, old in _RENAMED.items():
+      name = re.sub(rf'(encoder\.layer\.\d+\.){re.escape(new)}\.', rf'\g<1>{old}.', name)
+    return name
+
+  def is_unused(self, name: str, hf: HfConfig) -> bool:
+    if name == f'{self.prefix}embeddings.mask_token':
+      return True
+    is_features = _FEATURES in (hf.values.get('architectures') or ())
+    return name.startswith('classifier.') if is_features else name.startswith(f'{self.prefix}pooler.')
+
+  def values(self, model: ClassificationModel | ImageFeatureModel) -> Values:
+    network = model.network
+    assert isinstance(network, VisionTransformer)
+    blocks = blocks_of_stack(network.transformer)
+    attention, ff = blocks[0].attention, blocks[0].ff
+    if not isinstance(ff, FeedForward) or not network.has_learned_positions or network.final_norm_tpl is None:
+      raise ConfigError(
+        f'{network.path_name}: a vision transformer of transformers has dense feed-forward layers, learned positions, '
+        'and a norm after the blocks'
+      )
+    values: Values = {
+      'image_size': one_or_both(network.image_size),
+      'patch_size': one_or_both(network.patch_size),
+      'num_channels': network.channels,
+      'hidden_size': network.model_dims,
+      'num_hidden_layers': len(blocks),
+      'num_attention_heads': attention.num_heads,
+      'intermediate_size': ff.hidden_dims,
+      'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
+      'layer_norm_eps': network.final_norm.epsilon,
+    }
+    if isinstance(model, ImageFeatureModel):
+      return values | {'architectures': [_FEATURES]}
+    return values | {'num_labels': model.num_classes}
+
+  def table_of(self, weights: NestedDict) -> list[Pair]:
+    return [*self._of_network(self.prefix), *linear_pairs('classifier', 'softmax')]
+
+  def _of_network(self, prefix: str) -> Iterable[Pair]:
+    theirs, ours = f'{prefix}embeddings.', 'network.'
+    yield Pair(f'{theirs}cls_token', f'{ours}class_token', 'D -> . . D')
+    yield Pair(f'{theirs}position_embeddings', f'{ours}position.w', 'T D -> . T D')
+    yield from patch_pairs(f'{theirs}patch_embeddings.projection', f'{ours}patches.conv')
+    theirs, ours = f'{prefix}encoder.layer.{{layer}}.', 'network.transformer.layers.'
+    for name in ('query', 'key', 'value'):
+      yield Pair(f'{theirs}attention.attention.{name}.weight', f'{ours}attention.{name}.w', 'D N H -> (N H) D')
+      yield Pair(f'{theirs}attention.attention.{name}.bias', f'{ours}attention.{name}.b', 'N H -> (N H)')
+    yield Pair(f'{theirs}attention.output.dense.weight', f'{ours}attention.out.w', 'N H D -> D (N H)')
+    yield Pair(f'{theirs}attention.output.dense.bias', f'{ours}attention.out.b')
+    yield from norm_pairs(f'{theirs}layernorm_before', f'{ours}attention_norm')
+    yield from norm_pairs(f'{theirs}layernorm_after', f'{ours}ff_norm')
+    yield from linear_pairs(f'{theirs}intermediate.dense', f'{ours}ff.up')
+    yield from linear_pairs(f'{theirs}output.dense', f'{ours}ff.down')
+    yield from norm_pairs(f'{prefix}layernorm', 'network.final_norm')
+    yield from linear_pairs(f'{prefix}pooler.dense', 'network.representation.linear')
+
+
+def patch_pairs(theirs: str, ours: str) -> Iterable[Pair]:
+  """Yields the pairs of the convolution that makes patches."""
+  yield Pair(f'{theirs}.weight', f'{ours}.w', 'h w C D -> D C h w')
+  yield Pair(f'{theirs}.bias', f'{ours}.b')
+
+
+def image_sizes(hf: HfConfig, name: str) -> tuple[int, int]:
+  """Returns (height, width) of a field that is a number or both; raises ConfigError if it is neither."""
+  value = hf[name]
+  both = tuple(value) if isinstance(value, list | tuple) else (value, value)
+  if len(both) != 2 or not all(type(n) is int and n > 0 for n in both):
+    raise ConfigError(f'{hf.where}: {name} = {value!r}; expected a number of pixels, or [height, width]')
+  return both
+
+
+def one_or_both(size: tuple[int, int]) -> int | list[int]:
+  """Returns a size as config.json has it: one number for a square."""
+  return size[0] if size[0] == size[1] else list(size)
+
+
+_RENAMED = {
+  **{
+    f'attention.{letter}_proj': f'attention.attention.{name}' for letter, name in zip('qkv', ('query', 'key', 'value'))
+  },
+  **{'attention.o_proj': 'attention.output.dense', 'mlp.fc1': 'intermediate.dense', 'mlp.fc2': 'output.dense'},
+}
+_VIT = {
+  'hidden_size': 768,
+  'num_hidden_layers': 12,
+  'num_attention_heads': 12,
+  'intermediate_size': 3072,
+  'hidden_act': 'gelu',
+  'layer_norm_eps': 1e-12,
+  'image_size': 224,
+  'patch_size': 16,
+  'num_channels': 3,
+  'num_labels': 2,
+  'tie_word_embeddings': False,
+}
+VIT = VisionFamily('vit', _CLASSIFIER, _VIT, 'vit.')

@@ -1,0 +1,169 @@
+"""Encoded images with a class from TFRecord files, as batches for a `ClassificationModel`.
+
+    training      random crop, flip, RandAugment      drawn by (seed, epoch, content of the record)
+    evaluation    shorter side to `resize_to`, then the middle
+
+So the images of an epoch do not depend on what was read before, on the number of hosts, or on the size of batches. A
+batch has `image`, [B, height, width, channels] float32; `label`, [B] int32; and `weights`, [B] float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED
+from praxis_lite.common.errors import ConfigError, DataError, check_range
+from praxis_lite.inputs import image_ops
+from praxis_lite.inputs.rand_augment import rand_augment
+from praxis_lite.inputs.rows import Rows, Struct, canonical_rows
+from praxis_lite.inputs.tfdata import TFRecordInput, import_tensorflow
+from praxis_lite.inputs.tfrecord_files import tensorflow_reason
+
+if TYPE_CHECKING:
+  import tensorflow as tf
+
+
+class ImageRecordInput(TFRecordInput):
+  """JPEG, PNG, BMP or GIF images with a class, in TFRecord files of `tf.train.Example`s.
+
+  Attributes: those of `TFRecordInput` besides `features` and `parse_fn`, and
+    image_size: (height, width) of the images in a batch.
+    channels: 3, or 1 for gray images; files of the other kind are converted.
+    image_feature: name of the feature with the encoded image.
+    label_feature: name of the feature with the class; None if there is none.
+    first_label: the stored number of the first class; it becomes 0.
+    resize_to: in evaluation, pixels of the shorter side before the middle is cut out; None means 8 / 7 of the shorter
+      side of `image_size`, such as 256 for 224.
+    augment: whether images are augmented; None only in training.
+    crop_area: smallest and largest share of the area of an image that a random crop covers.
+    crop_aspect: smallest and largest ratio of the width of a random crop to its height.
+    flip: whether half of the augmented images are mirrored.
+    rand_augment: number of operations of RandAugment and their magnitude, 10 being the paper's largest; None for none.
+    mean, std: what is subtracted from pixels in [0, 1] and then divides them, for all channels or one value for each;
+      by default, pixels become numbers in [-1, 1].
+
+  Raises (when the data is first needed):
+    DataError: as `TFRecordInput`; a record that has no image is unreadable, see `on_bad_record`.
+  """
+
+  image_size: tuple[int, int] = REQUIRED
+  channels: int = 3
+  image_feature: str = 'image'
+  label_feature: str | None = 'label'
+  first_label: int = 0
+  resize_to: int | None = None
+  augment: bool | None = None
+  crop_area: tuple[float, float] = (0.05, 1.0)
+  crop_aspect: tuple[float, float] = (0.75, 4 / 3)
+  flip: bool = True
+  rand_augment: tuple[int, float] | None = None
+  mean: tuple[float, ...] = (0.5,)
+  std: tuple[float, ...] = (0.5,)
+
+  def __post_init__(self) -> None:
+    if self.features is not None or self.parse_fn is not None:
+      raise ConfigError(f'{self.label}: leave out features and parse_fn; image_feature names the image of a record')
+    self.parse_fn = self._parse_record
+    super().__post_init__()
+    self._check()
+    if self.augment is None:
+      self.augment = self.is_training
+
+  def identity(self) -> dict[str, Any]:
+    return {**super().identity(), 'augment_seed': self.seed if self.augment else None}
+
+  def example_struct(self) -> Struct:
+    image = {'image': jax.ShapeDtypeStruct((*self.image_size, self.channels), np.float32)}
+    return image | ({} if self.label_feature is None else {'label': jax.ShapeDtypeStruct((), np.int32)})
+
+  def elements(self, epoch: int) -> tf.data.Dataset:
+    of_epoch = int(np.random.SeedSequence([self.seed, epoch, 1]).generate_state(1)[0])
+    return super().elements(epoch).map(lambda record: {'record': record, 'seed': np.int64(of_epoch)})
+
+  def parse(self, elements: Any) -> Mapping[str, tf.Tensor]:
+    tf = import_tensorflow()
+    if not isinstance(elements, Mapping):  # Records that are only tried.
+      elements = {'record': elements, 'seed': tf.zeros(tf.shape(elements), tf.int64)}
+    spec = {name: tf.TensorSpec(s.shape, s.dtype) for name, s in self.example_struct().items()}
+    return tf.map_fn(
+      lambda element: self._parse_record(element['record'], element['seed']),
+      elements,
+      fn_output_signature=spec,
+      parallel_iterations=self.num_threads,
+    )
+
+  def read_image(self, encoded: bytes) -> np.ndarray:
+    """Returns the image in the content of a file as evaluation sees it, [height, width, channels] float32.
+
+    Raises:
+      DataError: it is no image.
+    """
+    tf = import_tensorflow()
+    try:
+      image = image_ops.decode_image(tf.constant(encoded), self.channels)
+    except tf.errors.OpError as error:
+      raise DataError(f'is not a JPEG, PNG, BMP or GIF image: {tensorflow_reason(error)}') from None
+    return image_ops.normalize(self._middle_of(image), self.mean, self.std).numpy()
+
+  def to_rows(self, examples: object) -> Rows:
+    return canonical_rows({name: x.numpy() for name, x in dict(examples).items()}, self.label)  # type: ignore[call-overload]
+
+  def _parse_record(self, record: tf.Tensor, seed: tf.Tensor) -> dict[str, tf.Tensor]:
+    tf = import_tensorflow()
+    features = {self.image_feature: tf.io.FixedLenFeature((), tf.string)}
+    if self.label_feature is not None:
+      features[self.label_feature] = tf.io.FixedLenFeature((), tf.int64)
+    stored = tf.io.parse_single_example(record, features)
+    image = image_ops.decode_image(stored[self.image_feature], self.channels)
+    # The content tells records apart, wherever they are in their files.
+    of_record = tf.stack([tf.strings.to_hash_bucket_fast(record, 2**62), tf.cast(seed, tf.int64)])
+    image = self._augmented(image, of_record) if self.augment else self._middle_of(image)
+    example = {'image': image_ops.normalize(image, self.mean, self.std)}
+    if self.label_feature is not None:
+      example['label'] = tf.cast(stored[self.label_feature] - self.first_label, tf.int32)
+    return example
+
+  def _augmented(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    tf = import_tensorflow()
+    of_crop, of_flip, of_rest = tf.unstack(tf.random.experimental.stateless_split(seed, 3), num=3)
+    image = image_ops.random_resized_crop(image, self.image_size, of_crop, self.crop_area, self.crop_aspect)
+    if self.flip:
+      image = image_ops.random_flip(image, of_flip)
+    if self.rand_augment is not None:
+      image = rand_augment(image, of_rest, *self.rand_augment)
+    return image
+
+  def _middle_of(self, image: tf.Tensor) -> tf.Tensor:
+    shorter = min(self.image_size)
+    pixels = round(shorter * 8 / 7) if self.resize_to is None else self.resize_to
+    return image_ops.central_crop(image_ops.resize_shorter_side(image, pixels), self.image_size)
+
+  def _check(self) -> None:
+    sizes = self.image_size
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+      raise ConfigError(f'{self.label}.image_size: expected (height, width) in pixels, got {sizes!r}')
+    if self.channels not in (1, 3):
+      raise ConfigError(f'{self.label}.channels: expected 3, or 1 for gray images, got {self.channels!r}')
+    if self.resize_to is not None:
+      self.check_at_least(resize_to=min(sizes))
+    for name, most in (('crop_area', 1.0), ('crop_aspect', None)):
+      low, high = getattr(self, name)
+      if not 0 < low <= high or (most is not None and high > most):
+        bound = '' if most is None else f' up to {most:g}'
+        raise ConfigError(f'{self.label}.{name}: expected a smallest and a largest value above 0{bound}')
+    if self.rand_augment is not None:
+      count, magnitude = self.rand_augment
+      check_range(f'{self.label}.rand_augment[0]', count, least=1)
+      check_range(f'{self.label}.rand_augment[1]', magnitude, least=0)
+    for name in ('mean', 'std'):
+      if len(getattr(self, name)) not in (1, self.channels):
+        raise ConfigError(
+          f'{self.label}.{name}: expected one value for all channels, or one for each of {self.channels}, got '
+          f'{getattr(self, name)!r}'
+        )
+    if any(value <= 0 for value in self.std):
+      raise ConfigError(f'{self.label}.std: expected values above 0, got {self.std!r}')
