@@ -10,6 +10,8 @@ from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.causal_conv import CausalConv
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.cross_attention import CrossAttention
+from praxis_lite.layers.ctc import CtcAlignment, ctc_alignment, ctc_frames_needed, ctc_loss
+from praxis_lite.layers.ctc_decoding import CtcHypotheses, ctc_beam_search, ctc_greedy_decode
 from praxis_lite.layers.diagonal_ssm import DiagonalSsm
 from praxis_lite.layers.differential_attention import DifferentialAttention
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
@@ -98,6 +100,8 @@ __all__ = [
   'Conv2D',
   'ConvNet',
   'CrossAttention',
+  'CtcAlignment',
+  'CtcHypotheses',
   'DecoderBlock',
   'DiagonalSsm',
   'DifferentialAttention',
@@ -175,6 +179,11 @@ __all__ = [
   'choose_attention',
   'context_parallel_attention',
   'cross_entropy',
+  'ctc_alignment',
+  'ctc_beam_search',
+  'ctc_frames_needed',
+  'ctc_greedy_decode',
+  'ctc_loss',
   'describe_pipelines',
   'dot_product_attention',
   'get_activation',
