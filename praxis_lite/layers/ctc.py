@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 _IMPOSSIBLE = -1e30  # A finite number, because differences of infinities are NaN.
 
@@ -51,6 +50,8 @@ def ctc_loss(
     label_paddings_BU: nonzero for padding after the labels.
     blank_id: the symbol that is the blank.
   """
+  import optax  # Only those who call this need it.
+
   logits_BTV = jnp.where(paddings_BT[..., None] != 0, 0, logits_BTV.astype(jnp.float32))
   labels_BU, label_paddings_BU = _at_least_one(labels_BU, label_paddings_BU, blank_id)
   is_padding_BT = (paddings_BT != 0).astype(jnp.float32)
