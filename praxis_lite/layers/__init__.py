@@ -20,6 +20,7 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
 from praxis_lite.layers.encoder_decoder import DecoderBlock, TransformerEncoderDecoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
+from praxis_lite.layers.gated_delta_net import GatedDeltaNet
 from praxis_lite.layers.image_mixing import ImageMixing, MixedImages
 from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
@@ -110,6 +111,7 @@ __all__ = [
   'FeedForward',
   'FullSoftmax',
   'FunctionMask',
+  'GatedDeltaNet',
   'GatedFeedForward',
   'GatedRMSNorm',
   'GlobalPooling',

@@ -67,7 +67,8 @@ class DiagonalSsm(Mixer):
   @classmethod
   def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
     config.weight_split_dims_mapping.wt = (data, mdl, None)
-    config.activation_split_dims_mapping.set(blnh=(batch, length, mdl, None), out=(batch, length, None))
+    # A device scans whole rows: the length is gathered here.
+    config.activation_split_dims_mapping.set(blnh=(batch, None, mdl, None), out=(batch, length, None))
 
   def setup(self) -> None:
     self._check_range('num_heads', 'state_dims', least=1)

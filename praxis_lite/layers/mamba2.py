@@ -32,6 +32,7 @@ from praxis_lite.layers.causal_conv import CausalConv
 from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
+from praxis_lite.layers.state_parts import scan_in_parts
 from praxis_lite.layers.state_space import Tokens, scan_in_chunks, segment_starts
 from praxis_lite.sharding.weights import (
   JointInit,
@@ -112,9 +113,12 @@ class Mamba2(Mixer):
     out_tpl: template of the child `out`.
     weight_split_dims_mapping: `wt`, [D, N, H]; the convolutions, the norm, the output and the variables [N] are split
       along the same dimensions. `groups`, [D, G, S].
+    activation_split_dims_mapping: `blnh`, [B, T, N, H]; if it splits T, each device scans its part of the sequence,
+      and states pass from part to part, see `state_parts.py`. `out`: [B, T, D].
   """
 
   count_fields = ('chunk_size',)
+  _passes_states = True
 
   num_heads: int = REQUIRED
   dims_per_head: int = 64
@@ -174,7 +178,7 @@ class Mamba2(Mixer):
     self.create_child('norm', norm)
     out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_bias)
     self.create_child('out', split_projection(out, wt, (1, 2, 0), rank_in=2))
-    draw = functools.partial(_draw_rates, N, self.step_range)
+    draw = functools.partial(draw_rates, N, self.step_range)
     for name, init in (('log_decay', None), ('step_bias', None), ('skip', WeightInit.Constant(1.0))):
       weight = WeightHParams(
         (N,),
@@ -215,8 +219,13 @@ class Mamba2(Mixer):
     decay_BTN = -step_BTN * jnp.exp(self.theta.log_decay)
     scaled_BTNH = (value_BTNH * step_BTN[..., None]).astype(value_BTNH.dtype)
     tokens = Tokens(scaled_BTNH, decay_BTN, key_BTGS, query_BTGS, segment_starts(segment_ids))
-    y_BTNH, state_BNHS = scan_in_chunks(tokens, state_BNHS, self.chunk_size)
+    parts = self._num_parts() if pos_BT is None else 1
+    if parts > 1:
+      y_BTNH = scan_in_parts(tokens, self.chunk_size, parts, self._shard_parts)
+    else:
+      y_BTNH, state_BNHS = scan_in_chunks(tokens, state_BNHS, self.chunk_size)
     if pos_BT is not None:
+      assert state_BNHS is not None
       self._keep(state_BNHS)
     y_BTNH = self.shard((y_BTNH + self.theta.skip[:, None] * value_BTNH).astype(value_BTNH.dtype), 'blnh')
     y_BTNH = checkpoint_name(self.norm(y_BTNH, gate_BTNH), 'context')
@@ -244,7 +253,7 @@ class Mamba2(Mixer):
     return TokenFlops(attention=2.0 * chunk * (G * S + N * H) + 4.0 * N * H * S)
 
 
-def _draw_rates(N: int, step_range: tuple[float, float], key: jax.Array) -> Mapping[Path, jax.Array]:
+def draw_rates(N: int, step_range: tuple[float, float], key: jax.Array) -> Mapping[Path, jax.Array]:
   """Returns decays from 1 to 16, and biases for steps whose logarithms are uniform in a range."""
   of_decay, of_step = jax.random.split(key)
   low, high = np.log(step_range)

@@ -5,6 +5,7 @@ B batch, T length, D model dims.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +13,8 @@ import jax
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import ActivationSplit, Layer
+from praxis_lite.layers.base.facts import Exchange
+from praxis_lite.sharding.specs import spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 Axes = str | tuple[str, ...] | None
@@ -33,6 +36,7 @@ class Mixer(Layer):
   """
 
   causal: ClassVar[bool] = True
+  _passes_states: ClassVar[bool] = False  # Whether it scans the parts of a split length on their own.
 
   input_dims: int = REQUIRED
 
@@ -90,6 +94,27 @@ class Mixer(Layer):
   def mix(self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None) -> jax.Array:
     """Returns [B, T, D]: in one pass, or with positions, for the next tokens of rows with a state."""
     raise NotImplementedError
+
+  def exchanges(self) -> list[Exchange]:
+    axes = self._length_axes() if self._passes_states else ()
+    field = 'activation_split_dims_mapping.blnh'
+    return [Exchange('exchange of states between parts of a sequence', field, axes, by_compiler=True)] if axes else []
+
+  def _length_axes(self) -> tuple[str, ...]:
+    """Returns the mesh axes by which `blnh` splits the length."""
+    mapping = getattr(self.activation_split_dims_mapping, 'blnh', None)
+    placement = self._resolve(mapping, f'{self.path_name}.activation_split_dims_mapping.blnh', rank=4)
+    return () if placement is None else spec_axes(placement.spec[1])
+
+  def _num_parts(self) -> int:
+    """In a call: returns in how many parts the mesh splits the length."""
+    sizes, manual = jax.sharding.get_abstract_mesh().shape, self.surroundings.manual_axes
+    return math.prod(sizes.get(axis, 1) for axis in self._length_axes() if axis not in manual)
+
+  def _shard_parts(self, x: jax.Array, letters: tuple[str, ...]) -> jax.Array:
+    """Splits an array whose dimensions are rows, B, parts of the length, P, and heads, N, as `blnh` says."""
+    places = {'B': 0, 'P': 1, 'N': 2, '': None}
+    return self.shard(x, pick_entries(self.activation_split_dims_mapping.blnh, *(places[letter] for letter in letters)))
 
   def _refuse_prefixes(self, prefix_lengths: jax.Array | None) -> None:
     if prefix_lengths is not None:

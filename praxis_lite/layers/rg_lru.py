@@ -33,6 +33,7 @@ from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
+from praxis_lite.layers.state_parts import scan_states_in_parts
 from praxis_lite.layers.state_space import segment_starts
 from praxis_lite.sharding.weights import JointInit, WeightHParams, WeightHParamsCollection
 
@@ -55,7 +56,10 @@ class RgLru(Mixer):
     out_tpl: template of the child `out`.
     weight_split_dims_mapping: `wt`, [D, N, H]; the gates, the convolution and the output are split along the same
       heads.
+    activation_split_dims_mapping: see `Mamba2`; states pass from part to part of a split length in the same way.
   """
+
+  _passes_states = True
 
   width: int | None = None
   num_heads: int = REQUIRED
@@ -151,6 +155,9 @@ class RgLru(Mixer):
     if is_padding_BT is not None:  # Padding leaves the state as it is.
       padding_BT11 = is_padding_BT[..., None, None]
       a_BTNH, inputs_BTNH = jnp.where(padding_BT11, 1, a_BTNH), jnp.where(padding_BT11, 0, inputs_BTNH)
+    parts = self._num_parts() if is_padding_BT is None else 1
+    if parts > 1:
+      return scan_states_in_parts(a_BTNH, inputs_BTNH, parts, self._shard_parts)
     return scan_states(a_BTNH, inputs_BTNH, state_BNH)
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:

@@ -17,12 +17,15 @@ head, S dims of the state.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.precision import sum_dtype
+
+TokensT = TypeVar('TokensT')  # A tree of arrays of tokens.
 
 
 class Tokens(NamedTuple):
@@ -54,64 +57,102 @@ def scan_in_chunks(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the outputs, [B, T, N, H] in the dtype of the values, and the state after them, [B, N, H, S].
 
-  The backward pass keeps the state before each chunk, and computes the chunk again.
-
   Args:
     tokens: what the recurrence reads.
     state_BNHS: the state before the first token, in the dtype of sums; None means zeros.
     chunk: L.
   """
-  (B, T, N, H), S = tokens.value.shape, tokens.key.shape[-1]
+  (B, _, N, H), S = tokens.value.shape, tokens.key.shape[-1]
   if state_BNHS is None:
     state_BNHS = jnp.zeros((B, N, H, S), sum_dtype(tokens.value))
+  return scan_chunks(_read_chunk, tokens, state_BNHS, chunk)
+
+
+def scan_chunks(
+  read: Callable[[jax.Array, TokensT], tuple[jax.Array, jax.Array]], tokens: TokensT, state: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the outputs of all tokens, [B, T, ...], and the state after them.
+
+  The backward pass keeps the state before each chunk, and computes the chunk again.
+
+  Args:
+    read: (state, tokens of a chunk) -> (state after them, their outputs). Tokens of zeros must leave the state as it
+      is.
+    tokens: a tree of arrays [B, T, ...].
+    state: the state before the first token.
+    chunk: the number of tokens of a chunk.
+  """
+  B, T = jax.tree.leaves(tokens)[0].shape[:2]
   if chunk >= T:
-    last_BNHS, out = _read_chunk(state_BNHS, tokens)
-    return out, last_BNHS
+    state, out = read(state, tokens)
+    return out, state
   count = -(-T // chunk)
 
   def cut(x: jax.Array) -> jax.Array:
-    """Returns [C, B, L, ...]; zeros at the end change neither states nor earlier outputs."""
+    """Returns [C, B, L, ...], with zeros at the end."""
     x = jnp.pad(x, ((0, 0), (0, count * chunk - T), *((0, 0),) * (x.ndim - 2)))
     return jnp.moveaxis(x.reshape(B, count, chunk, *x.shape[2:]), 1, 0)
 
-  read = jax.checkpoint(_read_chunk, prevent_cse=False)
-  last_BNHS, out = jax.lax.scan(read, state_BNHS, jax.tree.map(cut, tokens))
-  return jnp.moveaxis(out, 0, 1).reshape(B, count * chunk, N, H)[:, :T], last_BNHS
+  state, out = jax.lax.scan(jax.checkpoint(read, prevent_cse=False), state, jax.tree.map(cut, tokens))
+  return jnp.moveaxis(out, 0, 1).reshape(B, count * chunk, *out.shape[3:])[:, :T], state
+
+
+class ChunkDecay(NamedTuple):
+  """What is left of a state after the decays inside a chunk.
+
+  Attributes:
+    between_BNLM: of what token M has written, at token L; 0 if M is later, or L is of another segment.
+    from_before_BLN: of the state before the chunk, at each token.
+    to_after_BMN: of what a token has written, after the chunk.
+    kept_BN: of the state before the chunk, after it.
+  """
+
+  between_BNLM: jax.Array
+  from_before_BLN: jax.Array
+  to_after_BMN: jax.Array
+  kept_BN: jax.Array
+
+  @classmethod
+  def of(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:
+    """Returns it for the logarithms of decays, and the tokens at which segments start."""
+    total_BLN = jnp.cumsum(decay_BLN, axis=1)
+    last_BN = total_BLN[:, -1]
+    visible_BLM = jnp.tri(decay_BLN.shape[1], dtype=bool)[None]
+    from_before_BLN, to_after_BMN = jnp.exp(total_BLN), jnp.exp(last_BN[:, None] - total_BLN)
+    kept_BN = jnp.exp(last_BN)
+    if starts_BL is not None:
+      segment_BL = jnp.cumsum(starts_BL, axis=1)
+      visible_BLM &= segment_BL[:, :, None] == segment_BL[:, None, :]
+      from_before_BLN = jnp.where(segment_BL[..., None] == 0, from_before_BLN, 0)
+      to_after_BMN = jnp.where(segment_BL[..., None] == segment_BL[:, -1:, None], to_after_BMN, 0)
+      kept_BN = jnp.where(segment_BL[:, -1:] == 0, kept_BN, 0)
+    total_BNL = jnp.swapaxes(total_BLN, 1, 2)
+    between_BNLM = total_BNL[..., :, None] - total_BNL[..., None, :]
+    between_BNLM = jnp.exp(jnp.where(visible_BLM[:, None], between_BNLM, -jnp.inf))
+    return cls(between_BNLM, from_before_BLN, to_after_BMN, kept_BN)
 
 
 def _read_chunk(state_BNHS: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
   """Returns the state after a chunk, and the outputs in it."""
   value_BMNH, decay_BLN, key_BMGS, query_BLGS, starts_BL = tokens
-  (_, L, N, _), dtype, sums = value_BMNH.shape, value_BMNH.dtype, sum_dtype(value_BMNH)
-  per_group = N // key_BMGS.shape[2]
-  total_BLN = jnp.cumsum(decay_BLN, axis=1)
-  last_BN = total_BLN[:, -1]
-  visible_BLM = jnp.tri(L, dtype=bool)[None]
-  from_before_BLN, to_after_BMN, kept_BN = jnp.exp(total_BLN), jnp.exp(last_BN[:, None] - total_BLN), jnp.exp(last_BN)
-  if starts_BL is not None:
-    segment_BL = jnp.cumsum(starts_BL, axis=1)
-    visible_BLM &= segment_BL[:, :, None] == segment_BL[:, None, :]
-    from_before_BLN = jnp.where(segment_BL[..., None] == 0, from_before_BLN, 0)
-    to_after_BMN = jnp.where(segment_BL[..., None] == segment_BL[:, -1:, None], to_after_BMN, 0)
-    kept_BN = jnp.where(segment_BL[:, -1:] == 0, kept_BN, 0)
+  N, dtype, sums = value_BMNH.shape[2], value_BMNH.dtype, sum_dtype(value_BMNH)
+  decay = ChunkDecay.of(decay_BLN, starts_BL)
 
   def product(formula: str, *arrays: jax.Array) -> jax.Array:
     return jnp.einsum(formula, *(x.astype(dtype) for x in arrays), preferred_element_type=sums)
 
-  total_BNL = jnp.swapaxes(total_BLN, 1, 2)
-  between_BNLM = total_BNL[..., :, None] - total_BNL[..., None, :]
-  mask_BNLM = jnp.exp(jnp.where(visible_BLM[:, None], between_BNLM, -jnp.inf))
   products_BGLM = product('BLGS,BMGS->BGLM', query_BLGS, key_BMGS)
-  weights_BNLM = _to_heads(products_BGLM, 1, per_group) * mask_BNLM
-  query_BLNS, key_BMNS = _to_heads(query_BLGS, 2, per_group), _to_heads(key_BMGS, 2, per_group)
+  weights_BNLM = expand_groups(products_BGLM, 1, N) * decay.between_BNLM
+  query_BLNS, key_BMNS = expand_groups(query_BLGS, 2, N), expand_groups(key_BMGS, 2, N)
   out_BLNH = product('BNLM,BMNH->BLNH', weights_BNLM, value_BMNH)
-  out_BLNH += product('BLNS,BNHS->BLNH', query_BLNS, state_BNHS) * from_before_BLN[..., None]
-  added_BNHS = product('BMNS,BMNH->BNHS', key_BMNS, value_BMNH * to_after_BMN[..., None])
-  return kept_BN[..., None, None] * state_BNHS + added_BNHS, out_BLNH.astype(dtype)
+  out_BLNH += product('BLNS,BNHS->BLNH', query_BLNS, state_BNHS) * decay.from_before_BLN[..., None]
+  added_BNHS = product('BMNS,BMNH->BNHS', key_BMNS, value_BMNH * decay.to_after_BMN[..., None])
+  return decay.kept_BN[..., None, None] * state_BNHS + added_BNHS, out_BLNH.astype(dtype)
 
 
-def _to_heads(x: jax.Array, axis: int, per_group: int) -> jax.Array:
-  """Returns an array of groups as one of heads; of heads in one group, by broadcasting."""
-  if x.shape[axis] == 1:
-    return jnp.broadcast_to(x, (*x.shape[:axis], per_group, *x.shape[axis + 1 :]))
-  return x if per_group == 1 else jnp.repeat(x, per_group, axis=axis)
+def expand_groups(x: jax.Array, axis: int, num_heads: int) -> jax.Array:
+  """Returns an array of groups as one of heads; by broadcasting, if there is one group."""
+  groups = x.shape[axis]
+  if groups == 1:
+    return jnp.broadcast_to(x, (*x.shape[:axis], num_heads, *x.shape[axis + 1 :]))
+  return x if groups == num_heads else jnp.repeat(x, num_heads // groups, axis=axis)

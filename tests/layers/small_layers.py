@@ -267,6 +267,14 @@ def recurrent() -> Config:
   return config.set(chunk_size=2)
 
 
+def gated_delta_net() -> Config:
+  config = split(layers.GatedDeltaNet, ('data', 'mdl', None), OUT, input_dims=D, num_heads=2 * N, dims_per_head=H)
+  config.set(key_dims=5, num_groups=N, kernel_size=3, chunk_size=2)
+  config.weight_split_dims_mapping.groups = ('data', 'mdl', None)
+  config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
+  return config
+
+
 def rg_lru() -> Config:
   config = split(layers.RgLru, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, width=N * H, kernel_size=3)
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
@@ -316,6 +324,7 @@ CASES = {
     (X, ids(B, T)),
     float32_out=True,
   ),
+  'GatedDeltaNet': lambda: Case(gated_delta_net(), (X,)),
   'GatedFeedForward': lambda: Case(split(layers.GatedFeedForward, WT, OUT, input_dims=D, hidden_dims=F), (X,)),
   'GatedRMSNorm': lambda: Case(
     split(layers.GatedRMSNorm, ('mdl', None), (BATCH, None, 'mdl', None), num_heads=6, dims_per_head=H, num_groups=3),

@@ -186,6 +186,23 @@ def test_heads_over_an_axis_equal_one_device(shape, groups):
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected)
 
 
+@pytest.mark.parametrize('length, packed', [(9, True), (10, False)])
+def test_a_length_over_an_axis_of_three_equals_one_device(length, packed):
+  """States pass between three devices, whose parts of 10 tokens are not even, beside two for heads."""
+  axes, config = ('data', 'context', 'mdl'), mamba(num_groups=1, chunk_size=2)
+  Mamba2.set_split(config, batch='data', length='context', data='data', mdl='mdl')
+  layer, variables = built(config.clone(mesh_axis_names=axes))
+  assert [e.axes for e in layer.exchanges()] == [('context',)]
+  ids = np.array([[1] * 5 + [2] * (length - 5), [1] * (length - 1) + [0]]) if packed else None
+  args = inputs()[:, :length], ids
+  expected = jax.jit(lambda v: step(layer, v, args))(variables)
+  mesh = jax.make_mesh((1, 3, 2), axes, axis_types=(AxisType.Auto,) * 3)
+  actual = step_on_mesh(step, layer, variables, mesh)(place_variables(layer, variables, mesh), args)
+  weights = jax.tree.map(lambda a, e: a[tuple(map(slice, e.shape))], actual[1][0], expected[1][0])
+  actual = actual[0], (weights, actual[1][1])
+  jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-4 * (1e-3 + np.abs(e).max())), actual, expected)
+
+
 def test_mistakes_are_named():
   with pytest.raises(ConfigError, match=r'mixer.num_groups: 3 does not divide num_heads, 4'):
     mamba(num_groups=3).set(name='mixer').instantiate()

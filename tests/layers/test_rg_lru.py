@@ -117,6 +117,22 @@ def test_heads_over_an_axis_of_three_equal_one_device():
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected)
 
 
+def test_a_length_over_an_axis_of_three_equals_one_device():
+  axes, config = ('spare', 'context'), rg_lru()
+  RgLru.set_split(config, batch=None, length='context', data=None, mdl=None)
+  layer, variables = built(config.set(mesh_axis_names=axes))
+  x, ids = inputs()[:, :7], np.array([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
+
+  def step(layer, variables, x):
+    loss = lambda v, x: jnp.sum(layer.apply(v, x, segment_ids=ids)[0] ** 2)  # noqa: E731
+    return jax.value_and_grad(loss, argnums=(0, 1))(variables, x)
+
+  expected = jax.jit(lambda v: step(layer, v, x))(variables)
+  mesh = jax.make_mesh((2, 3), axes, axis_types=(AxisType.Auto,) * 2)
+  actual = step_on_mesh(step, layer, variables, mesh)(place_variables(layer, variables, mesh), x)
+  jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-4 * (1e-3 + np.abs(e).max())), actual, expected)
+
+
 def test_a_closed_gate_has_finite_gradients():
   """At a = 1, the slope of sqrt(1 - a^2) is bounded."""
   layer, variables = built(rg_lru())

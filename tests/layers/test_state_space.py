@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from praxis_lite.layers.state_parts import scan_in_parts
 from praxis_lite.layers.state_space import Tokens, scan_in_chunks, segment_starts
 
 N, G, H, S = 4, 2, 3, 5
@@ -90,3 +91,18 @@ def test_segments_start_where_ids_change():
   np.testing.assert_array_equal(
     segment_starts(jnp.asarray([[1, 1, 2, 0, 0], [3, 3, 3, 3, 3]])), [[0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
   )
+
+
+@pytest.mark.parametrize('parts, packed', [(3, True), (4, False), (16, True)])
+def test_parts_that_pass_states_on_equal_the_recurrence(parts, packed):
+  """Also more parts than tokens."""
+  tokens = drawn(2, 11, starts=segment_starts(jnp.asarray(SEGMENTS)) if packed else None)
+
+  def in_parts(tokens, _):
+    return scan_in_parts(tokens, 2, parts, lambda x, _: x), jnp.zeros(1)
+
+  def whole(tokens, _):
+    return one_by_one(tokens, jnp.zeros((2, N, H, S)))[0], jnp.zeros(1)
+
+  actual, expected = (results(compute, tokens, jnp.zeros(1)) for compute in (in_parts, whole))
+  jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), actual, expected)

@@ -1,0 +1,89 @@
+"""Recurrences of sequences that a mesh axis splits: each device scans its part, and states pass from part to part.
+
+    out, last = scan of each part, from a state of zeros                       all parts at once
+    before_(p+1) = kept_p before_p + last_p                                    states only, on each device
+    out_t += what is left of before_p at token t
+
+where kept_p is what a part leaves of the state before it. The devices so exchange one state for each part, whatever the
+length. Parts are a dimension P of the arrays, which the mesh axis splits; the compiler adds the gather of states.
+
+B batch, T length, P parts, L tokens of a part, N heads, G groups of heads, H dims per head, S dims of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.linear_scan import scan_states
+from praxis_lite.layers.state_space import Tokens, expand_groups, scan_in_chunks
+
+ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]  # Splits an array whose dimensions have these letters.
+
+
+def scan_in_parts(tokens: Tokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
+  """Returns the outputs of `scan_in_chunks`, [B, T, N, H], from a state of zeros.
+
+  Args:
+    tokens, chunk: see `scan_in_chunks`.
+    num_parts: P.
+    shard: splits an array over the mesh, given the letters of its dimensions; 'P' stands for parts.
+  """
+  T, N = tokens.value.shape[1:3]
+  key, query = (shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query))
+  parts = Tokens(
+    shard(_cut(tokens.value, num_parts), ('B', 'P', '', 'N', '')),
+    shard(_cut(tokens.decay, num_parts), ('B', 'P', '', 'N')),
+    key,
+    query,
+    None if tokens.starts is None else shard(_cut(tokens.starts, num_parts), ('B', 'P', '')),
+  )
+  scan = jax.vmap(lambda part: scan_in_chunks(part, None, chunk), in_axes=1, out_axes=1)
+  out_BPLNH, last_BPNHS = scan(parts)
+  left_BPLN = jnp.exp(jnp.cumsum(parts.decay, axis=2))
+  if parts.starts is not None:
+    left_BPLN = jnp.where(jnp.cumsum(parts.starts, axis=2)[..., None] == 0, left_BPLN, 0)
+  before_BPNHS = _pass_on(left_BPLN[:, :, -1, :, None, None], last_BPNHS, ('B', 'P', 'N', '', ''), shard)
+  query_BPLNS = expand_groups(parts.query, 3, N)
+  carried_BPLNH = jnp.einsum(
+    'BPLNS,BPNHS->BPLNH', query_BPLNS, before_BPNHS.astype(query_BPLNS.dtype), preferred_element_type=left_BPLN.dtype
+  )
+  out_BPLNH = (out_BPLNH + carried_BPLNH * left_BPLN[..., None]).astype(out_BPLNH.dtype)
+  return _join(out_BPLNH, T)
+
+
+def scan_states_in_parts(decay: jax.Array, inputs: jax.Array, num_parts: int, shard: ShardParts) -> jax.Array:
+  """Returns the states of `scan_states`, [B, T, N, S], from a state of zeros; the arguments are as for it."""
+  T, letters = inputs.shape[1], ('B', 'P', '', 'N', '')
+  decay, inputs = (shard(_cut(x, num_parts), letters) for x in (jnp.broadcast_to(decay, inputs.shape), inputs))
+  states = jax.vmap(scan_states, in_axes=1, out_axes=1)(decay, inputs)
+  left = jnp.cumprod(decay, axis=2)
+  before = _pass_on(left[:, :, -1], states[:, :, -1], ('B', 'P', 'N', ''), shard)
+  return _join(states + left * before[:, :, None], T)
+
+
+def _cut(x: jax.Array, num_parts: int) -> jax.Array:
+  """Returns [B, P, L, ...], with zeros at the end."""
+  size = -(-x.shape[1] // num_parts)
+  x = jnp.pad(x, ((0, 0), (0, num_parts * size - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+  return x.reshape(x.shape[0], num_parts, size, *x.shape[2:])
+
+
+def _join(x: jax.Array, length: int) -> jax.Array:
+  """Returns [B, T, ...] of [B, P, L, ...]."""
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _pass_on(kept: jax.Array, last: jax.Array, letters: tuple[str, ...], shard: ShardParts) -> jax.Array:
+  """Returns the state before each part, [B, P, ...], of those after it and the share that it keeps."""
+  everywhere = tuple('' if letter == 'P' else letter for letter in letters)
+  kept, last = shard(jnp.broadcast_to(kept, last.shape), everywhere), shard(last, everywhere)
+
+  def step(state: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return part[0] * state + part[1], state
+
+  parts = jnp.moveaxis(kept, 1, 0), jnp.moveaxis(last, 1, 0)
+  before = jax.lax.scan(step, jnp.zeros_like(last[:, 0]), parts)[1]
+  return shard(jnp.moveaxis(before, 0, 1), letters)
