@@ -69,7 +69,7 @@ CHANGED = {
   ' --set datasets[*].path.max_bytes=99999 --set task.evaluate.max_batches=1',
   r'train --exp=recurrent\.\w+Tiny .*': r'\g<0> --set task.train.num_train_steps=2 --set task.evaluate.max_batches=1',
   r'train --exp=encoders\.SameDate .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].examples.count=64',
-  r'train --exp=vision\.DigitsVit .*': r'\g<0> --set task.train.num_train_steps=2',
+  r'train --exp=vision\.Digits\w+ .*': r'\g<0> --set task.train.num_train_steps=2',
   r'train --exp=seq2seq\.Dates .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].pairs.count=64'
   ' --set decode_datasets[*].pairs.count=64',
   r'--max_tokens=200|--prompt=ROMEO:': r'\g<0> --max_tokens=4',

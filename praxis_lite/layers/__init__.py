@@ -9,6 +9,7 @@ from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.causal_conv import CausalConv
 from praxis_lite.layers.context_parallel import context_parallel_attention
+from praxis_lite.layers.contrastive import ContrastiveLoss, ContrastiveOutput
 from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.ctc import CtcAlignment, ctc_alignment, ctc_frames_needed, ctc_loss
 from praxis_lite.layers.ctc_decoding import CtcHypotheses, ctc_beam_search, ctc_greedy_decode
@@ -97,7 +98,12 @@ __all__ = [
   'BiTemperedSoftmax',
   'Bias',
   'Causal',
+<<<<<<< HEAD
   'CausalConv',
+=======
+  'ContrastiveLoss',
+  'ContrastiveOutput',
+>>>>>>> 66db806e (Two towers of images and texts: the losses of CLIP and SigLIP in chunks of the texts)
   'Conv2D',
   'ConvNet',
   'CrossAttention',

@@ -13,6 +13,7 @@ from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transforme
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.text_classifier import SequenceClassifier
+from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.models.vision_configs import image_classifier, vision_transformer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
   'LanguageModel',
   'MaskedLanguageModel',
   'SequenceClassifier',
+  'TwoTowerModel',
   'WeightedScalars',
   'encoder_decoder',
   'griffin_lm',

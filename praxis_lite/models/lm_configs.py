@@ -23,6 +23,7 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.language_model import LanguageModel
+from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.sharding.specs import axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightInit
 
@@ -152,12 +153,14 @@ def set_sharding(
   Args:
     config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
       `MaskedLanguageModel`, a `SequenceClassifier` or their `TransformerEncoder`, or of a `ClassificationModel` with a
-      `VisionTransformer` or of that.
+      `VisionTransformer` or of that, or of a `TwoTowerModel`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.
     context_axis: mesh axis that splits the length of all activations (context parallelism); None disables it.
   """
+  if _is_a(config, TwoTowerModel):
+    return _split_towers(config, batch_axes, data_axis, mdl_axis)
   lm = _network(config)
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)  # A cache is not split along its length; others get `context_axis` below.
@@ -223,6 +226,16 @@ def _split_mixer(config: Config, **axes: str | tuple[str, ...] | None) -> None:
   kind = target(config)
   assert isinstance(kind, type) and issubclass(kind, Mixer)
   kind.set_split(config, **axes)
+
+
+def _split_towers(config: Config[LmT], batch_axes: Axes, data_axis: Axes, mdl_axis: str | None) -> Config[LmT]:
+  """Sets the mappings of a model with two towers, and returns its config."""
+  for tower in (config.image_tpl, config.text_tpl):
+    set_sharding(tower, batch_axes=batch_axes, data_axis=data_axis, mdl_axis=mdl_axis)
+  config.projection_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+  config.projection_tpl.activation_split_dims_mapping.out = (batch_axes, None)
+  config.loss_tpl.activation_split_dims_mapping.set(out=(batch_axes,), logits=(batch_axes, None))
+  return config
 
 
 def _split_softmax(config: Config[LmT], wt: SplitDimsMapping, out: SplitDimsMapping) -> Config[LmT]:

@@ -180,19 +180,23 @@ def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool
   return encoder(ids_BT, segment_ids=segments_BT, segment_pos=pos_BT, token_type_ids=types_BT)
 
 
-def check_tokens(encoder: TransformerEncoder, data: BaseInput, batch: NestedDict) -> None:
-  """Raises a `ConfigError` if an id or a type of a token, not of padding, is not in the encoder's table of them."""
+def check_tokens(
+  encoder: TransformerEncoder, data: BaseInput, batch: NestedDict, where: str = 'task.model.encoder'
+) -> None:
+  """Raises a `ConfigError` if an id or a type of a token, not of padding, is not in the encoder's table of them.
+
+  `where` is the path of the encoder in messages.
+  """
   known, size = encoder.vocab_size, getattr(data, 'vocab_size', None)
   if isinstance(size, int) and size > known:
     raise ConfigError(
-      f'{data.label}: its ids go up to {size - 1}, but task.model.encoder.vocab_size is {known}; it must be at least '
-      f'{size}'
+      f'{data.label}: its ids go up to {size - 1}, but {where}.vocab_size is {known}; it must be at least {size}'
     )
-  types = 'task.model.encoder.token_type.num_classes is'
+  types = f'{where}.token_type.num_classes is'
   if encoder.token_type_tpl is None:
-    types = 'task.model.encoder.token_type_tpl is None, so the number of types is'
+    types = f'{where}.token_type_tpl is None, so the number of types is'
   num_types = getattr(encoder.token_type_tpl, 'num_classes', 1)
-  tables = {'ids': ('task.model.encoder.vocab_size is', known), 'token_type_ids': (types, num_types)}
+  tables = {'ids': (f'{where}.vocab_size is', known), 'token_type_ids': (types, num_types)}
   for name, (says, count) in tables.items():
     found, segments = np.asarray(batch.get(name, ())), batch.get('segment_ids')
     if not found.size:

@@ -68,7 +68,7 @@ class SequenceClassifier(Classifier):
     states_BTD = encode_batch(self.encoder, batch, packed=False)
     x_BD = states_BTD[:, 0]
     if self.pooling == 'mean':
-      x_BD = _mean_over_tokens(to_sum_dtype(states_BTD), batch.get('segment_ids'))
+      x_BD = mean_over_tokens(to_sum_dtype(states_BTD), batch.get('segment_ids'))
     return self.dropout(x_BD if self.pooler_tpl is None else self.pooler(x_BD))
 
   @property
@@ -76,7 +76,7 @@ class SequenceClassifier(Classifier):
     return self.encoder.vocab_size
 
 
-def _mean_over_tokens(states_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+def mean_over_tokens(states_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
   """Returns the mean over the tokens that are no padding, [B, D]; 0 for a row without any."""
   if segments_BT is None:
     return jnp.mean(states_BTD, axis=1)

@@ -71,6 +71,12 @@ def pipelined_transformer() -> Config:
   return config
 
 
+def contrastive_loss() -> Config:
+  config = split(layers.ContrastiveLoss, None, (BATCH,), kind='sigmoid', chunk_size=2, initial_bias=-1.0)
+  config.activation_split_dims_mapping.logits = (BATCH, 'mdl')
+  return config
+
+
 def conv_net() -> Config:
   config = Config(layers.ConvNet, input_channels=1, channels=(3, 5))
   config.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, 'mdl')
@@ -313,6 +319,7 @@ CASES = {
   'Conv2D': lambda: Case(
     split(layers.Conv2D, (None, None, None, WT), (BATCH, None, None, 'mdl'), filter_shape=(3, 2, 1, 5)), (IMAGES,)
   ),
+  'ContrastiveLoss': lambda: Case(contrastive_loss(), (X[:, 0], SOURCE[:, 0], WEIGHTS), float32_out=True),
   'ConvNet': lambda: Case(conv_net(), (IMAGES, WEIGHTS)),
   'CrossAttention': lambda: Case(cross_attention(), (X, SOURCE)),
   'DecoderBlock': lambda: Case(decoder_block(), (X, SOURCE)),

@@ -1,0 +1,130 @@
+"""TwoTowerModel: embeds images and texts into one space, as CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023).
+
+    image embedding = normalize(image_projection(image tower(image)))
+    text embedding  = normalize(text_projection(pooled states of the text tower(ids)))
+
+B batch, T length, D dims of a tower, E dims of embeddings.
+
+A batch holds `image`, [B, height, width, C]; `ids`, [B, T] int32, a text in each row; and `weights`, [B] float32.
+`segment_ids`, [B, T] int32, is 0 at padding; without it there is none. Predictions need only one of images and texts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.contrastive import ContrastiveLoss, ContrastiveOutput
+from praxis_lite.layers.encoder import TransformerEncoder
+from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.layers.vision_transformer import VisionTransformer
+from praxis_lite.models.base import BaseModel
+from praxis_lite.models.masked_text_model import check_tokens, encode_batch
+from praxis_lite.models.text_classifier import mean_over_tokens
+
+TEXT_POOLINGS = ('first', 'last', 'mean')
+
+
+class TwoTowerModel(BaseModel[ContrastiveOutput]):
+  """Learns from pairs of an image and a text which of them belong together.
+
+  Attributes:
+    embedding_dims: E.
+    image_tpl: config of the child `image`.
+    text_tpl: config of the child `text`.
+    text_pooling: the features of a text are the state of its 'first' or its 'last' token, or the 'mean' of all.
+    projection_tpl: template of the children `image_projection` and `text_projection`.
+    loss_tpl: template of the child `loss`.
+  """
+
+  embedding_dims: int = REQUIRED
+  image_tpl: Config = template(VisionTransformer)
+  text_tpl: Config = template(TransformerEncoder)
+  text_pooling: str = 'mean'
+  projection_tpl: Config = template(Linear)
+  loss_tpl: Config = template(ContrastiveLoss)
+  activation_split_dims_mapping: Config = template(SplitMapping)
+
+  image: VisionTransformer = child()
+  text: TransformerEncoder = child()
+  image_projection: Linear = child()
+  text_projection: Linear = child()
+  loss: ContrastiveLoss = child()
+
+  def setup(self) -> None:
+    check_choice(f'{self.path_name}.text_pooling', self.text_pooling, TEXT_POOLINGS)
+    dims = {
+      'image': self.create_child('image', self.image_tpl).output_dims,
+      'text': self.create_child('text', self.text_tpl).model_dims,
+    }
+    for name, size in dims.items():
+      projection = self.projection_tpl.clone(input_dims=size, output_dims=self.embedding_dims)
+      self.create_child(f'{name}_projection', projection)
+    self.create_child('loss', self.loss_tpl)
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if an id is not in the vocabulary, or images or texts are missing."""
+    for name in ('image', 'ids'):
+      if name not in batch:
+        raise ConfigError(f'{data.label}: a batch of pairs has image and ids; this one has {", ".join(sorted(batch))}')
+    check_tokens(self.text, data, batch, 'task.model.text')
+
+  def embed_images(self, batch: NestedDict) -> jax.Array:
+    """Returns the embeddings of images, [B, E] float32, of norm 1."""
+    image = batch['image']
+    # Rows of weight zero may hold NaN, and 0 times NaN is not a zero gradient.
+    is_padding = jnp.expand_dims(batch['weights'] == 0, range(1, image.ndim))
+    return _normalize(self.image_projection(self.image(jnp.where(is_padding & ~jnp.isfinite(image), 0, image))))
+
+  def embed_texts(self, batch: NestedDict) -> jax.Array:
+    """Returns the embeddings of texts, [B, E] float32, of norm 1."""
+    states_BTD = encode_batch(self.text, batch, packed=False)
+    segments_BT = batch.get('segment_ids')
+    if self.text_pooling == 'mean':
+      x_BD = mean_over_tokens(to_sum_dtype(states_BTD), segments_BT)
+    elif self.text_pooling == 'first' or segments_BT is None:
+      x_BD = states_BTD[:, 0 if self.text_pooling == 'first' else -1]
+    else:
+      at_BT = jnp.where(segments_BT != 0, jnp.arange(segments_BT.shape[1]), 0)
+      x_BD = jnp.take_along_axis(states_BTD, jnp.max(at_BT, axis=1)[:, None, None], axis=1)[:, 0]
+    return _normalize(self.text_projection(x_BD))
+
+  def compute_predictions(self, batch: NestedDict) -> ContrastiveOutput:
+    """Returns the loss of each pair, [B], and whether its text fits its image best."""
+    return self.loss(self.embed_images(batch), self.embed_texts(batch), batch['weights'])
+
+  def compute_loss(self, predictions: ContrastiveOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns `loss`, and `accuracy`, how often no text of the batch fits an image better; each pair's `loss`."""
+    metrics = {
+      'loss': weighted_mean(predictions.loss, batch['weights']),
+      'accuracy': weighted_mean(predictions.correct, batch['weights']),
+    }
+    return metrics, {'loss': predictions.loss}
+
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `image_embedding` and `text_embedding`, [B, E], of those of both that the batch has."""
+    out = {}
+    if 'image' in batch:
+      out['image_embedding'] = self.embed_images(batch)
+    if 'ids' in batch:
+      out['text_embedding'] = self.embed_texts(batch)
+    if not out:
+      raise ConfigError(f'task.model: the batch has neither image nor ids, only {", ".join(sorted(batch))}')
+    return out
+
+  @property
+  def num_ids(self) -> int | None:
+    return self.text.vocab_size
+
+
+def _normalize(x_BE: jax.Array) -> jax.Array:
+  """Returns rows of norm 1, at least float32; a row of zeros stays as it is."""
+  x_BE = to_sum_dtype(x_BE)
+  return x_BE * jax.lax.rsqrt(jnp.sum(jnp.square(x_BE), axis=-1, keepdims=True) + 1e-12)
