@@ -98,12 +98,9 @@ __all__ = [
   'BiTemperedSoftmax',
   'Bias',
   'Causal',
-<<<<<<< HEAD
   'CausalConv',
-=======
   'ContrastiveLoss',
   'ContrastiveOutput',
->>>>>>> 66db806e (Two towers of images and texts: the losses of CLIP and SigLIP in chunks of the texts)
   'Conv2D',
   'ConvNet',
   'CrossAttention',

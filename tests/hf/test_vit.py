@@ -13,6 +13,7 @@ from checkpoints import assert_same_tensors, tensors_of, weight, write
 from on_meshes import MESHES, load
 
 from praxis_lite.bridges.hf import read_model, write_model
+from praxis_lite.bridges.hf.sizes import training_experiment
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
@@ -212,8 +213,11 @@ def test_features_have_no_loss(tmp_path):
 
 
 def test_the_published_size_has_the_published_number_of_variables():
-  model = image_classifier(num_classes=1000, image_size=224, patch_size=16, model_dims=768, num_layers=12, num_heads=12)
-  assert sum(math.prod(w.full_shape) for w in jax.tree.leaves(model.instantiate().abstract_init())) == 86_567_656
+  found = training_experiment({'model_type': 'vit', 'architectures': ['ViTForImageClassification'], 'num_labels': 1000})
+  weights = found.task.instantiate().model.abstract_init()
+  assert sum(math.prod(w.full_shape) for w in jax.tree.leaves(weights)) == 86_567_656
+  assert found.task.model.network_tpl.transformer_tpl.remat == 'full'
+  assert {data.image_size for data in found.datasets} == {(224, 224)}
 
 
 @pytest.mark.slow

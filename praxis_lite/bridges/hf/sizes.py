@@ -46,7 +46,7 @@ def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfi
   found = imported_config(HfCheckpoint('', hf, family_of(hf), {}), '')
   model = found.task.model
   model.fprop_dtype = 'bfloat16'
-  network = model.lm_tpl if hasattr(model, 'lm_tpl') else model.encoder_tpl
+  network = next(getattr(model, name) for name in ('lm_tpl', 'encoder_tpl', 'network_tpl') if hasattr(model, name))
   for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl'):
     if hasattr(network, name):
       getattr(network, name).remat = 'full'
