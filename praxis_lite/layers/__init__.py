@@ -28,6 +28,7 @@ from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooli
 from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.local_chunks import LocalChunks
+from praxis_lite.layers.log_mel import LogMel, mel_filters
 from praxis_lite.layers.mamba2 import GatedRMSNorm, Mamba2
 from praxis_lite.layers.masks import (
   ArrayMask,
@@ -71,6 +72,7 @@ from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.layers.sequential import Sequential
 from praxis_lite.layers.sigmoid import SigmoidCrossEntropy
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
+from praxis_lite.layers.spectrum_augmenter import SpectrumAugmenter
 from praxis_lite.layers.stacking import StackingOverTime
 from praxis_lite.layers.transformer import (
   PipelinedTransformer,
@@ -128,6 +130,7 @@ __all__ = [
   'LearnedPositions',
   'Linear',
   'LocalChunks',
+  'LogMel',
   'LogitBias',
   'Mamba2',
   'MixedImages',
@@ -168,6 +171,7 @@ __all__ = [
   'SinusoidalPositions2D',
   'SlidingWindow',
   'SpectralNormLinear',
+  'SpectrumAugmenter',
   'StackedTransformer',
   'StackingOverTime',
   'StochasticResidual',
@@ -195,6 +199,7 @@ __all__ = [
   'grid_positions',
   'key_array',
   'make_mask',
+  'mel_filters',
   'query_array',
   'row_array',
 ]

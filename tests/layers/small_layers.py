@@ -354,6 +354,10 @@ CASES = {
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
   'Mamba2': lambda: Case(mamba2(), (X,)),
   'MixerBlock': lambda: Case(mixer_block(), (X,)),
+  'LogMel': lambda: Case(
+    split(layers.LogMel, None, OUT, sample_rate=100, frame_length=8, frame_step=3, num_mels=3, normalize=True),
+    (normal(B, 19), np.arange(19) >= np.array([[19], [14], [3]])),
+  ),
   'Mlp': lambda: Case(mlp(), (X,)),
   'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
@@ -407,6 +411,9 @@ CASES = {
   ),
   'SpectralNormLinear': lambda: Case(
     split(layers.SpectralNormLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)
+  ),
+  'SpectrumAugmenter': lambda: Case(
+    split(layers.SpectrumAugmenter, None, OUT, freq_mask_max_bins=3, time_mask_max_frames=2), (X, POSITIONS > 3)
   ),
   'StackedTransformer': lambda: Case(Config(layers.StackedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'StackingOverTime': lambda: Case(

@@ -1,0 +1,70 @@
+"""SpectrumAugmenter: hides bands of frequencies and stretches of time of features at random (SpecAugment).
+
+B batch, T frames, M frequencies.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer
+
+
+class SpectrumAugmenter(Layer):
+  """Sets random bands and stretches of each row to 0 in training; in evaluation, does nothing (Park et al., 2019).
+
+  The width of each mask is uniform from 0 to the largest one, and its place is uniform. Masks may overlap.
+
+  Attributes:
+    freq_mask_count, freq_mask_max_bins: number of bands of a row, and the largest number of frequencies in one.
+    time_mask_count, time_mask_max_frames: number of stretches of a row, and the largest number of frames in one. They
+      are inside the frames that are not padding.
+    time_mask_max_ratio: the largest share of the frames of a row in one stretch.
+    activation_split_dims_mapping: `out`, [B, T, M].
+  """
+
+  noise_fields: ClassVar[tuple[str, ...]] = ('freq_mask_count', 'time_mask_count')
+
+  freq_mask_count: int = 2
+  freq_mask_max_bins: int = 27
+  time_mask_count: int = 2
+  time_mask_max_frames: int = 40
+  time_mask_max_ratio: float = 1.0
+
+  def setup(self) -> None:
+    self._check_range('freq_mask_count', 'freq_mask_max_bins', 'time_mask_count', 'time_mask_max_frames', least=0)
+    self._check_range('time_mask_max_ratio', least=0)
+    if self.time_mask_max_ratio > 1:
+      raise ConfigError(f'{self.path_name}.time_mask_max_ratio: expected at most 1, got {self.time_mask_max_ratio}')
+
+  def __call__(self, x_BTM: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
+    """Returns features with masks, [B, T, M].
+
+    Args:
+      x_BTM: features.
+      paddings: [B, T], nonzero for padding after the frames; None means that there is none.
+    """
+    x_BTM = x_BTM.astype(self.fprop_dtype)
+    if self.do_eval or not (self.freq_mask_count or self.time_mask_count):
+      return self.shard(x_BTM)
+    B, T, M = x_BTM.shape
+    frames_B = jnp.full((B,), T) if paddings is None else jnp.sum(paddings == 0, axis=1)
+    longest_B = jnp.minimum(jnp.floor(self.time_mask_max_ratio * frames_B), self.time_mask_max_frames)
+    widest_B = jnp.full((B,), min(self.freq_mask_max_bins, M))
+    hidden_BT = self._draw_masks(T, self.time_mask_count, frames_B, longest_B)
+    hidden_BM = self._draw_masks(M, self.freq_mask_count, jnp.full((B,), M), widest_B)
+    return self.shard(jnp.where(hidden_BT[..., None] | hidden_BM[:, None], 0, x_BTM))
+
+  def _draw_masks(self, size: int, count: int, length_B: jax.Array, most_B: jax.Array) -> jax.Array:
+    """Returns bool [B, size], True inside of `count` masks of at most `most_B` places, among the first `length_B`."""
+    u_2BC = jax.random.uniform(self.next_prng_key(), (2, len(length_B), count), jnp.float32)
+    # A float32 below 1 times a whole number may round up to that number.
+    width_BC = jnp.minimum(jnp.floor(u_2BC[0] * (most_B[:, None] + 1)), most_B[:, None])
+    free_BC = length_B[:, None] - width_BC
+    start_BC = jnp.minimum(jnp.floor(u_2BC[1] * (free_BC + 1)), free_BC)[..., None]
+    at = jnp.arange(size)
+    return jnp.any((at >= start_BC) & (at < start_BC + width_BC[..., None]), axis=1)
