@@ -8,6 +8,7 @@ from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias, Probabil
 from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi_tempered_loss
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.causal_conv import CausalConv
+from praxis_lite.layers.conformer import ConformerBlock, ConformerEncoder
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.contrastive import ContrastiveLoss, ContrastiveOutput
 from praxis_lite.layers.cross_attention import CrossAttention
@@ -74,6 +75,7 @@ from praxis_lite.layers.sigmoid import SigmoidCrossEntropy
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
 from praxis_lite.layers.spectrum_augmenter import SpectrumAugmenter
 from praxis_lite.layers.stacking import StackingOverTime
+from praxis_lite.layers.time_convolutions import ConvolutionModule, ConvSubsampling, DepthwiseConv1D
 from praxis_lite.layers.transformer import (
   PipelinedTransformer,
   RepeatedTransformer,
@@ -101,14 +103,19 @@ __all__ = [
   'Bias',
   'Causal',
   'CausalConv',
+  'ConformerBlock',
+  'ConformerEncoder',
   'ContrastiveLoss',
   'ContrastiveOutput',
   'Conv2D',
   'ConvNet',
+  'ConvSubsampling',
+  'ConvolutionModule',
   'CrossAttention',
   'CtcAlignment',
   'CtcHypotheses',
   'DecoderBlock',
+  'DepthwiseConv1D',
   'DiagonalSsm',
   'DifferentialAttention',
   'Dropout',

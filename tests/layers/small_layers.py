@@ -263,6 +263,23 @@ def mamba2() -> Config:
 def mixer_block() -> Config:
   config = split(layers.MixerBlock, out=(BATCH, None, None), input_dims=D, hidden_dims=F, mixer_tpl=mamba2())
   config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+def convolution_module(**fields: Any) -> Config:
+  config = split(layers.ConvolutionModule, WT, OUT, input_dims=D, kernel_size=4, **fields)
+  config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  return config
+
+
+def conv_subsampling() -> Config:
+  config = split(layers.ConvSubsampling, None, OUT, input_dims=6, output_dims=D, channels=(3, 5))
+  config.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, 'mdl')
+  config.proj_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def conformer_block() -> Config:
+  config = split(layers.ConformerBlock, None, OUT, input_dims=D, hidden_dims=F, num_heads=N, dims_per_head=H)
+  config.set(conv_tpl=convolution_module())
+  config.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
   config.ff_tpl.weight_split_dims_mapping.wt = WT
   return config
 
@@ -290,6 +307,10 @@ def rg_lru() -> Config:
 def diagonal_ssm() -> Config:
   config = split(layers.DiagonalSsm, (None, 'mdl', None), (BATCH, None, None), input_dims=9, num_heads=N, state_dims=4)
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
+def conformer_encoder() -> Config:
+  config = split(layers.ConformerEncoder, None, OUT, input_dims=6, model_dims=D, num_layers=2, num_heads=N)
+  config.set(dims_per_head=H, hidden_dims=F, kernel_size=4, subsampling_tpl=conv_subsampling())
+  config.stack_tpl.layers_tpl = conformer_block()
   return config
 
 
@@ -316,6 +337,10 @@ CASES = {
     split(layers.CausalConv, (None, 'mdl', None), (BATCH, None, 'mdl', None), shape=(N, H), kernel_size=3),
     (normal(B, T, N, H),),
   ),
+  'ConformerBlock': lambda: Case(conformer_block(), (X,)),
+  'ConformerEncoder': lambda: Case(conformer_encoder(), (normal(B, 9, 6), np.arange(9) >= np.array([[9], [6], [1]]))),
+  'ConvSubsampling': lambda: Case(conv_subsampling(), (normal(B, 7, 6), np.arange(7) >= np.array([[7], [6], [1]]))),
+  'ConvolutionModule': lambda: Case(convolution_module(), (X, POSITIONS > 3)),
   'Conv2D': lambda: Case(
     split(layers.Conv2D, (None, None, None, WT), (BATCH, None, None, 'mdl'), filter_shape=(3, 2, 1, 5)), (IMAGES,)
   ),
@@ -323,6 +348,9 @@ CASES = {
   'ConvNet': lambda: Case(conv_net(), (IMAGES, WEIGHTS)),
   'CrossAttention': lambda: Case(cross_attention(), (X, SOURCE)),
   'DecoderBlock': lambda: Case(decoder_block(), (X, SOURCE)),
+  'DepthwiseConv1D': lambda: Case(
+    split(layers.DepthwiseConv1D, (None, 'mdl'), OUT, dims=D, kernel_size=4, use_bias=True), (X, POSITIONS > 3)
+  ),
   'Dropout': lambda: Case(split(layers.Dropout, None, OUT, rate=0.3), (X,)),
   'Embedding': lambda: Case(split(layers.Embedding, ('mdl', 'data'), OUT, num_classes=V, input_dims=D), (ids(B, T),)),
   'FeedForward': lambda: Case(split(layers.FeedForward, WT, OUT, input_dims=D, hidden_dims=F), (X,)),
