@@ -16,6 +16,7 @@ from praxis_lite.layers.ctc import CtcAlignment, ctc_alignment, ctc_frames_neede
 from praxis_lite.layers.ctc_decoding import CtcHypotheses, ctc_beam_search, ctc_greedy_decode
 from praxis_lite.layers.diagonal_ssm import DiagonalSsm
 from praxis_lite.layers.differential_attention import DifferentialAttention
+from praxis_lite.layers.diffusion_transformer import DiffusionTransformer, ModulatedBlock, TimeEmbedding
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout, StochasticResidual
 from praxis_lite.layers.embeddings import Embedding
@@ -23,6 +24,7 @@ from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
 from praxis_lite.layers.encoder_decoder import DecoderBlock, TransformerEncoderDecoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.gated_delta_net import GatedDeltaNet
+from praxis_lite.layers.image_coders import ImageDecoder, ImageEncoder
 from praxis_lite.layers.image_mixing import ImageMixing, MixedImages
 from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
@@ -64,10 +66,12 @@ from praxis_lite.layers.positions import (
   grid_positions,
 )
 from praxis_lite.layers.projections import PerDimScale, Projection
+from praxis_lite.layers.quantizers import GumbelQuantizer, Quantized, RandomVectorQuantizer, VectorQuantizer
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.rg_lru import RgLru
 from praxis_lite.layers.routing import Router
+from praxis_lite.layers.scalar_quantizers import FiniteScalarQuantizer, LookupFreeQuantizer
 from praxis_lite.layers.scaled_embedding import ScaledEmbeddingSoftmax
 from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.layers.sequential import Sequential
@@ -118,9 +122,11 @@ __all__ = [
   'DepthwiseConv1D',
   'DiagonalSsm',
   'DifferentialAttention',
+  'DiffusionTransformer',
   'Dropout',
   'Embedding',
   'FeedForward',
+  'FiniteScalarQuantizer',
   'FullSoftmax',
   'FunctionMask',
   'GatedDeltaNet',
@@ -128,8 +134,11 @@ __all__ = [
   'GatedRMSNorm',
   'GlobalPooling',
   'GroupNorm',
+  'GumbelQuantizer',
   'HeadTransform',
   'IdentityNorm',
+  'ImageDecoder',
+  'ImageEncoder',
   'ImageMixing',
   'Known',
   'LatentAttention',
@@ -139,10 +148,12 @@ __all__ = [
   'LocalChunks',
   'LogMel',
   'LogitBias',
+  'LookupFreeQuantizer',
   'Mamba2',
   'MixedImages',
   'MixerBlock',
   'Mlp',
+  'ModulatedBlock',
   'MoeFeedForward',
   'MultiHeadAttention',
   'MultiTokenModule',
@@ -159,8 +170,10 @@ __all__ = [
   'Prefix',
   'ProbabilityDropout',
   'Projection',
+  'Quantized',
   'RMSNorm',
   'RMSNormNoScale',
+  'RandomVectorQuantizer',
   'Recurrent',
   'RelativeBias',
   'Repeat',
@@ -182,11 +195,13 @@ __all__ = [
   'StackedTransformer',
   'StackingOverTime',
   'StochasticResidual',
+  'TimeEmbedding',
   'TransformerBlock',
   'TransformerEncoder',
   'TransformerEncoderDecoder',
   'TransformerLm',
   'ValueResidual',
+  'VectorQuantizer',
   'Visibility',
   'VisionTransformer',
   'WeightNormalizedLinear',

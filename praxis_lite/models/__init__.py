@@ -3,6 +3,8 @@
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel, Classifier
+from praxis_lite.models.diffusion_configs import diffusion_transformer
+from praxis_lite.models.diffusion_model import DiffusionModel
 from praxis_lite.models.drafted_model import DraftedModel
 from praxis_lite.models.encoder_configs import masked_language_model, sequence_classifier, transformer_encoder
 from praxis_lite.models.encoder_decoder_configs import encoder_decoder
@@ -15,11 +17,13 @@ from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurren
 from praxis_lite.models.text_classifier import SequenceClassifier
 from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.models.vision_configs import image_classifier, vision_transformer
+from praxis_lite.models.vq_vae import VqVae
 
 __all__ = [
   'BaseModel',
   'ClassificationModel',
   'Classifier',
+  'DiffusionModel',
   'DraftedModel',
   'EncoderDecoderModel',
   'ImageFeatureModel',
@@ -27,7 +31,9 @@ __all__ = [
   'MaskedLanguageModel',
   'SequenceClassifier',
   'TwoTowerModel',
+  'VqVae',
   'WeightedScalars',
+  'diffusion_transformer',
   'encoder_decoder',
   'griffin_lm',
   'image_classifier',

@@ -279,6 +279,9 @@ def conv_subsampling() -> Config:
 def conformer_block() -> Config:
   config = split(layers.ConformerBlock, None, OUT, input_dims=D, hidden_dims=F, num_heads=N, dims_per_head=H)
   config.set(conv_tpl=convolution_module())
+def modulated_block() -> Config:
+  config = split(layers.ModulatedBlock, out=(BATCH, None, None), input_dims=8, hidden_dims=F, num_heads=2)
+  config.modulation_tpl.weight_split_dims_mapping.wt = WT
   config.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
   config.ff_tpl.weight_split_dims_mapping.wt = WT
   return config
@@ -311,12 +314,41 @@ def conformer_encoder() -> Config:
   config = split(layers.ConformerEncoder, None, OUT, input_dims=6, model_dims=D, num_layers=2, num_heads=N)
   config.set(dims_per_head=H, hidden_dims=F, kernel_size=4, subsampling_tpl=conv_subsampling())
   config.stack_tpl.layers_tpl = conformer_block()
+def diffusion_transformer() -> Config:
+  config = split(layers.DiffusionTransformer, out=(BATCH, None, None), image_channels=1, model_dims=8, num_layers=2)
+  config.set(num_heads=2, hidden_dims=F, num_classes=4)
+  config.blocks_tpl.layers_tpl = modulated_block()
+  for name in ('patch', 'modulation', 'out'):
+    getattr(config, f'{name}_tpl').weight_split_dims_mapping.wt = WT
+  config.class_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
+  config.time_tpl = Config(layers.TimeEmbedding, num_sinusoids=6)
+  config.time_tpl.linear_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def time_embedding() -> Config:
+  config = split(layers.TimeEmbedding, None, (BATCH, 'mdl'), dims=D, num_sinusoids=6)
+  config.linear_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def gumbel_quantizer() -> Config:
+  config = split(layers.GumbelQuantizer, (None, 'mdl', 'data'), OUT, input_dims=D, num_codes=5)
+  config.linear_tpl.weight_split_dims_mapping.wt = WT
+  return config.set(diversity_weight=0.1, kl_weight=0.1, temperature=0.7)
+
+
+def image_coder(cls: Any, **fields: Any) -> Config:
+  config = Config(cls, channels=(3, 5), image_channels=1, **fields)
+  config.activation_split_dims_mapping.out = (BATCH, None, None, None)
+  config.conv_tpl.weight_split_dims_mapping.wt = (None, None, 'data', 'mdl')
   return config
 
 
 X = normal(B, T, D)
 SOURCE = normal(B, 6, D, seed=2)
 IMAGES = normal(B, 6, 7, 1)
+TIMES = np.array([0.0, 0.25, 0.75], np.float32)  # Exact in bfloat16.
 WEIGHTS = np.array([1.0, 0.0, 0.5], np.float32)
 POSITIONS = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
 
@@ -350,6 +382,8 @@ CASES = {
   'DecoderBlock': lambda: Case(decoder_block(), (X, SOURCE)),
   'DepthwiseConv1D': lambda: Case(
     split(layers.DepthwiseConv1D, (None, 'mdl'), OUT, dims=D, kernel_size=4, use_bias=True), (X, POSITIONS > 3)
+  'DiffusionTransformer': lambda: Case(
+    diffusion_transformer(), (normal(B, 4, 6, 1), TIMES, np.array([0, 4, 2], np.int32))
   ),
   'Dropout': lambda: Case(split(layers.Dropout, None, OUT, rate=0.3), (X,)),
   'Embedding': lambda: Case(split(layers.Embedding, ('mdl', 'data'), OUT, num_classes=V, input_dims=D), (ids(B, T),)),
@@ -371,6 +405,12 @@ CASES = {
   'DifferentialAttention': lambda: Case(differential_attention(), (X,)),
   'LatentAttention': lambda: Case(latent_attention(), (X,)),
   'IdentityNorm': lambda: Case(split(layers.IdentityNorm, None, OUT, dims=D), (X,)),
+  'FiniteScalarQuantizer': lambda: Case(
+    split(layers.FiniteScalarQuantizer, None, OUT, levels=(4, 5, 3)), (normal(B, T, 3), POSITIONS > 3)
+  ),
+  'GumbelQuantizer': lambda: Case(gumbel_quantizer(), (X, POSITIONS > 3)),
+  'ImageDecoder': lambda: Case(image_coder(layers.ImageDecoder, input_dims=5), (normal(B, 1, 2, 5),)),
+  'ImageEncoder': lambda: Case(image_coder(layers.ImageEncoder, output_dims=5), (normal(B, 4, 8, 1),)),
   'HeadTransform': lambda: Case(head_transform(), (X,)),
   'ImageMixing': lambda: Case(
     split(layers.ImageMixing, None, (BATCH, None, 'mdl', None), mixup_alpha=0.5, cutmix_alpha=1.0),
@@ -385,8 +425,11 @@ CASES = {
   'LogMel': lambda: Case(
     split(layers.LogMel, None, OUT, sample_rate=100, frame_length=8, frame_step=3, num_mels=3, normalize=True),
     (normal(B, 19), np.arange(19) >= np.array([[19], [14], [3]])),
+  'LookupFreeQuantizer': lambda: Case(
+    split(layers.LookupFreeQuantizer, None, OUT, input_dims=D, joint_dims=4), (X, POSITIONS > 3)
   ),
   'Mlp': lambda: Case(mlp(), (X,)),
+  'ModulatedBlock': lambda: Case(modulated_block(), (normal(B, T, 8), normal(B, 8, seed=2))),
   'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
   'MultiTokenModule': lambda: Case(multi_token_module(), (X, normal(B, T, D, seed=7))),
@@ -406,6 +449,12 @@ CASES = {
   'RMSNorm': lambda: Case(split(layers.RMSNorm, ('mdl',), OUT, dims=D), (X,)),
   'RMSNormNoScale': lambda: Case(split(layers.RMSNormNoScale, None, OUT, dims=D), (X,)),
   'Recurrent': lambda: Case(recurrent(), (X,)),
+  'RandomVectorQuantizer': lambda: Case(
+    split(
+      layers.RandomVectorQuantizer, ('data', 'mdl', None), OUT, input_dims=D, num_codes=5, num_groups=3, code_dims=2
+    ),
+    (X, POSITIONS > 3),
+  ),
   'RelativeBias': lambda: Case(
     split(layers.RelativeBias, (None, 'mdl'), (BATCH, 'mdl', None, None), num_heads=N, num_buckets=8),
     (POSITIONS, POSITIONS),
@@ -450,6 +499,7 @@ CASES = {
   'StochasticResidual': lambda: Case(
     split(layers.StochasticResidual, None, OUT, rate=0.4, residual_weight=0.5), (X, normal(B, T, D, seed=3))
   ),
+  'TimeEmbedding': lambda: Case(time_embedding(), (TIMES,)),
   'TransformerBlock': lambda: Case(block(), (X,)),
   'TransformerEncoder': lambda: Case(encoder(), (ids(B, T),)),
   'TransformerEncoderDecoder': lambda: Case(encoder_decoder(), (ids(B, 6), ids(B, T), ids(B, T)), float32_out=True),
@@ -459,6 +509,12 @@ CASES = {
   ),
   'TransformerLm': lambda: Case(transformer_lm(), (ids(B, T), ids(B, T)), float32_out=True),
   'VisionTransformer': lambda: Case(vision_transformer(), (IMAGES,)),
+  'VectorQuantizer': lambda: Case(
+    split(
+      layers.VectorQuantizer, ('data', 'mdl', None), OUT, input_dims=9, num_codes=5, num_groups=3, restart_share=0.5
+    ),
+    (normal(B, T, 9), POSITIONS > 3),
+  ),
   'WeightNormalizedLinear': lambda: Case(
     split(layers.WeightNormalizedLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)
   ),

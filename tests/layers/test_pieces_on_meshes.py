@@ -12,14 +12,27 @@ from test_every_layer import assert_close, on_one_device, step
 LAYERS = (
   'AdaptedFeedForward',
   'BiTemperedSoftmax',
+  'DiffusionTransformer',
+  'GumbelQuantizer',
+  'ImageDecoder',
+  'ImageEncoder',
+  'LookupFreeQuantizer',
   'MultitaskResidualAdapter',
+  'RandomVectorQuantizer',
   'SigmoidCrossEntropy',
   'SpectralNormLinear',
   'StackingOverTime',
   'StochasticResidual',
+  'VectorQuantizer',
   'WeightNormalizedLinear',
 )
-ALSO_ROWS = ('MultitaskResidualAdapter', 'SpectralNormLinear', 'StackingOverTime', 'StochasticResidual')
+ALSO_ROWS = (
+  'MultitaskResidualAdapter',
+  'SpectralNormLinear',
+  'StackingOverTime',
+  'StochasticResidual',
+  'VectorQuantizer',
+)
 NAMES = (*AXES, 'unused')
 
 

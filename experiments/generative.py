@@ -1,0 +1,100 @@
+"""Generative models of the handwritten digits of scikit-learn, which train in minutes on two CPU cores, and DiT.
+
+praxis-lite train --exp=generative.DigitsVqVae --job_log_dir=runs/codes
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from praxis_lite.common.config import Config
+from praxis_lite.experiments.digits import digits
+from praxis_lite.inputs import ArrayInput
+from praxis_lite.layers import DiffusionTransformer, ImageDecoder, ImageEncoder, VectorQuantizer
+from praxis_lite.models import DiffusionModel, VqVae, diffusion_transformer
+from praxis_lite.tasks.learners import adamw_learner
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import BaseExperiment
+from praxis_lite.training.learning import Learner
+from praxis_lite.training.task import SingleTask
+
+_ROWS = ('replica', 'data')
+
+
+class _DigitImages(BaseExperiment):
+  batch_size = 64
+
+  def datasets(self) -> list[Config]:
+    train = Config(ArrayInput, name='train', arrays=Config(digits, split='train'), is_training=True)
+    validation = Config(ArrayInput, name='validation', arrays=Config(digits, split='validation'))
+    return [train.set(batch_size=self.batch_size), validation.set(batch_size=self.batch_size)]
+
+
+@registry.register
+class DigitsVqVae(_DigitImages):
+  """Digits as 2 x 2 codes out of 64, by a VQ-VAE of convolutions; trains in a minute on two CPU cores."""
+
+  def task(self) -> Config:
+    model = Config(
+      VqVae,
+      encoder_tpl=Config(ImageEncoder, image_channels=1, channels=(16, 32)),
+      quantizer_tpl=Config(VectorQuantizer, input_dims=8, num_codes=64, decay=0.9, restart_share=0.05),
+      decoder_tpl=Config(ImageDecoder, channels=(32, 16)),
+    )
+    task = Config(SingleTask, name='vq_vae', model=model)
+    task.train.learner = adamw_learner(learning_rate=5e-3, warmup_steps=50, weight_decay=1e-4)
+    task.train.set(num_train_steps=800, log_interval_steps=100, eval_interval_steps=400, save_interval_steps=400)
+    return task
+
+
+@registry.register
+class DigitsDiffusion(_DigitImages):
+  """Makes digits of a class by flow matching, with a DiT of 16 patches; trains in minutes on two CPU cores."""
+
+  def task(self) -> Config:
+    network = Config(DiffusionTransformer, image_channels=1, model_dims=64, num_layers=3, num_heads=4, num_classes=10)
+    model = Config(DiffusionModel, network_tpl=network, image_size=(8, 8), num_sampling_steps=30, guidance=2.0)
+    task = Config(SingleTask, name='diffusion', model=model)
+    task.train.learner = adamw_learner(learning_rate=2e-3, warmup_steps=50, weight_decay=1e-4).set(ema_decay=0.99)
+    task.train.set(num_train_steps=2000, log_interval_steps=200, eval_interval_steps=1000, save_interval_steps=1000)
+    return task
+
+
+def random_latents(count: int = 256) -> dict[str, np.ndarray]:
+  """Returns `image` [N, 32, 32, 4] of normal numbers and `label` [N] from 0 to 999, which stand in for latents."""
+  rng = np.random.Generator(np.random.PCG64(0))
+  label = np.arange(count, dtype=np.int32) % 1000
+  return {'image': rng.standard_normal((count, 32, 32, 4), np.float32), 'label': label}
+
+
+@registry.register
+class DitXl(BaseExperiment):
+  """DiT-XL/2 (Peebles and Xie, 2023), 675M parameters, on latents of your own, fully sharded over 8 devices.
+
+  Replace `random_latents` in `datasets[*].arrays`, which has no images, by a function that returns your arrays.
+  """
+
+  mesh_axis_names = ('replica', 'data', 'mdl')
+  ici_mesh_shape: tuple[int, ...] = (1, 8, 1)
+  batch_size = 256
+
+  def datasets(self) -> list[Config]:
+    arrays = Config(random_latents)
+    return [Config(ArrayInput, name='train', arrays=arrays, is_training=True, batch_size=self.batch_size)]
+
+  def task(self) -> Config:
+    network = diffusion_transformer(
+      image_channels=4, model_dims=1152, num_layers=28, num_heads=16, num_classes=1000, remat='full'
+    )
+    model = Config(DiffusionModel, network_tpl=network, image_size=(32, 32), value_range=(-1.0, 1.0))
+    model.set(schedule='linear', prediction='epsilon', sampler='ancestral', num_sampling_steps=250, guidance=1.5)
+    model.set(sample_limit=None, fprop_dtype=jnp.bfloat16)
+    task = Config(SingleTask, name='diffusion', model=model)
+    task.train.learner = Config(
+      Learner, optimizer=Config(optax.adamw, weight_decay=0.0), learning_rate=1e-4, ema_decay=0.9999
+    )
+    task.train.set(num_train_steps=400_000, save_interval_steps=5000)
+    task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_4d': (_ROWS, None, None, None)}
+    return task

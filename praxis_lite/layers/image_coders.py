@@ -1,0 +1,127 @@
+"""Convolutions from images to a smaller grid of latents, and back.
+
+B batch, H height, W width, C channels of the image, D dims of a latent, S number of halvings.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+
+from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.activations import get_activation
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.images import Conv2D
+
+
+class ImageEncoder(Layer):
+  """Halves an image S times: a convolution with stride 2 and an activation each time, then a residual one, then 1 x 1.
+
+  Attributes:
+    image_channels: C.
+    channels: S numbers, the output channels of each convolution `down`.
+    output_dims: D.
+    activation: name of the activation.
+    conv_tpl: template of the children `down_0`, `down_1`, ..., `mix` and `out`.
+    activation_split_dims_mapping: `out`, [B, H / 2^S, W / 2^S, D].
+  """
+
+  image_channels: int = REQUIRED
+  channels: tuple[int, ...] = REQUIRED
+  output_dims: int = REQUIRED
+  activation: str = 'gelu'
+  conv_tpl: Config = template(Conv2D)
+
+  down: list[Conv2D] = child()
+  mix: Conv2D = child()
+  out: Conv2D = child()
+
+  def setup(self) -> None:
+    _check_channels(self)
+    shapes = [(3, 3, i, o) for i, o in itertools.pairwise((self.image_channels, *self.channels))]
+    self.create_children('down', templates=[self.conv_tpl.clone(filter_shape=s, strides=(2, 2)) for s in shapes])
+    last = self.channels[-1]
+    self.create_child('mix', self.conv_tpl.clone(filter_shape=(3, 3, last, last)))
+    self.create_child('out', self.conv_tpl.clone(filter_shape=(1, 1, last, self.output_dims)))
+
+  def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+    """Returns latents [B, H / 2^S, W / 2^S, D].
+
+    Raises:
+      ConfigError: 2^S does not divide H and W, or the image has other channels.
+    """
+    check_image(self.path_name, x_BHWC.shape, self.image_channels, len(self.channels))
+    activate, x = get_activation(self.activation), x_BHWC.astype(self.fprop_dtype)
+    for down in self.down:
+      x = activate(down(x))
+    return self.shard(self.out(x + activate(self.mix(x))))
+
+
+class ImageDecoder(Layer):
+  """Doubles a grid of latents S times: a convolution to four times the channels each time, which become 2 x 2 pixels.
+
+  Attributes:
+    input_dims: D.
+    channels: S numbers, the channels before each doubling.
+    image_channels: C.
+    activation: name of the activation.
+    conv_tpl: template of the children `enter`, `up_0`, `up_1`, ..., and `out`.
+    activation_split_dims_mapping: `out`, [B, H, W, C].
+  """
+
+  input_dims: int = REQUIRED
+  channels: tuple[int, ...] = REQUIRED
+  image_channels: int = REQUIRED
+  activation: str = 'gelu'
+  conv_tpl: Config = template(Conv2D)
+
+  enter: Conv2D = child()
+  up: list[Conv2D] = child()
+  out: Conv2D = child()
+
+  def setup(self) -> None:
+    _check_channels(self)
+    counts = (*self.channels, self.channels[-1])
+    self.create_child('enter', self.conv_tpl.clone(filter_shape=(3, 3, self.input_dims, counts[0])))
+    shapes = [(3, 3, i, 4 * o) for i, o in itertools.pairwise(counts)]
+    self.create_children('up', templates=[self.conv_tpl.clone(filter_shape=shape) for shape in shapes])
+    self.create_child('out', self.conv_tpl.clone(filter_shape=(3, 3, counts[-1], self.image_channels)))
+
+  def __call__(self, z_BHWD: jax.Array) -> jax.Array:
+    """Returns images [B, 2^S H, 2^S W, C] for latents [B, H, W, D]."""
+    activate = get_activation(self.activation)
+    x = activate(self.enter(z_BHWD.astype(self.fprop_dtype)))
+    for up in self.up:
+      x = activate(to_pixels(up(x), 2))
+    return self.shard(self.out(x))
+
+
+def to_pixels(x_BHWC: jax.Array, size: int) -> jax.Array:
+  """Returns [B, size H, size W, C / size^2]: the channels of an entry become size x size pixels."""
+  B, H, W, C = x_BHWC.shape
+  x = x_BHWC.reshape(B, H, W, size, size, C // size**2)
+  return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, H * size, W * size, -1)
+
+
+def to_patches(x_BHWC: jax.Array, size: int) -> jax.Array:
+  """Returns [B, H / size, W / size, size^2 C]: the inverse of `to_pixels`."""
+  B, H, W, C = x_BHWC.shape
+  x = x_BHWC.reshape(B, H // size, size, W // size, size, C)
+  return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, H // size, W // size, size**2 * C)
+
+
+def check_image(where: str, shape: tuple[int, ...], channels: int, halvings: int) -> None:
+  """Raises ConfigError if images [B, H, W, C] have other channels, or sizes that cannot be halved so often."""
+  if len(shape) != 4 or shape[-1] != channels or any(size % 2**halvings for size in shape[1:3]):
+    raise ConfigError(
+      f'{where}: expected images [B, H, W, {channels}] whose height and width are multiples of {2**halvings}, got the '
+      f'shape {list(shape)}'
+    )
+
+
+def _check_channels(layer: ImageEncoder | ImageDecoder) -> None:
+  get_activation(layer.activation, f'{layer.path_name}.activation')
+  if not layer.channels:
+    raise ConfigError(f'{layer.path_name}.channels: expected a number for each halving of the image, as in (32, 64)')

@@ -1,0 +1,55 @@
+"""Configs of diffusion transformers with split mappings for a mesh."""
+
+from __future__ import annotations
+
+from praxis_lite.common.config import Config
+from praxis_lite.layers.diffusion_transformer import DiffusionTransformer, ModulatedBlock
+from praxis_lite.layers.repeat import Repeat
+
+
+def diffusion_transformer(
+  *,
+  image_channels: int,
+  model_dims: int,
+  num_layers: int,
+  num_heads: int,
+  patch_size: int = 2,
+  num_classes: int = 0,
+  remat: str = 'auto',
+  batch_axes: str | tuple[str, ...] | None = ('replica', 'data'),
+  data_axis: str | None = 'data',
+  mdl_axis: str | None = 'mdl',
+) -> Config[DiffusionTransformer]:
+  """Returns the config of a DiT whose blocks are a scan, split over a mesh as `set_sharding` splits language models.
+
+  Args:
+    image_channels, model_dims, num_layers, num_heads, patch_size, num_classes: see `DiffusionTransformer`.
+    remat: see `layers/remat.py`.
+    batch_axes, data_axis, mdl_axis: mesh axes of rows, of model dims of weights, and of heads and hidden dims; None
+      does not split.
+  """
+  block, bld = Config(ModulatedBlock), (batch_axes, None, None)
+  blnh = (batch_axes, None, mdl_axis, None)
+  block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
+  block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+  block.ff_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+  block.ff_tpl.activation_split_dims_mapping.set(hidden=(batch_axes, None, mdl_axis), out=bld)
+  block.modulation_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+  block.activation_split_dims_mapping.out = bld
+  network = Config(
+    DiffusionTransformer,
+    image_channels=image_channels,
+    patch_size=patch_size,
+    model_dims=model_dims,
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_classes=num_classes,
+    blocks_tpl=Config(Repeat, layers_tpl=block, remat=remat),
+  )
+  network.activation_split_dims_mapping.out = bld
+  network.patch_tpl.weight_split_dims_mapping.wt = (None, data_axis)
+  network.out_tpl.weight_split_dims_mapping.wt = (data_axis, None)
+  network.modulation_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+  network.time_tpl.linear_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+  network.class_tpl.weight_split_dims_mapping.wt = (None, data_axis)
+  return network

@@ -1,0 +1,188 @@
+"""DiffusionModel: makes images from noise, step by step (DDPM, Ho et al., 2020; flow matching, Lipman et al., 2023).
+
+    loss = mean |network(x_t, t, class) - target|^2,  x_t and target of a random t and random noise; see `diffusion.py`
+    guided = network(x_t, t, none) + guidance (network(x_t, t, class) - network(x_t, t, none))   (Ho and Salimans, 2022)
+
+B batch, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.errors import ConfigError, DataError, check_choice
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.diffusion import SAMPLERS, add_noise, check_process, prediction_target, sample
+from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
+from praxis_lite.models.base import BaseModel
+from praxis_lite.models.labels import check_labels
+
+
+class DiffusionOutput(NamedTuple):
+  """What the network predicts, and what it should predict: [B, H, W, C] each."""
+
+  output: jax.Array
+  target: jax.Array
+
+
+class DiffusionModel(BaseModel[DiffusionOutput]):
+  """Learns to make images; batches have them, [B, H, W, C], perhaps `label`, [B] int32, and `weights`, [B].
+
+  `predict` makes an image for each row: see there. Each row draws its own random numbers, so an image does not depend
+  on the other rows or on the mesh.
+
+  Attributes:
+    network_tpl: config of the child `network`.
+    image_size: (H, W) of the images that it makes.
+    schedule, prediction: 'cosine' or 'linear' with 'v' or 'epsilon', or 'flow' with 'velocity'; see `diffusion.py`.
+    class_dropout: share of the rows without class in training, so that the network also learns what `guidance` needs.
+    time_sampling: times in training: 'uniform', or 'logit_normal', the sigmoid of normal numbers, with more in the
+      middle (Esser et al., 2024).
+    sampler: 'ddim', 'ancestral', 'euler' or 'heun'.
+    num_sampling_steps: number of steps of the sampler.
+    guidance: how much samples follow their class; 1 is the network's own prediction, and takes half of the time.
+    sample_limit: bound of the absolute values of the images that the network estimates in each step, in its own units;
+      None does not bound them.
+    value_range: (least, greatest) value of a pixel; the network sees values from -1 to 1.
+    input_name: the leaf of the batch with the images.
+  """
+
+  network_tpl: Config = template(DiffusionTransformer)
+  image_size: tuple[int, int] = REQUIRED
+  schedule: str = 'flow'
+  prediction: str = 'velocity'
+  class_dropout: float = 0.1
+  time_sampling: str = 'uniform'
+  sampler: str = 'euler'
+  num_sampling_steps: int = 50
+  guidance: float = 1.0
+  sample_limit: float | None = 1.0
+  value_range: tuple[float, float] = (0.0, 1.0)
+  input_name: str = 'image'
+  activation_split_dims_mapping: Config = template(SplitMapping)
+
+  network: DiffusionTransformer = child()
+
+  def setup(self) -> None:
+    check_process(self.schedule, self.prediction, self.path_name)
+    check_choice(f'{self.path_name}.sampler', self.sampler, SAMPLERS)
+    check_choice(f'{self.path_name}.time_sampling', self.time_sampling, ('uniform', 'logit_normal'))
+    self._check_range('class_dropout', least=0, below=1)
+    self._check_range('num_sampling_steps', least=1)
+    if not self.value_range[0] < self.value_range[1]:
+      raise ConfigError(f'{self.path_name}.value_range: expected (least, greatest), got {self.value_range}')
+    self.create_child('network', self.network_tpl)
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if images are missing or have another size, or a label is not a class."""
+    expected = (*self.image_size, self.network.image_channels)
+    shape = np.shape(batch.get(self.input_name, 0))
+    if shape[1:] != expected:
+      raise ConfigError(
+        f'{data.label}: expected images [B, {", ".join(map(str, expected))}] in {self.input_name!r}, which '
+        f'task.model.input_name names, got {list(shape) if self.input_name in batch else f"only {list(batch)}"}'
+      )
+    if self.network.num_classes and 'label' not in batch:
+      raise ConfigError(f"{data.label}: no 'label', but task.model.network.num_classes is {self.network.num_classes}")
+    if self.network.num_classes:
+      labels = {'label': np.asarray(batch['label'])}
+      check_labels(data, labels, batch, 'task.model.network.num_classes', self.network.num_classes)
+
+  def compute_predictions(self, batch: NestedDict) -> DiffusionOutput:
+    """Returns the prediction and its target for a random time and random noise of each row."""
+    image, rows = batch[self.input_name], batch[self.input_name].shape[0]
+    # Rows of weight zero may hold NaN, and 0 times NaN is not a zero gradient.
+    image = jnp.where((batch['weights'] == 0)[:, None, None, None], 0, image)
+    low, high = self.value_range
+    x = (image.astype(jnp.float32) - low) * (2 / (high - low)) - 1
+    keys = _keys_of_rows(self.next_prng_key(), jnp.arange(rows))
+    t_B = jax.vmap(lambda key: self._draw_time(jax.random.fold_in(key, 0)))(keys)
+    noise = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, 1), x.shape[1:]))(keys)
+    class_B = None
+    if self.network.num_classes:
+      class_B = jnp.where(batch['weights'] == 0, 0, batch['label'])
+      if self.class_dropout and not self.do_eval:
+        drops = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, 2), self.class_dropout))(keys)
+        class_B = jnp.where(drops, self.network.num_classes, class_B)
+    output = self.network(add_noise(x, noise, t_B, self.schedule), t_B, class_B)
+    target = prediction_target(x, noise, t_B, self.schedule, self.prediction)
+    return DiffusionOutput(output.astype(jnp.float32), target)
+
+  def compute_loss(self, predictions: DiffusionOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns the metric `loss`, the mean squared error of a predicted value, and that of each example."""
+    loss_B = jnp.mean(jnp.square(predictions.output - predictions.target), axis=(1, 2, 3))
+    return {'loss': weighted_mean(loss_B, batch['weights'])}, {'loss': loss_B}
+
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `image`, [B, H, W, C], a new one for each row.
+
+    Args:
+      batch: `label`, [B] int32, the class of each image, where `num_classes` stands for any; without classes, and if it
+        is there, `seed`, [B] int32: rows with another seed get another image. Without it, the seeds are 0, 1, 2, ...
+        Also perhaps `guidance`, [B], in place of the layer's.
+    """
+    known = {'seed', *(('label',) if self.network.num_classes else ())}
+    if not known & set(batch) or (self.network.num_classes and 'label' not in batch):
+      raise DataError(f'{self.path_name}: to make images, a batch has {" and ".join(sorted(known))}, got {list(batch)}')
+    class_B = batch['label'] if self.network.num_classes else None
+    rows = batch['label' if self.network.num_classes else 'seed'].shape[0]
+    seeds = batch.get('seed', jnp.arange(rows))
+    return {'image': self.make_images(seeds, class_B, batch.get('guidance'))}
+
+  def make_images(
+    self, seed_B: jax.Array, class_B: jax.Array | None = None, guidance_B: jax.Array | None = None
+  ) -> jax.Array:
+    """Returns images [B, H, W, C]; arguments as in `predict`."""
+    keys = _keys_of_rows(self.next_prng_key(), seed_B)
+    shape = (*self.image_size, self.network.image_channels)
+    variables, network = self.network.variables, self.network
+    guidance = None if guidance_B is None else guidance_B.astype(jnp.float32)[:, None, None, None]
+    if guidance is None and self.guidance != 1:
+      guidance = jnp.asarray(self.guidance, jnp.float32)
+
+    def draw(number: jax.Array | int) -> jax.Array:
+      return jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, number), shape))(keys)
+
+    def call(x_t: jax.Array, t: jax.Array, class_B: jax.Array | None) -> jax.Array:
+      t_B = jnp.broadcast_to(t, x_t.shape[:1])
+      output, _ = network.apply(variables, x_t, t_B, class_B, do_eval=True)
+      return output.astype(jnp.float32)
+
+    def predict(x_t: jax.Array, t: jax.Array) -> jax.Array:
+      output = call(x_t, t, class_B)
+      if guidance is None or class_B is None:
+        return output
+      without = call(x_t, t, jnp.full_like(class_B, network.num_classes))
+      return without + guidance * (output - without)
+
+    x = sample(
+      predict,
+      draw(0),
+      lambda number: draw(number + 1),
+      num_steps=self.num_sampling_steps,
+      schedule=self.schedule,
+      prediction=self.prediction,
+      sampler=self.sampler,
+      limit=self.sample_limit,
+    )
+    low, high = self.value_range
+    images = (x + 1) * ((high - low) / 2) + low
+    return images if self.sample_limit is None else jnp.clip(images, low, high)
+
+  def _draw_time(self, key: jax.Array) -> jax.Array:
+    if self.time_sampling == 'uniform':
+      return jax.random.uniform(key)
+    return jax.nn.sigmoid(jax.random.normal(key))
+
+
+def _keys_of_rows(key: jax.Array, numbers: jax.Array) -> jax.Array:
+  """Returns a key for each row, [B], a function of its number alone."""
+  return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)

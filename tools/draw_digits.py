@@ -1,0 +1,43 @@
+"""Draws digits that a run of `generative.DigitsDiffusion` makes, a row for each seed: docs/assets/made-digits.png.
+
+python tools/draw_digits.py runs/digits docs/assets/made-digits.png
+"""
+
+from __future__ import annotations
+
+import pathlib
+import struct
+import sys
+import zlib
+
+import numpy as np
+
+import praxis_lite
+
+_ROWS, _SCALE = 6, 5
+
+
+def to_png(pixels: np.ndarray) -> bytes:
+  """Returns a PNG file of grey values, uint8 [height, width]."""
+
+  def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+
+  height, width = pixels.shape
+  rows = b''.join(b'\0' + row.tobytes() for row in pixels)
+  header = struct.pack('>IIBBBBB', width, height, 8, 0, 0, 0, 0)
+  chunks = (chunk(b'IHDR', header), chunk(b'IDAT', zlib.compress(rows, 9)), chunk(b'IEND', b''))
+  return b'\x89PNG\r\n\x1a\n' + b''.join(chunks)
+
+
+def main(run: str, out: str) -> None:
+  label = np.tile(np.arange(10, dtype=np.int32), _ROWS)
+  images = praxis_lite.open_run(run).load().predict({'label': label})['image'][..., 0]
+  framed = np.pad(images, ((0, 0), (1, 1), (1, 1))).reshape(_ROWS, 10, 10, 10)
+  page = framed.transpose(0, 2, 1, 3).reshape(_ROWS * 10, 100)
+  grey = np.uint8(np.round(255 * (1 - page))).repeat(_SCALE, 0).repeat(_SCALE, 1)
+  pathlib.Path(out).write_bytes(to_png(grey))
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
