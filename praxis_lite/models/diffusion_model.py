@@ -37,7 +37,8 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
   """Learns to make images; batches have them, [B, H, W, C], perhaps `label`, [B] int32, and `weights`, [B].
 
   `predict` makes an image for each row: see there. Each row draws its own random numbers, so an image does not depend
-  on the other rows or on the mesh.
+  on the other rows or on the mesh. Neither does the loss, except that with `partitioning='shard_map'` each device draws
+  its own numbers.
 
   Attributes:
     network_tpl: config of the child `network`.

@@ -107,11 +107,10 @@ def test_the_published_size_has_the_published_number_of_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('partitioning', ['auto', 'shard_map'])
-def test_a_mesh_that_does_not_divide_the_batch_changes_nothing(partitioning):
+def test_a_mesh_that_does_not_divide_the_batch_changes_nothing():
   config = configure(DigitsDiffusion)
   config.datasets[0].batch_size = 5
-  config.task.set(mesh_axis_names=('data', 'unused'), ici_mesh_shape=(3, 2), partitioning=partitioning)
+  config.task.set(mesh_axis_names=('data', 'unused'), ici_mesh_shape=(3, 2))
   config.task.model.network_tpl.set(num_layers=1, model_dims=12, num_heads=3)
   found = verify(config.task, config.datasets[0].instantiate().batch_struct(), quick=True, search_seconds=0)
   assert found.is_right, format_verification(found)
