@@ -109,7 +109,7 @@ class LogMel(Layer):
     else:
       starts_T = np.arange(1 + (N - self.frame_length) // self.frame_step) * self.frame_step
       frames_BTL = samples_BN[:, starts_T[:, None] + np.arange(self.frame_length)]
-      is_frame_BT = starts_T + self.frame_length <= length_B1
+      is_frame_BT = jnp.asarray(starts_T + self.frame_length) <= length_B1
     y_BTM = self._log_mel(frames_BTL)
     if self.normalize:
       y_BTM = _standardize(y_BTM, is_frame_BT)
@@ -176,7 +176,7 @@ def mel_filters(
   """
   to_mel, to_hz = (_htk_mel, _htk_hz) if mel_scale == 'htk' else (_slaney_mel, _slaney_hz)
   high_hz = sample_rate / 2 if high_hz is None else high_hz
-  corners = to_hz(np.linspace(to_mel(np.float64(low_hz)), to_mel(np.float64(high_hz)), num_mels + 2))
+  corners = to_hz(np.linspace(to_mel(np.asarray(low_hz)), to_mel(np.asarray(high_hz)), num_mels + 2))
   hz_F1 = np.linspace(0, sample_rate / 2, fft_length // 2 + 1)[:, None]
   left, middle, right = corners[:-2], corners[1:-1], corners[2:]
   filters_FM = np.maximum(np.minimum((hz_F1 - left) / (middle - left), (right - hz_F1) / (right - middle)), 0)
