@@ -263,6 +263,8 @@ def mamba2() -> Config:
 def mixer_block() -> Config:
   config = split(layers.MixerBlock, out=(BATCH, None, None), input_dims=D, hidden_dims=F, mixer_tpl=mamba2())
   config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+
+
 def convolution_module(**fields: Any) -> Config:
   config = split(layers.ConvolutionModule, WT, OUT, input_dims=D, kernel_size=4, **fields)
   config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
@@ -279,6 +281,8 @@ def conv_subsampling() -> Config:
 def conformer_block() -> Config:
   config = split(layers.ConformerBlock, None, OUT, input_dims=D, hidden_dims=F, num_heads=N, dims_per_head=H)
   config.set(conv_tpl=convolution_module())
+
+
 def modulated_block() -> Config:
   config = split(layers.ModulatedBlock, out=(BATCH, None, None), input_dims=8, hidden_dims=F, num_heads=2)
   config.modulation_tpl.weight_split_dims_mapping.wt = WT
@@ -310,10 +314,14 @@ def rg_lru() -> Config:
 def diagonal_ssm() -> Config:
   config = split(layers.DiagonalSsm, (None, 'mdl', None), (BATCH, None, None), input_dims=9, num_heads=N, state_dims=4)
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
+
+
 def conformer_encoder() -> Config:
   config = split(layers.ConformerEncoder, None, OUT, input_dims=6, model_dims=D, num_layers=2, num_heads=N)
   config.set(dims_per_head=H, hidden_dims=F, kernel_size=4, subsampling_tpl=conv_subsampling())
   config.stack_tpl.layers_tpl = conformer_block()
+
+
 def diffusion_transformer() -> Config:
   config = split(layers.DiffusionTransformer, out=(BATCH, None, None), image_channels=1, model_dims=8, num_layers=2)
   config.set(num_heads=2, hidden_dims=F, num_classes=4)
@@ -382,6 +390,7 @@ CASES = {
   'DecoderBlock': lambda: Case(decoder_block(), (X, SOURCE)),
   'DepthwiseConv1D': lambda: Case(
     split(layers.DepthwiseConv1D, (None, 'mdl'), OUT, dims=D, kernel_size=4, use_bias=True), (X, POSITIONS > 3)
+  ),
   'DiffusionTransformer': lambda: Case(
     diffusion_transformer(), (normal(B, 4, 6, 1), TIMES, np.array([0, 4, 2], np.int32))
   ),
@@ -425,6 +434,7 @@ CASES = {
   'LogMel': lambda: Case(
     split(layers.LogMel, None, OUT, sample_rate=100, frame_length=8, frame_step=3, num_mels=3, normalize=True),
     (normal(B, 19), np.arange(19) >= np.array([[19], [14], [3]])),
+  ),
   'LookupFreeQuantizer': lambda: Case(
     split(layers.LookupFreeQuantizer, None, OUT, input_dims=D, joint_dims=4), (X, POSITIONS > 3)
   ),
