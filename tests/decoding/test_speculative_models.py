@@ -144,7 +144,7 @@ def test_a_draft_model_has_the_same_vocabulary_and_is_a_language_model():
     model.instantiate()
   sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': 2, 'num_encoder_layers': 1, 'num_heads': 3}
   model.draft_tpl = encoder_decoder(**sizes, hidden_dims=10, num_buckets=8, max_distance=6, start_id=0, style='t5')
-  with pytest.raises(ConfigError, match='draft_tpl: speculative decoding needs a LanguageModel, got EncoderDecoder'):
+  with pytest.raises(ConfigError, match='speculative decoding guesses how a prompt goes on, and an encoder-decoder'):
     model.instantiate()
 
 

@@ -110,8 +110,8 @@ def test_a_process_that_dies_is_an_error_of_its_setting(tmp_path, monkeypatch):
   done = type('Done', (), {'returncode': -6, 'stdout': '', 'stderr': 'a\nAborted: no memory'})
   monkeypatch.setattr(Benchmark, '_run', lambda self, command: done)
   side = Implementation('side', 'side.py', ({},), ())
-  from tools.gpu.turn import Request
+  from tools.gpu.turn import TurnRequest
 
-  (found,) = bench.turn(side, Request([*TINY], [{'batch': 2, 'options': {}}], 1, 1))
+  (found,) = bench.turn(side, TurnRequest([*TINY], [{'batch': 2, 'options': {}}], 1, 1))
   assert found.error == 'Aborted: no memory' and found.batch == 2
   assert json.loads(json.dumps(found._asdict()))['batch'] == 2
