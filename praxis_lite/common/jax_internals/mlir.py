@@ -2,10 +2,16 @@
 
 ir, sdy, stablehlo     operations, attributes and types, as in jaxlib
 run_passes             runs a pipeline of passes by name
+device_groups          which devices take part in a collective
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
 from jaxlib.mlir import ir as ir
 from jaxlib.mlir.dialects import sdy as sdy, stablehlo as stablehlo
 from jaxlib.mlir.passmanager import PassManager
@@ -27,3 +33,31 @@ def run_passes(pipeline: str, root: ir.Operation) -> None:
     passes.run(root)
   except ir.MLIRError as error:
     raise UnknownJax(f'the passes {pipeline} refuse this program: {error}') from error
+
+
+def device_groups(collective: ir.Operation, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+  """Returns the groups of devices among which a collective of StableHLO exchanges data, or its pairs of devices.
+
+  JAX up to 0.11 writes the numbers of the devices. From 0.12 on, it writes the axes of the mesh that the devices of a
+  group differ in.
+
+  Args:
+    collective: the operation.
+    mesh: the size of each axis of its mesh, whose devices are numbered in the order of the axes.
+
+  Raises:
+    UnknownJax: the groups are written in another way.
+  """
+  names = [name for name in ('replica_groups', 'source_target_pairs') if name in collective.attributes]
+  with reading('the groups of a collective'):
+    attribute = collective.attributes[names[0]]
+  axes = re.findall(r'axis_ref<name = "([^"]+)"(.*?)>', text) if 'mesh_axes' in (text := str(attribute)) else []
+  if not axes:
+    with reading('the groups of a collective'):
+      return tuple(map(tuple, np.array(ir.DenseIntElementsAttr(attribute)).tolist()))
+  if any(part for _, part in axes) or not {name for name, _ in axes} <= set(mesh):
+    raise UnknownJax(f'a collective has the groups {text}, and the mesh has the axes {", ".join(mesh)}')
+  inside = [list(mesh).index(name) for name, _ in axes]
+  devices = np.arange(math.prod(mesh.values())).reshape([*mesh.values()])
+  in_groups = np.moveaxis(devices, inside, range(-len(inside), 0))
+  return tuple(map(tuple, in_groups.reshape(-1, math.prod(in_groups.shape[-len(inside) :])).tolist()))
