@@ -6,7 +6,12 @@ from praxis_lite.models.classifier import ClassificationModel, Classifier
 from praxis_lite.models.diffusion_configs import diffusion_transformer
 from praxis_lite.models.diffusion_model import DiffusionModel
 from praxis_lite.models.drafted_model import DraftedModel
-from praxis_lite.models.encoder_configs import masked_language_model, sequence_classifier, transformer_encoder
+from praxis_lite.models.encoder_configs import (
+  masked_language_model,
+  sequence_classifier,
+  text_encoder,
+  transformer_encoder,
+)
 from praxis_lite.models.encoder_decoder_configs import encoder_decoder
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
 from praxis_lite.models.image_features import ImageFeatureModel
@@ -15,6 +20,7 @@ from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transforme
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.text_classifier import SequenceClassifier
+from praxis_lite.models.text_encoder import TextEncoder
 from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.models.vision_configs import image_classifier, vision_transformer
 from praxis_lite.models.vq_vae import VqVae
@@ -30,6 +36,7 @@ __all__ = [
   'LanguageModel',
   'MaskedLanguageModel',
   'SequenceClassifier',
+  'TextEncoder',
   'TwoTowerModel',
   'VqVae',
   'WeightedScalars',
@@ -43,6 +50,7 @@ __all__ = [
   'sequence_classifier',
   'set_pipeline',
   'set_sharding',
+  'text_encoder',
   'transformer_encoder',
   'transformer_lm',
   'vision_transformer',

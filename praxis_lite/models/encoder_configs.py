@@ -1,4 +1,4 @@
-"""Configs of encoders in the style of BERT: masked language models, and classifiers of texts."""
+"""Configs of encoders in the style of BERT: masked language models, classifiers of texts, and encoders alone."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.text_classifier import SequenceClassifier
+from praxis_lite.models.text_encoder import TextEncoder
 from praxis_lite.sharding.weights import WeightInit
 
 ENCODER_STYLES = ('bert', 'pre_norm')
@@ -136,3 +137,20 @@ def sequence_classifier(
   model = Config(SequenceClassifier, num_classes=num_classes, pooling=pooling, encoder_tpl=encoder)
   model.dropout_tpl = Config(Dropout, rate=sizes.get('dropout', 0.0))
   return model.set(fprop_dtype=fprop_dtype, params_init=encoder.params_init)
+
+
+def text_encoder(
+  *, pooler: bool = True, fprop_dtype: DTypeLike | None = None, **sizes: Unpack[EncoderSizes]
+) -> Config[TextEncoder]:
+  """Returns the config of an encoder without a head, whose predictions are features of texts.
+
+  Args:
+    pooler: whether there is also one vector for each text.
+    fprop_dtype: dtype of the computation; None means that of the weights.
+    **sizes: those of `transformer_encoder`.
+  """
+  encoder = transformer_encoder(**sizes)
+  model = Config(TextEncoder, encoder_tpl=encoder, fprop_dtype=fprop_dtype, params_init=encoder.params_init)
+  if not pooler:
+    model.pooler_tpl = None
+  return model

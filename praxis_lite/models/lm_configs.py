@@ -152,8 +152,8 @@ def set_sharding(
 
   Args:
     config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
-      `MaskedLanguageModel`, a `SequenceClassifier` or their `TransformerEncoder`, or of a `ClassificationModel` with a
-      `VisionTransformer` or of that, or of a `TwoTowerModel`.
+      `MaskedLanguageModel`, a `SequenceClassifier`, a `TextEncoder` or their `TransformerEncoder`, of a
+      `ClassificationModel` with a `VisionTransformer` or of that, or of a `TwoTowerModel`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.

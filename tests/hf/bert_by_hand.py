@@ -14,10 +14,15 @@ Tensors = dict[str, np.ndarray]
 
 
 def logits(config: dict[str, Any], tensors: Tensors, ids, is_token, types) -> np.ndarray:
-  """Logits of tokens [B, T, V], or of classes [B, V], for ids, which of them are tokens, and types, each [B, T]."""
+  """Logits of tokens [B, T, V], or of classes [B, V], for ids, which of them are tokens, and types, each [B, T].
+
+  Without a head: the states [B, T, D].
+  """
   model = _Model(config, {name: np.asarray(x, np.float64) for name, x in tensors.items()})
   x = model.states(np.asarray(ids), np.asarray(is_token, bool), np.asarray(types))
   is_roberta = config['model_type'] == 'roberta'
+  if config['architectures'][0].endswith('Model'):
+    return x
   if 'SequenceClassification' in config['architectures'][0]:
     pooler, head = ('classifier.dense', 'classifier.out_proj') if is_roberta else ('bert.pooler.dense', 'classifier')
     return model.linear(head, np.tanh(model.linear(pooler, x[:, 0])))
@@ -35,13 +40,23 @@ def logits(config: dict[str, Any], tensors: Tensors, ids, is_token, types) -> np
   return x @ model.tensors[table].T + model.tensors[bias]
 
 
+def pooled(tensors: Tensors, states: np.ndarray) -> np.ndarray:
+  """The vector of each text [B, D] that the pooler of a model without a head makes of its states."""
+  return np.tanh(states[:, 0] @ tensors['pooler.dense.weight'].T + tensors['pooler.dense.bias'])
+
+
 def gelu(x):
   return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
+def prefix_of(config: dict[str, Any]) -> str:
+  """What the names of tensors begin with; nothing if there is no head."""
+  return '' if config['architectures'][0].endswith('Model') else f'{config["model_type"]}.'
+
+
 class _Model:
   def __init__(self, config, tensors):
-    self.config, self.tensors, self.prefix = config, tensors, f'{config["model_type"]}.'
+    self.config, self.tensors, self.prefix = config, tensors, prefix_of(config)
 
   def states(self, ids, is_token, types):
     words, places, kinds = (

@@ -45,6 +45,8 @@ CASES = {
   'bert_classes': _BERT | {'architectures': ['BertForSequenceClassification'], 'num_labels': C},
   'roberta': _ROBERTA | {'architectures': ['RobertaForMaskedLM'], 'hidden_act': 'relu'},
   'roberta_classes': _ROBERTA | {'architectures': ['RobertaForSequenceClassification'], 'num_labels': C},
+  'bert_bare': _BERT | {'architectures': ['BertModel']},
+  'roberta_bare': _ROBERTA | {'architectures': ['RobertaModel'], 'add_pooling_layer': False},
 }
 every_case = pytest.mark.parametrize('case', CASES)
 RNG = np.random.default_rng(0)
@@ -65,14 +67,17 @@ def shapes_of(config):
 
   tables = {'word': config['vocab_size'], 'position': config['max_position_embeddings']}
   tables['token_type'] = config['type_vocab_size']
-  shapes = {f'{kind}.embeddings.{name}_embeddings.weight': (size, D) for name, size in tables.items()}
-  shapes |= norm(f'{kind}.embeddings.LayerNorm')
+  prefix = bert_by_hand.prefix_of(config)
+  shapes = {f'{prefix}embeddings.{name}_embeddings.weight': (size, D) for name, size in tables.items()}
+  shapes |= norm(f'{prefix}embeddings.LayerNorm')
   for i in range(config['num_hidden_layers']):
-    layer = f'{kind}.encoder.layer.{i}.'
+    layer = f'{prefix}encoder.layer.{i}.'
     for name in ('self.query', 'self.key', 'self.value', 'output.dense'):
       shapes |= linear(f'{layer}attention.{name}', D, D)
     shapes |= norm(f'{layer}attention.output.LayerNorm') | norm(f'{layer}output.LayerNorm')
     shapes |= linear(f'{layer}intermediate.dense', F, D) | linear(f'{layer}output.dense', D, F)
+  if not prefix:
+    return shapes | (linear('pooler.dense', D, D) if config.get('add_pooling_layer', True) else {})
   if 'num_labels' in config:
     pooler, head = ('bert.pooler.dense', 'classifier')
     if kind == 'roberta':
@@ -99,10 +104,12 @@ def batch_of(config):
 
 
 def outputs_of(there, batch):
-  """The logits of tokens, or log probabilities of classes."""
+  """The logits of tokens, log probabilities of classes, or states."""
 
   def run(variables):
     out, _ = there.model.apply(there.layout.unpad(variables), batch, method='predict', do_eval=True)
+    if 'states' in out:
+      return out['states']
     return out['logits'] if 'logits' in out else jax.numpy.log(out['probabilities'])
 
   return np.asarray(GuardedJit(bind_mesh(run, there.layout.mesh))(there.variables))
@@ -211,6 +218,51 @@ def test_an_imported_classifier_trains_on_labelled_texts(tmp_path):
   assert read_model(tmp_path / 'out').model.num_classes == 3
 
 
+def test_an_imported_model_without_a_head_predicts_features_and_is_exported(tmp_path, capsys):
+  folder, config, tensors = make(tmp_path / 'source', 'bert_bare')
+  run = tmp_path / 'run'
+  assert main(['import-hf', str(folder), f'--job_log_dir={run}']) == 0
+  found = (
+    open_run(run).load().predict({name: batch_of(config)[name] for name in ('ids', 'segment_ids', 'token_type_ids')})
+  )
+  states = expected_of(config, tensors)
+  assert_close(found['states'], states)
+  np.testing.assert_allclose(found['pooled'], bert_by_hand.pooled(tensors, states), rtol=1e-5, atol=1e-5)
+  one_row = open_run(run).load().predict({'ids': IDS[:1, :5], 'token_type_ids': TYPES[:1, :5]})
+  alone = bert_by_hand.logits(config, tensors, IDS[:1, :5], np.ones((1, 5)), TYPES[:1, :5])
+  np.testing.assert_allclose(one_row['states'], alone, rtol=1e-5, atol=2e-5)
+  assert main(['export-hf', f'--job_log_dir={run}', f'--out={tmp_path / "out"}']) == 0
+  assert_same_tensors(tmp_path / 'out', tensors)
+  assert json.loads((tmp_path / 'out' / 'config.json').read_text())['architectures'] == ['BertModel']
+  capsys.readouterr()
+  assert main(['train', f'--job_log_dir={run}']) != 0  # There is nothing to train on, and no loss.
+  model = read_model(folder)
+  with pytest.raises(ConfigError, match=r'a TextEncoder has no loss.* init_from'):
+    model.model.apply(model.variables, batch_of(config))
+
+
+def test_a_model_without_a_head_may_lack_its_pooler_have_other_names_or_something_else(tmp_path):
+  _, config, tensors = make(tmp_path / 'plain', 'bert_bare')
+  plain = read_model(tmp_path / 'plain')
+  write(tmp_path / 'prefixed', config, {}, **{f'bert.{name}': x for name, x in tensors.items()})
+  jax.tree.map(np.testing.assert_array_equal, read_model(tmp_path / 'prefixed').variables, plain.variables)
+  states = {name: x for name, x in tensors.items() if 'pooler' not in name}
+  buffer = np.arange(P, dtype=np.uint8)[None]
+  write(tmp_path / 'states', config, {}, **states, **{'embeddings.position_ids': buffer})
+  found = read_model(tmp_path / 'states')
+  assert 'pooler' in plain.variables and 'pooler' not in found.variables and found.model.pooler_tpl is None
+  write_model(tmp_path / 'again', found.model, found.variables)
+  assert_same_tensors(tmp_path / 'again', states)
+  assert json.loads((tmp_path / 'again' / 'config.json').read_text())['add_pooling_layer'] is False
+  for name in ('cls.predictions.bias', 'classifier.weight', 'encoder.layer.0.extra'):
+    write(tmp_path / name, config, {}, **tensors, **{name: np.ones(V, np.float32)})
+    with pytest.raises(CheckpointError, match=f'does not account for: {name}$'):
+      read_model(tmp_path / name)
+  write(tmp_path / 'half', config, {}, **{name: x for name, x in tensors.items() if name != 'pooler.dense.bias'})
+  with pytest.raises(CheckpointError, match=r'lacks pooler\.dense\.bias$'):
+    read_model(tmp_path / 'half')
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('repeat', [True, False])
 def test_models_of_ours_are_written_and_read_again(repeat, tmp_path):
@@ -261,7 +313,11 @@ def test_a_model_of_no_family_is_told_why(change, says, tmp_path):
     ('bert', {'hidden_act': 'softer'}, "hidden_act = 'softer' is not supported"),
     ('bert', {'hidden_size': 0}, 'hidden_size = 0; expected an integer of at least 1'),
     ('bert', {'architectures': ['BertForQuestionAnswering']}, 'of bert, BertForMaskedLM and BertForSequenceClassif'),
-    ('bert', {'architectures': ['BertModel']}, r'\["BertModel"\] is not supported; of bert'),
+    (
+      'bert',
+      {'architectures': ['BertLMHeadModel']},
+      r'\["BertLMHeadModel"\] is not supported; of bert.* and BertModel',
+    ),
     ('roberta', {'architectures': ['RobertaForCausalLM']}, 'of roberta, RobertaForMaskedLM and RobertaForSeq'),
     ('bert_classes', {'problem_type': 'multi_label_classification'}, 'problem_type = "multi_label_class'),
     ('bert_classes', {'id2label': {'0': 'score'}}, 'a head with 1 label computes a number'),

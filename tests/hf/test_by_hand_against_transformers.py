@@ -19,10 +19,10 @@ transformers = pytest.importorskip('transformers', reason='needs transformers: p
 pytestmark = pytest.mark.slow
 
 
-def loaded(folder, architecture):
+def loaded(folder, architecture, **options):
   """The model, with the tensors of the checkpoint and no others."""
   model, report = getattr(transformers, architecture).from_pretrained(
-    folder, attn_implementation='eager', dtype=torch.float64, output_loading_info=True
+    folder, attn_implementation='eager', dtype=torch.float64, output_loading_info=True, **options
   )
   # A head of its own has a bias of its own, and the other one is not used.
   assert report['missing_keys'] <= {'cls.predictions.bias'} and not report['unexpected_keys'], report
@@ -36,11 +36,15 @@ def tensor(x):
 @pytest.mark.parametrize('case', bert.CASES)
 def test_bert_is_that_of_transformers(case, tmp_path):
   folder, config, tensors = bert.make(tmp_path, case, pad_token_id=1)
-  model, types = loaded(folder, config['architectures'][0]), bert.batch_of(config)['token_type_ids']
+  options = {name: config[name] for name in ('add_pooling_layer',) if name in config}
+  model, types = loaded(folder, config['architectures'][0], **options), bert.batch_of(config)['token_type_ids']
   with torch.no_grad():
-    found = model(tensor(bert.IDS), tensor(bert.IS_TOKEN), token_type_ids=tensor(types)).logits.numpy()
+    out = model(tensor(bert.IDS), tensor(bert.IS_TOKEN), token_type_ids=tensor(types))
+    found = (out.logits if 'logits' in out else out.last_hidden_state).numpy()
   expected = bert_by_hand.logits(config, tensors, bert.IDS, bert.IS_TOKEN, types)
   bert.assert_close(found, expected)
+  if 'pooler.dense.weight' in tensors:
+    np.testing.assert_allclose(out.pooler_output.numpy(), bert_by_hand.pooled(tensors, expected), rtol=1e-6)
 
 
 @pytest.mark.parametrize('case', bart.CASES)

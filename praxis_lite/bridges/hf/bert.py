@@ -1,10 +1,10 @@
-"""BERT and RoBERTa: encoders that predict masked tokens or classify texts; model_type bert and roberta."""
+"""BERT and RoBERTa: encoders that predict masked tokens, classify texts, or have no head."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
@@ -20,8 +20,10 @@ from praxis_lite.models import (
   BaseModel,
   MaskedLanguageModel,
   SequenceClassifier,
+  TextEncoder,
   masked_language_model,
   sequence_classifier,
+  text_encoder,
 )
 
 _MOST_LAYERS = 10_000
@@ -29,10 +31,11 @@ _MOST_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Encoder(Family):
-  """An encoder and a head. Its linear layers are stored as [out, in], its tables as [ids, dims].
+  """An encoder, with a head or without. Its linear layers are stored as [out, in], its tables as [ids, dims].
 
   Attributes: those of `Family`, where `architecture` names the masked language model, and
     classifier: the architecture of the classifier.
+    bare: the architecture without a head, whose tensors have names without `prefix`.
     also_masked: other architectures whose checkpoints have a masked language model.
     head_names: the names of tensors of the head that predicts tokens: of its linear layer, its norm and its softmax,
       without `.weight` and `.bias`, and the whole name of its bias.
@@ -41,12 +44,13 @@ class Encoder(Family):
   """
 
   classifier: str = ''
+  bare: str = ''
   also_masked: tuple[str, ...] = ()
   head_names: tuple[str, str, str, str] = ('', '', '', '')
   classifier_names: tuple[str, str] = ('', '')
   counts_from_padding: bool = False
 
-  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (MaskedLanguageModel, SequenceClassifier)
+  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (MaskedLanguageModel, SequenceClassifier, TextEncoder)
   table_path: ClassVar[str] = 'encoder.embedding.w'
   own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
 
@@ -68,10 +72,10 @@ class Encoder(Family):
     return part
 
   def accepts(self, architecture: str) -> bool:
-    return architecture in (self.architecture, self.classifier, *self.also_masked)
+    return architecture in (self.architecture, self.classifier, self.bare, *self.also_masked)
 
   def refusal(self) -> str:
-    return f' is not supported; of {self.model_type}, {self.architecture} and {self.classifier} are'
+    return f' is not supported; of {self.model_type}, {self.architecture}, {self.classifier} and {self.bare} are'
 
   def model(self, hf: HfConfig) -> Config[Any]:
     hf = hf.replace_defaults(self.defaults)
@@ -93,6 +97,8 @@ class Encoder(Family):
     model: Config[Any]
     if self._is_classifier(hf):
       model = sequence_classifier(num_classes=num_classes(hf), **sizes)
+    elif self._is_bare(hf):
+      model = text_encoder(pooler=hf.values.get(_POOLER, True) is not False, **sizes)
     else:
       model = masked_language_model(tie_embeddings=bool(hf['tie_word_embeddings']), **sizes)
       model.packed = False
@@ -109,17 +115,33 @@ class Encoder(Family):
     return model
 
   def _is_classifier(self, hf: HfConfig) -> bool:
+    return self._has_architecture(hf, self.classifier)
+
+  def _is_bare(self, hf: HfConfig) -> bool:
+    return self._has_architecture(hf, self.bare)
+
+  def _has_architecture(self, hf: HfConfig, name: str) -> bool:
     architectures = hf.values.get('architectures')
-    return isinstance(architectures, list) and self.classifier in architectures
+    return isinstance(architectures, list) and name in architectures
+
+  def prefix_in(self, hf: HfConfig) -> str:
+    return '' if self._is_bare(hf) else self.prefix
+
+  def as_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
+    if self._is_bare(hf) and not any(name.startswith('pooler.') for name in names):
+      return HfConfig({**hf.values, _POOLER: False}, hf.where)
+    return hf
 
   def current_name(self, name: str) -> str:
     # Checkpoints of 2018 call the weights of norms so.
     return re.sub(r'LayerNorm\.(gamma|beta)$', lambda m: f'LayerNorm.{_NORM[m[1]]}', name)
 
   def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
-    return name == f'{self.prefix}embeddings.position_ids'
+    return name == f'{self.prefix_in(hf)}embeddings.position_ids'
 
   def is_unused(self, name: str, hf: HfConfig) -> bool:
+    if self._is_bare(hf):
+      return False
     if self._is_classifier(hf):
       # The classifier of RoBERTa has a pooler of its own.
       return name.startswith(f'{self.prefix}pooler.') and not self.classifier_names[0].startswith(self.prefix)
@@ -127,7 +149,7 @@ class Encoder(Family):
       return True  # A head of its own has a bias of its own.
     return name.startswith((f'{self.prefix}pooler.', 'cls.seq_relationship.'))
 
-  def values(self, model: MaskedLanguageModel | SequenceClassifier) -> Values:
+  def values(self, model: MaskedLanguageModel | SequenceClassifier | TextEncoder) -> Values:
     encoder = model.encoder
     blocks = blocks_of_stack(encoder.transformer)
     attention, ff = blocks[0].attention, blocks[0].ff
@@ -151,28 +173,38 @@ class Encoder(Family):
       values['pad_token_id'] = encoder.first_position - 1
     if isinstance(model, SequenceClassifier):
       return values | {'architectures': [self.classifier], 'num_labels': model.num_classes}
+    if isinstance(model, TextEncoder):
+      return values | {'architectures': [self.bare]} | ({} if model.pooler_tpl is not None else {_POOLER: False})
     return values | {'tie_word_embeddings': model.softmax_tpl is None}
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
-    if 'transform' not in weights:
-      pooler, softmax = self.classifier_names
-      return [*self._encoder_pairs(), *linear_pairs(pooler, 'pooler.linear'), *linear_pairs(softmax, 'softmax')]
-    return self.table('softmax' not in weights)
+    if 'transform' in weights:
+      return self.table('softmax' not in weights)
+    if 'softmax' not in weights:
+      own = linear_pairs('pooler.dense', 'pooler.linear') if 'pooler' in weights else ()
+      return [*self._encoder_pairs(''), *own]
+    pooler, softmax = self.classifier_names
+    pairs = [*self._encoder_pairs(self.prefix), *linear_pairs(pooler, 'pooler.linear')]
+    return [*pairs, *linear_pairs(softmax, 'softmax')]
 
   def table(self, tied: bool) -> list[Pair]:
     linear, norm, softmax, bias = self.head_names
-    pairs = [*self._encoder_pairs(), *linear_pairs(linear, 'transform.linear'), *norm_pairs(norm, 'transform.norm')]
+    pairs = [
+      *self._encoder_pairs(self.prefix),
+      *linear_pairs(linear, 'transform.linear'),
+      *norm_pairs(norm, 'transform.norm'),
+    ]
     if tied:
       return [*pairs, Pair(bias, 'encoder.embedding.b')]
     return [*pairs, *linear_pairs(softmax, 'softmax')]
 
-  def _encoder_pairs(self) -> Iterable[Pair]:
-    theirs, ours = f'{self.prefix}embeddings.', 'encoder.'
+  def _encoder_pairs(self, prefix: str) -> Iterable[Pair]:
+    theirs, ours = f'{prefix}embeddings.', 'encoder.'
     yield Pair(f'{theirs}word_embeddings.weight', f'{ours}embedding.w')
     yield Pair(f'{theirs}position_embeddings.weight', f'{ours}position.w')
     yield Pair(f'{theirs}token_type_embeddings.weight', f'{ours}token_type.w')
     yield from norm_pairs(f'{theirs}LayerNorm', f'{ours}embedding_norm')
-    theirs, ours = f'{self.prefix}encoder.layer.{{layer}}.', 'encoder.transformer.layers.'
+    theirs, ours = f'{prefix}encoder.layer.{{layer}}.', 'encoder.transformer.layers.'
     for name in ('query', 'key', 'value'):
       yield Pair(f'{theirs}attention.self.{name}.weight', f'{ours}attention.{name}.w', 'D N H -> (N H) D')
       yield Pair(f'{theirs}attention.self.{name}.bias', f'{ours}attention.{name}.b', 'N H -> (N H)')
@@ -203,6 +235,8 @@ def num_classes(hf: HfConfig) -> int:
   return count
 
 
+# Says in config.json whether a model without a head has a pooler, which no field of transformers does.
+_POOLER = 'add_pooling_layer'
 _NORM = {'gamma': 'weight', 'beta': 'bias'}
 _BERT = {
   'vocab_size': 30_522,
@@ -222,6 +256,7 @@ ENCODERS = (
   Encoder(
     *('bert', 'BertForMaskedLM', _BERT, 'bert.'),
     classifier='BertForSequenceClassification',
+    bare='BertModel',
     also_masked=('BertForPreTraining',),
     head_names=(
       *('cls.predictions.transform.dense', 'cls.predictions.transform.LayerNorm'),
@@ -232,6 +267,7 @@ ENCODERS = (
   Encoder(
     *('roberta', 'RobertaForMaskedLM', _BERT | {'vocab_size': 50_265, 'pad_token_id': 1}, 'roberta.'),
     classifier='RobertaForSequenceClassification',
+    bare='RobertaModel',
     head_names=('lm_head.dense', 'lm_head.layer_norm', 'lm_head.decoder', 'lm_head.bias'),
     classifier_names=('classifier.dense', 'classifier.out_proj'),
     counts_from_padding=True,

@@ -88,7 +88,8 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
     if lm is None:
       raise ConfigError(
         f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel, a '
-        'MaskedLanguageModel, a SequenceClassifier, or a ClassificationModel of a VisionTransformer may have'
+        'MaskedLanguageModel, a SequenceClassifier, a TextEncoder, or a ClassificationModel of a VisionTransformer may '
+        'have'
       )
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
   names.sort(key=lambda name: name != preferred)

@@ -42,6 +42,10 @@ class Family:
     """The name of the softmax's table if it is not shared; some checkpoints have it as a copy too."""
     return 'lm_head.weight'
 
+  def prefix_in(self, hf: HfConfig) -> str:
+    """Returns the prefix of the names of tensors below the head in a model of this config.json."""
+    return self.prefix
+
   def as_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
     """Returns config.json without parts that it names and the tensors of these names lack."""
     return hf

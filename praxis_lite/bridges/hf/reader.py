@@ -70,8 +70,11 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
       f'{tensors[head].file}: {head} belongs to a head that does not predict the next token, such as a classification '
       'head; only language models are supported'
     )
-  if not any(name.startswith(family.prefix) for name in tensors):  # The checkpoint is of the model without its head.
-    tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
+  prefix = family.prefix_in(config)
+  if not prefix:  # The model has no head, but some checkpoints of it have the names of one with a head.
+    tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
+  elif not any(name.startswith(prefix) for name in tensors):  # The checkpoint is of the model without its head.
+    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
   tensors = {family.current_name(name): tensor for name, tensor in tensors.items()}
   config = family.as_stored(config, tensors)
   hf = config.replace_defaults(family.defaults)

@@ -47,6 +47,7 @@ from praxis_lite.models import (
   LanguageModel,
   MaskedLanguageModel,
   SequenceClassifier,
+  TextEncoder,
   set_sharding,
 )
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILES, tokenizer_in
@@ -122,7 +123,7 @@ def import_run(
     *checkpoint.notes,
     *unused,
   ]
-  if getattr(config.datasets[0], 'tokenizer_tpl', None) == Config(HfTokenizer, path=REQUIRED):
+  if config.datasets and getattr(config.datasets[0], 'tokenizer_tpl', None) == Config(HfTokenizer, path=REQUIRED):
     lines.append(f'there is no tokenizer beside it; {HOW_TO_SET_TOKENIZER}')
   return [*lines, f'step 0: saved in {directory / "checkpoints"}']
 
@@ -188,6 +189,8 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
     return ExperimentConfig(task, named, [])
   if issubclass(built, MaskedLanguageModel | SequenceClassifier):
     return ExperimentConfig(task, _datasets_of_encoder(model, built, tokenizer), [])
+  if issubclass(built, TextEncoder):
+    return ExperimentConfig(task, [], [])  # It has no loss, so it reads no data.
   length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _SEQ_LEN
   train = Config(TextInput, name='train', is_training=True, split='train')
   validation = Config(TextInput, name='validation', split='validation')
