@@ -237,7 +237,7 @@ def test_an_imported_model_without_a_head_predicts_features_and_is_exported(tmp_
   capsys.readouterr()
   assert main(['train', f'--job_log_dir={run}']) != 0  # There is nothing to train on, and no loss.
   model = read_model(folder)
-  with pytest.raises(ConfigError, match=r'a TextEncoder has no loss.* init_from'):
+  with pytest.raises(ConfigError, match=r'a TextEncoder has no loss.*init_from'):
     model.model.apply(model.variables, batch_of(config))
 
 
@@ -312,13 +312,13 @@ def test_a_model_of_no_family_is_told_why(change, says, tmp_path):
     ('bert', {'is_decoder': True}, 'is_decoder = true is not supported'),
     ('bert', {'hidden_act': 'softer'}, "hidden_act = 'softer' is not supported"),
     ('bert', {'hidden_size': 0}, 'hidden_size = 0; expected an integer of at least 1'),
-    ('bert', {'architectures': ['BertForQuestionAnswering']}, 'of bert, BertForMaskedLM and BertForSequenceClassif'),
+    ('bert', {'architectures': ['BertForQuestionAnswering']}, 'of bert, BertForMaskedLM, BertForSequenceClassif'),
     (
       'bert',
       {'architectures': ['BertLMHeadModel']},
       r'\["BertLMHeadModel"\] is not supported; of bert.* and BertModel',
     ),
-    ('roberta', {'architectures': ['RobertaForCausalLM']}, 'of roberta, RobertaForMaskedLM and RobertaForSeq'),
+    ('roberta', {'architectures': ['RobertaForCausalLM']}, 'of roberta, RobertaForMaskedLM, RobertaForSeq'),
     ('bert_classes', {'problem_type': 'multi_label_classification'}, 'problem_type = "multi_label_class'),
     ('bert_classes', {'id2label': {'0': 'score'}}, 'a head with 1 label computes a number'),
     ('roberta', {'pad_token_id': P}, 'pad_token_id'),
