@@ -187,4 +187,4 @@ class VitB16(_Vit):
 class VitL16(_Vit):
   """ViT-L/16, 305M parameters, on ImageNet-1k, fully sharded over 8 devices."""
 
-  sizes = {'model_dims': 1024, 'num_layers': 24, 'num_heads': 16}
+  sizes = {'model_dims': 1024, 'num_layers': 24, 'num_heads': 16, 'remat': 'full'}
