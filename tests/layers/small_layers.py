@@ -263,6 +263,8 @@ def mamba2() -> Config:
 def mixer_block() -> Config:
   config = split(layers.MixerBlock, out=(BATCH, None, None), input_dims=D, hidden_dims=F, mixer_tpl=mamba2())
   config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  config.ff_tpl.weight_split_dims_mapping.wt = WT
+  return config
 
 
 def convolution_module(**fields: Any) -> Config:
@@ -281,6 +283,9 @@ def conv_subsampling() -> Config:
 def conformer_block() -> Config:
   config = split(layers.ConformerBlock, None, OUT, input_dims=D, hidden_dims=F, num_heads=N, dims_per_head=H)
   config.set(conv_tpl=convolution_module())
+  config.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  config.ff_tpl.weight_split_dims_mapping.wt = WT
+  return config
 
 
 def modulated_block() -> Config:
@@ -314,12 +319,14 @@ def rg_lru() -> Config:
 def diagonal_ssm() -> Config:
   config = split(layers.DiagonalSsm, (None, 'mdl', None), (BATCH, None, None), input_dims=9, num_heads=N, state_dims=4)
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
+  return config
 
 
 def conformer_encoder() -> Config:
   config = split(layers.ConformerEncoder, None, OUT, input_dims=6, model_dims=D, num_layers=2, num_heads=N)
   config.set(dims_per_head=H, hidden_dims=F, kernel_size=4, subsampling_tpl=conv_subsampling())
   config.stack_tpl.layers_tpl = conformer_block()
+  return config
 
 
 def diffusion_transformer() -> Config:

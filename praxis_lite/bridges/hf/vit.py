@@ -37,7 +37,7 @@ class VisionFamily(Family):
   def part_of(self, variables: NestedDict) -> NestedDict:
     return variables
 
-  def with_part(self, part: NestedDict) -> NestedDict:
+  def model_variables(self, part: NestedDict) -> NestedDict:
     return part
 
   def accepts(self, architecture: str) -> bool:
