@@ -20,7 +20,7 @@ from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transforme
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.text_classifier import SequenceClassifier
-from praxis_lite.models.text_encoder import TextEncoder
+from praxis_lite.models.text_features import TextEncoder
 from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.models.vision_configs import image_classifier, vision_transformer
 from praxis_lite.models.vq_vae import VqVae

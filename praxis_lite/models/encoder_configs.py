@@ -18,7 +18,7 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.text_classifier import SequenceClassifier
-from praxis_lite.models.text_encoder import TextEncoder
+from praxis_lite.models.text_features import TextEncoder
 from praxis_lite.sharding.weights import WeightInit
 
 ENCODER_STYLES = ('bert', 'pre_norm')
