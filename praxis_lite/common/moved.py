@@ -16,6 +16,7 @@ _MOVED_OBJECTS = {
   'layers.convolutions.Conv2D': 'layers.images.Conv2D',
   'layers.image_networks.ConvNet': 'layers.images.ConvNet',
   'layers.image_networks.Mlp': 'layers.images.Mlp',
+  'layers.mamba2.GroupWeightSplit': 'layers.grouped_mixer.GroupWeightSplit',
   'layers.pooling.GlobalPooling': 'layers.images.GlobalPooling',
   'layers.pooling.Pooling': 'layers.images.Pooling',
   'layers.transformer_lm.TransformerLm': 'layers.transformer.TransformerLm',

@@ -31,12 +31,11 @@ from praxis_lite.layers.base import WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
-from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.layers.precision import to_sum_dtype, widen
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_space import segment_starts
-from praxis_lite.sharding.weights import JointInit, WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, JointInit, WeightHParams, WeightHParamsCollection, WeightInit
 
-_OWN = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32})
 FORMS = ('scan', 'convolution')
 
 
@@ -52,6 +51,8 @@ class DiagonalSsm(Mixer):
     out_tpl: template of the children `out` and `out_gate`.
     weight_split_dims_mapping: `wt`, [D, N, H]: the split of the outputs; all other weights are split along the heads.
   """
+
+  _state_split = (0, 2, None)
 
   num_heads: int = REQUIRED
   state_dims: int = 32
@@ -88,7 +89,7 @@ class DiagonalSsm(Mixer):
         (N, S),
         init=JointInit((name,), draw),
         tensor_split_dims_mapping=pick_entries(wt, 1, None),
-        collections=_OWN,
+        collections=NO_DECAY_FLOAT32,
       )
       self.create_variable(name, weight)
     for name, shape in (('b', (N, S, H, 2)), ('c', (N, H, S, 2))):
@@ -155,12 +156,8 @@ class DiagonalSsm(Mixer):
     return jnp.fft.irfft(jnp.einsum('BFNK,FNHK->BFNH', u_BFNK, kernel_FNHK), size, axis=1)[:, :T]
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
-    dtype = jnp.promote_types(jnp.complex64, jnp.dtype(self.fprop_dtype or 'float32'))
+    dtype = jnp.promote_types(jnp.complex64, widen(self.fprop_dtype))
     self._keep(jnp.zeros((batch_size, self.num_heads, self.state_dims), dtype))
-
-  def _keep(self, state_BNS: jax.Array) -> None:
-    split = self.activation_split_dims_mapping.blnh
-    self.update_decode_state('state', self.shard(state_BNS, pick_entries(split, 0, 2, None)))
 
   def token_flops(self, length: int) -> TokenFlops:
     return TokenFlops(16.0 * self.input_dims * self.state_dims)

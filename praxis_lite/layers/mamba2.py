@@ -12,9 +12,7 @@ B batch, T length, D model dims, N heads, G groups, H dims per head, S dims of t
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,33 +21,19 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
-from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import Path
-from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
-from praxis_lite.layers.causal_conv import CausalConv
-from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
-from praxis_lite.layers.precision import to_sum_dtype
-from praxis_lite.layers.projections import Projection, split_projection
+from praxis_lite.layers.grouped_mixer import GroupedMixer
+from praxis_lite.layers.mixers import Axes, pick_entries
+from praxis_lite.layers.precision import to_sum_dtype, widen
+from praxis_lite.layers.projections import Projection
 from praxis_lite.layers.state_parts import scan_in_parts
 from praxis_lite.layers.state_space import Tokens, scan_in_chunks, segment_starts
 from praxis_lite.sharding.weights import (
-  JointInit,
-  SplitDimsMapping,
   WeightHParams,
   WeightHParamsCollection,
   WeightInit,
 )
-
-_OWN = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32})
-_LARGEST_DECAY = 16.0
-
-
-class GroupWeightSplit(WeightSplit):
-  """`wt`: weights of heads, [D, N, H]; `groups`: weights of keys and queries, [D, G, S]."""
-
-  groups: SplitDimsMapping = None
 
 
 class GatedRMSNorm(Layer):
@@ -92,62 +76,32 @@ class GatedRMSNorm(Layer):
     return self.shard((y_BTNH * self.theta.scale).astype(self.fprop_dtype))
 
 
-class Mamba2(Mixer):
+class Mamba2(GroupedMixer):
   """The mixer of Mamba-2.
 
-  Attributes:
-    num_heads: N.
-    dims_per_head: H.
+  Attributes: those of `GroupedMixer`, and
     state_dims: S.
-    num_groups: G, a divisor of N.
-    kernel_size: width of the convolutions.
-    activation: name of f; see `activations.py`.
     use_bias: whether the projections have biases.
     use_conv_bias: whether the convolutions have biases.
-    step_range: the least and the largest step at the start of training; steps are drawn between them.
     step_limits: bounds of the steps.
-    chunk_size: tokens of a chunk, in which the cost is quadratic; see `state_space.py`.
-    proj_tpl: template of the children `gate`, `value`, `key`, `query` and `step`.
-    conv_tpl: template of the children `value_conv`, `key_conv` and `query_conv`.
-    norm_tpl: template of the child `norm`.
-    out_tpl: template of the child `out`.
-    weight_split_dims_mapping: `wt`, [D, N, H]; the convolutions, the norm, the output and the variables [N] are split
-      along the same dimensions. `groups`, [D, G, S].
-    activation_split_dims_mapping: `blnh`, [B, T, N, H]; if it splits T, each device scans its part of the sequence,
-      and states pass from part to part, see `state_parts.py`. `out`: [B, T, D].
+    norm_tpl: template of the child `norm`, which is split as the heads are.
+    activation_split_dims_mapping: if `blnh` splits the length, each device scans its part of the sequence, and states
+      pass from part to part, see `state_parts.py`.
   """
 
-  count_fields = ('chunk_size',)
   _passes_states = True
+  _state_split = (0, 2, 3, None)
 
-  num_heads: int = REQUIRED
   dims_per_head: int = 64
   state_dims: int = 128
-  num_groups: int = 1
-  kernel_size: int = 4
-  activation: str = 'silu'
   use_bias: bool = False
   use_conv_bias: bool = True
-  step_range: tuple[float, float] = (0.001, 0.1)
   step_limits: tuple[float, float] = (0.0, math.inf)
   chunk_size: int = 256
-  proj_tpl: Config = template(Projection)
-  conv_tpl: Config = template(CausalConv)
   norm_tpl: Config = template(GatedRMSNorm)
-  out_tpl: Config = template(Projection)
-  weight_split_dims_mapping: Config = template(GroupWeightSplit)
-  activation_split_dims_mapping: Config = template(MixerActivationSplit)
 
   gate: Projection = child()
-  value: Projection = child()
-  key: Projection = child()
-  query: Projection = child()
-  step: Projection = child()
-  value_conv: CausalConv = child()
-  key_conv: CausalConv = child()
-  query_conv: CausalConv = child()
   norm: GatedRMSNorm = child()
-  out: Projection = child()
 
   @classmethod
   def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
@@ -155,63 +109,21 @@ class Mamba2(Mixer):
     config.activation_split_dims_mapping.set(blnh=(batch, length, mdl, None), out=(batch, length, None))
 
   def setup(self) -> None:
-    D, N, H, G, S = self.input_dims, self.num_heads, self.dims_per_head, self.num_groups, self.state_dims
-    self._check_sizes()
-    wt, groups = self.weight_split_dims_mapping.wt, self.weight_split_dims_mapping.groups
-    self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
-    self._resolve(groups, f'{self.path_name}.weight_split_dims_mapping.groups', rank=3)
-    for name, shape, split in (
-      ('gate', (N, H), wt),
-      ('value', (N, H), wt),
-      ('key', (G, S), groups),
-      ('query', (G, S), groups),
-      ('step', (N,), wt),
-    ):
-      proj = self.proj_tpl.clone(in_shape=(D,), out_shape=shape, use_bias=self.use_bias)
-      self.create_child(name, split_projection(proj, split, (0, 1, 2)[: 1 + len(shape)], rank_in=1))
-      if name in ('value', 'key', 'query'):
-        conv = self.conv_tpl.clone(shape=shape, kernel_size=self.kernel_size, use_bias=self.use_conv_bias)
-        conv.weight_split_dims_mapping.wt = pick_entries(split, None, 1, 2)
-        self.create_child(f'{name}_conv', conv)
-    norm = self.norm_tpl.clone(num_heads=N, dims_per_head=H, num_groups=G)
-    norm.weight_split_dims_mapping.wt = pick_entries(wt, 1, 2)
+    N, H = self.num_heads, self.dims_per_head
+    self._check_range('state_dims', least=1)
+    low, high = self.step_limits
+    self._check_steps('step_limits', low, high, 0 <= low <= high)
+    self._create_parts(self.state_dims, {'gate': (N, H)}, use_bias=self.use_bias, use_conv_bias=self.use_conv_bias)
+    norm = self.norm_tpl.clone(num_heads=N, dims_per_head=H, num_groups=self.num_groups)
+    norm.weight_split_dims_mapping.wt = pick_entries(self.weight_split_dims_mapping.wt, 1, 2)
     self.create_child('norm', norm)
-    out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_bias)
-    self.create_child('out', split_projection(out, wt, (1, 2, 0), rank_in=2))
-    draw = functools.partial(draw_rates, N, self.step_range)
-    for name, init in (('log_decay', None), ('step_bias', None), ('skip', WeightInit.Constant(1.0))):
-      weight = WeightHParams(
-        (N,),
-        init=init or JointInit((name,), draw),
-        tensor_split_dims_mapping=pick_entries(wt, 1),
-        collections=_OWN,
-      )
-      self.create_variable(name, weight)
-
-  def _check_sizes(self) -> None:
-    self._check_range('num_heads', 'dims_per_head', 'state_dims', 'num_groups', 'chunk_size', least=1)
-    get_activation(self.activation, f'{self.path_name}.activation')
-    if self.num_heads % self.num_groups:
-      raise ConfigError(f'{self.path_name}.num_groups: {self.num_groups} does not divide num_heads, {self.num_heads}')
-    for field, (low, high) in (('step_range', self.step_range), ('step_limits', self.step_limits)):
-      if not 0 <= low <= high or (field == 'step_range' and not (low > 0 and high < math.inf)):
-        raise ConfigError(
-          f'{self.path_name}.{field}: expected two numbers, the least and the largest step, got {(low, high)}'
-        )
+    self._create_by_head('skip', WeightInit.Constant(1.0))
 
   def mix(self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None) -> jax.Array:
     gate_BTNH = checkpoint_name(self.shard(self.gate(x_BTD), 'blnh'), 'query_proj')
-    value_BTNH, key_BTGS, query_BTGS = (
-      self._convolve(conv, proj(x_BTD), segment_ids, pos_BT)
-      for proj, conv in (
-        (self.value, self.value_conv),
-        (self.key, self.key_conv),
-        (self.query, self.query_conv),
-      )
-    )
+    value_BTNH, key_BTGS, query_BTGS = self._read(x_BTD, segment_ids, pos_BT)
     value_BTNH = checkpoint_name(self.shard(value_BTNH, 'blnh'), 'value_proj')
-    step_BTN = jax.nn.softplus(to_sum_dtype(self.step(x_BTD)) + self.theta.step_bias)
-    step_BTN = jnp.clip(step_BTN, *self.step_limits)
+    step_BTN = jnp.clip(self._steps(x_BTD), *self.step_limits)
     state_BNHS = None
     if pos_BT is not None:
       state_BNHS = self.get_decode_state('state')
@@ -231,34 +143,12 @@ class Mamba2(Mixer):
     y_BTNH = checkpoint_name(self.norm(y_BTNH, gate_BTNH), 'context')
     return checkpoint_name(self.shard(self.out(y_BTNH)), 'out_proj')
 
-  def _convolve(
-    self, conv: CausalConv, x: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None
-  ) -> jax.Array:
-    y = conv(x, segment_ids) if pos_BT is None else conv.extend_step(x, pos_BT)
-    return get_activation(self.activation)(y)
-
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
-    for conv in (self.value_conv, self.key_conv, self.query_conv):
-      conv.init_decode_state(batch_size)
+    self._start_convolutions(batch_size)
     shape = batch_size, self.num_heads, self.dims_per_head, self.state_dims
-    self._keep(jnp.zeros(shape, jnp.promote_types(jnp.float32, jnp.dtype(self.fprop_dtype or 'float32'))))
-
-  def _keep(self, state_BNHS: jax.Array) -> None:
-    split = self.activation_split_dims_mapping.blnh
-    self.update_decode_state('state', self.shard(state_BNHS, pick_entries(split, 0, 2, 3, None)))
+    self._keep(jnp.zeros(shape, widen(self.fprop_dtype)))
 
   def token_flops(self, length: int) -> TokenFlops:
     N, H, G, S = self.num_heads, self.dims_per_head, self.num_groups, self.state_dims
     chunk = min(length, self.chunk_size)
     return TokenFlops(attention=2.0 * chunk * (G * S + N * H) + 4.0 * N * H * S)
-
-
-def draw_rates(N: int, step_range: tuple[float, float], key: jax.Array) -> Mapping[Path, jax.Array]:
-  """Returns decays from 1 to 16, and biases for steps whose logarithms are uniform in a range."""
-  of_decay, of_step = jax.random.split(key)
-  low, high = np.log(step_range)
-  step_N = jnp.exp(jax.random.uniform(of_step, (N,), minval=low, maxval=high))
-  return {
-    ('log_decay',): jnp.log(jax.random.uniform(of_decay, (N,), minval=1.0, maxval=_LARGEST_DECAY)),
-    ('step_bias',): step_N + jnp.log(-jnp.expm1(-step_N)),  # The inverse of softplus.
-  }

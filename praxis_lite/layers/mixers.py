@@ -37,6 +37,7 @@ class Mixer(Layer):
 
   causal: ClassVar[bool] = True
   _passes_states: ClassVar[bool] = False  # Whether it scans the parts of a split length on their own.
+  _state_split: ClassVar[tuple[int | None, ...]] = (0, 2)  # Which dimensions of `blnh` split those of the state.
 
   input_dims: int = REQUIRED
 
@@ -94,6 +95,11 @@ class Mixer(Layer):
   def mix(self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None) -> jax.Array:
     """Returns [B, T, D]: in one pass, or with positions, for the next tokens of rows with a state."""
     raise NotImplementedError
+
+  def _keep(self, state: jax.Array) -> None:
+    """In decoding: keeps the state, [B, N, ...], split as `blnh` says."""
+    split = pick_entries(self.activation_split_dims_mapping.blnh, *self._state_split)
+    self.update_decode_state('state', self.shard(state, split))
 
   def exchanges(self) -> list[Exchange]:
     axes = self._length_axes() if self._passes_states else ()

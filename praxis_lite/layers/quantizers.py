@@ -22,7 +22,7 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.precision import to_sum_dtype
-from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, WeightInit
 
 UPDATES = ('ema', 'gradient')
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -156,7 +156,7 @@ class _CodebookQuantizer(Quantizer):
       init=WeightInit.Gaussian(code_dims**-0.5),
       dtype=None if trainable else 'float32',
       tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
-      collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32}),
+      collections=NO_DECAY_FLOAT32,
     )
     self.create_variable('codebook', codebook, trainable=trainable)
 
@@ -248,7 +248,7 @@ class VectorQuantizer(_CodebookQuantizer):
         init=WeightInit.Constant(1.0),
         dtype='float32',
         tensor_split_dims_mapping=None if wt is None else wt[:2],
-        collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32}),
+        collections=NO_DECAY_FLOAT32,
       )
       self.create_variable('counts', counts, trainable=False)
 
@@ -339,7 +339,7 @@ class RandomVectorQuantizer(_CodebookQuantizer):
       init=WeightInit.Gaussian(self.input_dims**-0.5),
       dtype='float32',
       tensor_split_dims_mapping=None if wt is None else (wt[0], None, wt[2]),
-      collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32}),
+      collections=NO_DECAY_FLOAT32,
     )
     self.create_variable('projection', projection, trainable=False)
 

@@ -31,11 +31,11 @@ from praxis_lite.layers.causal_conv import CausalConv
 from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
-from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.layers.precision import to_sum_dtype, widen
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_parts import scan_states_in_parts
 from praxis_lite.layers.state_space import segment_starts
-from praxis_lite.sharding.weights import JointInit, WeightHParams, WeightHParamsCollection
+from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, JointInit, WeightHParams
 
 _SHARPNESS = 8.0
 _LEAST_DECAY, _MOST_DECAY = 0.9, 0.999  # Of a state, at the start of training, where its gate is open.
@@ -60,6 +60,7 @@ class RgLru(Mixer):
   """
 
   _passes_states = True
+  _state_split = (0, 2, 3)
 
   width: int | None = None
   num_heads: int = REQUIRED
@@ -108,7 +109,7 @@ class RgLru(Mixer):
       (N, H),
       init=JointInit(('decay',), functools.partial(_draw_decay, (N, H))),
       tensor_split_dims_mapping=pick_entries(wt, 1, 2),
-      collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32}),
+      collections=NO_DECAY_FLOAT32,
     )
     self.create_variable('decay', decay)
     out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_bias)
@@ -162,13 +163,7 @@ class RgLru(Mixer):
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     self.conv.init_decode_state(batch_size)
-    self._keep(
-      jnp.zeros((batch_size, *self._shape), jnp.promote_types(jnp.float32, jnp.dtype(self.fprop_dtype or 'float32')))
-    )
-
-  def _keep(self, state_BNH: jax.Array) -> None:
-    split = self.activation_split_dims_mapping.blnh
-    self.update_decode_state('state', self.shard(state_BNH, pick_entries(split, 0, 2, 3)))
+    self._keep(jnp.zeros((batch_size, *self._shape), widen(self.fprop_dtype)))
 
   def token_flops(self, length: int) -> TokenFlops:
     N, H = self._shape

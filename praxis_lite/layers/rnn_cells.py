@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
+from praxis_lite.layers.precision import sum_dtype, to_sum_dtype, widen
 from praxis_lite.sharding.weights import (
   DeclaredSplit,
   SplitDimsMapping,
@@ -102,7 +102,7 @@ class RnnCell(Layer):
 
   def init_states(self, batch_size: int) -> State:
     """Returns the state before the first token, zeros [B, ...] in the dtype of sums."""
-    dtype = jnp.promote_types(jnp.float32, jnp.dtype(self.fprop_dtype or 'float32'))
+    dtype = widen(self.fprop_dtype)
     return {name: jnp.zeros((batch_size, dims), dtype) for name, dims in self.state_sizes().items()}
 
   def get_output(self, state: State) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from praxis_lite.layers.fp8 import matmul
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.precision import to_sum_dtype
-from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, WeightHParamsCollection, WeightInit
 
 _EPSILON = 1e-12  # Of squared norms, so that a weight of zeros stays one, with finite gradients.
 
@@ -64,14 +64,13 @@ class SpectralNormLinear(_NormalizedLinear):
   def setup(self) -> None:
     super().setup()
     wt = self.weight_split_dims_mapping.wt
-    keep = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32})
     split = None if wt is None else wt[:1]
     u = WeightHParams(
       (self.input_dims,),
       init=WeightInit.GaussianSqrtDim(),
       dtype='float32',
       tensor_split_dims_mapping=split,
-      collections=keep,
+      collections=NO_DECAY_FLOAT32,
     )
     self.create_variable('u', u, trainable=False)
 

@@ -84,6 +84,10 @@ class WeightHParamsCollection(enum.StrEnum):
   KEEP_SPLIT = 'keep_split'
 
 
+# Marks of weights such as rates, which are neither rounded nor decayed.
+NO_DECAY_FLOAT32 = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, WeightHParamsCollection.KEEP_FLOAT32})
+
+
 _DISTRIBUTIONS = ('gaussian', 'uniform', 'truncated_gaussian')
 _SCALINGS = ('', '_sqrt_dim', '_fan_in', '_fan_out', '_fan_avg')
 # The distribution and the scaling of each method.
