@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,13 +34,26 @@ def digits(split: str) -> dict[str, np.ndarray]:
   return {'image': (images[rows] / 16).astype(np.float32).reshape(-1, 8, 8, 1), 'label': labels[rows].astype(np.int32)}
 
 
+def digit_datasets(
+  batch_size: int, arrays: Callable[..., dict[str, np.ndarray]] = digits, **for_training: object
+) -> list[Config]:
+  """Returns the configs of training and validation data.
+
+  Args:
+    batch_size: of both.
+    arrays: a function of a split, such as `digits`.
+    **for_training: its further arguments for training data.
+  """
+  train = Config(ArrayInput, name='train', arrays=Config(arrays, split='train', **for_training), is_training=True)
+  validation = Config(ArrayInput, name='validation', arrays=Config(arrays, split='validation'))
+  return [data.set(batch_size=batch_size) for data in (train, validation)]
+
+
 class _Digits(BaseExperiment):
   batch_size = 64
 
   def datasets(self) -> list[Config]:
-    train = Config(ArrayInput, name='train', arrays=Config(digits, split='train'), is_training=True)
-    validation = Config(ArrayInput, name='validation', arrays=Config(digits, split='validation'))
-    return [train.set(batch_size=self.batch_size), validation.set(batch_size=self.batch_size)]
+    return digit_datasets(self.batch_size)
 
   def network(self) -> Config:
     raise NotImplementedError

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from praxis_lite.common.config import Config
-from praxis_lite.experiments.digits import digits
+from praxis_lite.experiments.digits import digit_datasets
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import DiffusionTransformer, ImageDecoder, ImageEncoder, VectorQuantizer
 from praxis_lite.models import DiffusionModel, VqVae, diffusion_transformer
@@ -27,9 +27,7 @@ class _DigitImages(BaseExperiment):
   batch_size = 64
 
   def datasets(self) -> list[Config]:
-    train = Config(ArrayInput, name='train', arrays=Config(digits, split='train'), is_training=True)
-    validation = Config(ArrayInput, name='validation', arrays=Config(digits, split='validation'))
-    return [train.set(batch_size=self.batch_size), validation.set(batch_size=self.batch_size)]
+    return digit_datasets(self.batch_size)
 
 
 @registry.register

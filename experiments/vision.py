@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from praxis_lite.common.config import REQUIRED, Config
-from praxis_lite.experiments.digits import digits
-from praxis_lite.inputs import ArrayInput, ImageRecordInput
+from praxis_lite.experiments.digits import digit_datasets, digits
+from praxis_lite.inputs import ImageRecordInput
 from praxis_lite.layers import ImageMixing
 from praxis_lite.models import TwoTowerModel, image_classifier, set_sharding, transformer_encoder, vision_transformer
 from praxis_lite.models.vision_configs import VisionSizes
@@ -45,9 +45,7 @@ class DigitsVit(BaseExperiment):
   batch_size = 64
 
   def datasets(self) -> list[Config]:
-    train = Config(ArrayInput, name='train', arrays=Config(shifted_digits, split='train', reach=1), is_training=True)
-    validation = Config(ArrayInput, name='validation', arrays=Config(shifted_digits, split='validation'))
-    return [train.set(batch_size=self.batch_size), validation.set(batch_size=self.batch_size)]
+    return digit_datasets(self.batch_size, shifted_digits, reach=1)
 
   def model(self) -> Config:
     model = image_classifier(
@@ -96,9 +94,7 @@ class DigitsTowers(BaseExperiment):
   batch_size = 64
 
   def datasets(self) -> list[Config]:
-    train = Config(ArrayInput, name='train', arrays=Config(named_digits, split='train', reach=1), is_training=True)
-    validation = Config(ArrayInput, name='validation', arrays=Config(named_digits, split='validation'))
-    return [data.set(batch_size=self.batch_size) for data in (train, validation)]
+    return digit_datasets(self.batch_size, named_digits, reach=1)
 
   def model(self) -> Config:
     image = vision_transformer(
