@@ -9,6 +9,7 @@ batch has `image`, [B, height, width, channels] float32; `label`, [B] int32; and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError, check_range
 from praxis_lite.inputs import image_ops
 from praxis_lite.inputs.rand_augment import rand_augment
-from praxis_lite.inputs.rows import Rows, Struct, canonical_rows
+from praxis_lite.inputs.rows import Struct
 from praxis_lite.inputs.tfdata import TFRecordInput, import_tensorflow
 from praxis_lite.inputs.tfrecord_files import tensorflow_reason
 
@@ -80,21 +81,20 @@ class ImageRecordInput(TFRecordInput):
     image = {'image': jax.ShapeDtypeStruct((*self.image_size, self.channels), np.float32)}
     return image | ({} if self.label_feature is None else {'label': jax.ShapeDtypeStruct((), np.int32)})
 
-  def elements(self, epoch: int) -> tf.data.Dataset:
-    of_epoch = int(np.random.SeedSequence([self.seed, epoch, 1]).generate_state(1)[0])
-    return super().elements(epoch).map(lambda record: {'record': record, 'seed': np.int64(of_epoch)})
-
-  def parse(self, elements: Any) -> Mapping[str, tf.Tensor]:
+  def parse_in_epoch(self, elements: tf.Tensor, epoch: int) -> Mapping[str, tf.Tensor]:
     tf = import_tensorflow()
-    if not isinstance(elements, Mapping):  # Records that are only tried.
-      elements = {'record': elements, 'seed': tf.zeros(tf.shape(elements), tf.int64)}
+    seed = int(np.random.SeedSequence([self.seed, epoch, 1]).generate_state(1)[0])
     spec = {name: tf.TensorSpec(s.shape, s.dtype) for name, s in self.example_struct().items()}
     return tf.map_fn(
-      lambda element: self._parse_record(element['record'], element['seed']),
+      functools.partial(self._parse_record, seed=seed),
       elements,
       fn_output_signature=spec,
       parallel_iterations=self.num_threads,
     )
+
+  def try_records(self, records: list[bytes]) -> None:
+    for record in records:
+      self._decode(import_tensorflow().constant(record))
 
   def read_image(self, encoded: bytes) -> np.ndarray:
     """Returns the image in the content of a file as evaluation sees it, [height, width, channels] float32.
@@ -109,22 +109,25 @@ class ImageRecordInput(TFRecordInput):
       raise DataError(f'is not a JPEG, PNG, BMP or GIF image: {tensorflow_reason(error)}') from None
     return image_ops.normalize(self._middle_of(image), self.mean, self.std).numpy()
 
-  def to_rows(self, examples: object) -> Rows:
-    return canonical_rows({name: x.numpy() for name, x in dict(examples).items()}, self.label)  # type: ignore[call-overload]
-
-  def _parse_record(self, record: tf.Tensor, seed: tf.Tensor) -> dict[str, tf.Tensor]:
+  def _decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Returns the image of a record, in its own size, and its stored class."""
     tf = import_tensorflow()
     features = {self.image_feature: tf.io.FixedLenFeature((), tf.string)}
     if self.label_feature is not None:
       features[self.label_feature] = tf.io.FixedLenFeature((), tf.int64)
     stored = tf.io.parse_single_example(record, features)
-    image = image_ops.decode_image(stored[self.image_feature], self.channels)
+    label = None if self.label_feature is None else stored[self.label_feature]
+    return image_ops.decode_image(stored[self.image_feature], self.channels), label
+
+  def _parse_record(self, record: tf.Tensor, seed: int = 0) -> dict[str, tf.Tensor]:
+    tf = import_tensorflow()
+    image, label = self._decode(record)
     # The content tells records apart, wherever they are in their files.
     of_record = tf.stack([tf.strings.to_hash_bucket_fast(record, 2**62), tf.cast(seed, tf.int64)])
     image = self._augmented(image, of_record) if self.augment else self._middle_of(image)
     example = {'image': image_ops.normalize(image, self.mean, self.std)}
-    if self.label_feature is not None:
-      example['label'] = tf.cast(stored[self.label_feature] - self.first_label, tf.int32)
+    if label is not None:
+      example['label'] = tf.cast(label - self.first_label, tf.int32)
     return example
 
   def _augmented(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:

@@ -80,6 +80,10 @@ class BaseTFInput(StreamedInput):
     """Returns the examples of [n] elements, as tensors [n, ...]; n may be 0. TensorFlow traces this function."""
     return elements
 
+  def parse_in_epoch(self, elements: tf.Tensor, epoch: int) -> Mapping[str, tf.Tensor]:
+    """Like `parse`, for examples that differ from epoch to epoch."""
+    return self.parse(elements)
+
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
     tf = import_tensorflow()
     groups = iter(self._groups(epoch, position, count, start, stop))
@@ -118,7 +122,7 @@ class BaseTFInput(StreamedInput):
 
     def take_part(elements: object) -> tuple[object, object]:
       n = tf.shape(tf.nest.flatten(elements)[0])[0]
-      return n, self.parse(tf.nest.map_structure(lambda x: x[start:stop], elements))
+      return n, self.parse_in_epoch(tf.nest.map_structure(lambda x: x[start:stop], elements), epoch)
 
     dataset = (
       dataset.skip(position).batch(count).map(take_part, num_parallel_calls=self.num_threads, deterministic=True)
@@ -276,10 +280,10 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     """Returns `records` after checking that all of them can be parsed."""
     tf = import_tensorflow()
 
-    def parse(records: np.ndarray) -> None:
-      self._parsed_rows(list(records))
+    def check(records: np.ndarray) -> None:
+      self.try_records(list(records))
 
-    with tf.control_dependencies([tf.numpy_function(parse, [records], [])]):
+    with tf.control_dependencies([tf.numpy_function(check, [records], [])]):
       return tf.identity(records)
 
   def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
@@ -295,8 +299,9 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     arrays = {k: fit_dtype(stored[k].numpy(), f.dtype, f'{where}[{k!r}]') for k, f in self._features.items()}
     return canonical_rows(arrays, where)
 
-  def _parsed_rows(self, records: list[bytes]) -> Rows:
-    return self.to_rows(self.parse(import_tensorflow().constant(records)))
+  def try_records(self, records: list[bytes]) -> None:
+    """Raises an error of TensorFlow, or a DataError, if one of these records cannot be parsed."""
+    self.to_rows(self.parse(import_tensorflow().constant(records)))
 
   def example_struct(self) -> Struct:
     if self.features is None:
@@ -332,7 +337,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     for file in self._files:
       if file not in self._whole and file not in self._damaged:
         errors = (tf.errors.OpError, ValueError)
-        bad = bad_records_of(file, self.compression, self._parsed_rows, errors)
+        bad = bad_records_of(file, self.compression, self.try_records, errors)
         if bad:
           return file, bad
         self._whole.add(file)  # Each file is checked only once.

@@ -112,7 +112,9 @@ class ContrastiveLoss(Layer):
     )
     most_B = jnp.full((B,), _FAR, image_BE.dtype)
     body = functools.partial(self._read_chunk, image_BE, is_pair_B, bias)
-    (most_B, sum_B), columns = jax.lax.scan(jax.checkpoint(body), (most_B, jnp.zeros_like(most_B)), chunks)
+    (most_B, sum_B), columns = jax.lax.scan(
+      jax.checkpoint(body, prevent_cse=False), (most_B, jnp.zeros_like(most_B)), chunks
+    )
     if self.kind == 'softmax':
       of_texts_B = columns.reshape(-1)[:B]
       loss_B = (most_B + jnp.log(sum_B) + of_texts_B) / 2 - own_B

@@ -38,7 +38,6 @@ from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.base.expected_trips import expected_trips
 from praxis_lite.layers.blocks import Formula, Sums
 from praxis_lite.layers.blockwise import RowSplit
-from praxis_lite.layers.decode_kernel import attend_by_kernel
 from praxis_lite.layers.dot_product import dot_product_attention, group_heads, has_kernels_in
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
 from praxis_lite.layers.precision import sum_dtype
@@ -285,6 +284,8 @@ class CachedAttention:
   def _attend_by_kernel(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask
   ) -> jax.Array:
+    from praxis_lite.layers.decode_kernel import attend_by_kernel  # Its import takes long, and only TPUs need it.
+
     (B, _, N, H), S, turn = query_BTNH.shape, cache.num_slots, cache.turn
     pos_BS = cache.pos if turn is None else cache.pos[turn]
     assert cache.value is not None

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from praxis_lite.common.config import Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import ActivationSplit
+from praxis_lite.layers.block_arrays import join_blocks, to_blocks
 from praxis_lite.layers.mixers import Axes, Mixer
 from praxis_lite.layers.rnn_cells import LstmCellSimple, RnnCell, State, Weights
 from praxis_lite.layers.state_space import segment_starts
@@ -171,31 +172,29 @@ class Recurrent(Mixer):
       state = _step(cell, weights, state, token, is_mean)
       return state, cell.get_output(state)
 
-    if self.chunk_size is None or self.chunk_size >= T:
+    size = self.chunk_size
+    if size is None or size >= T:
       state, y_TBO = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
       return jnp.moveaxis(y_TBO, 0, 1), state
-    size, count = self.chunk_size, -(-T // self.chunk_size)
-    if count * size > T and tokens.is_padding is None:
-      tokens = tokens._replace(is_padding=jnp.zeros((B, T), bool))
 
-    def cut(x: jax.Array, fill: bool = False) -> jax.Array:
-      """Returns [C, L, B, ...]."""
-      widths = ((0, 0), (0, count * size - T), *((0, 0),) * (x.ndim - 2))
-      x = jnp.pad(x, widths, constant_values=fill)
-      return jnp.moveaxis(x, 0, 1).reshape(count, size, B, *x.shape[2:])
+    def cut(x: jax.Array) -> jax.Array:
+      """Returns [C, L, B, ...], with zeros at the end."""
+      return jnp.moveaxis(to_blocks(x, size), 1, 2)
 
-    chunks = jax.tree.map(cut, tokens)
-    if tokens.is_padding is not None:
-      chunks = chunks._replace(is_padding=cut(tokens.is_padding, fill=True))
+    is_padding = tokens.is_padding
+    if is_padding is None and T % size:
+      is_padding = jnp.zeros((B, T), bool)
+    chunks = jax.tree.map(cut, tokens._replace(is_padding=None))
+    if is_padding is not None:  # What fills the last chunk is padding.
+      chunks = chunks._replace(is_padding=~cut(~is_padding))
 
-    @jax.checkpoint
     def read_chunk(state: State, chunk: _Tokens) -> tuple[State, jax.Array]:
       if self.truncate_gradients:
         state = jax.lax.stop_gradient(state)
       return jax.lax.scan(step, state, chunk)
 
-    state, y_CLBO = jax.lax.scan(read_chunk, state, chunks)
-    return jnp.moveaxis(y_CLBO.reshape(count * size, B, -1)[:T], 0, 1), state
+    state, y_CLBO = jax.lax.scan(jax.checkpoint(read_chunk, prevent_cse=False), state, chunks)
+    return join_blocks(jnp.moveaxis(y_CLBO, 1, 2), T), state
 
 
 def _step(cell: RnnCell, weights: Weights, state: State, token: _Tokens, is_mean: bool) -> State:

@@ -80,10 +80,5 @@ def _pass_on(kept: jax.Array, last: jax.Array, letters: tuple[str, ...], shard: 
   """Returns the state before each part, [B, P, ...], of those after it and the share that it keeps."""
   everywhere = tuple('' if letter == 'P' else letter for letter in letters)
   kept, last = shard(jnp.broadcast_to(kept, last.shape), everywhere), shard(last, everywhere)
-
-  def step(state: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return part[0] * state + part[1], state
-
-  parts = jnp.moveaxis(kept, 1, 0), jnp.moveaxis(last, 1, 0)
-  before = jax.lax.scan(step, jnp.zeros_like(last[:, 0]), parts)[1]
-  return shard(jnp.moveaxis(before, 0, 1), letters)
+  after = scan_states(kept, last)
+  return shard(jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1), letters)

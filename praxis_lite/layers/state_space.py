@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.block_arrays import join_blocks, to_blocks
 from praxis_lite.layers.precision import sum_dtype
 
 TokensT = TypeVar('TokensT')  # A tree of arrays of tokens.
@@ -82,19 +83,13 @@ def scan_chunks(
     state: the state before the first token.
     chunk: the number of tokens of a chunk.
   """
-  B, T = jax.tree.leaves(tokens)[0].shape[:2]
+  T = jax.tree.leaves(tokens)[0].shape[1]
   if chunk >= T:
     state, out = read(state, tokens)
     return out, state
-  count = -(-T // chunk)
-
-  def cut(x: jax.Array) -> jax.Array:
-    """Returns [C, B, L, ...], with zeros at the end."""
-    x = jnp.pad(x, ((0, 0), (0, count * chunk - T), *((0, 0),) * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(B, count, chunk, *x.shape[2:]), 1, 0)
-
-  state, out = jax.lax.scan(jax.checkpoint(read, prevent_cse=False), state, jax.tree.map(cut, tokens))
-  return jnp.moveaxis(out, 0, 1).reshape(B, count * chunk, *out.shape[3:])[:, :T], state
+  chunks = jax.tree.map(lambda x: to_blocks(x, chunk), tokens)
+  state, out = jax.lax.scan(jax.checkpoint(read, prevent_cse=False), state, chunks)
+  return join_blocks(out, T), state
 
 
 class ChunkDecay(NamedTuple):
