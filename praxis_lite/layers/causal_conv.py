@@ -10,6 +10,8 @@ B batch, T length, W width of the window; `...` are the dimensions of the channe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -82,14 +84,36 @@ class CausalConv(Layer):
   def _convolve(self, seen: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
     """Returns the result for the last tokens of `seen`, [B, W - 1 + T, ...]."""
     T = seen.shape[1] - self.kernel_size + 1
-    seen, filters = to_sum_dtype(seen), to_sum_dtype(self.theta.w)
-    y = jnp.zeros((seen.shape[0], T, *self.shape), seen.dtype)
-    for w in range(self.kernel_size):
-      part, back = seen[:, w : w + T], self.kernel_size - 1 - w
-      if segment_ids is not None and back:
-        earlier = jnp.pad(segment_ids, ((0, 0), (back, 0)), constant_values=-1)[:, :T]
-        part = jnp.where((earlier == segment_ids).reshape(*segment_ids.shape, *(1,) * len(self.shape)), part, 0)
-      y += filters[w] * part
+
+    def is_seen(w: int) -> jax.Array | None:
+      if segment_ids is None or w == self.kernel_size - 1:
+        return None
+      earlier = jnp.pad(segment_ids, ((0, 0), (self.kernel_size - 1 - w, 0)), constant_values=-1)[:, :T]
+      return (earlier == segment_ids).reshape(*segment_ids.shape, *(1,) * len(self.shape))
+
+    y = sum_windows(seen, self.theta.w, is_seen)
     if self.use_bias:
       y += self.theta.b
     return self.shard(y.astype(self.fprop_dtype))
+
+
+def sum_windows(
+  x: jax.Array, filters: jax.Array, is_seen: Callable[[int], jax.Array | None] = lambda w: None
+) -> jax.Array:
+  """Returns the sum over w of filters[w] * x[:, w : w + T], [B, T, ...] in the dtype of sums.
+
+  These products of shifted sequences, which XLA fuses, also work if rows and channels are split.
+
+  Args:
+    x: [B, W - 1 + T, ...].
+    filters: [W, ...].
+    is_seen: of w, which entries of the sequence that begins at w count, as an array that is broadcast to it; None means
+      all.
+  """
+  T = x.shape[1] - len(filters) + 1
+  x, filters = to_sum_dtype(x), to_sum_dtype(filters)
+  y = jnp.zeros((x.shape[0], T, *x.shape[2:]), x.dtype)
+  for w, weight in enumerate(filters):
+    part, seen = x[:, w : w + T], is_seen(w)
+    y += weight * (part if seen is None else jnp.where(seen, part, 0))
+  return y

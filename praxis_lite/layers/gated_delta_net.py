@@ -24,7 +24,7 @@ from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.delta_rule import DeltaTokens, scan_delta_rule
 from praxis_lite.layers.grouped_mixer import GroupedMixer
 from praxis_lite.layers.mixers import Axes
-from praxis_lite.layers.normalizations import Norm, RMSNorm
+from praxis_lite.layers.normalizations import Norm, RMSNorm, to_units
 from praxis_lite.layers.precision import to_sum_dtype, widen
 from praxis_lite.layers.projections import Projection
 from praxis_lite.layers.state_space import segment_starts
@@ -101,5 +101,4 @@ class GatedDeltaNet(GroupedMixer):
 
 def _unit(x: jax.Array, scale: float = 1.0) -> jax.Array:
   """Returns vectors of length `scale`, in their dtype."""
-  y = to_sum_dtype(x)
-  return (y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + _UNIT_EPSILON) * scale).astype(x.dtype)
+  return (to_units(x, _UNIT_EPSILON) * scale).astype(x.dtype)

@@ -206,3 +206,14 @@ def _standardize(x: jax.Array, axes: int | Sequence[int], epsilon: float) -> jax
 
 def _inverse_root_mean_square(x: jax.Array, axes: int | Sequence[int], epsilon: float) -> jax.Array:
   return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + epsilon)
+
+
+def to_units(x: jax.Array, epsilon: float = 1e-12) -> jax.Array:
+  """Returns vectors [..., E] of length 1, in the dtype of sums; zeros stay zeros, with a gradient.
+
+  Args:
+    x: the vectors.
+    epsilon: added to their squared lengths.
+  """
+  x = to_sum_dtype(x)
+  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + epsilon)

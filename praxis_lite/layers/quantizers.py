@@ -21,12 +21,13 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.normalizations import to_units
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, WeightInit
 
 UPDATES = ('ema', 'gradient')
 _HIGHEST = jax.lax.Precision.HIGHEST
-_EPSILON = 1e-12  # Of squared norms, so that a vector of zeros has a gradient.
+_LEAST_COUNT = 1e-12  # By which the sum of the vectors of a code is divided.
 _MOST_COUNTED = 1 << 16  # Usage of more codes than this is not counted.
 
 
@@ -89,9 +90,19 @@ class Quantizer(Layer):
     """Returns the vectors [..., D] of codes, [..., G] from 0 to V - 1."""
     raise NotImplementedError
 
-  def perplexity(self, codes: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
-    """Returns the perplexity of codes [B, ..., G] of the batch, a scalar from 1 to V; `paddings` as in a call."""
-    return _perplexity(self._count_codes(codes, self._real(codes, paddings)))
+  def perplexity(self, codes: jax.Array, paddings: jax.Array | None = None) -> jax.Array | None:
+    """Returns the perplexity of codes [B, ..., G] of the batch, a scalar from 1 to V; None for too many codes.
+
+    Args:
+      codes: the codes.
+      paddings: as in a call.
+    """
+    return _perplexity(self._count_codes(codes, self._real(codes, paddings))) if self._counts else None
+
+  @property
+  def _counts(self) -> bool:
+    """Whether the usage of the codes is counted."""
+    return self.num_codes_per_group <= _MOST_COUNTED
 
   def _quantize(self, z: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns vectors [..., D] and codes [..., G] int32; `real` [...] is False for padding."""
@@ -115,12 +126,13 @@ class Quantizer(Layer):
 
   def _count_codes(self, codes: jax.Array, real: jax.Array) -> jax.Array:
     """Returns how often each code occurs in all rows, [G, V] float32."""
-    codes_NG, real_N = codes.reshape(-1, codes.shape[-1]), real.reshape(-1)
-    is_code_NGV = codes_NG[..., None] == jnp.arange(self.num_codes_per_group)
-    return self.surroundings.sum_over_rows(jnp.sum(is_code_NGV & real_N[:, None, None], axis=0, dtype=jnp.float32))
+    codes_NG, real_N1 = codes.reshape(-1, codes.shape[-1]), real.reshape(-1, 1)
+    G = codes_NG.shape[1]
+    counts_GV = jnp.zeros((G, self.num_codes_per_group), jnp.float32)
+    return self.surroundings.sum_over_rows(counts_GV.at[jnp.arange(G), codes_NG].add(real_N1.astype(jnp.float32)))
 
   def _record_usage(self, codes: jax.Array, real: jax.Array) -> None:
-    if self.num_codes_per_group > _MOST_COUNTED:
+    if not self._counts:
       return
     counts_GV = self._count_codes(codes, real)
     self.add_summary('perplexity', _perplexity(counts_GV))
@@ -197,11 +209,6 @@ def vectors_of_codes(codes: jax.Array, codebook_GVE: jax.Array) -> jax.Array:
   # A product with one-hot rows at the highest precision copies entries exactly, however the codebook is split.
   one_hot = jax.nn.one_hot(codes, codebook_GVE.shape[1], dtype=codebook_GVE.dtype)
   return jnp.einsum('...gv,gve->...ge', one_hot, codebook_GVE, precision=_HIGHEST)
-
-
-def to_units(x: jax.Array) -> jax.Array:
-  """Returns vectors [..., E] of length 1; zeros stay zeros."""
-  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPSILON)
 
 
 def pass_gradient(z: jax.Array, quantized: jax.Array) -> jax.Array:
@@ -285,7 +292,7 @@ class VectorQuantizer(_CodebookQuantizer):
     s_GVE = total(jnp.einsum('ngv,nge->gve', one_hot_NGV, z_NGE, precision=_HIGHEST))
     old_GV, book_GVE = jax.lax.stop_gradient((self.theta.counts, self._codebook()))
     counts_GV = jnp.where(jnp.sum(n_GV) > 0, self.decay * old_GV + new * n_GV, old_GV)
-    moved = new * (s_GVE - n_GV[..., None] * book_GVE) / jnp.maximum(counts_GV, _EPSILON)[..., None]
+    moved = new * (s_GVE - n_GV[..., None] * book_GVE) / jnp.maximum(counts_GV, _LEAST_COUNT)[..., None]
     book_GVE = book_GVE + moved
     if self.restart_share:
       counts_GV, book_GVE = split_codes(counts_GV, book_GVE, self.restart_share)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.mixers import pick_entries
 from praxis_lite.layers.precision import sum_dtype, to_sum_dtype, widen
 from praxis_lite.sharding.weights import (
-  DeclaredSplit,
   SplitDimsMapping,
   WeightHParams,
   WeightHParamsCollection,
@@ -76,7 +76,7 @@ class RnnCell(Layer):
     for name, dims, axis in (('w_in', I, 0), ('w_state', O, None)):
       weight = WeightHParams(
         (dims, G, H),
-        tensor_split_dims_mapping=self._pick(axis, None, 1),
+        tensor_split_dims_mapping=pick_entries(self.weight_split_dims_mapping.wt, axis, None, 1),
         fan_in_axes=(0,),
         fan_out_axes=(1, 2),
       )
@@ -87,14 +87,10 @@ class RnnCell(Layer):
     weight = WeightHParams(
       (len(self._gates), self.hidden_size),
       init=init,
-      tensor_split_dims_mapping=self._pick(None, 1),
+      tensor_split_dims_mapping=pick_entries(self.weight_split_dims_mapping.wt, None, 1),
       collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
     )
     self.create_variable(name, weight)
-
-  def _pick(self, *dims: int | None) -> SplitDimsMapping:
-    wt = self.weight_split_dims_mapping.wt
-    return wt.pick(*dims) if isinstance(wt, DeclaredSplit) else None
 
   def state_sizes(self) -> dict[str, int]:
     """Returns the number of dims of each array of a state."""
@@ -160,7 +156,10 @@ class LstmCellSimple(RnnCell):
     super().setup()
     if self.num_hidden_nodes:
       shape = self.num_hidden_nodes, self.num_output_nodes
-      self.create_variable('w_proj', WeightHParams(shape, tensor_split_dims_mapping=self._pick(1, None)))
+      self.create_variable(
+        'w_proj',
+        WeightHParams(shape, tensor_split_dims_mapping=pick_entries(self.weight_split_dims_mapping.wt, 1, None)),
+      )
 
   def state_sizes(self) -> dict[str, int]:
     return {'m': self.num_output_nodes, 'c': self.hidden_size}
@@ -220,7 +219,7 @@ class GruCell(RnnCell):
     weight = WeightHParams(
       (self.hidden_size,),
       init=self.bias_init,
-      tensor_split_dims_mapping=self._pick(1),
+      tensor_split_dims_mapping=pick_entries(self.weight_split_dims_mapping.wt, 1),
       collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
     )
     self.create_variable('b_state', weight)

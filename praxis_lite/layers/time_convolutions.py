@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import Layer, WeightSplit
+from praxis_lite.layers.causal_conv import sum_windows
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.images import Conv2D
 from praxis_lite.layers.linears import Linear, bias_weight
@@ -59,13 +60,13 @@ class DepthwiseConv1D(Layer):
       x_BTD: a sequence.
       paddings: [B, T], nonzero for padding; None means that there is none.
     """
-    T, W = x_BTD.shape[1], self.kernel_size
+    W = self.kernel_size
     before = W - 1 if self.causal else (W - 1) // 2
     x_BXD = jnp.pad(_clear(x_BTD.astype(self.fprop_dtype), paddings), ((0, 0), (before, W - 1 - before), (0, 0)))
-    # Products of shifted sequences, which XLA fuses, also work if rows and dims are split.
-    w_WD = self.theta.w
-    y_BTD = sum((x_BXD[:, i : i + T] * w_WD[i] for i in range(1, W)), x_BXD[:, :T] * w_WD[0])
-    return self.shard(y_BTD + self.theta.b if self.use_bias else y_BTD)
+    y_BTD = sum_windows(x_BXD, self.theta.w)
+    if self.use_bias:
+      y_BTD += self.theta.b
+    return self.shard(y_BTD.astype(self.fprop_dtype))
 
 
 class ConvolutionModule(Layer):

@@ -16,9 +16,11 @@ from praxis_lite.models.encoder_decoder_configs import encoder_decoder
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
 from praxis_lite.models.image_features import ImageFeatureModel
 from praxis_lite.models.language_model import LanguageModel
-from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transformer_lm
+from praxis_lite.models.lm_configs import transformer_lm
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
+from praxis_lite.models.pipeline_configs import set_pipeline
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
+from praxis_lite.models.split_configs import set_sharding
 from praxis_lite.models.text_classifier import SequenceClassifier
 from praxis_lite.models.text_features import TextEncoder
 from praxis_lite.models.two_towers import TwoTowerModel

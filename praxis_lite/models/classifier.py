@@ -21,6 +21,7 @@ from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput, cross_entropy
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import check_labels
+from praxis_lite.models.padding import clear_padding
 
 
 class Classifier(BaseModel[SoftmaxOutput]):
@@ -125,8 +126,4 @@ class ClassificationModel(Classifier):
     return self.network(self._clear_padding(batch), self._leaf(batch, 'weights'))
 
   def _clear_padding(self, batch: NestedDict) -> jax.Array:
-    """Returns the input with zeros for what is not finite in rows of weight 0."""
-    x, weights = self._leaf(batch, self.input_name), self._leaf(batch, 'weights')
-    # Rows of weight zero may hold NaN, and 0 times NaN is not a zero gradient.
-    is_padding = jnp.expand_dims(weights == 0, range(1, x.ndim))
-    return jnp.where(is_padding & ~jnp.isfinite(x), 0, x)
+    return clear_padding(self._leaf(batch, self.input_name), self._leaf(batch, 'weights'))

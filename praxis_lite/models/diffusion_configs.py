@@ -5,6 +5,7 @@ from __future__ import annotations
 from praxis_lite.common.config import Config
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer, ModulatedBlock
 from praxis_lite.layers.repeat import Repeat
+from praxis_lite.models.split_configs import set_sharding
 
 
 def diffusion_transformer(
@@ -28,14 +29,6 @@ def diffusion_transformer(
     batch_axes, data_axis, mdl_axis: mesh axes of rows, of model dims of weights, and of heads and hidden dims; None
       does not split.
   """
-  block, bld = Config(ModulatedBlock), (batch_axes, None, None)
-  blnh = (batch_axes, None, mdl_axis, None)
-  block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
-  block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
-  block.ff_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-  block.ff_tpl.activation_split_dims_mapping.set(hidden=(batch_axes, None, mdl_axis), out=bld)
-  block.modulation_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-  block.activation_split_dims_mapping.out = bld
   network = Config(
     DiffusionTransformer,
     image_channels=image_channels,
@@ -44,12 +37,6 @@ def diffusion_transformer(
     num_layers=num_layers,
     num_heads=num_heads,
     num_classes=num_classes,
-    blocks_tpl=Config(Repeat, layers_tpl=block, remat=remat),
+    blocks_tpl=Config(Repeat, layers_tpl=Config(ModulatedBlock), remat=remat),
   )
-  network.activation_split_dims_mapping.out = bld
-  network.patch_tpl.weight_split_dims_mapping.wt = (None, data_axis)
-  network.out_tpl.weight_split_dims_mapping.wt = (data_axis, None)
-  network.modulation_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-  network.time_tpl.linear_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-  network.class_tpl.weight_split_dims_mapping.wt = (None, data_axis)
-  return network
+  return set_sharding(network, batch_axes=batch_axes, data_axis=data_axis, mdl_axis=mdl_axis)

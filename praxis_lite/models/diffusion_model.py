@@ -24,6 +24,7 @@ from praxis_lite.layers.diffusion import SAMPLERS, add_noise, check_process, pre
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import check_labels
+from praxis_lite.models.padding import clear_padding
 
 
 class DiffusionOutput(NamedTuple):
@@ -100,8 +101,7 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
   def compute_predictions(self, batch: NestedDict) -> DiffusionOutput:
     """Returns the prediction and its target for a random time and random noise of each row."""
     image, rows = batch[self.input_name], batch[self.input_name].shape[0]
-    # Rows of weight zero may hold NaN, and 0 times NaN is not a zero gradient.
-    image = jnp.where((batch['weights'] == 0)[:, None, None, None], 0, image)
+    image = clear_padding(image, batch['weights'])
     low, high = self.value_range
     x = (image.astype(jnp.float32) - low) * (2 / (high - low)) - 1
     keys = _keys_of_rows(self.next_prng_key(), jnp.arange(rows))

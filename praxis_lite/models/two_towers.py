@@ -23,10 +23,12 @@ from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.contrastive import ContrastiveLoss, ContrastiveOutput
 from praxis_lite.layers.encoder import TransformerEncoder
 from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.normalizations import to_units
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.masked_text_model import check_tokens, encode_batch
+from praxis_lite.models.padding import clear_padding
 from praxis_lite.models.text_classifier import mean_over_tokens
 
 TEXT_POOLINGS = ('first', 'last', 'mean')
@@ -78,10 +80,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
 
   def embed_images(self, batch: NestedDict) -> jax.Array:
     """Returns the embeddings of images, [B, E] float32, of norm 1."""
-    image = batch['image']
-    # Rows of weight zero may hold NaN, and 0 times NaN is not a zero gradient.
-    is_padding = jnp.expand_dims(batch['weights'] == 0, range(1, image.ndim))
-    return _normalize(self.image_projection(self.image(jnp.where(is_padding & ~jnp.isfinite(image), 0, image))))
+    return to_units(self.image_projection(self.image(clear_padding(batch['image'], batch['weights']))))
 
   def embed_texts(self, batch: NestedDict) -> jax.Array:
     """Returns the embeddings of texts, [B, E] float32, of norm 1."""
@@ -94,7 +93,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     else:
       at_BT = jnp.where(segments_BT != 0, jnp.arange(segments_BT.shape[1]), 0)
       x_BD = jnp.take_along_axis(states_BTD, jnp.max(at_BT, axis=1)[:, None, None], axis=1)[:, 0]
-    return _normalize(self.text_projection(x_BD))
+    return to_units(self.text_projection(x_BD))
 
   def compute_predictions(self, batch: NestedDict) -> ContrastiveOutput:
     """Returns the loss of each pair, [B], and whether its text fits its image best."""
@@ -122,9 +121,3 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
   @property
   def num_ids(self) -> int | None:
     return self.text.vocab_size
-
-
-def _normalize(x_BE: jax.Array) -> jax.Array:
-  """Returns rows of norm 1, at least float32; a row of zeros stays as it is."""
-  x_BE = to_sum_dtype(x_BE)
-  return x_BE * jax.lax.rsqrt(jnp.sum(jnp.square(x_BE), axis=-1, keepdims=True) + 1e-12)

@@ -22,14 +22,18 @@ from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.image_coders import ImageDecoder, ImageEncoder, check_image
 from praxis_lite.layers.quantizers import Quantizer, VectorQuantizer
 from praxis_lite.models.base import BaseModel
+from praxis_lite.models.padding import clear_padding
 
 
 class VqVaeOutput(NamedTuple):
-  """Reconstructions [B, H, W, C], codes [B, h, w, G] int32, and the perplexity of the codes of the batch, a scalar."""
+  """Reconstructions [B, H, W, C], codes [B, h, w, G] int32, and the perplexity of the codes of the batch, a scalar.
+
+  The perplexity is None if there are too many codes to count.
+  """
 
   reconstruction: jax.Array
   codes: jax.Array
-  perplexity: jax.Array
+  perplexity: jax.Array | None
 
 
 class VqVae(BaseModel[VqVaeOutput]):
@@ -76,8 +80,7 @@ class VqVae(BaseModel[VqVaeOutput]):
     paddings = None
     if weights is not None:
       paddings = weights == 0
-      # Rows of weight zero may hold NaN, and 0 times NaN is not a zero gradient.
-      image = jnp.where(paddings[:, None, None, None], 0, image)
+      image = clear_padding(image, weights)
     vectors, codes = self.quantizer(self.encoder(image), paddings)
     return VqVaeOutput(self.decoder(vectors), codes, self.quantizer.perplexity(codes, paddings))
 
@@ -90,7 +93,10 @@ class VqVae(BaseModel[VqVaeOutput]):
     errors = predictions.reconstruction.astype(jnp.float32) - batch[self.input_name]
     loss_B = jnp.mean(jnp.square(errors), axis=(1, 2, 3))
     loss = weighted_mean(loss_B, batch['weights'])
-    return {'loss': loss, 'perplexity': (predictions.perplexity, loss[1])}, {'loss': loss_B}
+    metrics = {'loss': loss}
+    if predictions.perplexity is not None:
+      metrics['perplexity'] = (predictions.perplexity, loss[1])
+    return metrics, {'loss': loss_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns each image's `codes`, [B, h, w, G] int32, and `reconstruction`, [B, H, W, C]."""

@@ -1,0 +1,34 @@
+"""Which part of a model's config is its network, and where the stacks of blocks of a network are."""
+
+from __future__ import annotations
+
+from praxis_lite.common.config import Config, target
+from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
+from praxis_lite.layers.encoder import TransformerEncoder
+from praxis_lite.layers.vision_transformer import VisionTransformer
+
+_NETWORKS: dict[str, tuple[type, ...]] = {
+  'encoder_tpl': (TransformerEncoder,),
+  'network_tpl': (VisionTransformer, DiffusionTransformer),
+}
+
+
+def find_network(config: Config) -> Config:
+  """Returns the config of the network of a model, or that of a network itself."""
+  if hasattr(config, 'lm_tpl'):
+    return config.lm_tpl
+  for name, kinds in _NETWORKS.items():
+    network = getattr(config, name, None)
+    if network is not None and is_a(network, kinds):
+      return network
+  return config
+
+
+def stack_fields(network: Config) -> list[str]:
+  """Returns the fields of a network that hold the configs of its stacks of blocks."""
+  return [name for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl') if hasattr(network, name)]
+
+
+def is_a(config: Config, kinds: type | tuple[type, ...]) -> bool:
+  """Whether a config builds an instance of a class, or of one of several."""
+  return isinstance(built := target(config), type) and issubclass(built, kinds)

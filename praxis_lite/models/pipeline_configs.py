@@ -1,0 +1,64 @@
+"""set_pipeline: the usual way to run the blocks of a model in stages."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from praxis_lite.common.config import Config, field_names, target
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer
+from praxis_lite.models.networks import find_network, stack_fields
+
+LmT = TypeVar('LmT', bound=Layer)
+
+
+def set_pipeline(
+  config: Config[LmT],
+  *,
+  num_stages: int,
+  num_microbatches: int | None = None,
+  microbatch_size: int | None = None,
+  circular_repeat: int = 1,
+  batch_axes: str | tuple[str, ...] | None = None,
+  stage_remat: str = 'none',
+  stage_axis: str | None = 'stage',
+) -> Config[LmT]:
+  """Makes a model run its blocks in stages of a pipeline; changes the config in place, and returns it.
+
+  Its variables are the same as for the scan over blocks, so checkpoints can be restored with and without a pipeline.
+  An encoder-decoder has two pipelines on the same stages, and the second one begins when the first one has ended.
+
+  Args:
+    config: the config of a model or of its network, as for `set_sharding`. Its stacks of blocks are each a
+      `RepeatedTransformer`, whose fields are kept.
+    num_stages, num_microbatches, microbatch_size, circular_repeat, batch_axes, stage_remat: see `Pipelined`.
+    stage_axis: the mesh axis of the stages; None runs all stages on each device.
+  """
+  pipeline: Config[Any] = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
+  pipeline.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
+  pipeline.set(batch_axes=batch_axes, stage_remat=stage_remat)
+  pipeline.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
+  lm = find_network(config)
+  pipelined = {stack: _in_stages(getattr(lm, stack), stack, pipeline.clone()) for stack in stack_fields(lm)}
+  lm.set(**pipelined)
+  return config
+
+
+def _in_stages(repeated: Config, field: str, pipelined: Config) -> Config:
+  """Returns the config of a pipeline with the fields of a `RepeatedTransformer`, which is the value of a field."""
+  if not (isinstance(cls := target(repeated), type) and issubclass(cls, RepeatedTransformer | PipelinedTransformer)):
+    raise ConfigError(
+      f'set_pipeline: {field} is the Config of {getattr(cls, "__name__", cls)}; stages need blocks '
+      'that are all alike, so it must be that of a RepeatedTransformer'
+    )
+  if getattr(repeated, 'sliding_windows', None) is not None:
+    raise ConfigError(
+      f'set_pipeline: {field}.sliding_windows makes blocks of several kinds, and stages need blocks that are '
+      f'all alike; set {field}.layers_tpl.attention_tpl.sliding_window, which applies to all of them'
+    )
+  for name in field_names(Repeat) or ():
+    if name in repeated.__arguments__ and name != 'weight_split_dims_mapping':
+      setattr(pipelined, name, getattr(repeated, name))
+  return pipelined

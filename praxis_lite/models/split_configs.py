@@ -1,0 +1,236 @@
+"""set_sharding: the usual ways to split a model over a mesh.
+
+B batch, L length, D model dims, F hidden dims, N heads, H dims per head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+from praxis_lite.common.config import Config, target
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
+from praxis_lite.layers.encoder import TransformerEncoder
+from praxis_lite.layers.mixers import Axes, Mixer
+from praxis_lite.layers.moe import MoeFeedForward
+from praxis_lite.layers.repeat import kinds_of_stack
+from praxis_lite.layers.vision_transformer import VisionTransformer
+from praxis_lite.models.networks import find_network, is_a, stack_fields
+from praxis_lite.models.two_towers import TwoTowerModel
+from praxis_lite.sharding.specs import axes_to_entry, spec_axes
+from praxis_lite.sharding.weights import SplitDimsMapping
+
+LmT = TypeVar('LmT', bound=Layer)
+# Networks without a softmax of their own.
+_KINDS = (VisionTransformer, DiffusionTransformer, TransformerEncoder)
+
+
+class _Axes(NamedTuple):
+  """The arguments of `set_sharding`, and the mappings that follow from them."""
+
+  batch: Axes
+  data: Axes
+  mdl: Axes
+  expert: Axes = None
+  length: Axes = None
+
+  @property
+  def bld(self) -> SplitDimsMapping:
+    return (self.batch, self.length, None)
+
+  @property
+  def blf(self) -> SplitDimsMapping:
+    return (self.batch, self.length, self.mdl)
+
+  @property
+  def blnh(self) -> SplitDimsMapping:
+    # A cache is not split along its length; `context_axis` splits the others.
+    return (self.batch, None, self.mdl, None)
+
+  @property
+  def weight(self) -> SplitDimsMapping:
+    """Of weights [D, F] of columns that are split."""
+    return (self.data, self.mdl)
+
+  @property
+  def table(self) -> SplitDimsMapping:
+    return (self.mdl, self.data)
+
+
+def set_sharding(
+  config: Config[LmT],
+  *,
+  batch_axes: str | tuple[str, ...] | None = ('replica', 'data'),
+  data_axis: str | tuple[str, ...] | None = 'data',
+  mdl_axis: str | None = 'mdl',
+  expert_axis: str | tuple[str, ...] | None = None,
+  context_axis: str | None = None,
+) -> Config[LmT]:
+  """Sets the split mappings of a model, in place, and returns it.
+
+      activations of width D      batch over `batch_axes`
+      of heads, hidden, classes   also heads, hidden dims or classes over `mdl_axis` (tensor parallel)
+      weights                     heads, hidden dims or classes over `mdl_axis`, D over `data_axis` (fully sharded)
+      weights of experts          the same without the axes in `expert_axis`, which splits the experts
+
+  The forward pass of a block then has two all-reduces over `mdl_axis` (Shoeybi et al., 2019), and gathers weights over
+  `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
+
+  Args:
+    config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
+      `MaskedLanguageModel`, a `SequenceClassifier`, a `TextEncoder` or their `TransformerEncoder`, of a
+      `ClassificationModel` with a `VisionTransformer`, a `DiffusionModel` or one of these networks, or of a
+      `TwoTowerModel`.
+    batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
+    expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
+      `MoeFeedForward`. With None, each device computes all experts for its own tokens.
+    context_axis: mesh axis that splits the length of all activations (context parallelism); None disables it.
+
+  Raises:
+    ConfigError: the config is that of another model.
+  """
+  _split(config, _Axes(batch_axes, data_axis, mdl_axis, expert_axis, context_axis))
+  return config
+
+
+def _split(config: Config, axes: _Axes) -> None:
+  if is_a(config, TwoTowerModel):
+    _split_towers(config, axes)
+    return
+  network = find_network(config)
+  if not is_a(network, _KINDS) and not hasattr(network, 'softmax_tpl'):
+    name = getattr(target(config), '__name__', target(config))
+    raise ConfigError(f'set_sharding: does not know how to split a {name}; set the mappings of its layers')
+  for stack in stack_fields(network):
+    for block in kinds_of_stack(getattr(network, stack)):
+      _split_block(block, axes)
+  if is_a(network, VisionTransformer):
+    _split_vision_transformer(network, axes)
+    _split_softmax(config, axes.weight, (axes.batch, axes.mdl))
+  elif is_a(network, DiffusionTransformer):
+    _split_diffusion_transformer(network, axes)
+  elif is_a(network, TransformerEncoder):
+    _split_encoder(config, network, axes)
+  else:
+    _split_decoder(network, axes)
+
+
+# ------------------------------------------------------------------ blocks
+
+
+def _split_block(block: Config, axes: _Axes) -> None:
+  block.activation_split_dims_mapping.out = axes.bld
+  for name in ('attention_tpl', 'cross_attention_tpl'):
+    attention = getattr(block, name, None)
+    if attention is not None:
+      _split_attention(attention, axes)
+      attention.context_axis = axes.length
+  if getattr(block, 'mixer_tpl', None) is not None:
+    kind: Any = target(block.mixer_tpl)
+    assert issubclass(kind, Mixer)
+    kind.set_split(block.mixer_tpl, batch=axes.batch, length=axes.length, data=axes.data, mdl=axes.mdl)
+  dense = block.ff_tpl
+  if dense is not None and is_a(dense, MoeFeedForward):
+    free = (_remove_axes(entry, spec_axes(axes.expert)) for entry in (axes.data, axes.mdl))
+    dense.weight_split_dims_mapping.wt = (axes.expert, *free)
+    dense.activation_split_dims_mapping.out = axes.bld
+    dense.expert_axis = axes.expert
+    dense = dense.shared_tpl
+  if dense is not None:
+    _split_feed_forward(dense, axes)
+
+
+def _split_attention(attention: Config, axes: _Axes) -> None:
+  attention.weight_split_dims_mapping.wt = (axes.data, axes.mdl, None)
+  attention.activation_split_dims_mapping.set(blnh=axes.blnh, blkh=axes.blnh, out=axes.bld)
+
+
+def _split_feed_forward(layer: Config, axes: _Axes) -> None:
+  layer.weight_split_dims_mapping.wt = axes.weight
+  layer.activation_split_dims_mapping.set(hidden=axes.blf, out=axes.bld)
+
+
+def _remove_axes(axes: Axes, taken: tuple[str, ...]) -> Axes:
+  """Returns an entry of a mapping without some of its axes."""
+  return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
+
+
+# ------------------------------------------------------------------ what is around them
+
+
+def _split_decoder(network: Config, axes: _Axes) -> None:
+  """Splits the tables of a language model or an encoder-decoder, and the modules for further tokens."""
+  network.activation_split_dims_mapping.out = axes.bld
+  if (mtp := getattr(network, 'mtp_tpl', None)) is not None:
+    mtp.module_tpl.join_tpl.weight_split_dims_mapping.wt = axes.weight
+    mtp.module_tpl.join_tpl.activation_split_dims_mapping.out = axes.bld
+    if mtp.block_tpl is not None:
+      _split_block(mtp.block_tpl, axes)
+  if getattr(network, 'relative_bias_tpl', None) is not None:
+    network.relative_bias_tpl.weight_split_dims_mapping.wt = (None, axes.mdl)
+    network.relative_bias_tpl.activation_split_dims_mapping.out = (None, axes.mdl, None, None)
+  for name in ('embedding_tpl', 'decoder_embedding_tpl'):
+    if getattr(network, name, None) is not None:
+      getattr(network, name).weight_split_dims_mapping.wt = axes.table
+      getattr(network, name).activation_split_dims_mapping.out = axes.bld
+  softmax = network.softmax_tpl
+  softmax.activation_split_dims_mapping.out = axes.blf
+  if network.embedding_tpl is None:
+    softmax.weight_split_dims_mapping.wt = axes.table
+    softmax.activation_split_dims_mapping.emb = axes.bld
+  else:
+    softmax.weight_split_dims_mapping.wt = axes.weight
+
+
+def _split_encoder(config: Config, network: Config, axes: _Axes) -> None:
+  """Splits the tables of an encoder, and the head of its model."""
+  network.activation_split_dims_mapping.out = axes.bld
+  network.embedding_tpl.weight_split_dims_mapping.wt = axes.table
+  of_table = network.embedding_tpl.activation_split_dims_mapping
+  of_table.set(**({'emb': axes.bld, 'out': axes.blf} if hasattr(of_table, 'emb') else {'out': axes.bld}))
+  for name in ('transform_tpl', 'pooler_tpl'):
+    if getattr(config, name, None) is not None:
+      getattr(config, name).linear_tpl.weight_split_dims_mapping.wt = axes.weight
+  is_of_rows = hasattr(config, 'num_classes')
+  _split_softmax(config, axes.weight, (axes.batch, axes.mdl) if is_of_rows else axes.blf)
+
+
+def _split_vision_transformer(network: Config, axes: _Axes) -> None:
+  network.activation_split_dims_mapping.set(states=axes.bld, out=(axes.batch, None))
+  whole = axes._replace(length=None)
+  network.patch_tpl.activation_split_dims_mapping.out = whole.bld
+  network.patch_tpl.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.data)
+  network.patch_tpl.conv_tpl.activation_split_dims_mapping.out = (axes.batch, None, None, None)
+  pooling = network.pooling_tpl
+  pooling.activation_split_dims_mapping.out = (axes.batch, None)
+  _split_attention(pooling.attention_tpl, whole)
+  _split_feed_forward(pooling.ff_tpl, whole)
+  if network.representation_tpl is not None:
+    network.representation_tpl.linear_tpl.weight_split_dims_mapping.wt = axes.weight
+
+
+def _split_diffusion_transformer(network: Config, axes: _Axes) -> None:
+  block = network.blocks_tpl.layers_tpl
+  _split_attention(block.attention_tpl, axes)
+  _split_feed_forward(block.ff_tpl, axes)
+  block.activation_split_dims_mapping.out = network.activation_split_dims_mapping.out = axes.bld
+  for layer in (block.modulation_tpl, network.modulation_tpl, network.time_tpl.linear_tpl):
+    layer.weight_split_dims_mapping.wt = axes.weight
+  network.patch_tpl.weight_split_dims_mapping.wt = network.class_tpl.weight_split_dims_mapping.wt = (None, axes.data)
+  network.out_tpl.weight_split_dims_mapping.wt = (axes.data, None)
+
+
+def _split_towers(config: Config, axes: _Axes) -> None:
+  for tower in (config.image_tpl, config.text_tpl):
+    _split(tower, axes)
+  config.projection_tpl.weight_split_dims_mapping.wt = axes.weight
+  config.projection_tpl.activation_split_dims_mapping.out = (axes.batch, None)
+  config.loss_tpl.activation_split_dims_mapping.set(out=(axes.batch,), logits=(axes.batch, None))
+
+
+def _split_softmax(config: Config, wt: SplitDimsMapping, out: SplitDimsMapping) -> None:
+  """Sets the mappings of the softmax of a model, if it has one."""
+  if getattr(config, 'softmax_tpl', None) is not None:
+    config.softmax_tpl.weight_split_dims_mapping.wt = wt
+    config.softmax_tpl.activation_split_dims_mapping.out = out
