@@ -76,9 +76,8 @@ def read_finished_runs(folder: str, metric: str | None = None, trusted: Sequence
 
 def count_active_parameters(task: Config) -> int:
   """Returns the number of a model's parameters that one token uses; `task` is the config of its task."""
-  import jax
-
-  return sum(weight.num_active for weight in jax.tree.leaves(task.instantiate().model.abstract_init()))
+  found: int = task.instantiate().model.active_num_params
+  return found
 
 
 def _metric_of(states: Sequence[RunState], metric: str | None) -> str:

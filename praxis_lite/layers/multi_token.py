@@ -152,7 +152,7 @@ class MultiTokenPrediction(Layer):
     """
     weights_BT = jnp.ones(labels_BT.shape, jnp.float32) if weights_BT is None else weights_BT
     for k, hidden_BTD in enumerate(hidden, start=1):
-      xent_BT = softmax(hidden_BTD, _shift(labels_BT, -k), _shift(weights_BT, -k)).xent
+      xent_BT = softmax.compute_xent(hidden_BTD, _shift(labels_BT, -k))
       # From here on, entries belong to the place of the label in `labels_BT`.
       is_counted_BT = jnp.broadcast_to(jnp.arange(labels_BT.shape[1]) >= k, labels_BT.shape)
       if segment_ids is not None:

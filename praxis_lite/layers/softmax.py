@@ -135,6 +135,16 @@ class ClassLogits(Layer):
   def _project(self, x: jax.Array) -> jax.Array:
     return x @ self.theta.w
 
+  def compute_xent(self, x: jax.Array, class_ids: jax.Array) -> jax.Array:
+    """Returns the loss of each label, [...], without adding auxiliary losses.
+
+    Args:
+      x: [..., D].
+      class_ids: [...] integer labels in [0, V).
+    """
+    output: SoftmaxOutput = self(x, class_ids)
+    return output.xent
+
   def get_logits(self, x: jax.Array) -> jax.Array:
     """Returns float32 logits [..., V] for x [..., D]."""
     # The product is in fprop_dtype: in float32, its gradients would be so too, which matrix units compute slower.
@@ -185,18 +195,9 @@ class FullSoftmax(ClassLogits):
       class_ids: [...] integer labels in [0, V).
       class_weights: [...] weights of the labels in the mean of the z-loss; None means all are 1.
     """
-    chunks = self._chunks(class_ids)
-    if chunks is None:
-      logits = self.get_logits(x)
-      xent, log_normalizer = cross_entropy(logits, class_ids, self.label_smoothing)
-      output = SoftmaxOutput(xent, jnp.argmax(logits, axis=-1) == class_ids, logits)
-    else:
-      b = self.theta.b if self.use_bias else None
-      xent, log_normalizer, correct = chunked_cross_entropy(
-        x.astype(self.fprop_dtype), self.theta.w, b, class_ids, chunks
-      )
-      output = SoftmaxOutput(xent, correct, None)
+    output, log_normalizer = self._compute(x, class_ids)
     if self.z_loss_weight:
+      xent = output.xent
       weights = jnp.ones_like(xent) if class_weights is None else class_weights
       real = self.real_rows(xent.shape[0]) if xent.ndim else None
       if real is not None:
@@ -204,6 +205,22 @@ class FullSoftmax(ClassLogits):
       z_loss, _ = weighted_mean(jnp.square(log_normalizer), weights)
       self.add_aux_loss('z_loss', z_loss, weight=self.z_loss_weight)
     return output
+
+  def compute_xent(self, x: jax.Array, class_ids: jax.Array) -> jax.Array:
+    return self._compute(x, class_ids)[0].xent
+
+  def _compute(self, x: jax.Array, class_ids: jax.Array) -> tuple[SoftmaxOutput, jax.Array]:
+    """Returns the cross entropy, and the logarithm of the sum of the exponentials of the logits, [...]."""
+    chunks = self._chunks(class_ids)
+    if chunks is None:
+      logits = self.get_logits(x)
+      xent, log_normalizer = cross_entropy(logits, class_ids, self.label_smoothing)
+      return SoftmaxOutput(xent, jnp.argmax(logits, axis=-1) == class_ids, logits), log_normalizer
+    b = self.theta.b if self.use_bias else None
+    xent, log_normalizer, correct = chunked_cross_entropy(
+      x.astype(self.fprop_dtype), self.theta.w, b, class_ids, chunks
+    )
+    return SoftmaxOutput(xent, correct, None), log_normalizer
 
   def _chunks(self, class_ids: jax.Array) -> ClassChunks | None:
     """Returns how the cross entropy of these labels cuts the classes; None if it computes all at once."""

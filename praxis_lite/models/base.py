@@ -70,6 +70,11 @@ class BaseModel(Layer, Generic[PredictionsT]):
   # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False
 
+  @property
+  def active_num_params(self) -> int:
+    """The number of parameters that one token uses: of experts, only those that it is sent to."""
+    return sum(weight.num_active for weight in jax.tree.leaves(self.abstract_init()))
+
   def compute_predictions(self, batch: NestedDict) -> PredictionsT:
     """Returns the inputs of the loss, such as logits: any tree of arrays."""
     raise ConfigError(f'task.model: {type(self).__name__} has no method compute_predictions(batch); define it')

@@ -32,6 +32,17 @@ def start_caches(
   return place_caches(state, num_slots) if can_go_back else state
 
 
+def start_with_hidden(lm: TransformerLm, variables: NestedDict, num_rows: int, num_slots: int) -> NestedDict:
+  """Returns the state of `StepsWithHidden` for rows without tokens."""
+  hidden = jnp.zeros((num_rows, num_slots, lm.model_dims), lm.fprop_dtype)
+  return {'caches': start_caches(lm, variables, num_rows, num_slots, True), 'hidden': hidden}
+
+
+def start_heads(lm: TransformerLm, variables: NestedDict, num_rows: int, num_slots: int) -> NestedDict:
+  """Returns the state of `OwnHeads` for rows without tokens."""
+  return start_caches(lm, variables, num_rows, num_slots, True, 'init_further_state')
+
+
 class CachedSteps:
   """`DecodingSteps` of a network whose state is the caches of its layers.
 
@@ -61,9 +72,15 @@ class CachedSteps:
   def extend(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
   ) -> tuple[jax.Array, NestedDict]:
+    return self._call('extend_step', ids_BT, pos_BT, last_B, state)
+
+  def _call(
+    self, method: str, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, caches: NestedDict
+  ) -> tuple[Any, NestedDict]:
+    """Returns the result of a method for the next tokens, and the new caches."""
     arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
-    logits_BV, side = self._lm.apply(self._variables, *arguments, decode_state=state, method='extend_step')
-    return logits_BV, side.decode_state
+    result, side = self._lm.apply(self._variables, *arguments, decode_state=caches, method=method)
+    return result, side.decode_state
 
 
 class StepsWithHidden(CachedSteps):
@@ -74,24 +91,20 @@ class StepsWithHidden(CachedSteps):
 
   def __init__(self, lm: TransformerLm, prompt_arguments: tuple[jax.Array, ...]):
     super().__init__(lm, prompt_arguments, can_go_back=True)
-    self._shape, self._dtype = (lm.model_dims,), lm.fprop_dtype
+    self._network = lm
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
-    hidden = jnp.zeros((num_rows, num_slots, *self._shape), self._dtype)
-    return {'caches': super().start(num_rows, num_slots), 'hidden': hidden}
+    return start_with_hidden(self._network, self._variables, num_rows, num_slots)
 
   def extend(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
   ) -> tuple[jax.Array, NestedDict]:
-    arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
-    caches, hidden_BSD = state['caches'], state['hidden']
-    (logits_BV, hidden_BTD), side = self._lm.apply(
-      self._variables, *arguments, decode_state=caches, method='extend_with_hidden'
-    )
+    (logits_BV, hidden_BTD), caches = self._call('extend_with_hidden', ids_BT, pos_BT, last_B, state['caches'])
+    hidden_BSD = state['hidden']
     place_BT = jnp.where(pos_BT >= 0, pos_BT, hidden_BSD.shape[1])
     row_B1 = jnp.arange(len(pos_BT))[:, None]
     hidden_BSD = hidden_BSD.at[row_B1, place_BT].set(hidden_BTD.astype(hidden_BSD.dtype), mode='drop')
-    return logits_BV, {'caches': side.decode_state, 'hidden': hidden_BSD}
+    return logits_BV, {'caches': caches, 'hidden': hidden_BSD}
 
 
 class OwnHeads:
@@ -108,7 +121,7 @@ class OwnHeads:
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
     """Returns the state of rows without tokens, with room for `num_slots` tokens in each."""
-    return start_caches(self._lm, self._variables, num_rows, num_slots, True, 'init_further_state')
+    return start_heads(self._lm, self._variables, num_rows, num_slots)
 
   def hidden(self, state: NestedDict, place_BT: jax.Array) -> jax.Array:
     """Returns what the softmax reads at these positions, [B, T, D]; `state` is that of `StepsWithHidden`."""

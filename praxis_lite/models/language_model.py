@@ -25,7 +25,14 @@ from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
 from praxis_lite.models.base import BaseModel, PromptLimits, ScoreLimits
-from praxis_lite.models.cached_steps import CachedSteps, OwnHeads, StepsWithHidden, start_caches
+from praxis_lite.models.cached_steps import (
+  CachedSteps,
+  OwnHeads,
+  StepsWithHidden,
+  start_caches,
+  start_heads,
+  start_with_hidden,
+)
 from praxis_lite.models.decoding import (
   BeamDecoded,
   BeamSearch,
@@ -216,12 +223,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns the bytes of the caches, from their shapes; `num_rows` is the number of prompts."""
 
     def start(variables: NestedDict) -> NestedDict:
-      caches = start_caches(self.lm, variables, num_rows, num_slots, self.decoder.goes_back)
       if not self._guesses_itself:
-        return caches
-      hidden = jnp.zeros((num_rows, num_slots, self.lm.model_dims), self.lm.fprop_dtype)
-      heads = start_caches(self.lm, variables, num_rows, num_slots, True, 'init_further_state')
-      return {'caches': caches, 'hidden': hidden, 'heads': heads}
+        return start_caches(self.lm, variables, num_rows, num_slots, self.decoder.goes_back)
+      heads = start_heads(self.lm, variables, num_rows, num_slots)
+      return {**start_with_hidden(self.lm, variables, num_rows, num_slots), 'heads': heads}
 
     state = jax.eval_shape(start, jax.tree.map(lambda weight: weight.as_struct(), self.lm.abstract_init()))
     return self.decoder.state_copies * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -23,9 +23,9 @@ import numpy as np
 
 from praxis_lite.common.config.values import fit
 from praxis_lite.common.devices import memory_of
-from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, prefix_errors
+from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
 from praxis_lite.common.figures import format_bytes
-from praxis_lite.common.keywords import name_unknown_keywords
+from praxis_lite.common.keywords import check_keywords, name_unknown_keywords
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models import LanguageModel
 from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
@@ -311,13 +311,15 @@ class Batcher:
 
   def _admit(self, request: Request) -> Request:
     """Gives a free row to a request."""
-    plan = self._slots.plan(request.prompt)
-    kept = self._prefixes.find(request.prompt, plan.shared)
+    plan, kept = self._slots.plan(request.prompt), None
     if self._store is not None:
-      to = self._prefixes.keep(self._slots.ids_of(plan.row), but=None if kept is None else kept[0])
+      kept = self._prefixes.find(request.prompt, plan.shared)
+      ids = self._slots.ids_of(plan.row)
+      is_extended = plan.source == plan.row and plan.shared == len(ids)  # Then nothing is overwritten.
+      to = None if is_extended else self._prefixes.keep(ids, but=None if kept is None else kept[0])
       if to is not None:
         self._store = self._programs.keep(self._state, self._store, plan.row, to)
-    place = self._slots.take(request.prompt, 0 if kept is None else kept[1])
+    place = self._slots.take(request.prompt, 0 if kept is None else kept[1], plan)
     if kept is not None and self._store is not None:
       self._state = self._programs.fetch(self._state, self._store, kept[0], place.row)
     elif place.source is not None and place.source != place.row:
@@ -407,7 +409,7 @@ def check_setting(name: str, of_decode: Collection[str]) -> None:
   if name in of_decode:
     raise ConfigError(f'batcher: {name}: a batcher does not support it; use TrainedModel.decode')
   own = [field for field, x in inspect.signature(Batcher).parameters.items() if x.kind is x.KEYWORD_ONLY]
-  raise ConfigError(f'batcher: there is no setting {name!r}.{did_you_mean(name, [*own, *of_sampler])}')
+  check_keywords('batcher', [name], [*own, *of_sampler])
 
 
 def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, int | None, int]:

@@ -25,7 +25,7 @@ from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castabl
 from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.files import user_path
-from praxis_lite.common.trees import Path, nest, node_at, suggest_pattern, to_path
+from praxis_lite.common.trees import Path, nest, node_at, path_name, suggest_pattern, to_path
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.facts import PositionGrid
 from praxis_lite.layers.position_grids import grid_of, resample_positions
@@ -204,11 +204,11 @@ class WarmStart:
       raise ConfigError(f'{field}: {regex.pattern!r} matches no variable of this model.{close}')
 
 
-def _grids_below(layer: Layer, prefix: str = '') -> Iterator[tuple[str, PositionGrid]]:
+def _grids_below(model: Layer) -> Iterator[tuple[str, PositionGrid]]:
   """Yields the tables of positions of patches in a model, by their paths."""
-  yield from ((prefix + name, grid) for name, grid in layer.position_grids().items())
-  for name, child in layer.children():
-    yield from _grids_below(child, f'{prefix}{name}.')
+  for layer in model.descendants():
+    path = layer.path[len(model.path) :]
+    yield from ((path_name((*path, name)), grid) for name, grid in layer.position_grids().items())
 
 
 def _regex(field: str, pattern: str) -> re.Pattern[str]:

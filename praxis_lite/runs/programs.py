@@ -20,7 +20,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.contents import array_records
-from praxis_lite.common.errors import prefix_errors
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process, meet_others, note_progress
 from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, path_name
@@ -153,11 +152,6 @@ class InputProgram(Generic[Out]):
       average.add(metrics)
     note = self._finish(int(global_step))
     return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
-
-  def trace(self) -> None:
-    """Traces the step, which finds mistakes before anything is compiled; errors name the input."""
-    with prefix_errors(self.split):
-      self._step.trace()
 
   def metric_names(self) -> list[str]:
     """Returns the names of the metrics whose shapes say that they are single numbers."""

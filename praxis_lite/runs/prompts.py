@@ -216,6 +216,8 @@ def task_with_sampler(
     decoder = task.model.decoder_tpl = to_decoder(BeamSearch, decoder, Decoder)
   elif speculates and not is_decoder(task, SpeculativeSampler):
     decoder = task.model.decoder_tpl = to_decoder(SpeculativeSampler, decoder, Sampler)
+  if settings.get('lookup') is not None:
+    decoder.own_heads = False  # Earlier tokens guess instead.
   fields = field_names(decoder)
   for name, value in {**settings, 'max_context': max_context}.items():
     if value is None:

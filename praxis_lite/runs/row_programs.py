@@ -207,11 +207,7 @@ class RowPrograms:
   @functools.cached_property
   def _copy(self) -> Callable[..., _State]:
     def copy(state: _State, source: jax.Array, row: jax.Array) -> _State:
-      def copy_row(x: jax.Array, axis: int) -> jax.Array:
-        own = jax.lax.dynamic_slice_in_dim(x, source, 1, axis)
-        return jax.lax.dynamic_update_slice_in_dim(x, own, row, axis)
-
-      return self._map_rows(copy_row, state)
+      return self._move_row(state, state, source, row)
 
     return self._make_program(copy, (0,))
 

@@ -61,7 +61,7 @@ class RowSlots:
   def has_free(self) -> bool:
     return any(row.is_free for row in self._rows)
 
-  def take(self, prompt: Sequence[int], kept: int = 0) -> TakenRow:
+  def take(self, prompt: Sequence[int], kept: int = 0, plan: TakenRow | None = None) -> TakenRow:
     """Gives a free row to a prompt; the caller ensures that there is one.
 
     A free row that holds the longest shared beginning is taken itself; otherwise the one that was released first. All
@@ -70,8 +70,9 @@ class RowSlots:
     Args:
       prompt: its tokens.
       kept: how many first ones a `PrefixStore` gives; a row that shares fewer is not a source then.
+      plan: what `plan` has just returned for this prompt; None calls it.
     """
-    place = self.plan(prompt)
+    place = self.plan(prompt) if plan is None else plan
     if kept > place.shared:
       place = TakenRow(place.row, None, kept)
     self._rows[place.row].is_free = False

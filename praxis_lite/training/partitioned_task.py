@@ -157,7 +157,7 @@ class PartitionedTask:
 
   @property
   def active_num_params(self) -> int:
-    return sum(weight.num_active for weight in jax.tree.leaves(self.jax_task.model.abstract_init()))
+    return self.jax_task.model.active_num_params
 
   @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:

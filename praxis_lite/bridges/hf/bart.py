@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
+from praxis_lite.bridges.hf.layer_pairs import norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -16,7 +17,6 @@ from praxis_lite.layers import FeedForward, LearnedPositions, SharedEmbeddingSof
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, EncoderDecoderModel, LanguageModel, encoder_decoder
 
-_MOST_LAYERS = 10_000
 _FIRST_POSITION = 2  # The first vectors of the tables of positions are not used.
 
 
@@ -43,8 +43,8 @@ class Bart(Family):
       style='bart',
       vocab_size=hf.size('vocab_size'),
       model_dims=hf.size('d_model'),
-      num_layers=hf.size('decoder_layers', most=_MOST_LAYERS),
-      num_encoder_layers=hf.size('encoder_layers', most=_MOST_LAYERS),
+      num_layers=hf.size('decoder_layers', most=MOST_LAYERS),
+      num_encoder_layers=hf.size('encoder_layers', most=MOST_LAYERS),
       num_heads=hf.size('encoder_attention_heads'),
       hidden_dims=hf.size('encoder_ffn_dim'),
       activation=hf.activation('activation_function'),
@@ -96,7 +96,7 @@ class Bart(Family):
     for stack in ('encoder', 'decoder'):
       theirs, ours = f'{self.prefix}{stack}.', f'{stack}.layers.'
       pairs.append(Pair(f'{theirs}embed_positions.weight', f'{stack}_position.w'))
-      pairs += _norm(f'{theirs}layernorm_embedding', f'{stack}_embedding_norm')
+      pairs += norm_pairs(f'{theirs}layernorm_embedding', f'{stack}_embedding_norm')
       theirs += 'layers.{layer}.'
       pairs += _attention(f'{theirs}self_attn', f'{ours}attention')
       if stack == 'decoder':
@@ -104,7 +104,7 @@ class Bart(Family):
       for there, here in (('fc1', 'up'), ('fc2', 'down')):
         pairs.append(Pair(f'{theirs}{there}.weight', f'{ours}ff.{here}.w', 'I O -> O I'))
         pairs.append(Pair(f'{theirs}{there}.bias', f'{ours}ff.{here}.b'))
-      pairs += _norm(f'{theirs}final_layer_norm', f'{ours}ff_norm')
+      pairs += norm_pairs(f'{theirs}final_layer_norm', f'{ours}ff_norm')
     return pairs
 
 
@@ -114,11 +114,7 @@ def _attention(theirs: str, ours: str) -> Iterable[Pair]:
     yield Pair(f'{theirs}.{letter}_proj.bias', f'{ours}.{name}.b', 'N H -> (N H)')
   yield Pair(f'{theirs}.out_proj.weight', f'{ours}.out.w', 'N H D -> D (N H)')
   yield Pair(f'{theirs}.out_proj.bias', f'{ours}.out.b')
-  yield from _norm(f'{theirs}_layer_norm', f'{ours}_norm')
-
-
-def _norm(theirs: str, ours: str) -> Iterable[Pair]:
-  return Pair(f'{theirs}.weight', f'{ours}.scale'), Pair(f'{theirs}.bias', f'{ours}.bias')
+  yield from norm_pairs(f'{theirs}_layer_norm', f'{ours}_norm')
 
 
 _BART = {

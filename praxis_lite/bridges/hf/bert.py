@@ -7,9 +7,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
+from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
 from praxis_lite.bridges.hf.files import StoredTensor
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name, count_classes
+from praxis_lite.bridges.hf.layer_pairs import from_heads_pairs, linear_pairs, norm_pairs, to_heads_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -26,11 +27,9 @@ from praxis_lite.models import (
   text_encoder,
 )
 
-_MOST_LAYERS = 10_000
-
 
 @dataclasses.dataclass(frozen=True)
-class Encoder(Family):
+class Encoder(WholeModelFamily):
   """An encoder, with a head or without. Its linear layers are stored as [out, in], its tables as [ids, dims].
 
   Attributes: those of `Family`, where `architecture` names the masked language model, and
@@ -65,17 +64,12 @@ class Encoder(Family):
   def network_in(self, model: BaseModel) -> Layer:
     return model
 
-  def part_of(self, variables: NestedDict) -> NestedDict:
-    return variables
-
-  def model_variables(self, part: NestedDict) -> NestedDict:
-    return part
+  @property
+  def architectures(self) -> tuple[str, ...]:
+    return self.architecture, self.classifier, self.bare
 
   def accepts(self, architecture: str) -> bool:
-    return architecture in (self.architecture, self.classifier, self.bare, *self.also_masked)
-
-  def refusal(self) -> str:
-    return f' is not supported; of {self.model_type}, {self.architecture}, {self.classifier} and {self.bare} are'
+    return super().accepts(architecture) or architecture in self.also_masked
 
   def model(self, hf: HfConfig) -> Config[Any]:
     hf = hf.replace_defaults(self.defaults)
@@ -86,7 +80,7 @@ class Encoder(Family):
     sizes: dict[str, Any] = {
       'vocab_size': hf.size('vocab_size'),
       'model_dims': hf.size('hidden_size'),
-      'num_layers': hf.size('num_hidden_layers', most=_MOST_LAYERS),
+      'num_layers': hf.size('num_hidden_layers', most=MOST_LAYERS),
       'num_heads': hf.size('num_attention_heads'),
       'hidden_dims': hf.size('intermediate_size'),
       'max_len': hf.size('max_position_embeddings'),
@@ -96,7 +90,7 @@ class Encoder(Family):
     }
     model: Config[Any]
     if self._is_classifier(hf):
-      model = sequence_classifier(num_classes=num_classes(hf), **sizes)
+      model = sequence_classifier(num_classes=count_classes(hf), **sizes)
     elif self._is_bare(hf):
       model = text_encoder(pooler=hf.values.get(_POOLER, True) is not False, **sizes)
     else:
@@ -206,33 +200,12 @@ class Encoder(Family):
     yield from norm_pairs(f'{theirs}LayerNorm', f'{ours}embedding_norm')
     theirs, ours = f'{prefix}encoder.layer.{{layer}}.', 'encoder.transformer.layers.'
     for name in ('query', 'key', 'value'):
-      yield Pair(f'{theirs}attention.self.{name}.weight', f'{ours}attention.{name}.w', 'D N H -> (N H) D')
-      yield Pair(f'{theirs}attention.self.{name}.bias', f'{ours}attention.{name}.b', 'N H -> (N H)')
-    yield Pair(f'{theirs}attention.output.dense.weight', f'{ours}attention.out.w', 'N H D -> D (N H)')
-    yield Pair(f'{theirs}attention.output.dense.bias', f'{ours}attention.out.b')
+      yield from to_heads_pairs(f'{theirs}attention.self.{name}', f'{ours}attention.{name}')
+    yield from from_heads_pairs(f'{theirs}attention.output.dense', f'{ours}attention.out')
     yield from norm_pairs(f'{theirs}attention.output.LayerNorm', f'{ours}attention_norm')
     yield from linear_pairs(f'{theirs}intermediate.dense', f'{ours}ff.up')
     yield from linear_pairs(f'{theirs}output.dense', f'{ours}ff.down')
     yield from norm_pairs(f'{theirs}output.LayerNorm', f'{ours}ff_norm')
-
-
-def linear_pairs(theirs: str, ours: str) -> Iterable[Pair]:
-  """Returns the pairs of a linear layer with a bias, stored as [out, in]."""
-  return Pair(f'{theirs}.weight', f'{ours}.w', 'I O -> O I'), Pair(f'{theirs}.bias', f'{ours}.b')
-
-
-def norm_pairs(theirs: str, ours: str) -> Iterable[Pair]:
-  """Returns the pairs of a LayerNorm."""
-  return Pair(f'{theirs}.weight', f'{ours}.scale'), Pair(f'{theirs}.bias', f'{ours}.bias')
-
-
-def num_classes(hf: HfConfig) -> int:
-  """Returns the number of classes; raises ConfigError for a regression, which has one."""
-  labels = hf.values.get('id2label')
-  count = len(labels) if isinstance(labels, dict) else hf.size('num_labels')
-  if count < 2:
-    raise ConfigError(f'{hf.where}: a head with {count} label computes a number, and only classes are supported')
-  return count
 
 
 # Says in config.json whether a model without a head has a pooler, which no field of transformers does.

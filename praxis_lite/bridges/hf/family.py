@@ -118,6 +118,29 @@ class Family:
     raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeModelFamily(Family):
+  """A family whose checkpoints hold all variables of a model, and whose heads are those of its `architectures`."""
+
+  @property
+  def architectures(self) -> tuple[str, ...]:
+    """The names in config.json of the models that there are."""
+    raise NotImplementedError
+
+  def part_of(self, variables: NestedDict) -> NestedDict:
+    return variables
+
+  def model_variables(self, part: NestedDict) -> NestedDict:
+    return part
+
+  def accepts(self, architecture: str) -> bool:
+    return architecture in self.architectures
+
+  def refusal(self) -> str:
+    *others, last = self.architectures
+    return f' is not supported; of {self.model_type}, {", ".join(others)} and {last} are'
+
+
 def logit_scale(attention: MultiHeadAttention) -> float:
   """Returns the factor of the attention logits of a layer."""
   assert attention.dims_per_head is not None  # Set once the layer is built.

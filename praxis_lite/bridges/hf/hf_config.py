@@ -16,6 +16,7 @@ from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions, YarnRotaryScaling
 
 CONFIG_FILE = 'config.json'
+MOST_LAYERS = 10_000  # More than this is a mistake in config.json.
 _YARN_FIELDS = ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')
 # Activation functions by their names in config.json. If a function has several names, the first is written.
 _ACTIVATIONS = {
@@ -220,3 +221,12 @@ def activation_name(ours: str, field: str) -> str:
     if name == ours and ours in ACTIVATIONS:
       return theirs
   raise ConfigError(f'{field}: transformers has no activation function {ours!r}')
+
+
+def count_classes(hf: HfConfig) -> int:
+  """Returns the number of classes; raises ConfigError for a regression, which has one."""
+  labels = hf.values.get('id2label')
+  count = len(labels) if isinstance(labels, dict) else hf.size('num_labels')
+  if count < 2:
+    raise ConfigError(f'{hf.where}: a head with {count} label computes a number, and only classes are supported')
+  return count

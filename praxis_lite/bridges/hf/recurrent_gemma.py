@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.layer_pairs import from_heads_pairs, linear_pairs, to_heads_pairs
 from praxis_lite.bridges.hf.llama_like import MOST_LAYERS, shortest_cycle
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
@@ -96,19 +97,13 @@ class RecurrentGemma(Family):
       Pair(f'{layer}temporal_pre_norm.weight', f'{ours}mixer_norm.scale'),
     ]
     for name in ('gate', 'up', 'down'):
-      pairs += [
-        Pair(f'{layer}mlp_block.{name}_proj.weight', f'{ours}ff.{name}.w', 'I O -> O I'),
-        Pair(f'{layer}mlp_block.{name}_proj.bias', f'{ours}ff.{name}.b'),
-      ]
+      pairs += linear_pairs(f'{layer}mlp_block.{name}_proj', f'{ours}ff.{name}')
     for theirs, name in (('q_proj', 'attention.query'), ('k_proj', 'attention.key'), ('v_proj', 'attention.value')):
-      pairs += _projection(block, theirs, f'{ours}{name}')
+      pairs += to_heads_pairs(f'{block}{theirs}', f'{ours}{name}')
     for theirs, name in (('linear_y', 'mixer.gate'), ('linear_x', 'mixer.value')):
-      pairs += _projection(block, theirs, f'{ours}{name}')
+      pairs += to_heads_pairs(f'{block}{theirs}', f'{ours}{name}')
     for theirs, name in (('o_proj', 'attention.out'), ('linear_out', 'mixer.out')):
-      pairs += [
-        Pair(f'{block}{theirs}.weight', f'{ours}{name}.w', 'N H D -> D (N H)'),
-        Pair(f'{block}{theirs}.bias', f'{ours}{name}.b'),
-      ]
+      pairs += from_heads_pairs(f'{block}{theirs}', f'{ours}{name}')
     for theirs, name in (('input_gate', 'admit'), ('recurrent_gate', 'forget')):
       pairs += [
         Pair(f'{block}rg_lru.{theirs}_weight', f'{ours}mixer.{name}_w'),
@@ -120,13 +115,6 @@ class RecurrentGemma(Family):
       Pair(f'{block}conv_1d.weight', f'{ours}mixer.conv.w', 'W N H -> (N H) . W'),
       Pair(f'{block}conv_1d.bias', f'{ours}mixer.conv.b', 'N H -> (N H)'),
     ]
-
-
-def _projection(block: str, theirs: str, ours: str) -> list[Pair]:
-  return [
-    Pair(f'{block}{theirs}.weight', f'{ours}.w', 'D N H -> (N H) D'),
-    Pair(f'{block}{theirs}.bias', f'{ours}.b', 'N H -> (N H)'),
-  ]
 
 
 def _rotary(hf: HfConfig) -> tuple[float, float]:

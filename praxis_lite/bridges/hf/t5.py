@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
 from praxis_lite.bridges.hf.files import StoredTensor
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -19,7 +19,6 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, EncoderDecoderModel, LanguageModel, encoder_decoder
 
 _GATED = 'gated-'
-_MOST_LAYERS = 10_000
 # Tensors of old checkpoints that transformers ignores: cross attention has no bias by offsets.
 _UNUSED = re.compile(r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight')
 
@@ -38,13 +37,13 @@ class T5(Family):
     hf.must_be('is_encoder_decoder', True)
     is_gated, activation = _feed_forward(hf)
     tied = bool(hf['tie_word_embeddings'])
-    encoder_layers = hf.size('num_layers', most=_MOST_LAYERS)
+    encoder_layers = hf.size('num_layers', most=MOST_LAYERS)
     decoder_layers = hf['num_decoder_layers']
     model = encoder_decoder(
       style='t5' if is_gated else 't5_v1_0',
       vocab_size=hf.size('vocab_size'),
       model_dims=hf.size('d_model'),
-      num_layers=encoder_layers if decoder_layers is None else hf.size('num_decoder_layers', most=_MOST_LAYERS),
+      num_layers=encoder_layers if decoder_layers is None else hf.size('num_decoder_layers', most=MOST_LAYERS),
       num_encoder_layers=encoder_layers,
       num_heads=hf.size('num_heads'),
       dims_per_head=hf.size('d_kv'),

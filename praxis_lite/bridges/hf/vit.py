@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from praxis_lite.bridges.hf.bert import linear_pairs, norm_pairs, num_classes
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name, count_classes
+from praxis_lite.bridges.hf.layer_pairs import from_heads_pairs, linear_pairs, norm_pairs, to_heads_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -18,12 +18,11 @@ from praxis_lite.layers import FeedForward, VisionTransformer
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, ClassificationModel, ImageFeatureModel, image_classifier, vision_transformer
 
-_MOST_LAYERS = 10_000
 _CLASSIFIER, _FEATURES = 'ViTForImageClassification', 'ViTModel'
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionFamily(Family):
+class VisionFamily(WholeModelFamily):
   """A vision transformer with a class token, and a softmax or a pooler. `architecture` is that of the classifier."""
 
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (ClassificationModel, ImageFeatureModel)
@@ -34,17 +33,9 @@ class VisionFamily(Family):
     is_vision = isinstance(getattr(model, 'network', None), VisionTransformer)
     return model if is_vision else None
 
-  def part_of(self, variables: NestedDict) -> NestedDict:
-    return variables
-
-  def model_variables(self, part: NestedDict) -> NestedDict:
-    return part
-
-  def accepts(self, architecture: str) -> bool:
-    return architecture in (_CLASSIFIER, _FEATURES)
-
-  def refusal(self) -> str:
-    return f' is not supported; of {self.model_type}, {_CLASSIFIER} and {_FEATURES} are'
+  @property
+  def architectures(self) -> tuple[str, ...]:
+    return _CLASSIFIER, _FEATURES
 
   def model(self, hf: HfConfig) -> Config[Any]:
     hf = hf.replace_defaults(self.defaults)
@@ -58,7 +49,7 @@ class VisionFamily(Family):
       'patch_size': image_sizes(hf, 'patch_size'),
       'channels': hf.size('num_channels'),
       'model_dims': width,
-      'num_layers': hf.size('num_hidden_layers', most=_MOST_LAYERS),
+      'num_layers': hf.size('num_hidden_layers', most=MOST_LAYERS),
       'num_heads': hf.size('num_attention_heads'),
       'hidden_dims': hf.size('intermediate_size'),
       'activation': hf.activation('hidden_act'),
@@ -67,7 +58,7 @@ class VisionFamily(Family):
     if _FEATURES in (hf.values.get('architectures') or ()):
       network = vision_transformer(representation=True, **sizes)
       return Config(ImageFeatureModel, network_tpl=network, params_init=network.params_init)
-    return image_classifier(num_classes=num_classes(hf), **sizes)
+    return image_classifier(num_classes=count_classes(hf), **sizes)
 
   def current_name(self, name: str) -> str:
     # Names in memory of transformers 5, which some checkpoints have too.
@@ -108,19 +99,17 @@ class VisionFamily(Family):
     return values | {'num_labels': model.num_classes}
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
-    return [*self._of_network(self.prefix), *linear_pairs('classifier', 'softmax')]
+    return [*self._network_pairs(self.prefix), *linear_pairs('classifier', 'softmax')]
 
-  def _of_network(self, prefix: str) -> Iterable[Pair]:
+  def _network_pairs(self, prefix: str) -> Iterable[Pair]:
     theirs, ours = f'{prefix}embeddings.', 'network.'
     yield Pair(f'{theirs}cls_token', f'{ours}class_token', 'D -> . . D')
     yield Pair(f'{theirs}position_embeddings', f'{ours}position.w', 'T D -> . T D')
     yield from patch_pairs(f'{theirs}patch_embeddings.projection', f'{ours}patches.conv')
     theirs, ours = f'{prefix}encoder.layer.{{layer}}.', 'network.transformer.layers.'
     for name in ('query', 'key', 'value'):
-      yield Pair(f'{theirs}attention.attention.{name}.weight', f'{ours}attention.{name}.w', 'D N H -> (N H) D')
-      yield Pair(f'{theirs}attention.attention.{name}.bias', f'{ours}attention.{name}.b', 'N H -> (N H)')
-    yield Pair(f'{theirs}attention.output.dense.weight', f'{ours}attention.out.w', 'N H D -> D (N H)')
-    yield Pair(f'{theirs}attention.output.dense.bias', f'{ours}attention.out.b')
+      yield from to_heads_pairs(f'{theirs}attention.attention.{name}', f'{ours}attention.{name}')
+    yield from from_heads_pairs(f'{theirs}attention.output.dense', f'{ours}attention.out')
     yield from norm_pairs(f'{theirs}layernorm_before', f'{ours}attention_norm')
     yield from norm_pairs(f'{theirs}layernorm_after', f'{ours}ff_norm')
     yield from linear_pairs(f'{theirs}intermediate.dense', f'{ours}ff.up')

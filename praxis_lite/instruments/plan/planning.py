@@ -261,9 +261,8 @@ class _Planner:
   def _key(self) -> StepKey | None:
     if self._config is None:
       return None
-    target = self._topology.target
-    kind = target.cuda.name if target.cuda else target.kind
-    return StepKey(self._config, self._inputs, self._mesh, target.kind, kind)
+    platform, kind = self._devices()
+    return StepKey(self._config, self._inputs, self._mesh, platform, kind or platform)
 
   def _lower(self) -> LoweredStep:
     partitioned = PartitionedTask(self._task, self._inputs, mesh=self._mesh_alone())
@@ -285,8 +284,12 @@ class _Planner:
 
   def _mesh_alone(self) -> AbstractMesh:
     """Returns the mesh without devices, whose kind decides which kernels a step uses."""
+    return abstract_mesh(self._mesh, *self._devices())
+
+  def _devices(self) -> tuple[str, str | None]:
+    """Returns the platform of the devices and their kind, as JAX calls it; None if the platform has one."""
     target = self._topology.target
-    return abstract_mesh(self._mesh, target.kind, target.cuda.name if target.cuda else None)
+    return target.kind, target.cuda.name if target.cuda else None
 
   def _make(self, facts: StepFacts, mode: str, memory: Memory, cost: Cost, notes: Sequence[str]) -> Plan:
     target = self._topology.target

@@ -36,7 +36,7 @@ class Draft(NamedTuple):
 
 
 class OpenRows(NamedTuple):
-  """OpenRows in the middle of decoding.
+  """Rows in the middle of decoding.
 
   Attributes:
     ids: [B, L] int32 tokens, prompt and continuation; those after them are arbitrary.

@@ -9,7 +9,7 @@ draft, N = K + 1, V vocabulary.
       logits = extend(last token, draft)            one pass over N tokens of each row
       the next 1 to N tokens = those of the draft that are kept, and one of the model
 
-OpenRows keep different numbers of tokens. The state must have the property that `DecodingSteps` calls `can_go_back`.
+Rows keep different numbers of tokens. The state must have the property that `DecodingSteps` calls `can_go_back`.
 """
 
 from __future__ import annotations

@@ -99,11 +99,8 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   datasets = build_datasets(config.datasets)
   data = datasets.the_training_input()
   decode_datasets = build_datasets(config.decode_datasets, 'decode_datasets')
-  partitioned, evaluation, watched = _trace_steps(tasks, datasets, keys.evaluate, startup)
+  partitioned, evaluation, watched = _trace_steps(tasks, datasets, decode_datasets, keys.evaluate, startup)
   decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
-  if task.train.decode_interval_steps is not None:
-    for program in decoding:
-      program.trace()
   batch = data.batch_struct()
   lines = list(_describe(task, partitioned, batch, fit, options.devices))
   return TrainJob(
@@ -124,7 +121,7 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
   Raises:
     UserError: a run cannot be trained with its config; the message names the run.
   """
-  built: dict[str, Datasets] = {}
+  built: dict[str, tuple[Datasets, Datasets]] = {}
   for name, config in configs.items():
     with prefix_errors(name):
       try:
@@ -138,9 +135,9 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
         tasks = TaskOnMesh(task, cast(Mesh, abstract_mesh(sizes)))  # To trace, a mesh without devices suffices.
         inputs = to_text({name: group for name, group in config.roots().items() if name != 'task'})
         if inputs not in built:
-          built[inputs] = build_datasets(config.datasets)
-          build_datasets(config.decode_datasets, 'decode_datasets')
-        _trace_steps(tasks, built[inputs], jax.random.key(0), StartupTimes())
+          datasets = build_datasets(config.datasets)
+          built[inputs] = datasets, build_datasets(config.decode_datasets, 'decode_datasets')
+        _trace_steps(tasks, *built[inputs], jax.random.key(0), StartupTimes())
       except UserError:
         raise
       except Exception:
@@ -148,9 +145,12 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
 
 
 def _trace_steps(
-  tasks: TaskOnMesh, datasets: Datasets, key: jax.Array, startup: StartupTimes
+  tasks: TaskOnMesh, datasets: Datasets, decode_datasets: Datasets, key: jax.Array, startup: StartupTimes
 ) -> tuple[PartitionedTask, list[EvalProgram], Watched]:
-  """Traces the train step and the eval steps; returns also the programs of these, and the metrics that decide."""
+  """Traces the train step, the eval steps and, if training decodes, the decode steps.
+
+  Returns also the programs of evaluation, and the metrics that decide.
+  """
   task, data = tasks.jax_task, datasets.the_training_input()
   datasets.check([data, *datasets.evaluation], task.model)
   startup.mark('data')
@@ -163,6 +163,10 @@ def _trace_steps(
     with prefix_errors(program.split):
       metric_names[program.split] = program.metric_names()
   watched = watched_metrics(task.train, metric_names)
+  if task.train.decode_interval_steps is not None:
+    for given in decode_datasets.inputs:
+      with prefix_errors(f'decode/{given.label}'):
+        tasks.taking(given).decode_step.trace()
   startup.mark('trace')
   return partitioned, evaluation, watched
 
