@@ -1,0 +1,26 @@
+"""Pairs of tensors of the layers that several families store alike: linear layers, norms, and projections of heads."""
+
+from __future__ import annotations
+
+from praxis_lite.bridges.hf.tensors import Pair
+
+
+def linear_pairs(theirs: str, ours: str) -> list[Pair]:
+  """Returns the pairs of a linear layer with a bias, stored as [out, in]."""
+  return [Pair(f'{theirs}.weight', f'{ours}.w', 'I O -> O I'), Pair(f'{theirs}.bias', f'{ours}.b')]
+
+
+def norm_pairs(theirs: str, ours: str) -> list[Pair]:
+  """Returns the pairs of a LayerNorm."""
+  return [Pair(f'{theirs}.weight', f'{ours}.scale'), Pair(f'{theirs}.bias', f'{ours}.bias')]
+
+
+def to_heads_pairs(theirs: str, ours: str) -> list[Pair]:
+  """Returns the pairs of a projection to heads with a bias, stored as [heads x dims, in]."""
+  weight = Pair(f'{theirs}.weight', f'{ours}.w', 'D N H -> (N H) D')
+  return [weight, Pair(f'{theirs}.bias', f'{ours}.b', 'N H -> (N H)')]
+
+
+def from_heads_pairs(theirs: str, ours: str) -> list[Pair]:
+  """Returns the pairs of a projection from heads with a bias, stored as [out, heads x dims]."""
+  return [Pair(f'{theirs}.weight', f'{ours}.w', 'N H D -> D (N H)'), Pair(f'{theirs}.bias', f'{ours}.b')]
