@@ -48,24 +48,40 @@ def predict_files(
   with contextlib.suppress(UserError):  # The data of the run may be elsewhere.
     if any(file.endswith(_ARRAYS) for file in files):
       structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
-  for file in files:
-    if not os.path.exists(file):
-      raise DataError(f'there is no file {file}')
-    with prefix_errors(file):
-      for batch in _batches(model, file, batch_size, structs):
-        try:
-          out = compute(batch)
-        except ShapesError as error:
-          _check_shapes(batch, structs, lambda shape: shape)
-          raise error
-        named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
-        if not named:
-          raise ConfigError(
-            f'{type(model.layer).__name__}.compute_loss reports no values of single examples; those are its second '
-            "result, a dict such as {'loss': loss_B}"
-          )
-        weights = np.asarray(canonical_rows(batch, 'batch')['weights'])
-        yield from examples_of(named, weights)
+  for where, batch in _batches_of_files(model, files, batch_size, structs):
+    with prefix_errors(where):
+      try:
+        out = compute(batch)
+      except ShapesError as error:
+        _check_shapes(batch, structs, lambda shape: shape)
+        raise error
+      named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
+      if not named:
+        raise ConfigError(
+          f'{type(model.layer).__name__}.compute_loss reports no values of single examples; those are its second '
+          "result, a dict such as {'loss': loss_B}"
+        )
+      examples = examples_of(named, np.asarray(canonical_rows(batch, 'batch')['weights']))
+    yield from examples
+
+
+def _batches_of_files(
+  model: TrainedModel, files: Sequence[str], batch_size: int, structs: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+  """Yields batches, each with the name of its file for messages; images that follow one another share batches."""
+  for are_images, together in itertools.groupby(files, lambda file: file.lower().endswith(_IMAGES)):
+    if are_images:
+      yield from _image_batches(model, list(together), batch_size)
+      continue
+    for file in together:
+      _check_exists(file)
+      with prefix_errors(file):
+        yield from ((file, batch) for batch in _batches(model, file, batch_size, structs))
+
+
+def _check_exists(file: str) -> None:
+  if not os.path.exists(file):
+    raise DataError(f'there is no file {file}')
 
 
 def _batches(
@@ -73,9 +89,6 @@ def _batches(
 ) -> Iterator[Mapping[str, Any]]:
   if file.endswith('.npy'):
     raise DataError("an array in a .npy has no name; save the arrays by name in a .npz, as np.savez('a.npz', x=x) does")
-  if file.lower().endswith(_IMAGES):
-    yield _image_row(model, file)
-    return
   if not file.endswith(_ARRAYS):
     yield from _dataset_for(model, file)
     return
@@ -173,15 +186,23 @@ def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
   raise ConfigError(f'the datasets of the run read no files: {kinds}; pass .npz or .jsonl files')
 
 
-def _image_row(model: TrainedModel, file: str) -> Rows:
-  """Returns the image of a file as a dataset of the run reads it in evaluation; the first of those that read images."""
+def _image_batches(model: TrainedModel, files: Sequence[str], batch_size: int) -> Iterator[tuple[str, Rows]]:
+  """Yields batches of images, as the first dataset of the run that reads images reads them in evaluation."""
   configs = sorted(model.config.datasets, key=lambda config: bool(config.is_training))
-  for config in configs:
-    if isinstance(kind := target(config), type) and issubclass(kind, ImageRecordInput):
-      reader = config.clone(file_pattern=file).instantiate()
-      with open(file, 'rb') as opened:
-        return canonical_rows({'image': reader.read_image(opened.read())[None]}, 'image')
-  raise ConfigError('the datasets of the run read no images; pass .npz or .jsonl files')
+  readers = (c for c in configs if isinstance(kind := target(c), type) and issubclass(kind, ImageRecordInput))
+  config = next(readers, None)
+  if config is None:
+    raise ConfigError(f'{files[0]}: the datasets of the run read no images; pass .npz or .jsonl files')
+  reader = config.clone(file_pattern=files[0]).instantiate()
+  for start in range(0, len(files), batch_size):
+    several = files[start : start + batch_size]
+    images = []
+    for file in several:
+      _check_exists(file)
+      with prefix_errors(file), open(file, 'rb') as opened:
+        images.append(reader.read_image(opened.read()))
+    where = several[0] if len(several) == 1 else f'{several[0]} and {len(several) - 1} more'
+    yield where, canonical_rows({'image': np.stack(images)}, 'image')
 
 
 def _name(config: Config) -> str:

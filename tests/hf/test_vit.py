@@ -243,6 +243,12 @@ def test_an_imported_classifier_predicts_files_trains_and_is_exported(tmp_path, 
   logits = vit_by_hand.outputs(config, tensors, ((pixels / 255 - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7])[None])[0]
   expected = np.exp(logits) / np.exp(logits).sum()
   np.testing.assert_allclose(printed['probabilities'], expected, atol=1e-4)
+  (tmp_path / 'c.png').write_bytes(tf.io.encode_png(255 - pixels).numpy())
+  several = [str(tmp_path / f'{name}.png') for name in 'aca']
+  assert main(['predict', f'--job_log_dir={run}', *several]) == 0
+  rows = [json.loads(line)['probabilities'] for line in capsys.readouterr().out.splitlines()[-3:]]
+  np.testing.assert_allclose(rows[::2], [expected] * 2, atol=1e-4)
+  assert not np.allclose(rows[1], expected, atol=1e-3)
   (tmp_path / 'b.png').write_bytes(b'no image')
   assert main(['predict', f'--job_log_dir={run}', str(tmp_path / 'b.png')]) != 0
   assert 'b.png: is not a JPEG, PNG, BMP or GIF image: ' in capsys.readouterr().err

@@ -354,6 +354,21 @@ def test_prefixes_outlive_the_rows_that_read_them(mesh):
   assert [len(p._compiled) for p in (own._programs._keep, own._programs._fetch, own._programs._read)] == [1] * 3
 
 
+def test_a_row_that_a_prompt_only_extends_takes_no_place():
+  """The second turn of a chat overwrites nothing, so the prefix of another one stays in the only place."""
+  own = batcher(ONE, rows=1, kept_prefixes=1, chunks_per_step=20)
+  first, other = TURNS[:2]
+  settings = {'max_tokens': 3, 'temperature': 0.0}
+  for prompt in (first, other):
+    answer = own.submit(prompt, **settings)
+    own.run()
+  own.submit([*other.encode(), *answer.ids, 32], **settings)
+  own.run()
+  again = own.submit(f'{first} so?', **settings)
+  own.run()
+  assert again.shared >= len(first)
+
+
 def test_a_store_keeps_what_was_used_last_and_nothing_twice():
   store, one, two, three = PrefixStore(2, 3), [1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]
   assert store.find(one) is None and store.keep([1, 1]) is None  # Too few.
