@@ -14,6 +14,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import MultiTokenPrediction
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.models.decoding import Sampler, SpeculativeSampler
+from praxis_lite.runs.prompts import task_with_sampler
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -119,3 +120,9 @@ def test_the_memory_of_the_heads_is_counted():
   slots = 2 * 16 * 4  # Of rows, in float32.
   # What the softmax reads, and the caches of two modules.
   assert with_heads.state_bytes(2, 16) - without.state_bytes(2, 16) >= slots * (12 + 2 * 2 * 12)
+
+
+def test_a_look_up_takes_the_place_of_own_heads():
+  task = task_with_sampler(Config(SingleTask, model=config()), lookup=2)
+  decoder = task.instantiate().model.decoder
+  assert (decoder.lookup, decoder.own_heads) == (2, False)

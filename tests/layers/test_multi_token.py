@@ -136,3 +136,14 @@ def test_what_is_out_of_range_is_refused(fields):
   model.lm_tpl.mtp_tpl.set(**fields)
   with pytest.raises(ConfigError, match=rf'lm.mtp.{next(iter(fields))}: expected at least'):
     model.instantiate()
+
+
+def test_heads_add_no_z_loss():
+  plain, own = config(mtp=False), config()
+  for model in (plain, own):
+    model.lm_tpl.softmax_tpl.z_loss_weight = 0.01
+  _, of_own = own.instantiate().apply(variables(), batch())
+  _, of_plain = plain.instantiate().apply({'lm': {n: w for n, w in variables()['lm'].items() if n != 'mtp'}}, batch())
+  (value, weight), (expected, one) = (side.aux_losses['lm.softmax/z_loss'] for side in (of_own, of_plain))
+  assert weight == one == 0.01
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
