@@ -91,7 +91,7 @@ def _metric_of(states: Sequence[RunState], metric: str | None) -> str:
 
 
 def _finished_run(state: RunState, metric: str, trusted: Sequence[str]) -> FinishedRun:
-  """Returns a run as a `FinishedRun`; raises UserError with the reason if it is none."""
+  """Returns a run as a `FinishedRun`; raises a UserError that says why it cannot be one."""
   from praxis_lite.instruments.explain.report import batch_of
   from praxis_lite.instruments.plan.scaling_law import FinishedRun
   from praxis_lite.runs.records.record import read_record

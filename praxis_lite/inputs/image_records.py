@@ -124,13 +124,13 @@ class ImageRecordInput(TFRecordInput):
     image, label = self._decode(record)
     # The content tells records apart, wherever they are in their files.
     of_record = tf.stack([tf.strings.to_hash_bucket_fast(record, 2**62), tf.cast(seed, tf.int64)])
-    image = self._augmented(image, of_record) if self.augment else self._middle_of(image)
+    image = self._augment(image, of_record) if self.augment else self._middle_of(image)
     example = {'image': image_ops.normalize(image, self.mean, self.std)}
     if label is not None:
       example['label'] = tf.cast(label - self.first_label, tf.int32)
     return example
 
-  def _augmented(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+  def _augment(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     tf = import_tensorflow()
     of_crop, of_flip, of_rest = tf.unstack(tf.random.experimental.stateless_split(seed, 3), num=3)
     image = image_ops.random_resized_crop(image, self.image_size, of_crop, self.crop_area, self.crop_aspect)

@@ -81,7 +81,7 @@ def _equalize(image: tf.Tensor, draw: Draw) -> tf.Tensor:
   """Each value becomes the share of pixels of its channel up to it, which spreads the values evenly."""
   tf = import_tensorflow()
 
-  def of_channel(channel: Any) -> Any:
+  def equalize_channel(channel: Any) -> Any:
     counts = tf.math.bincount(tf.cast(tf.reshape(channel, (-1,)), tf.int32), minlength=256, maxlength=256)
     below = tf.cumsum(counts)
     first = tf.reduce_min(tf.boolean_mask(below, counts > 0))
@@ -89,7 +89,7 @@ def _equalize(image: tf.Tensor, draw: Draw) -> tf.Tensor:
     table = tf.cast(tf.maximum(below - first, 0) * 255 // rest, tf.uint8)
     return tf.cond(below[-1] > first, lambda: tf.gather(table, tf.cast(channel, tf.int32)), lambda: channel)
 
-  return tf.stack([of_channel(channel) for channel in tf.unstack(image, axis=-1)], axis=-1)
+  return tf.stack([equalize_channel(channel) for channel in tf.unstack(image, axis=-1)], axis=-1)
 
 
 def _invert(image: tf.Tensor, draw: Draw) -> tf.Tensor:

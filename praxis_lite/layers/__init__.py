@@ -66,7 +66,7 @@ from praxis_lite.layers.positions import (
   grid_positions,
 )
 from praxis_lite.layers.projections import PerDimScale, Projection
-from praxis_lite.layers.quantizers import GumbelQuantizer, Quantized, RandomVectorQuantizer, VectorQuantizer
+from praxis_lite.layers.quantizers import GumbelQuantizer, QuantizedVectors, RandomVectorQuantizer, VectorQuantizer
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.rg_lru import RgLru
@@ -170,7 +170,7 @@ __all__ = [
   'Prefix',
   'ProbabilityDropout',
   'Projection',
-  'Quantized',
+  'QuantizedVectors',
   'RMSNorm',
   'RMSNormNoScale',
   'RandomVectorQuantizer',

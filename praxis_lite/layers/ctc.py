@@ -53,7 +53,7 @@ def ctc_loss(
   import optax  # Only those who call this need it.
 
   logits_BTV = jnp.where(paddings_BT[..., None] != 0, 0, logits_BTV.astype(jnp.float32))
-  labels_BU, label_paddings_BU = _at_least_one(labels_BU, label_paddings_BU, blank_id)
+  labels_BU, label_paddings_BU = _clear_labels(labels_BU, label_paddings_BU, blank_id)
   is_padding_BT = (paddings_BT != 0).astype(jnp.float32)
   return optax.ctc_loss(logits_BTV, is_padding_BT, labels_BU, label_paddings_BU, blank_id=blank_id)
 
@@ -73,9 +73,9 @@ def ctc_alignment(
   *,
   blank_id: int = 0,
 ) -> CtcAlignment:
-  """Returns the most probable path of the labels (Viterbi); the arguments are those of `ctc_loss`."""
+  """Returns the most probable path of the labels (Viterbi); the arguments are the same as for `ctc_loss`."""
   is_frame_BT = paddings_BT == 0
-  labels_BU, label_paddings_BU = _at_least_one(labels_BU, label_paddings_BU, blank_id)
+  labels_BU, label_paddings_BU = _clear_labels(labels_BU, label_paddings_BU, blank_id)
   states_BS = _insert_blanks(labels_BU, blank_id)
   clean_BTV = jnp.where(is_frame_BT[..., None], logits_BTV.astype(jnp.float32), 0)
   emitted_BTS = jnp.take_along_axis(jax.nn.log_softmax(clean_BTV), states_BS[:, None], axis=2)
@@ -136,7 +136,7 @@ def _shift(x_BS: jax.Array, count: int, fill: float) -> jax.Array:
   return jnp.pad(x_BS, ((0, 0), (count, 0)), constant_values=fill)[:, : x_BS.shape[1]]
 
 
-def _at_least_one(labels_BU: jax.Array, paddings_BU: jax.Array, blank_id: int) -> tuple[jax.Array, jax.Array]:
+def _clear_labels(labels_BU: jax.Array, paddings_BU: jax.Array, blank_id: int) -> tuple[jax.Array, jax.Array]:
   """Returns labels, blanks where there is padding, and paddings, 0 or 1, both with at least one column."""
   is_padding_BU = paddings_BU != 0
   labels_BU = jnp.where(is_padding_BU, blank_id, labels_BU).astype(jnp.int32)

@@ -70,7 +70,7 @@ def _read_chunk(state_BNSH: jax.Array, tokens: DeltaTokens) -> tuple[jax.Array, 
   """Returns the state after a chunk, and the outputs in it."""
   value_BMNH, decay_BLN, rate_BLN, key_BMGS, query_BLGS, starts_BL = tokens
   L, N, dtype, sums = *value_BMNH.shape[1:3], value_BMNH.dtype, sum_dtype(value_BMNH)
-  decay = ChunkDecay.of(decay_BLN, starts_BL)
+  decay = ChunkDecay.from_decays(decay_BLN, starts_BL)
   key_BMNS, query_BLNS = expand_groups(key_BMGS, 2, N), expand_groups(query_BLGS, 2, N)
 
   def product(formula: str, *arrays: jax.Array) -> jax.Array:

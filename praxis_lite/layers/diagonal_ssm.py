@@ -31,7 +31,7 @@ from praxis_lite.layers.base import WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
-from praxis_lite.layers.precision import to_sum_dtype, widen
+from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_space import segment_starts
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, JointInit, WeightHParams, WeightHParamsCollection, WeightInit
@@ -44,7 +44,7 @@ class DiagonalSsm(Mixer):
 
   Attributes:
     num_heads: N, a divisor of D; D heads make S4D, and one makes S5.
-    state_dims: S, complex numbers, of which each also stands for its conjugate.
+    state_dims: S, the number of complex states; each also stands for its conjugate.
     form: how a whole row is computed: 'scan', by an associative scan; or 'convolution', by a Fourier transform, which
       takes no packed rows. Decoding is always a recurrence.
     step_range: the least and the largest step at the start of training.
@@ -156,7 +156,7 @@ class DiagonalSsm(Mixer):
     return jnp.fft.irfft(jnp.einsum('BFNK,FNHK->BFNH', u_BFNK, kernel_FNHK), size, axis=1)[:, :T]
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
-    dtype = jnp.promote_types(jnp.complex64, widen(self.fprop_dtype))
+    dtype = jnp.promote_types(jnp.complex64, sum_dtype_of(self.fprop_dtype))
     self._keep(jnp.zeros((batch_size, self.num_heads, self.state_dims), dtype))
 
   def token_flops(self, length: int) -> TokenFlops:

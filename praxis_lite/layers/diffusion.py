@@ -32,7 +32,7 @@ SCHEDULES = ('cosine', 'linear', 'flow')
 PREDICTIONS = ('epsilon', 'v', 'velocity')
 SAMPLERS = ('ddim', 'ancestral', 'euler', 'heun')
 _BETAS = (0.1, 20.0)
-_TINY = 1e-4  # Least alpha by which an estimate is divided.
+_TINY = 1e-4  # Estimates are divided by alpha, or by this if alpha is less.
 
 
 def check_process(schedule: str, prediction: str, where: str) -> None:
@@ -59,7 +59,7 @@ def signal_and_noise(t: jax.Array, schedule: str) -> tuple[jax.Array, jax.Array]
 
 def add_noise(x: jax.Array, noise: jax.Array, t: jax.Array, schedule: str) -> jax.Array:
   """Returns x_t, [B, ...], for x and noise [B, ...] and times [B]."""
-  alpha, sigma = (_as_rows(c, x) for c in signal_and_noise(t, schedule))
+  alpha, sigma = (_expand_rows(c, x) for c in signal_and_noise(t, schedule))
   return alpha * x + sigma * noise
 
 
@@ -69,7 +69,7 @@ def prediction_target(x: jax.Array, noise: jax.Array, t: jax.Array, schedule: st
     return noise
   if prediction == 'velocity':
     return noise - x
-  alpha, sigma = (_as_rows(c, x) for c in signal_and_noise(t, schedule))
+  alpha, sigma = (_expand_rows(c, x) for c in signal_and_noise(t, schedule))
   return alpha * noise - sigma * x
 
 
@@ -84,7 +84,7 @@ def estimates(
     schedule, prediction: see the top of this file.
     limit: bounds the absolute value of the estimate of x; the noise is what remains then. None does not.
   """
-  alpha, sigma = (_as_rows(c, x_t) for c in signal_and_noise(t, schedule))
+  alpha, sigma = (_expand_rows(c, x_t) for c in signal_and_noise(t, schedule))
   if prediction == 'epsilon':
     x, noise = (x_t - sigma * output) / jnp.maximum(alpha, _TINY), output
   elif prediction == 'v':
@@ -128,11 +128,11 @@ def sample(
   # At t = 0, the derivative of sigma of 'linear' is infinite.
   times = jnp.asarray(np.linspace(first, 0, num_steps + 1), jnp.float32)
 
-  def at(x_t: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def estimate(x_t: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     return estimates(predict(x_t, t), x_t, t, schedule, prediction, limit)
 
   def slope(x_t: jax.Array, t: jax.Array) -> jax.Array:
-    x, noise = at(x_t, t)
+    x, noise = estimate(x_t, t)
     _, (of_alpha, of_sigma) = jax.jvp(lambda t: signal_and_noise(t, schedule), (t,), (jnp.ones_like(t),))
     return of_alpha * x + of_sigma * noise
 
@@ -143,7 +143,7 @@ def sample(
     if sampler == 'heun':
       here = slope(x_t, t)
       return x_t + (s - t) * 0.5 * (here + slope(x_t + (s - t) * here, s))
-    x, noise = at(x_t, t)
+    x, noise = estimate(x_t, t)
     alpha_s, sigma_s = signal_and_noise(s, schedule)
     if sampler == 'ddim':
       return alpha_s * x + sigma_s * noise
@@ -159,6 +159,6 @@ def sample(
   return x
 
 
-def _as_rows(c: jax.Array, x: jax.Array) -> jax.Array:
+def _expand_rows(c: jax.Array, x: jax.Array) -> jax.Array:
   """Returns coefficients [B] as [B, 1, ...] of the rank of x; scalars as they are."""
   return c.reshape(*c.shape, *(1,) * (x.ndim - 1)) if c.ndim else c

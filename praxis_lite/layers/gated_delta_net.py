@@ -25,7 +25,7 @@ from praxis_lite.layers.delta_rule import DeltaTokens, scan_delta_rule
 from praxis_lite.layers.grouped_mixer import GroupedMixer
 from praxis_lite.layers.mixers import Axes
 from praxis_lite.layers.normalizations import Norm, RMSNorm, to_units
-from praxis_lite.layers.precision import to_sum_dtype, widen
+from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection
 from praxis_lite.layers.state_space import segment_starts
 
@@ -91,7 +91,7 @@ class GatedDeltaNet(GroupedMixer):
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     self._start_convolutions(batch_size)
     shape = batch_size, self.num_heads, self.key_dims, self.dims_per_head
-    self._keep(jnp.zeros(shape, widen(self.fprop_dtype)))
+    self._keep(jnp.zeros(shape, sum_dtype_of(self.fprop_dtype)))
 
   def token_flops(self, length: int) -> TokenFlops:
     N, H, S = self.num_heads, self.dims_per_head, self.key_dims

@@ -20,7 +20,7 @@ from praxis_lite.layers.precision import to_sum_dtype
 
 
 class MixedImages(NamedTuple):
-  """Images of which each has a part of the one before.
+  """Images that each contain a part of the one before.
 
   Attributes:
     image: [B, h, w, C], at least float32.

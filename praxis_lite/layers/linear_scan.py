@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-Pair = tuple[jax.Array, jax.Array]
+_Pair = tuple[jax.Array, jax.Array]
 
 
 def scan_states(decay: jax.Array, inputs: jax.Array, state: jax.Array | None = None) -> jax.Array:
@@ -29,7 +29,7 @@ def scan_states(decay: jax.Array, inputs: jax.Array, state: jax.Array | None = N
   if inputs.shape[1] == 1:
     return inputs
 
-  def combine(earlier: Pair, later: Pair) -> Pair:
+  def combine(earlier: _Pair, later: _Pair) -> _Pair:
     return earlier[0] * later[0], later[0] * earlier[1] + later[1]
 
   states: jax.Array = jax.lax.associative_scan(combine, (jnp.broadcast_to(decay, inputs.shape), inputs), axis=1)[1]

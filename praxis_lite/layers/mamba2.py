@@ -25,10 +25,10 @@ from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.grouped_mixer import GroupedMixer
 from praxis_lite.layers.mixers import Axes, pick_entries
-from praxis_lite.layers.precision import to_sum_dtype, widen
+from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection
 from praxis_lite.layers.state_parts import scan_in_parts
-from praxis_lite.layers.state_space import Tokens, scan_in_chunks, segment_starts
+from praxis_lite.layers.state_space import StateTokens, scan_in_chunks, segment_starts
 from praxis_lite.sharding.weights import (
   WeightHParams,
   WeightHParamsCollection,
@@ -130,7 +130,7 @@ class Mamba2(GroupedMixer):
       step_BTN = jnp.where(pos_BT[..., None] >= 0, step_BTN, 0)  # A step of 0 leaves the state as it is.
     decay_BTN = -step_BTN * jnp.exp(self.theta.log_decay)
     scaled_BTNH = (value_BTNH * step_BTN[..., None]).astype(value_BTNH.dtype)
-    tokens = Tokens(scaled_BTNH, decay_BTN, key_BTGS, query_BTGS, segment_starts(segment_ids))
+    tokens = StateTokens(scaled_BTNH, decay_BTN, key_BTGS, query_BTGS, segment_starts(segment_ids))
     parts = self._num_parts() if pos_BT is None else 1
     if parts > 1:
       y_BTNH = scan_in_parts(tokens, self.chunk_size, parts, self._shard_parts)
@@ -146,7 +146,7 @@ class Mamba2(GroupedMixer):
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     self._start_convolutions(batch_size)
     shape = batch_size, self.num_heads, self.dims_per_head, self.state_dims
-    self._keep(jnp.zeros(shape, widen(self.fprop_dtype)))
+    self._keep(jnp.zeros(shape, sum_dtype_of(self.fprop_dtype)))
 
   def token_flops(self, length: int) -> TokenFlops:
     N, H, G, S = self.num_heads, self.dims_per_head, self.num_groups, self.state_dims

@@ -4,7 +4,8 @@
     h_k = norm_k(block_k([norm(embedding(ids[t + k])); norm(h_{k-1}[t])] join_k)),  k = 1, 2, ...
     softmax(h_k[t]) predicts ids[t + k + 1]
 
-Embedding and softmax are those of the model. Module k sees the true token t + k, so all of them are trained at once.
+The modules use the embedding and the softmax of the model. Module k sees the true token t + k, so all of them are
+trained at once.
 
 B batch, T length, D model dims, V vocabulary.
 """

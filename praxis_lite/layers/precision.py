@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 
-def widen(dtype: DTypeLike | None) -> jnp.dtype:
+def sum_dtype_of(dtype: DTypeLike | None) -> jnp.dtype:
   """Returns the dtype of sums of products in a dtype; None means float32."""
   return jnp.promote_types(jnp.float32, jnp.float32 if dtype is None else dtype)
 
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
   """Returns the dtype of sums of products of these arrays: float64 if one of them is float64, otherwise float32."""
-  return widen(jnp.result_type(*(x.dtype for x in arrays)))
+  return sum_dtype_of(jnp.result_type(*(x.dtype for x in arrays)))
 
 
 def to_sum_dtype(x: jax.Array) -> jax.Array:

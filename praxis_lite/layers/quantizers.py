@@ -31,7 +31,7 @@ _LEAST_COUNT = 1e-12  # By which the sum of the vectors of a code is divided.
 _MOST_COUNTED = 1 << 16  # Usage of more codes than this is not counted.
 
 
-class Quantized(NamedTuple):
+class QuantizedVectors(NamedTuple):
   """What a quantizer returns.
 
   Attributes:
@@ -65,7 +65,7 @@ class Quantizer(Layer):
     """V."""
     raise NotImplementedError
 
-  def __call__(self, z: jax.Array, paddings: jax.Array | None = None) -> Quantized:
+  def __call__(self, z: jax.Array, paddings: jax.Array | None = None) -> QuantizedVectors:
     """Returns the codes of vectors and their vectors, through which gradients flow to z.
 
     Args:
@@ -84,7 +84,7 @@ class Quantizer(Layer):
     z32 = jnp.where(real[..., None], to_sum_dtype(z), 0)
     vectors, codes = self._quantize(z32, real)
     self._record_usage(codes, real)
-    return Quantized(self.shard(vectors.astype(self.fprop_dtype)), codes)
+    return QuantizedVectors(self.shard(vectors.astype(self.fprop_dtype)), codes)
 
   def lookup(self, codes: jax.Array) -> jax.Array:
     """Returns the vectors [..., D] of codes, [..., G] from 0 to V - 1."""
@@ -328,7 +328,7 @@ class RandomVectorQuantizer(_CodebookQuantizer):
 
       code = argmax_v  unit(z W_g) . unit(codebook_gv)
 
-  There is no gradient. The vectors are those of the codebook, [..., G * E].
+  There is no gradient. The vectors come from the codebook, [..., G * E].
 
   Attributes:
     code_dims: E; each group projects all D dims to E.
@@ -367,7 +367,7 @@ class GumbelQuantizer(_CodebookQuantizer):
 
       logits = z W + b,  soft = softmax((logits + gumbel noise) / temperature),  y = one_hot(argmax soft) codebook
 
-  The gradient of the one-hot vector is that of `soft`. In evaluation there is no noise.
+  The one-hot vector has the gradient of `soft`. In evaluation there is no noise.
 
       diversity = 1 - mean_g exp(H(p_g)) / V, with p_g the mean probabilities of the batch   (Baevski et al., 2020)
       kl        = mean_n sum_g KL(p_ng || uniform), in nats                                  (Ramesh et al., 2021)

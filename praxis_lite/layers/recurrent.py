@@ -20,7 +20,7 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import ActivationSplit
 from praxis_lite.layers.block_arrays import join_blocks, to_blocks
 from praxis_lite.layers.mixers import Axes, Mixer
-from praxis_lite.layers.rnn_cells import LstmCellSimple, RnnCell, State, Weights
+from praxis_lite.layers.rnn_cells import CellState, LstmCellSimple, RnnCell, Weights
 from praxis_lite.layers.state_space import segment_starts
 
 
@@ -30,14 +30,14 @@ class _Tokens(NamedTuple):
   projected: jax.Array
   starts: jax.Array | None
   is_padding: jax.Array | None
-  kept: State | None  # Which entries of the state keep their values by zoneout.
+  kept: CellState | None  # Which entries of the state keep their values by zoneout.
 
 
 DIRECTIONS = ('forward', 'backward', 'both')
 
 
 class Recurrent(Mixer):
-  """Layers of cells, each of which reads the outputs of the layer before.
+  """Layers of cells; each layer reads the outputs of the one before.
 
   Attributes:
     input_dims: D.
@@ -104,7 +104,7 @@ class Recurrent(Mixer):
       x_BTD: rows of tokens.
       segment_ids: [B, T] int32; each segment starts with a state of zeros.
       segment_pos, prefix_lengths: see `Mixer`.
-      paddings: [B, T], nonzero for padding tokens, whose output is that of the token before.
+      paddings: [B, T], nonzero for padding tokens, which repeat the output of the token before.
     """
     self._refuse_prefixes(prefix_lengths)
     return self._read(x_BTD, segment_ids, None if paddings is None else paddings != 0)
@@ -142,9 +142,9 @@ class Recurrent(Mixer):
     x_BTD: jax.Array,
     segment_ids: jax.Array | None,
     is_padding_BT: jax.Array | None,
-    state: State | None,
+    state: CellState | None,
     backward: bool,
-  ) -> tuple[jax.Array, State]:
+  ) -> tuple[jax.Array, CellState]:
     """Returns the outputs of a cell, [B, T, O], and its last state."""
     B, T = x_BTD.shape[:2]
     if backward:
@@ -155,20 +155,20 @@ class Recurrent(Mixer):
     y_BTO = y_BTO.astype(self.fprop_dtype)
     return (y_BTO[:, ::-1] if backward else y_BTO), state
 
-  def _draw_kept(self, cell: RnnCell, B: int, T: int) -> State | None:
+  def _draw_kept(self, cell: RnnCell, B: int, T: int) -> CellState | None:
     if cell.zo_prob == 0 or self.do_eval:
       return None
     keys = jax.random.split(self.next_prng_key(), len(cell.state_sizes()))
     sizes = cell.state_sizes().items()
     return {name: jax.random.bernoulli(key, cell.zo_prob, (B, T, dims)) for key, (name, dims) in zip(keys, sizes)}
 
-  def _scan(self, cell: RnnCell, tokens: _Tokens, state: State) -> tuple[jax.Array, State]:
+  def _scan(self, cell: RnnCell, tokens: _Tokens, state: CellState) -> tuple[jax.Array, CellState]:
     """Returns the outputs, [B, T, O], and the last state."""
     B, T = tokens.projected.shape[:2]
     weights = cell.step_weights()
     is_mean = self.do_eval
 
-    def step(state: State, token: _Tokens) -> tuple[State, jax.Array]:
+    def step(state: CellState, token: _Tokens) -> tuple[CellState, jax.Array]:
       state = _step(cell, weights, state, token, is_mean)
       return state, cell.get_output(state)
 
@@ -188,7 +188,7 @@ class Recurrent(Mixer):
     if is_padding is not None:  # What fills the last chunk is padding.
       chunks = chunks._replace(is_padding=~cut(~is_padding))
 
-    def read_chunk(state: State, chunk: _Tokens) -> tuple[State, jax.Array]:
+    def read_chunk(state: CellState, chunk: _Tokens) -> tuple[CellState, jax.Array]:
       if self.truncate_gradients:
         state = jax.lax.stop_gradient(state)
       return jax.lax.scan(step, state, chunk)
@@ -197,7 +197,7 @@ class Recurrent(Mixer):
     return join_blocks(jnp.moveaxis(y_CLBO, 1, 2), T), state
 
 
-def _step(cell: RnnCell, weights: Weights, state: State, token: _Tokens, is_mean: bool) -> State:
+def _step(cell: RnnCell, weights: Weights, state: CellState, token: _Tokens, is_mean: bool) -> CellState:
   """Returns the state after a token."""
   if token.starts is not None:
     starts_B1 = token.starts[:, None]

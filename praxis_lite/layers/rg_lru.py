@@ -31,7 +31,7 @@ from praxis_lite.layers.causal_conv import CausalConv
 from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
-from praxis_lite.layers.precision import to_sum_dtype, widen
+from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_parts import scan_states_in_parts
 from praxis_lite.layers.state_space import segment_starts
@@ -163,7 +163,7 @@ class RgLru(Mixer):
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     self.conv.init_decode_state(batch_size)
-    self._keep(jnp.zeros((batch_size, *self._shape), widen(self.fprop_dtype)))
+    self._keep(jnp.zeros((batch_size, *self._shape), sum_dtype_of(self.fprop_dtype)))
 
   def token_flops(self, length: int) -> TokenFlops:
     N, H = self._shape

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.mixers import pick_entries
-from praxis_lite.layers.precision import sum_dtype, to_sum_dtype, widen
+from praxis_lite.layers.precision import sum_dtype, sum_dtype_of, to_sum_dtype
 from praxis_lite.sharding.weights import (
   SplitDimsMapping,
   WeightHParams,
@@ -29,7 +29,7 @@ from praxis_lite.sharding.weights import (
   WeightInit,
 )
 
-State = dict[str, jax.Array]
+CellState = dict[str, jax.Array]
 Weights = dict[str, jax.Array]
 
 
@@ -96,12 +96,12 @@ class RnnCell(Layer):
     """Returns the number of dims of each array of a state."""
     return {'m': self.num_output_nodes}
 
-  def init_states(self, batch_size: int) -> State:
+  def init_states(self, batch_size: int) -> CellState:
     """Returns the state before the first token, zeros [B, ...] in the dtype of sums."""
-    dtype = widen(self.fprop_dtype)
+    dtype = sum_dtype_of(self.fprop_dtype)
     return {name: jnp.zeros((batch_size, dims), dtype) for name, dims in self.state_sizes().items()}
 
-  def get_output(self, state: State) -> jax.Array:
+  def get_output(self, state: CellState) -> jax.Array:
     """Returns [B, O] of a state."""
     return state['m']
 
@@ -113,7 +113,7 @@ class RnnCell(Layer):
     """Returns the weights that `step` needs, read once before a loop over tokens."""
     return {name: getattr(self.theta, name) for name in self._weights if name != 'w_in'}
 
-  def step(self, weights: Weights, state: State, projected_BGH: jax.Array) -> State:
+  def step(self, weights: Weights, state: CellState, projected_BGH: jax.Array) -> CellState:
     """Returns the next state, [B, ...].
 
     Args:
@@ -123,7 +123,7 @@ class RnnCell(Layer):
     """
     raise NotImplementedError
 
-  def _from_state(self, weights: Weights, state: State) -> jax.Array:
+  def _project_state(self, weights: Weights, state: CellState) -> jax.Array:
     """Returns the part of the gates that depends on the state, [B, G, H]."""
     w_OGH = weights['w_state']
     m_BO = state['m'].astype(w_OGH.dtype)
@@ -164,8 +164,8 @@ class LstmCellSimple(RnnCell):
   def state_sizes(self) -> dict[str, int]:
     return {'m': self.num_output_nodes, 'c': self.hidden_size}
 
-  def step(self, weights: Weights, state: State, projected_BGH: jax.Array) -> State:
-    gates_BGH = self._add_bias(weights, to_sum_dtype(projected_BGH) + self._from_state(weights, state))
+  def step(self, weights: Weights, state: CellState, projected_BGH: jax.Array) -> CellState:
+    gates_BGH = self._add_bias(weights, to_sum_dtype(projected_BGH) + self._project_state(weights, state))
     of = dict(zip(self._gates, jnp.moveaxis(gates_BGH, 1, 0)))
     forget = jax.nn.sigmoid(of['f'] + self.forget_gate_bias)
     admit = 1 - forget if 'g' not in of else jax.nn.sigmoid(of['g'])
@@ -224,9 +224,9 @@ class GruCell(RnnCell):
     )
     self.create_variable('b_state', weight)
 
-  def step(self, weights: Weights, state: State, projected_BGH: jax.Array) -> State:
+  def step(self, weights: Weights, state: CellState, projected_BGH: jax.Array) -> CellState:
     r_x, z_x, n_x = jnp.moveaxis(to_sum_dtype(projected_BGH) + weights['b'], 1, 0)
-    r_m, z_m, n_m = jnp.moveaxis(self._from_state(weights, state), 1, 0)
+    r_m, z_m, n_m = jnp.moveaxis(self._project_state(weights, state), 1, 0)
     update = jax.nn.sigmoid(z_x + z_m)
     candidate = jnp.tanh(n_x + jax.nn.sigmoid(r_x + r_m) * (n_m + weights['b_state']))
     return {'m': update * state['m'] + (1 - update) * candidate}

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.linear_scan import scan_states
-from praxis_lite.layers.state_space import Tokens, expand_groups, scan_in_chunks
+from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_chunks
 
 ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]  # Splits an array whose dimensions have these letters.
 
 
-def scan_in_parts(tokens: Tokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
+def scan_in_parts(tokens: StateTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
   """Returns the outputs of `scan_in_chunks`, [B, T, N, H], from a state of zeros.
 
   Args:
@@ -33,7 +33,7 @@ def scan_in_parts(tokens: Tokens, chunk: int, num_parts: int, shard: ShardParts)
   """
   T, N = tokens.value.shape[1:3]
   key, query = (shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query))
-  parts = Tokens(
+  parts = StateTokens(
     shard(_cut(tokens.value, num_parts), ('B', 'P', '', 'N', '')),
     shard(_cut(tokens.decay, num_parts), ('B', 'P', '', 'N')),
     key,

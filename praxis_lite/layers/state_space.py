@@ -29,7 +29,7 @@ from praxis_lite.layers.precision import sum_dtype
 TokensT = TypeVar('TokensT')  # A tree of arrays of tokens.
 
 
-class Tokens(NamedTuple):
+class StateTokens(NamedTuple):
   """What the recurrence reads.
 
   Attributes:
@@ -54,7 +54,7 @@ def segment_starts(segment_ids: jax.Array | None) -> jax.Array | None:
 
 
 def scan_in_chunks(
-  tokens: Tokens, state_BNHS: jax.Array | None = None, chunk: int = 256
+  tokens: StateTokens, state_BNHS: jax.Array | None = None, chunk: int = 256
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the outputs, [B, T, N, H] in the dtype of the values, and the state after them, [B, N, H, S].
 
@@ -108,7 +108,7 @@ class ChunkDecay(NamedTuple):
   kept_BN: jax.Array
 
   @classmethod
-  def of(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:
+  def from_decays(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:
     """Returns it for the logarithms of decays, and the tokens at which segments start."""
     total_BLN = jnp.cumsum(decay_BLN, axis=1)
     last_BN = total_BLN[:, -1]
@@ -127,11 +127,11 @@ class ChunkDecay(NamedTuple):
     return cls(between_BNLM, from_before_BLN, to_after_BMN, kept_BN)
 
 
-def _read_chunk(state_BNHS: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+def _read_chunk(state_BNHS: jax.Array, tokens: StateTokens) -> tuple[jax.Array, jax.Array]:
   """Returns the state after a chunk, and the outputs in it."""
   value_BMNH, decay_BLN, key_BMGS, query_BLGS, starts_BL = tokens
   N, dtype, sums = value_BMNH.shape[2], value_BMNH.dtype, sum_dtype(value_BMNH)
-  decay = ChunkDecay.of(decay_BLN, starts_BL)
+  decay = ChunkDecay.from_decays(decay_BLN, starts_BL)
 
   def product(formula: str, *arrays: jax.Array) -> jax.Array:
     return jnp.einsum(formula, *(x.astype(dtype) for x in arrays), preferred_element_type=sums)

@@ -36,7 +36,7 @@ from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat, check_pattern, kinds_of_stack, pattern
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
-from praxis_lite.layers.value_residual import mixes_values, without_value_residual
+from praxis_lite.layers.value_residual import mixes_values, remove_value_residual
 
 T = TypeVar('T')
 
@@ -195,7 +195,7 @@ class StackedTransformer(Layer):
     templates = list(itertools.islice(in_turn, self.num_layers))
     self._mixes_values = any(map(mixes_values, templates))
     if self._mixes_values:
-      templates[0] = without_value_residual(templates[0])
+      templates[0] = remove_value_residual(templates[0])
     self.create_children('layers', templates=templates)
 
   def __call__(self, x_BTD: jax.Array, **kwargs: Any) -> jax.Array:
@@ -267,7 +267,7 @@ class RepeatedTransformer(Repeat):
           'be outside of the pattern; set first_tpl to the template of that block'
         )
       self.first_tpl = (self.layers_tpl,)
-    self.first_tpl = (without_value_residual(self.first_tpl[0]), *self.first_tpl[1:])
+    self.first_tpl = (remove_value_residual(self.first_tpl[0]), *self.first_tpl[1:])
 
   def _first_values(self, x: Any) -> dict[str, jax.Array]:
     if not self._mixes_values:
@@ -387,7 +387,7 @@ class TransformerLm(Layer):
     first, blocks, mtp = getattr(transformer, 'first_tpl', ()), kinds_of_stack(transformer), self.mtp_tpl
     if mtp is not None:
       own = mtp.block_tpl
-      mtp = mtp.clone(input_dims=D, block_tpl=without_value_residual(blocks[-1] if own is None else own))
+      mtp = mtp.clone(input_dims=D, block_tpl=remove_value_residual(blocks[-1] if own is None else own))
       if mtp.norm_tpl is None:
         mtp.norm_tpl = None if final_norm is None else final_norm.clone()
       blocks = *blocks, mtp.block_tpl

@@ -60,11 +60,11 @@ class ValueResidual(Layer):
 
 
 def mixes_values(block: Config) -> bool:
-  """Whether the attention of a block, of which this is the config, mixes its values with those of the first one."""
+  """Whether the attention in the config of a block mixes its values with the values of the first block."""
   return getattr(getattr(block, 'attention_tpl', None), 'value_residual_tpl', None) is not None
 
 
-def without_value_residual(block: Config) -> Config:
+def remove_value_residual(block: Config) -> Config:
   """Returns the config of a block, such as the first one, which does not mix its values."""
   block = block.clone()
   if mixes_values(block):

@@ -123,8 +123,8 @@ class OwnHeads:
     """Returns the state of rows without tokens, with room for `num_slots` tokens in each."""
     return start_heads(self._lm, self._variables, num_rows, num_slots)
 
-  def hidden(self, state: NestedDict, place_BT: jax.Array) -> jax.Array:
-    """Returns what the softmax reads at these positions, [B, T, D]; `state` is that of `StepsWithHidden`."""
+  def read_hidden(self, state: NestedDict, place_BT: jax.Array) -> jax.Array:
+    """Returns what the softmax reads at these positions, [B, T, D]; `state` comes from `StepsWithHidden`."""
     return jnp.take_along_axis(state['hidden'], place_BT[..., None], axis=1, mode='clip')
 
   def extend(

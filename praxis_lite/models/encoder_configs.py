@@ -1,4 +1,4 @@
-"""Configs of encoders in the style of BERT: masked language models, classifiers of texts, and encoders alone."""
+"""Configs of encoders in the style of BERT: masked language models, classifiers of texts, and bare encoders."""
 
 from __future__ import annotations
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.base import Layer
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
@@ -20,9 +18,6 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.sharding.weights import WeightInit
-
-LmT = TypeVar('LmT', bound=Layer)
-Axes = str | tuple[str, ...] | None
 
 
 def transformer_lm(

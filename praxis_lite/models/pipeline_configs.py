@@ -41,12 +41,12 @@ def set_pipeline(
   pipeline.set(batch_axes=batch_axes, stage_remat=stage_remat)
   pipeline.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
   lm = find_network(config)
-  pipelined = {stack: _in_stages(getattr(lm, stack), stack, pipeline.clone()) for stack in stack_fields(lm)}
+  pipelined = {stack: _to_stages(getattr(lm, stack), stack, pipeline.clone()) for stack in stack_fields(lm)}
   lm.set(**pipelined)
   return config
 
 
-def _in_stages(repeated: Config, field: str, pipelined: Config) -> Config:
+def _to_stages(repeated: Config, field: str, pipelined: Config) -> Config:
   """Returns the config of a pipeline with the fields of a `RepeatedTransformer`, which is the value of a field."""
   if not (isinstance(cls := target(repeated), type) and issubclass(cls, RepeatedTransformer | PipelinedTransformer)):
     raise ConfigError(

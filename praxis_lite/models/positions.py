@@ -34,8 +34,8 @@ def check_positions_of_input(limits: Mapping[str, PositionLimit], data: BaseInpu
   if not limits:
     return  # To find the longest segments may take a pass over the data.
   with prefix_errors(data.label):
-    check_positions({name: _with_root(limit) for name, limit in limits.items()}, batch, data.longest_segments())
+    check_positions({name: _add_root(limit) for name, limit in limits.items()}, batch, data.longest_segments())
 
 
-def _with_root(limit: PositionLimit) -> PositionLimit:
+def _add_root(limit: PositionLimit) -> PositionLimit:
   return limit._replace(field=f'task.model.{limit.field}')

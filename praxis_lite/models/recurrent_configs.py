@@ -50,7 +50,7 @@ def mamba2_lm(
     dims_per_head, state_dims, num_groups, kernel_size, chunk_size: see `Mamba2`.
     expand: the heads of a mixer have `expand` times the model dims together.
     attention_every: every block of this number, such as every sixth, is attention with rotary positions and a gated
-      feed-forward layer; None means none is.
+      feed-forward layer; None means that no block is.
     num_attention_heads: heads of attention; None means one for each 64 model dims, at least one.
     tie_embeddings: whether softmax and embedding share a table.
     epsilon: of all norms.

@@ -88,7 +88,7 @@ def set_sharding(
     context_axis: mesh axis that splits the length of all activations (context parallelism); None disables it.
 
   Raises:
-    ConfigError: the config is that of another model.
+    ConfigError: the config describes another kind of model.
   """
   _split(config, _Axes(batch_axes, data_axis, mdl_axis, expert_axis, context_axis))
   return config

@@ -28,7 +28,7 @@ from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.masked_text_model import check_tokens, encode_batch
-from praxis_lite.models.padding import clear_padding
+from praxis_lite.models.padding import make_padding_finite
 from praxis_lite.models.text_classifier import mean_over_tokens
 
 TEXT_POOLINGS = ('first', 'last', 'mean')
@@ -80,7 +80,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
 
   def embed_images(self, batch: NestedDict) -> jax.Array:
     """Returns the embeddings of images, [B, E] float32, of norm 1."""
-    return to_units(self.image_projection(self.image(clear_padding(batch['image'], batch['weights']))))
+    return to_units(self.image_projection(self.image(make_padding_finite(batch['image'], batch['weights']))))
 
   def embed_texts(self, batch: NestedDict) -> jax.Array:
     """Returns the embeddings of texts, [B, E] float32, of norm 1."""

@@ -67,7 +67,7 @@ def vision_transformer(
   """Returns the config of a vision transformer: pre-norm blocks with LayerNorm and biases (Dosovitskiy et al., 2021).
 
   Args:
-    image_size, patch_size: (height, width) in pixels; a number is that of a square.
+    image_size, patch_size: (height, width) in pixels; a number means a square.
     channels, model_dims, num_layers, num_heads, hidden_dims: see `VisionTransformer`.
     pooling: 'class_token', 'mean' or 'attention'.
     class_token: whether there is a class token; None means only if `pooling` needs it.
@@ -89,8 +89,8 @@ def vision_transformer(
     block.residual_tpl = Config(StochasticResidual, rate=stochastic_depth)
   network = Config(
     VisionTransformer,
-    image_size=_both(image_size),
-    patch_size=_both(patch_size),
+    image_size=_to_pair(image_size),
+    patch_size=_to_pair(patch_size),
     channels=channels,
     model_dims=model_dims,
     num_layers=num_layers,
@@ -125,5 +125,5 @@ def image_classifier(
   return model.set(params_init=network.params_init)
 
 
-def _both(size: int | tuple[int, int]) -> tuple[int, int]:
+def _to_pair(size: int | tuple[int, int]) -> tuple[int, int]:
   return (size, size) if isinstance(size, int) else size

@@ -22,7 +22,7 @@ from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.image_coders import ImageDecoder, ImageEncoder, check_image
 from praxis_lite.layers.quantizers import Quantizer, VectorQuantizer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.padding import clear_padding
+from praxis_lite.models.padding import make_padding_finite
 
 
 class VqVaeOutput(NamedTuple):
@@ -80,7 +80,7 @@ class VqVae(BaseModel[VqVaeOutput]):
     paddings = None
     if weights is not None:
       paddings = weights == 0
-      image = clear_padding(image, weights)
+      image = make_padding_finite(image, weights)
     vectors, codes = self.quantizer(self.encoder(image), paddings)
     return VqVaeOutput(self.decoder(vectors), codes, self.quantizer.perplexity(codes, paddings))
 

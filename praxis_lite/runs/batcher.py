@@ -294,7 +294,7 @@ class Batcher:
     """
     while self._waiting or self._running if requests is None else any(not request.is_done for request in requests):
       if not (self._waiting or self._running):
-        raise UserError('run: there is nothing left to do, but a request has not ended; it is not of this batcher')
+        raise UserError('run: there is nothing left to do, but a request has not ended; it belongs to another batcher')
       self.step()
 
   def _read_prompts(self) -> None:

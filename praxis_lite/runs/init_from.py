@@ -91,7 +91,7 @@ class WarmStart:
         wanted = {to_path(s): self._shape_to_read(name, node_at(shapes, to_path(name))) for s, name in now.items()}
         read = checkpointer.restore_arrays(nest(wanted), step=self._step)
         for source, name in now.items():
-          values[to_path(name)] = self._resampled(name, node_at(read, to_path(source)), node_at(shapes, to_path(name)))
+          values[to_path(name)] = self._resample(name, node_at(read, to_path(source)), node_at(shapes, to_path(name)))
           del left[name]
     return self._partitioned.init_state_from(init_key, GivenVariables(nest(values), known))
 
@@ -103,7 +103,7 @@ class WarmStart:
     shape = tuple(self._saved[origin.source or '']['shape'])
     return jax.ShapeDtypeStruct(shape, padded.dtype, sharding=NamedSharding(self._partitioned.mesh, PartitionSpec()))
 
-  def _resampled(self, name: str, value: jax.Array, padded: jax.ShapeDtypeStruct) -> jax.Array:
+  def _resample(self, name: str, value: jax.Array, padded: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns a variable in the shape of the state: `value`, or the positions of another grid made from it."""
     origin = self._origins[name]
     if origin.grid is None:

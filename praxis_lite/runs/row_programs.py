@@ -234,11 +234,11 @@ class RowPrograms:
   def _store_shardings(self) -> _State:
     """How the store is split: like the state, but rows, which need not divide evenly, are not."""
 
-    def without_rows(axis: int, x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    def leave_rows_whole(axis: int, x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
       entries = complete_spec(sharding.spec, x.ndim)
       return NamedSharding(self._tasks.mesh, PartitionSpec(*(None if i == axis else e for i, e in enumerate(entries))))
 
-    shardings: _State = jax.tree.map(without_rows, self._axes, self.state_shapes, self._shardings)
+    shardings: _State = jax.tree.map(leave_rows_whole, self._axes, self.state_shapes, self._shardings)
     return shardings
 
   @functools.cached_property

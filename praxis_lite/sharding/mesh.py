@@ -192,7 +192,7 @@ def ask_device(question: Callable[[str], T]) -> T:
 def have_same_answers(kind: str, other: str) -> bool:
   """Whether all that was asked so far has the same answers for two kinds of devices of one platform.
 
-  Then a program that was traced for one of them is that of the other, too.
+  Then a program that was traced for one of them is also right for the other.
   """
   return kind == other or all(question(kind) == question(other) for question in _QUESTIONS)
 

@@ -151,7 +151,7 @@ class Heads:
   def start(self, num_rows, num_slots):
     return jnp.zeros(num_rows)
 
-  def hidden(self, model_state, place_BT):
+  def read_hidden(self, model_state, place_BT):
     return jnp.take_along_axis(model_state, place_BT, axis=1, mode='clip')[..., None]
 
   def extend(self, number, hidden_BTD, ids_BT, pos_BT, last_B, state):

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.common.jax_internals import UnknownJax
-from praxis_lite.common.jax_internals.mlir import device_groups, ir, run_passes
+from praxis_lite.common.jax_internals.mlir import collective_groups, ir, run_passes
 from praxis_lite.sharding.mesh import create_device_mesh
 from praxis_lite.sharding.propagation import Propagation, operations
 
@@ -44,7 +44,7 @@ class Collective:
 def test_groups_are_numbers_of_devices_or_axes_of_the_mesh(written, groups):
   with lowered_product().context:
     attribute = ir.Attribute.parse(written) if written.startswith('dense') else written
-    assert device_groups(Collective(replica_groups=attribute), {'a': 2, 'b': 3}) == groups
+    assert collective_groups(Collective(replica_groups=attribute), {'a': 2, 'b': 3}) == groups
 
 
 def test_the_groups_of_a_lowered_program_are_those_of_its_axes():
@@ -56,13 +56,13 @@ def test_the_groups_of_a_lowered_program_are_those_of_its_axes():
   module = jax.jit(total).lower(x).compiler_ir('stablehlo')
   with module.context:
     (reduce,) = operations(module.operation, {'stablehlo.all_reduce'})
-    assert device_groups(reduce, {'a': 2, 'b': 3}) == ((0, 3), (1, 4), (2, 5))
+    assert collective_groups(reduce, {'a': 2, 'b': 3}) == ((0, 3), (1, 4), (2, 5))
 
 
 @pytest.mark.parametrize('axis', ['name = "c"', 'name = "a", sub_axis_info = (1)2'])
 def test_groups_that_are_not_understood(axis):
   with pytest.raises(UnknownJax, match='a collective has the groups'):
-    device_groups(
+    collective_groups(
       Collective(replica_groups=f'#stablehlo.replica_group_mesh_axes<axes = [#stablehlo.axis_ref<{axis}>]>'),
       {'a': 2, 'b': 3},
     )

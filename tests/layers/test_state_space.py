@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.layers.state_parts import scan_in_parts
-from praxis_lite.layers.state_space import Tokens, scan_in_chunks, segment_starts
+from praxis_lite.layers.state_space import StateTokens, scan_in_chunks, segment_starts
 
 N, G, H, S = 4, 2, 3, 5
 
@@ -17,7 +17,7 @@ def drawn(B, T, dtype=np.float32, groups=G, starts=None):
   rng = np.random.default_rng(0)
   value, key, query = (rng.standard_normal(shape) for shape in ((B, T, N, H), (B, T, groups, S), (B, T, groups, S)))
   decay = -rng.uniform(0, 2, (B, T, N)).astype(np.float32)
-  return Tokens(
+  return StateTokens(
     *(jnp.asarray(x, dtype) for x in (value,)), decay, *(jnp.asarray(x, dtype) for x in (key, query)), starts
   )
 

@@ -215,7 +215,7 @@ class ForeignLayer(Layer):
       raise ConfigError(f'{self.path_name}.module_tpl: the {self.library} module {name} {what}: {cause}') from error
 
   def remedy_of(self, error: Exception) -> str:
-    """Returns the end of the message about an error of the module, a field to change; '' if none is known."""
+    """Returns the end of a message about an error in the module, which names a field to change; '' if it is unknown."""
     return ''
 
   # ---------------------------------------------------------------- variables

@@ -120,7 +120,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class WholeModelFamily(Family):
-  """A family whose checkpoints hold all variables of a model, and whose heads are those of its `architectures`."""
+  """A family whose checkpoints hold all variables of a model; `architectures` names the models that it has."""
 
   @property
   def architectures(self) -> tuple[str, ...]:

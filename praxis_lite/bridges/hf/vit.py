@@ -23,7 +23,7 @@ _CLASSIFIER, _FEATURES = 'ViTForImageClassification', 'ViTModel'
 
 @dataclasses.dataclass(frozen=True)
 class VisionFamily(WholeModelFamily):
-  """A vision transformer with a class token, and a softmax or a pooler. `architecture` is that of the classifier."""
+  """A vision transformer with a class token, and a softmax or a pooler. `architecture` names the classifier."""
 
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (ClassificationModel, ImageFeatureModel)
   table_path: ClassVar[str] = ''

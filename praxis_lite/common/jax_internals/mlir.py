@@ -2,7 +2,7 @@
 
 ir, sdy, stablehlo     operations, attributes and types, as in jaxlib
 run_passes             runs a pipeline of passes by name
-device_groups          which devices take part in a collective
+collective_groups          which devices take part in a collective
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_passes(pipeline: str, root: ir.Operation) -> None:
     raise UnknownJax(f'the passes {pipeline} refuse this program: {error}') from error
 
 
-def device_groups(collective: ir.Operation, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+def collective_groups(collective: ir.Operation, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
   """Returns the groups of devices among which a collective of StableHLO exchanges data, or its pairs of devices.
 
   JAX up to 0.11 writes the numbers of the devices. From 0.12 on, it writes the axes of the mesh that the devices of a

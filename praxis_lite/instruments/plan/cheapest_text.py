@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from praxis_lite.common.figures import duration, format_axes, format_bytes, format_seconds, short_number
 from praxis_lite.instruments.plan.cheapest import CheapestRun, Goal, Option, excess
-from praxis_lite.instruments.plan.loss_goal import format_range
+from praxis_lite.instruments.plan.loss_goal import format_tokens
 from praxis_lite.instruments.plan.report import format_table, wrap_line
 
 _MOST_ROWS = 24
@@ -93,7 +93,7 @@ def format_reached(option: Option, goal: Goal) -> str:
 def format_goal(goal: Goal) -> str:
   """Returns what has to be reached, such as '1.00T tokens within 30.0 d for at most 50,000'."""
   tokens = '' if goal.tokens is None else f'{short_number(goal.tokens)} tokens'
-  tokens = tokens if goal.loss is None else f'a loss of {goal.loss.loss:g}, {tokens} ({format_range(goal.loss)})'
+  tokens = tokens if goal.loss is None else f'a loss of {goal.loss.loss:g}, {tokens} ({format_tokens(goal.loss)})'
   within = '' if goal.seconds is None else f' within {duration(goal.seconds)}'
   budget = '' if goal.budget is None else f' for at most {format_money(goal.budget)}'
   return f'{tokens}{within}{budget}'

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from praxis_lite.common.jax_internals.mlir import device_groups, ir
+from praxis_lite.common.jax_internals.mlir import collective_groups, ir
 from praxis_lite.instruments.plan.layer_names import HiddenWork
 from praxis_lite.instruments.plan.library_calls import (
   estimated_cost,
@@ -263,7 +263,7 @@ class _Reader:
       if kind == 'all-reduce' and len(users) == 1 and users[0].name == 'sdy.all_slice':
         kind, received = 'reduce-scatter', self._sizes.bytes(users[0].results[0])
     else:
-      groups = device_groups(op, self._sizes.mesh)
+      groups = collective_groups(op, self._sizes.mesh)
     if is_joined(op) or (not axes and not groups):
       return []
     # In a function that JAX traced separately, such as a lookup, an operation has only the name of the function.

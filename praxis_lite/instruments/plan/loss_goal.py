@@ -38,7 +38,7 @@ def tokens_to_reach(loss: float, parameters: float, fitted: FittedLaw) -> LossGo
   law = fitted.law
   if loss <= law.irreducible:
     raise UserError(
-      f'--loss={loss:g}: by the law of these runs, no model goes below {_with_range(law.irreducible, fitted, 0)}, '
+      f'--loss={loss:g}: by the law of these runs, no model goes below {_add_range(law.irreducible, fitted, 0)}, '
       'however large; name a higher loss'
     )
   limit = law.limit(parameters)
@@ -54,7 +54,7 @@ def tokens_to_reach(loss: float, parameters: float, fitted: FittedLaw) -> LossGo
   return needed._replace(notes=tuple(_notes(needed, parameters, fitted)))
 
 
-def format_range(needed: LossGoal) -> str:
+def format_tokens(needed: LossGoal) -> str:
   """Returns the range of the tokens as text."""
   least = short_number(needed.least)
   return f'{least} or more' if needed.most == float('inf') else f'{least} to {short_number(needed.most)}'
@@ -73,7 +73,7 @@ def _notes(needed: LossGoal, parameters: float, fitted: FittedLaw) -> Iterator[s
   yield format_law(fitted)
   size, tokens = short_number(parameters), short_number(needed.tokens)
   text = f'by it, {size} parameters have a loss of {needed.loss:g} after {tokens} tokens'
-  yield f'{text}; 90 % of fits to resampled losses say {format_range(needed)}'
+  yield f'{text}; 90 % of fits to resampled losses say {format_tokens(needed)}'
   if needed.most == float('inf'):
     share = sum(sample.limit(parameters) >= needed.loss for sample in fitted.samples) / len(fitted.samples)
     yield f'it may not be reached at all: {share:.0%} of these fits say that this model does not go below it'
@@ -93,6 +93,6 @@ def _notes(needed: LossGoal, parameters: float, fitted: FittedLaw) -> Iterator[s
     yield f'{stretched}; the range does not include that the law may not hold there'
 
 
-def _with_range(value: float, fitted: FittedLaw, field: int) -> str:
+def _add_range(value: float, fitted: FittedLaw, field: int) -> str:
   low, high = fitted.interval(lambda law: law[field])
   return f'{value:.4g} ({low:.4g} to {high:.4g})'

@@ -17,7 +17,7 @@ from praxis_lite.sharding.mesh import have_same_answers
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-  """What is known of a step on a mesh, whatever its chips are.
+  """What is known about a step on a mesh, for chips of any kind.
 
   Attributes:
     mesh: the size of each mesh axis.

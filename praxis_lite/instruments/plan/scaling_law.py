@@ -3,7 +3,7 @@
     L(N, D) = E + A / N^alpha + B / D^beta    N parameters, D tokens; E is the loss that no size goes below
 
 As there, the fit minimizes the Huber loss of log L. It starts at the best of a grid of exponents: given these, A, B and
-E are a non-negative least squares problem. Ranges are those of fits to resampled residuals (bootstrap).
+E are a non-negative least squares problem. Ranges come from fits to resampled residuals (bootstrap).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def check_runs(runs: Sequence[FinishedRun]) -> None:
       what = f'{run.parameters:g} parameters, {run.tokens:g} tokens and a loss of {run.loss:g}'
       raise UserError(f'a law of scaling needs positive numbers; {run.name or "a run"} has {what}')
   for what, values in (('parameters', [run.parameters for run in runs]), ('tokens', [run.tokens for run in runs])):
-    sizes = _different(values)
+    sizes = _distinct_sizes(values)
     if len(sizes) < _LEAST_SIZES or sizes[-1] < _LEAST_SPREAD * sizes[0]:
       raise UserError(
         f'the runs do not tell how the loss falls with {what}: they have {", ".join(map(short_number, sizes))}; train '
@@ -141,7 +141,7 @@ def check_runs(runs: Sequence[FinishedRun]) -> None:
     )
 
 
-def _different(values: Sequence[float]) -> list[float]:
+def _distinct_sizes(values: Sequence[float]) -> list[float]:
   """Returns the values in ascending order, without those that are nearly the same as one before."""
   found: list[float] = []
   for value in sorted(values):

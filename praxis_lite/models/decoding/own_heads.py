@@ -39,7 +39,7 @@ class FurtherHeads(Protocol[HeadState]):
     """Returns the state of rows without tokens, with room for `num_slots` tokens in each."""
     ...
 
-  def hidden(self, model_state: Any, place_BT: jax.Array) -> jax.Array:
+  def read_hidden(self, model_state: Any, place_BT: jax.Array) -> jax.Array:
     """Returns what the model has computed at these places, [B, T, D]; anything at places that it has not read."""
     ...
 
@@ -94,7 +94,7 @@ class OwnHeadsDrafter(Generic[HeadState]):
       start, state = carry
       place_T = start + jnp.arange(chunk, dtype=jnp.int32)
       pos_BT = jnp.where(place_T < lengths_B[:, None] - 1, place_T, -1)
-      hidden_BTD = self.heads.hidden(model_state, pos_BT)
+      hidden_BTD = self.heads.read_hidden(model_state, pos_BT)
       for k in range(self.num_tokens):
         ids_BT = _pick(ids_BP, pos_BT + k + 1, lengths_B)
         _, hidden_BTD, state = self.heads.extend(k, hidden_BTD, ids_BT, pos_BT, jnp.zeros_like(lengths_B), state)
@@ -107,7 +107,7 @@ class OwnHeadsDrafter(Generic[HeadState]):
     K, row_B = self.num_tokens, jnp.arange(len(rows.lengths))
     place_BT = rows.lengths[:, None] - 2 - K + jnp.arange(K + 1, dtype=jnp.int32)
     pos_BT = jnp.where((rows.most[:, None] > 0) & (place_BT >= 0), place_BT, -1)
-    hidden_BTD, ids_BL = self.heads.hidden(model_state, pos_BT), rows.ids
+    hidden_BTD, ids_BL = self.heads.read_hidden(model_state, pos_BT), rows.ids
     drawn = []
     for k in range(K):
       ids_BT = _pick(ids_BL, pos_BT + k + 1, rows.lengths + k)
