@@ -85,9 +85,7 @@ def ctc_beam_search(
   check_range('ctc_beam_search: num_beams', num_beams, least=1)
   check_range('ctc_beam_search: max_labels', L, least=1)
   if not 0 <= blank_id < V:
-    raise ConfigError(
-      f'ctc_beam_search: blank_id: {blank_id} is not one of the {V} symbols; it must be from 0 to {V - 1}'
-    )
+    raise ConfigError(f'ctc_beam_search: blank_id: {blank_id} is none of {V} symbols; it must be from 0 to {V - 1}')
   is_frame_BT = paddings_BT == 0
   clean_BTV = jnp.where(is_frame_BT[..., None], logits_BTV.astype(jnp.float32), 0)
 
