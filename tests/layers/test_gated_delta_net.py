@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from cached_decoding import decoded, expected, inputs
 from drawn_state import drawn_variables
-from jax.sharding import AxisType
-from padded_layers import place_variables, step_on_mesh
+from mixer_meshes import on_mesh_and_alone
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -137,20 +136,15 @@ def test_decoding_equals_one_pass():
 
 
 def test_heads_over_an_axis_of_three_equal_one_device():
-  axes, config = ('replica', 'data', 'mdl'), delta_net()
-  GatedDeltaNet.set_split(config, batch=('replica', 'data'), length=None, data='data', mdl='mdl')
-  layer, variables = built(config.set(mesh_axis_names=axes))
-  x = inputs()[:, :7]
-
-  def step(layer, variables, x):
-    loss = lambda v, x: jnp.sum(layer.apply(v, x)[0] ** 2)  # noqa: E731
-    return jax.value_and_grad(loss, argnums=(0, 1))(variables, x)
-
-  expected = jax.jit(lambda v: step(layer, v, x))(variables)
-  mesh = jax.make_mesh((2, 1, 3), axes, axis_types=(AxisType.Auto,) * 3)
-  actual = step_on_mesh(step, layer, variables, mesh)(place_variables(layer, variables, mesh), x)
-  weights = jax.tree.map(lambda a, e: a[tuple(map(slice, e.shape))], actual[1][0], expected[1][0])
-  actual = actual[0], (weights, actual[1][1])
+  actual, expected = on_mesh_and_alone(
+    built,
+    delta_net(),
+    {'replica': 2, 'data': 1, 'mdl': 3},
+    inputs()[:, :7],
+    batch=('replica', 'data'),
+    data='data',
+    mdl='mdl',
+  )
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4 * (1e-3 + np.abs(e).max())), actual, expected)
 
 

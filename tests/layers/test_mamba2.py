@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from cached_decoding import decoded, expected, inputs
 from drawn_state import drawn_variables
-from jax.sharding import AxisType
-from padded_layers import place_variables, step_on_mesh
+from mixer_meshes import on_mesh_and_alone
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -161,45 +160,27 @@ def test_a_pattern_in_a_scan_is_the_layers_one_by_one():
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, (value, as_repeated(grads)))
 
 
-def step(layer, variables, args):
-  def loss(variables, x):
-    y, _ = layer.apply(variables, x, segment_ids=args[1])
-    return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
-
-  return jax.value_and_grad(loss, argnums=(0, 1))(variables, args[0])
+def objective(y):
+  return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
 
 
 @pytest.mark.parametrize('shape, groups', [((1, 3, 1), 1), ((2, 1, 3), 2)])
 def test_heads_over_an_axis_equal_one_device(shape, groups):
   """Axes of 3 and unused ones, two rows, 4 heads over 3 devices."""
-  axes, config = ('replica', 'data', 'mdl'), mamba(num_groups=groups)
-  Mamba2.set_split(config, batch=('replica', 'data'), length=None, data='data', mdl='mdl')
-  layer, variables = built(config.clone(mesh_axis_names=axes))
-  args = inputs()[:, :9], np.array([[1] * 5 + [2] * 4, [1] * 8 + [0]])
-  expected = jax.jit(lambda v: step(layer, v, args))(variables)
-  mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 3)
-  actual = step_on_mesh(step, layer, variables, mesh)(place_variables(layer, variables, mesh), args)
-  actual = (
-    actual[0],
-    (jax.tree.map(lambda a, e: a[tuple(map(slice, e.shape))], actual[1][0], expected[1][0]), actual[1][1]),
-  )
+  mesh, ids = dict(zip(('replica', 'data', 'mdl'), shape)), np.array([[1] * 5 + [2] * 4, [1] * 8 + [0]])
+  split = {'batch': ('replica', 'data'), 'data': 'data', 'mdl': 'mdl'}
+  actual, expected = on_mesh_and_alone(built, mamba(num_groups=groups), mesh, inputs()[:, :9], ids, objective, **split)
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected)
 
 
 @pytest.mark.parametrize('length, packed', [(9, True), (10, False)])
 def test_a_length_over_an_axis_of_three_equals_one_device(length, packed):
   """States pass between three devices, whose parts of 10 tokens are not even, beside two for heads."""
-  axes, config = ('data', 'context', 'mdl'), mamba(num_groups=1, chunk_size=2)
-  Mamba2.set_split(config, batch='data', length='context', data='data', mdl='mdl')
-  layer, variables = built(config.clone(mesh_axis_names=axes))
-  assert [e.axes for e in layer.exchanges()] == [('context',)]
+  mesh, config = {'data': 1, 'context': 3, 'mdl': 2}, mamba(num_groups=1, chunk_size=2)
   ids = np.array([[1] * 5 + [2] * (length - 5), [1] * (length - 1) + [0]]) if packed else None
-  args = inputs()[:, :length], ids
-  expected = jax.jit(lambda v: step(layer, v, args))(variables)
-  mesh = jax.make_mesh((1, 3, 2), axes, axis_types=(AxisType.Auto,) * 3)
-  actual = step_on_mesh(step, layer, variables, mesh)(place_variables(layer, variables, mesh), args)
-  weights = jax.tree.map(lambda a, e: a[tuple(map(slice, e.shape))], actual[1][0], expected[1][0])
-  actual = actual[0], (weights, actual[1][1])
+  split = {'batch': 'data', 'length': 'context', 'data': 'data', 'mdl': 'mdl'}
+  actual, expected = on_mesh_and_alone(built, config, mesh, inputs()[:, :length], ids, objective, **split)
+  assert [e.axes for e in config.instantiate().exchanges()] == [('context',)]
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-4 * (1e-3 + np.abs(e).max())), actual, expected)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from cached_decoding import decoded, expected, inputs
 from drawn_state import drawn_variables
-from jax.sharding import AxisType
-from padded_layers import place_variables, step_on_mesh
+from mixer_meshes import on_mesh_and_alone
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -100,36 +99,18 @@ def test_decoding_equals_one_pass(config):
 
 
 def test_heads_over_an_axis_of_three_equal_one_device():
-  axes, config = ('replica', 'data', 'mdl'), rg_lru()
-  RgLru.set_split(config, batch=('replica', 'data'), length=None, data='data', mdl='mdl')
-  layer, variables = built(config.set(mesh_axis_names=axes))
-  x, ids = inputs()[:, :7], np.array([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
-
-  def step(layer, variables, x):
-    loss = lambda v, x: jnp.sum(layer.apply(v, x, segment_ids=ids)[0] ** 2)  # noqa: E731
-    return jax.value_and_grad(loss, argnums=(0, 1))(variables, x)
-
-  expected = jax.jit(lambda v: step(layer, v, x))(variables)
-  mesh = jax.make_mesh((2, 1, 3), axes, axis_types=(AxisType.Auto,) * 3)
-  actual = step_on_mesh(step, layer, variables, mesh)(place_variables(layer, variables, mesh), x)
-  weights = jax.tree.map(lambda a, e: a[tuple(map(slice, e.shape))], actual[1][0], expected[1][0])
-  actual = actual[0], (weights, actual[1][1])
+  ids = np.array([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
+  mesh = {'replica': 2, 'data': 1, 'mdl': 3}
+  actual, expected = on_mesh_and_alone(
+    built, rg_lru(), mesh, inputs()[:, :7], ids, batch=('replica', 'data'), data='data', mdl='mdl'
+  )
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected)
 
 
 def test_a_length_over_an_axis_of_three_equals_one_device():
-  axes, config = ('spare', 'context'), rg_lru()
-  RgLru.set_split(config, batch=None, length='context', data=None, mdl=None)
-  layer, variables = built(config.set(mesh_axis_names=axes))
-  x, ids = inputs()[:, :7], np.array([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
-
-  def step(layer, variables, x):
-    loss = lambda v, x: jnp.sum(layer.apply(v, x, segment_ids=ids)[0] ** 2)  # noqa: E731
-    return jax.value_and_grad(loss, argnums=(0, 1))(variables, x)
-
-  expected = jax.jit(lambda v: step(layer, v, x))(variables)
-  mesh = jax.make_mesh((2, 3), axes, axis_types=(AxisType.Auto,) * 2)
-  actual = step_on_mesh(step, layer, variables, mesh)(place_variables(layer, variables, mesh), x)
+  ids = np.array([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
+  mesh = {'spare': 2, 'context': 3}
+  actual, expected = on_mesh_and_alone(built, rg_lru(), mesh, inputs()[:, :7], ids, length='context')
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-4 * (1e-3 + np.abs(e).max())), actual, expected)
 
 
