@@ -132,7 +132,7 @@ class MultiTokenPrediction(Layer):
     """
     found = []
     for k, module in enumerate(self.modules, start=1):
-      hidden_BTD = self._run(module, hidden_BTD, _shift(embedded_BTD, -k), **block)
+      hidden_BTD = self._remat.run(self, module, hidden_BTD, _shift(embedded_BTD, -k), **block)
       found.append(hidden_BTD)
     return tuple(found)
 
@@ -169,17 +169,6 @@ class MultiTokenPrediction(Layer):
   def extend_step(self, number: int, hidden_BTD: jax.Array, embedded_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
     """Returns h_k for the next tokens, of module k = `number` + 1; see `MultiTokenModule.extend_step`."""
     return self.modules[number].extend_step(hidden_BTD, embedded_BTD, pos_BT)
-
-  def _run(self, module: MultiTokenModule, *args: jax.Array, **kwargs: Any) -> jax.Array:
-    key = self.next_prng_key() if self.has_prng_key() else None
-
-    def body(variables: Any, *args: jax.Array) -> Any:
-      return module.apply(variables, *args, key=key, **kwargs)
-
-    remat = self._remat(body, in_scan=False, regathers=self.surroundings.reading_gathers)
-    y_BTD, side = remat(module.variables, *args)
-    module.absorb(side)
-    return y_BTD
 
 
 def _shift(x: jax.Array, count: int) -> jax.Array:

@@ -27,6 +27,7 @@ Layers that rematerialise other layers have the fields `remat`, `remat_save_name
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -152,6 +153,27 @@ class Remat(NamedTuple):
       return fn
     saveable = save_all_but_gathered if policy == 'none' else self._saveable(_POLICIES[policy])
     return jax.checkpoint(fn, policy=saveable, prevent_cse=not in_scan)
+
+  def run(self, parent: Layer, layer: Layer, *args: Any, kind: int = 0, **kwargs: Any) -> Any:
+    """In a call of `parent`: returns the result of a layer below it, outside of scans, with rematerialisation.
+
+    Args:
+      parent: the layer that is called; it gives the random numbers.
+      layer: the layer to run.
+      *args: arrays for its call.
+      kind: its number in the pattern.
+      **kwargs: further arguments for its call, which the backward pass keeps.
+    """
+    key = parent.next_prng_key() if parent.has_prng_key() else None
+    body = self(
+      functools.partial(layer.apply, key=key, **kwargs),
+      kind,
+      in_scan=False,
+      regathers=parent.surroundings.reading_gathers,
+    )
+    result, side = body(layer.variables, *args)
+    layer.absorb(side)
+    return result
 
   def _saveable(self, policy: Callable[..., bool]) -> Callable[..., Any]:
     def saveable(primitive: Primitive, *args: Any, **params: Any) -> Any:

@@ -201,14 +201,9 @@ class StackedTransformer(Layer):
   def __call__(self, x_BTD: jax.Array, **kwargs: Any) -> jax.Array:
     """Returns the result of the last layer; all layers get the same `kwargs`."""
     kwargs |= self._first_values(x_BTD)
-    regathers = self.surroundings.reading_gathers
     for i, layer in enumerate(self.layers):
-      key = self.next_prng_key() if self.has_prng_key() else None
-      apply = functools.partial(layer.apply, key=key, **kwargs)
       kind = max(i - len(self.first_tpl), 0) % self._period
-      body = self._remat(apply, kind, in_scan=False, regathers=regathers)
-      x_BTD, side = body(layer.variables, x_BTD)
-      layer.absorb(side)
+      x_BTD = self._remat.run(self, layer, x_BTD, kind=kind, **kwargs)
     return x_BTD
 
   def init_decode_state(self, *args: Any) -> None:
