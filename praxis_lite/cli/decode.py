@@ -26,7 +26,15 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runs.constraints import make_constraint
   from praxis_lite.runs.draft_statistics import DraftStatistics
   from praxis_lite.runs.inference import decode_prompts, run_decode
-  from praxis_lite.runs.prompts import Sampling, is_beam_search, is_decoder, stop_ids, task_with_sampler, tokenizer_of
+  from praxis_lite.runs.prompts import (
+    Sampling,
+    check_decodes,
+    is_beam_search,
+    is_decoder,
+    stop_ids,
+    task_with_sampler,
+    tokenizer_of,
+  )
   from praxis_lite.runs.vocabulary import use_kept_vocabulary
   from praxis_lite.training.experiment import ExperimentConfig
 
@@ -45,6 +53,7 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--draft and --lookup cannot be combined: one of them guesses tokens; leave out the other')
   if values.system is not None and not values.chat and all(prompt.kind != 'messages' for prompt in prompts):
     raise UserError('--system is the system message of a chat; add --chat, or leave it out')
+  check_decodes(config.task)  # Before what else the run may lack, such as a tokenizer.
   kept = use_kept_vocabulary(config, job_log_dir)
   try:
     tokenizer = tokenizer_of(kept, job_log_dir)

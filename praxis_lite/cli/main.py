@@ -110,6 +110,8 @@ Example:
 def main(argv: Sequence[str]) -> int:
   """Runs one command and returns its exit code. For a user's mistake, prints one line on stderr and returns 2."""
   name, *arguments = argv or ['--help']
+  if name == 'help' and arguments:
+    name, *arguments = arguments[0], '--help'
   if name in ('--help', '-h', '-help', 'help', '--helpfull'):
     width = max(map(len, COMMANDS))
     print(_USAGE.format(commands='\n'.join(f'  {c.name:<{width}}  {c.summary}' for c in COMMANDS.values())), end='')

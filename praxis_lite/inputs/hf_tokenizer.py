@@ -52,6 +52,10 @@ class HfTokenizer(BaseTokenizer):
     bos_token, eos_token, pad_token: special tokens to use in place of those in the files.
   """
 
+  _how_to_set = {
+    'path': 'name the folder of a tokenizer, or take bytes as tokens: tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'
+  }
+
   path: str = REQUIRED
   bos_token: str | None = None
   eos_token: str | None = None

@@ -248,6 +248,8 @@ class Batcher:
 
   def cancel(self, request: Request) -> None:
     """Ends a request. It keeps the tokens that it has; nothing happens if it has ended already."""
+    if not isinstance(request, Request):
+      raise UserError(f'cancel: expected a request, as submit returns it, got {type(request).__name__}')
     if request.is_done:
       return
     if request in self._waiting:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line
-from praxis_lite.common.files import parse_json, read_plain
+from praxis_lite.common.files import parse_json, read_plain, unless_empty
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models.decoding import Constraint
 
@@ -140,13 +140,13 @@ def json_constraint(
   """
   known = _check_tokenizer(tokenizer, where)
   if isinstance(schema, str | os.PathLike):
-    where = f'{where}={os.fspath(schema)}'
+    file, where = schema, f'{where}={os.fspath(schema)}'
     try:
-      schema = parse_json(read_plain(schema))
+      schema = parse_json(read_plain(file))
     except OSError as error:
       raise DataError(f'{where}: {error.strerror or error}; expected a file with a JSON schema') from None
     except ValueError as error:
-      raise DataError(f'{where}: not JSON: {error}') from None
+      raise DataError(f'{where}: {unless_empty(file, f"not JSON: {error}")}') from None
   if not isinstance(schema, Mapping):
     raise ConfigError(f'{where}: expected a JSON schema, which is an object, got {type(schema).__name__}')
   try:

@@ -183,6 +183,15 @@ OF_OTHER_DECODERS = (*_OF_SPECULATION, 'beam_size', 'num_best', 'length_penalty'
 _FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Those with another name there.
 
 
+def check_decodes(task: Config) -> None:
+  """Raises a ConfigError if the model of a task cannot continue a prompt, as an encoder cannot."""
+  if not hasattr(task.model, 'decoder_tpl'):
+    raise ConfigError(
+      'a prompt needs a language model; the model of this experiment has no decoder_tpl: it is a '
+      f'{target(task.model).__name__}, whose results for rows of data are computed by predict'
+    )
+
+
 def task_with_sampler(
   task: Config, stop_ids: Sequence[int] = (), max_context: int | None = None, **settings: Unpack[Sampling]
 ) -> Config:
@@ -197,11 +206,9 @@ def task_with_sampler(
   Raises:
     ConfigError: the model has no sampler, or settings of sampling, of speculation and of beam search are mixed.
   """
+  check_decodes(task)
   task = task.clone()
-  try:
-    decoder = task.model.decoder_tpl
-  except AttributeError:
-    raise ConfigError('a prompt needs a language model; the model of this experiment has no decoder_tpl') from None
+  decoder = task.model.decoder_tpl
   speculates = [name for name in _OF_SPECULATION if settings.get(name) is not None]
   searches = settings.get('beam_size') is not None or is_beam_search(task)
   if speculates and getattr(target(task.model), 'prompts_are_sources', False):

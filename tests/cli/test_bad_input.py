@@ -122,7 +122,8 @@ COMMAND_LINES = {
   ),
   'no path of a tokenizer': (
     ['train', STDLIB, '--job_log_dir=x', '--set=datasets[1].tokenizer_tpl=praxis_lite.inputs.HfTokenizer'],
-    r'^datasets\[1\]\.tokenizer_tpl\.path: a value is required but not set \(a field of HfTokenizer\)',
+    r'^datasets\[1\]\.tokenizer_tpl\.path: a value is required but not set \(a field of HfTokenizer\); name '
+    r'the folder of a tokenizer, or take bytes as tokens: tokenizer_tpl=praxis_lite\.inputs\.ByteTokenizer$',
   ),
   'no page': (['show', TINY, '--html='], r'--html is empty: name a file'),
   'page in a directory': (['show', TINY, '--html=/'], r'cannot write the page /: Is a directory'),

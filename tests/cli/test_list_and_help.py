@@ -21,6 +21,14 @@ def test_help_shows_an_example_and_fits_80_columns(capsys, arguments):
   assert 'Example:' in out and max(map(len, out.splitlines())) <= 80
 
 
+def test_help_of_a_command_is_what_its_flag_prints(capsys):
+  assert main(['help', 'train']) == main(['train', '--help']) == 0
+  of_both = capsys.readouterr().out
+  assert of_both[: len(of_both) // 2] * 2 == of_both and '--job_log_dir' in of_both
+  assert main(['help', 'trian']) == 2
+  assert "no command 'trian'. Did you mean 'train'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('name', COMMANDS)
 def test_each_flag_shows_an_example_of_itself(capsys, name):
   main([name, '--help'])

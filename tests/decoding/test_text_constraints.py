@@ -189,6 +189,9 @@ def test_a_file_that_is_no_json(tmp_path):
   (tmp_path / 'a.json').write_text('{')
   with pytest.raises(DataError, match=r'a\.json: not JSON: '):
     json_constraint(BYTES, tmp_path / 'a.json')
+  (tmp_path / 'a.json').write_text('')
+  with pytest.raises(DataError, match=r'a\.json: is empty$'):
+    json_constraint(BYTES, tmp_path / 'a.json')
 
 
 def test_a_package_that_is_not_installed_is_told(monkeypatch):

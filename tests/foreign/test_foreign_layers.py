@@ -352,6 +352,12 @@ WRONG = [
   (dense(eval_argument='frozen'), r"; LinenLayer\.eval_argument = 'frozen' must be a keyword of the module, or empty"),
   (dense(module_tpl=Config(Moded)), r"; set LinenLayer\.train_argument = 'train', so that the module is told"),
   (Config(NnxLayer, module_tpl=Config(nn.Dense, features=3)), r'expected the config of a flax\.nnx\.Module'),
+  (dense(module_tpl=Config(eqx.nn.Linear, in_features=3, out_features=2)),
+   r'of a flax\.linen\.Module, got Linear; use EquinoxLayer'),
+  (dense(module_tpl=Config(Linear, input_dims=3, output_dims=2)), r'it is a layer already, so use its config'),
+  (Config(EquinoxLayer, module_tpl=Config(nnx.Linear, in_features=3, out_features=2)), r'got Linear; use NnxLayer'),
+  (Config(HaikuLayer, module_tpl=Config(nn.Dense, features=3), example_shapes=((1, 7),)), r'got Dense; use LinenLayer'),
+  (Config(NnxLayer, module_tpl=Config(hk.Linear, output_size=2)), r'got Linear; use HaikuLayer'),
   (Config(EquinoxLayer, module_tpl=Config(dict)), r'expected the config of an equinox\.Module'),
   (Config(HaikuLayer, module_tpl=Config(haiku_net), example_shapes=((1, 7),)),
    r'HaikuLayer\.module_tpl: the Haiku module haiku_net cannot be built: TypeError: .*is_training.*'

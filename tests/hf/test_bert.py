@@ -199,6 +199,24 @@ def test_an_imported_run_trains_predicts_and_is_exported(tmp_path, capsys):
   assert open_run(run).load().predict({'ids': IDS, 'segment_ids': IS_TOKEN})['logits'].shape == (2, 11, 300)
 
 
+def test_without_a_tokenizer_an_encoder_says_what_it_needs_and_that_it_does_not_decode(tmp_path, capsys):
+  folder, _, _ = make(tmp_path / 'source', 'bert', vocab_size=256)
+  run = f'--job_log_dir={tmp_path / "run"}'
+  (tmp_path / 'text.txt').write_text('a quick brown fox. ' * 40)
+  text = ['--set', f'datasets[*].path={tmp_path / "text.txt"}']
+  byte_tokens = ['--set', 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer']
+  assert main(['import-hf', str(folder), run]) == 0
+  assert main(['decode', run, '--prompt=a']) == 2
+  assert (
+    'needs a language model; the model of this experiment has no decoder_tpl: it is a Mask' in capsys.readouterr().err
+  )
+  assert main(['train', run, *text]) == 2
+  assert 'datasets[0].tokenizer_tpl.path: a value is required but not set' in (said := capsys.readouterr().err)
+  assert 'name the folder of a tokenizer, or take bytes as tokens' in said
+  assert main(['train', run, *text, *byte_tokens]) == 2
+  assert 'at least 257, or set its mask_id, which is 256 now, to an id below 256 that no' in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_an_imported_classifier_trains_on_labelled_texts(tmp_path):
   folder, _, _ = make(tmp_path / 'source', 'roberta_classes', vocab_size=300, id2label={'0': 'a', '1': 'b', '2': 'c'})

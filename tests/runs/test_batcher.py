@@ -204,6 +204,8 @@ def test_cancelled_requests_keep_what_they_have():
   other = batcher(rows=1)
   with pytest.raises(UserError, match='cancel: this is no request of this batcher'):
     other.cancel(own.submit('c'))
+  with pytest.raises(UserError, match='cancel: expected a request, as submit returns it, got str'):
+    own.cancel('c')
   with pytest.raises(UserError, match='run: there is nothing left to do, but a request has not ended'):
     other.run([own.submit('c')])
 

@@ -187,7 +187,7 @@ def test_a_grid_is_all_combinations_with_names_that_say_which():
     (['a=[1,2]'], 'nothing is varied: .* commas between them without brackets'),
     ([], 'nothing is'),
     (['a=1,2', 'a=3,4'], 'a is varied twice'),
-    (['a=1,2', 'b=3,3'], 'b: the value 3 is given 2 times'),
+    (['a=1,2', 'b=3,3'], r'b: the value 3 is given 2 times; .* in parentheses: b=\(3,3\)$'),
   ],
 )
 def test_grids_that_are_none(overrides, message):

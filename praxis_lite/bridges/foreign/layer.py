@@ -34,6 +34,15 @@ from praxis_lite.sharding.weights import DeclaredSplit, JointInit, WeightHParams
 
 VariableValues = dict[Path, jax.Array]
 
+# What takes a class of a package, for messages.
+_LAYER_OF = {
+  'flax.linen': 'use LinenLayer',
+  'flax.nnx': 'use NnxLayer',
+  'equinox': 'use EquinoxLayer',
+  'haiku': 'use HaikuLayer',
+  'praxis_lite': 'it is a layer already, so use its config instead of this one',
+}
+
 
 class ForeignVariable(NamedTuple):
   """A variable of a module of another library.
@@ -189,8 +198,20 @@ class ForeignLayer(Layer):
 
   def build_module(self, **given: Any) -> Any:
     """Returns the module of `module_tpl`, which gets those of these arguments that it takes."""
+    self._check_library()
     known = field_names(self.module_tpl)
     return self.module_tpl.instantiate(**{k: v for k, v in given.items() if known is None or k in known})
+
+  def _check_library(self) -> None:
+    """Raises a ConfigError if the class of the module is known to belong to another library, or to this package."""
+    built = target(self.module_tpl)
+    bases = [f'{base.__module__}.' for base in getattr(built, '__mro__', ())]
+    found = [package for package in _LAYER_OF if any(base.startswith(f'{package}.') for base in bases)]
+    if found and self.package not in found:
+      raise ConfigError(
+        f'{self.path_name}.module_tpl: expected the config of a {self.package}.Module, got {built.__name__}; '
+        f'{_LAYER_OF[found[0]]}'
+      )
 
   def import_library(self, module: str = '') -> ModuleType:
     """Returns a module of the library; raises ConfigError if it is not installed."""

@@ -160,7 +160,7 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
   missing = sorted(str(key) for key, value in values.items() if value is REQUIRED)
   if missing:
     owner = '' if where == name else f' (a field of {name})'
-    hint = _child_hint(build, missing[0])
+    hint = _missing_hint(build, missing[0])
     raise ConfigError(f'{where}.{missing[0]}: a value is required but not set{owner}{hint}')
   if keep_nested:
     for check in field_checks:
@@ -172,9 +172,13 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
   return built
 
 
-def _child_hint(build: Any, field: str) -> str:
-  """Returns the end of a message about a field that may have been meant as a child; '' if it cannot be one."""
+def _missing_hint(build: Any, field: str) -> str:
+  """Returns the end of a message about a field without a value: what its class says about it in `_how_to_set`, or how
+  to declare it if it may have been meant as a child; '' otherwise.
+  """
   hint = field_type_hints(build).get(field)
+  if field in (told := getattr(build, '_how_to_set', {})):
+    return f'; {told[field]}'
   if getattr(build, '_set_up_in', '') != 'setup' or not (isinstance(hint, type) and issubclass(hint, Configurable)):
     return ''
   return f'; if setup() creates it, declare it as {field}: {hint.__name__} = child()'
