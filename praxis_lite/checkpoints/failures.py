@@ -26,7 +26,7 @@ def unreadable(folder: object, error: Exception) -> CheckpointError:
   is_for_now = isinstance(error, PermissionError | MemoryError | jax.errors.JaxRuntimeError)
   if is_for_now or str(error).startswith(_NOT_REACHED):
     return CheckpointError(message)
-  return DamagedError(f'{message}; if there is a checkpoint before it, remove this folder to use that one')
+  return DamagedError(f'{message}; remove this folder to use the checkpoint before it, if there is one')
 
 
 def error_summary(error: Exception) -> str:

@@ -63,10 +63,10 @@ def grid(overrides: Sequence[str]) -> list[Point]:
   for path, choices in zip((choices[0].partition('=')[0] for choices in options), options):
     for choice, count in collections.Counter(choices).items():
       if count > 1:
-        values = [other.partition('=')[2] for other in choices]
+        entries = [other.partition('=')[2] for other in choices]
         raise ConfigError(
           f'{path}: the value {choice.partition("=")[2]} is given {count} times; if they are the entries of one value, '
-          f'put them in parentheses: {path}=({",".join(values)})'
+          f'put them in parentheses: {path}=({",".join(entries)})'
         )
   names = short_names(varied)
   points = []
