@@ -19,7 +19,8 @@ _MOVED_OBJECTS = {
   'layers.mamba2.GroupWeightSplit': 'layers.grouped_mixer.GroupWeightSplit',
   'layers.pooling.GlobalPooling': 'layers.images.GlobalPooling',
   'layers.pooling.Pooling': 'layers.images.Pooling',
-  'layers.transformer_lm.TransformerLm': 'layers.transformer.TransformerLm',
+  'layers.transformer.TransformerBlock': 'layers.transformer_block.TransformerBlock',
+  'layers.transformer.TransformerLm': 'layers.transformer_lm.TransformerLm',
 }
 # Modules and packages, relative to praxis_lite, as they were called in the first releases.
 _MOVED = {

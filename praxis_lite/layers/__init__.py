@@ -80,13 +80,9 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cros
 from praxis_lite.layers.spectrum_augmenter import SpectrumAugmenter
 from praxis_lite.layers.stacking import StackingOverTime
 from praxis_lite.layers.time_convolutions import ConvolutionModule, ConvSubsampling, DepthwiseConv1D
-from praxis_lite.layers.transformer import (
-  PipelinedTransformer,
-  RepeatedTransformer,
-  StackedTransformer,
-  TransformerBlock,
-  TransformerLm,
-)
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import TransformerBlock
+from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.layers.value_residual import ValueResidual
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.layers.weight_norms import SpectralNormLinear, WeightNormalizedLinear

@@ -27,6 +27,7 @@ from praxis_lite.layers.attention_spec import AttentionImplementation, Attention
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.base.facts import Exchange, TokenFlops
 from praxis_lite.layers.blockwise import RowSplit
+from praxis_lite.layers.cached_attention import CachedAttention, PositionBias
 from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
   AttentionCase,
@@ -34,7 +35,7 @@ from praxis_lite.layers.dot_product import (
   choose_attention,
   dot_product_attention,
 )
-from praxis_lite.layers.kv_cache import CachedAttention, KVCache, PositionBias, check_cache_dtype
+from praxis_lite.layers.kv_cache import KVCache, check_cache_dtype
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.local_chunks import local_chunks
 from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask

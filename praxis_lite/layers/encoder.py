@@ -25,15 +25,8 @@ from praxis_lite.layers.position_limit import PositionLimit, check_length, limit
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import (
-  HEADS,
-  PipelinedTransformer,
-  RepeatedTransformer,
-  StackedTransformer,
-  TransformerBlock,
-  set_biases,
-  token_paddings,
-)
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import HEADS, TransformerBlock, set_biases, token_paddings
 
 _POST_NORM_BLOCK = Config(TransformerBlock, norm_policy='post')
 _POST_NORM_BLOCK.set(norm_tpl=Config(LayerNorm), ff_tpl=Config(FeedForward, activation='gelu'))

@@ -31,16 +31,9 @@ from praxis_lite.layers.positions import LearnedPositions, RelativeBias, Sinusoi
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.shared_bias import bias_of_positions, building_with_shared_bias, shared_bias
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
-from praxis_lite.layers.transformer import (
-  HEADS,
-  PipelinedTransformer,
-  RepeatedTransformer,
-  StackedTransformer,
-  TransformerBlock,
-  set_biases,
-  shared_look_up,
-  token_paddings,
-)
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import HEADS, TransformerBlock, set_biases, token_paddings
+from praxis_lite.layers.transformer_lm import shared_look_up
 
 
 class DecoderBlock(TransformerBlock):

@@ -28,7 +28,8 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.attention import MultiHeadAttention, QueryKeyValue
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec
 from praxis_lite.layers.base.facts import TokenFlops
-from praxis_lite.layers.kv_cache import CachedAttention, KVCache
+from praxis_lite.layers.cached_attention import CachedAttention
+from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.normalizations import Norm, RMSNorm
 from praxis_lite.layers.projections import Projection, split_projection

@@ -20,7 +20,7 @@ from praxis_lite.layers.base.facts import LayerProblem
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.mixers import Mixer
 from praxis_lite.layers.normalizations import Norm
-from praxis_lite.layers.transformer import NORM_POLICIES, TransformerBlock
+from praxis_lite.layers.transformer_block import NORM_POLICIES, TransformerBlock
 
 
 class MixerBlock(TransformerBlock):

@@ -34,7 +34,7 @@ from praxis_lite.common.weighted import mean_of_means
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs
 from praxis_lite.layers.base.facts import Knob, KnobKind
-from praxis_lite.layers.kv_cache import StackedCaches
+from praxis_lite.layers.decode_caches import StackedCaches
 from praxis_lite.layers.remat import Remat, other_policies
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import SplitDimsMapping
@@ -86,7 +86,7 @@ class Repeat(Layer):
   In decoding, up to 4 layers, up to 16 of at least 8 MB each, or any number if `unroll` says so, run one after the
   other, each with its own decode state under its number. Others run as a loop, which compiles faster but copies all
   weights for each token. The loop passes on the stack of KV caches, so that each layer writes to it in place; see
-  `kv_cache.py`.
+  `decode_caches.py`.
 
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,

@@ -28,14 +28,8 @@ from praxis_lite.layers.normalizations import LayerNorm, Norm
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D, grid_positions
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.repeat import kinds_of_stack
-from praxis_lite.layers.transformer import (
-  HEADS,
-  PipelinedTransformer,
-  RepeatedTransformer,
-  StackedTransformer,
-  TransformerBlock,
-  set_biases,
-)
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import HEADS, TransformerBlock, set_biases
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightInit
 
 IMAGE_POOLINGS = ('class_token', 'mean', 'attention')

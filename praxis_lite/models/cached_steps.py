@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.kv_cache import place_caches
+from praxis_lite.layers.decode_caches import place_caches
 from praxis_lite.layers.repeat import unstack_for_decoding
-from praxis_lite.layers.transformer import TransformerLm
+from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.decoding import find_row_axes
 
 

@@ -15,7 +15,8 @@ from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.text_classifier import SequenceClassifier
 from praxis_lite.models.text_features import TextEncoder

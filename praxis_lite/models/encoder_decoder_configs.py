@@ -13,7 +13,8 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RelativeBias, SinusoidalPositions
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
 from praxis_lite.sharding.weights import WeightInit
 

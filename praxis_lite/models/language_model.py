@@ -23,7 +23,7 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.softmax import SoftmaxOutput
-from praxis_lite.layers.transformer import TransformerLm
+from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.base import BaseModel, PromptLimits, ScoreLimits
 from praxis_lite.models.cached_steps import (
   CachedSteps,

@@ -15,7 +15,8 @@ from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerLm
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.sharding.weights import WeightInit
 

@@ -20,7 +20,9 @@ from praxis_lite.layers.positions import RotaryPositions
 from praxis_lite.layers.rg_lru import RgLru
 from praxis_lite.layers.scaled_embedding import ScaledEmbeddingSoftmax
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import RepeatedTransformer, TransformerBlock, TransformerLm
+from praxis_lite.layers.transformer import RepeatedTransformer
+from praxis_lite.layers.transformer_block import TransformerBlock
+from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.sharding.weights import WeightInit
 

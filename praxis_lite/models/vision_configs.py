@@ -14,7 +14,8 @@ from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.image_tokens import AttentionPooling
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.layers.vision_transformer import IMAGE_POOLINGS, VisionTransformer
 from praxis_lite.models.classifier import ClassificationModel
 from praxis_lite.sharding.weights import WeightInit

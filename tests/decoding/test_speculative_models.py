@@ -12,7 +12,7 @@ from drawn_state import drawn_variables
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.kv_cache import place_caches
+from praxis_lite.layers.decode_caches import place_caches
 from praxis_lite.models import DraftedModel, encoder_decoder, set_pipeline, set_sharding, transformer_lm
 from praxis_lite.models.decoding import Sampler, SpeculativeSampler
 from praxis_lite.runs.prompts import task_with_sampler

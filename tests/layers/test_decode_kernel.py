@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from praxis_lite.common.config import Config
 from praxis_lite.instruments.plan.compilers import devices_of, missing_compiler
 from praxis_lite.instruments.plan.topology import parse_topology
-from praxis_lite.layers import AttentionSpec, MultiHeadAttention, RelativeBias, dot_product_attention, kv_cache
+from praxis_lite.layers import AttentionSpec, MultiHeadAttention, RelativeBias, cached_attention, dot_product_attention
 from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.decode_kernel import attend_by_kernel
@@ -29,8 +29,8 @@ WHY_NOT = missing_compiler(parse_topology('v5e:2x2'))
 @pytest.fixture
 def on_tpu(monkeypatch):
   """Caches of any size choose as on a TPU; the kernel itself still knows that it runs on a CPU."""
-  monkeypatch.setattr(kv_cache, 'platform', lambda: 'tpu')
-  monkeypatch.setattr(kv_cache, '_KERNEL_FROM', 1)
+  monkeypatch.setattr(cached_attention, 'platform', lambda: 'tpu')
+  monkeypatch.setattr(cached_attention, '_KERNEL_FROM', 1)
 
 
 def drawn(*shape, dtype=jnp.float32):
@@ -142,7 +142,7 @@ def test_the_reason_for_another_way_is_said(fields, reason, on_tpu):
 def test_other_platforms_and_small_caches_have_no_kernel(monkeypatch):
   cached = build()._cached_attention()
   assert cached.kernel_obstacle(jnp.float32, 4096) == "is for TPUs, and the platform is 'cpu'"
-  monkeypatch.setattr(kv_cache, 'platform', lambda: 'tpu')
+  monkeypatch.setattr(cached_attention, 'platform', lambda: 'tpu')
   assert cached.kernel_obstacle(jnp.float32, 255) == 'is for caches of at least 256 slots, not 255'
   assert not cached.kernel_obstacle(jnp.float32, 256)
 

@@ -28,7 +28,7 @@ from praxis_lite.layers import (
   TransformerEncoderDecoder,
 )
 from praxis_lite.layers.positions import relative_position_bucket
-from praxis_lite.layers.transformer import NORM_POLICIES
+from praxis_lite.layers.transformer_block import NORM_POLICIES
 
 B, T, S, D, N, H, V = 3, 7, 9, 8, 2, 3, 13
 

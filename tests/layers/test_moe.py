@@ -22,7 +22,7 @@ from praxis_lite.layers import (
   RotaryPositions,
   TransformerBlock,
 )
-from praxis_lite.layers.transformer import token_paddings
+from praxis_lite.layers.transformer_block import token_paddings
 from praxis_lite.models import transformer_lm
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.specs import to_partition_spec

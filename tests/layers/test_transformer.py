@@ -13,13 +13,9 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm
-from praxis_lite.layers.transformer import (
-  NORM_POLICIES,
-  RepeatedTransformer,
-  StackedTransformer,
-  TransformerBlock,
-  TransformerLm,
-)
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import NORM_POLICIES, TransformerBlock
+from praxis_lite.layers.transformer_lm import TransformerLm
 
 B, T, D, LAYERS = 2, 5, 8, 2
 

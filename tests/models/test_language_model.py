@@ -18,7 +18,7 @@ from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers.base.call import path_name
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.softmax import FullSoftmax
-from praxis_lite.layers.transformer import TransformerBlock
+from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.models import set_pipeline, set_sharding, transformer_lm
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.specs import to_partition_spec

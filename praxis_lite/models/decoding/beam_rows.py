@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
-from praxis_lite.layers.kv_cache import axis_of_slots, places_of_caches
+from praxis_lite.layers.decode_caches import places_of_caches
+from praxis_lite.layers.kv_cache import axis_of_slots
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 from praxis_lite.sharding.mesh import platform
 

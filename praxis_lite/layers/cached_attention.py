@@ -1,0 +1,267 @@
+"""Attention to a KV cache, for decoding.
+
+The cost depends on the number of cached tokens, not on the size of the cache, for two reasons. A growing cache is read
+page by page, up to the last page with a token, with the online softmax of `blocks.py`. And a prompt longer than a page
+is read in steps of a page, so that no array has the size prompt length x cache length.
+
+On TPUs, the kernel of `decode_kernel.py` computes attention of a single token where it can.
+
+B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers import blocks
+from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
+from praxis_lite.layers.base.expected_trips import expected_trips
+from praxis_lite.layers.blocks import Formula, Sums
+from praxis_lite.layers.blockwise import RowSplit
+from praxis_lite.layers.dot_product import dot_product_attention, group_heads, has_kernels_in
+from praxis_lite.layers.kv_cache import KVCache, append_tokens, join_slots, to_entries, to_slots, write_to_ring
+from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
+from praxis_lite.layers.precision import sum_dtype
+from praxis_lite.sharding.mesh import platform
+
+T = TypeVar('T')
+_KERNEL_FROM = 256  # Slots of a cache from which on a single token is computed by the kernel.
+PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedAttention:
+  """How an attention layer stores and reads its cache."""
+
+  dtype: DTypeLike  # Of the entries; int8 stores a scale for each vector.
+  window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
+  page_size: int | None = None  # Slots, or tokens of a prompt, that are read at once; None means all.
+  most_slots: int = 0  # Slots that a single token may read at once, if more than `page_size`.
+  spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
+  bias: PositionBias | None = None  # Bias of the logits; None disables it.
+  sinks: jax.Array | None = None  # [N], see `dot_product_attention`.
+  has_values: bool = True  # False if the values are the keys, which are stored once.
+  # Returns how a kernel is mapped over the mesh, for a number of rows or None, and why it cannot be.
+  kernel_split: Callable[[int | None], tuple[RowSplit | None, str]] = lambda rows: (None, '')
+
+  def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
+    """Returns an empty cache for sequences of up to `max_len` tokens, padding between them included."""
+    slots = max_len
+    if self.window is not None:
+      slots = min(max_len, self.window)
+    elif self.page_size is not None and max_len > self.page_size:
+      pages = -(-max_len // max(self.most_slots, self.page_size))  # Of a single token; each has several of a prompt.
+      slots = -(-max_len // (pages * self.page_size)) * pages * self.page_size
+    vectors = jnp.zeros((batch_size, slots, num_kv_heads, dims_per_head))
+    no_token = jnp.full((batch_size, slots), -1, jnp.int32)
+    return to_slots(self._to_entries(vectors, vectors, no_token))._replace(slot=jnp.zeros((), jnp.int32))
+
+  def extend(
+    self,
+    query_BTNH: jax.Array,
+    key_BTKH: jax.Array,
+    value_BTKH: jax.Array,
+    pos_BT: jax.Array,
+    cache: KVCache,
+    mask: AttentionMask,
+  ) -> tuple[jax.Array, KVCache]:
+    """Appends tokens to the cache; returns the results of attention, [B, T, N, H], and the cache.
+
+    Args:
+      query_BTNH, key_BTKH, value_BTKH: queries, keys and values of the new tokens; no values if not `has_values`.
+      pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
+      cache: a cache with room for T tokens; a full growing cache overwrites its last slots.
+      mask: which positions each token attends to, among the cached and the new tokens.
+
+    Raises:
+      ConfigError: the mask has arrays of queries or keys, which a cache does not keep.
+    """
+    if mask.arrays('query', 'key'):
+      raise ConfigError(
+        'a mask with arrays of queries or keys cannot be used with a cache, which keeps positions only; in decoding, '
+        'return one that goes by positions'
+      )
+    sees_later = split_offsets(mask)[0].ahead != 0
+    new = self._to_entries(key_BTKH, value_BTKH, pos_BT)
+    page = self.page_size
+    is_ring = self.window is not None and not cache.is_placed
+    if page is None or page >= pos_BT.shape[1] or (is_ring and sees_later):
+      return self._extend(query_BTNH, new, cache, mask)
+    pages = -(-pos_BT.shape[1] // page)
+    if cache.turn is not None:  # XLA would copy a stack that a loop over pages reads and writes.
+      context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.unstack(), mask)
+      return context_BTNH, cache.restack(own)
+    if sees_later:  # Tokens of the first page may attend to tokens of the last one.
+      cache = append_tokens(cache, new)
+
+      def attend(carry: None, page_of: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        return None, self._attend(*page_of, cache, mask, pages)
+
+      return _scan_pages(attend, None, (query_BTNH, pos_BT), page)[1], cache
+
+    def step(cache: KVCache, page_of: tuple[jax.Array, KVCache]) -> tuple[KVCache, jax.Array]:
+      context_BTNH, cache = self._extend(*page_of, cache, mask, (1 + pages) / 2)
+      return cache, context_BTNH
+
+    cache, context_BTNH = _scan_pages(step, cache, (query_BTNH, new), page)
+    return context_BTNH, cache
+
+  def write(self, cache: KVCache, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
+    """Returns a growing cache with tokens in its next slots; the arguments are the same as for `extend`."""
+    return append_tokens(cache, self._to_entries(key_BTKH, value_BTKH, pos_BT))
+
+  def attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
+    """Returns the results of attention to the tokens in a growing cache, [B, T, N, H]; see `extend`."""
+    return self._attend(query_BTNH, pos_BT, cache, mask, None)
+
+  def kernel_obstacle(self, dtype: DTypeLike, num_slots: int, num_rows: int | None = None) -> str:
+    """Returns why the kernel does not compute attention of a single token, as the end of a sentence; '' if it does.
+
+    Args:
+      dtype: dtype of the queries.
+      num_slots: S.
+      num_rows: B; None if it is not known yet.
+    """
+    if platform() != 'tpu':
+      return f'is for TPUs, and the platform is {platform()!r}'
+    if num_slots < _KERNEL_FROM:
+      return f'is for caches of at least {_KERNEL_FROM} slots, not {num_slots}'
+    for name in (jnp.dtype(d).name for d in (dtype, self.dtype)):
+      if name not in ('bfloat16', 'float32'):
+        return f'takes bfloat16 and float32, not {name}'
+    if not has_kernels_in(dtype):
+      return f'does not compute in {jnp.dtype(dtype).name} on this chip'
+    if self.bias is not None:
+      return 'has no bias that depends on positions'
+    if not self.has_values:
+      return 'needs values that are not the keys'
+    return self.kernel_split(num_rows)[1]
+
+  def _extend(
+    self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask, pages: float | None = None
+  ) -> tuple[jax.Array, KVCache]:
+    """Like `extend`, for tokens that are read at once; see `_attend_by_page` for `pages`."""
+    if self.window is None or cache.is_placed:
+      cache = append_tokens(cache, new)
+      return self._attend(query_BTNH, new.pos, cache, mask, pages), cache
+    # In a ring, the first of several new tokens may attend to slots that the last one overwrites.
+    after = write_to_ring(cache, new)
+    if new.num_slots == 1:
+      attend = self._attend_by_kernel if self._has_kernel(query_BTNH, after) else self._attend_at_once
+      return attend(query_BTNH, new.pos, after, mask), after
+    seen = jax.tree.map(join_slots, cache.unstack()._replace(slot=None), to_slots(new))
+    return self._attend_at_once(query_BTNH, new.pos, seen, mask), after
+
+  def _to_entries(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
+    return to_entries(key_BTKH, value_BTKH if self.has_values else None, pos_BT, self.dtype)
+
+  def _attend(
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, pages: float | None
+  ) -> jax.Array:
+    if self._has_kernel(query_BTNH, cache):
+      return self._attend_by_kernel(query_BTNH, pos_BT, cache, mask)
+    page = self._page(query_BTNH.shape[1], cache.num_slots)
+    if page == cache.num_slots:
+      return self._attend_at_once(query_BTNH, pos_BT, cache, mask)
+    return self._attend_by_page(query_BTNH, pos_BT, cache, mask, page, pages or cache.num_slots / page)
+
+  def _page(self, tokens: int, slots: int) -> int:
+    """Returns how many slots are read at once, a divisor of `slots`; for a prompt, a page, which limits its logits."""
+    if self.page_size is None or slots <= self.page_size:
+      return slots
+    most = max(self.most_slots, self.page_size) if tokens == 1 else self.page_size
+    return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
+
+  def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:
+    rows, tokens = query_BTNH.shape[:2]
+    return tokens == 1 and not self.kernel_obstacle(query_BTNH.dtype, cache.num_slots, rows)
+
+  def _attend_by_kernel(
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask
+  ) -> jax.Array:
+    from praxis_lite.layers.decode_kernel import attend_by_kernel  # Its import takes long, and only TPUs need it.
+
+    (B, _, N, H), S, turn = query_BTNH.shape, cache.num_slots, cache.turn
+    pos_BS = cache.pos if turn is None else cache.pos[turn]
+    assert cache.value is not None
+    key, value = (cache.key[None], cache.value[None]) if turn is None else (cache.key, cache.value)
+    return attend_by_kernel(
+      query_BTNH.reshape(B, N, H),
+      key,
+      value,
+      jnp.broadcast_to(_mask_slots(mask, pos_BT, pos_BS)[:, 0], (B, S)),
+      0 if turn is None else turn,
+      formula=Formula(H**-0.5 if self.spec.scale is None else self.spec.scale, self.spec.logit_soft_cap),
+      sinks=self.sinks,
+      split=self.kernel_split(B)[0],
+    )[:, None]
+
+  def _attend_at_once(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
+    cache = cache.unstack()
+    return dot_product_attention(
+      query_BTNH,
+      *cache.read(query_BTNH.dtype),
+      ArrayMask(_mask_slots(mask, pos_BT, cache.pos)),
+      spec=dataclasses.replace(self.spec, implementation='dense'),
+      bias=None if self.bias is None else self.bias(pos_BT, cache.pos),
+      sinks=self.sinks,
+    )
+
+  def _attend_by_page(
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int, pages: float
+  ) -> jax.Array:
+    """Computes attention with an online softmax over the pages with tokens; plans expect this number of `pages`."""
+    (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
+    query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
+    scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)
+
+    def add_page(index: jax.Array, sums: Sums) -> Sums:
+      page = cache.page(index * page_size, page_size)
+      key_BSKH, value_BSKH = page.read(query_BTNH.dtype)
+      logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=wide)
+      if (cap := self.spec.logit_soft_cap) is not None:
+        logits = cap * jnp.tanh(logits / cap)
+      if self.bias is not None:
+        logits += group_heads(self.bias(pos_BT, page.pos), K)
+      seen = group_heads(_mask_slots(mask, pos_BT, page.pos)[:, None], K)
+      return blocks.add_keys(sums, jnp.where(seen, logits, blocks.MASKED), jnp.moveaxis(value_BSKH, 1, 2))
+
+    num_pages = jnp.minimum(-(-cache.taken // page_size), cache.num_slots // page_size)
+    with expected_trips(pages):
+      sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.zero_sums((B, K, N // K, T, H), wide))
+    context_BKGTH, _ = blocks.finish_sums(sums, blocks.group_sinks(self.sinks, K))
+    return jnp.moveaxis(context_BKGTH, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
+
+
+def _mask_slots(mask: AttentionMask, pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
+  """Returns bool [B, T, S], True for taken slots, whose positions are at least 0, that the mask allows."""
+  return jnp.asarray(combine_masks((key_pos_BS >= 0)[:, None, :], mask.allows(pos_BT, key_pos_BS)))
+
+
+def _scan_pages(
+  step: Callable[[T, tuple[Any, ...]], tuple[T, jax.Array]], carry: T, arrays: tuple[Any, ...], page: int
+) -> tuple[T, jax.Array]:
+  """Runs `step` for each page of arrays [B, T, ...]; returns the carry, and the results [B, T, ...].
+
+  The first page may be shorter than the others.
+  """
+
+  def to_pages(x: jax.Array) -> jax.Array:
+    """[B, n page, ...] to [n, B, page, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, page, *x.shape[2:]), 1, 0)
+
+  first, results = arrays[0].shape[1] % page, []
+  if first:
+    carry, result = step(carry, jax.tree.map(lambda x: x[:, :first], arrays))
+    results.append(result)
+  carry, stacked = jax.lax.scan(step, carry, jax.tree.map(lambda x: to_pages(x[:, first:]), arrays))
+  stacked = jnp.moveaxis(stacked, 0, 1)
+  results.append(stacked.reshape(stacked.shape[0], -1, *stacked.shape[3:]))
+  return carry, jnp.concatenate(results, axis=1)

@@ -1,0 +1,84 @@
+"""The KV caches in the decode state of several layers.
+
+A loop over layers passes on the stacked caches of all layers. Each layer writes its tokens into the stack, and reads
+its pages from there; a scan that slices and stacks the caches would copy all of them. Only for a prompt longer than a
+page does a layer take its cache out of the stack, and put it back.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, Path, insert, leaves_by_path, merge, node_at, path_name, select
+from praxis_lite.layers.kv_cache import axis_of_slots
+
+
+def places_of_caches(state: object) -> list[Path]:
+  """Returns the paths of the KV caches in a decode state, whose nodes have the fields of `KVCache` as names."""
+  paths = leaves_by_path(state).keys()
+  places = [path[:-1] for path in paths if path[-1:] == ('pos',)]
+  return [place for place in places if all((*place, name) in paths for name in ('key', 'slot'))]
+
+
+def place_caches(state: NestedDict, num_slots: int) -> NestedDict:
+  """Returns a decode state without tokens in which all KV caches are placed, see `kv_cache.py`.
+
+  Args:
+    state: what `init_decode_state` has made.
+    num_slots: the largest number of tokens of a row.
+
+  Raises:
+    ConfigError: a layer has another state than a KV cache, which cannot go back to an earlier token.
+  """
+  places = places_of_caches(state)
+  for path in leaves_by_path(state):
+    if path[:-1] not in places:
+      raise ConfigError(
+        f'{path_name(path)}: this state of a layer cannot go back to an earlier token, as caches of keys and values '
+        'can; so this model has no speculative decoding and no batcher'
+      )
+  for place in places:
+    cache = node_at(state, place)
+    rank = jnp.ndim(cache['pos'])
+
+    def pad_slots(name: str, x: jax.Array, rank: int = rank) -> jax.Array:
+      axis = axis_of_slots(x.ndim, rank)
+      more = max(num_slots - x.shape[axis], 0)
+      widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
+      return jnp.pad(x, widths, constant_values=-1 if name == 'pos' else 0)
+
+    arrays = {name: pad_slots(name, x) for name, x in cache.items() if name != 'slot'}
+    state = insert(state, place, {**arrays, 'slot': jnp.zeros(jnp.shape(cache['pos'])[:-1], jnp.int32)})
+  return state
+
+
+class StackedCaches:
+  """The stacked caches in the decode state of a loop over layers, which each iteration passes on to the next.
+
+  Caches of a loop inside one of these layers are not included, because they have several dimensions of layers.
+
+  Args:
+    state: the decode state of the loop, stacked.
+
+  Attributes:
+    arrays: arrays of the caches, by path.
+    others: all other arrays of the state.
+  """
+
+  def __init__(self, state: NestedDict):
+    self._places = {place for place in places_of_caches(state) if jnp.ndim(node_at(state, place)['pos']) == 3}
+    self.arrays, self.others = self.split(state)
+
+  def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:
+    """Splits the state of the loop, or the state after an iteration, into the arrays of caches and all others."""
+    arrays = select(state, lambda path: path[:-1] in self._places and path[-1] != 'turn')
+    return arrays, select(state, lambda path: path[:-1] not in self._places)
+
+  def turn_state(self, arrays: NestedDict, others: NestedDict, turn: jax.Array) -> NestedDict:
+    """Returns the decode state of the layer in one iteration, which contains the caches of all layers."""
+    state = merge(others, arrays)
+    for place in self._places:
+      state = insert(state, (*place, 'turn'), turn)
+    return state
