@@ -11,6 +11,7 @@ _MOVED_OBJECTS = {
   'layer.splits.ActivationSplit': 'layers.base.ActivationSplit',
   'layer.splits.SplitMapping': 'layers.base.SplitMapping',
   'layer.splits.WeightSplit': 'layers.base.WeightSplit',
+  'layers.attention.AttentionActivationSplit': 'layers.attention_heads.AttentionActivationSplit',
   'layers.attention.Projection': 'layers.projections.Projection',
   'layers.attention.ProjectionWeightSplit': 'layers.projections.ProjectionWeightSplit',
   'layers.convolutions.Conv2D': 'layers.images.Conv2D',

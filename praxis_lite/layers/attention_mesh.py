@@ -122,7 +122,25 @@ class AttentionMesh:
       return None, f'needs heads that divide evenly, not {num_heads} with {num_kv_heads} kv heads over {parts} devices'
     return RowSplit(batch, heads), ''
 
-  def cache_obstacle(self, split: RowSplit, num_kv_heads: int) -> str:
+  def pass_split(
+    self, is_sequence_split: bool, num_heads: int, num_kv_heads: int, num_rows: int | None = None
+  ) -> tuple[RowSplit | None, str]:
+    """Returns what `kernel_split` does; if the length is split too, no split, and an obstacle if heads need `blnh`."""
+    if not is_sequence_split:
+      return self.kernel_split(num_heads, num_kv_heads, num_rows)
+    undeclared = f'needs {self.path}.activation_split_dims_mapping.blnh, which says how the mesh splits the heads'
+    return None, undeclared if self.blnh is None else ''
+
+  def cache_kernel_split(
+    self, num_heads: int, num_kv_heads: int, num_rows: int | None = None
+  ) -> tuple[RowSplit | None, str]:
+    """Returns what `kernel_split` does, for a kernel that also reads a cache of keys and values where it is."""
+    split, obstacle = self.kernel_split(num_heads, num_kv_heads, num_rows)
+    if obstacle or split is None:
+      return split, obstacle
+    return split, self._cache_obstacle(split, num_kv_heads)
+
+  def _cache_obstacle(self, split: RowSplit, num_kv_heads: int) -> str:
     """Returns why a kernel split like this cannot read a cache where it is, as the end of a sentence; '' if it can."""
     sizes, field = unmapped_axes(), f'{self.path}.activation_split_dims_mapping.blkh'
     placement = self.resolve(self.blkh, field)

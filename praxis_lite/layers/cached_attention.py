@@ -144,6 +144,11 @@ class CachedAttention:
       return 'needs values that are not the keys'
     return self.kernel_split(num_rows)[1]
 
+  def describe(self, dtype: DTypeLike, num_slots: int) -> str:
+    """Returns how a single token attends to a cache, on TPUs; the arguments are the same as for `kernel_obstacle`."""
+    obstacle = self.kernel_obstacle(dtype, min(num_slots, self.window or num_slots))
+    return f'in plain JAX, because its kernel {obstacle}' if obstacle else 'a kernel for each token'
+
   def _extend(
     self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask, pages: float | None = None
   ) -> tuple[jax.Array, KVCache]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.attention import MultiHeadAttention
+from praxis_lite.layers.decode_caches import read_cache
 from praxis_lite.layers.masks import AttentionMask, Band, Paddings
 
 
@@ -76,5 +77,5 @@ class CrossAttention(MultiHeadAttention):
       query_BTNH = self._normalize(self.query_norm, query_BTNH)
     cached = self._cached_attention(sinks=self._sinks())
     return self._output(
-      cached.attend(self.shard(self._scale_queries(query_BTNH), 'blnh'), pos_BT, self._kept_cache(), Band())
+      cached.attend(self.shard(self._scale_queries(query_BTNH), 'blnh'), pos_BT, read_cache(self), Band())
     )

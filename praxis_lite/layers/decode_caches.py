@@ -1,4 +1,4 @@
-"""The KV caches in the decode state of several layers.
+"""KV caches in the decode state: of one layer, and of several.
 
 A loop over layers passes on the stacked caches of all layers. Each layer writes its tokens into the stack, and reads
 its pages from there; a scan that slices and stacks the caches would copy all of them. Only for a prompt longer than a
@@ -12,7 +12,27 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, insert, leaves_by_path, merge, node_at, path_name, select
-from praxis_lite.layers.kv_cache import axis_of_slots
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.kv_cache import KVCache, axis_of_slots
+from praxis_lite.sharding.weights import SplitDimsMapping
+
+
+def read_cache(layer: Layer) -> KVCache:
+  """Returns the cache that an attention layer has kept in its decode state."""
+  return KVCache(**{name: layer.get_decode_state(name) for name in KVCache._fields})
+
+
+def keep_cache(layer: Layer, cache: KVCache, mapping: SplitDimsMapping | str) -> None:
+  """Keeps a cache in the decode state of an attention layer, with its vectors, [B, S, K, H], split over the mesh."""
+
+  def split_slots(x_BKSH: jax.Array) -> jax.Array:
+    return jnp.swapaxes(layer.shard(jnp.swapaxes(x_BKSH, 1, 2), mapping), 1, 2)
+
+  for name, array in cache._asdict().items():
+    if array is not None:
+      if name in ('key', 'value'):
+        array = split_slots(array) if cache.turn is None else jax.vmap(split_slots)(array)
+      layer.update_decode_state(name, array)
 
 
 def places_of_caches(state: object) -> list[Path]:

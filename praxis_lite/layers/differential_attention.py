@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import Config, child, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.attention import MultiHeadAttention, QueryKeyValue
+from praxis_lite.layers.attention import MultiHeadAttention
+from praxis_lite.layers.attention_heads import QueryKeyValue
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.normalizations import Norm, RMSNorm

@@ -111,9 +111,9 @@ def sample(
   """Returns samples, [B, ...], made from noise in `num_steps` steps of equal length from t = 1 to t = 0.
 
       'ddim'       x_s = alpha_s x + sigma_s noise, of the estimates at t                      (Song et al., 2021)
-      'ancestral'  draws x_s given x_t and the estimate of x: that of DDPM
+      'ancestral'  draws x_s given x_t and the estimate of x, as DDPM does
       'euler'      x_s = x_t + (s - t) dx_t/dt, with dx_t/dt = alpha' x + sigma' noise of the estimates at t
-      'heun'       the mean of dx/dt at t and at s after such a step; the last step is of 'euler'
+      'heun'       as 'euler', with the mean of dx/dt at t and, after an 'euler' step, at s; the last step is 'euler'
 
   Args:
     predict: (x_t, t scalar) -> what the network predicts, [B, ...].

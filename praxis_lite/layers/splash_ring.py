@@ -100,13 +100,13 @@ splash_ring_attention.defvjp(_forward, _backward)
 
 
 class _Results(NamedTuple):
-  """Attention to some of the keys, float32 [B, N, L, H], and the logarithm of the sum, [B, N, L]."""
+  """Attention to some of the keys, float32 [B, N, L, H]; and the log of its softmax's denominator, [B, N, L]."""
 
   out: jax.Array
   lse: jax.Array
 
   def join(self, out: jax.Array, lse: jax.Array) -> _Results:
-    """Returns attention to these keys and others; a query without a key among the others has any results for them."""
+    """Returns attention to these keys and others, whose results may be anything for a query without a key there."""
     has_key = lse > MASKED / 2
     others = _Results(jnp.where(has_key[..., None], out, 0), jnp.where(has_key, lse, MASKED))
     total = jnp.logaddexp(self.lse, others.lse)

@@ -109,7 +109,7 @@ class BatcherStatistics:
 
   Attributes:
     prompt_tokens: tokens of prompts that were read.
-    shared_tokens: tokens of prompts that were taken over from another request, also from one that is kept.
+    shared_tokens: tokens of prompts that were not read, but copied from another request or a kept beginning.
     new_tokens: tokens of continuations.
     passes: calls that added tokens to the rows.
   """

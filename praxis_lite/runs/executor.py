@@ -33,6 +33,7 @@ from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.job import TrainJob, build_job
 from praxis_lite.runs.loop.observers import attach_observers, observe_start
 from praxis_lite.runs.loop.options import Advice, TrainOptions
+from praxis_lite.runs.loop.progress import recover_results
 from praxis_lite.runs.loop.saving import RunSaver, Saving
 from praxis_lite.runs.loop.start import find_start
 from praxis_lite.runs.loop.training_loop import TrainingLoop
@@ -137,7 +138,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     settings: dict[str, Any] = {'enabled': is_primary, 'report': line, 'log': loggers.log}
     writer = SummaryWriter(path, resumed_step=first_step, lost=start.lost_metrics, **settings)
     stack.callback(writer.close)
-    results, lost = start.recover_results(path, job.watched, writer)
+    results, lost = recover_results(start.progress, first_step, path, job.watched, writer)
     # If no step remains, an existing record stays: the config of this call has made nothing in the directory.
     is_finished = start.is_restored and first_step >= total
     changes = _record(job, path, first_step, keeps_record=is_finished) if is_primary else ()

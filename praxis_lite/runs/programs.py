@@ -9,7 +9,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.contents import array_records
+from praxis_lite.common.errors import prefix_errors
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process, meet_others, note_progress
 from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, path_name
@@ -29,6 +30,7 @@ from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.console import metrics_line
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
+from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -214,6 +216,43 @@ class DecodeProgram(InputProgram[DecodeStepOutput]):
       self._job_log_dir.subfolder(folder)
       path.write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
     return f', {path}'
+
+
+class TracedPrograms(NamedTuple):
+  """The programs of a training run, traced from shapes: so they are free of mistakes that tracing finds.
+
+  Attributes:
+    partitioned: the task for the batches of the training input.
+    evaluation: the programs of the inputs to evaluate.
+    metric_names: the names of the metrics of each of these that are single numbers, by its split.
+  """
+
+  partitioned: PartitionedTask
+  evaluation: list[EvalProgram]
+  metric_names: dict[str, list[str]]
+
+
+def trace_programs(
+  tasks: TaskOnMesh,
+  training: BaseInput,
+  evaluated: Sequence[BaseInput],
+  decoded: Sequence[BaseInput],
+  key: jax.Array,
+  startup: StartupTimes,
+) -> TracedPrograms:
+  """Traces the train step, and the steps that evaluate and decode these inputs; `key` is for the latter two."""
+  partitioned = tasks.taking(training)
+  startup.mark('build')
+  partitioned.train_step.trace()
+  evaluation, metric_names = [EvalProgram(tasks, data, key) for data in evaluated], {}
+  for program in evaluation:
+    with prefix_errors(program.split):
+      metric_names[program.split] = program.metric_names()
+  for data in decoded:
+    with prefix_errors(f'decode/{data.label}'):
+      tasks.taking(data).decode_step.trace()
+  startup.mark('trace')
+  return TracedPrograms(partitioned, evaluation, metric_names)
 
 
 def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:

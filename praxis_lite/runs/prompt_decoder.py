@@ -174,7 +174,7 @@ class PromptDecoder:
   def first_batch(
     self, prompts: Sequence[Sequence[int]], stop: Sequence[str], in_segments: bool, batch_size: int | None
   ) -> tuple[TaskOnMesh, Rows]:
-    """Returns the task and a batch of the sizes with which `decode` begins for these prompts."""
+    """Returns the task that `decode` would call first for these prompts, and its batch."""
     single_stops = self._single_stops(stop)
     _, group = next(_groups(prompts, batch_size))
     call = self._plan(group, {}, single_stops, in_segments or len(single_stops) < len(stop))

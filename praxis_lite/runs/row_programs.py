@@ -118,7 +118,7 @@ class RowPrograms:
     return after
 
   def fetch(self, state: _State, store: _State, place: int, row: int) -> _State:
-    """Returns the state with the row at a place of the store as one of its rows."""
+    """Copies the row at a place of the store into a row of the state, and returns the state."""
     after: _State = self._fetch(state, store, np.int32(place), np.int32(row))
     return after
 

@@ -110,11 +110,11 @@ class Family:
     return {}
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
-    """Returns the pairs of tensors and variables of a network with these variables."""
+    """Returns which tensor of a checkpoint holds which variable, for a network with these variables."""
     return self.table('embedding' not in weights)
 
   def table(self, tied: bool) -> list[Pair]:
-    """Returns the pairs of tensors and variables; `tied` says whether softmax and embedding share a table."""
+    """Returns which tensor holds which variable; `tied` says whether softmax and embedding share a table."""
     raise NotImplementedError
 
 

@@ -153,7 +153,7 @@ class DataLayout(NamedTuple):
 
 
 def get_data_layout(chunker: LocalChunker, data_axes: Sequence[str], batch_size: int | None = None) -> DataLayout:
-  """Returns the share of the host of `chunker`.
+  """Returns which part of the global batch the host of `chunker` reads.
 
   Args:
     chunker, data_axes: the host's chunk of the mesh, and the mesh axes that the batch dimension is split over.

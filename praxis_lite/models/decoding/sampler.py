@@ -49,7 +49,7 @@ class DrawingDecoder(Decoder):
 
   @property
   def _restrictions(self) -> dict[str, Any]:
-    """The settings that restrict what is drawn, under the names of `sample_tokens`."""
+    """The settings that restrict which tokens may be drawn, named like the arguments of `sample_tokens`."""
     return {name: getattr(self, name) for name in CANDIDATE_SETTINGS}
 
   @property

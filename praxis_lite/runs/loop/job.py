@@ -22,14 +22,13 @@ from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers import Logger, build_loggers
 from praxis_lite.runs.loop.options import TrainOptions
-from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram, TaskOnMesh
+from praxis_lite.runs.programs import DecodeProgram, InputProgram, TaskOnMesh, trace_programs
 from praxis_lite.runs.records.record import recorded_seed
 from praxis_lite.runs.records.run_config import (
   Datasets,
   RunKeys,
   build_datasets,
   check_all_take_part,
-  check_intervals,
   run_keys,
 )
 from praxis_lite.runs.throughput import StartupTimes
@@ -88,7 +87,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   task = task_p.instantiate()
   if options.debug_nans and task.learner.on_nonfinite == 'ignore':
     raise ConfigError("task.train.learner.on_nonfinite = 'ignore' changes the state that debug_nans looks at")
-  check_intervals(task.train)
+  _check_intervals(task.train)
   loggers = build_loggers(task.train.loggers)
   mesh = task.create_mesh(options.devices)
   check_all_take_part(mesh)
@@ -99,7 +98,11 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   datasets = build_datasets(config.datasets)
   data = datasets.the_training_input()
   decode_datasets = build_datasets(config.decode_datasets, 'decode_datasets')
-  partitioned, evaluation, watched = _trace_steps(tasks, datasets, decode_datasets, keys.evaluate, startup)
+  datasets.check([data, *datasets.evaluation], task.model)
+  startup.mark('data')
+  traced = trace_programs(tasks, data, datasets.evaluation, _decoded(task, decode_datasets), keys.evaluate, startup)
+  partitioned, evaluation = traced.partitioned, traced.evaluation
+  watched = watched_metrics(task.train, traced.metric_names)
   decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
   batch = data.batch_struct()
   lines = list(_describe(task, partitioned, batch, fit, options.devices))
@@ -126,7 +129,7 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
     with prefix_errors(name):
       try:
         task = config.task.instantiate()
-        check_intervals(task.train)
+        _check_intervals(task.train)
         build_loggers(task.train.loggers)
         sizes = task.mesh_sizes(num_devices)
         if num_devices is not None:
@@ -135,40 +138,31 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
         tasks = TaskOnMesh(task, cast(Mesh, abstract_mesh(sizes)))  # To trace, a mesh without devices suffices.
         inputs = to_text({name: group for name, group in config.roots().items() if name != 'task'})
         if inputs not in built:
-          datasets = build_datasets(config.datasets)
-          built[inputs] = datasets, build_datasets(config.decode_datasets, 'decode_datasets')
-        _trace_steps(tasks, *built[inputs], jax.random.key(0), StartupTimes())
+          built[inputs] = build_datasets(config.datasets), build_datasets(config.decode_datasets, 'decode_datasets')
+        datasets, decode_datasets = built[inputs]
+        data = datasets.the_training_input()
+        datasets.check([data, *datasets.evaluation], task.model)
+        decoded, key = _decoded(task, decode_datasets), jax.random.key(0)
+        traced = trace_programs(tasks, data, datasets.evaluation, decoded, key, StartupTimes())
+        watched_metrics(task.train, traced.metric_names)
       except UserError:
         raise
       except Exception:
         continue
 
 
-def _trace_steps(
-  tasks: TaskOnMesh, datasets: Datasets, decode_datasets: Datasets, key: jax.Array, startup: StartupTimes
-) -> tuple[PartitionedTask, list[EvalProgram], Watched]:
-  """Traces the train step, the eval steps and, if training decodes, the decode steps.
+def _decoded(task: SingleTask, decode_datasets: Datasets) -> Sequence[BaseInput]:
+  """Returns the inputs that training decodes: none, unless the task has an interval for this."""
+  return () if task.train.decode_interval_steps is None else decode_datasets.inputs
 
-  Returns also the programs of evaluation, and the metrics that decide.
-  """
-  task, data = tasks.jax_task, datasets.the_training_input()
-  datasets.check([data, *datasets.evaluation], task.model)
-  startup.mark('data')
-  partitioned = tasks.taking(data)
-  startup.mark('build')
-  partitioned.train_step.trace()
-  evaluation = [EvalProgram(tasks, i, key) for i in datasets.evaluation]
-  metric_names = {}
-  for program in evaluation:
-    with prefix_errors(program.split):
-      metric_names[program.split] = program.metric_names()
-  watched = watched_metrics(task.train, metric_names)
-  if task.train.decode_interval_steps is not None:
-    for given in decode_datasets.inputs:
-      with prefix_errors(f'decode/{given.label}'):
-        tasks.taking(given).decode_step.trace()
-  startup.mark('trace')
-  return partitioned, evaluation, watched
+
+def _check_intervals(settings: TrainParams) -> None:
+  """Raises ConfigError if a number of steps in `task.train` is not positive."""
+  optional = ('eval_interval_steps', 'decode_interval_steps')
+  for name in ('num_train_steps', 'log_interval_steps', 'save_interval_steps', *optional):
+    value, or_none = getattr(settings, name), ' or None' if name in optional else ''
+    if not (value is None and or_none) and (not isinstance(value, int) or value < 1):
+      raise ConfigError(f'task.train.{name} = {value!r}: expected an integer of at least 1{or_none}')
 
 
 def _describe(

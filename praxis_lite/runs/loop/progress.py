@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from praxis_lite.common.processes import is_primary_process, meet_others
 from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.runs.improvement import Watched
-from praxis_lite.runs.records.metrics import EvalResult
+from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter, read_results
+from praxis_lite.runs.trouble import restore_rollbacks
 
 ValuesByStep = dict[int, float]  # NaN where a value was not a number.
 
@@ -77,6 +80,31 @@ def evaluations_in(results: Iterable[EvalResult], watched: Watched) -> dict[str,
   """Returns the values of the watched metrics, by their paths."""
   found = list(results)
   return {metric.path: dict(metric.values(found)) for metric in watched if metric is not None}
+
+
+def recover_results(
+  saved: Progress, step: int, directory: Path, watched: Watched, writer: SummaryWriter
+) -> tuple[list[EvalResult], list[str]]:
+  """Returns the evaluations of a run that goes on after `step`, and lines about records that its files have lost.
+
+  If the list of batches to skip was lost, this writes it again. All processes call this.
+  """
+  lines = []
+  results, changed = merge_saved(read_results(directory, step), saved, watched, step)
+  if is_primary_process():
+    rollbacks = restore_rollbacks(directory, saved.troubles)
+    missing = (saved.lines or 0) - writer.num_lines
+    if changed or missing > 0:
+      lost = f'{missing} lines' if missing > 0 else f'{changed} evaluations'
+      kept = '; early stopping and the best checkpoint go by the evaluations in the checkpoint' if changed else ''
+      where = directory / 'metrics.jsonl'
+      lines.append(f'{where} has lost {lost} that it had when the checkpoint was saved{kept}')
+    if rollbacks:
+      where = directory / 'trouble.jsonl'
+      lines.append(f'{where} had lost {rollbacks} lines; the checkpoint knows which batches to skip')
+  if saved.troubles:
+    meet_others()  # The other processes read the file, so they wait until it is written.
+  return results, lines
 
 
 def merge_saved(

@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.common.errors import CheckpointError
-from praxis_lite.common.processes import gather_texts, is_primary_process, join_by_host, meet_others
+from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.inputs.manifest import DataManifest
-from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.init_from import WarmStart
 from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
-from praxis_lite.runs.loop.progress import NOTHING_KNOWN, Progress, merge_saved
+from praxis_lite.runs.loop.progress import NOTHING_KNOWN, Progress
 from praxis_lite.runs.observer import Observers, StateCopy
 from praxis_lite.runs.records.differences import changes_named
-from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter, read_results
 from praxis_lite.runs.throughput import StartupTimes
-from praxis_lite.runs.trouble import restore_rollbacks
 from praxis_lite.training.state import TrainState
 
 
@@ -52,30 +48,6 @@ class Start(NamedTuple):
   data: DataManifest | None
   origins: Sequence[str]
   notes: Sequence[str]
-
-  def recover_results(
-    self, directory: Path, watched: Watched, writer: SummaryWriter
-  ) -> tuple[list[EvalResult], list[str]]:
-    """Returns the evaluations until now, and lines about records that the run's files have lost.
-
-    If the list of batches to skip was lost, this writes it again. All processes call this.
-    """
-    saved, lines = self.progress, []
-    results, changed = merge_saved(read_results(directory, self.step), saved, watched, self.step)
-    if is_primary_process():
-      rollbacks = restore_rollbacks(directory, saved.troubles)
-      missing = (saved.lines or 0) - writer.num_lines
-      if changed or missing > 0:
-        lost = f'{missing} lines' if missing > 0 else f'{changed} evaluations'
-        kept = '; early stopping and the best checkpoint go by the evaluations in the checkpoint' if changed else ''
-        where = directory / 'metrics.jsonl'
-        lines.append(f'{where} has lost {lost} that it had when the checkpoint was saved{kept}')
-      if rollbacks:
-        where = directory / 'trouble.jsonl'
-        lines.append(f'{where} had lost {rollbacks} lines; the checkpoint knows which batches to skip')
-    if saved.troubles:
-      meet_others()  # The other processes read the file, so they wait until it is written.
-    return results, lines
 
 
 @contextlib.contextmanager

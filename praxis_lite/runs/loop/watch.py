@@ -30,7 +30,7 @@ _REFUSALS = (ConfigError, ShardingError, OtherModelError)
 class Watch(Observer):
   """Measures how one process spends its time, and reports it: goodput, slow steps, memory, heartbeats.
 
-  Until the run starts, heartbeats have the progress of the earlier launch.
+  Until the run starts, heartbeats repeat the progress that the last launch reported.
 
   Args:
     directory: the run's directory. Heartbeats are written there once it has the record of a run.

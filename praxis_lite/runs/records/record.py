@@ -195,12 +195,13 @@ def write_record(
   Returns:
     Lines to print: how the config and the seed differ from the recorded ones; empty if they do not.
   """
-  directory, text = Path(job_log_dir), to_text(config.roots()) + '\n'
+  directory, roots = Path(job_log_dir), config.roots()
+  text = to_text(roots) + '\n'
   launches: tuple[Launch, ...] = ()
   changes: list[str] = []
   trusted: set[str] = set()
   told: list[str] = []
-  edited = set(changed_fields(config.roots()))
+  edited = set(changed_fields(roots))
   is_damaged = has_record(directory)
   with contextlib.suppress(UserError):  # A record that cannot be read is replaced.
     before = read_record(directory)
@@ -214,7 +215,7 @@ def write_record(
       return _lines_about(told, step, ', which is kept')
   launch = this_launch(seed=seed, command=command, mesh=mesh, step=step, changes=tuple(changes))
   lost: dict[str, str] = {}
-  encoded = encode_readable(config.roots(), lost)
+  encoded = encode_readable(roots, lost)
   record = {
     'format': _FORMAT,
     'launches': [dataclasses.asdict(entry) for entry in (*launches, launch)],

@@ -24,7 +24,6 @@ from praxis_lite.common.files import kind_of_other, local_path
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.models.base import BaseModel
-from praxis_lite.training.task import TrainParams
 
 
 class RunKeys(NamedTuple):
@@ -59,15 +58,6 @@ def check_seed(seed: int) -> None:
     fit(seed, int, None)
   if not -(2**63) <= seed < 2**63:
     raise ConfigError(f'seed = {seed}: expected an integer of 64 bits')
-
-
-def check_intervals(settings: TrainParams) -> None:
-  """Raises ConfigError if a number of steps in `task.train` is not positive."""
-  optional = ('eval_interval_steps', 'decode_interval_steps')
-  for name in ('num_train_steps', 'log_interval_steps', 'save_interval_steps', *optional):
-    value, or_none = getattr(settings, name), ' or None' if name in optional else ''
-    if not (value is None and or_none) and (not isinstance(value, int) or value < 1):
-      raise ConfigError(f'task.train.{name} = {value!r}: expected an integer of at least 1{or_none}')
 
 
 def check_all_take_part(mesh: Mesh) -> None:
