@@ -5,6 +5,9 @@ slots are seen as an array, so it has all masks. For each row, it reads the page
 (The kernels for pages in JAX take neither gaps nor sinks, and the one with windows has keys and values in one array,
 so a cache would be copied for each token.)
 
+The kernel has no backward pass. Derivatives are those of plain attention, which holds the logits of one token of all
+rows, and runs only where something is differentiated.
+
 L layers of a loop, B batch, S slots, P slots of a page, N heads, K kv heads, G = N / K, H dims per head.
 """
 
@@ -19,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from praxis_lite.layers.blocks import MASKED, Formula
+from praxis_lite.layers.blocks import MASKED, Formula, add_keys, finish_sums, group_sinks, zero_sums
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.specs import axes_to_entry
@@ -54,7 +57,7 @@ def attend_by_kernel(
   """
   fill = jnp.full(query_BNH.shape[1], MASKED, jnp.float32)
   sinks = fill if sinks is None else sinks.astype(jnp.float32)
-  local = functools.partial(_attend, formula=formula)
+  local = functools.partial(_attend, formula)
   if split is not None:
     rows, head = axes_to_entry(split.batch_axes), axes_to_entry(split.head_axes)
     cache, queries = PartitionSpec(None, rows, head), PartitionSpec(rows, head)
@@ -63,15 +66,15 @@ def attend_by_kernel(
   return local(query_BNH, key_LBKSH, value_LBKSH, seen_BS, jnp.asarray(layer, jnp.int32), sinks)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(
+  formula: Formula,
   query_BNH: jax.Array,
   key_LBKSH: jax.Array,
   value_LBKSH: jax.Array,
   seen_BS: jax.Array,
   layer: jax.Array,
   sinks_N: jax.Array,
-  *,
-  formula: Formula,
 ) -> jax.Array:
   (B, N, H), (K, S), V = query_BNH.shape, key_LBKSH.shape[2:4], value_LBKSH.shape[4]
   G, P = N // K, _page_len(S, K * max(H, V) * key_LBKSH.dtype.itemsize)
@@ -109,7 +112,7 @@ def _attend(
     cost_estimate=pl.CostEstimate(
       flops=2 * B * N * S * (H + V),
       transcendentals=B * N * S,
-      bytes_accessed=B * K * S * (H + V) * key_LBKSH.dtype.itemsize,
+      bytes_accessed=B * (K * S * (H + V) * key_LBKSH.dtype.itemsize + N * (H + V) * query_BNH.dtype.itemsize),
     ),
     interpret=platform() == 'cpu',
     name='attention_to_cache',
@@ -124,6 +127,37 @@ def _attend(
     sinks_N.reshape(K, G, 1),
   )
   return out_BKGV.reshape(B, N, V)
+
+
+@_attend.defjvp
+def _attend_jvp(
+  formula: Formula, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+  _, tangent_BNV = jax.jvp(functools.partial(_attend_plainly, formula), primals, tangents)
+  return _attend(formula, *primals), tangent_BNV
+
+
+def _attend_plainly(
+  formula: Formula,
+  query_BNH: jax.Array,
+  key_LBKSH: jax.Array,
+  value_LBKSH: jax.Array,
+  seen_BS: jax.Array,
+  layer: jax.Array,
+  sinks_N: jax.Array,
+) -> jax.Array:
+  """Returns what the kernel returns, with all logits at once."""
+  (B, N, H), dtype = query_BNH.shape, query_BNH.dtype
+  key_BKSH, value_BKSV = key_LBKSH[layer].astype(dtype), value_LBKSH[layer].astype(dtype)
+  K, V = key_BKSH.shape[1], value_BKSV.shape[3]
+  query_BKGH = query_BNH.reshape(B, K, N // K, H)
+  logits_BKGS = formula.scale * jnp.einsum('BKGH,BKSH->BKGS', query_BKGH, key_BKSH, preferred_element_type=jnp.float32)
+  if formula.soft_cap is not None:
+    logits_BKGS = formula.soft_cap * jnp.tanh(logits_BKGS / formula.soft_cap)
+  logits_BKG1S = jnp.where(seen_BS[:, None, None], logits_BKGS, MASKED)[:, :, :, None]
+  sums = add_keys(zero_sums((B, K, N // K, 1, V), jnp.dtype(jnp.float32)), logits_BKG1S, value_BKSV)
+  out_BKG1V, _ = finish_sums(sums, group_sinks(sinks_N, K))
+  return out_BKG1V.reshape(B, N, V).astype(dtype)
 
 
 def _page_len(num_slots: int, slot_bytes: int) -> int:

@@ -192,9 +192,7 @@ def check_tokens(
     remedy = f'it must be at least {size}'
     if getattr(data, 'mask', -1) == size - 1:  # Often one more than the ids of a tokenizer that has no mask.
       remedy += f', or set its mask_id, which is {size - 1} now, to an id below {known} that no text has'
-    raise ConfigError(
-      f'{data.label}: its ids go up to {size - 1}, but {where}.vocab_size is {known}; {remedy}'
-    )
+    raise ConfigError(f'{data.label}: its ids go up to {size - 1}, but {where}.vocab_size is {known}; {remedy}')
   types = f'{where}.token_type.num_classes is'
   if encoder.token_type_tpl is None:
     types = f'{where}.token_type_tpl is None, so the number of types is'

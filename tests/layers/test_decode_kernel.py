@@ -68,6 +68,41 @@ def test_a_row_that_sees_no_slot_has_zeros():
   assert not out[0].any() and out[1].all()
 
 
+def gradients_of_sum(attend, query, key, value, sinks):
+  """Gradients of a weighted sum of the results, as a model's loss would have them."""
+  weights = drawn(*query.shape[:2], value.shape[-1], 1)[..., 0]
+  return jax.jit(jax.grad(lambda *args: jnp.sum(weights * attend(*args)), argnums=(0, 1, 2, 3)))(
+    query, key, value, sinks
+  )
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('shape', [(1, 2, 3), (2, 2, 1), ()])
+def test_gradients_are_those_of_dense_attention(shape):
+  """One row sees no slot, and slots of another layer have no gradient."""
+  split = RowSplit(('data',), ('mdl',)) if shape else None
+  query, key, value = drawn(2, 6, 4), drawn(2, 2, 3, 9, 4), drawn(2, 2, 3, 9, 4)[::-1]
+  seen = jnp.asarray(np.random.default_rng(1).random((2, 9)) < 0.6).at[1].set(False)
+
+  def by_kernel(query, key, value, sinks):
+    return attend_by_kernel(query, key, value, seen, 1, formula=Formula(0.7, 2.0), sinks=sinks, split=split)
+
+  def densely(query, key, value, sinks):
+    cache = (jnp.swapaxes(x[1], 1, 2) for x in (key, value))
+    mask, spec = ArrayMask(seen[:, None, None]), AttentionSpec(0.7, 2.0, 'dense')
+    dense = dot_product_attention(query[:, None], *cache, mask, spec=spec, sinks=sinks)[:, 0]
+    return jnp.where(jnp.any(seen, axis=1)[:, None, None], dense, 0)
+
+  wanted = gradients_of_sum(densely, query, key, value, drawn(6))
+  if shape:
+    mesh = jax.make_mesh(shape, ('replica', 'data', 'mdl'), axis_types=(AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+      found = gradients_of_sum(by_kernel, query, key, value, drawn(6))
+  else:
+    found = gradients_of_sum(by_kernel, query, key, value, drawn(6))
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), found, wanted)
+
+
 def build(**fields):
   config = Config(MultiHeadAttention, input_dims=D, num_heads=4, num_kv_heads=2, dims_per_head=4, causal=True)
   return config.set(**fields).instantiate()
@@ -98,6 +133,29 @@ def test_decoding_by_the_kernel_equals_one_pass_of_rows_of_different_lengths(fie
   assert count_kernels(layer) == 1
   variables, x = drawn_variables(layer.abstract_init()), inputs()
   np.testing.assert_allclose(decoded(layer, variables, x)[0], expected(layer, variables, x), atol=5e-6)
+
+
+def test_decoding_has_the_gradients_that_it_has_without_the_kernel(on_tpu, monkeypatch):
+  layer = build(use_sinks=True)
+  variables, x = drawn_variables(layer.abstract_init()), inputs()
+  state = layer.apply(variables, 2, 17, method='init_decode_state')[1].decode_state
+
+  def differentiated():
+    def loss(variables):
+      decode_state, total = state, 0.0
+      for t in range(2):
+        token, pos = x[:, t : t + 1], np.full((2, 1), t, np.int32)
+        y, side = layer.apply(variables, token, pos, decode_state=decode_state, method='extend_step')
+        decode_state, total = side.decode_state, total + jnp.sum(y**2)
+      return total
+
+    return 'pallas_call' in str(jax.make_jaxpr(loss)(variables)), jax.jit(jax.grad(loss))(variables)
+
+  has_kernel, found = differentiated()
+  monkeypatch.setattr(kv_cache, 'platform', lambda: 'cpu')
+  has_none, wanted = differentiated()
+  assert (has_kernel, has_none) == (True, False)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6), found, wanted)
 
 
 def test_a_placed_cache_in_a_stack_is_read_where_it_is(on_tpu):

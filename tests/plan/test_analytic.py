@@ -11,7 +11,9 @@ from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
 from praxis_lite.instruments.plan.local_program import local_program
 from praxis_lite.instruments.plan.lowering import lower_without_devices
 from praxis_lite.layers import AttentionSpec, Causal, dot_product_attention
+from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.blockwise import RowSplit
+from praxis_lite.layers.decode_kernel import attend_by_kernel
 from praxis_lite.sharding.mesh import abstract_mesh
 
 B, T, N, H = 8, 256, 4, 32
@@ -85,7 +87,38 @@ def test_splash_attention_counts_as_what_its_kernels_compute(mesh):
   assert program.collectives == ()
 
 
+def test_the_kernel_of_a_decoding_step_reads_the_cache_of_its_own_layer_only():
+  layers, slots, kv = 8, 256, 2
+
+  def step(query, keys, values, seen):
+    def one(query, layer):
+      return attend_by_kernel(query, keys, values, seen, layer, formula=Formula(1.0)), None
+
+    return jax.lax.scan(one, query, jnp.arange(layers))[0]
+
+  cache = ((layers, B, kv, slots, H), jnp.bfloat16, ())
+  arrays = ((B, N, H), jnp.bfloat16, ()), cache, cache, ((B, slots), jnp.bool_, ())
+  program = lowered_program(step, *arrays, mesh={'data': 1}, kind='tpu')
+  (kernel,) = program.products
+  assert (kernel.count, kernel.bytes) == (layers, 2 * 2 * B * H * (kv * slots + N))
+
+
 # ---------------------------------------------------------------- what is stored
+
+
+@pytest.mark.parametrize('on_tpu', [True, False])
+def test_products_on_tpus_read_weights_from_their_stack(on_tpu):
+  layers, n = 6, 64
+
+  def run(x, stack):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
+
+  weights = ((layers, n, n), jnp.float32, ())
+  program = lowered_program(run, ((4, n), jnp.float32, ()), weights, mesh={'data': 1}, on_tpu=on_tpu)
+  (product,) = program.products
+  assert (product.count, product.bytes) == (layers, 4 * (n * n + 2 * 4 * n))
+  copied = sum(f.count * f.bytes for f in program.fusions if 'dynamic_slice' in f.name)
+  assert copied == (0 if on_tpu else layers * 2 * 4 * n * n)
 
 
 def test_sums_of_what_goes_through_layers_are_stored_once_each():
@@ -157,13 +190,13 @@ def test_an_update_in_a_loop_moves_its_slice(reads, trips):
 # ---------------------------------------------------------------- grouped products
 
 
-@pytest.mark.parametrize(('has_ragged_dot', 'groups'), [(True, 1), (False, 4)])
-def test_a_ragged_dot_without_a_kernel_multiplies_every_row_by_every_group(has_ragged_dot, groups):
+@pytest.mark.parametrize(('on_tpu', 'groups'), [(True, 1), (False, 4)])
+def test_a_ragged_dot_without_a_kernel_multiplies_every_row_by_every_group(on_tpu, groups):
   def loss(x, w, sizes):
     return jnp.square(jax.lax.ragged_dot(x, w, sizes)).sum()
 
   arrays = ((64, 8), jnp.float32, ()), ((4, 8, 16), jnp.float32, ()), ((4,), jnp.int32, ())
-  program = lowered_program(jax.grad(loss, (0, 1)), *arrays, mesh={'data': 1}, has_ragged_dot=has_ragged_dot)
+  program = lowered_program(jax.grad(loss, (0, 1)), *arrays, mesh={'data': 1}, on_tpu=on_tpu)
   assert [p.flops for p in program.products] == [2 * 64 * 8 * 16 * groups] * 3
 
 

@@ -359,13 +359,15 @@ ENTRY %main (q: bf16[8,512,64]) -> bf16[8,512,64] {
 """  # noqa: E501
 
 
-def test_a_tpu_kernel_counts_what_its_author_estimates():
-  (found,) = [op for op in cost(_TPU_KERNEL, 'v5e:1x1').operations if op.flops]
-  # More bytes than those of its operands and its result: it reads some of them several times.
-  assert (found.flops, found.bytes) == (5e6, 3e6)
+@pytest.mark.parametrize('moved', [3000000, 100000])
+def test_a_tpu_kernel_counts_what_its_author_estimates(moved):
+  """More bytes than those of its operands and its result: it reads some several times. Fewer: it reads only a part."""
+  text = _TPU_KERNEL.replace('3000000', str(moved))
+  (found,) = [op for op in cost(text, 'v5e:1x1').operations if op.flops]
+  assert (found.flops, found.bytes) == (5e6, moved)
   v5e = find_target('v5e')
   assert found.seconds == max(
-    3e6 / (v5e.device_bandwidth * v5e.efficiency.memory), v5e.efficiency.seconds_per_operation
+    moved / (v5e.device_bandwidth * v5e.efficiency.memory), v5e.efficiency.seconds_per_operation
   )
 
 

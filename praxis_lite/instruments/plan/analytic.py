@@ -42,7 +42,7 @@ def program_for(step: PartitionedStep, topology: Topology, hidden: HiddenWork) -
   """Returns the program that each device runs for a step. The step's mesh may lack devices."""
   with pretend_cudnn_for_plans():
     lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
-  return local_program(lowered, hidden, has_ragged_dot=topology.target.kind == 'tpu')
+  return local_program(lowered, hidden, on_tpu=topology.target.kind == 'tpu')
 
 
 def analytic_memory(

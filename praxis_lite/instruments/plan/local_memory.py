@@ -115,10 +115,14 @@ class BlockMemory:
     sizes: the sizes of arrays on each device.
     within: the names of the loops around the block.
     fills_in_place: whether the parts of an array are computed in place, not copied into the array.
+    reads_slices: whether a product reads a slice of an array where it is, without a copy of the slice.
   """
 
-  def __init__(self, block: ir.Block, sizes: Sizes, within: str = '', fills_in_place: bool = False):
+  def __init__(
+    self, block: ir.Block, sizes: Sizes, within: str = '', fills_in_place: bool = False, reads_slices: bool = False
+  ):
     self._sizes, self._within, self._fills_in_place = sizes, within, fills_in_place
+    self._reads_slices = reads_slices
     self._values: dict[ir.Value, _Value] = {
       argument: _Value(read={argument: sizes.bytes(argument)}) for argument in block.arguments
     }
@@ -215,6 +219,8 @@ class BlockMemory:
     readers = list(_readers(result))
     if op.name == 'stablehlo.reduce' or result in self._returned:
       return True
+    if self._reads_slices and op.name in _SLICES and all(reader.name in PRODUCTS for reader in readers):
+      return False
     if any(reader.name in _STORED - _READS_FUSED for reader in readers):
       return True
     return len(readers) > 1 and len(readers) * moved >= moved + size + len(readers) * size

@@ -119,21 +119,22 @@ class LocalProgram:
 
 
 def local_program(
-  lowered: jax.stages.Lowered, hidden: HiddenWork | None = None, *, has_ragged_dot: bool = False
+  lowered: jax.stages.Lowered, hidden: HiddenWork | None = None, *, on_tpu: bool = False
 ) -> LocalProgram:
   """Reads a program that was lowered for a mesh, with or without devices.
 
   Args:
     lowered: the program.
     hidden: what layers say about work that the program does not show.
-    has_ragged_dot: whether the compiler has a kernel for `jax.lax.ragged_dot`, as for TPU. Others multiply every row by
-      the weights of every group.
+    on_tpu: whether the compiler is that of TPUs. It has a kernel for `jax.lax.ragged_dot`, where others multiply every
+      row by the weights of every group; and its products read a layer's weights from their stack, where others copy
+      them out of it first.
   """
   module = lowered.compiler_ir('stablehlo')
   assert module is not None
   root = make_collectives_explicit(module)  # Keep a reference: the operations in it do not outlive it.
   functions = functions_of(root)
-  reader = _Reader(Sizes(mesh_axes(module)), functions, hidden or HiddenWork(), has_ragged_dot)
+  reader = _Reader(Sizes(mesh_axes(module)), functions, hidden or HiddenWork(), on_tpu)
   peak = reader.read(functions['main'].regions[0].blocks[0], 1, '')
   return LocalProgram(
     tuple(reader.products), tuple(reader.fusions), tuple(reader.collectives), peak, tuple(reader.unknown_loops)
@@ -144,10 +145,8 @@ def local_program(
 
 
 class _Reader:
-  def __init__(
-    self, sizes: Sizes, functions: Mapping[str, ir.Operation], hidden: HiddenWork, has_ragged_dot: bool = False
-  ):
-    self._sizes, self._functions, self._hidden, self._has_ragged_dot = sizes, functions, hidden, has_ragged_dot
+  def __init__(self, sizes: Sizes, functions: Mapping[str, ir.Operation], hidden: HiddenWork, on_tpu: bool = False):
+    self._sizes, self._functions, self._hidden, self._on_tpu = sizes, functions, hidden, on_tpu
     self.products: list[LocalOperation] = []
     self.fusions: list[LocalOperation] = []
     self.collectives: list[LocalCollective] = []
@@ -157,7 +156,7 @@ class _Reader:
 
   def read(self, block: ir.Block, count: float, within: str, *, fills_in_place: bool = False) -> Peak:
     """Adds the work of a block that runs `count` times. Returns its peak of live bytes, without its arguments."""
-    memory = BlockMemory(block, self._sizes, within, fills_in_place)
+    memory = BlockMemory(block, self._sizes, within, fills_in_place, self._on_tpu)
     communicated: dict[object, ir.Value] = {}
     for op in (op.operation for op in block.operations):
       inside = Peak()
@@ -210,7 +209,7 @@ class _Reader:
       groups = self._sizes.shape(op.operands[2])[-1]
       if len(self._sizes.shape(result)) > len(shape):  # A result for each group, which sums only its own rows.
         flops /= groups
-      flops *= 1 if self._has_ragged_dot else groups
+      flops *= 1 if self._on_tpu else groups
     moved = sum(map(self._sizes.bytes, (*op.operands[:2], result)))
     return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, hlo_dtype_name(left), loop=self._loop)
 
@@ -230,7 +229,7 @@ class _Reader:
     if is_attention_kernel(target, name):  # The first operands may be tables of integers.
       operands = [(dtype, shape) for dtype, shape in operands if dtype.startswith(('f', 'bf'))]
       dims = operands[0][1][-1]
-    moved = max(sum(map(self._sizes.bytes, (*op.operands, *op.results))), int(estimated))
+    moved = int(estimated) or sum(map(self._sizes.bytes, (*op.operands, *op.results)))
     return [LocalOperation(name, count, moved, flops, operands[0][0], dims, self._loop)]
 
   def _attention(self, op: ir.Operation, count: float, within: str) -> list[LocalOperation]:

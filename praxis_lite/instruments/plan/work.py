@@ -190,9 +190,9 @@ def bytes_of(instruction: Instruction, computation: Computation, program: Compil
     return 2.0 * _memory_bytes(operands[1])
   if instruction.opcode == 'scatter' and len(operands) > 2:
     return 3.0 * _memory_bytes(operands[2])
-  moved = float(result + sum(map(_memory_bytes, operands)))
-  # A kernel may read an operand several times.
-  return max(moved, estimated_cost(_backend_config(instruction))[1]) if instruction.opcode == 'custom-call' else moved
+  # A kernel may read an operand several times, or only a part of it.
+  estimated = estimated_cost(_backend_config(instruction))[1] if instruction.opcode == 'custom-call' else 0.0
+  return estimated or float(result + sum(map(_memory_bytes, operands)))
 
 
 def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: CompiledProgram) -> float:
