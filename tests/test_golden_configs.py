@@ -9,6 +9,7 @@ import pathlib
 import re
 
 import pytest
+from warm_python import finished
 
 from praxis_lite.common.config.references import dotted_name
 from praxis_lite.common.config.text import to_text
@@ -34,6 +35,23 @@ def test_config_is_as_recorded(name):
     path.write_text(text)
   assert path.exists(), f'{path.name} is missing; UPDATE_GOLDEN=1 writes it'
   assert text == path.read_text(), 'the config has changed; if that is meant, UPDATE_GOLDEN=1 records it'
+
+
+def test_no_config_asks_for_devices():
+  """A command configures the experiment first, and then simulates devices, or starts the processes that use them."""
+  found = finished(
+    'from praxis_lite.common.jax_internals.devices import backends_have_started\n'
+    'from praxis_lite.training import registry\n'
+    'from praxis_lite.training.experiment import configure\n'
+    'registry.load_all()\n'
+    'names = [name for name in registry.names() if name.startswith("praxis_lite.experiments.")]\n'
+    'for name in names:\n'
+    '  configure(registry.get(name))\n'
+    '  assert not backends_have_started(), name\n'
+    'print(len(names))\n'
+  )
+  assert found.returncode == 0, found.stderr
+  assert int(found.stdout) == len(NAMES)
 
 
 def test_no_golden_config_is_left_of_an_experiment_that_is_gone():

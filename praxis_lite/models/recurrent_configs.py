@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config
@@ -199,7 +200,9 @@ def griffin_lm(
   lm.transformer_tpl = Config(RepeatedTransformer, layers_tpl=blocks if len(blocks) > 1 else blocks[0], remat=remat)
   lm.final_norm_tpl = norm.clone()
   # The factor of the published weights is the root of D as a number of 16 bits.
-  lm.softmax_tpl = Config(ScaledEmbeddingSoftmax, embedding_scale=float(jnp.bfloat16(math.sqrt(model_dims))))
+  lm.softmax_tpl = Config(
+    ScaledEmbeddingSoftmax, embedding_scale=float(np.asarray(math.sqrt(model_dims), jnp.bfloat16))
+  )
   lm.softmax_tpl.soft_cap = logit_soft_cap
   return Config(
     LanguageModel,
