@@ -4,6 +4,7 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.grain_input import ArrayRecordInput, GrainInput, write_array_records
 from praxis_lite.inputs.hf_tokenizer import HfTokenizer
 from praxis_lite.inputs.image_records import ImageRecordInput
+from praxis_lite.inputs.image_texts import ImageTextRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.masked_text import MaskedTextInput
 from praxis_lite.inputs.mixture import MixtureInput
@@ -37,6 +38,7 @@ __all__ = [
   'GrainInput',
   'HfTokenizer',
   'ImageRecordInput',
+  'ImageTextRecordInput',
   'LabelledTextInput',
   'MaskedTextInput',
   'MixtureInput',

@@ -34,7 +34,7 @@ _POST_NORM_BLOCK.attention_tpl.use_bias = True
 
 
 class TransformerEncoder(Layer):
-  """A transformer that computes a state of each token, which depends on all tokens of its segment.
+  """A transformer that computes a state of each token, which depends on all tokens of its segment unless `causal`.
 
   The sizes are set here and passed on to the templates below.
 
@@ -45,6 +45,7 @@ class TransformerEncoder(Layer):
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
     use_bias: whether all layers that support biases have them; None leaves this to their templates.
+    causal: whether tokens attend only to themselves and to earlier ones, as those of texts in CLIP do.
     embedding_tpl: template of the child `embedding`; with a `SharedEmbeddingSoftmax`, a head that predicts tokens can
       use its table.
     position_tpl: template of the child `position`, which is added to the embeddings; None disables it.
@@ -54,7 +55,7 @@ class TransformerEncoder(Layer):
       sentence of a pair, which is added too; None disables it.
     embedding_norm_tpl: template of the child `embedding_norm`, the norm of the sum; None disables it.
     dropout_tpl: template of the child `embedding_dropout`.
-    transformer_tpl: template of the child `transformer`, a stack of blocks; its attention is never causal.
+    transformer_tpl: template of the child `transformer`, a stack of blocks; `causal` sets its attention.
     final_norm_tpl: template of the child `final_norm`; None disables it, as after post-norm blocks.
     activation_split_dims_mapping: `out`, [B, T, D]: the embeddings, and the states.
   """
@@ -67,6 +68,7 @@ class TransformerEncoder(Layer):
   dims_per_head: int | None = None
   hidden_dims: int | None = None
   use_bias: bool | None = None
+  causal: bool = False
   embedding_tpl: Config = template(Embedding)
   position_tpl: Config | None = None
   first_position: int = 0
@@ -103,7 +105,7 @@ class TransformerEncoder(Layer):
     sizes['hidden_dims'] = 4 * D if self.hidden_dims is None else self.hidden_dims
     for block in kinds_of_stack(transformer):
       block.set(**sizes)
-      block.attention_tpl.causal = False
+      block.attention_tpl.causal = self.causal
       set_biases(self.use_bias, [block.attention_tpl, block.ff_tpl, block.norm_tpl])
     self.create_child('transformer', transformer)
     self._takes_paddings = any(layer.takes_paddings for layer in self.transformer.descendants())

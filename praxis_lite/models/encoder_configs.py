@@ -38,6 +38,7 @@ class EncoderSizes(TypedDict, total=False):
   activation: str
   max_len: int
   num_token_types: int
+  causal: bool
   epsilon: float
   dropout: float
   repeat: bool
@@ -56,6 +57,7 @@ def transformer_encoder(
   activation: str = 'gelu',
   max_len: int = 512,
   num_token_types: int = 2,
+  causal: bool = False,
   epsilon: float = 1e-12,
   dropout: float = 0.0,
   repeat: bool = True,
@@ -70,6 +72,7 @@ def transformer_encoder(
     activation: activation of the feed-forward layers, see `activations.py`.
     max_len: number of positions.
     num_token_types: number of token types; 0 for none.
+    causal: see `TransformerEncoder`.
     epsilon: that of all norms.
     dropout: rate of dropout on embeddings, on values that blocks add to the residual stream, and on probabilities of
       attention.
@@ -90,6 +93,7 @@ def transformer_encoder(
     num_heads=num_heads,
     dims_per_head=dims_per_head,
     hidden_dims=hidden_dims,
+    causal=causal,
     params_init=WeightInit.Gaussian(0.02),
     position_tpl=Config(LearnedPositions, max_len=max_len),
     embedding_norm_tpl=norm.clone() if is_post else None,

@@ -1,6 +1,6 @@
 """TwoTowerModel: embeds images and texts into one space, as CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023).
 
-    image embedding = normalize(image_projection(image tower(image)))
+    image embedding = normalize(image_projection(image tower(image)))      SigLIP has no projection here
     text embedding  = normalize(text_projection(pooled states of the text tower(ids)))
 
 B batch, T length, D dims of a tower, E dims of embeddings.
@@ -31,7 +31,7 @@ from praxis_lite.models.masked_text_model import check_tokens, encode_batch
 from praxis_lite.models.padding import make_padding_finite
 from praxis_lite.models.text_classifier import mean_over_tokens
 
-TEXT_POOLINGS = ('first', 'last', 'mean')
+TEXT_POOLINGS = ('first', 'last', 'mean', 'end')
 
 
 class TwoTowerModel(BaseModel[ContrastiveOutput]):
@@ -41,8 +41,11 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     embedding_dims: E.
     image_tpl: config of the child `image`.
     text_tpl: config of the child `text`.
-    text_pooling: the features of a text are the state of its 'first' or its 'last' token, or the 'mean' of all.
+    text_pooling: the features of a text are the state of its 'first' or its 'last' token, the 'mean' of all, or, with
+      'end', the state of the first token that is `end_id`, as in CLIP; of the first token of the row if there is none.
+    end_id: the id that ends a text, for `text_pooling='end'`.
     projection_tpl: template of the children `image_projection` and `text_projection`.
+    has_image_projection: whether there is an `image_projection`; without one, features of images are E wide already.
     loss_tpl: template of the child `loss`.
   """
 
@@ -50,7 +53,9 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
   image_tpl: Config = template(VisionTransformer)
   text_tpl: Config = template(TransformerEncoder)
   text_pooling: str = 'mean'
+  end_id: int | None = None
   projection_tpl: Config = template(Linear)
+  has_image_projection: bool = True
   loss_tpl: Config = template(ContrastiveLoss)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
@@ -62,10 +67,20 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.text_pooling', self.text_pooling, TEXT_POOLINGS)
+    if self.text_pooling == 'end' and (type(self.end_id) is not int or not 0 <= self.end_id < self.text_tpl.vocab_size):
+      raise ConfigError(
+        f"{self.path_name}.end_id: {self.end_id!r}; text_pooling='end' needs the id that ends a text, below vocab_size = "
+        f'{self.text_tpl.vocab_size}'
+      )
     dims = {
       'image': self.create_child('image', self.image_tpl).output_dims,
       'text': self.create_child('text', self.text_tpl).model_dims,
     }
+    if not self.has_image_projection and dims.pop('image') != self.embedding_dims:
+      raise ConfigError(
+        f'{self.path_name}.has_image_projection: False needs features of images that are embedding_dims = '
+        f'{self.embedding_dims} wide; those of image_tpl are {self.image.output_dims} wide'
+      )
     for name, size in dims.items():
       projection = self.projection_tpl.clone(input_dims=size, output_dims=self.embedding_dims)
       self.create_child(f'{name}_projection', projection)
@@ -80,7 +95,8 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
 
   def embed_images(self, batch: NestedDict) -> jax.Array:
     """Returns the embeddings of images, [B, E] float32, of norm 1."""
-    return to_units(self.image_projection(self.image(make_padding_finite(batch['image'], batch['weights']))))
+    x_BD = self.image(make_padding_finite(batch['image'], batch['weights']))
+    return to_units(self.image_projection(x_BD) if self.has_image_projection else x_BD)
 
   def embed_texts(self, batch: NestedDict) -> jax.Array:
     """Returns the embeddings of texts, [B, E] float32, of norm 1."""
@@ -88,11 +104,13 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     segments_BT = batch.get('segment_ids')
     if self.text_pooling == 'mean':
       x_BD = mean_over_tokens(to_sum_dtype(states_BTD), segments_BT)
+    elif self.text_pooling == 'end':
+      x_BD = _pick(states_BTD, jnp.argmax(batch['ids'] == self.end_id, axis=1))
     elif self.text_pooling == 'first' or segments_BT is None:
       x_BD = states_BTD[:, 0 if self.text_pooling == 'first' else -1]
     else:
       at_BT = jnp.where(segments_BT != 0, jnp.arange(segments_BT.shape[1]), 0)
-      x_BD = jnp.take_along_axis(states_BTD, jnp.max(at_BT, axis=1)[:, None, None], axis=1)[:, 0]
+      x_BD = _pick(states_BTD, jnp.max(at_BT, axis=1))
     return to_units(self.text_projection(x_BD))
 
   def compute_predictions(self, batch: NestedDict) -> ContrastiveOutput:
@@ -121,3 +139,8 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
   @property
   def num_ids(self) -> int | None:
     return self.text.vocab_size
+
+
+def _pick(states_BTD: jax.Array, at_B: jax.Array) -> jax.Array:
+  """Returns the state of one token of each row, [B, D]."""
+  return jnp.take_along_axis(states_BTD, at_B[:, None, None], axis=1)[:, 0]

@@ -1,4 +1,4 @@
-"""The forward passes in NumPy, which the tests of T5, BERT and ViT use, compute what `transformers` computes."""
+"""The forward passes in NumPy, which tests of T5, BERT, ViT and CLIP use, compute what `transformers` computes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import t5_by_hand
 import test_bart as bart
 import test_bert as bert
+import test_clip as clip
 import test_t5 as t5
 import test_vit as vit
+import towers_by_hand
 import vit_by_hand
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
@@ -78,3 +80,16 @@ def test_vit_is_that_of_transformers(case, tmp_path):
     found = model(torch.tensor(vit.IMAGES.transpose(0, 3, 1, 2), dtype=torch.float64))
   found = found.logits if 'num_labels' in config else found.pooler_output
   np.testing.assert_allclose(found.numpy(), vit_by_hand.outputs(config, tensors, vit.IMAGES), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('case', clip.CASES)
+def test_clip_and_siglip_are_those_of_transformers(case, tmp_path):
+  square = clip.CASES[case]['vision_config'] | {'image_size': 8, 'patch_size': 3}  # It has no other form there.
+  folder, config, tensors = clip.make(tmp_path, case, vision_config=square)
+  model, images = loaded(folder, config['architectures'][0]), clip.IMAGES[:, :, :8]
+  with torch.no_grad():
+    pixels = torch.tensor(images.transpose(0, 3, 1, 2), dtype=torch.float64)
+    found = model(input_ids=tensor(clip.IDS), pixel_values=pixels)
+  expected = towers_by_hand.embeddings(config, tensors, images, clip.IDS)
+  for one, other in zip((found.image_embeds, found.text_embeds, found.logits_per_text), expected):
+    np.testing.assert_allclose(one.numpy(), other, rtol=1e-5, atol=1e-5)

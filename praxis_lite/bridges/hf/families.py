@@ -20,6 +20,7 @@ from praxis_lite.bridges.hf.mixtures import MIXTURES
 from praxis_lite.bridges.hf.phi3 import PHI3
 from praxis_lite.bridges.hf.recurrent_gemma import RECURRENT_GEMMA
 from praxis_lite.bridges.hf.t5 import T5_LIKE
+from praxis_lite.bridges.hf.two_towers import TWO_TOWERS
 from praxis_lite.bridges.hf.vit import VIT
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
@@ -50,6 +51,7 @@ _FAMILIES = (
   BART,
   *ENCODERS,
   VIT,
+  *TWO_TOWERS,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
@@ -88,8 +90,8 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
     if lm is None:
       raise ConfigError(
         f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel, a '
-        'MaskedLanguageModel, a SequenceClassifier, a TextEncoder, or a ClassificationModel of a VisionTransformer may '
-        'have'
+        'MaskedLanguageModel, a SequenceClassifier, a TextEncoder, a TwoTowerModel, or a ClassificationModel of a '
+        'VisionTransformer may have'
       )
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
   names.sort(key=lambda name: name != preferred)
@@ -157,6 +159,7 @@ _SHOWN = 3
 _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
+  *('initial_scale', 'initial_bias'),
   *('label_smoothing', 'z_loss_weight', 'load_balance_loss_weight', 'load_balance_scope', 'jitter'),
   *('expert_axis', 'capacity_factor', 'chunk_size', 'bias_update_rate', 'loss_weight', 'in_evaluation'),
   *('remat', 'remat_save_names', 'remat_offload_names'),

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_json
-from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.config import REQUIRED, Config, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.inputs import ImageRecordInput
+from praxis_lite.inputs import ImageRecordInput, ImageTextRecordInput
 from praxis_lite.models import ImageFeatureModel
 
 PREPROCESSOR_FILE = 'preprocessor_config.json'
@@ -21,15 +21,35 @@ def image_datasets(model: Config, folder: str) -> list[Config]:
     model: the config of a model with a `network_tpl`.
     folder: the folder of the checkpoint; if it has no preprocessor_config.json, pixels become numbers in [-1, 1].
   """
-  network = model.network_tpl
+  fields = _fields_of(model.network_tpl, folder)
+  if target(model) is ImageFeatureModel:
+    fields['label_feature'] = None
+  data = Config(ImageRecordInput, file_pattern=REQUIRED, batch_size=32, **fields)
+  return [data.clone(name='train', is_training=True, crop_area=(0.5, 1.0)), data.clone(name='validation')]
+
+
+def image_text_datasets(model: Config, folder: str, tokenizer: Config) -> list[Config]:
+  """Returns the data of a run that fine-tunes a `TwoTowerModel`: images as its checkpoint needs them, and texts.
+
+  Args:
+    model: the config of the model.
+    folder: see `image_datasets`.
+    tokenizer: config of the tokenizer.
+  """
+  data = Config(ImageTextRecordInput, file_pattern=REQUIRED, batch_size=32, **_fields_of(model.image_tpl, folder))
+  has_end_token = model.text_pooling == 'end'  # As in CLIP; texts of SigLIP only have padding.
+  data.set(tokenizer_tpl=tokenizer, text_len=model.text_tpl.position_tpl.max_len)
+  data.set(has_begin=has_end_token, hides_padding=has_end_token)
+  return [data.clone(name='train', is_training=True, crop_area=(0.9, 1.0), flip=False), data.clone(name='validation')]
+
+
+def _fields_of(network: Config, folder: str) -> dict[str, Any]:
+  """Returns the fields of the input that say what images a vision transformer takes."""
   fields: dict[str, Any] = {'image_size': network.image_size, 'channels': network.channels}
   path = os.path.join(folder, PREPROCESSOR_FILE)
   if folder and os.path.isfile(path):
     fields |= _normalization(HfConfig(read_json(path), path), network)
-  if model.__fn_or_cls__ is ImageFeatureModel:
-    fields['label_feature'] = None
-  data = Config(ImageRecordInput, file_pattern=REQUIRED, batch_size=32, **fields)
-  return [data.clone(name='train', is_training=True, crop_area=(0.5, 1.0)), data.clone(name='validation')]
+  return fields
 
 
 def _normalization(hf: HfConfig, network: Config) -> dict[str, Any]:

@@ -195,6 +195,8 @@ class _Variable(StreamedArray):
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     """Returns a shape whose parts are contiguous in the files: cut along the outermost dimension of a tensor."""
     stacked = len(self._first.at)
+    if len(sizes) == stacked:  # A number, or one for each layer.
+      return super().part_shape(sizes, part_bytes)
     axis = stacked + self._first.view.outermost
     order = [*range(stacked), axis, *(i for i in range(stacked, len(sizes)) if i != axis)]
     shape = super().part_shape([sizes[i] for i in order], part_bytes)

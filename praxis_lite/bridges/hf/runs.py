@@ -21,7 +21,7 @@ import optax
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.bridges.hf.generation import GENERATION_FILE, set_decoder, write_generation
 from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, HfConfig, read_json
-from praxis_lite.bridges.hf.image_data import PREPROCESSOR_FILE, image_datasets
+from praxis_lite.bridges.hf.image_data import PREPROCESSOR_FILE, image_datasets, image_text_datasets
 from praxis_lite.bridges.hf.reader import (
   HfCheckpoint,
   checked_pieces,
@@ -48,6 +48,7 @@ from praxis_lite.models import (
   MaskedLanguageModel,
   SequenceClassifier,
   TextEncoder,
+  TwoTowerModel,
   set_sharding,
 )
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILES, tokenizer_in
@@ -181,6 +182,10 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
     task.train.inputs_split_mapping['map_4d'] = (('replica', 'data'), None, None, None)
     return ExperimentConfig(task, image_datasets(model, checkpoint.folder), [])
   tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)
+  if issubclass(built, TwoTowerModel):
+    task.name = 'towers'
+    task.train.inputs_split_mapping['map_4d'] = (('replica', 'data'), None, None, None)
+    return ExperimentConfig(task, image_text_datasets(model, checkpoint.folder, tokenizer), [])
   if issubclass(built, EncoderDecoderModel):
     task.name = 'seq2seq'
     pairs = Config(SourceTargetInput, path=REQUIRED, source_len=_SOURCE_LEN, target_len=_TARGET_LEN, batch_size=8)
@@ -254,7 +259,7 @@ def export_run(
   recorded = read_json(directory / FOLDER / CONFIG_FILE) if (directory / FOLDER / CONFIG_FILE).is_file() else {}
   family, values = describe_model(model, recorded.get('model_type'))
   if recorded.get('model_type') == family.model_type:
-    values = {**{k: v for k, v in recorded.items() if k not in _OUTDATED}, **values}
+    values = _merge({k: v for k, v in recorded.items() if k not in _OUTDATED}, values)
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
     whole = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)
@@ -268,6 +273,16 @@ def export_run(
       write_generation(folder, model.decoder, directory / FOLDER)
       files.append(GENERATION_FILE)
   return files
+
+
+def _merge(recorded: dict[str, object], values: dict[str, object]) -> dict[str, object]:
+  """Returns the fields of config.json: `values`, and those of `recorded` that these lack, in parts too."""
+  merged = {**recorded, **values}
+  for name, part in values.items():
+    other = recorded.get(name)
+    if isinstance(part, dict) and isinstance(other, dict):
+      merged[name] = _merge(other, part)
+  return merged
 
 
 def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:

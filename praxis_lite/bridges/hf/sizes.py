@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pprint
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from praxis_lite.inputs import TextInput
 from praxis_lite.training.experiment import ExperimentConfig
 
 _LONGEST = 8192
+_NETWORKS = ('lm_tpl', 'encoder_tpl', 'network_tpl', 'image_tpl', 'text_tpl')
 
 
 def read_sizes_of(path: str | os.PathLike[str]) -> HfConfig:
@@ -46,8 +48,8 @@ def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfi
   found = imported_config(HfCheckpoint('', hf, family_of(hf), {}), '')
   model = found.task.model
   model.fprop_dtype = 'bfloat16'
-  network = next(getattr(model, name) for name in ('lm_tpl', 'encoder_tpl', 'network_tpl') if hasattr(model, name))
-  for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl'):
+  networks = [getattr(model, name) for name in _NETWORKS if hasattr(model, name)]
+  for network, name in itertools.product(networks, ('transformer_tpl', 'encoder_tpl', 'decoder_tpl')):
     if hasattr(network, name):
       getattr(network, name).remat = 'full'
   found.task.ici_mesh_shape = (1, -1, 1)

@@ -111,14 +111,15 @@ class View:
   def within(self, theirs: np.ndarray) -> np.ndarray:
     """Returns the variable in the whole tensor `theirs`, which must be contiguous, as a view to write to."""
     whole = tuple(slice(0, size) for size in self.shape)
-    theirs = theirs[tuple(slice(before, size - after) for size, (before, after) in zip(theirs.shape, self._around))]
+    # Dots keep numbers arrays, which can be written to.
+    theirs = theirs[(*(slice(before, n - after) for n, (before, after) in zip(theirs.shape, self._around)), ...)]
     split = theirs.reshape([self._size(extent) for extent in self._extents])
-    return self._ours(split[tuple(slice(*self._bounds(extent, whole)) for extent in self._extents)])
+    return self._ours(split[(*(slice(*self._bounds(extent, whole)) for extent in self._extents), ...)])
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
     """Returns `split`, which has a dimension for each extent, as a view with the variable's dimensions."""
     axes = [extent.axis for extent in self._extents]
-    whole = split[tuple(0 if axis is None else slice(None) for axis in axes)]
+    whole = split[(*(0 if axis is None else slice(None) for axis in axes), ...)]
     kept = [axis for axis in axes if axis is not None]
     return whole.transpose([kept.index(i) for i in range(len(self.shape))])
 
