@@ -34,7 +34,7 @@ def _run(values: flags.FlagValues) -> int:
 def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of models that draw random numbers.', restores=True)
   add_on_damage(values)
-  kinds = '.npz with arrays, .jsonl with an example on each line, or what a dataset of the run reads.'
+  kinds = '.npz with arrays, .jsonl with an example on each line, images, .wav, or what a dataset of the run reads.'
   values.add_texts('files', f'The files: {kinds}', 'new.jsonl')
   what = "The model's predictions, or what it reports for each example with labels, such as the loss."
   values.add_choice('what', what, ['predict', 'evaluate'], 'evaluate', 'predict')

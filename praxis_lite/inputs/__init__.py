@@ -10,6 +10,7 @@ from praxis_lite.inputs.masked_text import MaskedTextInput
 from praxis_lite.inputs.mixture import MixtureInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
 from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput
+from praxis_lite.inputs.recordings import RecordingInput
 from praxis_lite.inputs.rows import Feature
 from praxis_lite.inputs.source_target import SourceTargetInput
 from praxis_lite.inputs.span_corruption import SpanCorruptionInput
@@ -24,6 +25,7 @@ from praxis_lite.inputs.tables import Column, TableInput
 from praxis_lite.inputs.text import TextInput, stdlib_files
 from praxis_lite.inputs.tfdata import TFDataInput, TFRecordInput, write_tfrecords
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, CharTokenizer, SentencePieceTokenizer
+from praxis_lite.inputs.wav_files import read_wav, write_wav
 
 __all__ = [
   'ArrayInput',
@@ -45,6 +47,7 @@ __all__ = [
   'PrefetchIterator',
   'RandomAccessInput',
   'RandomFeature',
+  'RecordingInput',
   'SentencePieceTokenizer',
   'SourceTargetInput',
   'SpanCorruptionInput',
@@ -55,7 +58,9 @@ __all__ = [
   'TFRecordInput',
   'TableInput',
   'TextInput',
+  'read_wav',
   'stdlib_files',
   'write_array_records',
   'write_tfrecords',
+  'write_wav',
 ]

@@ -5,6 +5,7 @@ from praxis_lite.layers.adapters import AdaptedFeedForward, MultitaskResidualAda
 from praxis_lite.layers.alibi import AlibiBias
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias, ProbabilityDropout
+from praxis_lite.layers.audio_encoder_decoder import AudioEncoderDecoder, AudioStem, WindowLogMel
 from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi_tempered_loss
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.causal_conv import CausalConv
@@ -70,6 +71,7 @@ from praxis_lite.layers.quantizers import GumbelQuantizer, QuantizedVectors, Ran
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.rg_lru import RgLru
+from praxis_lite.layers.rnnt import rnnt_loss
 from praxis_lite.layers.routing import Router
 from praxis_lite.layers.scalar_quantizers import FiniteScalarQuantizer, LookupFreeQuantizer
 from praxis_lite.layers.scaled_embedding import ScaledEmbeddingSoftmax
@@ -80,6 +82,7 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cros
 from praxis_lite.layers.spectrum_augmenter import SpectrumAugmenter
 from praxis_lite.layers.stacking import StackingOverTime
 from praxis_lite.layers.time_convolutions import ConvolutionModule, ConvSubsampling, DepthwiseConv1D
+from praxis_lite.layers.transducer import LabelNetwork, PathLogProbs, TransducerJoint
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
 from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.layers.transformer_lm import TransformerLm
@@ -96,6 +99,8 @@ __all__ = [
   'AttentionMask',
   'AttentionPooling',
   'AttentionSpec',
+  'AudioEncoderDecoder',
+  'AudioStem',
   'Band',
   'BatchNorm',
   'BiTemperedLoss',
@@ -137,6 +142,7 @@ __all__ = [
   'ImageEncoder',
   'ImageMixing',
   'Known',
+  'LabelNetwork',
   'LatentAttention',
   'LayerNorm',
   'LearnedPositions',
@@ -158,6 +164,7 @@ __all__ = [
   'Paddings',
   'PartialRotaryPositions',
   'PatchEmbedding',
+  'PathLogProbs',
   'PerDimScale',
   'PipelineSchedule',
   'Pipelined',
@@ -192,6 +199,7 @@ __all__ = [
   'StackingOverTime',
   'StochasticResidual',
   'TimeEmbedding',
+  'TransducerJoint',
   'TransformerBlock',
   'TransformerEncoder',
   'TransformerEncoderDecoder',
@@ -201,6 +209,7 @@ __all__ = [
   'Visibility',
   'VisionTransformer',
   'WeightNormalizedLinear',
+  'WindowLogMel',
   'bi_tempered_loss',
   'blockwise_attention',
   'choose_attention',
@@ -219,5 +228,6 @@ __all__ = [
   'make_mask',
   'mel_filters',
   'query_array',
+  'rnnt_loss',
   'row_array',
 ]

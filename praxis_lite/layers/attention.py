@@ -68,6 +68,7 @@ class MultiHeadAttention(AttentionHeads):
       in packed rows, chunks begin where sequences begin. None does not cut them.
     use_bias: whether queries, keys and values have biases.
     use_out_bias: whether the output has a bias; None means the same as `use_bias`.
+    use_key_bias: whether keys have one, which changes no result; None means the same as `use_bias`.
     combine_qkv: one weight [D, K, G + 2, H] computes the G queries, the key and the value of each kv head.
     proj_tpl: template of the children `query`, `key` and `value`, or `qkv`.
     out_tpl: template of the child `out`.

@@ -46,6 +46,7 @@ class AttentionHeads(Layer):
   kv_input_dims: int | None = None
   use_bias: bool = False
   use_out_bias: bool | None = None
+  use_key_bias: bool | None = None
   combine_qkv: bool = False
   proj_tpl: Config = template(Projection)
   out_tpl: Config = template(Projection)
@@ -98,6 +99,10 @@ class AttentionHeads(Layer):
       self.kv_input_dims = self.input_dims
     if self.use_out_bias is None:
       self.use_out_bias = self.use_bias
+    if self.use_key_bias is None:
+      self.use_key_bias = self.use_bias
+    if self.combine_qkv and self.use_key_bias != self.use_bias:
+      raise ConfigError(f'{self.path_name}.use_key_bias: combine_qkv gives keys the biases of use_bias; leave it None')
     split = self.activation_split_dims_mapping
     self._mesh = AttentionMesh(
       self.path_name,
@@ -118,7 +123,8 @@ class AttentionHeads(Layer):
       self.create_child('qkv', split_projection(qkv, wt, (0, 1, None, 2), rank_in=1))
     else:
       for name, dims, heads in (('query', D, N), ('key', self.kv_input_dims, K), ('value', self.kv_input_dims, K)):
-        proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=self.use_bias)
+        use_bias = self.use_key_bias if name == 'key' else self.use_bias
+        proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=use_bias)
         self.create_child(name, split_projection(proj, wt, (0, 1, 2), rank_in=1))
     check_choice(f'{self.path_name}.qk_norm_over', self.qk_norm_over, ('head', 'heads'))
     if self.qk_norm_tpl is not None:

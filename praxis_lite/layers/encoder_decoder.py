@@ -125,6 +125,7 @@ class TransformerEncoderDecoder(Layer):
     decoder_embedding_tpl: template of the child `decoder_embedding`; with None, targets have the embedding of sources.
     position_tpl: template of the children `encoder_position` and `decoder_position`, which are added to the embeddings;
       None disables them.
+    encoder_position_tpl: template of `encoder_position` if it is another one; None means `position_tpl`.
     first_position: the position of the first token; BART counts from 2, and leaves the first vectors unused.
     embedding_norm_tpl: template of the children `encoder_embedding_norm` and `decoder_embedding_norm`, norms of the sum
       of embeddings and positions; None disables them.
@@ -153,6 +154,7 @@ class TransformerEncoderDecoder(Layer):
   embedding_tpl: Config | None = None
   decoder_embedding_tpl: Config | None = None
   position_tpl: Config | None = None
+  encoder_position_tpl: Config | None = None
   first_position: int = 0
   embedding_norm_tpl: Config | None = None
   relative_bias_tpl: Config | None = template(RelativeBias)
@@ -186,7 +188,9 @@ class TransformerEncoderDecoder(Layer):
       if embedding is not None:
         self.create_child(name, embedding.clone(num_classes=V, input_dims=D))
     if self.position_tpl is not None:
-      self.create_children('encoder_position', 'decoder_position', template=self.position_tpl.clone(dims=D))
+      of_encoder = self.position_tpl if self.encoder_position_tpl is None else self.encoder_position_tpl
+      self.create_child('encoder_position', of_encoder.clone(dims=D))
+      self.create_child('decoder_position', self.position_tpl.clone(dims=D))
     if self.embedding_norm_tpl is not None:
       norm = self.embedding_norm_tpl.clone(dims=D)
       set_biases(self.use_bias, [norm])

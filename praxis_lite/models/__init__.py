@@ -3,6 +3,7 @@
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel, Classifier
+from praxis_lite.models.ctc_model import CtcModel
 from praxis_lite.models.diffusion_configs import diffusion_transformer
 from praxis_lite.models.diffusion_model import DiffusionModel
 from praxis_lite.models.drafted_model import DraftedModel
@@ -20,9 +21,13 @@ from praxis_lite.models.lm_configs import transformer_lm
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.pipeline_configs import set_pipeline
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
+from praxis_lite.models.speech_configs import conformer_ctc, conformer_encoder, conformer_transducer, whisper
+from praxis_lite.models.speech_model import SpeechModel
+from praxis_lite.models.speech_to_text_model import SpeechToTextModel
 from praxis_lite.models.split_configs import set_sharding
 from praxis_lite.models.text_classifier import SequenceClassifier
 from praxis_lite.models.text_features import TextEncoder
+from praxis_lite.models.transducer_model import TransducerModel
 from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.models.vision_configs import image_classifier, vision_transformer
 from praxis_lite.models.vq_vae import VqVae
@@ -31,6 +36,7 @@ __all__ = [
   'BaseModel',
   'ClassificationModel',
   'Classifier',
+  'CtcModel',
   'DiffusionModel',
   'DraftedModel',
   'EncoderDecoderModel',
@@ -38,10 +44,16 @@ __all__ = [
   'LanguageModel',
   'MaskedLanguageModel',
   'SequenceClassifier',
+  'SpeechModel',
+  'SpeechToTextModel',
   'TextEncoder',
+  'TransducerModel',
   'TwoTowerModel',
   'VqVae',
   'WeightedScalars',
+  'conformer_ctc',
+  'conformer_encoder',
+  'conformer_transducer',
   'diffusion_transformer',
   'encoder_decoder',
   'griffin_lm',
@@ -57,4 +69,5 @@ __all__ = [
   'transformer_lm',
   'vision_transformer',
   'weighted_mean',
+  'whisper',
 ]

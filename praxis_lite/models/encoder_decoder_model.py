@@ -161,19 +161,14 @@ class EncoderDecoderModel(LanguageModel):
       fraction of rows whose tokens equal them. Outputs: `ids` [B, M], `lengths` [B] and `log_probs` [B, M] as in
       `Decoded`, with a `BeamSearch` also others, as in `BeamDecoded`, and with labels `exact_match`, [B] bool.
     """
-    if 'source_ids' in batch:
-      source_BS, segments_BS = _tokens_of_sources(batch)
-      is_token_BS = jnp.ones_like(source_BS) if segments_BS is None else (segments_BS == 1).astype(jnp.int32)
-    else:
-      source_BS, is_token_BS = _prompts_as_sources(batch['ids'], batch['prompt_lengths'], self.source_end_id)
-      batch = {**batch, 'prompt_lengths': None}
+    source_BS, is_token_BS, batch = self._sources_to_decode(batch)
     is_row_B = jnp.any(is_token_BS != 0, axis=1)
     start_B1 = jnp.full((len(source_BS), 1), self.start_id, jnp.int32)
     prompt_BP, lengths_B = start_B1, is_row_B.astype(jnp.int32)
     if batch.get('prompt_lengths') is not None:
       prompt_BP = jnp.concatenate([start_B1, batch['ids']], axis=1)
       lengths_B = jnp.where(is_row_B, 1 + batch['prompt_lengths'], 0)
-    steps = _SourceSteps(self.lm, source_BS, is_token_BS)
+    steps = self._steps_of(source_BS, is_token_BS)
     key = self.next_prng_key() if self.decoder.is_random else None
     decoded = self.decoder.decode(
       steps, prompt_BP, lengths_B, key, batch.get('max_tokens'), draws=Draws(batch.get('row'))
@@ -184,8 +179,20 @@ class EncoderDecoderModel(LanguageModel):
       metrics['exact_match'] = weighted_mean(outputs['exact_match'], is_row_B)
     return metrics, outputs
 
+  def _sources_to_decode(self, batch: NestedDict) -> tuple[jax.Array, jax.Array, NestedDict]:
+    """Returns sources, [B, S], 1 for their tokens, 0 for padding, and the batch with what is given of targets."""
+    if 'source_ids' in batch:
+      source_BS, segments_BS = _tokens_of_sources(batch)
+      is_token_BS = jnp.ones_like(source_BS) if segments_BS is None else (segments_BS == 1).astype(jnp.int32)
+      return source_BS, is_token_BS, batch
+    source_BS, is_token_BS = _prompts_as_sources(batch['ids'], batch['prompt_lengths'], self.source_end_id)
+    return source_BS, is_token_BS, {**batch, 'prompt_lengths': None}
 
-class _SourceSteps:
+  def _steps_of(self, source_BS: jax.Array, is_token_BS: jax.Array) -> SourceSteps:
+    return SourceSteps(self.lm, source_BS, is_token_BS)
+
+
+class SourceSteps:
   """`DecodingSteps` of an encoder-decoder; the state is the keys and values of the sources, and the caches of targets.
 
   Args:

@@ -10,13 +10,17 @@ from typing import Any, NamedTuple, TypeVar
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.conformer import ConformerEncoder
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.layers.encoder import TransformerEncoder
 from praxis_lite.layers.mixers import Axes, Mixer
 from praxis_lite.layers.moe import MoeFeedForward
+from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.networks import find_network, is_a, stack_fields
+from praxis_lite.models.speech_model import SpeechModel
+from praxis_lite.models.transducer_model import TransducerModel
 from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.sharding.specs import axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import SplitDimsMapping
@@ -80,8 +84,8 @@ def set_sharding(
   Args:
     config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
       `MaskedLanguageModel`, a `SequenceClassifier`, a `TextEncoder` or their `TransformerEncoder`, of a
-      `ClassificationModel` with a `VisionTransformer`, a `DiffusionModel` or one of these networks, or of a
-      `TwoTowerModel`.
+      `ClassificationModel` with a `VisionTransformer`, a `DiffusionModel` or one of these networks, of a
+      `TwoTowerModel`, or of a `SpeechModel` or its `ConformerEncoder`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.
@@ -97,6 +101,9 @@ def set_sharding(
 def _split(config: Config, axes: _Axes) -> None:
   if is_a(config, TwoTowerModel):
     _split_towers(config, axes)
+    return
+  if is_a(config, (SpeechModel, ConformerEncoder)):
+    _split_speech(config, axes)
     return
   network = find_network(config)
   if not is_a(network, _KINDS) and not hasattr(network, 'softmax_tpl'):
@@ -174,6 +181,10 @@ def _split_decoder(network: Config, axes: _Axes) -> None:
     if getattr(network, name, None) is not None:
       getattr(network, name).weight_split_dims_mapping.wt = axes.table
       getattr(network, name).activation_split_dims_mapping.out = axes.bld
+  if (stem := getattr(network, 'stem_tpl', None)) is not None:
+    stem.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.data)
+    stem.conv_tpl.activation_split_dims_mapping.out = (axes.batch, None, None, None)
+    stem.activation_split_dims_mapping.out = axes.bld
   softmax = network.softmax_tpl
   softmax.activation_split_dims_mapping.out = axes.blf
   if network.embedding_tpl is None:
@@ -227,6 +238,37 @@ def _split_towers(config: Config, axes: _Axes) -> None:
   config.projection_tpl.weight_split_dims_mapping.wt = axes.weight
   config.projection_tpl.activation_split_dims_mapping.out = (axes.batch, None)
   config.loss_tpl.activation_split_dims_mapping.set(out=(axes.batch,), logits=(axes.batch, None))
+
+
+def _split_speech(config: Config, axes: _Axes) -> None:
+  """Splits a Conformer, and the layers of its model."""
+  if axes.length is not None:
+    raise ConfigError('set_sharding: a Conformer has convolutions over time, so no context_axis can split its length')
+  encoder = config if is_a(config, ConformerEncoder) else config.encoder_tpl
+  encoder.activation_split_dims_mapping.out = axes.bld
+  subsampling = encoder.subsampling_tpl
+  subsampling.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.mdl)
+  subsampling.conv_tpl.activation_split_dims_mapping.out = (axes.batch, None, None, axes.mdl)
+  subsampling.proj_tpl.weight_split_dims_mapping.wt = axes.table
+  subsampling.activation_split_dims_mapping.out = axes.bld
+  for block in kinds_of_stack(encoder.stack_tpl):
+    _split_attention(block.attention_tpl, axes)
+    _split_feed_forward(block.ff_tpl, axes)
+    convolution = block.conv_tpl
+    convolution.weight_split_dims_mapping.wt = axes.weight
+    convolution.depthwise_tpl.activation_split_dims_mapping.out = axes.blf
+    convolution.norm_tpl.weight_split_dims_mapping.wt = (axes.mdl,)
+    convolution.activation_split_dims_mapping.out = block.activation_split_dims_mapping.out = axes.bld
+  _split_softmax(config, axes.weight, axes.blf)
+  if is_a(config, TransducerModel):
+    labels, joint = config.label_tpl, config.joint_tpl
+    labels.embedding_tpl.weight_split_dims_mapping.wt = axes.table
+    labels.embedding_tpl.activation_split_dims_mapping.out = labels.activation_split_dims_mapping.out = axes.bld
+    Recurrent.set_split(labels.recurrent_tpl, batch=axes.batch, length=None, data=axes.data, mdl=axes.mdl)
+    joint.proj_tpl.weight_split_dims_mapping.wt = joint.weight_split_dims_mapping.wt = axes.weight
+    joint.activation_split_dims_mapping.set(
+      out=(axes.batch, None, None, axes.mdl), hidden=(axes.batch, None, None, None)
+    )
 
 
 def _split_softmax(config: Config, wt: SplitDimsMapping, out: SplitDimsMapping) -> None:

@@ -3,6 +3,7 @@
 a.npz      arrays by name, with the examples in dimension 0
 a.jsonl    an example on each line: its values by name
 a.png      an image, also .jpg, .jpeg, .bmp and .gif, if a dataset of the run reads images: as in evaluation
+a.wav      a recording, if a dataset of the run reads recordings: what is said in it
 others     read by one of the run's datasets, with these files in place of its own
 """
 
@@ -24,6 +25,7 @@ from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.runs.transcribe_files import transcribe_files
 
 _ARRAYS = ('.npz', '.jsonl')
 _IMAGES = ('.png', '.jpg', '.jpeg', '.bmp', '.gif')
@@ -36,13 +38,23 @@ def predict_files(
 
   Args:
     model: see `SavedRun.load`.
-    files: paths of .npz and .jsonl files, of images, or of files that a dataset of the run can read.
+    files: paths of .npz and .jsonl files, of images and recordings, or of files that a dataset of the run can read.
     what: 'predict' for the outputs of `model.predict`, or 'evaluate' for those of `model.evaluate_examples`.
     batch_size: number of rows that are computed together; a dataset of the run has its own.
 
   Raises:
     UserError: a file is missing, empty or cannot be read, or the model cannot compute its examples.
   """
+  for are_recordings, together in itertools.groupby(files, lambda file: file.lower().endswith('.wav')):
+    if are_recordings and what == 'predict':
+      yield from transcribe_files(model, list(together), batch_size)
+    elif are_recordings:
+      raise UserError(f'{next(together)}: has no transcript to compare with; pass a table of files and transcripts')
+    else:
+      yield from _predict_batches(model, list(together), what, batch_size)
+
+
+def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch_size: int) -> Iterator[dict[str, Any]]:
   compute = model.predict if what == 'predict' else model.evaluate_examples
   structs: Mapping[str, Any] = {}
   with contextlib.suppress(UserError):  # The data of the run may be elsewhere.

@@ -12,8 +12,10 @@ import test_bert as bert
 import test_clip as clip
 import test_t5 as t5
 import test_vit as vit
+import test_whisper as whisper
 import towers_by_hand
 import vit_by_hand
+import whisper_by_hand
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
 transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
@@ -93,3 +95,26 @@ def test_clip_and_siglip_are_those_of_transformers(case, tmp_path):
   expected = towers_by_hand.embeddings(config, tensors, images, clip.IDS)
   for one, other in zip((found.image_embeds, found.text_embeds, found.logits_per_text), expected):
     np.testing.assert_allclose(one.numpy(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_whisper_is_that_of_transformers(tmp_path):
+  """Features of recordings, logits, and the tokens that `generate` writes with its forced and suppressed tokens."""
+  extractor = transformers.WhisperFeatureExtractor(feature_size=whisper.M, chunk_length=1)
+  features = extractor(list(whisper.AUDIO), sampling_rate=16_000, return_tensors='np').input_features
+  expected = whisper_by_hand.features(whisper.AUDIO, whisper.M, whisper.WINDOW)
+  np.testing.assert_allclose(features.transpose(0, 2, 1), expected, atol=2e-5)
+  folder, config, tensors = whisper.make(tmp_path)
+  model = loaded(folder, 'WhisperForConditionalGeneration')
+  with torch.no_grad():
+    x = torch.tensor(expected.transpose(0, 2, 1))
+    found = model(x, decoder_input_ids=tensor(whisper.IDS)).logits.numpy()
+    tokens = model.generate(x, language='en', task='transcribe', max_new_tokens=5, do_sample=False).numpy()
+  np.testing.assert_allclose(
+    found, whisper_by_hand.logits(config, tensors, expected, whisper.IDS), rtol=1e-5, atol=1e-5
+  )
+  given = np.tile([whisper.START, 33, 34, 36], (2, 1))
+  written = whisper_by_hand.greedy(config, tensors, expected, given, 5, (4, 9, 11), (7, whisper.END))
+  assert len(tokens) == 2
+  for row, ids in zip(written, tokens):
+    ids = [i for i in ids.tolist() if i not in given[0]]
+    assert row.tolist()[: len(ids)] == ids

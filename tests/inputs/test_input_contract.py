@@ -45,6 +45,10 @@ def paths(tmp_path_factory):
   (root / 'rows').write_text(''.join(f'row {i:03d} ' for i in range(10)))
   (root / 'text').write_text(''.join(f'row {i:03d} ' for i in range(11))[:-3])  # The last row has text too.
   flat = {'image': _arrays()['image'], 'label': _arrays()['label']}
+  with open(root / 'speech.tsv', 'w') as table:
+    for i in range(NUM_EXAMPLES):
+      inputs.write_wav(root / f'{i}.wav', np.full(i + 1, 0.1 * (i - 5)), 16_000)
+      table.write(f'{i}.wav\t{i}\n')
   for i in range(3):
     part = slice(4 * i, 4 * i + 4)
     rows = {k: x[part] for k, x in flat.items()}
@@ -84,6 +88,7 @@ def _case(name, root):
     ),
     'TFRecordInput': lambda: Config(inputs.TFRecordInput, file_pattern=str(root / '*.tfrecord'), features=record),
     'ArrayRecordInput': lambda: Config(inputs.ArrayRecordInput, path=str(root / '*.array_record'), features=record),
+    'RecordingInput': lambda: Config(inputs.RecordingInput, path=str(root / 'speech.tsv'), num_samples=12, label_len=3),
     'TableInput': lambda: Config(inputs.TableInput, path=str(root / '*.parquet'), features=record, mixed_groups=2),
     'MixtureInput': lambda: Config(inputs.MixtureInput, inputs=sources, weights=[1, 2]),
     'SyntheticInput': lambda: Config(inputs.SyntheticInput, features=features, num_synthetic_examples=NUM_EXAMPLES),

@@ -302,6 +302,40 @@ def recurrent() -> Config:
   return config.set(chunk_size=2)
 
 
+def label_network() -> Config:
+  config = split(layers.LabelNetwork, None, OUT, vocab_size=V, model_dims=D)
+  config.embedding_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
+  config.recurrent_tpl.cell_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def audio_stem() -> Config:
+  config = split(layers.AudioStem, None, OUT, input_dims=5, output_dims=D)
+  config.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, 'mdl')
+  return config
+
+
+def audio_encoder_decoder() -> Config:
+  sizes = {'vocab_size': V, 'model_dims': D, 'num_layers': 1, 'num_heads': N, 'hidden_dims': F, 'num_mels': 5}
+  config = split(layers.AudioEncoderDecoder, None, OUT, relative_bias_tpl=None, stem_tpl=audio_stem(), **sizes)
+  config.position_tpl = Config(layers.LearnedPositions, max_len=T)
+  config.encoder_position_tpl = Config(layers.LearnedPositions, max_len=5)
+  for stack in (config.encoder_tpl, config.decoder_tpl):
+    stack.layers_tpl.ff_tpl.weight_split_dims_mapping.wt = WT
+    stack.layers_tpl.attention_tpl.set(use_bias=True, use_key_bias=False, dims_per_head=H)
+    stack.layers_tpl.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  config.softmax_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
+  return config.set(dims_per_head=H)
+
+
+def transducer_joint() -> Config:
+  sizes = {'encoder_dims': D, 'label_dims': D, 'joint_dims': F, 'num_classes': V}
+  config = split(layers.TransducerJoint, WT, None, chunk_size=2, **sizes)
+  config.activation_split_dims_mapping.set(out=(BATCH, None, None, 'mdl'), hidden=(BATCH, None, None, None))
+  config.proj_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
 def gated_delta_net() -> Config:
   config = split(layers.GatedDeltaNet, ('data', 'mdl', None), OUT, input_dims=D, num_heads=2 * N, dims_per_head=H)
   config.set(key_dims=5, num_groups=N, kernel_size=3, chunk_size=2)
@@ -374,6 +408,10 @@ CASES = {
   'Activation': lambda: Case(split(layers.Activation, None, OUT, activation='gelu'), (X,)),
   'AdaptedFeedForward': lambda: Case(adapted(), (X,)),
   'AttentionPooling': lambda: Case(attention_pooling(), (X,)),
+  'AudioEncoderDecoder': lambda: Case(
+    audio_encoder_decoder(), (normal(B, 9, 5), ids(B, T), ids(B, T)), float32_out=True
+  ),
+  'AudioStem': lambda: Case(audio_stem(), (normal(B, 9, 5),)),
   'BatchNorm': lambda: Case(split(layers.BatchNorm, ('mdl',), OUT, dims=D), (X, WEIGHTS)),
   'BiTemperedLoss': lambda: Case(
     Config(layers.BiTemperedLoss, t1=0.7, t2=1.3), (normal(B, T, V), ids(B, T)), float32_out=True
@@ -433,6 +471,7 @@ CASES = {
     (IMAGES, WEIGHTS),
     float32_out=True,
   ),
+  'LabelNetwork': lambda: Case(label_network(), (ids(B, T),)),
   'LayerNorm': lambda: Case(split(layers.LayerNorm, ('mdl',), OUT, dims=D), (X,)),
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
@@ -517,6 +556,9 @@ CASES = {
     split(layers.StochasticResidual, None, OUT, rate=0.4, residual_weight=0.5), (X, normal(B, T, D, seed=3))
   ),
   'TimeEmbedding': lambda: Case(time_embedding(), (TIMES,)),
+  'TransducerJoint': lambda: Case(
+    transducer_joint(), (X, normal(B, 3, D, seed=2), ids(B, 2), np.int32(0)), float32_out=True
+  ),
   'TransformerBlock': lambda: Case(block(), (X,)),
   'TransformerEncoder': lambda: Case(encoder(), (ids(B, T),)),
   'TransformerEncoderDecoder': lambda: Case(encoder_decoder(), (ids(B, 6), ids(B, T), ids(B, T)), float32_out=True),
@@ -531,6 +573,20 @@ CASES = {
       layers.VectorQuantizer, ('data', 'mdl', None), OUT, input_dims=9, num_codes=5, num_groups=3, restart_share=0.5
     ),
     (normal(B, T, 9), POSITIONS > 3),
+  ),
+  'WindowLogMel': lambda: Case(
+    split(
+      layers.WindowLogMel,
+      None,
+      OUT,
+      sample_rate=100,
+      frame_length=8,
+      frame_step=3,
+      fft_length=8,
+      num_mels=3,
+      window_length=21,
+    ),
+    (normal(B, 19), np.arange(19) >= np.array([[19], [14], [3]])),
   ),
   'WeightNormalizedLinear': lambda: Case(
     split(layers.WeightNormalizedLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)

@@ -22,9 +22,11 @@ from praxis_lite.bridges.hf.recurrent_gemma import RECURRENT_GEMMA
 from praxis_lite.bridges.hf.t5 import T5_LIKE
 from praxis_lite.bridges.hf.two_towers import TWO_TOWERS
 from praxis_lite.bridges.hf.vit import VIT
+from praxis_lite.bridges.hf.whisper import WHISPER
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import (
+  AudioEncoderDecoder,
   Dropout,
   MultiHeadAttention,
   Repeat,
@@ -49,6 +51,7 @@ _FAMILIES = (
   RECURRENT_GEMMA,
   *T5_LIKE,
   BART,
+  WHISPER,
   *ENCODERS,
   VIT,
   *TWO_TOWERS,
@@ -172,6 +175,7 @@ _COMPLETE_BELOW = (
   TransformerLm,
   TransformerEncoder,
   TransformerEncoderDecoder,
+  AudioEncoderDecoder,
   TransformerBlock,
   VisionTransformer,
 )  # Layers that fill in fields below them.

@@ -10,6 +10,7 @@ from typing import Any
 
 from praxis_lite.bridges.hf.hf_config import read_json
 from praxis_lite.bridges.hf.reader import HfCheckpoint
+from praxis_lite.bridges.hf.whisper import TRANSCRIPTION_FIELDS
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding import BeamSearch, Decoder, Sampler
@@ -77,7 +78,8 @@ def set_decoder(model: Config, checkpoint: HfCheckpoint) -> list[str]:
   decoder.min_decode_steps = int(says.get('min_new_tokens', 0))
   if 'max_new_tokens' in says:
     decoder.max_decode_steps = int(says['max_new_tokens'])
-  lines = _unused_lines(file, says, searches)
+  of_family = TRANSCRIPTION_FIELDS if checkpoint.family.model_type == 'whisper' else frozenset()
+  lines = _unused_lines(file, {n: value for n, value in says.items() if n not in of_family}, searches)
   if len(decoder.stop_ids) < len(ends):
     no_stop = '' if decoder.stop_ids else '; no token ends a continuation'
     lines.append(f'{checkpoint.folder}: eos_token_id = {end!r} is not in the vocabulary of {size} tokens{no_stop}')

@@ -30,6 +30,7 @@ from praxis_lite.bridges.hf.reader import (
   streamed_variables,
 )
 from praxis_lite.bridges.hf.tensors import add_copies, pieces
+from praxis_lite.bridges.hf.whisper import set_transcription
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.config import REQUIRED, Config, target
@@ -38,7 +39,14 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.files import remove_all, user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import map_with_path, node_at
-from praxis_lite.inputs import HfTokenizer, LabelledTextInput, MaskedTextInput, SourceTargetInput, TextInput
+from praxis_lite.inputs import (
+  HfTokenizer,
+  LabelledTextInput,
+  MaskedTextInput,
+  RecordingInput,
+  SourceTargetInput,
+  TextInput,
+)
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.models import (
   ClassificationModel,
@@ -47,6 +55,7 @@ from praxis_lite.models import (
   LanguageModel,
   MaskedLanguageModel,
   SequenceClassifier,
+  SpeechToTextModel,
   TextEncoder,
   TwoTowerModel,
   set_sharding,
@@ -186,6 +195,8 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
     task.name = 'towers'
     task.train.inputs_split_mapping['map_4d'] = (('replica', 'data'), None, None, None)
     return ExperimentConfig(task, image_text_datasets(model, checkpoint.folder, tokenizer), [])
+  if issubclass(built, SpeechToTextModel):
+    return _transcription_config(task, checkpoint, tokenizer)
   if issubclass(built, EncoderDecoderModel):
     task.name = 'seq2seq'
     pairs = Config(SourceTargetInput, path=REQUIRED, source_len=_SOURCE_LEN, target_len=_TARGET_LEN, batch_size=8)
@@ -201,6 +212,18 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   validation = Config(TextInput, name='validation', split='validation')
   fields = {'path': REQUIRED, 'seq_len': min(length, _SEQ_LEN), 'batch_size': 8}
   return ExperimentConfig(task, [d.set(tokenizer_tpl=tokenizer.clone(), **fields) for d in (train, validation)], [])
+
+
+def _transcription_config(task: Config, checkpoint: HfCheckpoint, tokenizer: Config) -> ExperimentConfig:
+  """Returns the config of a run that fine-tunes Whisper on recordings; its positions of sources stay as they are."""
+  task.name = 'speech'
+  task.train.learner.bprop_variable_exclusion = ('lm.encoder_position.w',)
+  model, path = task.model, os.path.join(checkpoint.folder, GENERATION_FILE)
+  set_transcription(model, read_json(path) if os.path.isfile(path) else {})
+  sizes = {'num_samples': model.frontend_tpl.window_length, 'sample_rate': model.frontend_tpl.sample_rate}
+  data = Config(RecordingInput, path=REQUIRED, tokenizer_tpl=tokenizer, batch_size=8, **sizes)
+  data.set(label_len=model.lm_tpl.position_tpl.max_len, prefix_ids=(model.start_id, *model.prefix_ids))
+  return ExperimentConfig(task, [data.clone(name='train', is_training=True), data.clone(name='validation')], [])
 
 
 def _datasets_of_encoder(model: Config, built: type, tokenizer: Config) -> list[Config]:

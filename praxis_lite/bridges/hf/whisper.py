@@ -1,0 +1,168 @@
+"""Whisper: an encoder of sound and a decoder of text, model_type whisper."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
+from praxis_lite.bridges.hf.layer_pairs import from_heads_pairs, linear_pairs, norm_pairs, to_heads_pairs
+from praxis_lite.bridges.hf.tensors import Pair
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers import AudioEncoderDecoder, FeedForward, LearnedPositions
+from praxis_lite.layers.base import Layer
+from praxis_lite.models import BaseModel, SpeechToTextModel, whisper
+
+
+@dataclasses.dataclass(frozen=True)
+class Whisper(Family):
+  """Whisper's encoder and decoder. Its positions of sources are sinusoids, stored as a table."""
+
+  network: ClassVar[type[Layer]] = AudioEncoderDecoder
+
+  @property
+  def head(self) -> str:
+    return 'proj_out.weight'
+
+  def model(self, hf: HfConfig) -> Config[Any]:
+    hf = hf.replace_defaults(self.defaults)
+    hf.must_be('is_encoder_decoder', True)
+    hf.must_be('tie_word_embeddings', True)
+    hf.must_be('scale_embedding', False)
+    for name in ('attention_heads', 'ffn_dim'):
+      hf.must_be(f'decoder_{name}', hf[f'encoder_{name}'])
+    model = whisper(
+      vocab_size=hf.size('vocab_size'),
+      model_dims=hf.size('d_model'),
+      num_layers=hf.size('decoder_layers', most=MOST_LAYERS),
+      num_encoder_layers=hf.size('encoder_layers', most=MOST_LAYERS),
+      num_heads=hf.size('encoder_attention_heads'),
+      hidden_dims=hf.size('encoder_ffn_dim'),
+      num_mels=hf.size('num_mel_bins'),
+      max_len=hf.size('max_target_positions'),
+      max_source_len=hf.size('max_source_positions'),
+      activation=hf.activation('activation_function'),
+      start_id=hf['decoder_start_token_id'],
+    )
+    hf.check_ids('decoder_start_token_id', model.start_id)
+    for ours, theirs in _SUPPRESSED.items():
+      ids = [i for i in hf[theirs] or () if i >= 0]  # -1 stands for others in the files of the authors.
+      hf.check_ids(theirs, *ids)
+      setattr(model, ours, tuple(ids))
+    return model
+
+  def values(self, lm: AudioEncoderDecoder) -> Values:
+    block, source, target = blocks_of_stack(lm.encoder)[0], lm.encoder_position, lm.decoder_position
+    attention, ff = block.attention, block.ff
+    if (
+      not isinstance(ff, FeedForward)
+      or not isinstance(source, LearnedPositions)
+      or not isinstance(target, LearnedPositions)
+      or attention.dims_per_head != lm.model_dims // attention.num_heads
+    ):
+      raise ConfigError(
+        f'{lm.path_name}: Whisper has tables of positions, dense feed-forward layers, and heads whose dims are '
+        'model_dims / num_heads'
+      )
+    return {
+      'is_encoder_decoder': True,
+      'vocab_size': lm.vocab_size,
+      'd_model': lm.model_dims,
+      'num_mel_bins': lm.num_mels,
+      'encoder_layers': len(blocks_of_stack(lm.encoder)),
+      'decoder_layers': len(blocks_of_stack(lm.decoder)),
+      **{f'{stack}_attention_heads': attention.num_heads for stack in ('encoder', 'decoder')},
+      **{f'{stack}_ffn_dim': ff.hidden_dims for stack in ('encoder', 'decoder')},
+      'activation_function': activation_name(ff.activation, f'{ff.path_name}.activation'),
+      'max_source_positions': source.max_len,
+      'max_target_positions': target.max_len,
+      'scale_embedding': False,
+      'tie_word_embeddings': True,
+    }
+
+  def more_values(self, model: BaseModel) -> Values:
+    if not isinstance(model, SpeechToTextModel):
+      return {}
+    ends = model.decoder.stop_ids[:1]
+    return {
+      'decoder_start_token_id': model.start_id,
+      **{name: end for name in ('eos_token_id', 'bos_token_id', 'pad_token_id') for end in ends},
+      'suppress_tokens': list(model.suppressed_ids) or None,
+      'begin_suppress_tokens': list(model.first_suppressed_ids) or None,
+    }
+
+  def table(self, tied: bool) -> list[Pair]:
+    pairs = [Pair(f'{self.prefix}decoder.embed_tokens.weight', 'softmax.w')]
+    for number in (0, 1):
+      theirs, ours = f'{self.prefix}encoder.conv{number + 1}', f'stem.conv_{number}'
+      pairs += [Pair(f'{theirs}.weight', f'{ours}.w', 'h w C O -> O C (h w)'), Pair(f'{theirs}.bias', f'{ours}.b')]
+    for stack in ('encoder', 'decoder'):
+      theirs, ours = f'{self.prefix}{stack}.', f'{stack}.layers.'
+      pairs.append(Pair(f'{theirs}embed_positions.weight', f'{stack}_position.w'))
+      pairs += norm_pairs(f'{theirs}layer_norm', f'{stack}_norm')
+      theirs += 'layers.{layer}.'
+      pairs += _attention_pairs(f'{theirs}self_attn', f'{ours}attention')
+      if stack == 'decoder':
+        pairs += _attention_pairs(f'{theirs}encoder_attn', f'{ours}cross_attention')
+      pairs += linear_pairs(f'{theirs}fc1', f'{ours}ff.up') + linear_pairs(f'{theirs}fc2', f'{ours}ff.down')
+      pairs += norm_pairs(f'{theirs}final_layer_norm', f'{ours}ff_norm')
+    return pairs
+
+
+def _attention_pairs(theirs: str, ours: str) -> Iterable[Pair]:
+  yield from to_heads_pairs(f'{theirs}.q_proj', f'{ours}.query')
+  yield to_heads_pairs(f'{theirs}.k_proj', f'{ours}.key')[0]  # Keys have no bias.
+  yield from to_heads_pairs(f'{theirs}.v_proj', f'{ours}.value')
+  yield from from_heads_pairs(f'{theirs}.out_proj', f'{ours}.out')
+  yield from norm_pairs(f'{theirs}_layer_norm', f'{ours}_norm')
+
+
+def set_transcription(model: Config[SpeechToTextModel], generation: Mapping[str, Any]) -> None:
+  """Sets which tokens a transcript begins with, and which are never written, from generation_config.json.
+
+  The language is English if the model has several, and the task is to write down what is said. Models of one language
+  have no tokens for both. The last of these tokens asks for no times.
+  """
+  language, task = ((generation.get(f'{name}_to_id') or {}).get(of) for name, of in _GIVEN.items())
+  given = () if generation.get('is_multilingual') is False else (language, task)
+  model.prefix_ids = tuple(i for i in (*given, generation.get('no_timestamps_token_id')) if type(i) is int)
+  for ours, theirs in _SUPPRESSED.items():
+    if isinstance(ids := generation.get(theirs), list):
+      setattr(model, ours, tuple(i for i in ids if type(i) is int and i >= 0))
+
+
+_GIVEN = {'lang': '<|en|>', 'task': 'transcribe'}
+_SUPPRESSED = {'suppressed_ids': 'suppress_tokens', 'first_suppressed_ids': 'begin_suppress_tokens'}
+# What generation_config.json has for this, for times, which are not written, or for other languages.
+TRANSCRIPTION_FIELDS = frozenset(
+  {
+    *('lang_to_id', 'task_to_id', 'is_multilingual', 'no_timestamps_token_id', 'forced_decoder_ids', 'max_length'),
+    *('alignment_heads', 'max_initial_timestamp_index', 'prev_sot_token_id', 'return_timestamps'),
+    *_SUPPRESSED.values(),
+  }
+)
+_WHISPER = {
+  'vocab_size': 51_865,
+  'num_mel_bins': 80,
+  'd_model': 384,
+  'encoder_layers': 4,
+  'decoder_layers': 4,
+  'encoder_attention_heads': 6,
+  'decoder_attention_heads': 6,
+  'encoder_ffn_dim': 1536,
+  'decoder_ffn_dim': 1536,
+  'activation_function': 'gelu',
+  'max_source_positions': 1500,
+  'max_target_positions': 448,
+  'scale_embedding': False,
+  'tie_word_embeddings': True,
+  'is_encoder_decoder': True,
+  'decoder_start_token_id': 50_257,
+  'eos_token_id': 50_256,
+  'suppress_tokens': None,
+  'begin_suppress_tokens': [220, 50_256],
+}
+WHISPER = Whisper('whisper', 'WhisperForConditionalGeneration', _WHISPER)

@@ -1,0 +1,198 @@
+"""Recordings of speech with their transcripts, as batches for a model that writes down what is said.
+
+    digits.tsv    0001.wav   three one four
+                  0002.wav   nine
+
+A batch has `audio`, [B, N] float32, samples from -1 to 1, zeros after the last one; `audio_lengths`, [B] int32, how
+many there are. For CTC and transducers, it has `labels`, [B, L] int32, the tokens of the transcript and after them the
+padding of the tokenizer, which is the blank of the model; and `weights`, [B] float32. For a decoder, it has `ids` and
+`labels`, [B, L] int32, and `weights`, [B, L] float32:
+
+    ids       s p a b c .         s start token, p tokens that a transcript begins with, $ end token
+    labels    p a b c $ .
+    weights   0 1 1 1 1 0         The tokens that it begins with are given.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config, build_at, template
+from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
+from praxis_lite.inputs.files import Paths, find_files, read_file
+from praxis_lite.inputs.lines import parse_object, read_lines
+from praxis_lite.inputs.random_access import RandomAccessInput
+from praxis_lite.inputs.rows import Rows, Struct
+from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
+from praxis_lite.inputs.wav_files import read_wav, resample
+
+
+class _Recording(NamedTuple):
+  """The WAV file, where its table names it, and the tokens of its transcript."""
+
+  file: str
+  place: str
+  ids: np.ndarray
+
+
+class RecordingInput(RecordsInput, RandomAccessInput):
+  """WAV files and what is said in them.
+
+  Attributes:
+    path: tables `*.tsv`, with a WAV file and a transcript in each line, separated by a tab; or `*.jsonl`, with an
+      object in each line. It has the forms of `TextInput.path`. WAV files are relative to the folder of their table.
+    num_samples: N; a longer recording is a bad record.
+    label_len: L; for a decoder, with all tokens around the transcript.
+    sample_rate: samples in a second; recordings of other rates are resampled.
+    fields: the names of the file and of the transcript in an object.
+    tokenizer_tpl: config of the tokenizer of transcripts, which is built as `tokenizer`.
+    prefix_ids: for a decoder, the tokens before each transcript, the first of them its start token; None makes labels
+      for CTC and transducers.
+
+  Raises (when the data is first needed):
+    DataError: a path does not exist or cannot be read, there are no recordings, or, unless `on_bad_record` is 'skip', a
+      line is no recording, a transcript has too many tokens, or a file is no WAV file or too long.
+  """
+
+  path: Paths | Callable[[], Paths] | Config = REQUIRED
+  num_samples: int = REQUIRED
+  label_len: int = REQUIRED
+  sample_rate: int = 16_000
+  fields: tuple[str, str] = ('audio', 'text')
+  tokenizer_tpl: Config = template(ByteTokenizer)
+  prefix_ids: tuple[int, ...] | None = None
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_at_least(num_samples=1, sample_rate=1, label_len=1 + len(self.prefix_ids or ()))
+    if self.prefix_ids is not None and not len(self.prefix_ids):
+      raise ConfigError(f'{self.label}.prefix_ids: expected the start token of the decoder at least, got none')
+    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of token ids."""
+    return self.tokenizer.vocab_size
+
+  @property
+  def blank_id(self) -> int | None:
+    """The token after the last one of a transcript, for CTC and transducers; None for a decoder."""
+    return self.tokenizer.special_ids[2] if self.prefix_ids is None else None
+
+  @property
+  def first_id(self) -> int | None:
+    """The start token of the decoder; None without a decoder."""
+    return None if self.prefix_ids is None else self.prefix_ids[0]
+
+  @property
+  def num_examples(self) -> int:
+    return len(self._recordings)
+
+  def example_struct(self) -> Struct:
+    shapes = {'audio': ((self.num_samples,), np.float32), 'audio_lengths': ((), np.int32)}
+    shapes['labels'] = ((self.label_len,), np.int32)
+    if self.prefix_ids is not None:
+      shapes['ids'] = shapes['labels']
+    shapes['weights'] = (() if self.prefix_ids is None else (self.label_len,), np.float32)
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes.items()}
+
+  def data_files(self) -> list[str]:
+    return find_files(self.path, f'{self.label}.path')
+
+  def rows(self, indices: np.ndarray) -> Rows:
+    batch: Rows = {n: np.zeros((len(indices), *s.shape), s.dtype) for n, s in self.example_struct().items()}
+    _, eos, pad = self.tokenizer.special_ids
+    for name in {'ids', 'labels'} & batch.keys():
+      batch[name][:] = pad
+    for row, index in enumerate(indices):
+      recording = self._recordings[index]
+      try:
+        audio = self.read_audio(recording.file)
+      except UserError as error:
+        self.leave_out(BadRecord(recording.file, '', str(error)))
+        continue
+      batch['audio'][row, : len(audio)] = audio
+      batch['audio_lengths'][row] = len(audio)
+      if self.prefix_ids is None:
+        batch['labels'][row, : len(recording.ids)] = recording.ids
+        batch['weights'][row] = 1
+        continue
+      ids, given = [*self.prefix_ids, *recording.ids, eos], len(self.prefix_ids) - 1
+      batch['ids'][row, : len(ids) - 1] = ids[:-1]
+      batch['labels'][row, : len(ids) - 1] = ids[1:]
+      batch['weights'][row, given : len(ids) - 1] = 1
+    return batch
+
+  def read_audio(self, file: str) -> np.ndarray:
+    """Returns the samples of a WAV file, [n] float32, at the rate of this input, n from 1 to N.
+
+    Raises:
+      DataError: the file is missing, is no WAV file, or has no samples or too many.
+    """
+    try:
+      samples, rate = read_wav(read_file(file, f'{self.label}.path'))
+    except ValueError as error:
+      raise DataError(str(error)) from None
+    samples = resample(samples, rate, self.sample_rate)
+    if not 0 < len(samples) <= self.num_samples:
+      seconds, most = len(samples) / self.sample_rate, self.num_samples / self.sample_rate
+      longer = f'; cut it, or set {self.label}.num_samples to at least {len(samples)}' if len(samples) else ''
+      raise DataError(f'lasts {seconds:.2f} s, and must be longer than 0 s and at most {most:.2f} s{longer}')
+    if not np.isfinite(samples).all():
+      raise DataError('has samples that are not finite numbers')
+    return samples
+
+  @functools.cached_property
+  def _recordings(self) -> list[_Recording]:
+    kept = [found for source in self._lines() if (found := self._encode(*source)) is not None]
+    if not kept:
+      raise DataError(f'{self.label}.path: there are no recordings with a transcript')
+    return kept
+
+  def _lines(self) -> Iterator[tuple[str, str, tuple[str, str]]]:
+    yield from read_lines(self, self.path, self.fields, _LINES)
+
+  def _encode(self, table: str, place: str, values: tuple[str, str]) -> _Recording | None:
+    """Returns a recording with the tokens of its transcript; None if it is left out."""
+    file, text = values
+    try:
+      ids = np.asarray(self.tokenizer.encode(text), np.int32)
+      room = self.label_len - len(self.prefix_ids or ())
+      if len(ids) > room:
+        raise DataError(
+          f'the transcript has {len(ids)} tokens, and label_len = {self.label_len} has room for {room}; set a larger '
+          'one'
+        )
+      if self.blank_id is not None and (ids == self.blank_id).any():
+        raise DataError(
+          f'the transcript has token {self.blank_id}, which is the padding of the tokenizer and the blank'
+        )
+    except UserError as error:
+      self.leave_out(BadRecord(table, place, str(error)))
+      return None
+    return _Recording(os.path.join(os.path.dirname(table), os.path.expanduser(file)), place, ids)
+
+
+def _split_tsv(line: str, fields: tuple[str, str]) -> tuple[str, str]:
+  values = line.split('\t')
+  if len(values) != 2:
+    raise ValueError(f'has {len(values)} columns; expected a WAV file and its transcript, separated by a tab')
+  return values[0], values[1]
+
+
+def _split_json(line: str, fields: tuple[str, str]) -> tuple[str, str]:
+  values = parse_object(line)
+  for name in fields:
+    if not isinstance(values.get(name), str):
+      raise ValueError(f'has no text {name!r}; its fields: {", ".join(map(str, values)) or "none"}')
+  return values[fields[0]], values[fields[1]]
+
+
+_LINES: dict[str, Callable[[str, tuple[str, str]], tuple[str, str]]] = {'.tsv': _split_tsv, '.jsonl': _split_json}

@@ -1,0 +1,161 @@
+"""Parts of a transducer: the network that reads labels, and the one that joins it with the encoder (Graves, 2012).
+
+    g_u      = recurrent(embedding(blank, labels before u))
+    logits   = softmax(tanh(encoder_proj(x_t) + label_proj(g_u)))
+
+B batch, T frames, L labels, U = L + 1 numbers of labels that are written, D dims, J joint dims, V symbols, C frames of
+a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.layers.activations import get_activation
+from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.block_arrays import join_blocks, to_blocks
+from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.linears import Linear, bias_weight
+from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.layers.recurrent import Recurrent
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
+
+
+class LabelNetwork(Layer):
+  """Reads the labels that are written so far (the prediction network).
+
+  Attributes:
+    vocab_size: V.
+    model_dims: D.
+    start_id: the symbol that is read before all labels, the blank.
+    embedding_tpl: template of the child `embedding`.
+    recurrent_tpl: template of the child `recurrent`.
+    activation_split_dims_mapping: `out`, [B, U, D].
+  """
+
+  vocab_size: int = REQUIRED
+  model_dims: int = REQUIRED
+  start_id: int = 0
+  embedding_tpl: Config = template(Embedding)
+  recurrent_tpl: Config = template(Recurrent)
+
+  embedding: Embedding = child()
+  recurrent: Recurrent = child()
+
+  def setup(self) -> None:
+    self.create_child('embedding', self.embedding_tpl.clone(num_classes=self.vocab_size, input_dims=self.model_dims))
+    self.create_child('recurrent', self.recurrent_tpl.clone(input_dims=self.model_dims))
+
+  def __call__(self, labels_BL: jax.Array) -> jax.Array:
+    """Returns what is known after each number of labels, [B, U, D].
+
+    Args:
+      labels_BL: int32.
+    """
+    ids_BU = jnp.pad(labels_BL, ((0, 0), (1, 0)), constant_values=self.start_id)
+    return self.shard(self.recurrent(self.embedding(ids_BU)))
+
+  def init_decode_state(self, batch_size: int) -> None:
+    """Allocates the state of rows without labels."""
+    self.recurrent.init_decode_state(batch_size, 1)
+
+  def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:
+    """Returns what is known after one more symbol, [B, D]; the first symbol is `start_id`.
+
+    Args:
+      ids_B: int32.
+      pos_B: int32; rows with -1 read nothing, and what is returned of them means nothing.
+    """
+    return self.recurrent.extend_step(self.embedding(ids_B[:, None]), pos_B[:, None])[:, 0]
+
+
+class JointSplit(ActivationSplit):
+  """`out`: logits, [B, C, U, V]; `hidden`: what the softmax reads, [B, C, U, J]."""
+
+  hidden: SplitDimsMapping = None
+
+
+class PathLogProbs(NamedTuple):
+  """Log probabilities in frame t after u labels, [B, T, U] float32: of the blank, and of the next label."""
+
+  blank: jax.Array
+  label: jax.Array
+
+
+class TransducerJoint(Layer):
+  """The softmax over what encoder and label network know (the joint network).
+
+  Attributes:
+    encoder_dims, label_dims: dims of both.
+    joint_dims: J.
+    num_classes: V.
+    activation: name of the activation before the softmax.
+    chunk_size: C; the log probabilities of C frames are computed at a time, and again in the backward pass, so that
+      [B, T, U, V] is never in memory. None computes all at once.
+    proj_tpl: template of the children `encoder_proj` and `label_proj`.
+    weight_split_dims_mapping: `wt`, [J, V], of `w`; the bias is split like V. If `proj_tpl` has no mapping, its output
+      is split like J.
+  """
+
+  encoder_dims: int = REQUIRED
+  label_dims: int = REQUIRED
+  joint_dims: int = REQUIRED
+  num_classes: int = REQUIRED
+  activation: str = 'tanh'
+  chunk_size: int | None = 16
+  proj_tpl: Config = template(Linear)
+  weight_split_dims_mapping: Config = template(WeightSplit)
+  activation_split_dims_mapping: Config = template(JointSplit)
+
+  encoder_proj: Linear = child()
+  label_proj: Linear = child()
+
+  def setup(self) -> None:
+    self._check_range('chunk_size', least=1)
+    get_activation(self.activation, f'{self.path_name}.activation')
+    J, wt = self.joint_dims, self.weight_split_dims_mapping.wt
+    proj = self.proj_tpl.clone(output_dims=J)
+    self.create_child('encoder_proj', proj.clone(input_dims=self.encoder_dims, use_bias=True))
+    self.create_child('label_proj', proj.clone(input_dims=self.label_dims))
+    self.create_variable('w', WeightHParams((J, self.num_classes), tensor_split_dims_mapping=wt))
+    self.create_variable('b', bias_weight(self.num_classes, None if wt is None else wt[-1:]))
+
+  def __call__(self, x_BTD: jax.Array, g_BUD: jax.Array, labels_BL: jax.Array, blank_id: int) -> PathLogProbs:
+    """Returns log probabilities of the blank and of the labels.
+
+    Args:
+      x_BTD: states of the encoder.
+      g_BUD: what the label network knows after u labels.
+      labels_BL: int32.
+      blank_id: the symbol that is the blank.
+    """
+    T = x_BTD.shape[1]
+    g_B1UJ = self.label_proj(g_BUD)[:, None]
+    w, b = self.theta.w, self.theta.b
+    next_B1U1 = jnp.pad(labels_BL, ((0, 0), (0, 1)), constant_values=blank_id)[:, None, :, None]
+
+    def compute(x_BCJ: jax.Array) -> PathLogProbs:
+      logits_BCUV = self._logits(x_BCJ[:, :, None], g_B1UJ, w, b)
+      normalizer_BCU = jax.nn.logsumexp(logits_BCUV, axis=-1)
+      label_BCU = jnp.take_along_axis(logits_BCUV, next_B1U1, axis=-1)[..., 0]
+      return PathLogProbs(logits_BCUV[..., blank_id] - normalizer_BCU, label_BCU - normalizer_BCU)
+
+    x_BTJ = self.encoder_proj(x_BTD)
+    if self.chunk_size is None or self.chunk_size >= T:
+      return compute(x_BTJ)
+    scanned = jax.checkpoint(lambda _, x_BCJ: (None, compute(x_BCJ)), prevent_cse=False)
+    _, found = jax.lax.scan(scanned, None, to_blocks(x_BTJ, self.chunk_size))
+    return PathLogProbs(*(join_blocks(x, T) for x in found))
+
+  def step_logits(self, x_BD: jax.Array, g_BD: jax.Array) -> jax.Array:
+    """Returns logits [B, V] float32 of one frame of each row, given what the label network knows."""
+    hidden = self.encoder_proj(x_BD[:, None]), self.label_proj(g_BD[:, None])
+    return self._logits(hidden[0][:, :, None], hidden[1][:, None], self.theta.w, self.theta.b)[:, 0, 0]
+
+  def _logits(self, x_BC1J: jax.Array, g_B1UJ: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    hidden_BCUJ = self.shard(get_activation(self.activation)(x_BC1J + g_B1UJ), 'hidden')
+    return self.shard(to_sum_dtype(hidden_BCUJ @ w) + to_sum_dtype(b))

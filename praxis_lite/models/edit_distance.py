@@ -1,0 +1,70 @@
+"""The edit distance of sequences (Levenshtein): the fewest insertions, deletions and substitutions between them.
+
+B batch, T and U lengths, W = T words.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.weighted import WeightedScalar
+
+_FACTOR = 0x9E3779B1  # Any odd number whose bits look random.
+
+
+def edit_distance(
+  found_BT: jax.Array, found_lengths_B: jax.Array, labels_BU: jax.Array, label_lengths_B: jax.Array
+) -> jax.Array:
+  """Returns the edit distance of each pair of rows, [B] int32.
+
+  Args:
+    found_BT, labels_BU: symbols.
+    found_lengths_B, label_lengths_B: int32, the number of symbols in each row.
+  """
+  at_V = jnp.arange(labels_BU.shape[1] + 1, dtype=jnp.int32)  # The number of labels that a prefix has.
+
+  def step(row_BV: jax.Array, symbol: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    found_B, is_symbol_B = symbol
+    substituted_BU = row_BV[:, :-1] + (labels_BU != found_B[:, None])
+    best_BV = jnp.minimum(row_BV + 1, jnp.pad(substituted_BU, ((0, 0), (1, 0)), constant_values=2**30))
+    # Further labels may be left out: the smallest of best[j] + (u - j) for j <= u.
+    next_BV = at_V + jax.lax.cummin(best_BV - at_V, axis=1)
+    return jnp.where(is_symbol_B[:, None], next_BV, row_BV), None
+
+  is_symbol_BT = jnp.arange(found_BT.shape[1]) < found_lengths_B[:, None]
+  start_BV = jnp.broadcast_to(at_V, (labels_BU.shape[0], len(at_V)))
+  last_BV, _ = jax.lax.scan(step, start_BV, (found_BT.T, is_symbol_BT.T))
+  return jnp.take_along_axis(last_BV, label_lengths_B[:, None], axis=1)[:, 0]
+
+
+def hash_words(ids_BT: jax.Array, lengths_B: jax.Array, space_id: int) -> tuple[jax.Array, jax.Array]:
+  """Returns a number for each word of each row, [B, W] uint32, equal for equal words, and how many there are, [B].
+
+  Two words that differ have the same number once in 4 billion times.
+
+  Args:
+    ids_BT: int32 tokens; words are what is between tokens `space_id`.
+    lengths_B: int32, the number of tokens of each row.
+    space_id: the token between words.
+  """
+  is_in_BT = (jnp.arange(ids_BT.shape[1]) < lengths_B[:, None]) & (ids_BT != space_id)
+
+  def step(hash_B: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    id_B, is_in_B = token
+    mixed_B = (hash_B ^ (id_B.astype(jnp.uint32) + 1)) * jnp.uint32(_FACTOR)
+    hash_B = jnp.where(is_in_B, mixed_B ^ (mixed_B >> 15), 0)
+    return hash_B, hash_B
+
+  start_B = jnp.zeros_like(ids_BT[:, 0], jnp.uint32)
+  _, hash_TB = jax.lax.scan(step, start_B, (ids_BT.T, is_in_BT.T))
+  is_end_BT = is_in_BT & ~jnp.pad(is_in_BT, ((0, 0), (0, 1)))[:, 1:]
+  order_BT = jnp.argsort(~is_end_BT, axis=1, stable=True)
+  return jnp.take_along_axis(hash_TB.T, order_BT, axis=1), jnp.sum(is_end_BT, axis=1, dtype=jnp.int32)
+
+
+def error_rate(errors_B: jax.Array, counts_B: jax.Array, weights_B: jax.Array) -> WeightedScalar:
+  """Returns the errors of all rows divided by the number of their labels, and that number, both weighted by row."""
+  weights_B = weights_B.astype(jnp.float32)
+  total = jnp.sum(counts_B * weights_B)
+  return jnp.sum(jnp.where(weights_B == 0, 0, errors_B * weights_B)) / (total + (total == 0)), total

@@ -1,0 +1,191 @@
+"""SpeechModel: what models of speech have in common: features of sound, an encoder, labels and their error rates.
+
+    states = encoder(augmenter(frontend(audio)))
+
+B batch, N samples, T frames, U frames of the encoder, L labels, M features, D dims of the encoder.
+
+A batch holds `audio`, [B, N] float32, samples, and `audio_lengths`, [B] int32, how many of them are not padding; or, if
+the model has no front end, `features`, [B, T, M], and `feature_lengths`, [B] int32. Without lengths there is no
+padding. `labels`, [B, L] int32, are symbols other than the blank, and blanks after the last one of a row; `weights` are
+[B] float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.errors import ConfigError, DataError, did_you_mean
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.conformer import ConformerEncoder
+from praxis_lite.layers.log_mel import LogMel
+from praxis_lite.layers.spectrum_augmenter import SpectrumAugmenter
+from praxis_lite.models.base import BaseModel
+from praxis_lite.models.edit_distance import edit_distance, error_rate, hash_words
+from praxis_lite.models.labels import check_labels
+
+PredictionsT = TypeVar('PredictionsT')
+
+
+class Labels(NamedTuple):
+  """The labels of a batch: `ids`, [B, L] int32, and `lengths`, [B] int32, 0 for rows of weight zero."""
+
+  ids: jax.Array
+  lengths: jax.Array
+
+  @property
+  def paddings(self) -> jax.Array:
+    """[B, L] int32, 1 after the last label of a row."""
+    return (jnp.arange(self.ids.shape[1]) >= self.lengths[:, None]).astype(jnp.int32)
+
+
+class SpeechModel(BaseModel[PredictionsT]):
+  """Base of models that write down what is said, without being told when each symbol is heard.
+
+  Attributes:
+    vocab_size: number of symbols, with the blank.
+    blank_id: the symbol that is the blank: the padding of the tokenizer.
+    space_id: the symbol between words, with which evaluation reports `word_error_rate`; None reports none.
+    frontend_tpl: config of the child `frontend`, from samples to features; None reads `features` from the batch.
+    augmenter_tpl: config of the child `augmenter`, which hides parts of the features in training; None disables it.
+    encoder_tpl: config of the child `encoder`, from features and paddings to states and paddings.
+  """
+
+  vocab_size: int = REQUIRED
+  blank_id: int = 0
+  space_id: int | None = None
+  frontend_tpl: Config | None = template(LogMel, normalize=True)
+  augmenter_tpl: Config | None = template(SpectrumAugmenter)
+  encoder_tpl: Config = template(ConformerEncoder)
+  activation_split_dims_mapping: Config = template(SplitMapping)
+
+  frontend: LogMel = child()
+  augmenter: SpectrumAugmenter = child()
+  encoder: ConformerEncoder = child()
+
+  def setup(self) -> None:
+    for name in ('blank_id', 'space_id'):
+      symbol = getattr(self, name)
+      if symbol is not None and not 0 <= symbol < self.vocab_size:
+        raise ConfigError(
+          f'{self.path_name}.{name}: {symbol} is not a symbol; it must be from 0 to {self.vocab_size - 1}'
+        )
+    encoder = self.encoder_tpl
+    if self.frontend_tpl is not None:
+      frontend = self.create_child('frontend', self.frontend_tpl)
+      encoder = encoder.clone(input_dims=frontend.num_mels)
+    if self.augmenter_tpl is not None:
+      self.create_child('augmenter', self.augmenter_tpl)
+    self.create_child('encoder', encoder)
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if there is no sound, a label is not a symbol, or sound and blank are of another kind."""
+    leaf = 'features' if self.frontend_tpl is None else 'audio'
+    if leaf not in batch:
+      raise ConfigError(
+        f'{data.label}: a {type(self).__name__} needs {leaf!r} in each batch; this one has {", ".join(sorted(batch))}'
+      )
+    blank = getattr(data, 'blank_id', self.blank_id)
+    if blank != self.blank_id:
+      got = 'its labels are of a decoder: set prefix_ids=None' if blank is None else f'symbol {blank} ends its labels'
+      raise ConfigError(f'{data.label}: {got}, but task.model.blank_id is {self.blank_id}; set it to the same symbol')
+    rate = getattr(data, 'sample_rate', None)
+    if self.frontend_tpl is not None and rate not in (None, self.frontend.sample_rate):
+      raise ConfigError(
+        f'{data.label}.sample_rate: {rate} samples in a second, but task.model.frontend_tpl.sample_rate is '
+        f'{self.frontend.sample_rate}; set the same in both'
+      )
+    if 'labels' in batch:
+      labels = {'labels': np.asarray(batch['labels'])}
+      check_labels(data, labels, batch, 'task.model.vocab_size', self.vocab_size)
+
+  def encode(self, batch: NestedDict) -> tuple[jax.Array, jax.Array]:
+    """Returns the states of the encoder, [B, U, D], and their paddings, [B, U], nonzero for padding."""
+    leaf, lengths = ('features', 'feature_lengths') if self.frontend_tpl is None else ('audio', 'audio_lengths')
+    x = self._leaf(batch, leaf)
+    is_real = jnp.ones(x.shape[:2], bool)
+    if batch.get(lengths) is not None:
+      is_real &= jnp.arange(x.shape[1]) < batch[lengths][:, None]
+    if 'weights' in batch:  # Rows of weight zero may hold NaN.
+      is_real &= (batch['weights'] != 0)[:, None]
+    paddings = (~is_real).astype(jnp.int32)
+    if self.frontend_tpl is not None:
+      x_BTM, paddings = self.frontend(x, paddings)
+    else:
+      x_BTM = jnp.where(is_real[..., None], x, 0)
+    if self.augmenter_tpl is not None:
+      x_BTM = self.augmenter(x_BTM, paddings)
+    x_BUD, paddings_BU = self.encoder(x_BTM, paddings)
+    assert paddings_BU is not None  # Because the encoder was given some.
+    return x_BUD, paddings_BU
+
+  def labels_of(self, batch: NestedDict) -> Labels:
+    """Returns the labels of a batch: those before the first blank of a row."""
+    labels_BL = self._leaf(batch, 'labels')
+    is_label_BL = jnp.cumsum(labels_BL == self.blank_id, axis=1) == 0
+    is_label_BL &= (self._leaf(batch, 'weights') != 0)[:, None]
+    lengths_B = jnp.sum(is_label_BL, axis=1, dtype=jnp.int32)
+    return Labels(jnp.where(is_label_BL, labels_BL, self.blank_id).astype(jnp.int32), lengths_B)
+
+  def loss_metrics(self, loss_B: jax.Array, fits_B: jax.Array, batch: NestedDict) -> WeightedScalars:
+    """Returns `loss`, nats of the labels of a row, over rows that fit, and `too_short`, the share of others."""
+    weights_B = self._leaf(batch, 'weights')
+    return {
+      'loss': weighted_mean(loss_B, jnp.where(fits_B, weights_B, 0)),
+      'too_short': weighted_mean(~fits_B, weights_B),
+    }
+
+  def error_metrics(
+    self, ids_BT: jax.Array, lengths_B: jax.Array, labels: Labels, weights_B: jax.Array
+  ) -> WeightedScalars:
+    """Returns `token_error_rate`, and if `space_id` is set `word_error_rate`.
+
+    They are the insertions, deletions and substitutions that make the labels of what was written, divided by the number
+    of labels, or of words.
+
+    Args:
+      ids_BT: int32, what was written.
+      lengths_B: int32, the number of its symbols.
+      labels: what was said.
+      weights_B: weights of the rows.
+    """
+    errors_B = edit_distance(ids_BT, lengths_B, *labels)
+    metrics = {'token_error_rate': error_rate(errors_B, labels.lengths, weights_B)}
+    if self.space_id is not None:
+      words, said = hash_words(ids_BT, lengths_B, self.space_id), hash_words(*labels, self.space_id)
+      metrics['word_error_rate'] = error_rate(edit_distance(*words, *said), said[1], weights_B)
+    return metrics
+
+  def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns the result of `predict`, and as metrics `log_prob`, its mean, and with labels the error rates."""
+    if 'prompt_lengths' in batch:
+      raise ConfigError(
+        f'task.model: a {type(self).__name__} writes down recordings and continues no prompts; praxis-lite predict '
+        'takes WAV files, and decode without a prompt the decode_datasets of the experiment'
+      )
+    found, weights_B = self.predict(batch), self._leaf(batch, 'weights')
+    metrics = {'log_prob': weighted_mean(found['log_prob'], weights_B)}
+    if 'labels' in batch:
+      metrics |= self.error_metrics(found['ids'], found['lengths'], self.labels_of(batch), weights_B)
+    return metrics, found
+
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns what is said.
+
+    `ids`, [B, most] int32, blanks after the last one; `lengths`, [B] int32; and `log_prob`, [B] float32, nats.
+    """
+    raise NotImplementedError
+
+  def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
+    if name not in batch:
+      raise DataError(
+        f'{self.path_name}: the batch has no leaf {name!r}.{did_you_mean(name, batch)} Its leaves: {", ".join(batch)}'
+      )
+    return batch[name]
