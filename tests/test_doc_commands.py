@@ -44,6 +44,8 @@ NOT_RUN = {
   r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
   r'praxis-lite .*runs/uncased.*': 'hf/test_bert.py imports, trains and exports a checkpoint that it writes',
+  r'praxis-lite .*runs/whisper.*': 'hf/test_whisper.py imports, predicts, trains and exports one that it writes',
+  r'praxis-lite predict .*\.wav': 'reads recordings: test_speech_experiments.py makes one',
   r'praxis-lite .*runs/vit.*': 'hf/test_vit.py imports, predicts, trains and exports a checkpoint that it writes',
   r'praxis-lite .*runs/flan.*': 'hf/test_t5.py imports, decodes, trains and exports a checkpoint that it writes',
 }
@@ -68,6 +70,7 @@ CHANGED = {
   r'train --exp=encoders\.StdlibBert .*': r'\g<0> --set task.train.num_train_steps=2'
   ' --set datasets[*].path.max_bytes=99999 --set task.evaluate.max_batches=1',
   r'train --exp=recurrent\.\w+Tiny .*': r'\g<0> --set task.train.num_train_steps=2 --set task.evaluate.max_batches=1',
+  r'train --exp=speech\.SpelledDigits .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[0].path.count=32',
   r'train --exp=encoders\.SameDate .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].examples.count=64',
   r'train --exp=vision\.Digits\w+ .*': r'\g<0> --set task.train.num_train_steps=2',
   r'train --exp=seq2seq\.Dates .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].pairs.count=64'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 import pytest
 import whisper_by_hand
@@ -14,8 +15,9 @@ from praxis_lite.bridges.hf import read_model
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.inputs import ByteTokenizer, write_wav
+from praxis_lite.inputs import CharTokenizer, write_wav
 from praxis_lite.layers import WindowLogMel
+from praxis_lite.runs import open_run
 from praxis_lite.runs.records.record import read_record, write_record
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.mesh import bind_mesh
@@ -156,8 +158,9 @@ def test_an_imported_run_writes_down_wav_files_as_numpy_and_is_exported(tmp_path
   assert (data.num_samples, data.label_len, data.prefix_ids) == (WINDOW, P, (START, 33, 34, 36))
   assert main(['decode', f'--job_log_dir={run}', '--prompt_ids=1,2']) != 0
   assert 'writes down recordings and continues no prompts' in capsys.readouterr().err
+  letters = Config(CharTokenizer, vocabulary='abcdefghijklmnopqrstuvwxyz0123456789')
   for each in recorded.datasets:
-    each.tokenizer_tpl = Config(ByteTokenizer, pad_id=300)
+    each.tokenizer_tpl = letters
   model.decoder_tpl.set(max_decode_steps=5, stop_ids=())
   write_record(run, recorded, mesh={'replica': 1, 'data': 2, 'mdl': 1})
   sound = np.round(np.clip(AUDIO, -1, 1) * 32767) / 32768
@@ -168,7 +171,16 @@ def test_an_imported_run_writes_down_wav_files_as_numpy_and_is_exported(tmp_path
     write_wav(tmp_path / f'{row}.wav', AUDIO[row], 16_000)
   assert main(['predict', f'--job_log_dir={run}', *(str(tmp_path / f'{row}.wav') for row in range(2))]) == 0
   found = [json.loads(line)['text'] for line in capsys.readouterr().out.splitlines()]
-  assert found == [ByteTokenizer(pad_id=300).decode(row) for row in expected]
+  assert found == [letters.instantiate().decode(row) for row in expected]
+  (tmp_path / 'table.tsv').write_text('0.wav\tno\n1.wav\tyes\n')
+  fields = {'datasets[*].path': tmp_path / 'table.tsv', 'datasets[*].batch_size': 2, 'task.train.num_train_steps': 1}
+  edits = [f'--set={name}={value}' for name, value in fields.items()]
+  assert main(['train', f'--job_log_dir={run}', *edits]) == 0
+  assert 'step 1 eval/validation loss' in capsys.readouterr().out
+  trained = open_run(run).load()
+  new = jax.tree.map(np.asarray, trained.variables['lm'])
+  np.testing.assert_array_equal(new['encoder_position']['w'], tensors['model.encoder.embed_positions.weight'])
+  assert not np.array_equal(new['decoder_position']['w'], tensors['model.decoder.embed_positions.weight'])
 
 
 @pytest.mark.parametrize(

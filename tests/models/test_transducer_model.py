@@ -89,7 +89,7 @@ def test_padding_and_rows_without_weight_may_hold_anything():
   bad = batch_of()
   bad['audio'] = np.where(np.arange(N) < LENGTHS[:, None], bad['audio'], np.nan)
   bad['audio'][3], bad['labels'] = np.nan, np.where(np.arange(5)[:, None] == 3, -9, bad['labels'])
-  assert_close(run(bad), run(batch_of()), 1e-6)
+  assert_close(run(bad), run(batch_of()), 1e-5)
 
 
 @functools.cache
