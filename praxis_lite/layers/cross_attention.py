@@ -9,9 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, node_at
 from praxis_lite.layers.attention import MultiHeadAttention
-from praxis_lite.layers.decode_caches import read_cache
+from praxis_lite.layers.decode_caches import places_of_caches, read_cache
+from praxis_lite.layers.dot_product import attention_probs
+from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.masks import AttentionMask, Band, Paddings
+
+COVERED = 'covered'  # In the decode state, [B, S] float32: how much targets have attended to each token of the source.
 
 
 class CrossAttention(MultiHeadAttention):
@@ -75,7 +80,41 @@ class CrossAttention(MultiHeadAttention):
     query_BTNH = self.query(x_BTD)
     if self.qk_norm_tpl is not None:
       query_BTNH = self._normalize(self.query_norm, query_BTNH)
-    cached = self._cached_attention(sinks=self._sinks())
-    return self._output(
-      cached.attend(self.shard(self._scale_queries(query_BTNH), 'blnh'), pos_BT, read_cache(self), Band())
-    )
+    query_BTNH, cache = self.shard(self._scale_queries(query_BTNH), 'blnh'), read_cache(self)
+    if (covered := self.get_decode_state(COVERED)) is not None:
+      new_BS = self._attention_to_each(query_BTNH, pos_BT, cache.unstack())
+      after = covered + new_BS if cache.turn is None else covered.at[cache.turn].add(new_BS)
+      self.update_decode_state(COVERED, after)
+    return self._output(self._cached_attention(sinks=self._sinks()).attend(query_BTNH, pos_BT, cache, Band()))
+
+  def _attention_to_each(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache) -> jax.Array:
+    """Returns how much the targets attend to each token of the sources: sums of means over heads, [B, S] float32."""
+    key_BSKH, _ = cache.read(query_BTNH.dtype)
+    is_source_B11S = (cache.pos >= 0)[:, None, None, :]
+    probs_BKGTS = attention_probs(query_BTNH, key_BSKH, is_source_B11S, None, self._sinks(), self._spec())
+    probs_BTS = jnp.mean(probs_BKGTS.astype(jnp.float32), axis=(1, 2))
+    return jnp.sum(jnp.where((pos_BT >= 0)[..., None], probs_BTS, 0.0), axis=1)
+
+
+def start_coverage(state: NestedDict) -> NestedDict:
+  """Returns a decode state in which all `CrossAttention` layers count how much targets attend to each source token.
+
+  Args:
+    state: what `init_decode_state` of a decoder has made.
+  """
+  for place in places_of_caches(state):
+    if place[-1] == 'cross_attention':
+      is_source = node_at(state, place)['pos'] >= 0
+      state = insert(state, (*place, COVERED), jnp.where(is_source, 0.0, jnp.inf))
+  return state
+
+
+def read_coverage(state: NestedDict, num_layers: int) -> jax.Array:
+  """Returns the mean over layers of what they have counted since `start_coverage`, [B, S]; infinity for padding.
+
+  Args:
+    state: the decode state.
+    num_layers: number of layers of the decoder.
+  """
+  counts = [x for path, x in leaves_by_path(state).items() if path[-1] == COVERED]
+  return sum((jnp.sum(x, axis=tuple(range(x.ndim - 2))) for x in counts), jnp.float32(0)) / num_layers

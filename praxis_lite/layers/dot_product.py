@@ -359,6 +359,29 @@ def _attend_densely(
 ) -> jax.Array:
   """Returns dense attention with soft cap, dropout and sinks, which `jax.nn.dot_product_attention` does not support."""
   (B, T, N, H), (_, S, K, _) = query_BTNH.shape, key_BSKH.shape
+  probs_BKGTS = attention_probs(query_BTNH, key_BSKH, mask, bias, sinks, spec)
+  if dropout is not None:
+    seeds_BNT = jnp.moveaxis(dropout.seeds_BTN, 2, 1)
+    probs_BKGTS *= group_heads(dropout_factors(seeds_BNT, jnp.arange(S), dropout.rate), K)
+  return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS.astype(value_BSKH.dtype), value_BSKH).reshape(B, T, N, H)
+
+
+def attention_probs(
+  query_BTNH: jax.Array,
+  key_BSKH: jax.Array,
+  mask: Array | None = None,
+  bias: jax.Array | None = None,
+  sinks: jax.Array | None = None,
+  spec: AttentionSpec = DEFAULT_SPEC,
+) -> jax.Array:
+  """Returns the probabilities of dense attention, [B, K, G, T, S], in float32 or wider.
+
+  Args:
+    query_BTNH, key_BSKH, sinks, spec: see `dot_product_attention`.
+    mask: bool that broadcasts to [B, N, T, S], with all these dimensions; None means all.
+    bias: added to the logits, with the same dimensions; None adds nothing.
+  """
+  (B, T, N, H), K = query_BTNH.shape, key_BSKH.shape[2]
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
   logits_BKGTS = jnp.einsum(
     'BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=sum_dtype(query_BTKGH, key_BSKH)
@@ -370,11 +393,7 @@ def _attend_densely(
     logits_BKGTS += group_heads(bias, K)
   if mask is not None:
     logits_BKGTS = jnp.where(group_heads(mask, K), logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
-  probs_BKGTS = _softmax_with_sinks(logits_BKGTS, sinks)
-  if dropout is not None:
-    seeds_BNT = jnp.moveaxis(dropout.seeds_BTN, 2, 1)
-    probs_BKGTS *= group_heads(dropout_factors(seeds_BNT, jnp.arange(S), dropout.rate), K)
-  return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS.astype(value_BSKH.dtype), value_BSKH).reshape(B, T, N, H)
+  return _softmax_with_sinks(logits_BKGTS, sinks)
 
 
 def _softmax_with_sinks(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:

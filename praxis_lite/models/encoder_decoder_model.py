@@ -22,6 +22,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.cross_attention import read_coverage, start_coverage
 from praxis_lite.layers.encoder_decoder import TransformerEncoderDecoder
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.repeat import unstack_for_decoding
@@ -189,7 +190,7 @@ class EncoderDecoderModel(LanguageModel):
     return source_BS, is_token_BS, {**batch, 'prompt_lengths': None}
 
   def _steps_of(self, source_BS: jax.Array, is_token_BS: jax.Array) -> SourceSteps:
-    return SourceSteps(self.lm, source_BS, is_token_BS)
+    return SourceSteps(self.lm, source_BS, is_token_BS, self.decoder.needs_coverage)
 
 
 class SourceSteps:
@@ -198,11 +199,18 @@ class SourceSteps:
   Args:
     lm: the network, in a call of its parent.
     source_ids_BS, is_token_BS: the sources, and 1 for their tokens, 0 for padding.
+    counts_coverage: whether the state also has what `covered` returns.
   """
 
-  def __init__(self, lm: TransformerEncoderDecoder, source_ids_BS: jax.Array, is_token_BS: jax.Array):
+  def __init__(
+    self,
+    lm: TransformerEncoderDecoder,
+    source_ids_BS: jax.Array,
+    is_token_BS: jax.Array,
+    counts_coverage: bool = False,
+  ):
     variables = lm.cast_variables(lm.variables)
-    self._lm = lm
+    self._lm, self._counts_coverage = lm, counts_coverage
     self._variables = {**variables, 'decoder': unstack_for_decoding(lm.decoder, variables['decoder'])}
     self._source = source_ids_BS, is_token_BS
 
@@ -222,7 +230,11 @@ class SourceSteps:
 
   def _start(self, num_slots: int, source_ids_BS: jax.Array, is_token_BS: jax.Array) -> NestedDict:
     _, side = self._lm.apply(self._variables, source_ids_BS, is_token_BS, num_slots, method='init_decode_state')
-    return side.decode_state
+    return start_coverage(side.decode_state) if self._counts_coverage else side.decode_state
+
+  def covered(self, state: NestedDict) -> jax.Array:
+    """Returns how much the targets have attended to each token of the sources; see `DecodingSteps`."""
+    return read_coverage(state, self._lm.num_layers)
 
   def extend(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict

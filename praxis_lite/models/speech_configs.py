@@ -19,7 +19,8 @@ from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax
 from praxis_lite.layers.time_convolutions import ConvolutionModule
 from praxis_lite.layers.transducer import LabelNetwork, TransducerJoint
-from praxis_lite.layers.transformer import RepeatedTransformer, TransformerBlock
+from praxis_lite.layers.transformer import RepeatedTransformer
+from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.models.ctc_model import CtcModel
 from praxis_lite.models.speech_to_text_model import SpeechToTextModel
 from praxis_lite.models.transducer_model import TransducerModel

@@ -142,7 +142,7 @@ class SpeechToTextModel(EncoderDecoderModel):
     return {'labels': batch['labels'][:, given:], 'weights': batch['weights'][:, given:]}
 
   def _steps_of(self, source: jax.Array, is_token: jax.Array) -> SourceSteps:
-    return _TranscriptSteps(self.lm, source, is_token, self._suppression())
+    return _TranscriptSteps(self.lm, source, is_token, self._suppression(), self.decoder.needs_coverage)
 
   def _suppression(self) -> _Suppression:
     at_V = jnp.arange(self.lm.vocab_size)
@@ -155,8 +155,15 @@ class SpeechToTextModel(EncoderDecoderModel):
 class _TranscriptSteps(SourceSteps):
   """`SourceSteps` that never write some tokens."""
 
-  def __init__(self, lm: AudioEncoderDecoder, source: jax.Array, is_token: jax.Array, suppression: _Suppression):
-    super().__init__(lm, source, is_token)
+  def __init__(
+    self,
+    lm: AudioEncoderDecoder,
+    source: jax.Array,
+    is_token: jax.Array,
+    suppression: _Suppression,
+    counts_coverage: bool,
+  ):
+    super().__init__(lm, source, is_token, counts_coverage)
     self._suppression = suppression
 
   def extend(

@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.models.decoding import BeamSearch, Sampler, find_row_axes
+from praxis_lite.models.decoding import BeamSearch, FlatBeamSearch, Sampler, find_row_axes
 from praxis_lite.models.decoding.beam_rows import keep_places
 
 V, P = 4, 3
@@ -234,6 +234,85 @@ def test_a_penalty_makes_groups_differ():
     assert len({ids[0] for ids in diverse.beam_ids[row].tolist()}) == 4
 
 
+def search_flat(prompt, steps, beam_size, num_best, stops, alpha, adjust=None):
+  """What the docstring of `FlatBeamSearch` says, one prompt at a time."""
+  beams, ended = [(0.0, [])], []
+  for number in range(1, steps + 1):
+    pairs = []
+    for total, ids in beams:
+      log_probs = log_probs_after([*prompt, *ids])
+      log_probs = log_probs if adjust is None else adjust(log_probs, ids)
+      pairs += [(total + log_probs[token], [*ids, token]) for token in range(V) if log_probs[token] > -np.inf]
+    ended += [(total / norm(number, alpha), ids) for total, ids in pairs if ids[-1] in stops]
+    ended = sorted(ended, key=lambda pair: -pair[0])[:beam_size]
+    beams = sorted((pair for pair in pairs if pair[1][-1] not in stops), key=lambda pair: -pair[0])[:beam_size]
+  return ended[:num_best]
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+  'steps, beam_size, stops, alpha, least',
+  [(4, V**4, (2,), 0.8, 0), (9, 3, (2,), 0.8, 0), (6, 2, (0, 3), 2.0, 0), (5, 2, (1,), 0.0, 4), (1, 2, (1,), 0.8, 0)],
+)
+def test_a_flat_search_is_that_of_a_search_by_hand(steps, beam_size, stops, alpha, least):
+  def no_early_stop(log_probs, ids):
+    return np.where(np.isin(np.arange(V), stops) & (len(ids) < least), -np.inf, log_probs)
+
+  fields = {'max_decode_steps': steps, 'stop_ids': stops, 'length_penalty': alpha, 'min_decode_steps': least}
+  num_best = min(12, beam_size)
+  decoded = decode(cls=FlatBeamSearch, beam_size=beam_size, num_best=num_best, **fields)
+  for row, length in enumerate(LENGTHS):
+    prompt = PROMPTS[row, :length].tolist()
+    expected = search_flat(prompt, steps, beam_size, num_best, stops, alpha, no_early_stop)
+    check(decoded, row, expected, prompt)
+    if beam_size == V**4:
+      every = [pair for pair in enumerate_all(prompt, steps, stops, alpha) if pair[1][-1] in stops]
+      check(decoded, row, every[:num_best], prompt)
+
+
+def test_a_flat_search_needs_stop_tokens_and_does_not_end_early():
+  with pytest.raises(ConfigError, match=r'FlatBeamSearch.stop_ids: expected at least one token, got \(\)'):
+    decode(cls=FlatBeamSearch, max_decode_steps=3)
+  with pytest.raises(ConfigError, match=r'FlatBeamSearch\.early_stopping: expected False, since all beams end'):
+    Config(FlatBeamSearch, early_stopping=True).instantiate()
+  assert Config(FlatBeamSearch).instantiate().length_penalty == 0.8
+
+
+ATTENTION = np.array([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4], [0.0, 0.1, 0.9]], np.float32)
+
+
+class Covering(RunningSum):
+  """The same, with a source of three tokens, and in each row a fourth that is padding; a token always covers alike."""
+
+  def start(self, num_rows, num_slots):
+    return {'sums': super().start(num_rows, num_slots), 'covered': jnp.zeros((num_rows, 4)).at[:, 3].set(jnp.inf)}
+
+  def extend(self, ids_BT, pos_BT, last_B, state):
+    logits_BV, sums = super().extend(ids_BT, pos_BT, last_B, state['sums'])
+    new = jnp.where(pos_BT[..., None] >= 0, jnp.pad(ATTENTION, ((0, 0), (0, 1)))[ids_BT], 0.0).sum(1)
+    return logits_BV, {'sums': sums, 'covered': state['covered'] + new}
+
+  def covered(self, state):
+    return state['covered']
+
+
+def test_coverage_is_a_term_of_the_score_of_what_ends():
+  fields = {'max_decode_steps': 3, 'beam_size': V**3, 'num_best': 12, 'stop_ids': (2,), 'coverage_penalty': 0.6}
+  decoder = Config(BeamSearch, **fields).instantiate()
+  decoded = jax.tree.map(np.asarray, jax.jit(lambda: decoder.decode(Covering(), PROMPTS, LENGTHS))())
+  for row, length in enumerate(LENGTHS):
+    prompt, expected = PROMPTS[row, :length].tolist(), []
+    for score, ids in enumerate_all(prompt, 3, (2,), 0.6):
+      covered = ATTENTION[[*prompt, *ids[:-1]]].sum(0)
+      expected.append((score + 0.6 * np.log(np.clip(covered, np.finfo(np.float32).tiny, 1.0)).sum(), ids))
+    check(decoded, row, sorted(expected, key=lambda pair: -pair[0])[:12], prompt)
+
+
+def test_a_model_without_sources_has_no_coverage():
+  with pytest.raises(ConfigError, match=r'BeamSearch\.coverage_penalty: expected 0 for a model without sources, got'):
+    decode(max_decode_steps=3, coverage_penalty=0.2)
+
+
 def test_scores_may_be_divided_by_the_length_as_transformers_does():
   fields = {'max_decode_steps': 4, 'beam_size': V**4, 'num_best': 9, 'stop_ids': (2,), 'length_penalty': 1.5}
   decoded = decode(length_norm='length', **fields)
@@ -317,6 +396,7 @@ def test_beams_that_go_on_keep_their_places():
     ({'num_groups': 3}, 'a divisor of beam_size, which is 4'),
     ({'num_groups': 0}, 'a divisor of beam_size, which is 4'),
     ({'diversity_penalty': -1.0}, 'a finite number of at least 0'),
+    ({'coverage_penalty': -0.1}, 'a finite number of at least 0'),
     ({'length_norm': 'tokens'}, "'gnmt' or 'length'"),
     ({'length_penalty': -0.5}, 'a finite number of at least 0'),
     ({'length_penalty': float('nan')}, 'a finite number of at least 0'),

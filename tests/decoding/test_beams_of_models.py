@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from drawn_state import drawn_variables
 
 from praxis_lite.common.config import Config
+from praxis_lite.layers import CrossAttention, PipelinedTransformer, StackedTransformer
 from praxis_lite.models import encoder_decoder, set_pipeline, set_sharding, transformer_lm
-from praxis_lite.models.decoding import BeamSearch, beam_rows
+from praxis_lite.models.decoding import BeamSearch, FlatBeamSearch, beam_rows
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -209,3 +211,105 @@ def test_an_encoder_decoder_is_searched_exhaustively_on_one_device_and_on_a_mesh
       assert tuple(decoded['beam_ids'][row, n, : decoded['beam_lengths'][row, n]]) == ids
       np.testing.assert_allclose(decoded['beam_scores'][row, n], score, atol=1e-4)
   check_same(on_mesh(translator(), MESHES[1], sources, variables), decoded)
+
+
+BETA = 0.7
+
+
+class RecordingAttention(CrossAttention):
+  """Keeps the probabilities of each call, [B, T, S], as means over heads; computed here, not by the layer."""
+
+  recorded: ClassVar[list[np.ndarray]] = []
+
+  def __call__(self, x_BTD, kv_BSD, *, kv_segment_ids=None, **others):
+    jax.debug.callback(self._record, self.query(x_BTD), self.key(kv_BSD), kv_segment_ids, self.theta.sinks)
+    return super().__call__(x_BTD, kv_BSD, kv_segment_ids=kv_segment_ids, **others)
+
+  def _record(self, query_BTNH, key_BSNH, kv_segment_ids, sinks_N):
+    query_BTNH, key_BSNH = np.asarray(query_BTNH, np.float64), np.asarray(key_BSNH, np.float64)
+    weights = np.exp(np.einsum('btnh,bsnh->bnts', query_BTNH, key_BSNH) * query_BTNH.shape[3] ** -0.5)
+    weights *= (np.asarray(kv_segment_ids) != 0)[:, None, None, :]
+    sums = weights.sum(-1, keepdims=True) + np.exp(np.asarray(sinks_N))[:, None, None]
+    self.recorded.append((weights / sums).mean(1))
+
+
+def covering_translator(kind, decoder_tpl=None, attention=CrossAttention):
+  """A translator whose search has a penalty for what it does not cover."""
+  loop, layers = kind == 'loop', 6 if kind == 'loop' else 2
+  sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': layers, 'num_encoder_layers': 1, 'num_heads': 3}
+  model = encoder_decoder(**sizes, hidden_dims=10, num_buckets=8, max_distance=6, start_id=0, style='t5')
+  if not loop:
+    model.lm_tpl.decoder_tpl = Config(StackedTransformer, layers_tpl=model.lm_tpl.decoder_tpl.layers_tpl)
+    block = model.lm_tpl.decoder_tpl.layers_tpl
+    block.cross_attention_tpl = Config(attention, use_sinks=True)
+  search = {'beam_size': V**M, 'num_best': 8, 'length_penalty': ALPHA, 'stop_ids': (STOP,)}
+  model.decoder_tpl = decoder_tpl or Config(BeamSearch, max_decode_steps=M, coverage_penalty=BETA, **search)
+  return model
+
+
+SOURCES = {'source_ids': np.random.default_rng(1).integers(0, V, (4, 6)).astype(np.int32)}
+SOURCES['source_lengths'] = np.array([6, 0, 3, 1], np.int32)
+
+
+def best_with_coverage(variables, given=()):
+  """The best complete targets of each source with its given beginning, and their scores, by the formula of GNMT."""
+  model = covering_translator('stack', attention=RecordingAttention).instantiate()
+  every, found = list(itertools.product(range(V), repeat=M)), {}
+  for row in (0, 2, 3):
+    batch = {name: np.repeat(x[row : row + 1], len(every), axis=0) for name, x in SOURCES.items()}
+    ids = np.array([(0, *given, *ids[:-1]) for ids in every], np.int32)
+    batch |= {'ids': ids, 'weights': np.ones(ids.shape, np.float32)}
+    RecordingAttention.recorded.clear()
+    log_probs = log_softmax(_predict(model)(variables, batch))
+    jax.effects_barrier()
+    assert len(RecordingAttention.recorded) == 2
+    probs_BTS = np.mean(RecordingAttention.recorded, axis=0)[..., : SOURCES['source_lengths'][row]]
+    scores = {}
+    for n, tokens in enumerate(every):
+      length = tokens.index(STOP) + 1 if STOP in tokens else M
+      total = sum(log_probs[n, len(given) + i, tokens[i]] for i in range(length))
+      covered = np.minimum(probs_BTS[n, : len(given) + length].sum(0), 1.0)
+      scores[tokens[:length]] = total / ((5 + length) / 6) ** ALPHA + BETA * np.log(covered).sum()
+    found[row] = sorted(scores.items(), key=lambda pair: -pair[1])
+  return found
+
+
+def check_scores(decoded, expected):
+  for row, pairs in expected.items():
+    for n, (ids, score) in enumerate(pairs[:8]):
+      assert tuple(decoded['beam_ids'][row, n, : decoded['beam_lengths'][row, n]]) == ids
+      np.testing.assert_allclose(decoded['beam_scores'][row, n], score, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_coverage_penalty_is_that_of_gnmt_by_exhaustive_search():
+  model, variables = make(covering_translator('stack'))
+  _, decoded = decode(model, variables, SOURCES)
+  assert not decoded['beam_lengths'][1].any()  # A row without a source.
+  check_scores(decoded, best_with_coverage(variables))
+
+
+@pytest.mark.slow
+def test_a_given_beginning_covers_too():
+  model, variables = make(covering_translator('stack'))
+  given = {'ids': np.full((4, 2), 2, np.int32), 'prompt_lengths': np.full(4, 2, np.int32)}
+  check_scores(decode(model, variables, SOURCES | given)[1], best_with_coverage(variables, (2, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('flat', [False, True])
+def test_coverage_goes_with_beams_in_a_loop_over_layers_in_stages_and_on_meshes(flat):
+  def few(**fields):
+    search = {'beam_size': 3, 'num_best': 3, 'max_decode_steps': 6, 'stop_ids': (STOP,), 'coverage_penalty': BETA}
+    return covering_translator('loop', Config(FlatBeamSearch if flat else BeamSearch, **search | fields))
+
+  model, variables = make(few())
+  expected = decode(model, variables, SOURCES)[1]
+  without = decode(few(coverage_penalty=0.0).instantiate(), variables, SOURCES)[1]
+  assert not np.allclose(without['beam_scores'][0], expected['beam_scores'][0], atol=0.1)
+  for mesh in MESHES:
+    check_same(on_mesh(few(), mesh, SOURCES, variables), expected)
+  staged = few()
+  layers = staged.lm_tpl.decoder_tpl.layers_tpl
+  staged.lm_tpl.decoder_tpl = Config(PipelinedTransformer, layers_tpl=layers, num_stages=2, num_microbatches=2)
+  check_same(decode(staged.instantiate(), variables, SOURCES)[1], expected)

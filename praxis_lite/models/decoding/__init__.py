@@ -2,7 +2,7 @@
 
 from praxis_lite.models.decoding.beam_loop import BeamDecoded
 from praxis_lite.models.decoding.beam_rows import find_row_axes
-from praxis_lite.models.decoding.beam_search import BeamSearch
+from praxis_lite.models.decoding.beam_search import BeamSearch, FlatBeamSearch
 from praxis_lite.models.decoding.buckets import Bucket, chunk_of
 from praxis_lite.models.decoding.constraint import Constraint
 from praxis_lite.models.decoding.decoder import Decoder
@@ -23,6 +23,7 @@ __all__ = [
   'Decoder',
   'DecodingSteps',
   'Draws',
+  'FlatBeamSearch',
   'LogitProcessor',
   'Sampler',
   'SpeculativeDecoded',

@@ -14,6 +14,7 @@ stop token or because they have the largest number of tokens, join the list of t
 is ordered by score. The first K of the others are the next beams. At first, only beam 0 is possible, so it becomes the
 parent of all, and its state is copied to them. In a diverse search each of G groups of K / G beams searches in this way
 by itself, one group after the other, and ranks by the sum less a penalty for what earlier groups have just chosen.
+In a flat search, what joins the list is instead each of the K beams with each stop token.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ class BeamLoop(Generic[DecodingState]):
     limits_B: int32, the largest number of tokens after each prompt, at most M.
     beam_size, num_best, early_stopping, num_groups, diversity_penalty: see `BeamSearch`.
     length_norm: (number of tokens) -> what the sum of log-probabilities is divided by; it must not decrease.
+    coverage: (state) -> [R], at most 0, what is added to the score of a continuation that ends now; None adds nothing.
+    is_flat: whether each beam may end at each step, and nothing ends without a stop token; see `FlatBeamSearch`.
   """
 
   reader: RowReader[DecodingState]
@@ -166,6 +169,8 @@ class BeamLoop(Generic[DecodingState]):
   length_norm: Callable[[jax.Array], jax.Array]
   num_groups: int = 1
   diversity_penalty: float = 0.0
+  coverage: Callable[[DecodingState], jax.Array] | None = None
+  is_flat: bool = False
 
   def run(self) -> BeamDecoded:
     """Continues the prompts."""
@@ -177,7 +182,7 @@ class BeamLoop(Generic[DecodingState]):
       """Continues the beams until they are done, or the state is full."""
       with jax.named_scope(READ_PROMPTS):
         logits_RV, of_beams, taken = self._read(progress, state, rows)
-        carry = taken, of_beams, self._choose(logits_RV, progress)
+        carry = taken, of_beams, self._choose(logits_RV, progress, of_beams)
       equal = [jnp.where(progress.number == 0, count, 0) for count in rows.equal_slots(of_beams)]
 
       def reorder(state: DecodingState, parent_BK: jax.Array) -> DecodingState:
@@ -240,20 +245,26 @@ class BeamLoop(Generic[DecodingState]):
     with jax.named_scope(NEXT_TOKEN):
       state = reorder(state, progress.parent_BK)
       logits_RV, state = self.reader.steps.extend(ids_R[:, None], pos_R[:, None], jnp.zeros_like(ids_R), state)
-      return taken + 1, state, self._choose(logits_RV, progress)
+      return taken + 1, state, self._choose(logits_RV, progress, state)
 
-  def _choose(self, logits_RV: jax.Array, progress: _Progress) -> _Progress:
+  def _choose(self, logits_RV: jax.Array, progress: _Progress, state: DecodingState) -> _Progress:
     """Adds a token to the beams of each prompt, and to the completed continuations those that end."""
     B, V, size = len(progress.done_BG), logits_RV.shape[-1], self.beam_size // self.num_groups
     log_probs_RV, ranked_RV = self._log_probs(logits_RV, progress)
     log_probs_BKV, ranked_BKV = log_probs_RV.reshape(B, -1, V), ranked_RV.reshape(B, -1, V)
+    covered_BK = jnp.zeros((B, self.beam_size)) if self.coverage is None else self.coverage(state).reshape(B, -1)
     groups: list[_Progress] = []
     chosen_BV = jnp.zeros((B, V), jnp.int32)  # How many beams of earlier groups go on with each token.
     for number in range(self.num_groups):
       own = slice(number * size, (number + 1) * size)
       penalty_BV = self.diversity_penalty * chosen_BV
       after = self._choose_in_group(
-        log_probs_BKV[:, own], ranked_BKV[:, own], penalty_BV, progress.group(number, size), number * size
+        log_probs_BKV[:, own],
+        ranked_BKV[:, own],
+        penalty_BV,
+        covered_BK[:, own],
+        progress.group(number, size),
+        number * size,
       )
       ids_BK = after.beams.ids[:, :, progress.number]
       chosen_BV = chosen_BV.at[jnp.arange(B)[:, None], ids_BK].add(after.beams.scores > _IMPOSSIBLE)
@@ -269,6 +280,7 @@ class BeamLoop(Generic[DecodingState]):
     log_probs_BKV: jax.Array,
     ranked_BKV: jax.Array,
     penalty_BV: jax.Array,
+    covered_BK: jax.Array,
     progress: _Progress,
     first_beam: int,
   ) -> _Progress:
@@ -278,11 +290,13 @@ class BeamLoop(Generic[DecodingState]):
     K = log_probs_BKV.shape[1]
     candidates = self._candidates(log_probs_BKV, ranked_BKV, penalty_BV, progress)
     is_last_B = number + 1 >= self.limits_B
-    first = jax.tree.map(lambda x: x[:, :K], candidates)
-    ends_BK = (first.is_stop | is_last_B[:, None]) & ~done_B[:, None]
-    ended = first._replace(sums=jnp.where(ends_BK, first.sums / self.length_norm(number + 1), _IMPOSSIBLE)).extend(
-      beams, number
-    )
+    if self.is_flat:
+      first = self._stopped(log_probs_BKV, ranked_BKV, progress)
+    else:
+      first = jax.tree.map(lambda x: x[:, :K], candidates)
+    ends_BC = (first.is_stop | (is_last_B[:, None] & (not self.is_flat))) & ~done_B[:, None]
+    scores_BC = first.sums / self.length_norm(number + 1) + jnp.take_along_axis(covered_BK, first.parent, axis=1)
+    ended = first._replace(sums=jnp.where(ends_BC, scores_BC, _IMPOSSIBLE)).extend(beams, number)
     both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), best, ended)
     best = both.take(jax.lax.top_k(both.scores, K)[1])
 
@@ -291,7 +305,7 @@ class BeamLoop(Generic[DecodingState]):
     chosen = chosen._replace(sums=jnp.where(ranks_BK == _IMPOSSIBLE, _IMPOSSIBLE, chosen.sums))
     chosen = chosen.take(keep_places(chosen.parent))
     beams = chosen.extend(beams, number)
-    # Sums do not grow, and their divisor does.
+    # Sums do not grow, their divisor does, and what is added to scores is at most 0.
     attainable_B = jnp.max(chosen.sums, axis=1) / self.length_norm(self.limits_B)
     done_B |= is_last_B | (best.scores[:, min(self.num_best, K) - 1] >= attainable_B)
     if self.early_stopping:
@@ -325,6 +339,17 @@ class BeamLoop(Generic[DecodingState]):
     ids_BC = index_BC % V
     is_stop_BC = jnp.isin(ids_BC, jnp.array(self.stop_ids, jnp.int32))
     return _Candidates(index_BC // V, ids_BC, log_probs_BC, sums_BC, ranks_BC, is_stop_BC)
+
+  def _stopped(self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, progress: _Progress) -> _Candidates:
+    """Returns each beam with each stop token as candidates; those of impossible beams have sums of minus infinity."""
+    B, K, _ = log_probs_BKV.shape
+    stops_N = jnp.array(self.stop_ids, jnp.int32)
+    scores_BK1 = progress.beams.scores[..., None]
+    sums_BKN = jnp.where(scores_BK1 == _IMPOSSIBLE, _IMPOSSIBLE, scores_BK1 + ranked_BKV[..., stops_N])
+    parent_BKN = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32)[:, None], sums_BKN.shape)
+    ids_BKN, is_stop_BKN = jnp.broadcast_to(stops_N, sums_BKN.shape), jnp.ones(sums_BKN.shape, bool)
+    parts = parent_BKN, ids_BKN, log_probs_BKV[..., stops_N], sums_BKN, sums_BKN, is_stop_BKN
+    return _Candidates(*(x.reshape(B, -1) for x in parts))
 
   def _adjust(self, logits_RV: jax.Array, progress: _Progress) -> jax.Array:
     assert self.adjust is not None

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
 from praxis_lite.layers.decode_caches import places_of_caches
-from praxis_lite.layers.kv_cache import axis_of_slots
+from praxis_lite.layers.kv_cache import KVCache, axis_of_slots
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 from praxis_lite.sharding.mesh import platform
 
@@ -236,6 +236,6 @@ def _find_pages(state: DecodingState) -> tuple[_Pages, ...]:
     pages = found.setdefault(slots, _Pages({}, [], size, slots))
     pages.counts.append(numbers[*place, 'slot'])
     for path, x in arrays.items():
-      if path[:-1] == place and path[-1] != 'slot':
+      if path[:-1] == place and path[-1] in KVCache._fields and path[-1] != 'slot':
         pages.slot_axes[numbers[path]] = axis_of_slots(x.ndim, pos.ndim)
   return tuple(found.values())

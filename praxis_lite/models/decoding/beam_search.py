@@ -1,20 +1,25 @@
-"""BeamSearch: continues prompts by the most probable continuations that a beam search finds.
+"""BeamSearch: continues prompts by the most probable continuations that a beam search finds. FlatBeamSearch is another.
 
-B batch, P length of the prompts, M maximum number of tokens to decode.
+B batch, R rows of all beams, P length of the prompts, S length of the sources, M maximum number of tokens to decode.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding.beam_loop import BeamDecoded, BeamLoop
 from praxis_lite.models.decoding.decoder import Decoder
 from praxis_lite.models.decoding.loop import Draws
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
+
+_LEAST_COVERED = float(np.finfo(np.float32).tiny)  # Instead of 0, whose logarithm would exclude a continuation.
 
 
 class BeamSearch(Decoder):
@@ -34,9 +39,15 @@ class BeamSearch(Decoder):
   chosen: when it ranks candidates, it subtracts `diversity_penalty` for each beam of an earlier group that goes on
   with the token. Scores do not include the penalty. The `num_best` continuations have the best scores of all groups.
 
-  With one beam, and a length penalty of 0 or early stopping, the search is greedy decoding. There is no
-  coverage penalty: it needs the probabilities of attention to each token of the source, and fused attention does not
-  return them.
+  With a coverage penalty c, the score of a continuation of an encoder-decoder has a further term,
+
+      c * sum over the tokens i of the source of log(min(1, sum over its own tokens j of p_ij))
+
+  where p_ij is how much the decoder attends to i when it predicts j, as a probability: the mean over its heads and
+  layers. It is at most 0, and so low where parts of the source are left out (GNMT, Wu et al., 2016). Attention to the
+  source is then dense. It counts the tokens that the model sees, also those of a given beginning.
+
+  With one beam, and a length penalty of 0 or early stopping, the search is greedy decoding.
 
   Attributes: the same as for `Decoder`, where penalties change the scores, and
     beam_size: K, the number of beams.
@@ -47,6 +58,7 @@ class BeamSearch(Decoder):
       transformers does.
     num_groups: number of groups of beams, a divisor of K.
     diversity_penalty: see above, in nats; 0 makes all groups alike.
+    coverage_penalty: c, see above; 0 disables it. Other models than encoder-decoders have none.
   """
 
   beam_size: int = 4
@@ -56,6 +68,7 @@ class BeamSearch(Decoder):
   length_norm: str = 'gnmt'
   num_groups: int = 1
   diversity_penalty: float = 0.0
+  coverage_penalty: float = 0.0
 
   def _checks(self) -> Iterator[tuple[str, bool, str]]:
     yield from super()._checks()
@@ -65,11 +78,18 @@ class BeamSearch(Decoder):
     is_divisor = self.num_groups >= 1 and self.beam_size % self.num_groups == 0
     yield 'num_groups', is_divisor, f'a divisor of beam_size, which is {self.beam_size}'
     yield 'diversity_penalty', 0 <= self.diversity_penalty < math.inf, 'a finite number of at least 0'
+    yield 'coverage_penalty', 0 <= self.coverage_penalty < math.inf, 'a finite number of at least 0'
     yield 'length_penalty', 0 <= self.length_penalty < math.inf, 'a finite number of at least 0'
+
+  _is_flat: ClassVar[bool] = False
 
   @property
   def state_copies(self) -> int:
     return 2 * self.beam_size + 1  # Beams are reordered from one copy to another; prompts are read into a third.
+
+  @property
+  def needs_coverage(self) -> bool:
+    return self.coverage_penalty > 0
 
   def decode(
     self,
@@ -100,8 +120,73 @@ class BeamSearch(Decoder):
       length_norm=self._length_norm,
       num_groups=self.num_groups,
       diversity_penalty=self.diversity_penalty,
+      coverage=self._coverage(steps) if self.needs_coverage else None,
+      is_flat=self._is_flat,
     ).run()
+
+  def _coverage(self, steps: DecodingSteps[DecodingState]) -> Callable[[DecodingState], jax.Array]:
+    """Returns the function that computes the term of coverage, [R], from a state."""
+    covered_of: Callable[[DecodingState], jax.Array] | None = getattr(steps, 'covered', None)
+    if covered_of is None:
+      raise ConfigError(
+        f'{type(self).__name__}.coverage_penalty: expected 0 for a model without sources, got {self.coverage_penalty}; '
+        'only an encoder-decoder attends to a source that it can cover'
+      )
+
+    def term(state: DecodingState) -> jax.Array:
+      covered_RS = jnp.clip(covered_of(state), _LEAST_COVERED, 1.0)
+      return self.coverage_penalty * jnp.sum(jnp.log(covered_RS), axis=-1)
+
+    return term
 
   def _length_norm(self, length: jax.Array) -> jax.Array:
     base = (5.0 + length) / 6.0 if self.length_norm == 'gnmt' else jnp.asarray(length, jnp.float32)
     return base**self.length_penalty
+
+
+class FlatBeamSearch(BeamSearch):
+  """Settings of Praxis's flat beam search, in which every beam may end at every step.
+
+  It differs from `BeamSearch` in what completes a continuation. There, a stop token counts if it is among the
+  `beam_size` best next tokens of all beams. Here, at each step, each beam with each stop token is a complete
+  continuation. Those that are not among the `beam_size` best so far, by score, are forgotten, and the beams go on with
+  their other tokens. So ended continuations never take the place of a beam, and one that is improbable at first may
+  still win by its length. A beam that has reached the largest number of tokens without a stop token is dropped: if
+  stop tokens are impossible, such as before `min_decode_steps`, there may be fewer than `num_best` continuations.
+
+  Praxis keeps the tokens of all beams in one flat cache, and masks those of other beams in attention; this search
+  reorders caches as `BeamSearch` does. The results are the same.
+
+  Attributes: the same as for `BeamSearch`, but `length_penalty` is 0.8 as in Praxis, `stop_ids` must not be empty when
+    it decodes, and `early_stopping` is not supported.
+  """
+
+  length_penalty: float = 0.8
+
+  _is_flat: ClassVar[bool] = True
+
+  def _checks(self) -> Iterator[tuple[str, bool, str]]:
+    yield from super()._checks()
+    yield 'early_stopping', not self.early_stopping, 'False, since all beams end at each step'
+
+  def decode(
+    self,
+    steps: DecodingSteps[DecodingState],
+    prompt_ids_BP: jax.Array,
+    prompt_lengths_B: jax.Array,
+    key: jax.Array | None = None,
+    max_tokens_B: jax.Array | None = None,
+    chunk: int | None = None,
+    draws: Draws | None = None,
+  ) -> BeamDecoded:
+    """Continues prompts; see `BeamSearch.decode`.
+
+    Raises:
+      ConfigError: there are no stop tokens.
+    """
+    if not self.stop_ids:
+      raise ConfigError(
+        f'{type(self).__name__}.stop_ids: expected at least one token, got (); a flat search returns only '
+        'continuations that end with one'
+      )
+    return super().decode(steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws)

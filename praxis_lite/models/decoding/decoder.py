@@ -83,6 +83,11 @@ class Decoder(Configurable):
     return False
 
   @property
+  def needs_coverage(self) -> bool:
+    """Whether the state must say how much of each source has been attended to; see `DecodingSteps`."""
+    return False
+
+  @property
   def state_copies(self) -> int:
     """How many times the state of one row is in memory for each prompt."""
     return 1
