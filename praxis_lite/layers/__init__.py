@@ -9,6 +9,7 @@ from praxis_lite.layers.audio_encoder_decoder import AudioEncoderDecoder, AudioS
 from praxis_lite.layers.bi_tempered import BiTemperedLoss, BiTemperedSoftmax, bi_tempered_loss
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.causal_conv import CausalConv
+from praxis_lite.layers.chunk_memory import ChunkMemory, MemoryAttention
 from praxis_lite.layers.conformer import ConformerBlock, ConformerEncoder
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.contrastive import ContrastiveLoss, ContrastiveOutput
@@ -69,6 +70,7 @@ from praxis_lite.layers.positions import (
 from praxis_lite.layers.projections import PerDimScale, Projection
 from praxis_lite.layers.quantizers import GumbelQuantizer, QuantizedVectors, RandomVectorQuantizer, VectorQuantizer
 from praxis_lite.layers.recurrent import Recurrent
+from praxis_lite.layers.relative_attention import RelativeAttention
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.rg_lru import RgLru
 from praxis_lite.layers.rnnt import rnnt_loss
@@ -108,6 +110,7 @@ __all__ = [
   'Bias',
   'Causal',
   'CausalConv',
+  'ChunkMemory',
   'ConformerBlock',
   'ConformerEncoder',
   'ContrastiveLoss',
@@ -152,6 +155,7 @@ __all__ = [
   'LogitBias',
   'LookupFreeQuantizer',
   'Mamba2',
+  'MemoryAttention',
   'MixedImages',
   'MixerBlock',
   'Mlp',
@@ -178,6 +182,7 @@ __all__ = [
   'RMSNormNoScale',
   'RandomVectorQuantizer',
   'Recurrent',
+  'RelativeAttention',
   'RelativeBias',
   'Repeat',
   'RepeatedTransformer',

@@ -113,6 +113,12 @@ def differential_attention() -> Config:
   return config.set(dropout_rate=0.2, local_chunk=3)
 
 
+def relative_attention(cls: type[layers.MemoryAttention] = layers.RelativeAttention, **fields: object) -> Config:
+  config = split(cls, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H, **fields)
+  config.activation_split_dims_mapping.set(blnh=(BATCH, None, 'mdl', None), blkh=(BATCH, None, 'mdl', None))
+  return config.set(causal=True, dropout_rate=0.2, use_bias=True, chunk_length=3, memory_length=2)
+
+
 def multi_token_module() -> Config:
   config = split(layers.MultiTokenModule, input_dims=D, block_tpl=block())
   config.block_tpl.attention_tpl.causal = True
@@ -487,6 +493,7 @@ CASES = {
   'Mlp': lambda: Case(mlp(), (X,)),
   'ModulatedBlock': lambda: Case(modulated_block(), (normal(B, T, 8), normal(B, 8, seed=2))),
   'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
+  'MemoryAttention': lambda: Case(relative_attention(layers.MemoryAttention), (X,)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
   'MultiTokenModule': lambda: Case(multi_token_module(), (X, normal(B, T, D, seed=7))),
   'MultiTokenPrediction': lambda: Case(multi_token_prediction(), (X, normal(B, T, D, seed=7))),
@@ -511,6 +518,7 @@ CASES = {
     ),
     (normal(B, T, D, seed=1), POSITIONS > 3),  # None is about as near to two codes.
   ),
+  'RelativeAttention': lambda: Case(relative_attention(position_dims=4), (X,)),
   'RelativeBias': lambda: Case(
     split(layers.RelativeBias, (None, 'mdl'), (BATCH, 'mdl', None, None), num_heads=N, num_buckets=8),
     (POSITIONS, POSITIONS),

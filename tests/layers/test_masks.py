@@ -20,6 +20,7 @@ from praxis_lite.layers import (
   AttentionSpec,
   Band,
   Causal,
+  ChunkMemory,
   FunctionMask,
   Known,
   LocalChunks,
@@ -91,6 +92,7 @@ KINDS = {
   'function': FunctionMask(lambda query, key: (query + key) % 3 != 0),
   'relatives': Relatives(ints(3, B, T, high=6), ints(4, B, T, high=6), jnp.array([1, 2]), distance=1),
   'chunks': LocalChunks(5),
+  'memory': ChunkMemory(5, 3),
   'strides': Strides(6),
 }
 
@@ -125,7 +127,7 @@ def whole(mask):
 
 
 # Masks that know of each pair of blocks whether some key is allowed, and whether some is masked.
-_EXACT = 'all', 'causal', 'window', 'band', 'behind', 'ahead', 'prefix', 'causal window', 'chunks'
+_EXACT = 'all', 'causal', 'window', 'band', 'behind', 'ahead', 'prefix', 'causal window', 'chunks', 'memory'
 
 
 @pytest.mark.slow_cases
