@@ -90,5 +90,7 @@ def test_attributes_of_an_experiment_that_are_no_mistakes_are_accepted():
 def test_a_wrong_field_of_the_learner_is_told_by_its_whole_path():
   task = Config(SingleTask, model=Config(BaseModel))
   task.train.learner.learning_rate = 'fast'
-  with pytest.raises(ConfigError, match=r"^task\.train\.learner\.learning_rate: expected float, got 'fast' \(str\)$"):
+  with pytest.raises(
+    ConfigError, match=r"^task\.train\.learner\.learning_rate: expected .*, got 'fast' \(str\) \(.*\.py:\d+\)$"
+  ):
     task.instantiate()

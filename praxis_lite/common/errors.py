@@ -28,6 +28,24 @@ class UnknownFieldError(ConfigError, AttributeError):
   """A config has no field with this name."""
 
 
+class RangeError(ConfigError):
+  """A field has a value out of its range, or leads to a weight without entries.
+
+  A layer that was given the value by another one does not know which field the user has set. So the layers around it
+  change the message (`config/fields_at_fault.py`).
+
+  Attributes:
+    value: what is out of range.
+    expected: what would be right, such as 'at least 1'.
+    field: the name of the field; '' if only the weight is known.
+    weight: path and shape of the weight, as messages show them; '' if the error is about a field.
+  """
+
+  def __init__(self, message: str, value: object, expected: str, field: str = '', weight: str = ''):
+    super().__init__(message)
+    self.value, self.expected, self.field, self.weight = value, expected, field, weight
+
+
 class ShardingFault(enum.StrEnum):
   """Kinds of `ShardingError`."""
 
@@ -108,20 +126,24 @@ def check_choice(where: str, value: object, choices: Sequence[str]) -> None:
 
 def check_range(
   where: str,
-  value: float | None,
+  value: float | Sequence[float] | None,
   *,
   least: float | None = None,
   above: float | None = None,
   below: float | None = None,
 ) -> None:
-  """Raises a ConfigError that names the field `where`, unless `value` is None or within the limits."""
+  """Raises a RangeError that names the field `where`, unless `value` is None, or it and each of its entries fits."""
+  values = value if isinstance(value, Sequence) else [] if value is None else [value]
   limits = [
-    *([] if least is None else [(f'at least {least}', value is None or value >= least)]),
-    *([] if above is None else [(f'more than {above}', value is None or value > above)]),
-    *([] if below is None else [(f'less than {below}', value is None or value < below)]),
+    *([] if least is None else [(f'at least {least}', lambda x: x >= least)]),
+    *([] if above is None else [(f'more than {above}', lambda x: x > above)]),
+    *([] if below is None else [(f'less than {below}', lambda x: x < below)]),
   ]
-  if not all(fits for _, fits in limits):
-    raise ConfigError(f'{where}: expected {" and ".join(text for text, _ in limits)}, got {value}')
+  wrong = [x for x in values if not all(fits(x) for _, fits in limits)]
+  if wrong:
+    expected, each = ' and '.join(text for text, _ in limits), ' each' if isinstance(value, Sequence) else ''
+    message = f'{where}: expected {expected}{each}, got {value}'
+    raise RangeError(message, wrong[0], expected, field=where.rpartition('.')[2])
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -9,6 +9,7 @@ import importlib
 import linecache
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -20,6 +21,7 @@ from praxis_lite.common.moved import current_name
 # Code in these folders, or installed by a package manager, is not the user's own.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(os.path.abspath(os.__file__)) + os.sep)
+_LONGEST_CODE = 80  # Characters of a line of code in a message.
 _INSTALLED = {'site-packages', 'dist-packages'}
 
 
@@ -27,15 +29,18 @@ class MissingModuleError(UserError):
   """No module has this name."""
 
 
-def import_module(name: str) -> ModuleType:
-  """Imports a module; raises MissingModuleError if it does not exist, or a UserError if importing it fails."""
+def import_module(name: str, shown: str = '') -> ModuleType:
+  """Imports a module; raises MissingModuleError if it does not exist, or a UserError if importing it fails.
+
+  Messages call it `shown`, by default its name.
+  """
   try:
     return importlib.import_module(name)
   except Exception as error:
     # If an import *inside* the module fails, `error.name` is neither the requested module nor one of its packages.
     if isinstance(error, ModuleNotFoundError) and f'{name}.'.startswith(f'{error.name}.'):
       raise MissingModuleError(f'there is no module {error.name!r}') from error
-    raise import_failure(name, error) from error
+    raise import_failure(shown or name, error) from error
 
 
 class LazyNames(NamedTuple):
@@ -89,6 +94,8 @@ def _describe(error: Exception) -> str:
     return str(error)
   message = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().partition('\n')[0]
   text = f'{type(error).__name__}: {message}' if message else type(error).__name__
+  if isinstance(error, SyntaxError) and error.text and error.text.strip():
+    text += f': `{textwrap.shorten(error.text, _LONGEST_CODE)}`'
   meant = _perhaps_meant(error)
   return f'{text}.{meant}' if meant else text
 
@@ -117,9 +124,9 @@ def short_path(path: str) -> str:
 
 def _where(error: Exception) -> str:
   """Returns `file:line` of the last line of the user's own code that ran, or of any code if none of it did."""
-  if isinstance(error, SyntaxError):  # Its traceback has only frames of the compiler.
-    return f'{short_path(error.filename)}:{error.lineno}' if error.filename else ''
-  for file, line in _user_lines(error)[-1:] or _lines(error)[-1:]:
+  if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith('<'):
+    return f'{short_path(error.filename)}:{error.lineno}'  # Its traceback has only frames of the compiler.
+  for file, line in _user_lines(error)[-1:] or ([] if isinstance(error, SyntaxError) else _lines(error)[-1:]):
     return f'{short_path(file)}:{line}'
   return ''
 

@@ -53,8 +53,9 @@ class Conv2D(Layer):
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.padding', self.padding, PADDINGS)
+    self._check_range('strides', 'dilations', 'groups', least=1)
     height, width, inputs, outputs = self.filter_shape
-    if self.groups < 1 or inputs % self.groups or outputs % self.groups:
+    if inputs % self.groups or outputs % self.groups:
       raise ConfigError(f'{self.path_name}.groups: {self.groups} does not divide both {inputs} and {outputs} channels')
     wt = self.weight_split_dims_mapping.wt
     shape = (height, width, inputs // self.groups, outputs)
@@ -103,6 +104,7 @@ class Pooling(Layer):
   def setup(self) -> None:
     check_choice(f'{self.path_name}.kind', self.kind, POOLINGS)
     check_choice(f'{self.path_name}.padding', self.padding, PADDINGS)
+    self._check_range('window', 'strides', least=1)
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, H', W', C].

@@ -136,7 +136,8 @@ class GroupNorm(Norm):
   num_groups: int = 32
 
   def setup(self) -> None:
-    if self.num_groups < 1 or self.dims % self.num_groups:
+    self._check_range('num_groups', least=1)
+    if self.dims % self.num_groups:
       raise ConfigError(f'{self.path_name}.num_groups: {self.num_groups} does not divide dims, {self.dims}')
     self._declare(scale=1.0, bias=0.0)
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, Configurable, template
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, template
+from praxis_lite.common.errors import ConfigError, check_range
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.embeddings import embedding_weight, lookup_rows
@@ -135,6 +135,10 @@ class LinearRotaryScaling(Configurable):
 
   factor: float = REQUIRED
 
+  def __post_init__(self) -> None:
+    check_range(f'{type(self).__name__}.factor', self.factor, above=0)
+    check_range(f'{type(self).__name__}.original_max_len', getattr(self, 'original_max_len', None), least=1)
+
   @property
   def magnitude(self) -> float:
     """Factor of rotated queries and keys."""
@@ -163,6 +167,7 @@ class Llama3RotaryScaling(LinearRotaryScaling):
   high_freq_factor: float = 4.0
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     if not self.low_freq_factor < self.high_freq_factor:
       raise ConfigError(
         f'Llama3RotaryScaling: low_freq_factor, {self.low_freq_factor}, must be less than high_freq_factor, '
@@ -198,6 +203,7 @@ class YarnRotaryScaling(LinearRotaryScaling):
   truncate: bool = True
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     if not self.beta_slow < self.beta_fast:
       raise ConfigError(
         f'YarnRotaryScaling: beta_slow, {self.beta_slow}, must be less than beta_fast, {self.beta_fast}'
@@ -254,7 +260,9 @@ class RotaryPositions(Layer):
   def setup(self) -> None:
     if self.dims % 2:
       raise ConfigError(f'{self.path_name}.dims: rotary positions rotate pairs of dims, and {self.dims} is odd')
-    self.scaling: LinearRotaryScaling | None = None if self.scaling_tpl is None else self.scaling_tpl.instantiate()
+    self.scaling: LinearRotaryScaling | None = (
+      None if self.scaling_tpl is None else build_at(f'{self.path_name}.scaling', self.scaling_tpl)
+    )
 
   @property
   def rates_h(self) -> np.ndarray:

@@ -10,7 +10,7 @@ import math
 import jax
 
 from praxis_lite.common.config import REQUIRED, Config, template
-from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.linears import bias_weight
@@ -95,7 +95,9 @@ def head_sizes(
 ) -> tuple[int, int]:
   """Returns K and H, with what is None filled in; raises ConfigError, which names the layer's path, if they misfit."""
   kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-  if kv_heads < 1 or num_heads % kv_heads:
+  for field, size in (('num_kv_heads', num_kv_heads), ('dims_per_head', dims_per_head)):
+    check_range(f'{path}.{field}', size, least=1)
+  if num_heads % kv_heads:
     raise ConfigError(
       f'{path}.num_kv_heads: {kv_heads} does not divide num_heads, {num_heads}, so heads cannot be grouped'
     )

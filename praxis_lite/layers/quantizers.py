@@ -174,7 +174,8 @@ class _CodebookQuantizer(Quantizer):
 
   def _group_dims(self) -> int:
     """Returns E."""
-    if self.num_groups < 1 or self.input_dims % self.num_groups:
+    self._check_range('num_groups', 'input_dims', least=1)
+    if self.input_dims % self.num_groups:
       raise ConfigError(f'{self.path_name}.num_groups: {self.num_groups} does not divide input_dims, {self.input_dims}')
     return self.input_dims // self.num_groups
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, RangeError
 from praxis_lite.common.trees import NestedDict, merge
 from praxis_lite.common.weighted import mean_of_means
 from praxis_lite.layers.base import Layer, SplitMapping
@@ -69,7 +69,9 @@ def check_pattern(
   """Raises ConfigError, naming the layer `where`, if the pattern is empty or all layers are first ones."""
   if num_layers < 1 + len(first_tpl):
     with_first = f', since first_tpl has {len(first_tpl)}' if first_tpl else ''
-    raise ConfigError(f'{where}.num_layers: expected at least {1 + len(first_tpl)}{with_first}, got {num_layers}')
+    least = f'at least {1 + len(first_tpl)}{with_first}'
+    message = f'{where}.num_layers: expected {least}, got {num_layers}'
+    raise RangeError(message, num_layers, least, field='num_layers')
   if not pattern(layers_tpl):
     raise ConfigError(f'{where}.layers_tpl: an empty pattern; expected the config of a layer, or of several')
 

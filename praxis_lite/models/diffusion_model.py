@@ -78,7 +78,7 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
     check_choice(f'{self.path_name}.sampler', self.sampler, SAMPLERS)
     check_choice(f'{self.path_name}.time_sampling', self.time_sampling, ('uniform', 'logit_normal'))
     self._check_range('class_dropout', least=0, below=1)
-    self._check_range('num_sampling_steps', least=1)
+    self._check_range('image_size', 'num_sampling_steps', least=1)
     if not self.value_range[0] < self.value_range[1]:
       raise ConfigError(f'{self.path_name}.value_range: expected (least, greatest), got {self.value_range}')
     self.create_child('network', self.network_tpl)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.config import REQUIRED, Config, build_at, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
@@ -100,7 +100,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
         )
       setattr(lm, name, own)
     self.create_child('lm', lm)
-    self.decoder: Sampler | BeamSearch = self.decoder_tpl.instantiate()
+    self.decoder: Sampler | BeamSearch = build_at(f'{self.path_name}.decoder_tpl', self.decoder_tpl)
     if self._guesses_itself:
       self._check_own_heads(self.decoder)
 

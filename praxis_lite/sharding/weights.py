@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, RangeError
 from praxis_lite.common.trees import Path
 
 # One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, None or -1 for
@@ -281,7 +281,8 @@ def check_weight(weight: WeightHParams, where: str) -> None:
     if not isinstance(size, int | np.integer) or isinstance(size, bool):
       raise ConfigError(f'{where}: shape {weight.shape}; every dimension must be an integer, not {size!r}')
     if size < 1:
-      raise ConfigError(f'{where}: shape {weight.shape}; every dimension must be at least 1')
+      text = f'{where}: shape {weight.shape}; every dimension must be at least 1'
+      raise RangeError(text, size, 'at least 1', weight=f'{where} of shape {weight.shape}')
   if not isinstance(weight.init, WeightInit | JointInit | None):
     raise ConfigError(f'{where}: init is a WeightInit, such as WeightInit.Gaussian(0.02), not {weight.init!r}')
   if weight.dtype is not None and not is_dtype(weight.dtype):

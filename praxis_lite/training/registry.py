@@ -213,7 +213,7 @@ def _load_file(path: str) -> ModuleType:
   if folder not in map(os.path.realpath, sys.path):
     sys.path.append(folder)  # So that the file can import other files in its folder.
   if _origin(_canonical(name)) == file:
-    return import_module(_canonical(name))
+    return import_module(_canonical(name), short_path(file))
   return _load_as(f'{name}_{zlib.crc32(file.encode()):08x}', file)  # Another module already has the plain name.
 
 

@@ -221,12 +221,15 @@ OVERRIDES = {
   'no settings': ('task.train=None', r'^task\.train: expected the config of a TrainParams, got None'),
   'no model': ('task.model=optax.adamw', r'^task\.model: expected the config of a BaseModel, got .*adamw'),
   'no batches': ('task.evaluate.max_batches=0', r'^task\.evaluate\.max_batches = 0: expected at least 1, or None'),
-  'dtype of weights': ('task.model.dtype=int32', r'LanguageModel\.dtype: expected a floating dtype, .*got int32'),
+  'dtype of weights': ('task.model.dtype=int32', r'^task\.model\.dtype: expected a floating dtype, .*got int32'),
   'dtype of a pass': ('task.model.fprop_dtype=int8', r'\.fprop_dtype: expected a floating dtype, .*got int8'),
-  'no heads': ('task.model.num_heads=0', r'attention\.num_heads: expected at least 1, got 0'),
+  'no heads': ('task.model.num_heads=0', r'^task\.model\.num_heads: expected at least 1, got 0$'),
   'kv heads': ('task.model.num_kv_heads=2', r'attention\.num_kv_heads: 2 does not divide num_heads, 3'),
-  'no layers': ('task.model.num_layers=0', r'lm\.transformer\.num_layers: expected at least 1, got 0'),
-  'no dims': ('task.model.model_dims=0', r'\.w: shape \(.*0.*\); every dimension must be at least 1'),
+  'no layers': ('task.model.num_layers=0', r'^task\.model\.num_layers: expected at least 1, got 0$'),
+  'no dims': (
+    'task.model.model_dims=0',
+    r'^task\.model\.model_dims: expected at least 1, got 0; it makes lm\.embedding\.w of shape \(38, 0\)$',
+  ),
   'two sizes': (
     'task.model.lm_tpl.model_dims=32',
     r'model_dims is 18, but .*lm_tpl\.model_dims is 32; set one of them',
@@ -489,7 +492,7 @@ def test_a_checkpoint_whose_files_are_gone_is_told(capsys, trained, tmp_path):
 BASE = 'from praxis_lite.training.experiment import BaseExperiment\n'
 STDLIB_TINY = 'from praxis_lite.experiments.lm import StdlibLmTiny as Tiny\n'
 OWN_FILES = {
-  'syntax': ('class A(\n', 'A', r"SyntaxError: '\(' was never closed \(.*experiment\.py:1\)"),
+  'syntax': ('class A(\n', 'A', r"SyntaxError: '\(' was never closed: `class A\(` \(.*experiment\.py:1\)"),
   'bytes': ('\0', 'A', r'cannot import experiment\S*: SyntaxError: source code string cannot contain null bytes$'),
   'memory': (
     f'{STDLIB_TINY}import jax.numpy as jnp\nclass A(Tiny):\n  def task(self): return jnp.zeros((1 << 24, 1 << 24))\n',

@@ -13,6 +13,12 @@ MODEL = """
 class Mine(Right):
   {}
 """
+SIZED = """dims: int = 6
+
+  def setup(self):
+    super().setup()
+    self.create_child('of_a_size', Config(Linear, input_dims=6, output_dims=self.dims))
+"""
 BLOCK = """
 class Block(Layer):
   {}
@@ -124,7 +130,15 @@ MISTAKES = {
     'class Mine(Rihgt): pass',
     r"^cannot import own\S*: NameError: .*\. Did you mean 'Right'\? \(own\.py:",
   ),
-  'syntax': ('class Mine(Right)\n  pass', r"^cannot import own\S*: SyntaxError: expected ':' \(own\.py:\d+\)$"),
+  'syntax': (
+    'class Mine(Right)\n  pass',
+    r"^cannot import own\.py: SyntaxError: expected ':': `class Mine\(Right\)` \(own\.py:\d+\)$",
+  ),
+  'null bytes': ('x = 0\0', r'^cannot import own\.py: SyntaxError: source code string cannot contain null bytes$'),
+  'syntax of text that is evaluated': (
+    "eval('1 +')",
+    r'^cannot import own\.py: SyntaxError: invalid syntax: `1 \+` \(own\.py:\d+\)$',
+  ),
   'module that is not there': (
     'import no_such',
     r"^cannot import own\S*: ModuleNotFoundError: .*'no_such' \(own\.py:\d+",
@@ -153,13 +167,16 @@ MISTAKES = {
   'no model': (TASK.format('task = Config(SingleTask)'), r'^task\.model: a value is required but not set'),
   'class for a model': (
     TASK.format('task.model = Mine'),
-    r'^task\.model: expected the config of a BaseModel, got .*Mine \(type\); write Config\(Mine, \.\.\.\)$',
+    r'^task\.model: expected the config of a BaseModel, got .*Mine \(type\); write Config\(Mine, .* \(own\.py:\d+\)$',
   ),
   'layer for a model': (
     TASK.format('task.model = Config(Scale)'),
-    r'^task\.model: expected the config of a BaseModel, got the config of Scale$',
+    r'^task\.model: expected the config of a BaseModel, got the config of Scale \(own\.py:\d+\)$',
   ),
-  'no learner': (TASK.format('task.train.learner = None'), r'^task\.train\.learner: expected a Config, got None$'),
+  'no learner': (
+    TASK.format('task.train.learner = None'),
+    r'^task\.train\.learner: expected a Config, got None \(own\.py:\d+\)$',
+  ),
   'optimizer for a learner': (
     TASK.format('task.train.learner = Config(optax.adam, learning_rate=1e-3)'),
     r'^task\.train\.learner: expected the config of a Learner, got that of adam; an optimizer is a field of it: ',
@@ -170,11 +187,19 @@ MISTAKES = {
   ),
   'function for an optimizer': (
     TASK.format('task.train.learner.optimizer = optax.adam'),
-    r'^task\.train\.learner\.optimizer: expected a Config, got optax.*adam \(function\); write Config\(adam, \.\.\.\)$',
+    r'^task\.train\.learner\.optimizer: expected a Config, got optax.*adam \(function\); write Config\(adam, .* \(own',
   ),
   'name of an optimizer': (
     TASK.format("task.train.learner.optimizer = 'adam'"),
     r"^task\.train\.learner\.optimizer: expected a Config, got 'adam' \(str\); write Config\(\.\.\.\) of the function",
+  ),
+  'size of a model that is not positive': (
+    MODEL.format(SIZED) + TASK.format('task.model = Config(Mine).set(dims=-6)'),
+    r'^task\.model\.dims: expected at least 1, got -6; it makes \w+\.w of shape \(.*-6\) \(own\.py:\d+\)$',
+  ),
+  'share of the rate': (
+    TASK.format('task.train.num_train_steps = 2.5'),
+    r'^task\.train\.num_train_steps: expected int, got 2\.5 \(float\) \(own\.py:\d+\)$',
   ),
   'schedule for a rate': (
     TASK.format('task.train.learner.learning_rate = optax.cosine_decay_schedule(1e-3, 100)'),
@@ -182,7 +207,7 @@ MISTAKES = {
   ),
   'text for a rate': (
     TASK.format("task.train.learner.learning_rate = '1e-3'"),
-    r"^task\.train\.learner\.learning_rate: expected float, got '1e-3' \(str\)$",
+    r"^task\.train\.learner\.learning_rate: expected float, got '1e-3' \(str\) \(own\.py:\d+\)$",
   ),
   'field in the wrong place': (
     TASK.format('task.num_train_steps = 3'),

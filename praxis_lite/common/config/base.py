@@ -31,7 +31,8 @@ import fiddle as fdl
 from fiddle import history
 
 from praxis_lite.common.config.configurable import REQUIRED, Configurable
-from praxis_lite.common.config.editing import CodePlace, place_of_edit
+from praxis_lite.common.config.editing import CodePlace, copy_edits, note_edit, place_of_edit
+from praxis_lite.common.config.fields_at_fault import name_config, name_field_at_fault
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
 
 T = TypeVar('T')
@@ -78,6 +79,7 @@ class Config(fdl.Config[T], Generic[T]):
         super().__setattr__(name, value)
       except (AttributeError, TypeError):
         raise unknown_field(target(self), name, below=self, place=place_of_edit(self)) from None
+    note_edit(self, name)
 
   def __getattr__(self, name: str) -> Any:
     try:
@@ -125,6 +127,7 @@ class Config(fdl.Config[T], Generic[T]):
       value = other.__dict__[name]
       self.__dict__[name] = copy.deepcopy(value) if value else copy.copy(value)
     self.__dict__['__arguments__'] = arguments
+    copy_edits(self)
 
   def set(self, **fields: object) -> Self:
     """Sets fields in place and returns the config, for chaining."""
@@ -162,13 +165,17 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
     owner = '' if where == name else f' (a field of {name})'
     hint = _missing_hint(build, missing[0])
     raise ConfigError(f'{where}.{missing[0]}: a value is required but not set{owner}{hint}')
-  if keep_nested:
-    for check in field_checks:
-      check(build, values, where)
   arguments = dict(config.__arguments__, **fields)
   convert = _copy_nested if keep_nested else functools.partial(map_nested, Config.instantiate)
   positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
-  built: T = build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+  try:
+    for check in field_checks if keep_nested else ():
+      check(build, values, where)
+    built: T = build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+  except ConfigError as error:
+    name_field_at_fault(error, build, values, where)
+    name_config(error, config, where)
+    raise
   return built
 
 

@@ -42,6 +42,31 @@ def place_of_edit(config: fdl.Config | None) -> CodePlace:
   )
 
 
+def note_edit(config: fdl.Config, field: str) -> None:
+  """Keeps the line of code that is setting a field of a config, unless it belongs to a default of a class."""
+  frame = sys._getframe(1)
+  while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    if frame.f_code.co_name == '<lambda>':  # A template of a class makes the config.
+      return
+    frame = frame.f_back
+  config.__dict__.setdefault(_EDITS, {})[field] = frame.f_code.co_filename, frame.f_lineno
+
+
+def copy_edits(config: fdl.Config) -> None:
+  """Gives a config that shares the lines of its fields with another one lines of its own."""
+  if _EDITS in config.__dict__:
+    config.__dict__[_EDITS] = dict(config.__dict__[_EDITS])
+
+
+def line_of_edit(config: fdl.Config, field: str) -> str:
+  """Returns the line of the user's code that has set a field of a config, such as 'mine.py:12'; '' if there is none."""
+  file, line = config.__dict__.get(_EDITS, {}).get(field, ('<', 0))
+  return '' if file.startswith('<') or is_library(file) else f'{short_path(file)}:{line}'
+
+
+_EDITS = '__edits__'  # In the dict of a config: file and line by field.
+
+
 def _paths_from(name: str, value: object, wanted: fdl.Config) -> Iterator[str]:
   if isinstance(value, type(wanted)):
     yield from _paths(getattr(value.__fn_or_cls__, '_config_path', '') or name, value, wanted)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.retention import CHECKPOINTS
 from praxis_lite.common.config import REQUIRED, Config, config_values, target
+from praxis_lite.common.config.fields_at_fault import name_config
 from praxis_lite.common.config.values import fit
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
@@ -129,7 +130,8 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
         f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {target(config).__qualname__}), '
         f"as in --set '{name}[{every}].{missing[i]}=...'"
       )
-    with _name_fields_by_path(f'{name}[{i}]', target(config).__qualname__, getattr(config, 'name', '')):
+    called = target(config).__qualname__, getattr(config, 'name', '')
+    with _name_line_of_edit(f'{name}[{i}]', config), _name_fields_by_path(f'{name}[{i}]', *called):
       inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
   labels = [i.label for i in inputs if not i.is_training]
   twice = [label for label in labels if labels.count(label) > 1]
@@ -143,6 +145,16 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
         f'{data.name!r}, so their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
       )
   return Datasets(name, inputs)
+
+
+@contextlib.contextmanager
+def _name_line_of_edit(path: str, config: Config) -> Iterator[None]:
+  """Adds to an error about a field of an input's config the line of the user's code that has set it."""
+  try:
+    yield
+  except UserError as error:
+    name_config(error, config, path)
+    raise
 
 
 @contextlib.contextmanager
