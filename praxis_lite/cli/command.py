@@ -36,6 +36,7 @@ class Command(NamedTuple):
     bare: name of the flag that the first positional argument sets; '' if the command takes none. If the flag is `exp`,
       an argument that is a directory sets `job_log_dir` instead.
     bare_rest: name of the repeatable flag that further positional arguments set.
+    stray: name of the flag that another positional argument is probably meant for, for the error about it.
     usage: the arguments, as the first line of the help shows them.
   """
 
@@ -47,6 +48,7 @@ class Command(NamedTuple):
   run: Callable[[flags.FlagValues], int]
   bare: str = ''
   bare_rest: str = ''
+  stray: str = ''
   usage: str = '[--flags]'
 
 

@@ -271,4 +271,5 @@ COMMAND = Command(
   "praxis-lite decode --job_log_dir=runs/1 --prompt='def ' --temperature=0.7 --max_tokens=200",
   _flags(),
   _run,
+  stray='prompt',
 )

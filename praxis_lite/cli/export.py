@@ -73,4 +73,5 @@ COMMAND = Command(
   'praxis-lite export --job_log_dir=runs/1 --what=decode --out=exported',
   _flags(),
   _run,
+  stray='out',
 )

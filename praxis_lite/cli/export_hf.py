@@ -49,4 +49,5 @@ COMMAND = Command(
   'praxis-lite export-hf --job_log_dir=runs/llama --out=exported/llama',
   _flags(),
   _run,
+  stray='out',
 )

@@ -39,6 +39,7 @@ COMMAND = Command(
   'praxis-lite import-hf llama/ --job_log_dir=runs/llama',
   _flags(),
   _run,
+  stray='job_log_dir',
   bare='path',
   usage='FOLDER [--flags]',
 )

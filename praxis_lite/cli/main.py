@@ -10,6 +10,7 @@ import copy
 import gc
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -237,15 +238,26 @@ def _meant_by(rest: Sequence[str], values: flags.FlagValues, command: Command) -
   if given and (argument.startswith('=') or given[-1].endswith('=')):
     separate = [given[-1], *(word for word in rest if not word.startswith('-'))][:3]
     return f'an override is one word, as in --set={"".join(separate)}, or in quotes: --set "{" ".join(separate)}"'
-  path = argument.partition(':')[0]
-  if os.path.isdir(argument):
-    flag = 'job_log_dir'
-  elif path.endswith('.py') or re.fullmatch(r'\w+(\.\w+)+', argument):
-    flag = 'exp'
-  else:
-    flag = 'set' if re.match(r'[\w.\[\]*]+=', argument) else ''
-  example = f', as in --{flag}={argument}' if flag in command.flags else ''
-  return f'flags are written --name=value{example}'
+  free = [name for name in ('exp', 'job_log_dir') if name in command.flags and not values[name].present]
+  written = []
+  for word in rest:
+    flag = _flag_of(word, command, free)
+    if flag in command.flags:
+      written.append(f'--{flag}={shlex.quote(word)}')
+    free = [name for name in free if name != flag]
+  return f'flags are written --name=value{", as in " if written else ""}{" ".join(written)}'
+
+
+def _flag_of(word: str, command: Command, free: Sequence[str]) -> str:
+  """Returns the flag that a positional argument is meant for; '' if it is not known. `free` are those not given yet."""
+  if word.partition(':')[0].endswith('.py') or re.fullmatch(r'\w+(\.\w+)+', word):
+    return 'exp'
+  if re.match(r'[\w.\[\]*]+=', word):
+    return 'set'
+  if re.fullmatch(r'\d+|best', word) and 'step' in command.flags:
+    return 'step'
+  is_path = os.path.isdir(word) or re.fullmatch(r'[^\s/]+/\S+', word)
+  return 'job_log_dir' if is_path and 'job_log_dir' in free else command.stray
 
 
 def _one_line(error: Exception, command: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 from absl import flags
@@ -15,6 +16,8 @@ from praxis_lite.common.errors import UserError
 def _run(values: flags.FlagValues) -> int:
   if not values.files:
     raise UserError('name the files to predict, as in praxis-lite predict --job_log_dir=runs/1 new.jsonl')
+  if not values.job_log_dir and os.path.isdir(values.files[0]):
+    raise UserError(f'{values.files[0]} is a directory; name a run by its flag, as in --job_log_dir={values.files[0]}')
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runs.predict_files import predict_files

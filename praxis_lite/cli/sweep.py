@@ -145,4 +145,5 @@ COMMAND = Command(
   '--set task.train.learner.learning_rate=1e-3,3e-3 --set task.model.num_layers=1,2',
   _flags(),
   _run,
+  stray='job_log_dir',
 )

@@ -119,4 +119,5 @@ COMMAND = Command(
   'praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1 --set task.train.num_train_steps=20 --devices=8',
   _flags(),
   _run,
+  stray='job_log_dir',
 )

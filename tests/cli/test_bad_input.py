@@ -90,6 +90,26 @@ COMMAND_LINES = {
   'no exp': (['train', '--job_log_dir=x', 'my.py:Mine'], r'--name=value, as in --exp=my.py:Mine$'),
   'no set': (['train', TINY, 'task.name=a'], r'--name=value, as in --set=task.name=a$'),
   'no job_log_dir': (['eval', '.'], r'--name=value, as in --job_log_dir=\.$'),
+  'prompt without a flag': (
+    ['decode', '.', 'def main(): "x"'],
+    r"""argument '\.'; flags are written --name=value, as in --job_log_dir=\. --prompt='def main\(\): "x"'$""",
+  ),
+  'prompt without a flag, after the run': (
+    ['decode', '--job_log_dir=x', 'once'],
+    r"unexpected argument 'once'; flags are written --name=value, as in --prompt=once$",
+  ),
+  'step without a flag': (['eval', 'runs/none', '500'], r'--name=value, as in --job_log_dir=runs/none --step=500$'),
+  'folders without flags': (['export', 'runs/none', 'out'], r', as in --job_log_dir=runs/none --out=out$'),
+  'folders of an export-hf': (['export-hf', 'runs/none', 'hf/out'], r', as in --job_log_dir=runs/none --out=hf/out$'),
+  'folders of an import-hf': (['import-hf', 'hf/llama', 'llama'], r"'llama'; flags .*, as in --job_log_dir=llama$"),
+  'run without a flag': (
+    ['train', 'lm.StdlibLm', 'tiny', 'task.name=a'],
+    r'=lm\.StdlibLm --job_log_dir=tiny --set=task',
+  ),
+  'run among the files': (
+    ['predict', '.', 'new.jsonl'],
+    r'^\. is a directory; name a run by its flag, as in --job_log_',
+  ),
   'no devices': (['train', TINY, '--job_log_dir=x', '--devices=0'], r'--devices=0: 0 is not a positive integer'),
   'some devices': (['train', TINY, '--job_log_dir=x', '--devices=some'], r'--devices=some: expected an integer'),
   'spaces around =': (
