@@ -627,7 +627,7 @@ def table(wt, **fields):
     (('data', 'model'), r"^sub\.weight_split_dims_mapping\.wt: axis 'model' is not a mesh axis; .*'mdl'"),
     (('mdl', 'mdl'), r"^sub\.weight_split_dims_mapping\.wt: mesh axis 'mdl' occurs twice"),
     (('data', 7), r'^sub\.weight_split_dims_mapping\.wt: axis 7 is out of range'),
-    (('data',), r'^sub\.w: .* has 1 entries, but the tensor has 2 dimensions'),
+    (('data',), r'^sub\.w: .* has 1 entry, but the tensor has 2 dimensions'),
     ('data', r"^sub\.weight_split_dims_mapping\.wt: 'data' is not a split mapping"),
   ],
 )
@@ -640,7 +640,7 @@ def test_activation_mapping_of_the_wrong_rank_is_named():
   config = table(None)
   config.sub_tpl.activation_split_dims_mapping.out = ('data',)
   layer = config.instantiate()
-  with pytest.raises(ShardingError, match=r'^sub\.activation_split_dims_mapping\.out: .* has 1 entries'):
+  with pytest.raises(ShardingError, match=r'^sub\.activation_split_dims_mapping\.out: .* has 1 entry'):
     layer.apply(layer.init(KEY), jnp.ones((2, 4)))
 
 

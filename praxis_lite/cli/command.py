@@ -17,6 +17,7 @@ from absl import flags
 
 from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import local_path
 from praxis_lite.common.foreign_text import printable
 
@@ -145,7 +146,7 @@ def configured_shapes(values: flags.FlagValues) -> ExperimentConfig:
       simulate_cpu_devices(smallest)
     given, count = f'task.ici_mesh_shape = {shape}', jax.device_count()
     print(
-      f'{given}: this is the mesh of {count} device{"s" * (count != 1)}; --devices={4 * smallest} shows another',
+      f'{given}: this is the mesh of {number_of(count, "device")}; --devices={4 * smallest} shows another',
       file=sys.stderr,
     )
   return config
@@ -159,7 +160,7 @@ def check_devices(values: flags.FlagValues, config: ExperimentConfig) -> int:
   shape = config.task.ici_mesh_shape or ()
   smallest = abs(math.prod(shape)) * math.prod(config.task.dcn_mesh_shape or ())
   if -1 not in shape and values.devices is not None and values.devices < smallest:
-    raise UserError(f'--devices={values.devices}: task.ici_mesh_shape = {shape} needs {smallest} devices')
+    raise UserError(f'--devices={values.devices}: task.ici_mesh_shape = {shape} needs {number_of(smallest, "device")}')
   return smallest
 
 

@@ -11,6 +11,7 @@ from absl import flags
 from praxis_lite.cli.command import Command, configured_run
 from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import number_of
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -30,7 +31,7 @@ def _run(values: flags.FlagValues) -> int:
   for example in predict_files(model, values.files, what=values.what, batch_size=values.batch_size):
     print(json.dumps(example))
     count += 1
-  print(f'{count} example{"s" * (count != 1)} after step {model.step}', file=sys.stderr)
+  print(f'{number_of(count, "example")} after step {model.step}', file=sys.stderr)
   return 0
 
 

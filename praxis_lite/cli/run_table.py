@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TextIO
 
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
     [printable(_short(value), one_line=True) or '-' for value in values_over_time(group, i)]
     for i in range(len(group.runs))
   ]
-  count = f'{len(group.runs)} run{"s" * (len(group.runs) > 1)}'
+  count = f'{number_of(len(group.runs), "run")}'
   has_best = any(row['best'] != '-' for row in fixed)
   about = f'; best: {"lowest" if group.mode == "min" else "highest"} {group.metric}' if has_best else ''
   print(_wrap(printable(f'{group.title}, {count}{about}', one_line=True), width))

@@ -14,6 +14,7 @@ from praxis_lite.cli.command import Command, configured_experiment, experiment_a
 from praxis_lite.cli.command_flags import CommandFlags, add_metric, add_track, add_tracked, run_flags
 from praxis_lite.cli.run_table import print_groups
 from praxis_lite.common.errors import UserError, prefix_errors
+from praxis_lite.common.figures import number_of
 
 if TYPE_CHECKING:
   from collections.abc import Iterable
@@ -84,7 +85,7 @@ def _run(values: flags.FlagValues) -> int:
     print('stopped; the same command resumes')
     return 128 + signal.SIGINT
   if failed:
-    print(f'{len(failed)} of {len(points)} points failed; the same command runs them again')
+    print(f'{len(failed)} of {number_of(len(points), "point")} failed; the same command runs them again')
   return 1 if failed else 0
 
 

@@ -1,6 +1,19 @@
 """Formats figures for people, with few digits and suitable units."""
 
+import re
 from collections.abc import Mapping
+
+
+def number_of(count: int, noun: str) -> str:
+  """Returns a count and its noun: '1 device', '8 devices', '4,096 entries', '2 batches', '3 axes'."""
+  if count == 1:
+    return f'1 {noun}'
+  cut, ending = next(plural for pattern, *plural in _PLURALS if re.search(pattern, noun))
+  return f'{count:,} {re.sub(cut, "", noun)}{ending}'
+
+
+# Patterns of nouns, the end that their plural lacks, and what it has instead.
+_PLURALS = (('axis$', 'is$', 'es'), ('[^aeiou]y$', 'y$', 'ies'), ('(s|x|ch|sh)$', '', 'es'), ('', '', 's'))
 
 
 def short_number(value: float) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.common.errors import DataError, check_choice
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows
 
@@ -75,7 +76,8 @@ class RecordsInput(BaseInput):
     count = sum(b.records for b in self._bad.values())
     if self.max_bad_records is not None and count > self.max_bad_records:
       raise DataError(
-        f'{where}: {count} records cannot be read, and max_bad_records = {self.max_bad_records}; the last is {bad}'
+        f'{where}: {number_of(count, "record")} cannot be read, and max_bad_records = {self.max_bad_records}; '
+        f'the last is {bad}'
       )
 
 

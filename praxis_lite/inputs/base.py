@@ -23,6 +23,7 @@ import jax
 
 from praxis_lite.common.config import REQUIRED, Configurable
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.manifest import DataManifest, changes, manifest_of
 from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows
 
@@ -247,7 +248,7 @@ class BaseInput(Configurable, Iterator[Rows]):
   def _next_epoch(self, leftover: int) -> None:
     if self._position == 0:
       # Without this error, empty epochs would follow each other forever.
-      few = f'{leftover} examples are fewer than a batch of {self.batch_size}, and drop_remainder is set'
+      few = f'{number_of(leftover, "example")}, less than a batch of {self.batch_size}, and drop_remainder is set'
       raise DataError(f'{self.label}: {few if leftover else "there are no examples"}')
     self._epoch += 1
     self._position = 0

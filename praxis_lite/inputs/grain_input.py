@@ -29,6 +29,7 @@ from absl import flags
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import unless_empty
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
 from praxis_lite.inputs.files import Paths, find_files
@@ -235,7 +236,7 @@ class ArrayRecordInput(GrainInput):
         reason = unless_empty(file, f'is not a whole ArrayRecord file: {first_line(e)}')
         self.leave_out_file(file, reason, _ENDINGS)
     if not whole:
-      raise DataError(f'{self.label}.path: none of {len(self.files)} files is a whole ArrayRecord file')
+      raise DataError(f'{self.label}.path: none of {number_of(len(self.files), "file")} is a whole ArrayRecord file')
     return _Records(sources.ArrayRecordDataSource(whole), whole, ends, self._parse, f'{self.label}.path')
 
 
@@ -388,7 +389,8 @@ class _ParseExamples:
         raise DataError(f'{where}: a record has no such feature; it has {", ".join(sorted(example)) or "none"}')
       if values.dtype.kind not in kind or values.size != row.size:
         raise DataError(
-          f'{where}: expected {row.size} values of {feature.dtype}, and a record has {values.size} of {values.dtype}'
+          f'{where}: expected {number_of(row.size, "value")} of {feature.dtype}, and a record has {values.size} '
+          f'of {values.dtype}'
         )
       row[:] = values
     return fit_dtype(out, feature.dtype, where)

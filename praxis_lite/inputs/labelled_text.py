@@ -19,6 +19,7 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, UserError, check_choice, did_you_mean
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.lines import parse_object, read_lines
@@ -142,7 +143,8 @@ class LabelledTextInput(RecordsInput, RandomAccessInput):
       room = self.seq_len - 2 - between * (len(tokens) - 1)
       if sum(map(len, tokens)) > room and not self.truncate:
         raise DataError(
-          f'the text has {sum(map(len, tokens))} tokens, and seq_len = {self.seq_len} has room for {room}; set a '
+          f'the text has {number_of(sum(map(len, tokens)), "token")}, and seq_len = {self.seq_len} has room for '
+          f'{room}; set a '
           'larger one, or truncate=True'
         )
     except UserError as error:
@@ -189,7 +191,7 @@ def cut_longest(texts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]
 def _split_tsv(line: str, fields: tuple[str, ...]) -> Sequence[object]:
   values = line.split('\t')
   if len(values) != len(fields):
-    raise ValueError(f'has {len(values)} columns; expected {", ".join(fields)}, separated by tabs')
+    raise ValueError(f'has {number_of(len(values), "column")}; expected {", ".join(fields)}, separated by tabs')
   return values
 
 

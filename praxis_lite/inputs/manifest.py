@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from praxis_lite.common.errors import DataError
+from praxis_lite.common.figures import number_of
 
 DataManifest = dict[str, Any]
 
@@ -61,7 +62,7 @@ def _changes(saved: object, now: DataManifest) -> Iterator[str]:
       if 'digest' not in now:
         yield f'{name} is missing'
     elif here[name][0] != size:
-      yield f'{name} has {here[name][0]:,} bytes, and had {size:,} before'
+      yield f'{name} has {number_of(here[name][0], "byte")}, and had {size:,} before'
     elif None not in (sample, here[name][1]) and here[name][1] != sample:
       yield f'{name} has different content'
   if listed and 'digest' not in now:

@@ -26,6 +26,7 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.lines import parse_object, read_lines
@@ -195,7 +196,8 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
           raise DataError(f'the {name} has no tokens')
         if len(ids) > most and not self.truncate:
           raise DataError(
-            f'the {name} has {len(ids)} tokens, and {name}_len = {getattr(self, f"{name}_len")} has room for {most}; '
+            f'the {name} has {number_of(len(ids), "token")}, and {name}_len = {getattr(self, f"{name}_len")} '
+            f'has room for {most}; '
             'set a larger one, or truncate=True'
           )
     except UserError as error:
@@ -209,7 +211,7 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
 def _split_tsv(line: str, fields: tuple[str, str]) -> tuple[str, str]:
   texts = line.split('\t')
   if len(texts) != 2:
-    raise ValueError(f'has {len(texts)} columns; expected a source and a target, separated by a tab')
+    raise ValueError(f'has {number_of(len(texts), "column")}; expected a source and a target, separated by a tab')
   return texts[0], texts[1]
 
 

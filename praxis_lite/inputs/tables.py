@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, DataError, did_you_mean, first_line
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import parse_json, read_plain, unless_empty
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, is_damage, rows_of_each
 from praxis_lite.inputs.files import find_files
@@ -300,7 +301,7 @@ class _Converter:
     size, expected = 1, int(np.prod(feature.shape))
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
       if array.null_count:
-        raise DataError(f'{where}: column {column!r} has {array.null_count} rows without a value')
+        raise DataError(f'{where}: column {column!r} has {number_of(array.null_count, "row")} without a value')
       lengths = pa.compute.list_value_length(array).unique().to_pylist()
       if len(lengths) > 1:
         few, many = min(lengths), max(lengths)
@@ -314,9 +315,11 @@ class _Converter:
     if is_float and not wants_float:
       raise DataError(f'{where}: column {column!r} is {stored}; expected {feature.dtype}')
     if size != expected:
-      raise DataError(f'{where}: column {column!r} has {size} values a row; the shape {feature.shape} has {expected}')
+      raise DataError(
+        f'{where}: column {column!r} has {number_of(size, "value")} a row; the shape {feature.shape} has {expected}'
+      )
     if array.null_count:
-      raise DataError(f'{where}: column {column!r} has {array.null_count} rows without a value')
+      raise DataError(f'{where}: column {column!r} has {number_of(array.null_count, "row")} without a value')
     values = array.to_numpy(zero_copy_only=False)
     return fit_dtype(values, feature.dtype, where).reshape(count, *feature.shape)
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, check_choice, did_you_mean, prefix_errors
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file, walk
@@ -190,7 +191,8 @@ class TextInput(RecordsInput, RandomAccessInput):
     rows = _PACKINGS[self.packing]([t for t, _ in kept], self.tokenizer, self.seq_len)
     if self.packing == 'windows' and len(rows.tokens) <= self.seq_len:
       raise DataError(
-        f'{self.label}.seq_len: windows of {self.seq_len} tokens need a longer text than this one of {len(rows.tokens)}'
+        f'{self.label}.seq_len: windows of {number_of(self.seq_len, "token")} need a longer text than this one '
+        f'of {len(rows.tokens)}'
       )
     return _Corpus(rows, len(kept), sum(n for _, n in kept))
 
@@ -204,7 +206,8 @@ class TextInput(RecordsInput, RandomAccessInput):
       files = [f for f, n in zip(files, names) if split_of_name(n, *self._heldout) == self.split]
       if not files:
         raise DataError(
-          f"{where}: none of {len(names)} files is in split '{self.split}'; set split_by to 'position', or give a path "
+          f"{where}: none of {number_of(len(names), 'file')} is in split '{self.split}'; set split_by to "
+          "'position', or give a path "
           'for each split'
         )
     contents = [self._read(f, where) for f in files]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.rows import fit_dtype
 
 # Float lists are declared as raw bytes, so that NumPy reads all values at once.
@@ -59,7 +60,7 @@ def features_of_example(record: bytes, where: str) -> dict[str, np.ndarray]:
   try:
     example = message.FromString(record)
   except Exception as e:  # google.protobuf raises DecodeError.
-    raise DataError(f'{where}: a record of {len(record)} bytes is not a tf.train.Example: {e}') from None
+    raise DataError(f'{where}: a record of {number_of(len(record), "byte")} is not a tf.train.Example: {e}') from None
   return {name: _values(feature, f'{where}: {name}') for name, feature in example.features.feature.items()}
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jax
 
+from praxis_lite.common.figures import number_of
 from praxis_lite.instruments.explain.report import Explained
 from praxis_lite.instruments.plan.hlo import KINDS, parse
 from praxis_lite.instruments.plan.planning import plan
@@ -93,5 +94,7 @@ def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[st
   found = collectives(compiled)
   wrong = {kind: n for kind, n in expected.items() if found[kind].count != n}
   if wrong:
-    lines = [f'  {kind}: {c.count} times, {c.bytes} bytes' for kind, c in found.items() if c.count]
+    lines = [
+      f'  {kind}: {number_of(c.count, "time")}, {number_of(c.bytes, "byte")}' for kind, c in found.items() if c.count
+    ]
     raise AssertionError(f'expected {dict(wrong)}; the program has\n' + ('\n'.join(lines) or '  no collectives'))

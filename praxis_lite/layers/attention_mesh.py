@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.figures import number_of
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.sequence_parts import CONTEXT_METHODS, ContextMethod, SequenceSplit
 from praxis_lite.sharding.constraints import manual_axes, unmapped_axes
@@ -117,9 +118,13 @@ class AttentionMesh:
       return None, f'needs whole sequences and heads on each device, and {field} splits them over {(*length, *dims)}'
     row_parts, parts = (math.prod(sizes[a] for a in axes) for axes in (batch, heads))
     if num_rows is not None and num_rows % row_parts:
-      return None, f'needs rows that divide evenly, not {num_rows} over {row_parts} devices'
+      return None, f'needs rows that divide evenly, not {num_rows} over {number_of(row_parts, "device")}'
     if num_heads // num_kv_heads % (math.lcm(num_kv_heads, parts) // num_kv_heads):
-      return None, f'needs heads that divide evenly, not {num_heads} with {num_kv_heads} kv heads over {parts} devices'
+      return (
+        None,
+        f'needs heads that divide evenly, not {num_heads} with {num_kv_heads} kv heads over '
+        f'{number_of(parts, "device")}',
+      )
     return RowSplit(batch, heads), ''
 
   def pass_split(
@@ -150,7 +155,11 @@ class AttentionMesh:
     if found != [split.batch_axes, (), split.head_axes, ()]:
       return f'needs {field} to split rows and heads as blnh does, and nothing else'
     parts = math.prod(sizes[a] for a in split.head_axes)
-    return f'needs kv heads that divide evenly, not {num_kv_heads} over {parts} devices' if num_kv_heads % parts else ''
+    return (
+      f'needs kv heads that divide evenly, not {num_kv_heads} over {number_of(parts, "device")}'
+      if num_kv_heads % parts
+      else ''
+    )
 
 
 _stage_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('praxis_lite_stage_axes', default=())

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.figures import number_of
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.precision import to_sum_dtype
 
@@ -98,7 +99,7 @@ class LogMel(Layer):
     B, N = x_BN.shape
     if not self.centered and self.frame_length > N:
       raise ConfigError(
-        f'{self.path_name}.frame_length: {self.frame_length} samples, but rows have {N}; use longer rows'
+        f'{self.path_name}.frame_length: {number_of(self.frame_length, "sample")}, but rows have {N}; use longer rows'
       )
     is_sample_BN = jnp.ones((B, N), bool) if paddings is None else paddings == 0
     length_B1 = jnp.sum(is_sample_BN, axis=1, dtype=jnp.int32)[:, None]

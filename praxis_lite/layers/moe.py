@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.figures import number_of
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import ActivationSplit, Layer
 from praxis_lite.layers.base.facts import Exchange, LayerProblem, TokenFlops
@@ -164,7 +165,7 @@ class MoeFeedForward(Layer):
     if self.num_experts_per_token > usable:
       raise ConfigError(
         f'{self.path_name}.num_experts_per_token: {self.num_experts_per_token}, and the groups that a token may use '
-        f'have {usable} experts; raise router_tpl.num_groups_per_token'
+        f'have {number_of(usable, "expert")}; raise router_tpl.num_groups_per_token'
       )
     wt, down = self._weight_splits()
     share = self.num_experts_per_token / E

@@ -42,6 +42,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, path_name, select
 from praxis_lite.layers.attention_mesh import building_stages
 from praxis_lite.layers.base import Layer, SplitMapping
@@ -146,7 +147,7 @@ class Pipelined(Repeat):
       given = 'neither is' if self.num_microbatches is None else 'both are'
       raise ConfigError(
         f'{self.path_name}.num_microbatches: give this or microbatch_size, and {given} set; with {self.num_stages} '
-        f'stages, {4 * self.num_stages} microbatches leave stages idle for a fifth of the time'
+        f'stages, {number_of(4 * self.num_stages, "microbatch")} leave stages idle for a fifth of the time'
       )
     groups = self.num_stages * self.circular_repeat
     if self.num_layers % self.circular_repeat:
@@ -156,7 +157,8 @@ class Pipelined(Repeat):
     if self.num_layers < groups:
       rounds = f' of circular_repeat={self.circular_repeat} groups' if self.circular_repeat > 1 else ''
       raise ConfigError(
-        f'{self.path_name}.num_stages: {self.num_stages} stages{rounds} need at least {groups} layers, and num_layers '
+        f'{self.path_name}.num_stages: {number_of(self.num_stages, "stage")}{rounds} need at least '
+        f'{number_of(groups, "layer")}, and num_layers '
         f'is {self.num_layers}'
       )
 
@@ -187,7 +189,8 @@ class Pipelined(Repeat):
       yield LayerProblem(
         'uneven stages',
         f'{self.path_name}.num_stages',
-        f'{self.num_stages} stages over {parts} devices: some devices have fewer stages than others, and weights move '
+        f'{number_of(self.num_stages, "stage")} over {parts} devices: some devices have fewer stages than '
+        'others, and weights move '
         'between them at each step',
         f'make it a multiple of {parts}, or the mesh axis a divisor of {self.num_stages}',
       )
@@ -411,7 +414,7 @@ def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
     if not isinstance(layer, Pipelined):
       continue
     R, c = layer.circular_repeat, layer.layers_in_group
-    stages = f'{layer.num_stages} stages x {f"{R} rounds x " if R > 1 else ""}{c} layer{"s" * (c != 1)}'
+    stages = f'{number_of(layer.num_stages, "stage")} x {f"{R} rounds x " if R > 1 else ""}{number_of(c, "layer")}'
     if batch_size is None:
       lines.append(f'{layer.path_name}: {stages}')
       continue
@@ -419,7 +422,7 @@ def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
     M = schedule.num_microbatches
     rows = -(-batch_size // M)
     lines.append(
-      f'{layer.path_name}: {stages}, {M} microbatch{"es" * (M != 1)} of {rows} row{"s" * (rows != 1)} in '
+      f'{layer.path_name}: {stages}, {number_of(M, "microbatch")} of {number_of(rows, "row")} in '
       f'{schedule.num_ticks} ticks, bubble {schedule.bubble_fraction:.1%}'
     )
   return lines

@@ -13,6 +13,7 @@ import jax
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.remat import Remat
@@ -148,7 +149,8 @@ def add_windows(
     return pattern(layers_tpl)
   if not isinstance(layers_tpl, Config):
     raise ConfigError(
-      f'{where}.sliding_windows: layers_tpl is a pattern of {len(layers_tpl)} blocks; set the attention_tpl.'
+      f'{where}.sliding_windows: layers_tpl is a pattern of {number_of(len(layers_tpl), "block")}; set the '
+      'attention_tpl.'
       'sliding_window of each instead'
     )
   if not windows:

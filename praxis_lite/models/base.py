@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.mistakes import missing_return_hint
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.common.weighted import WeightedScalars
@@ -159,7 +160,8 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
   for path, x in leaves_by_path(predictions).items():
     if jnp.shape(x)[:1] != (rows,):
       raise ConfigError(
-        f'task.model: of {rows} examples, {type(model).__name__} predicts {path_name(path) or "an array"} of shape '
+        f'task.model: of {number_of(rows, "example")}, {type(model).__name__} predicts '
+        f'{path_name(path) or "an array"} of shape '
         f'{jnp.shape(x)}; predict(batch) takes a whole batch, and returns only arrays with the batch as dimension 0'
       )
   return predictions

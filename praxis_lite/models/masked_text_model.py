@@ -17,6 +17,7 @@ import numpy as np
 
 from praxis_lite.common.config import Config, child, template
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
@@ -77,7 +78,8 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     most = int((weights != 0).sum(axis=1).max(initial=0)) if weights.ndim == 2 else 0
     if self.max_places is not None and most > self.max_places:
       raise ConfigError(
-        f'{data.label}: a row has {most} places to predict, and task.model.max_places is {self.max_places}; set it to '
+        f'{data.label}: a row has {number_of(most, "place")} to predict, and task.model.max_places is '
+        f'{self.max_places}; set it to '
         'the largest number, or to None'
       )
     if 'labels' in batch:

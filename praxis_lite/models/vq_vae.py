@@ -15,6 +15,7 @@ import numpy as np
 
 from praxis_lite.common.config import Config, child, template
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
@@ -63,8 +64,9 @@ class VqVae(BaseModel[VqVaeOutput]):
     self.create_child('decoder', decoder)
     if len(self.decoder.channels) != len(encoder.channels):
       raise ConfigError(
-        f'{self.path_name}.decoder_tpl.channels: {len(self.decoder.channels)} doublings, but the encoder has '
-        f'{len(encoder.channels)} halvings; both must be the same'
+        f'{self.path_name}.decoder_tpl.channels: {number_of(len(self.decoder.channels), "doubling")}, but the '
+        'encoder has '
+        f'{number_of(len(encoder.channels), "halving")}; both must be the same'
       )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from praxis_lite.common.config.values import fit
 from praxis_lite.common.devices import memory_of
 from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
-from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.keywords import check_keywords, name_unknown_keywords
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models import LanguageModel
@@ -100,7 +100,10 @@ class Request:
 
   def __repr__(self) -> str:
     state = 'cancelled' if self.is_cancelled else 'done' if self.is_done else 'waiting' if self._row < 0 else 'running'
-    return f'<request of {len(self.prompt)} tokens, {state}, {len(self.ids)} of up to {self._max_tokens} tokens>'
+    return (
+      f'<request of {number_of(len(self.prompt), "token")}, {state}, {len(self.ids)} of up to '
+      f'{number_of(self._max_tokens, "token")}>'
+    )
 
 
 @dataclasses.dataclass
@@ -234,9 +237,10 @@ class Batcher:
     tokens = batch['ids'][0, : batch['prompt_lengths'][0]].tolist()
     room = self._max_length - len(tokens) + 1  # The last token needs no slot.
     if max_tokens > room:
-      fits = f'up to {room} fit' if room > 0 else f'the prompt has more than {self._max_length} tokens'
+      fits = f'up to {room} fit' if room > 0 else f'the prompt has more than {number_of(self._max_length, "token")}'
       raise ConfigError(
-        f'submit: a prompt of {len(tokens)} tokens with max_tokens = {max_tokens} needs more than the max_length = '
+        f'submit: a prompt of {number_of(len(tokens), "token")} with max_tokens = {max_tokens} needs more than '
+        'the max_length = '
         f'{self._max_length} of the batcher; {fits}'
       )
     text = GrowingText(tokenizer, tokens, stop) if tokenizer is not None else None
@@ -427,7 +431,7 @@ def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, in
   most = model.context
   length = min(_MOST_BY_DEFAULT, _MOST_BY_DEFAULT if most is None else most) if max_length is None else max_length
   if most is not None and length > most:
-    raise ConfigError(f'batcher: max_length = {length}: the model sees only {most} tokens at once')
+    raise ConfigError(f'batcher: max_length = {length}: the model sees only {number_of(most, "token")} at once')
   return model.decoder, model.num_ids, length
 
 

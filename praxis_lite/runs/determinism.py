@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from praxis_lite.common.errors import UserError, first_lines
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import TrainState
@@ -72,7 +73,7 @@ def bit_differences(first: TrainState, second: TrainState) -> list[str]:
       count = int(_count_differences(one.data, other.data))
       if count:
         device = f'device {one.device.id} ({one.device.device_kind})'
-        found.append(f'{device}, {count} of {one.data.size} values of {path_name(path)}')
+        found.append(f'{device}, {count} of {number_of(one.data.size, "value")} of {path_name(path)}')
   return sorted(found)
 
 

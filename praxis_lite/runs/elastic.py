@@ -11,7 +11,7 @@ import math
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.figures import format_axes
+from praxis_lite.common.figures import format_axes, number_of
 from praxis_lite.training.task import SingleTask
 
 _AXES = ('replica', 'data')
@@ -35,7 +35,8 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   if math.prod(smaller.values()) > num_devices or task.dcn_mesh_shape is not None:
     why = 'with several slices the mesh does not shrink' if task.dcn_mesh_shape else f'only {_AXES} shrink'
     raise ConfigError(
-      f'task.ici_mesh_shape: the mesh {format_axes(sizes)} needs {needed} devices, and there are {num_devices}; {why}'
+      f'task.ici_mesh_shape: the mesh {format_axes(sizes)} needs {number_of(needed, "device")}, and there are '
+      f'{num_devices}; {why}'
     )
   used = math.prod(smaller.values())
   result = task.clone()
@@ -45,6 +46,7 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   before = learner.num_microbatches
   learner.num_microbatches = before * factor
   return result, (
-    f'{num_devices} devices for a mesh of {needed}: {format_axes(sizes)} becomes {format_axes(smaller)}, and '
+    f'{number_of(num_devices, "device")} for a mesh of {needed}: {format_axes(sizes)} becomes '
+    f'{format_axes(smaller)}, and '
     f'num_microbatches {before} becomes {before * factor}; the global batch is the same'
   )

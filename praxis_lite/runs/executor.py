@@ -22,6 +22,7 @@ import jax
 
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import broadcast_decision, is_primary_process, meet_others
@@ -108,7 +109,7 @@ def run_train(
         trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
       options = dataclasses.replace(options, advise=None)
       if is_primary_process():
-        batches = f'without {len(trouble.batches)} batches'
+        batches = f'without {number_of(len(trouble.batches), "batch")}'
         print(printable(f'{trouble.what}: going back to step {trouble.back_to}, {batches}'), flush=True)
 
 

@@ -33,6 +33,7 @@ import numpy as np
 from jax import export
 
 from praxis_lite.common.errors import ConfigError, UserError, check_choice, prefix_errors
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.lowering import used_inputs
@@ -124,8 +125,9 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
     remedy = 'pass a smaller max_tokens (--max_tokens) and' if tokens > positions else remedy
     which = '' if settings.max_tokens else ', which is task.model.decoder_tpl.max_decode_steps'
     raise ConfigError(
-      f'max_tokens: prompts of {length} tokens (prompt_length) and {tokens} tokens after them (max_tokens{which}) need '
-      f'{length + tokens - 1} positions, and the model has {positions}; {remedy} a smaller prompt_length '
+      f'max_tokens: prompts of {number_of(length, "token")} (prompt_length) and {number_of(tokens, "token")} '
+      f'after them (max_tokens{which}) need '
+      f'{number_of(length + tokens - 1, "position")}, and the model has {positions}; {remedy} a smaller prompt_length '
       '(--prompt_length)'
     )
   path = user_path(directory)
@@ -141,13 +143,15 @@ def _check_source_and_target(model: Any, settings: ExportSettings, positions: in
   most, tokens = model.most_prompt_tokens(), _max_tokens(model, settings)
   if most is not None and settings.prompt_length > most:
     raise ConfigError(
-      f'prompt_length: the sources of {settings.prompt_length} tokens are longer than the model can read; pass at most '
+      f'prompt_length: the sources of {number_of(settings.prompt_length, "token")} are longer than the model '
+      'can read; pass at most '
       f'{most} (--prompt_length)'
     )
   if positions is not None and tokens > positions:
     which = '' if settings.max_tokens else ', which is task.model.decoder_tpl.max_decode_steps'
     raise ConfigError(
-      f'max_tokens: targets of {tokens} tokens{which} need as many positions, and the model has {positions}; pass at '
+      f'max_tokens: targets of {number_of(tokens, "token")}{which} need as many positions, and the model has '
+      f'{positions}; pass at '
       f'most {positions} (--max_tokens)'
     )
 

@@ -24,6 +24,7 @@ from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castable
 from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, first_lines, prefix_errors
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
 from praxis_lite.common.trees import Path, nest, node_at, path_name, suggest_pattern, to_path
 from praxis_lite.layers.base import Layer
@@ -137,7 +138,7 @@ class WarmStart:
     has_averages = any(name.startswith('ema_vars.') for name in self._saved)
     values = 'moving averages' if self._use_ema and has_averages else 'last values'
     lacks = ', which has no moving averages' if self._use_ema and not has_averages else ''
-    taken = f'{len(self._origins) - len(rows["fresh"])} of {len(self._origins)} variables'
+    taken = f'{len(self._origins) - len(rows["fresh"])} of {number_of(len(self._origins), "variable")}'
     same = len(rows.pop('the same'))
     yield f'init_from {self._where}{lacks}: {values} of {taken}, {same} with the same name and shape'
     for kind, shown in rows.items():

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, leaves, path_name
 from praxis_lite.inputs import BaseInput
 from praxis_lite.models import BaseModel
@@ -176,7 +177,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
   where = max(classes, key=lambda name: classes[name])
   for name, x in labels.items():
     if not (x.min() >= 0 and x.max() < classes[where]):
-      has = f'{where} has {classes[where]} classes, 0 to {classes[where] - 1}'
+      has = f'{where} has {number_of(classes[where], "class")}, 0 to {classes[where] - 1}'
       return Hints(f'The last batch has {_range(name, x)}, and {has}')
   return Hints()
 

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.contents import array_records
 from praxis_lite.common.errors import prefix_errors
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process, meet_others, note_progress
 from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, path_name
@@ -162,7 +163,7 @@ class InputProgram(Generic[Out]):
 
   def result_line(self, step: int, result: ProgramResult) -> str:
     """Returns the line that the console shows for a result."""
-    batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
+    batches = number_of(result.num_batches, 'batch')
     average = ', of the average' if self.is_of_average else ''
     return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{average}{result.note}')
 

@@ -13,6 +13,7 @@ import jax
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.values import describe_value
 from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
@@ -204,7 +205,7 @@ class PromptDecoder:
     if limits is None:
       most = self._tasks.jax_task.model.most_prompt_tokens()
       if most is not None and length > most:
-        raise ConfigError(f'a prompt has {length} tokens, and the model reads at most {most}; shorten it')
+        raise ConfigError(f'a prompt has {number_of(length, "token")}, and the model reads at most {most}; shorten it')
       return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens or 1, (), most)
     max_tokens = limits.max_tokens if max_tokens is None else max_tokens
     if max_tokens < 1:

@@ -22,6 +22,7 @@ import numpy as np
 
 from praxis_lite.common.config.values import fit
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.base import ScoreLimits
@@ -135,7 +136,8 @@ def _row(
     return _Row(context, continuation, source)
   if len(continuation) > most:
     raise DataError(
-      f'score: continuation {number} has {len(continuation)} tokens, but the model sees at most {most} at once'
+      f'score: continuation {number} has {number_of(len(continuation), "token")}, but the model sees at most '
+      f'{most} at once'
     )
   return _Row(context[-(most + 1 - len(continuation)) :], continuation, source)
 

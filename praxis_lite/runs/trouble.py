@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove_all, replace_file
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
@@ -251,7 +252,8 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
   count = count_rollbacks(directory)
   if count >= max_rollbacks:
     raise LossSpikeError(
-      f'{trouble.what}; the run has gone back {count} times, as often as task.train.max_rollbacks allows. Its '
+      f'{trouble.what}; the run has gone back {number_of(count, "time")}, as often as task.train.max_rollbacks '
+      'allows. Its '
       f'checkpoint of step {back_to} is kept. Lower the learning rate, or look at the data: '
       f'`praxis-lite replay {directory} --step={trouble.first}`'
     )

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.common.errors import DataError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 
 WEIGHTS = 'weights'
@@ -36,7 +37,7 @@ def batch_size(batch: object) -> int:
   (first, (size, *_)), *others = shapes.items()
   for name, shape in others:
     if shape[0] != size:
-      raise DataError(f'batch leaf {name!r} has {shape[0]} examples, and {first!r} has {size}')
+      raise DataError(f'batch leaf {name!r} has {number_of(shape[0], "example")}, and {first!r} has {size}')
   return int(size)
 
 

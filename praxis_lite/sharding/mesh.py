@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.jax_internals.devices import abstract_device, mesh_platform
 
 P = ParamSpec('P')
@@ -72,7 +73,8 @@ def check_mesh_size(sizes: Mapping[str, int], dcn_mesh_shape: Sequence[int] | No
     fits = ','.join(str(num_devices if name == largest else 1) for name in sizes)
     example = f", as in --set 'task.ici_mesh_shape=({fits}{',' * (len(sizes) == 1)})'" if dcn_mesh_shape is None else ''
     raise ShardingError(
-      f'ici_mesh_shape: the mesh {dict(sizes)} needs {needed} devices, and there {"is" if num_devices == 1 else "are"} '
+      f'ici_mesh_shape: the mesh {dict(sizes)} needs {number_of(needed, "device")}, and there '
+      f'{"is" if num_devices == 1 else "are"} '
       f'{num_devices}; make it smaller{example}, or simulate them on the CPU: pass --devices={needed}, or in Python '
       f'call simulate_cpu_devices({needed}) first'
     )
@@ -218,7 +220,8 @@ def bind_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
 def _checked_shape(field: str, shape: Sequence[int], names: tuple[str, ...]) -> tuple[int, ...]:
   if len(shape) != len(names):
     raise ShardingError(
-      f'{field} = {tuple(shape)!r} has {len(shape)} sizes, but mesh_axis_names = {names!r} has {len(names)} names'
+      f'{field} = {tuple(shape)!r} has {number_of(len(shape), "size")}, but mesh_axis_names = {names!r} has '
+      f'{number_of(len(names), "name")}'
     )
   for name, size in zip(names, shape):
     if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:

@@ -21,6 +21,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ShardingError, ShardingFault, did_you_mean
+from praxis_lite.common.figures import number_of
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
@@ -96,7 +97,8 @@ def mapping_entries(split_dims_mapping: SplitDimsMapping, rank: int | None = Non
     sources = split_dims_mapping.sources if isinstance(split_dims_mapping, DeclaredSplit) else ()
     field = f' in {sources[0]}' if sources and sources[0] != path else ''
     raise ShardingError(
-      f'{_prefix(path)}mapping {mapping!r} has {len(mapping)} entries, but the tensor has {rank} dimensions; '
+      f'{_prefix(path)}mapping {mapping!r} has {number_of(len(mapping), "entry")}, but the tensor has '
+      f'{number_of(rank, "dimension")}; '
       f'give one entry per dimension{field}, None where it is not split',
       ShardingFault.WRONG_RANK,
     )
@@ -129,7 +131,7 @@ def complete_spec(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
   """
   entries = tuple(spec) if spec is not None else ()
   if len(entries) > rank:
-    message = f'{spec} has {len(entries)} entries, but the tensor has {rank} dimensions'
+    message = f'{spec} has {number_of(len(entries), "entry")}, but the tensor has {number_of(rank, "dimension")}'
     raise ShardingError(message, ShardingFault.WRONG_RANK)
   return PartitionSpec(*entries, *(None,) * (rank - len(entries)))
 

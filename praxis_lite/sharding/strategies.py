@@ -36,6 +36,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ShardingError, did_you_mean
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import (
   Path,
   is_named_box,
@@ -253,7 +254,7 @@ def shard_dim(axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = F
       if ignore_ndim_error:
         return OpResult(spec, f'it has no dimension {dim} for shard_dim to split')
       raise ShardingError(
-        f'{variable.name} has {rank} dimensions, and shard_dim is to split dimension {dim}; '
+        f'{variable.name} has {number_of(rank, "dimension")}, and shard_dim is to split dimension {dim}; '
         'pass ignore_ndim_error=True to leave such variables as they are'
       )
     if spec[dim] is not None:
@@ -379,7 +380,9 @@ def decide(
     result = op(spec, variable, sizes)
     change = result if isinstance(result, OpResult) else OpResult(tuple(result))
     if len(change.spec) != len(spec):
-      raise ShardingError(f'{variable.name}: {text} gives {len(change.spec)} entries to {len(spec)} dimensions')
+      raise ShardingError(
+        f'{variable.name}: {text} gives {number_of(len(change.spec), "entry")} to {number_of(len(spec), "dimension")}'
+      )
     for entry in change.spec:
       num_parts(entry, sizes)  # Raises an error if the mesh lacks one of its axes.
     check_axes_once(PartitionSpec(*change.spec), f'{variable.name}: {text}')

@@ -25,6 +25,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 
 from praxis_lite.common.errors import UserError, did_you_mean
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.importing import MissingModuleError, import_failure, import_module, short_path
 
 if TYPE_CHECKING:
@@ -247,7 +248,11 @@ def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
     value = getattr(value, part, None)
   if value is None:
     where = short_path(getattr(module, '__file__', None) or module.__name__)
-    missing = f'has no experiment {name!r}' if name else f'has {len(known)} experiments; name one of them after a colon'
+    missing = (
+      f'has no experiment {name!r}'
+      if name
+      else f'has {number_of(len(known), "experiment")}; name one of them after a colon'
+    )
     close = did_you_mean(name, known)
     raise _MissingExperimentError(f'{where} {missing}.{close} Its experiments: {", ".join(known) or "none"}.')
   return _checked_experiment(value, f'{module.__name__}.{name}')

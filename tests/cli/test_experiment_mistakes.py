@@ -235,7 +235,7 @@ MISTAKES = {
   ),
   'wrong rank': (
     ON_A_MESH.format("('data',)") + EXPERIMENT.format("mesh_axis_names = ('data', 'mdl')"),
-    r"^other\.w: mapping \('data',\) has 1 entries, but the tensor has 2 dimensions; give one entry per dimension in ",
+    r"^other\.w: mapping \('data',\) has 1 entry, but the tensor has 2 dimensions; give one entry per dimension in ",
   ),
   # Data.
   'no data': (

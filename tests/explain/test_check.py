@@ -54,7 +54,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     (('data', 'model'), 'unknown axis', "axis 'model' is not a mesh axis; mesh_axis_names = ('data', 'mdl')"),
     (('data', 7), 'unknown axis', 'axis 7 is out of range'),
     (('mdl', 'mdl'), 'axis used twice', "mesh axis 'mdl' occurs twice in ('mdl', 'mdl')"),
-    (('mdl',), 'wrong rank', "mapping ('mdl',) has 1 entries, but the tensor has 2 dimensions"),
+    (('mdl',), 'wrong rank', "mapping ('mdl',) has 1 entry, but the tensor has 2 dimensions"),
   ],
 )
 def test_a_mapping_that_cannot_be_is_an_error_with_its_field(wt: Any, kind: str, message: str) -> None:
@@ -94,7 +94,7 @@ def test_an_axis_that_the_mesh_does_not_have_is_found_in_rules_strategies_and_in
 def test_all_variables_that_a_strategy_does_not_fit_are_listed() -> None:
   problems = check(classifier(None, strategy=[('.*', 'shard_dim("mdl", 1)')]), BATCH)
   assert all(name in str(p) for name, p in zip(['network.linear_0.b', 'softmax.b'], problems, strict=True))
-  assert all('has 1 dimensions, and shard_dim is to split dimension 1' in p.message for p in problems)
+  assert all('has 1 dimension, and shard_dim is to split dimension 1' in p.message for p in problems)
 
 
 def test_an_input_without_a_mapping_of_its_rank_is_an_error() -> None:

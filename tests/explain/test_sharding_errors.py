@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
   'unknown index': (lambda: to_partition_spec((3,), NAMES), 'axis 3 is out of range'),
   'axis twice': (lambda: to_partition_spec(('mdl', ('data', 'mdl')), NAMES), "mesh axis 'mdl' occurs twice"),
   'index and name of one axis': (lambda: to_partition_spec((2, 'mdl'), NAMES), "mesh axis 'mdl' occurs twice"),
-  'wrong rank': (lambda: to_partition_spec(('mdl',), NAMES, rank=2), 'has 1 entries, but the tensor has 2 dimensions'),
+  'wrong rank': (lambda: to_partition_spec(('mdl',), NAMES, rank=2), 'has 1 entry, but the tensor has 2 dimensions'),
   'a name for a mapping': (lambda: to_partition_spec('mdl', NAMES), "such as ('mdl', None)"),
   'something else for an axis': (lambda: to_partition_spec((1.5,), NAMES), '1.5 is not a mesh axis name'),
   'no mapping for a rank': (
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
   'parts of an unknown axis': (lambda: num_parts('mdl', MESH), "axis 'mdl' is not an axis of the mesh"),
   'constraint with too many entries': (
     lambda: with_sharding_constraint(jnp.zeros(4), P('data', None)),
-    'has 2 entries, but the tensor has 1 dimensions',
+    'has 2 entries, but the tensor has 1 dimension',
   ),
   'neither mesh nor logical axis': (
     lambda: resolve(('embd',), ('data',), (('embed', 'data'),), path='lm.w'),
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     lambda: strategy('shard_dim("model", 2)'),
     'w has 2 dimensions, and shard_dim is to split dimension 2; pass ignore_ndim_error=True',
   ),
-  'a vector has no second dimension': (lambda: strategy('shard_dim("model", -2)', B), 'b has 1 dimensions'),
+  'a vector has no second dimension': (lambda: strategy('shard_dim("model", -2)', B), 'b has 1 dimension'),
   'a name for an argument': (lambda: strategy('fsdp(axis=data)'), "'data' is not a literal"),
   'an expression for an argument': (lambda: strategy('fsdp(axis="da" + "ta")'), 'is not a literal'),
   'an argument that a rule does not take': (lambda: strategy('fsdp(axes="data")'), 'fsdp(axis'),

@@ -105,7 +105,7 @@ def test_it_prints_to_a_file() -> None:
     ((1,) * 5, P(), 'arrays of 1 to 4 dimensions'),
     ((4,), P('model'), "axis 'model' is not an axis of the mesh"),
     ((4, 4), P('data', 'data'), "mesh axis 'data' occurs twice"),
-    ((4,), P('data', None), 'has 2 entries, but the tensor has 1 dimensions'),
+    ((4,), P('data', None), 'has 2 entries, but the tensor has 1 dimension'),
   ],
 )
 def test_what_cannot_be_drawn_is_an_error(shape: Any, spec: P, message: str) -> None:

@@ -340,7 +340,7 @@ WRONG = [
   (dense(variable_splits=(('(', ('data', None)),)), r"variable_splits\[0\]: '\(' is not a regular expression"),
   (dense(variable_splits=('.*kernel', ('data', None))), r"variable_splits\[0\]: expected a pair .* got '\.\*kernel'"),
   (dense(variable_splits=(('.*kernel', 'data'),)), r"variable_splits\[0\]: expected a pair"),
-  (dense(variable_splits=(('.*kernel', ('data',)),), mesh_axis_names=AXES), r'params\.kernel.*1 entries'),
+  (dense(variable_splits=(('.*kernel', ('data',)),), mesh_axis_names=AXES), r'params\.kernel.*1 entry'),
   (dense(variable_splits=(('.*kernel', ('dat', None)),), mesh_axis_names=AXES), r"Did you mean 'data'"),
   (dense(module_tpl=Config(Breaks)), r"LinenLayer\.module_tpl: the Flax module Breaks cannot be built: KeyError: 'b'"),
   (dense(module_tpl=Config(dict)), r'module_tpl: expected the config of a flax\.linen\.Module, which returned dict'),

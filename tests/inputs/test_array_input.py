@@ -111,7 +111,7 @@ def test_bad_arrays_are_named(arrays, message):
 
 
 def test_an_epoch_without_a_batch_is_an_error_and_not_a_loop():
-  with pytest.raises(DataError, match='5 examples are fewer than a batch of 8, and drop_remainder is set'):
+  with pytest.raises(DataError, match='5 examples, less than a batch of 8, and drop_remainder is set'):
     ArrayInput(arrays=_toy(5), batch_size=8, drop_remainder=True, is_training=True).get_next()
 
 

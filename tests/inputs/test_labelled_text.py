@@ -72,7 +72,7 @@ def test_files_of_both_kinds_have_the_same_examples(tmp_path):
 @pytest.mark.parametrize(
   'line, says',
   [
-    ('a', 'line 2 of .*a.tsv: has 1 columns; expected text, label, separated by tabs'),
+    ('a', 'line 2 of .*a.tsv: has 1 column; expected text, label, separated by tabs'),
     ('a\tb\tgood', 'line 2 of .*: has 3 columns'),
     ('\tgood', 'its text has no tokens'),
     ('a\tgoof', r"its class 'goof' is not one of 'bad', 'good'\. Did you mean 'good'\?"),

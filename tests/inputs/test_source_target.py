@@ -94,7 +94,7 @@ def test_files_of_both_kinds_and_functions_give_the_same_pairs(end, tmp_path):
 
 BAD = {
   'a\tb\tc': 'has 3 columns; expected a source and a target, separated by a tab',
-  'ab': 'has 1 columns',
+  'ab': 'has 1 column',
   '\tb': 'the source has no tokens',
   'a\t': 'the target has no tokens',
   'abcde\tb': 'the source has 5 tokens, and source_len = 4 has room for 4; set a larger one, or truncate=True',

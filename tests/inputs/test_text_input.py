@@ -308,5 +308,5 @@ def test_bad_fields_are_named(fields, message):
 
 def test_empty_split_of_few_files_says_what_to_do(tmp_path):
   _write(tmp_path, a='text')
-  with pytest.raises(DataError, match="none of 1 files is in split 'test'; set split_by to 'position'"):
+  with pytest.raises(DataError, match="none of 1 file is in split 'test'; set split_by to 'position'"):
     TextInput(path=tmp_path, split='test', split_by='file', **FIELDS).get_next()

@@ -252,7 +252,10 @@ def test_schedules_are_float32_finite_and_the_same_when_traced(config: Config) -
     (Config(learning.Cosine, total_steps=0), r'Cosine\.total_steps: expected more than 0, got 0'),
     (Config(learning.Exponential, start=5, end=5), r'Exponential\.end'),
     (Config(learning.Exponential, end=5, limit=0.0), r'Exponential\.limit'),
-    (Config(learning.PiecewiseConstant, boundaries=(1, 2), values=(1.0, 2.0)), r'2 boundaries need 3 values, got 2'),
+    (
+      Config(learning.PiecewiseConstant, boundaries=(1, 2), values=(1.0, 2.0)),
+      r'\.values: expected 3, one more than boundaries, got 2',
+    ),
     (Config(learning.PiecewiseConstant, boundaries=(2, 2), values=(1.0, 2.0, 3.0)), r'must increase'),
     (Config(learning.Transformer, model_dims=0), r'Transformer\.model_dims'),
     (Config(learning.LinearWarmupSqrtDecay, warmup_steps=-1), r'LinearWarmupSqrtDecay\.warmup_steps'),
@@ -288,7 +291,7 @@ def test_schedules_are_float32_finite_and_the_same_when_traced(config: Config) -
     ),
     (
       Config(learning.PiecewiseSchedule, boundaries=(2,), schedules=(Config(learning.Constant),)),
-      r'PiecewiseSchedule\.schedules: 1 boundaries need 2 schedules, got 1',
+      r'PiecewiseSchedule\.schedules: expected 2, one more than boundaries, got 1',
     ),
     (
       Config(learning.PiecewiseSchedule, boundaries=(0,), schedules=(Config(learning.Constant),) * 2),

@@ -58,7 +58,7 @@ def test_unknown_axis_names_the_field_the_axes_and_the_nearest() -> None:
   [
     (('mdl', 'mdl'), None, "'mdl' occurs twice"),
     ((('data', 1), None), None, "'data' occurs twice"),
-    (('mdl',), 2, '1 entries, but the tensor has 2 dimensions'),
+    (('mdl',), 2, '1 entry, but the tensor has 2 dimensions'),
     (('mdl', None, None), 2, '3 entries'),
     ((3,), None, 'axis 3 is out of range'),
     ((-2,), None, 'out of range'),

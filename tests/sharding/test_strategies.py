@@ -159,7 +159,7 @@ def test_users_register_their_own_rules(monkeypatch: pytest.MonkeyPatch) -> None
     return op
 
   assert spec_of((5, 6), 'shard_first("data")') == ('data', None)
-  with pytest.raises(ShardingError, match=r'w: shard_first.* gives 1 entries to 0 dimensions'):
+  with pytest.raises(ShardingError, match=r'w: shard_first.* gives 1 entry to 0 dimensions'):
     spec_of((), 'shard_first("data")')
   with pytest.raises(KeyError, match=r"'fsdp' is registered already; known ops: fsdp, .*, shard_first"):
     register_rule('fsdp')(shard_first)

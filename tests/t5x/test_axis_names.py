@@ -48,7 +48,7 @@ def test_overrides_replace_names_first_match_first() -> None:
   [
     ([('emb', ('a', 'b'))], "override 'emb' changes nothing; the paths are emb.w, layers.ff.w, scale"),
     ([('emb.*', ('a', 'b')), ('emb.w', ('c', 'd'))], "'emb.w' changes nothing; 'emb.*' comes first"),
-    ([('emb.w', ('a',))], r"has 1 names \('a',\), and emb.w has 2 axes"),
+    ([('emb.w', ('a',))], r"has 1 name \('a',\), and emb.w has 2 axes"),
     ([('(', ('a',))], 'not a regular expression'),
   ],
 )

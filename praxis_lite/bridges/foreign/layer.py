@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.config import REQUIRED, Config, field_names, target
 from praxis_lite.common.errors import ConfigError, UserError, first_line
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.importing import user_code_error
 from praxis_lite.common.trees import NestedDict, Path, nest, node_at, path_matches, path_name, suggest_pattern
 from praxis_lite.layers.base import Layer
@@ -329,7 +330,8 @@ class ExampleInputs(ForeignLayer):
     dtypes = self.example_dtypes or (self.fprop_dtype,) * len(self.example_shapes)
     if len(dtypes) != len(self.example_shapes):
       raise ConfigError(
-        f'{self.path_name}.example_dtypes: {len(dtypes)} entries for {len(self.example_shapes)} example_shapes'
+        f'{self.path_name}.example_dtypes: {number_of(len(dtypes), "entry")} for {len(self.example_shapes)} '
+        'example_shapes'
       )
     return [jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for shape, dtype in zip(self.example_shapes, dtypes)]
 

@@ -13,6 +13,7 @@ from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, MOST_LAYERS, Llama
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, leaves
 from praxis_lite.layers import (
   LatentAttention,
@@ -44,7 +45,7 @@ class DeepseekV3(LlamaLike):
     if type(num_dense) is not int or not 0 <= num_dense < num_layers:
       raise ConfigError(
         f'{hf.where}: first_k_dense_replace = {num_dense!r}; expected a number from 0, and less than the '
-        f'{num_layers} layers'
+        f'{number_of(num_layers, "layer")}'
       )
     plain, turned = hf.size('qk_nope_head_dim'), hf.size('qk_rope_head_dim')
     model = transformer_lm(

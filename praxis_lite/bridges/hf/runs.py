@@ -36,6 +36,7 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.config import REQUIRED, Config, target
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import remove_all, user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import map_with_path, node_at
@@ -129,7 +130,7 @@ def import_run(
   size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   kinds = ', '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}))
   lines = [
-    f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}',
+    f'{checkpoint.folder}: {checkpoint.family.model_type}, {number_of(size, "parameter")} in {kinds}',
     *checkpoint.notes,
     *unused,
   ]

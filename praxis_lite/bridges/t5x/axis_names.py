@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import jax
 
 from praxis_lite.common.errors import ShardingError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import Path, is_named_box, leaves_by_path, map_with_path, path_matches, path_name
 from praxis_lite.sharding.slots import slot_origins
 
@@ -100,8 +101,9 @@ def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
     for path in matched:
       if len(names) != len(by_path[path]):
         raise ShardingError(
-          f'the axis names override {pattern!r} has {len(names)} names {tuple(names)!r}, and {path_name(path)} has '
-          f'{len(by_path[path])} axes {tuple(by_path[path])!r}'
+          f'the axis names override {pattern!r} has {number_of(len(names), "name")} {tuple(names)!r}, and '
+          f'{path_name(path)} has '
+          f'{number_of(len(by_path[path]), "axis")} {tuple(by_path[path])!r}'
         )
 
   chosen = {path: AxisNames(*overrides[i][1]) for path, i in deciding.items() if i is not None}

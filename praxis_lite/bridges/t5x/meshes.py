@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.bridges.t5x.chunks import LocalChunker
 from praxis_lite.common.errors import ShardingError
+from praxis_lite.common.figures import number_of
 from praxis_lite.sharding.mesh import auto_mesh, create_device_mesh
 
 _SIDE_NAMES = {4: ('x', 'y', 'z', 'core'), 2: ('hosts', 'devices per host')}
@@ -130,7 +131,8 @@ def default_mesh(
     raise ShardingError('dcn_mesh_shape needs ici_mesh_shape, the shape within each slice')
   if model_parallel_submesh is not None and num_partitions not in (None, math.prod(model_parallel_submesh)):
     raise ShardingError(
-      f'model_parallel_submesh={tuple(model_parallel_submesh)} has {math.prod(model_parallel_submesh)} devices, and '
+      f'model_parallel_submesh={tuple(model_parallel_submesh)} has '
+      f'{number_of(math.prod(model_parallel_submesh), "device")}, and '
       f'num_partitions={num_partitions} does not agree; leave one of them out'
     )
   num = num_model_partitions(None if model_parallel_submesh else num_partitions, model_parallel_submesh)
@@ -174,7 +176,9 @@ def get_mesh(
   box, host = _device_box(devices)
   names, submesh = _SIDE_NAMES[box.ndim], tuple(model_parallel_submesh)
   if len(submesh) != box.ndim:
-    raise ShardingError(f'model_parallel_submesh={submesh} has {len(submesh)} sides; these devices need {names}')
+    raise ShardingError(
+      f'model_parallel_submesh={submesh} has {number_of(len(submesh), "side")}; these devices need {names}'
+    )
   for name, whole, part in zip(names, box.shape, submesh):
     if part < 1 or whole % part:
       raise ShardingError(

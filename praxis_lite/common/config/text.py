@@ -28,6 +28,7 @@ from praxis_lite.common.config.base import Config, config_values, target
 from praxis_lite.common.config.configurable import REQUIRED
 from praxis_lite.common.config.references import dotted_name, is_named
 from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _fold(entries: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[s
       below[folding] = []
   for path, fields in below.items():
     if fields:
-      kept[path] = (': ', f'{kept[path][1]}, {len(fields)} field{"s" * (len(fields) > 1)}')
+      kept[path] = (': ', f'{kept[path][1]}, {number_of(len(fields), "field")}')
   return kept
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.errors import ShardingError, ShardingFault, UserError
-from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.jax_internals import reading, unless_unknown
 from praxis_lite.common.trees import insert, leaves_by_path, path_matches, path_name
 from praxis_lite.instruments.explain.contractions import Mismatch, Split, find_mismatches, splitting_axes
@@ -142,7 +142,7 @@ def format_problems(problems: Sequence[Problem]) -> str:
     return 'no problems found'
   ordered = sorted(problems, key=lambda p: p.severity is not Severity.ERROR)
   counts = [(sum(p.severity is severity for p in problems), severity) for severity in Severity]
-  total = ', '.join(f'{count} {severity}{"s" * (count != 1)}' for count, severity in counts)
+  total = ', '.join(f'{number_of(count, severity)}' for count, severity in counts)
   return '\n\n'.join([*map(str, ordered), total])
 
 
@@ -244,7 +244,8 @@ def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Probl
     _warn(
       'unused axis',
       f'mesh axis {axis}',
-      f'no weight, activation or input is split over it: on mesh {format_mesh(sizes)}, groups of {size} devices hold '
+      f'no weight, activation or input is split over it: on mesh {format_mesh(sizes)}, groups of '
+      f'{number_of(size, "device")} hold '
       'and compute the same',
       f'name {axis!r} in a split mapping, a rule or inputs_split_mapping, or give the mesh axis size 1',
     )
@@ -292,7 +293,8 @@ def _far_positions(model: BaseModel, inputs_struct: Mapping[str, object]) -> Ite
       yield _warn(
         'rows longer than positions',
         f'task.model.{limit.field}',
-        f'{limit.max_len} is enough for segments of {limit.num_positions} tokens, and rows have {length}; vectors of '
+        f'{limit.max_len} is enough for segments of {number_of(limit.num_positions, "token")}, and rows have '
+        f'{length}; vectors of '
         'further tokens would be NaN, so training refuses data with such segments',
         f'set it to {length + limit.first}, unless no segment of the data is longer than {limit.num_positions}',
       )

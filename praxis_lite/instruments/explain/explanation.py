@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
-from praxis_lite.common.figures import format_axes, format_bytes
+from praxis_lite.common.figures import format_axes, format_bytes, number_of
 from praxis_lite.layers.base.facts import Exchange
 from praxis_lite.sharding.padding import num_parts
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
@@ -199,7 +199,7 @@ class Explanation:
     elif parts == 1:
       copies = 'replicated on every device' if self.num_devices > 1 else 'on the one device'
     else:
-      copies = f'{parts} parts, each on {self.replication} device{"s" * (self.replication != 1)}'
+      copies = f'{number_of(parts, "part")}, each on {number_of(self.replication, "device")}'
     lines = [
       f'{self.path}: {self.kind}, {format_shape(self.shape)} {self.dtype.name}',
       '',
@@ -335,7 +335,7 @@ def format_counts(variables: Sequence[Explanation]) -> str:
   counts = dict.fromkeys(('trained', 'frozen', 'not trainable'), 0)
   for e in variables:
     counts['frozen' if e.frozen else 'trained' if e.trainable else 'not trainable'] += math.prod(e.shape)
-  total = f'{sum(counts.values()):,} parameters'
+  total = number_of(sum(counts.values()), 'parameter')
   if any(e.num_active is not None for e in variables):
     active = sum(math.prod(e.shape) if e.num_active is None else e.num_active for e in variables)
     total += f' ({active:,} active for each token)'
@@ -361,7 +361,7 @@ def format_spec(spec: PartitionSpec) -> str:
 def format_mesh(sizes: Mapping[str, int]) -> str:
   """Returns 'replica 1 x data 16 x mdl 4 = 64 devices'."""
   devices = math.prod(sizes.values())
-  return f'{format_axes(sizes)} = {devices} device{"s" * (devices != 1)}'
+  return f'{format_axes(sizes)} = {number_of(devices, "device")}'
 
 
 def _format_padding(e: Explanation) -> str:

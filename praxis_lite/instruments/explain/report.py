@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import Config, fill_required
 from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport, dimensions
 from praxis_lite.layers.base import Layer
@@ -266,13 +267,13 @@ def _activations(constraints: Iterable[SplitConstraint], sizes: Mapping[str, int
 def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains how a step splits each array of a batch. Rows added to make the batch divide evenly are padding."""
   rows = task.train_rows
-  over = 'all mesh axes' if rows.apart or task.row_parts == task.mesh.size else f'{task.row_parts} parts'
+  over = 'all mesh axes' if rows.apart or task.row_parts == task.mesh.size else number_of(task.row_parts, 'part')
   taken = f'; the step takes {task.batch_size} of them, and computes {rows.computed}' if rows.apart else ''
   found = []
   for path, struct in leaves_by_path(padded_batch_shape(task.batch_shape, rows.computed)).items():
     dims = dimensions(struct.shape, task.execution.place_input(struct), sizes)
     dims = (dataclasses.replace(dims[0], size=task.batch_size), *dims[1:])
-    remarks = (f'enters a step with dimension 0 over {over}, as {rows.entering} rows{taken}',)
+    remarks = (f'enters a step with dimension 0 over {over}, as {number_of(rows.entering, "row")}{taken}',)
     name = path_name(('inputs', *path))
     found.append(Explanation(name, ArrayKind.INPUT, dims, np.dtype(struct.dtype), sizes, remarks))
   return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from praxis_lite.common.config import Config, config_values, nested_configs, target
 from praxis_lite.common.config.references import dotted_name
-from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.instruments.explain.explanation import Explanation, format_counts, format_mesh
 from praxis_lite.instruments.explain.report import report_of
 from praxis_lite.layers.implementations import describe_implementations
@@ -62,8 +62,11 @@ def _batch(examples: int | None, tokens: int | None, microbatches: int) -> str:
     return ''
   parts = f', in {microbatches} microbatches' if microbatches > 1 else ''
   if tokens is None:
-    return f'{examples:,} examples{parts}'
-  return f'{examples:,} examples x {tokens:,} tokens = {examples * tokens:,} tokens a step{parts}'
+    return f'{number_of(examples, "example")}{parts}'
+  return (
+    f'{number_of(examples, "example")} x {number_of(tokens, "token")} = '
+    f'{number_of(examples * tokens, "token")} a step{parts}'
+  )
 
 
 def _microbatch_rows(task: SingleTask, examples: int | None, num_devices: int) -> int | None:
@@ -73,8 +76,11 @@ def _microbatch_rows(task: SingleTask, examples: int | None, num_devices: int) -
 
 def _training(task: SingleTask, examples: int | None, tokens: int | None) -> str:
   steps, learner = task.train.num_train_steps, task.learner
-  length = f' = {steps * examples * tokens:,} tokens' if examples and tokens else ''
-  return f'{steps:,} steps{length}; {dotted_name(target(learner.optimizer))}, learning rate {learner.learning_rate:g}'
+  length = f' = {number_of(steps * examples * tokens, "token")}' if examples and tokens else ''
+  return (
+    f'{number_of(steps, "step")}{length}; {dotted_name(target(learner.optimizer))}, learning rate '
+    f'{learner.learning_rate:g}'
+  )
 
 
 def _training_dataset(datasets: Iterable[Config]) -> Config | None:

@@ -26,6 +26,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from praxis_lite.common.errors import ConfigError, UserError, first_line
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.jax_internals.lowering import pretend_cudnn
 from praxis_lite.common.native_log import collected_log
 from praxis_lite.instruments.plan.targets import gpu_target_config
@@ -120,7 +121,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     devices = jax.devices('cpu')
     if len(devices) < count:
       raise ConfigError(
-        f'topology {topology.name}: there are {len(devices)} CPU devices; call '
+        f'topology {topology.name}: there are {number_of(len(devices), "CPU device")}; call '
         f'praxis_lite.simulate_cpu_devices({count}) before anything uses a device'
       )
     return devices[:count]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from praxis_lite.common.errors import UserError
-from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.common.files import cache_folder, parse_json, replace_file
 from praxis_lite.instruments.plan.planning import Plan
 from praxis_lite.instruments.plan.report import format_table
@@ -157,7 +157,7 @@ def format_measured(plan: Plan, measured: Measurement) -> str:
   waits = sum(c.count * c.exposed for c in plan.cost.collectives)
   rows.append(('waits for communication', f'{waits / seconds:.1%}', 'needs a profile', ''))
   rows.append(('waits for inputs', '-', f'{measured.input_wait:.1%}', ''))
-  about = f'{measured.run}: the times of {measured.num_steps:,} steps, without waits for inputs'
+  about = f'{measured.run}: the times of {number_of(measured.num_steps, "step")}, without waits for inputs'
   return f'{about}\n{format_table(rows, right=(1, 2, 3))}'
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import prefix_errors
+from praxis_lite.common.figures import number_of
 from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.sharding.mesh import fill_mesh_shape
 from praxis_lite.sharding.specs import all_axes
@@ -43,7 +44,8 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
     overrides.append(f'task.dcn_mesh_shape={tuple(across if name == rest else 1 for name in fitted)}')
   before, after = (' x '.join(f'{name} {n:,}' for name, n in mesh.items()) for mesh in (sizes, fitted))
   return overrides, (
-    f'the mesh of the experiment, {before}, is made to fit {topology.num_devices:,} devices: {after}. Each axis keeps '
+    f'the mesh of the experiment, {before}, is made to fit {number_of(topology.num_devices, "device")}: '
+    f'{after}. Each axis keeps '
     'the largest factor of its size that divides the number of devices, and '
     f'{rest}, the largest that splits the batch, takes the rest'
   )

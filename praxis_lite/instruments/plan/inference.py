@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.common.trees import path_name
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
@@ -181,7 +181,8 @@ def _task_for(task: Config, requests: Requests) -> SingleTask:
   needed = requests.prompt_length + requests.max_tokens - 1
   if limits.context is not None and needed > limits.context:
     raise ConfigError(
-      f'the model sees {limits.context:,} tokens at once, and prompts of {requests.prompt_length:,} tokens with '
+      f'the model sees {number_of(limits.context, "token")} at once, and prompts of '
+      f'{number_of(requests.prompt_length, "token")} with '
       f'{requests.max_tokens:,} after them need {needed:,}; use shorter ones, or a larger max_seq_len of the model'
     )
   return jax_task
@@ -280,7 +281,10 @@ def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = No
   weights, caches = memory.state.parameters, plan.cache_bytes
   lines = [
     ('model', f'{plan.name}, decoding'),
-    ('requests', f'{rows:,} rows, prompts of {length:,} tokens, {tokens:,} tokens after each'),
+    (
+      'requests',
+      f'{number_of(rows, "row")}, prompts of {number_of(length, "token")}, {number_of(tokens, "token")} after each',
+    ),
     ('topology', f'{topology.name}: {chips_text(topology)}'),
     ('mesh', format_mesh(plan.mesh)),
     ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached)),
@@ -290,7 +294,7 @@ def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = No
       f'weights, {format_bytes(memory.peak - weights)} of caches and temporaries',
     ),
     ('caches', f'{format_bytes(caches)} on all devices together, {format_bytes(caches / rows)} for each row'),
-    ('batch', f'about {plan.largest_rows:,} rows of these lengths fit'),
+    ('batch', f'about {number_of(plan.largest_rows, "row")} of these lengths fit'),
   ]
   lines += _times(plan) if plan.is_time_known else [('time', 'not known: how often some loops run depends on data')]
   if price_per_chip_hour is not None and plan.is_time_known:

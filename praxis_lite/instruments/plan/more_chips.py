@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from praxis_lite.common.errors import UserError
-from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.instruments.plan.fitting import made_to_fit
 from praxis_lite.instruments.plan.knobs import Configured
 from praxis_lite.instruments.plan.planning import Plan, plan
@@ -35,7 +35,8 @@ def format_more_chips(found: Plan) -> str:
   """Returns how many chips suffice, and the flags to plan for them, as text."""
   mesh = tuple(found.mesh.values())
   return (
-    f'by formulas, it fits on {found.topology.num_chips:,} chips: {format_bytes(found.memory.peak)} on each device. '
+    f'by formulas, it fits on {number_of(found.topology.num_chips, "chip")}: {format_bytes(found.memory.peak)} '
+    'on each device. '
     f"To plan that: --topology={found.topology.name} --set 'task.ici_mesh_shape={mesh}'"
   )
 

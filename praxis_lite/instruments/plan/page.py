@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.explain.page import fill_page, write_file
 from praxis_lite.instruments.plan.cost import Communication, Operation, Span
@@ -94,11 +94,13 @@ def _inference_headline(plan: InferencePlan) -> dict[str, object]:
   return {
     **_about(plan),
     'work': 'program',
-    'requests': f'{rows:,} prompts of {length:,} tokens, {tokens:,} tokens after each,',
+    'requests': (
+      f'{number_of(rows, "prompt")} of {number_of(length, "token")}, {number_of(tokens, "token")} after each,'
+    ),
     'times': times,
     'more': [
       ['caches', format_bytes(plan.cache_bytes), f'on all devices, {caches}'],
-      ['largest batch', f'{plan.largest_rows:,} rows', 'about, of these lengths'],
+      ['largest batch', number_of(plan.largest_rows, 'row'), 'about, of these lengths'],
     ],
     'bottleneck': bottleneck_of(plan.cost, plan.topology, 'the time'),
   }

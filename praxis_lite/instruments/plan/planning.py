@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import path_name
 from praxis_lite.instruments.explain.explanation import Explanation
 from praxis_lite.instruments.explain.report import Explained, parameter_table, task_and_inputs, trace_task
@@ -332,12 +333,15 @@ def _padding(partitioned: PartitionedTask) -> list[str]:
     return []
   if computed > 2 * true:
     raise ConfigError(
-      f'datasets[*].batch_size: {true:,} rows are split into {multiple:,} parts, so rows that only fill up the batch '
-      f"would be {share}; use at least {multiple:,} rows, as in --set 'datasets[*].batch_size={multiple}', or a mesh "
+      f'datasets[*].batch_size: {number_of(true, "row")} are split into {multiple:,} parts, so rows that only '
+      'fill up the batch '
+      f'would be {share}; use at least {number_of(multiple, "row")}, as in --set '
+      f"'datasets[*].batch_size={multiple}', or a mesh "
       'whose batch axes are smaller'
     )
   return [
-    f'a batch of {true:,} rows is filled up to {computed:,} with rows of weight zero, which take as long as real ones: '
+    f'a batch of {number_of(true, "row")} is filled up to {computed:,} with rows of weight zero, which take as '
+    'long as real ones: '
     f'{share}; batch_size should be a multiple of {multiple:,}'
   ]
 

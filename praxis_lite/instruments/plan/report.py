@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from praxis_lite.common.figures import format_bytes, format_seconds
+from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.instruments.explain.explanation import align_columns, format_mesh
 from praxis_lite.instruments.plan.cost import Communication
 from praxis_lite.instruments.plan.planning import Plan
@@ -27,7 +27,7 @@ def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
   topology, work = plan.topology, plan.work
   active = '' if work.active_parameters == work.parameters else f' ({work.active_parameters:,} active for each token)'
   rows = [
-    ('model', f'{plan.name}: {work.parameters:,} parameters{active}'),
+    ('model', f'{plan.name}: {number_of(work.parameters, "parameter")}{active}'),
     ('topology', f'{topology.name}: {chips_text(topology)}'),
     ('mesh', format_mesh(plan.mesh)),
     *(('pipeline', line) for line in plan.pipelines),
@@ -56,7 +56,7 @@ def chips_text(topology: Topology) -> str:
   target = topology.target
   count, name = topology.num_chips, target.cuda.name if target.cuda else target.name
   if target.kind == 'cpu':
-    return f'{count:,} simulated devices'
+    return number_of(count, 'simulated device')
   plural = 's' if count > 1 else ''
   network = ''
   if target.network != find_target(target.name).network:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.figures import number_of
 from praxis_lite.instruments.plan.targets import Target, find_target
 
 _FORM = 'expected a form such as v5p:8x16x16, v5e:16x16:2 (two slices), h100:512x8 (hosts x GPUs of each) or cpu:64'
@@ -138,7 +139,7 @@ def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]
   if len(shape) != target.torus:
     fit = nearest_torus(target, math.prod(shape))
     raise ConfigError(
-      f'topology {text!r}: {target.name} is a torus of {target.torus} dimensions, not {len(shape)}. '
+      f'topology {text!r}: {target.name} is a torus of {number_of(target.torus, "dimension")}, not {len(shape)}. '
       f'Did you mean {target.name}:{"x".join(map(str, fit))}?'
     )
   if any(a > b for a, b in zip(sorted(shape), sorted(target.largest))):
@@ -219,7 +220,7 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
   mesh = ' x '.join(f'{name} {size}' for name, size in sizes.items())
   remedy = f'use {" or ".join(ways)}' if ways else 'no axis can be made larger or smaller so that it fits'
   raise ShardingError(
-    f'task.ici_mesh_shape: the mesh {mesh} has {devices:,} devices, and the topology {topology.name} has '
+    f'task.ici_mesh_shape: the mesh {mesh} has {number_of(devices, "device")}, and the topology {topology.name} has '
     f'{topology.num_devices:,}; {remedy}, or another topology'
   )
 

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from praxis_lite.common.config import Config
 from praxis_lite.common.devices import machine_memory
 from praxis_lite.common.errors import ConfigError, DataError, UserError
-from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.trees import NestedDict, leaves_by_path, to_path
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.explain.report import subject_of
@@ -88,12 +88,12 @@ class Difference:
 
   def __str__(self) -> str:
     if self.name.what == _STEP:
-      return f'{self.kind} of {self.rows} rows: {self.remark}'
+      return f'{self.kind} of {number_of(self.rows, "row")}: {self.remark}'
     if np.isfinite(self.error):
       size = f'off by {self.error:.2g} times its largest entry'
     else:
       size = 'not finite, or of another shape, on only one of the two'
-    text = f'{self.name}: {size}, in {self.kind} of {self.rows} rows{self.remark and f"; {self.remark}"}'
+    text = f'{self.name}: {size}, in {self.kind} of {number_of(self.rows, "row")}{self.remark and f"; {self.remark}"}'
     if self.placement is None:
       return text
     return f'{text}\n    split as {tuple(self.placement.spec)!r}: {", ".join(dict.fromkeys(self.placement.why))}'
@@ -309,7 +309,7 @@ class _Comparison:
       raise ConfigError(
         f'task.model: on one device too, the loss of {case.rows} made-up rows is not finite, so nothing can be compared'
       )
-    self.compared.append(f'{case.kind} of {case.rows} rows{note}')
+    self.compared.append(f'{case.kind} of {number_of(case.rows, "row")}{note}')
     if isinstance(failure, UserError):
       raise failure
     if failure is not None:
@@ -361,14 +361,16 @@ class _Comparison:
     try:
       exact, exact_noise = results_in_float64(case, self._one, _NOISE_SEEDS)
     except Exception as error:  # Some layers do not support float64, which says nothing about the mesh.
-      self.not_compared.append(f'float64 on one device, in {case.kind} of {case.rows} rows: {_first_line(error)}')
+      self.not_compared.append(
+        f'float64 on one device, in {case.kind} of {number_of(case.rows, "row")}: {_first_line(error)}'
+      )
       return undecided
     of_mesh, of_one = (find_differences(results, exact, exact_noise) for results in (found, expected))
     for name in {**different, **of_one}:
       if name not in of_mesh:
         size = f'{different.get(name, of_one.get(name, 0.0)):.2g} times its largest entry'
         reason = f'one device is wrong in float32, by {size}' if name in of_one else f'rounding differs, by {size}'
-        text = f'{name} in {case.kind} of {case.rows} rows: {reason}; the mesh agrees with float64'
+        text = f'{name} in {case.kind} of {number_of(case.rows, "row")}: {reason}; the mesh agrees with float64'
         self.not_of_the_mesh.append(text)
     remarks = {name: 'float64 on one device agrees with neither' for name in of_mesh if name in of_one}
     return _Verdict(of_mesh, remarks, exact, exact_noise)

@@ -34,6 +34,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config, Configurable, build_at, config_values, target, template
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import Exchange, SideOutputs, SplitConstraint, Surroundings
@@ -296,7 +297,7 @@ class Layer(MappedSplits, Facts, Configurable):
   def _lines(self, name: str, tree: NestedDict) -> Iterator[str]:
     """Yields the lines of this layer's tree under `name`; `tree` declares the variables, stacked as in the root."""
     count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(self).__name__
-    yield f'{kind if name == kind else f"{name}: {kind}"}, {count:,} parameter{"s" * (count != 1)}'
+    yield f'{kind if name == kind else f"{name}: {kind}"}, {number_of(count, "parameter")}'
     for key in self._weights:
       weight: WeightHParams = tree[key]
       shape = ' x '.join(map(str, weight.full_shape)) or 'scalar'

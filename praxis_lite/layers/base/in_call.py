@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError, DataError, UnknownFieldError, check_choice, did_you_mean
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.jax_internals.tracing import current_trace
 from praxis_lite.common.trees import NestedDict, Path, path_name
 from praxis_lite.layers.base import call
@@ -95,7 +96,8 @@ class InCall:
     real = ask()
     if real.shape != (num_rows,):
       raise DataError(
-        f'{self.path_name}: the arrays have {num_rows} rows, and the microbatch of the enclosing pipeline has '
+        f'{self.path_name}: the arrays have {number_of(num_rows, "row")}, and the microbatch of the enclosing '
+        'pipeline has '
         f'{real.shape[0]}, including copies that fill it up, so it is unknown which rows are real. Keep the rows as '
         'dimension 0, or choose num_microbatches so that it divides the batch'
       )

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
 from praxis_lite.layers.decode_caches import places_of_caches
 from praxis_lite.layers.kv_cache import KVCache, axis_of_slots
@@ -63,7 +64,7 @@ def _row_axes(steps: DecodingSteps[DecodingState], state: DecodingState, num_row
     if jnp.shape(x)[:1] != (num_rows,):
       raise ConfigError(
         f'beam search: {path_name(path) or "an array"} of the decoding state has shape {jnp.shape(x)}; its first '
-        f'dimension must be that of the {num_rows} rows, or {type(steps).__name__} needs a method row_axes'
+        f'dimension must be that of the {number_of(num_rows, "row")}, or {type(steps).__name__} needs a method row_axes'
       )
   return [0] * len(arrays)
 

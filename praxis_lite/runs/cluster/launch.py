@@ -29,6 +29,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from praxis_lite.common.errors import LostHostError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.cluster.clusters import LAUNCHER
 
@@ -169,7 +170,7 @@ class Launcher:
           return last.code
         if (before.host, before.code != 0) == (last.host, True) and count > self._min_processes:
           count -= 1
-          gone += f' twice, so the job goes on with {count} processes'
+          gone += f' twice, so the job goes on with {number_of(count, "process")}'
         seconds = min(self._backoff * 2**restarts, _LONGEST_WAIT)
         restarts += 1
         self._say(f'{gone}; restart {restarts} of {self._max_restarts} in {seconds:g} s')

@@ -31,6 +31,7 @@ from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_fold
 from praxis_lite.checkpoints.seal import check_seal, check_seal_of
 from praxis_lite.checkpoints.stored import check_same_run
 from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import parse_json, read_plain, remove_all
 from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreError, sum_of_file
 from praxis_lite.runs.records.lineage import LINEAGE
@@ -341,7 +342,7 @@ def _is_copied(name: str) -> bool:
 def _difference(found: FileSum, expected: FileSum) -> str:
   """Returns how a file differs from the uploaded one, as text; '' if it does not."""
   if found.size != expected.size:
-    return f'has {found.size} bytes instead of {expected.size}'
+    return f'has {number_of(found.size, "byte")} instead of {expected.size}'
   return '' if found == expected else 'has changed'
 
 

@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 
 import jax
 
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.models import BaseModel
@@ -121,5 +122,5 @@ class BadRecordLines(Hook):
       for record in bad[self._told : _MOST_BAD_RECORDS]:
         run.line(f'{self._data.label}: left out {record}')
       if len(bad) > _MOST_BAD_RECORDS:
-        run.line(f'{self._data.label}: left out {len(bad)} bad records; the last is {bad[-1]}')
+        run.line(f'{self._data.label}: left out {number_of(len(bad), "bad record")}; the last is {bad[-1]}')
       self._told = len(bad)

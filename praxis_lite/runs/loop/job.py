@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
-from praxis_lite.common.figures import format_axes
+from praxis_lite.common.figures import format_axes, number_of
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.dot_product import many_logits
@@ -174,7 +174,7 @@ def _describe(
   of_token = '' if active == total else f' ({active:,} active for each token)'
   kind = mesh.devices.flat[0].device_kind
   where = f'1 device ({kind})' if mesh.size == 1 else f'{mesh.size} devices ({kind}), mesh {format_axes(mesh.shape)}'
-  yield f'{task.name}: {total:,} parameters{of_token} on {where}'
+  yield f'{task.name}: {number_of(total, "parameter")}{of_token} on {where}'
   if fit:
     yield fit
   available = jax.device_count() if devices is None else len(devices)

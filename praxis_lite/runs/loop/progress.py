@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import is_primary_process, meet_others
 from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.runs.improvement import Watched
@@ -95,13 +96,13 @@ def recover_results(
     rollbacks = restore_rollbacks(directory, saved.troubles)
     missing = (saved.lines or 0) - writer.num_lines
     if changed or missing > 0:
-      lost = f'{missing} lines' if missing > 0 else f'{changed} evaluations'
+      lost = number_of(missing, 'line') if missing > 0 else number_of(changed, 'evaluation')
       kept = '; early stopping and the best checkpoint go by the evaluations in the checkpoint' if changed else ''
       where = directory / 'metrics.jsonl'
       lines.append(f'{where} has lost {lost} that it had when the checkpoint was saved{kept}')
     if rollbacks:
       where = directory / 'trouble.jsonl'
-      lines.append(f'{where} had lost {rollbacks} lines; the checkpoint knows which batches to skip')
+      lines.append(f'{where} had lost {number_of(rollbacks, "line")}; the checkpoint knows which batches to skip')
   if saved.troubles:
     meet_others()  # The other processes read the file, so they wait until it is written.
   return results, lines

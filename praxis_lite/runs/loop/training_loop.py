@@ -14,6 +14,7 @@ import numpy as np
 
 from praxis_lite.checkpoints import eval_variables
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import note_progress
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.runs.determinism import step_twice
@@ -136,7 +137,7 @@ class TrainingLoop:
           self.saver.save(run)
         raise
       if batch is None:
-        run.line(f'reached the end of the training data after {run.step} of {run.total_steps} steps')
+        run.line(f'reached the end of the training data after {run.step} of {number_of(run.total_steps, "step")}')
         return
       yield batch
 

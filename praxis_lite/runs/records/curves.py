@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.records.metrics import metric_lines
 
@@ -72,10 +73,12 @@ class MetricsTable(Mapping[str, np.ndarray]):
   def __repr__(self) -> str:
     """Returns one line per metric."""
     width = max(map(len, self), default=0)
-    lines = [f'<metrics of {len(self.steps)} steps>']
+    lines = [f'<metrics of {number_of(len(self.steps), "step")}>']
     for name in self:
       values = self.curve(name).values
-      lines.append(f'{printable(name, one_line=True):<{width}}  {len(values)} values, last {values[-1]:.4g}')
+      lines.append(
+        f'{printable(name, one_line=True):<{width}}  {number_of(len(values), "value")}, last {values[-1]:.4g}'
+      )
     return '\n'.join(lines)
 
 

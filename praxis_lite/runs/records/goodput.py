@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from praxis_lite.common.figures import duration
+from praxis_lite.common.figures import duration, number_of
 
 # The activities, and their names on the console and in the command `status`.
 ACTIVITIES = {
@@ -153,7 +153,7 @@ class SlowSteps:
     if self.count > _MOST_LINES and self.count % _MOST_LINES:
       return None
     cause = f'{waited:.1f} s of it waiting for input' if waited > seconds / 2 else 'computing, not waiting for input'
-    more = f'; {self.count} such steps' if self.count > _MOST_LINES else ''
+    more = f'; {number_of(self.count, "such step")}' if self.count > _MOST_LINES else ''
     return f'step {step} took {seconds:.1f} s, {seconds / max(median, 1e-9):.0f} x the median: {cause}{more}'
 
 

@@ -21,6 +21,7 @@ from praxis_lite.common.config.fields_at_fault import name_config
 from praxis_lite.common.config.values import fit
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import kind_of_other, local_path
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.patient_thread import call_in_time
@@ -66,7 +67,8 @@ def check_all_take_part(mesh: Mesh) -> None:
   idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
   if idle:
     raise ConfigError(
-      f'task.ici_mesh_shape: the mesh {dict(mesh.shape)} has {mesh.size} of {jax.device_count()} devices, and none on '
+      f'task.ici_mesh_shape: the mesh {dict(mesh.shape)} has {mesh.size} of '
+      f'{number_of(jax.device_count(), "device")}, and none on '
       f'host {", ".join(map(str, idle))}; make it larger, or start fewer processes than {jax.process_count()}'
     )
 

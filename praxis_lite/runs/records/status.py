@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from praxis_lite.common.figures import duration, short_number
+from praxis_lite.common.figures import duration, number_of, short_number
 from praxis_lite.runs.records.goodput import ACTIVITIES, goodput_line, seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat, life
 
@@ -38,7 +38,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
   lines = [_life(lives[0], first, now)]
   lines += [f'process {beat.process}: {_life(alive, beat, now)}' for alive, beat in zip(lives[1:], beats[1:])]
   if len(beats) < first.processes:
-    lines.append(f'{first.processes - len(beats)} of {first.processes} processes never gave a sign of life')
+    lines.append(f'{first.processes - len(beats)} of {number_of(first.processes, "process")} never gave a sign of life')
     is_well = is_well and lives[0] == 'ended'
   lines.append(_progress(first, is_running=lives[0] == 'alive'))
   if first.saved_step is None or first.saved is None:

@@ -38,8 +38,8 @@ class PiecewiseSchedule(_Composed):
     super().__post_init__()
     if len(self.schedules) != len(self.boundaries) + 1:
       raise ConfigError(
-        f'PiecewiseSchedule.schedules: {len(self.boundaries)} boundaries need {len(self.boundaries) + 1} schedules, '
-        f'got {len(self.schedules)}'
+        f'PiecewiseSchedule.schedules: expected {len(self.boundaries) + 1}, one more than boundaries, got '
+        f'{len(self.schedules)}'
       )
     if any(a >= b for a, b in zip((0, *self.boundaries), self.boundaries)):
       raise ConfigError(

@@ -239,8 +239,8 @@ class PiecewiseConstant(BaseSchedule):
     super().__post_init__()
     if len(self.values) != len(self.boundaries) + 1:
       raise ConfigError(
-        f'PiecewiseConstant.values: {len(self.boundaries)} boundaries need {len(self.boundaries) + 1} values, '
-        f'got {len(self.values)}'
+        f'PiecewiseConstant.values: expected {len(self.boundaries) + 1}, one more than boundaries, got '
+        f'{len(self.values)}'
       )
     if any(a >= b for a, b in zip(self.boundaries, self.boundaries[1:])):
       raise ConfigError(f'PiecewiseConstant.boundaries: steps must increase, got {tuple(self.boundaries)}')
