@@ -17,12 +17,20 @@ class UnknownKeywordError(ConfigError, TypeError):
   """A function has no keyword of this name."""
 
 
-def name_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-  """Returns this function, which for an unknown keyword raises an `UnknownKeywordError` that names the nearest one."""
+def name_unknown_keywords(
+  function: Callable[P, R], elsewhere: str = '', of_elsewhere: Iterable[str] = ()
+) -> Callable[P, R]:
+  """Returns this function, which for an unknown keyword raises an `UnknownKeywordError` that names the nearest one.
+
+  The keywords `of_elsewhere` come with `elsewhere`, which says where they are set.
+  """
   known = [name for name in inspect.signature(function).parameters if name != 'self']
 
   @functools.wraps(function)
   def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    for name in kwargs:
+      if name not in known and name in of_elsewhere:
+        raise UnknownKeywordError(f'{function.__name__}: {name} is set for all calls, as in {elsewhere}({name}=...)')
     check_keywords(function.__name__, kwargs, known)
     return function(*args, **kwargs)
 

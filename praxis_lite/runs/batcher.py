@@ -13,6 +13,7 @@ lengths and settings.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -185,7 +186,7 @@ class Batcher:
 
   # ---------------------------------------------------------------- requests
 
-  @name_unknown_keywords
+  @functools.partial(name_unknown_keywords, elsewhere='batcher', of_elsewhere=inspect.signature(Sampler).parameters)
   def submit(
     self,
     prompt: str | Sequence[int],

@@ -9,17 +9,20 @@ model.decode(['def '], temperature=0.7)
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from praxis_lite.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.common.errors import ShardingError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
 from praxis_lite.runs.records.curves import MetricsTable, read_metrics
 from praxis_lite.runs.records.record import RunRecord, has_record, read_record
@@ -163,6 +166,13 @@ def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
     fits = (mesh, *(1 for _ in names[1:]))
     raise ShardingError(f'load: mesh = {mesh}: expected the size along each of the axes {names}, such as {fits}')
   if not isinstance(mesh, Mesh):
+    needed, count = math.prod(mesh or ()), jax.device_count()
+    if mesh is not None and len(mesh) == len(names) and needed > count:
+      fits = (count, *(1 for _ in names[1:]))
+      raise ShardingError(
+        f'load: mesh = {tuple(mesh)} needs {number_of(needed, "device")}, and this process has {count}; pass a smaller '
+        f'one, such as mesh={fits}, or call simulate_cpu_devices({needed}) before anything of JAX runs'
+      )
     return create_device_mesh((1,) * len(names) if mesh is None else tuple(mesh), None, names)
   if set(mesh.axis_names) != set(names):
     raise ShardingError(f'load: the mesh has the axes {mesh.axis_names}; the axes of the task are {names}')

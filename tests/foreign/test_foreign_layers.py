@@ -435,3 +435,12 @@ for library in foreign_modules.LIBRARIES:
 """
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
   assert done.stdout.split()[1::2] == ['False'] * 4, done.stdout
+
+
+def test_an_equinox_module_that_is_given_one_row_without_its_dimension_says_what_to_pass():
+  eqx = pytest.importorskip('equinox')
+  layer = Config(EquinoxLayer, module_tpl=Config(eqx.nn.Linear, in_features=4, out_features=2)).instantiate()
+  variables = layer.init(jax.random.key(0))
+  with pytest.raises(ConfigError, match=r'over_rows is set, .* such as x\[None\] for a single one, or set over_rows='):
+    layer.apply(variables, jnp.ones(4))
+  assert layer.apply(variables, jnp.ones((1, 4)))[0].shape == (1, 2)

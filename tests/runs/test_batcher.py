@@ -280,6 +280,7 @@ def test_a_batcher_that_cannot_work_is_refused(fields, told):
 def test_unknown_keywords_are_named_with_the_nearest_one():
   own = batcher(rows=1)
   for call, told in (
+    (lambda: own.submit([1], top_k=5), r'^submit: top_k is set for all calls, as in batcher\(top_k=\.\.\.\)$'),
     (lambda: own.submit([1], temperture=0.5), "^submit: there is no setting 'temperture'. Did you mean 'temperature'"),
     (lambda: own.submit([1], max_new_tokens=5), "^submit: .* 'max_new_tokens'. Did you mean 'max_tokens'"),
     (lambda: made().decode([[1]], tempratur=1), "^decode: there is no setting 'tempratur'. Did you mean 'temperature'"),

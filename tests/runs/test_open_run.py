@@ -446,6 +446,10 @@ def mistakes():
   told = r"^step = 'bset': expected a number, 'best', or None for the newest; there are \[10"
   yield lambda run, model: run.load(step='bset'), CheckpointError, told
   yield lambda run, model: run.load(mesh=(2, 2)), ShardingError, r'has 2 sizes, but mesh_axis_names'
+  told = (
+    r'^load: mesh = \(16,\) needs 16 devices, .* has 8; pass .*, such as mesh=\(8,\), or call simulate_cpu_devices\(16'
+  )
+  yield lambda run, model: run.load(mesh=(16,)), ShardingError, told
   yield lambda run, model: run.load(mesh=2), ShardingError, r'^load: mesh = 2: expected the size .*, such as \(2,\)'
   wrong = jax.make_mesh((2,), ('mdl',), devices=jax.devices()[:2])
   told = r"^load: the mesh has the axes \('mdl',\); the axes of the task are \('data',\)"

@@ -7,6 +7,7 @@ layer = Config(EquinoxLayer, module_tpl=Config(eqx.nn.Linear, in_features=6, out
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,14 @@ class EquinoxLayer(ForeignLayer):
       call = jax.vmap(call, in_axes=(0, 0, None), out_axes=(0, None), axis_name=self.row_axis_name)
     outputs, state = call(tuple(args), key, state)
     return RunResult(outputs, dict(zip(self._array_paths[own:], jax.tree.leaves(state))))
+
+  def remedy_of(self, error: Exception) -> str:
+    if not self.over_rows or not re.search('vmap|dot_general|shape|rank|ndim|dimension', str(error)):
+      return ''
+    return (
+      '; over_rows is set, so the module gets one row at a time: pass arrays with rows in dimension 0, such as x[None] '
+      'for a single one, or set over_rows=False'
+    )
 
   def _build(self, key: jax.Array) -> tuple[Any, Any]:
     """Returns the module and its state, which has no arrays if the module has none."""
