@@ -47,6 +47,9 @@ NOT_RUN = {
   r'praxis-lite .*runs/whisper.*': 'hf/test_whisper.py imports, predicts, trains and exports one that it writes',
   r'praxis-lite predict .*\.wav': 'reads recordings: test_speech_experiments.py makes one',
   r'praxis-lite .*runs/vit.*': 'hf/test_vit.py imports, predicts, trains and exports a checkpoint that it writes',
+  r'praxis-lite .*runs/clip.*': 'hf/test_clip.py imports, predicts, trains and exports one that it writes',
+  r'praxis-lite import-hf .*runs/features': 'hf/test_bert.py imports one that it writes',
+  r'praxis-lite predict .*new\.npz': 'reads arrays of the user: models/test_predict.py makes some',
   r'praxis-lite .*runs/flan.*': 'hf/test_t5.py imports, decodes, trains and exports a checkpoint that it writes',
 }
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_spec import LogitBias
-from praxis_lite.layers.kv_cache import CachedAttention
+from praxis_lite.layers.cached_attention import CachedAttention
 from praxis_lite.layers.masks import (
   Array,
   ArrayMask,

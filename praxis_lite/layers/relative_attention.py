@@ -21,12 +21,13 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import Config, child, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.attention import QueryKeyValue
+from praxis_lite.layers.attention_heads import QueryKeyValue
 from praxis_lite.layers.attention_spec import LogitBias, ProbabilityDropout
 from praxis_lite.layers.base.facts import TokenFlops
+from praxis_lite.layers.cached_attention import CachedAttention
 from praxis_lite.layers.chunk_memory import MemoryAttention
 from praxis_lite.layers.dot_product import AttentionChoice
-from praxis_lite.layers.kv_cache import CachedAttention, KVCache
+from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.positions import SinusoidalPositions

@@ -69,8 +69,8 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     check_choice(f'{self.path_name}.text_pooling', self.text_pooling, TEXT_POOLINGS)
     if self.text_pooling == 'end' and (type(self.end_id) is not int or not 0 <= self.end_id < self.text_tpl.vocab_size):
       raise ConfigError(
-        f"{self.path_name}.end_id: {self.end_id!r}; text_pooling='end' needs the id that ends a text, below vocab_size = "
-        f'{self.text_tpl.vocab_size}'
+        f"{self.path_name}.end_id: {self.end_id!r}; text_pooling='end' needs the id that ends a text, below "
+        f'vocab_size = {self.text_tpl.vocab_size}'
       )
     dims = {
       'image': self.create_child('image', self.image_tpl).output_dims,

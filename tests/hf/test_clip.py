@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: embeddings are those of a forward pass in NumPy, on meshes; tensors are written as they were read."""
+"""CLIP and SigLIP: embeddings are those of a forward pass in NumPy, on meshes; tensors come back as they were."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_models_of_ours_are_written_and_read_again(tmp_path):
   assert json.loads((tmp_path / 'a' / 'config.json').read_text())['model_type'] == 'siglip'
   jax.tree.map(np.testing.assert_array_equal, read_model(tmp_path / 'a').variables, variables)
   config.text_pooling = 'mean'
-  with pytest.raises(ConfigError, match='differs from siglip, the nearest, in .*text_pooling'):
+  with pytest.raises(ConfigError, match=r'differs from siglip, the nearest, in .*text_pooling'):
     write_model(tmp_path / 'b', config.instantiate(), variables)
 
 

@@ -152,7 +152,7 @@ def test_decoding_has_the_gradients_that_it_has_without_the_kernel(on_tpu, monke
     return 'pallas_call' in str(jax.make_jaxpr(loss)(variables)), jax.jit(jax.grad(loss))(variables)
 
   has_kernel, found = differentiated()
-  monkeypatch.setattr(kv_cache, 'platform', lambda: 'cpu')
+  monkeypatch.setattr(cached_attention, 'platform', lambda: 'cpu')
   has_none, wanted = differentiated()
   assert (has_kernel, has_none) == (True, False)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6), found, wanted)

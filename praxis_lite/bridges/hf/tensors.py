@@ -24,7 +24,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,15 +111,14 @@ class View:
   def within(self, theirs: np.ndarray) -> np.ndarray:
     """Returns the variable in the whole tensor `theirs`, which must be contiguous, as a view to write to."""
     whole = tuple(slice(0, size) for size in self.shape)
-    # Dots keep numbers arrays, which can be written to.
-    theirs = theirs[(*(slice(before, n - after) for n, (before, after) in zip(theirs.shape, self._around)), ...)]
+    theirs = _part(theirs, (slice(before, n - after) for n, (before, after) in zip(theirs.shape, self._around)))
     split = theirs.reshape([self._size(extent) for extent in self._extents])
-    return self._ours(split[(*(slice(*self._bounds(extent, whole)) for extent in self._extents), ...)])
+    return self._ours(_part(split, (slice(*self._bounds(extent, whole)) for extent in self._extents)))
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
     """Returns `split`, which has a dimension for each extent, as a view with the variable's dimensions."""
     axes = [extent.axis for extent in self._extents]
-    whole = split[(*(0 if axis is None else slice(None) for axis in axes), ...)]
+    whole = _part(split, (0 if axis is None else slice(None) for axis in axes))
     kept = [axis for axis in axes if axis is not None]
     return whole.transpose([kept.index(i) for i in range(len(self.shape))])
 
@@ -137,6 +136,12 @@ class View:
   def _bounds(self, extent: Extent, index: tuple[slice, ...]) -> tuple[int, int]:
     low, high = (0, 1) if extent.axis is None else index[extent.axis].indices(self.shape[extent.axis])[:2]
     return extent.before + low, extent.before + high
+
+
+def _part(x: np.ndarray, index: Iterable[int | slice]) -> np.ndarray:
+  """Returns a part of an array as a view, also if it is a single number."""
+  at: Any = (*index, ...)
+  return x[at]
 
 
 @functools.cache
