@@ -2,7 +2,7 @@
 
     mixup    x = share x_i + (1 - share) x_j                          share ~ Beta(alpha, alpha)
     CutMix   x = x_j in a box of 1 - share of the area, else x_i      the box may end at the border
-    loss       = share loss(label_i) + (1 - share) loss(label_j)      j = i - 1, the row before
+    loss       = share loss(label_i) + (1 - share) loss(label_j)      j = i - 1; for row 0, the last real row
 
 B batch, h and w height and width of an image, C channels.
 """
@@ -70,24 +70,36 @@ class ImageMixing(Layer):
     in_box_Bhw = _boxes(of_box, share_B, *image_BhwC.shape[1:3])
     cut_B = 1 - jnp.mean(in_box_Bhw, axis=(1, 2), dtype=dtype)
     share_B = jnp.where(is_cut_B, cut_B, share_B)
-    share_B = jnp.where(other_rows(weights_B) == 0, 1.0, share_B)
+    share_B = jnp.where(other_rows(weights_B, weights_B) == 0, 1.0, share_B)
     own_Bhw = jnp.where(is_cut_B[:, None, None], 1.0 - in_box_Bhw, share_B[:, None, None])
     own_Bhw = jnp.where(share_B[:, None, None] == 1, 1.0, own_Bhw)[..., None]
-    return MixedImages(self.shard(own_Bhw * image_BhwC + (1 - own_Bhw) * other_rows(image_BhwC)), share_B)
+    other_BhwC = other_rows(image_BhwC, weights_B)
+    return MixedImages(self.shard(own_Bhw * image_BhwC + (1 - own_Bhw) * other_BhwC), share_B)
 
 
-def other_rows(x_B: jax.Array) -> jax.Array:
-  """Returns the rows with which rows are mixed: those before them."""
-  return jnp.roll(x_B, 1, axis=0)
+def other_rows(x_B: jax.Array, weights_B: jax.Array) -> jax.Array:
+  """Returns the rows with which rows are mixed: those before them.
+
+  The first row gets the last row whose weight is not 0, so that filler rows at the end of a batch change nothing.
+
+  Args:
+    x_B: [B, ...], such as images or labels.
+    weights_B: weights of the rows.
+  """
+  at_B = jnp.arange(len(x_B)).reshape(-1, *[1] * (x_B.ndim - 1))
+  last = jnp.max(jnp.where(weights_B != 0, jnp.arange(len(x_B)), 0))
+  # A sum moves one row between devices, where an index may gather all of them.
+  last_1 = jnp.sum(jnp.where(at_B == last, x_B, 0), axis=0, keepdims=True).astype(x_B.dtype)
+  return jnp.where(at_B == 0, last_1, jnp.roll(x_B, 1, axis=0))
 
 
 def _boxes(key: jax.Array, share_B: jax.Array, height: int, width: int) -> jax.Array:
   """Returns bool [B, h, w]: boxes of 1 - share of the area around random middles, without what is outside."""
-  middles_2B = jax.random.uniform(key, (2, *share_B.shape))
+  middles_B2 = jax.random.uniform(key, (*share_B.shape, 2))  # The numbers of a row do not depend on later rows.
   half_B = jnp.sqrt(1 - share_B) / 2
 
   def inside(middle_B: jax.Array, size: int) -> jax.Array:
     middle_B1, half_B1 = (middle_B * size)[:, None], (half_B * size)[:, None]
     return jnp.abs(jnp.arange(size) + 0.5 - middle_B1) < half_B1
 
-  return inside(middles_2B[0], height)[:, :, None] & inside(middles_2B[1], width)[:, None, :]
+  return inside(middles_B2[:, 0], height)[:, :, None] & inside(middles_B2[:, 1], width)[:, None, :]

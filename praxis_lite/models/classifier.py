@@ -116,7 +116,9 @@ class ClassificationModel(Classifier):
     weights_B = self._leaf(batch, 'weights')
     mixed = self.mixing(self._finite_input(batch), weights_B)
     output = super().compute_predictions({**batch, self.input_name: mixed.image})
-    other_B, _ = cross_entropy(output.logits, other_rows(batch['label']), self.softmax.label_smoothing)
+    other_B, _ = cross_entropy(
+      output.logits, other_rows(batch['label'], batch['weights']), self.softmax.label_smoothing
+    )
     # A row of its own has a share of 1, and the label of padding may be any number.
     share_B = mixed.share
     return output._replace(xent=jnp.where(share_B == 1, output.xent, share_B * output.xent + (1 - share_B) * other_B))

@@ -44,6 +44,22 @@ def test_cutmix_puts_a_box_of_the_image_before_into_an_image():
   assert share[6] == 1 and 0.4 < share.mean() < 0.95
 
 
+@pytest.mark.parametrize(
+  'alphas', [{'mixup_alpha': 0.5}, {'cutmix_alpha': 1.0}, {'mixup_alpha': 0.5, 'cutmix_alpha': 1.0}]
+)
+@pytest.mark.parametrize('count', [1, 7])
+def test_filler_rows_at_the_end_change_nothing(alphas, count):
+  layer = Config(ImageMixing, **alphas).instantiate()
+  weights = np.ones(count, np.float32)
+  (image, share), _ = layer.apply({}, IMAGES[:count], weights, key=jax.random.key(0))
+  padded, weights = np.pad(IMAGES[:count], ((0, 3), (0, 0), (0, 0), (0, 0))), np.pad(weights, (0, 3))
+  (filled, shares), _ = layer.apply({}, padded, weights, key=jax.random.key(0))
+  np.testing.assert_allclose(filled[:count], image, atol=1e-6)
+  np.testing.assert_allclose(shares[:count], share, atol=1e-6)
+  if count > 1:
+    assert share[0] < 1 and np.abs(image[0] - IMAGES[0]).max() > 0  # The first row is mixed with the last.
+
+
 def test_a_row_draws_one_of_both_and_evaluation_mixes_nothing():
   image, _ = mix(mixup_alpha=1.0, cutmix_alpha=1.0)
   is_cut = [set(np.unique(image[i])) <= {i, BEFORE[i]} for i in range(B)]
