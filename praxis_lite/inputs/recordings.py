@@ -25,6 +25,7 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files, read_file
 from praxis_lite.inputs.lines import parse_object, read_lines
@@ -183,7 +184,9 @@ class RecordingInput(RecordsInput, RandomAccessInput):
 def _split_tsv(line: str, fields: tuple[str, str]) -> tuple[str, str]:
   values = line.split('\t')
   if len(values) != 2:
-    raise ValueError(f'has {len(values)} columns; expected a WAV file and its transcript, separated by a tab')
+    raise ValueError(
+      f'has {number_of(len(values), "column")}; expected a WAV file and its transcript, separated by a tab'
+    )
   return values[0], values[1]
 
 

@@ -144,7 +144,10 @@ def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
     ([EXP, '--job_log_dir=x', '--set=task.name=a'], 'nothing is varied'),
     ([EXP, '--job_log_dir=x', '--set=task.model.hiden=1,2'], "no field 'hiden'. Did you mean 'hidden'?"),
     ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,two'], "task.model.hidden: expected int, got 'two'"),
-    ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,0'], 'hidden=0: TinyModel.w: shape (5, 0); every dimension'),
+    (
+      [EXP, '--job_log_dir=x', '--set=task.model.hidden=1,0'],
+      'hidden=0: task.model.hidden: expected at least 1, got 0',
+    ),
     (
       [EXP, '--job_log_dir=x', f'--set={RATE}=1,2', '--set=datasets[0].batch_size=4,0'],
       'learning_rate=1,batch_size=0: ',

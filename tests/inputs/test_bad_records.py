@@ -111,7 +111,7 @@ def test_tables(tmp_path):
   with pytest.raises(DataError, match=r'b.parquet is not a whole Parquet or Arrow file'):
     batches(tables(tmp_path))
   data = Config(TableInput, path=str(tmp_path / 'a.parquet'), features=X, batch_size=5).instantiate()
-  with pytest.raises(DataError, match=r"'x' has 1 rows without a value \(row 1 of group 1 of .*a.parquet\)"):
+  with pytest.raises(DataError, match=r"'x' has 1 row without a value \(row 1 of group 1 of .*a.parquet\)"):
     batches(data)
   skipping = tables(tmp_path, on_bad_record='skip')
   expected = [(0, 0.0) if i == 5 or i >= 8 else (i + 1000, 1.0) for i in range(12)] + [(0, 0.0)] * 3

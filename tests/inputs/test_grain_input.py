@@ -242,7 +242,7 @@ def _is_running(pid):
     (
       'rows.array_record',
       {'features': {'x': Config(Feature)}},
-      'expected 1 values of float32, and a record has 6 of flo',
+      'expected 1 value of float32, and a record has 6 of flo',
     ),
     (
       'rows.array_record',
@@ -306,7 +306,7 @@ def test_other_files_in_a_folder_are_named_with_a_pattern_for_the_data(files, tm
 
 def test_a_missing_value_and_lists_of_several_lengths_are_told(tmp_path):
   parquet.write_table(pa.table({'x': [1.0, None], 'y': [[1], [1, 2]]}), tmp_path / 'a')
-  for name, message in (('x', "'x' has 1 rows without a value"), ('y', "'y' has lists of 1 to 2 values; expected 1")):
+  for name, message in (('x', "'x' has 1 row without a value"), ('y', "'y' has lists of 1 to 2 values; expected 1")):
     with pytest.raises(DataError, match=message):
       next(TableInput(path=str(tmp_path), features={name: Config(Feature)}, batch_size=2))
 

@@ -120,7 +120,7 @@ def test_bad_records_are_named_or_have_no_weight(folder):
   write_wav(folder / 'long.wav', np.zeros(9), 8000)
   write_wav(folder / 'empty.wav', np.zeros(0), 8000)
   cases = {
-    'a.wav': 'line 1 .*has 1 columns; expected a WAV file and its transcript',
+    'a.wav': 'line 1 .*has 1 column; expected a WAV file and its transcript',
     'a.wav\tabcde': 'the transcript has 5 tokens, and label_len = 4 has room for 4',
     'a.wav\ta\0b': 'has token 0, which is the padding of the tokenizer',
     'none.wav\tno': 'none.wav',

@@ -80,7 +80,7 @@ def test_a_number_that_does_not_fit_is_refused_or_left_out(tmp_path, kind, dtype
   data = config.instantiate()
   expected = np.array(good).astype(jax.dtypes.canonicalize_dtype(np.dtype(dtype)))
   assert rows(data) == list(enumerate(expected)) and len(data.bad_records) == 1
-  with pytest.raises(DataError, match='1 records cannot be read, and max_bad_records = 0'):
+  with pytest.raises(DataError, match='1 record cannot be read, and max_bad_records = 0'):
     rows(config.clone(max_bad_records=0).instantiate())
 
 

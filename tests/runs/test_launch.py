@@ -94,7 +94,7 @@ def test_a_host_that_is_lost_twice_is_left_out_down_to_the_smallest_number():
     grace_s=5,
   )
   assert job.run() == 0
-  assert 'twice, so the job goes on with 1 processes' in job.text and 'host 0: alone' in job.text
+  assert 'twice, so the job goes on with 1 process' in job.text and 'host 0: alone' in job.text
 
 
 @pytest.mark.parametrize('fate', ['moved', 'deleted', 'never filled'])

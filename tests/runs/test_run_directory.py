@@ -441,7 +441,7 @@ def test_the_losses_that_jumps_are_measured_by_and_batches_that_are_left_out_are
   again = run_train(config, directory)
   assert (directory / 'trouble.jsonl').read_text() == recorded and again.step == whole.step
   assert results_of(directory).arrays == results_of(tmp_path / 'whole').arrays
-  assert 'trouble.jsonl had lost 1 lines' in capsys.readouterr().out
+  assert 'trouble.jsonl had lost 1 line;' in capsys.readouterr().out
 
 
 WATCHED = Watched(WatchedMetric('eval/valid', 'loss', 'min'), None)

@@ -93,7 +93,7 @@ def test_a_run_goes_back_leaves_the_batch_out_and_a_restart_does_the_same(tmp_pa
     assert trouble.action == 'rollback' and trouble.first == trouble.last
     assert trouble.back_to == (trouble.first - 1) // 3 * 3
     line = f'step {trouble.first}: the loss or a gradient is not finite (loss nan, grad_norm nan): going back to step'
-    assert f'{line} {trouble.back_to}, without 1 batches' in out
+    assert f'{line} {trouble.back_to}, without 1 batch' in out
   assert len({json.dumps(t.batches) for t in troubles}) == len(troubles)
   assert all(np.isfinite(v) for (split, _, name), v in curves(tmp_path / 'a').items() if name == 'loss')
   assert sum(v for (_, _, name), v in curves(tmp_path / 'a').items() if name == 'skipped') == 0
