@@ -50,7 +50,7 @@ def test_loss_codes_and_reconstructions_are_those_of_the_parts():
 
 
 def test_impossible_models_and_images_are_refused():
-  with pytest.raises(ConfigError, match=r'decoder_tpl\.channels: 1 doublings, but the encoder has 2 halvings'):
+  with pytest.raises(ConfigError, match=r'decoder_tpl\.channels: 1 doubling, but the encoder has 2 halvings'):
     model().set(decoder_tpl=Config(ImageDecoder, channels=(5,))).instantiate()
   layer = model(Config(FiniteScalarQuantizer, levels=(3, 3))).instantiate()
   with pytest.raises(ConfigError, match=r'multiples of 4, got the shape \[3, 6, 4, 2\]'):
