@@ -111,7 +111,7 @@ def test_a_run_goes_back_leaves_the_batch_out_and_a_restart_does_the_same(tmp_pa
       run_train(rollback(), tmp_path / 'c', hooks=[KillAt(step)])
   assert same(run_train(rollback(), tmp_path / 'c'), result) and read_troubles(tmp_path / 'c') == troubles
 
-  with pytest.raises(LossSpikeError, match=r'the run has gone back 1 times, as often as task.train.max_rollbacks'):
+  with pytest.raises(LossSpikeError, match=r'the run has gone back 1 time, as often as task.train.max_rollbacks'):
     run_train(rollback(max_rollbacks=1), tmp_path / 'd')
 
 
