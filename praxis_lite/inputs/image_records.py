@@ -94,7 +94,7 @@ class ImageRecordInput(TFRecordInput):
 
   def try_records(self, records: list[bytes]) -> None:
     for record in records:
-      self._decode(import_tensorflow().constant(record))
+      self._try(self._stored(import_tensorflow().constant(record)))
 
   def read_image(self, encoded: bytes) -> np.ndarray:
     """Returns the image in the content of a file as evaluation sees it, [height, width, channels] float32.
@@ -109,26 +109,36 @@ class ImageRecordInput(TFRecordInput):
       raise DataError(f'is not a JPEG, PNG, BMP or GIF image: {tensorflow_reason(error)}') from None
     return image_ops.normalize(self._middle_of(image), self.mean, self.std).numpy()
 
-  def _decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Returns the image of a record, in its own size, and its stored class."""
+  def _features_to_read(self) -> dict[str, tf.DType]:
+    """Returns the names and types of the features to read from a record; each has one value."""
     tf = import_tensorflow()
-    features = {self.image_feature: tf.io.FixedLenFeature((), tf.string)}
-    if self.label_feature is not None:
-      features[self.label_feature] = tf.io.FixedLenFeature((), tf.int64)
-    stored = tf.io.parse_single_example(record, features)
-    label = None if self.label_feature is None else stored[self.label_feature]
-    return image_ops.decode_image(stored[self.image_feature], self.channels), label
+    label = {} if self.label_feature is None else {self.label_feature: tf.int64}
+    return {self.image_feature: tf.string} | label
+
+  def _stored(self, record: tf.Tensor) -> dict[str, tf.Tensor]:
+    tf = import_tensorflow()
+    features = {name: tf.io.FixedLenFeature((), dtype) for name, dtype in self._features_to_read().items()}
+    return dict(tf.io.parse_single_example(record, features))
+
+  def _try(self, stored: Mapping[str, tf.Tensor]) -> None:
+    """Raises an error of TensorFlow, or a DataError, if features of a record cannot be used."""
+    image_ops.decode_image(stored[self.image_feature], self.channels)
+
+  def _values_beside(self, stored: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Returns what an example has besides its image."""
+    tf = import_tensorflow()
+    if self.label_feature is None:
+      return {}
+    return {'label': tf.cast(stored[self.label_feature] - self.first_label, tf.int32)}
 
   def _parse_record(self, record: tf.Tensor, seed: int = 0) -> dict[str, tf.Tensor]:
     tf = import_tensorflow()
-    image, label = self._decode(record)
+    stored = self._stored(record)
+    image = image_ops.decode_image(stored[self.image_feature], self.channels)
     # The content tells records apart, wherever they are in their files.
     of_record = tf.stack([tf.strings.to_hash_bucket_fast(record, 2**62), tf.cast(seed, tf.int64)])
     image = self._augment(image, of_record) if self.augment else self._middle_of(image)
-    example = {'image': image_ops.normalize(image, self.mean, self.std)}
-    if label is not None:
-      example['label'] = tf.cast(label - self.first_label, tf.int32)
-    return example
+    return {'image': image_ops.normalize(image, self.mean, self.std), **self._values_beside(stored)}
 
   def _augment(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     tf = import_tensorflow()

@@ -8,6 +8,7 @@ A batch has `image`, [B, height, width, channels] float32; `ids` and `segment_id
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -62,24 +63,19 @@ class ImageTextRecordInput(ImageRecordInput):
     text = {'ids': row, 'segment_ids': row} if self.hides_padding else {'ids': row}
     return super().example_struct() | text
 
-  def try_records(self, records: list[bytes]) -> None:
-    super().try_records(records)
-    for record in records:
-      self._encode(self._text_in(import_tensorflow().constant(record)).numpy())
+  def _features_to_read(self) -> dict[str, tf.DType]:
+    return super()._features_to_read() | {self.text_feature: import_tensorflow().string}
 
-  def _text_in(self, record: tf.Tensor) -> tf.Tensor:
-    tf = import_tensorflow()
-    return tf.io.parse_single_example(record, {self.text_feature: tf.io.FixedLenFeature((), tf.string)})[
-      self.text_feature
-    ]
+  def _try(self, stored: Mapping[str, tf.Tensor]) -> None:
+    super()._try(stored)
+    self._encode(stored[self.text_feature].numpy())
 
-  def _parse_record(self, record: tf.Tensor, seed: int = 0) -> dict[str, tf.Tensor]:
+  def _values_beside(self, stored: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     tf = import_tensorflow()
-    ids, segments = tf.numpy_function(self._encode, [self._text_in(record)], [tf.int32, tf.int32], stateful=False)
-    example = super()._parse_record(record, seed) | {'ids': tf.ensure_shape(ids, (self.text_len,))}
-    if self.hides_padding:
-      example['segment_ids'] = tf.ensure_shape(segments, (self.text_len,))
-    return example
+    text = stored[self.text_feature]
+    ids, segments = tf.numpy_function(self._encode, [text], [tf.int32, tf.int32], stateful=False)
+    values = {'ids': ids, 'segment_ids': segments} if self.hides_padding else {'ids': ids}
+    return {name: tf.ensure_shape(x, (self.text_len,)) for name, x in values.items()}
 
   def _encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Returns the `ids` and `segment_ids` of a text, [T] int32; raises DataError if it is not UTF-8."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from praxis_lite.common.errors import DataError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import find_files, read_file
@@ -50,3 +51,30 @@ def parse_object(line: str) -> dict[str, Any]:
   if not isinstance(values, dict):
     raise ValueError('is no JSON object')
   return values
+
+
+Pair = tuple[str, str]
+
+
+def pair_parsers(expected: str) -> dict[str, Callable[[str, Pair], Pair]]:
+  """Returns parsers for `read_lines` of lines with two texts.
+
+  Args:
+    expected: what these are, for messages, such as 'a source and a target'.
+  """
+
+  def split_tsv(line: str, fields: Pair) -> Pair:
+    texts = line.split('\t')
+    if len(texts) != len(fields):
+      raise ValueError(f'has {number_of(len(texts), "column")}; expected {expected}, separated by a tab')
+    return texts[0], texts[1]
+
+  return {'.tsv': split_tsv, '.jsonl': _pair_of_object}
+
+
+def _pair_of_object(line: str, fields: Pair) -> Pair:
+  values = parse_object(line)
+  for name in fields:
+    if not isinstance(values.get(name), str):
+      raise ValueError(f'has no text {name!r}; its fields: {", ".join(map(str, values)) or "none"}')
+  return values[fields[0]], values[fields[1]]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,10 +25,9 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, UserError
-from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files, read_file
-from praxis_lite.inputs.lines import parse_object, read_lines
+from praxis_lite.inputs.lines import pair_parsers, read_lines
 from praxis_lite.inputs.random_access import RandomAccessInput
 from praxis_lite.inputs.rows import Rows, Struct
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
@@ -152,13 +151,11 @@ class RecordingInput(RecordsInput, RandomAccessInput):
 
   @functools.cached_property
   def _recordings(self) -> list[_Recording]:
-    kept = [found for source in self._lines() if (found := self._encode(*source)) is not None]
+    lines = read_lines(self, self.path, self.fields, pair_parsers('a WAV file and its transcript'))
+    kept = [found for source in lines if (found := self._encode(*source)) is not None]
     if not kept:
       raise DataError(f'{self.label}.path: there are no recordings with a transcript')
     return kept
-
-  def _lines(self) -> Iterator[tuple[str, str, tuple[str, str]]]:
-    yield from read_lines(self, self.path, self.fields, _LINES)
 
   def _encode(self, table: str, place: str, values: tuple[str, str]) -> _Recording | None:
     """Returns a recording with the tokens of its transcript; None if it is left out."""
@@ -179,23 +176,3 @@ class RecordingInput(RecordsInput, RandomAccessInput):
       self.leave_out(BadRecord(table, place, str(error)))
       return None
     return _Recording(os.path.join(os.path.dirname(table), os.path.expanduser(file)), place, ids)
-
-
-def _split_tsv(line: str, fields: tuple[str, str]) -> tuple[str, str]:
-  values = line.split('\t')
-  if len(values) != 2:
-    raise ValueError(
-      f'has {number_of(len(values), "column")}; expected a WAV file and its transcript, separated by a tab'
-    )
-  return values[0], values[1]
-
-
-def _split_json(line: str, fields: tuple[str, str]) -> tuple[str, str]:
-  values = parse_object(line)
-  for name in fields:
-    if not isinstance(values.get(name), str):
-      raise ValueError(f'has no text {name!r}; its fields: {", ".join(map(str, values)) or "none"}')
-  return values[fields[0]], values[fields[1]]
-
-
-_LINES: dict[str, Callable[[str, tuple[str, str]], tuple[str, str]]] = {'.tsv': _split_tsv, '.jsonl': _split_json}

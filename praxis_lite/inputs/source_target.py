@@ -29,7 +29,7 @@ from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.lines import parse_object, read_lines
+from praxis_lite.inputs.lines import pair_parsers, read_lines
 from praxis_lite.inputs.random_access import RandomAccessInput
 from praxis_lite.inputs.rows import Rows, Struct, resolve_source
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
@@ -183,7 +183,7 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
           raise DataError(f'{self.label}.pairs: pair {number} is {pair!r}; expected two texts')
         yield 'pairs', f'pair {number}', (pair[0], pair[1])
       return
-    yield from read_lines(self, self.path, self.fields, _LINES)
+    yield from read_lines(self, self.path, self.fields, pair_parsers('a source and a target'))
 
   def _encode(self, file: str, place: str, texts: tuple[str, str]) -> _Pair | None:
     """Returns the tokens of a pair; None if it is left out."""
@@ -206,27 +206,6 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
     (_, source, most), (_, target, most_of_target) = limits
     dtype = np.min_scalar_type(self.vocab_size - 1)
     return _Pair(np.asarray([*source[:most], *end], dtype), np.asarray(target[:most_of_target], dtype))
-
-
-def _split_tsv(line: str, fields: tuple[str, str]) -> tuple[str, str]:
-  texts = line.split('\t')
-  if len(texts) != 2:
-    raise ValueError(f'has {number_of(len(texts), "column")}; expected a source and a target, separated by a tab')
-  return texts[0], texts[1]
-
-
-def _split_json(line: str, fields: tuple[str, str]) -> tuple[str, str]:
-  values = parse_object(line)
-  for name in fields:
-    if not isinstance(values.get(name), str):
-      raise ValueError(f'has no text {name!r}; its fields: {", ".join(map(str, values)) or "none"}')
-  return values[fields[0]], values[fields[1]]
-
-
-_LINES: dict[str, Callable[[str, tuple[str, str]], tuple[str, str]]] = {
-  '.tsv': _split_tsv,
-  '.jsonl': _split_json,
-}
 
 
 def pack_pairs(sizes: Sequence[tuple[int, int]], room: tuple[int, int]) -> list[list[int]]:

@@ -288,6 +288,12 @@ class MultiHeadAttention(AttentionHeads):
 
   # ---------------------------------------------------------------- parts
 
+  @property
+  def logit_scale(self) -> float:
+    """The factor of the logits."""
+    assert self.dims_per_head is not None  # Set once the layer is built.
+    return self.dims_per_head**-0.5 if self.scale is None else self.scale
+
   def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
     return AttentionSpec(self.scale, self.logit_soft_cap, implementation, self.block_size)
 

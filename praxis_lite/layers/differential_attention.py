@@ -58,9 +58,8 @@ class DifferentialAttention(MultiHeadAttention):
     return N // 2, 2 * H
 
   def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
-    assert self.dims_per_head is not None
-    scale = self.dims_per_head**-0.5 if self.scale is None else self.scale  # Queries have zeros in H further dims.
-    return AttentionSpec(scale, self.logit_soft_cap, implementation, self.block_size)
+    # Queries have zeros in H further dims.
+    return AttentionSpec(self.logit_scale, self.logit_soft_cap, implementation, self.block_size)
 
   def _scale_queries(self, query_BTNH: jax.Array) -> jax.Array:
     """Returns [B, T, N, 2 H]: queries of a first softmax with zeros after them, those of a second one after zeros."""

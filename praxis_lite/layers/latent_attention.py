@@ -113,9 +113,8 @@ class LatentAttention(MultiHeadAttention):
   # ---------------------------------------------------------------- parts
 
   def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
-    assert self.dims_per_head is not None
-    scale = self.dims_per_head**-0.5 if self.scale is None else self.scale  # A cached key has other dims.
-    return AttentionSpec(scale, self.logit_soft_cap, implementation, self.block_size)
+    # A cached key has other dims.
+    return AttentionSpec(self.logit_scale, self.logit_soft_cap, implementation, self.block_size)
 
   def _queries(self, x_BTD: jax.Array, pos_BT: jax.Array | None) -> jax.Array:
     """Returns [B, T, N, H]; the last P dims are rotated."""

@@ -105,10 +105,8 @@ class RelativeAttention(MemoryAttention):
 
   def _position_queries(self, query_BTNH: jax.Array) -> jax.Array:
     """Returns scale (q + v) . W, [B, T, N, R]."""
-    assert self.dims_per_head is not None
-    scale = self.dims_per_head**-0.5 if self.scale is None else self.scale
     z_BTNR = jnp.einsum('BTNH,RNH->BTNR', query_BTNH + self.theta.position_bias, self.theta.relative)
-    return self.shard(scale * z_BTNR, 'blnh')
+    return self.shard(self.logit_scale * z_BTNR, 'blnh')
 
   def _position_logits(self, z_BTNR: jax.Array, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
     """Returns z . e(i - j), [B, N, T, S], for positions i of queries and j of keys; see the top of this file."""

@@ -36,7 +36,7 @@ def rnnt_loss(blank_BTU: jax.Array, label_BTU: jax.Array, frames_B: jax.Array, l
   frame_NU = jnp.arange(T + U - 1)[:, None] - at_U
   exists_NU = (frame_NU >= 0) & (frame_NU < T)
 
-  def by_diagonal(x_BTU: jax.Array) -> jax.Array:
+  def to_diagonals(x_BTU: jax.Array) -> jax.Array:
     """Returns [N, B, U], the entries of each diagonal by the number of labels."""
     index_BNU = jnp.broadcast_to(jnp.clip(frame_NU, 0, T - 1), (B, T + U - 1, U))
     found_BNU = jnp.take_along_axis(x_BTU.astype(jnp.float32), index_BNU, axis=1)
@@ -50,7 +50,7 @@ def rnnt_loss(blank_BTU: jax.Array, label_BTU: jax.Array, frames_B: jax.Array, l
     return jnp.maximum(next_BU, _IMPOSSIBLE), after_blank_BU
 
   start_BU = jnp.full((B, U), _IMPOSSIBLE).at[:, 0].set(0.0)
-  _, ended_NBU = jax.lax.scan(step, start_BU, (by_diagonal(blank_BTU), by_diagonal(label_BTU)))
+  _, ended_NBU = jax.lax.scan(step, start_BU, (to_diagonals(blank_BTU), to_diagonals(label_BTU)))
   last_B = jnp.maximum(frames_B - 1 + labels_B, 0)
   ended_BU = jnp.take_along_axis(ended_NBU, last_B[None, :, None], axis=0)[0]
   log_prob_B = jnp.take_along_axis(ended_BU, labels_B[:, None], axis=1)[:, 0]

@@ -56,7 +56,7 @@ class CtcModel(SpeechModel[CtcPredictions]):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`, nats of the labels of a row, over rows that have enough frames for their labels; `too_short`, the
-    share of rows that have not; and in evaluation the error rates of the best path, see `SpeechModel.error_metrics`.
+    share of the other rows; and in evaluation the error rates of the best path, see `SpeechModel.error_metrics`.
     Per example: `loss`, 0 for rows that are too short.
     """
     labels, weights_B = self.labels_of(batch), batch['weights']

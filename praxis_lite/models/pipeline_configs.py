@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from praxis_lite.common.config import Config, field_names, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.base import Layer
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer
-from praxis_lite.models.networks import find_network, stack_fields
-
-LmT = TypeVar('LmT', bound=Layer)
+from praxis_lite.models.networks import LmT, find_network, stack_fields
 
 
 def set_pipeline(

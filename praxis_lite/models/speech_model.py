@@ -12,7 +12,7 @@ padding. `labels`, [B, L] int32, are symbols other than the blank, and blanks af
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,10 @@ from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.conformer import ConformerEncoder
 from praxis_lite.layers.log_mel import LogMel
 from praxis_lite.layers.spectrum_augmenter import SpectrumAugmenter
-from praxis_lite.models.base import BaseModel
+from praxis_lite.models.base import BaseModel, PredictionsT
 from praxis_lite.models.edit_distance import edit_distance, error_rate, hash_words
 from praxis_lite.models.labels import check_labels
-
-PredictionsT = TypeVar('PredictionsT')
+from praxis_lite.models.recording_checks import check_sample_rate, prompts_error
 
 
 class Labels(NamedTuple):
@@ -96,12 +95,8 @@ class SpeechModel(BaseModel[PredictionsT]):
     if blank != self.blank_id:
       got = 'its labels are of a decoder: set prefix_ids=None' if blank is None else f'symbol {blank} ends its labels'
       raise ConfigError(f'{data.label}: {got}, but task.model.blank_id is {self.blank_id}; set it to the same symbol')
-    rate = getattr(data, 'sample_rate', None)
-    if self.frontend_tpl is not None and rate not in (None, self.frontend.sample_rate):
-      raise ConfigError(
-        f'{data.label}.sample_rate: {rate} samples in a second, but task.model.frontend_tpl.sample_rate is '
-        f'{self.frontend.sample_rate}; set the same in both'
-      )
+    if self.frontend_tpl is not None:
+      check_sample_rate(data, self.frontend)
     if 'labels' in batch:
       labels = {'labels': np.asarray(batch['labels'])}
       check_labels(data, labels, batch, 'task.model.vocab_size', self.vocab_size)
@@ -166,10 +161,7 @@ class SpeechModel(BaseModel[PredictionsT]):
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns the result of `predict`, and as metrics `log_prob`, its mean, and with labels the error rates."""
     if 'prompt_lengths' in batch:
-      raise ConfigError(
-        f'task.model: a {type(self).__name__} writes down recordings and continues no prompts; praxis-lite predict '
-        'takes WAV files, and decode without a prompt the decode_datasets of the experiment'
-      )
+      raise prompts_error(self)
     found, weights_B = self.predict(batch), self._leaf(batch, 'weights')
     metrics = {'log_prob': weighted_mean(found['log_prob'], weights_B)}
     if 'labels' in batch:

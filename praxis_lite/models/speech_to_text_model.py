@@ -23,6 +23,7 @@ from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.base import ScoreLimits
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel, SourceSteps
 from praxis_lite.models.language_model import LanguageModel
+from praxis_lite.models.recording_checks import check_sample_rate, prompts_error
 
 
 class _Suppression(NamedTuple):
@@ -78,22 +79,14 @@ class SpeechToTextModel(EncoderDecoderModel):
         f'{data.label}.prefix_ids: transcripts begin with {given}, but those of task.model with start_id and '
         f'prefix_ids, {(self.start_id, *self.prefix_ids)}; set the same in both'
       )
-    rate = getattr(data, 'sample_rate', self.frontend.sample_rate)
-    if rate != self.frontend.sample_rate:
-      raise ConfigError(
-        f'{data.label}.sample_rate: {rate} samples in a second, but task.model.frontend_tpl.sample_rate is '
-        f'{self.frontend.sample_rate}; set the same in both'
-      )
+    check_sample_rate(data, self.frontend)
 
   # ---------------------------------------------------------------- training and evaluation
 
   def features(self, batch: NestedDict) -> jax.Array:
     """Returns what the encoder reads, [B, S, M]."""
     if 'audio' not in batch:
-      raise ConfigError(
-        f'task.model: a {type(self).__name__} writes down recordings and continues no prompts; praxis-lite predict '
-        'takes WAV files, and decode without a prompt the decode_datasets of the experiment'
-      )
+      raise prompts_error(self)
     audio_BN, lengths_B = batch['audio'], batch.get('audio_lengths')
     if lengths_B is None:
       return self.frontend(jnp.nan_to_num(audio_BN))[0]

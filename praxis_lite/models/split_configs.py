@@ -5,11 +5,10 @@ B batch, L length, D model dims, F hidden dims, N heads, H dims per head.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers.base import Layer
 from praxis_lite.layers.conformer import ConformerEncoder
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.layers.encoder import TransformerEncoder
@@ -18,14 +17,13 @@ from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.vision_transformer import VisionTransformer
-from praxis_lite.models.networks import find_network, is_a, stack_fields
+from praxis_lite.models.networks import LmT, find_network, is_a, stack_fields
 from praxis_lite.models.speech_model import SpeechModel
 from praxis_lite.models.transducer_model import TransducerModel
 from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.sharding.specs import axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-LmT = TypeVar('LmT', bound=Layer)
 # Networks without a softmax of their own.
 _KINDS = (VisionTransformer, DiffusionTransformer, TransformerEncoder)
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from praxis_lite.common.config import Config, field_names, target
+from praxis_lite.common.config import Config, field_names
 from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line, prefix_errors
 from praxis_lite.common.files import open_plain, parse_json_line, unless_empty
 from praxis_lite.common.mistakes import ShapesError
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
+from praxis_lite.runs.file_readers import batches_of_names, check_exists, datasets_by_use, make_reader
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.runs.transcribe_files import transcribe_files
@@ -86,14 +86,9 @@ def _batches_of_files(
       yield from _image_batches(model, list(together), batch_size)
       continue
     for file in together:
-      _check_exists(file)
+      check_exists(file)
       with prefix_errors(file):
         yield from ((file, batch) for batch in _batches(model, file, batch_size, structs))
-
-
-def _check_exists(file: str) -> None:
-  if not os.path.exists(file):
-    raise DataError(f'there is no file {file}')
 
 
 def _batches(
@@ -187,7 +182,7 @@ def _parse_example(number: int, line: bytes) -> tuple[int, dict[str, Any]]:
 
 def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
   """Returns the input of the run that reads files of this kind: the first for evaluation, or else for training."""
-  configs = sorted(model.config.datasets, key=lambda config: bool(config.is_training))
+  configs = datasets_by_use(model)
   for config in configs:
     field = next((name for name in ('path', 'file_pattern') if name in (field_names(config) or ())), None)
     if field is not None:
@@ -200,20 +195,13 @@ def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
 
 def _image_batches(model: TrainedModel, files: Sequence[str], batch_size: int) -> Iterator[tuple[str, Rows]]:
   """Yields batches of images, as the first dataset of the run that reads images reads them in evaluation."""
-  configs = sorted(model.config.datasets, key=lambda config: bool(config.is_training))
-  readers = (c for c in configs if isinstance(kind := target(c), type) and issubclass(kind, ImageRecordInput))
-  config = next(readers, None)
-  if config is None:
-    raise ConfigError(f'{files[0]}: the datasets of the run read no images; pass .npz or .jsonl files')
-  reader = config.clone(file_pattern=files[0]).instantiate()
-  for start in range(0, len(files), batch_size):
-    several = files[start : start + batch_size]
+  reader = make_reader(model, ImageRecordInput, 'file_pattern', files[0], 'images')
+  for where, several in batches_of_names(files, batch_size):
     images = []
     for file in several:
-      _check_exists(file)
+      check_exists(file)
       with prefix_errors(file), open(file, 'rb') as opened:
         images.append(reader.read_image(opened.read()))
-    where = several[0] if len(several) == 1 else f'{several[0]} and {len(several) - 1} more'
     yield where, canonical_rows({'image': np.stack(images)}, 'image')
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from praxis_lite.common.config import Config, target
-from praxis_lite.common.errors import ConfigError, DataError, prefix_errors
+from praxis_lite.common.errors import ConfigError, prefix_errors
 from praxis_lite.inputs import RecordingInput
 from praxis_lite.inputs.rows import Rows, canonical_rows
+from praxis_lite.runs.file_readers import batches_of_names, check_exists, make_reader
 from praxis_lite.runs.trained import TrainedModel
 
 
@@ -26,11 +25,10 @@ def transcribe_files(model: TrainedModel, files: Sequence[str], batch_size: int)
   Raises:
     UserError: a file cannot be read, or the run has no recordings.
   """
-  reader = _reader(model, files[0])
-  for start in range(0, len(files), batch_size):
-    several = files[start : start + batch_size]
+  reader = make_reader(model, RecordingInput, 'path', files[0], 'recordings')
+  for where, several in batches_of_names(files, batch_size):
     batch = _read(reader, several)
-    with prefix_errors(several[0] if len(several) == 1 else f'{several[0]} and {len(several) - 1} more'):
+    with prefix_errors(where):
       found = model.predict(batch)
     if not isinstance(found, dict) or not {'ids', 'lengths'} <= found.keys():
       raise ConfigError(f'{files[0]}: a {type(model.layer).__name__} writes down no recordings')
@@ -40,26 +38,11 @@ def transcribe_files(model: TrainedModel, files: Sequence[str], batch_size: int)
       yield {'file': file, 'text': reader.tokenizer.decode(ids), **more}
 
 
-def _reader(model: TrainedModel, file: str) -> RecordingInput:
-  """Returns the first dataset of the run that reads recordings, one for evaluation if there is one."""
-  configs = sorted(model.config.datasets, key=lambda config: bool(config.is_training))
-  config = next((c for c in configs if _reads_recordings(c)), None)
-  if config is None:
-    raise ConfigError(f'{file}: the datasets of the run read no recordings; pass .npz or .jsonl files')
-  reader: RecordingInput = config.clone(path=file).instantiate()
-  return reader
-
-
-def _reads_recordings(config: Config) -> bool:
-  return isinstance(kind := target(config), type) and issubclass(kind, RecordingInput)
-
-
 def _read(reader: RecordingInput, files: Sequence[str]) -> Rows:
   audio = np.zeros((len(files), reader.num_samples), np.float32)
   lengths = np.zeros(len(files), np.int32)
   for row, file in enumerate(files):
-    if not os.path.exists(file):
-      raise DataError(f'there is no file {file}')
+    check_exists(file)
     with prefix_errors(file):
       samples = reader.read_audio(file)
     audio[row, : len(samples)], lengths[row] = samples, len(samples)

@@ -54,7 +54,8 @@ def paths(tmp_path_factory):
     rows = {k: x[part] for k, x in flat.items()}
     inputs.write_tfrecords(str(root / f'{i}.tfrecord'), rows)
     inputs.write_array_records(str(root / f'{i}.array_record'), rows)
-    pictures = {'image': [_png(label) for label in rows['label']], 'label': rows['label']}
+    texts = [f'row {k}'.encode() for k in rows['label']]
+    pictures = {'image': [_png(label) for label in rows['label']], 'label': rows['label'], 'text': texts}
     inputs.write_tfrecords(str(root / f'{i}.images'), pictures)
     columns = {'image': list(rows['image']), 'label': rows['label'], 'id': [f'row {k}' for k in rows['label']]}
     parquet.write_table(pa.table(columns), root / f'{i}.parquet', row_group_size=3)
@@ -85,6 +86,9 @@ def _case(name, root):
     'TFDataInput': lambda: Config(inputs.TFDataInput, dataset_fn=_dataset),
     'ImageRecordInput': lambda: Config(
       inputs.ImageRecordInput, file_pattern=str(root / '*.images'), image_size=(4, 5), rand_augment=(2, 10)
+    ),
+    'ImageTextRecordInput': lambda: Config(
+      inputs.ImageTextRecordInput, file_pattern=str(root / '*.images'), image_size=(4, 5), text_len=9
     ),
     'TFRecordInput': lambda: Config(inputs.TFRecordInput, file_pattern=str(root / '*.tfrecord'), features=record),
     'ArrayRecordInput': lambda: Config(inputs.ArrayRecordInput, path=str(root / '*.array_record'), features=record),
@@ -211,7 +215,7 @@ def test_hosts_that_come_and_go_see_each_example_once_in_the_same_order(config, 
     for host in hosts:
       host.close()
   assert seen == whole
-  if fields and target(config) in (inputs.MaskedTextInput, inputs.ImageRecordInput):
+  if fields and target(config) in (inputs.MaskedTextInput, inputs.ImageRecordInput, inputs.ImageTextRecordInput):
     return  # Each epoch hides other tokens, or crops other parts.
   assert sorted(x for batch in seen for x in batch) == sorted(
     _examples(_batches(config.instantiate(is_training=False, num_epochs=1))) * (2 if fields else 1)
@@ -234,7 +238,8 @@ def test_evaluation_sees_each_example_once_and_pads_with_zero_weight(config):
 
 
 def test_training_epochs_have_the_same_examples_in_another_order(config):
-  if target(config) in (inputs.SpanCorruptionInput, inputs.MaskedTextInput, inputs.ImageRecordInput):
+  drawn_anew = inputs.SpanCorruptionInput, inputs.MaskedTextInput, inputs.ImageRecordInput, inputs.ImageTextRecordInput
+  if target(config) in drawn_anew:
     pytest.skip('draws other spans, places or crops in each epoch')
   examples = _examples(_batches(config.instantiate(is_training=True, num_epochs=2)))
   seen = collections.Counter()

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
-from praxis_lite.bridges.hf.layer_pairs import norm_pairs
+from praxis_lite.bridges.hf.layer_pairs import attention_pairs, linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -65,7 +65,7 @@ class Bart(Family):
       or not isinstance(position, LearnedPositions)
       or not isinstance(softmax, SharedEmbeddingSoftmax)
       or attention.dims_per_head != dims
-      or not math.isclose(logit_scale(attention), dims**-0.5)
+      or not math.isclose(attention.logit_scale, dims**-0.5)
     ):
       raise ConfigError(
         f'{lm.path_name}: BART has learned positions, one table for embeddings and softmax, dense feed-forward layers, '
@@ -101,19 +101,13 @@ class Bart(Family):
       pairs += _attention(f'{theirs}self_attn', f'{ours}attention')
       if stack == 'decoder':
         pairs += _attention(f'{theirs}encoder_attn', f'{ours}cross_attention')
-      for there, here in (('fc1', 'up'), ('fc2', 'down')):
-        pairs.append(Pair(f'{theirs}{there}.weight', f'{ours}ff.{here}.w', 'I O -> O I'))
-        pairs.append(Pair(f'{theirs}{there}.bias', f'{ours}ff.{here}.b'))
+      pairs += linear_pairs(f'{theirs}fc1', f'{ours}ff.up') + linear_pairs(f'{theirs}fc2', f'{ours}ff.down')
       pairs += norm_pairs(f'{theirs}final_layer_norm', f'{ours}ff_norm')
     return pairs
 
 
 def _attention(theirs: str, ours: str) -> Iterable[Pair]:
-  for letter, name in (('q', 'query'), ('k', 'key'), ('v', 'value')):
-    yield Pair(f'{theirs}.{letter}_proj.weight', f'{ours}.{name}.w', 'D N H -> (N H) D')
-    yield Pair(f'{theirs}.{letter}_proj.bias', f'{ours}.{name}.b', 'N H -> (N H)')
-  yield Pair(f'{theirs}.out_proj.weight', f'{ours}.out.w', 'N H D -> D (N H)')
-  yield Pair(f'{theirs}.out_proj.bias', f'{ours}.out.b')
+  yield from attention_pairs(theirs, ours)
   yield from norm_pairs(f'{theirs}_layer_norm', f'{ours}_norm')
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
-from praxis_lite.bridges.hf.family import Values, blocks_of, logit_scale
+from praxis_lite.bridges.hf.family import Values, blocks_of
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
 from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, MOST_LAYERS, LlamaLike
 from praxis_lite.bridges.hf.tensors import Pair
@@ -153,7 +153,7 @@ class DeepseekV3(LlamaLike):
     }
     scaling = attention.rotary.scaling
     if isinstance(scaling, YarnRotaryScaling):
-      magnitude = math.sqrt(logit_scale(attention) * math.sqrt(attention.dims_per_head))
+      magnitude = math.sqrt(attention.logit_scale * math.sqrt(attention.dims_per_head))
       slope = (magnitude - 1) / (YarnRotaryScaling.log_magnitude(scaling.factor) - 1)
       cast(dict[str, object], values['rope_scaling'])['mscale_all_dim'] = slope
     return values

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from praxis_lite.bridges.hf.bart import BART
 from praxis_lite.bridges.hf.bert import ENCODERS
 from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.gpt_oss import GPT_OSS
 from praxis_lite.bridges.hf.hf_config import HfConfig
@@ -201,7 +201,7 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
     if isinstance(here, Config) and isinstance(there, Config) and field.name != 'scaling_tpl':
       continue
     if isinstance(ours, MultiHeadAttention) and isinstance(theirs, MultiHeadAttention) and field.name == 'scale':
-      here, there = logit_scale(ours), logit_scale(theirs)
+      here, there = ours.logit_scale, theirs.logit_scale
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
       yield f'{ours.path_name}.{field.name}, which is {_class_name(here)} here and {_class_name(there)} there'
   for pair in _pairs(ours, theirs):  # If only one model has a layer, fields of a pair differ.

@@ -11,7 +11,7 @@ from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.layers import MultiHeadAttention, Repeat, StackedTransformer, TransformerBlock, TransformerLm
+from praxis_lite.layers import Repeat, StackedTransformer, TransformerBlock, TransformerLm
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel
 
@@ -139,12 +139,6 @@ class WholeModelFamily(Family):
   def refusal(self) -> str:
     *others, last = self.architectures
     return f' is not supported; of {self.model_type}, {", ".join(others)} and {last} are'
-
-
-def logit_scale(attention: MultiHeadAttention) -> float:
-  """Returns the factor of the attention logits of a layer."""
-  assert attention.dims_per_head is not None  # Set once the layer is built.
-  return attention.dims_per_head**-0.5 if attention.scale is None else attention.scale
 
 
 def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:

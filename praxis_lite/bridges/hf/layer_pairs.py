@@ -1,4 +1,4 @@
-"""Pairs of tensors of the layers that several families store alike: linear layers, norms, and projections of heads."""
+"""Pairs of tensors of the layers that several families store alike: linear layers, norms, and attention."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ def to_heads_pairs(theirs: str, ours: str) -> list[Pair]:
 def from_heads_pairs(theirs: str, ours: str) -> list[Pair]:
   """Returns the pairs of a projection from heads with a bias, stored as [out, heads x dims]."""
   return [Pair(f'{theirs}.weight', f'{ours}.w', 'N H D -> D (N H)'), Pair(f'{theirs}.bias', f'{ours}.b')]
+
+
+def attention_pairs(theirs: str, ours: str, *, has_key_bias: bool = True) -> list[Pair]:
+  """Returns the pairs of attention whose projections are `q_proj`, `k_proj`, `v_proj` and `out_proj`."""
+  key = to_heads_pairs(f'{theirs}.k_proj', f'{ours}.key')
+  return [
+    *to_heads_pairs(f'{theirs}.q_proj', f'{ours}.query'),
+    *(key if has_key_bias else key[:1]),
+    *to_heads_pairs(f'{theirs}.v_proj', f'{ours}.value'),
+    *from_heads_pairs(f'{theirs}.out_proj', f'{ours}.out'),
+  ]

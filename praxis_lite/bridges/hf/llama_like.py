@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of, logit_scale
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
 from praxis_lite.bridges.hf.tensors import Pair
@@ -162,7 +162,7 @@ class LlamaLike(Family):
     if 'mlp_bias' in self.optional_biases:
       values['mlp_bias'] = cast(FeedForward, block.ff).use_bias
     if self.norm_policy == 'primer_hybrid':
-      scalar = logit_scale(attention) ** -2
+      scalar = attention.logit_scale**-2
       values['query_pre_attn_scalar'] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
       values['attn_logit_softcapping'] = attention.logit_soft_cap
       values['final_logit_softcapping'] = lm.softmax.soft_cap

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, logit_scale
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
 from praxis_lite.bridges.hf.tensors import Pair
@@ -70,7 +70,7 @@ class T5(Family):
     block, bias = blocks_of_stack(lm.encoder)[0], lm.encoder_bias
     attention, ff = block.attention, block.ff
     where = f'{ff.path_name}.activation'
-    if logit_scale(attention) != 1 or not isinstance(ff, FeedForward) or not isinstance(bias, RelativeBias):
+    if attention.logit_scale != 1 or not isinstance(ff, FeedForward) or not isinstance(bias, RelativeBias):
       raise ConfigError(
         f'{block.path_name}: T5 has dense feed-forward layers, relative biases that a stack shares, and '
         f'{attention.path_name}.scale = 1'

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
-from praxis_lite.bridges.hf.layer_pairs import from_heads_pairs, linear_pairs, norm_pairs, to_heads_pairs
+from praxis_lite.bridges.hf.layer_pairs import attention_pairs, from_heads_pairs, linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.bridges.hf.vit import image_sizes, one_or_both, patch_pairs
 from praxis_lite.common.config import Config
@@ -185,9 +185,7 @@ class TwoTowers(WholeModelFamily):
 
 def _block_pairs(theirs: str, ours: str) -> Iterable[Pair]:
   theirs, ours = f'{theirs}encoder.layers.{{layer}}.', f'{ours}transformer.layers.'
-  for letter, name in zip('qkv', ('query', 'key', 'value')):
-    yield from to_heads_pairs(f'{theirs}self_attn.{letter}_proj', f'{ours}attention.{name}')
-  yield from from_heads_pairs(f'{theirs}self_attn.out_proj', f'{ours}attention.out')
+  yield from attention_pairs(f'{theirs}self_attn', f'{ours}attention')
   yield from norm_pairs(f'{theirs}layer_norm1', f'{ours}attention_norm')
   yield from norm_pairs(f'{theirs}layer_norm2', f'{ours}ff_norm')
   yield from linear_pairs(f'{theirs}mlp.fc1', f'{ours}ff.up')

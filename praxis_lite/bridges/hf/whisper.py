@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
-from praxis_lite.bridges.hf.layer_pairs import from_heads_pairs, linear_pairs, norm_pairs, to_heads_pairs
+from praxis_lite.bridges.hf.layer_pairs import attention_pairs, linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -113,10 +113,7 @@ class Whisper(Family):
 
 
 def _attention_pairs(theirs: str, ours: str) -> Iterable[Pair]:
-  yield from to_heads_pairs(f'{theirs}.q_proj', f'{ours}.query')
-  yield to_heads_pairs(f'{theirs}.k_proj', f'{ours}.key')[0]  # Keys have no bias.
-  yield from to_heads_pairs(f'{theirs}.v_proj', f'{ours}.value')
-  yield from from_heads_pairs(f'{theirs}.out_proj', f'{ours}.out')
+  yield from attention_pairs(theirs, ours, has_key_bias=False)
   yield from norm_pairs(f'{theirs}_layer_norm', f'{ours}_norm')
 
 

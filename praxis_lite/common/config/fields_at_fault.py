@@ -26,6 +26,9 @@ def name_field_at_fault(
   """
   if not isinstance(error, RangeError) or _is_set_below(error, list(values.values())):
     return
+  field, bracket, _ = error.field.partition('[')
+  if bracket and field in values:  # The message names the entry of the field already.
+    return
   changed = {
     name: value
     for name, value in values.items()
@@ -52,7 +55,7 @@ def name_config(error: UserError, config: fdl.Config, where: str) -> None:
     error: raised while an object was built from `config`.
     where: the path of the config.
 
-  The line is that of the user's code which has set the field.
+  The line is where the user's code sets the field.
   """
   text, kind = str(error), getattr(config.__fn_or_cls__, '__qualname__', where)
   found = re.match(rf'(?:{re.escape(where)}|{re.escape(kind)})\.(\w+)(?=[: .\[])', text)
@@ -66,8 +69,9 @@ def name_config(error: UserError, config: fdl.Config, where: str) -> None:
 def _is_set_below(error: RangeError, value: object) -> bool:
   """Whether a config in `value` sets the field that is at fault itself, so that no other field has passed it on."""
   if isinstance(value, fdl.Config):
-    is_this = any(_is_same(x, error.value) for x in _numbers(value.__arguments__.get(error.field)))
-    return bool(error.field) and (is_this or _is_set_below(error, list(value.__arguments__.values())))
+    field = error.field.partition('[')[0]
+    is_this = any(_is_same(x, error.value) for x in _numbers(value.__arguments__.get(field)))
+    return bool(field) and (is_this or _is_set_below(error, list(value.__arguments__.values())))
   if isinstance(value, dict):
     return _is_set_below(error, list(value.values()))
   return isinstance(value, list | tuple) and any(_is_set_below(error, entry) for entry in value)

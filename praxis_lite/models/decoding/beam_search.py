@@ -70,6 +70,8 @@ class BeamSearch(Decoder):
   diversity_penalty: float = 0.0
   coverage_penalty: float = 0.0
 
+  _is_flat: ClassVar[bool] = False
+
   def _checks(self) -> Iterator[tuple[str, bool, str]]:
     yield from super()._checks()
     yield 'beam_size', self.beam_size >= 1, 'at least 1'
@@ -80,8 +82,6 @@ class BeamSearch(Decoder):
     yield 'diversity_penalty', 0 <= self.diversity_penalty < math.inf, 'a finite number of at least 0'
     yield 'coverage_penalty', 0 <= self.coverage_penalty < math.inf, 'a finite number of at least 0'
     yield 'length_penalty', 0 <= self.length_penalty < math.inf, 'a finite number of at least 0'
-
-  _is_flat: ClassVar[bool] = False
 
   @property
   def state_copies(self) -> int:
@@ -108,7 +108,11 @@ class BeamSearch(Decoder):
         `DecodingSteps`.
       prompt_ids_BP, prompt_lengths_B, max_tokens_B, chunk: see `Sampler.decode`. A prompt is read once for all beams.
       key, draws: not used, since nothing is drawn.
+
+    Raises:
+      ConfigError: the settings do not fit the model, or have no stop tokens and need some.
     """
+    self._check_stops()
     return BeamLoop(
       self._reader(steps, prompt_ids_BP, prompt_lengths_B, chunk),
       self._adjuster(jnp.repeat(prompt_lengths_B, self.beam_size)),
@@ -123,6 +127,9 @@ class BeamSearch(Decoder):
       coverage=self._coverage(steps) if self.needs_coverage else None,
       is_flat=self._is_flat,
     ).run()
+
+  def _check_stops(self) -> None:
+    """Raises a `ConfigError` if there are no stop tokens and the search needs some."""
 
   def _coverage(self, steps: DecodingSteps[DecodingState]) -> Callable[[DecodingState], jax.Array]:
     """Returns the function that computes the term of coverage, [R], from a state."""
@@ -169,24 +176,9 @@ class FlatBeamSearch(BeamSearch):
     yield from super()._checks()
     yield 'early_stopping', not self.early_stopping, 'False, since all beams end at each step'
 
-  def decode(
-    self,
-    steps: DecodingSteps[DecodingState],
-    prompt_ids_BP: jax.Array,
-    prompt_lengths_B: jax.Array,
-    key: jax.Array | None = None,
-    max_tokens_B: jax.Array | None = None,
-    chunk: int | None = None,
-    draws: Draws | None = None,
-  ) -> BeamDecoded:
-    """Continues prompts; see `BeamSearch.decode`.
-
-    Raises:
-      ConfigError: there are no stop tokens.
-    """
+  def _check_stops(self) -> None:
     if not self.stop_ids:
       raise ConfigError(
         f'{type(self).__name__}.stop_ids: expected at least one token, got (); a flat search returns only '
         'continuations that end with one'
       )
-    return super().decode(steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws)

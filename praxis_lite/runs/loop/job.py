@@ -100,7 +100,9 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   decode_datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   datasets.check([data, *datasets.evaluation], task.model)
   startup.mark('data')
-  traced = trace_programs(tasks, data, datasets.evaluation, _decoded(task, decode_datasets), keys.evaluate, startup)
+  traced = trace_programs(
+    tasks, data, datasets.evaluation, _decode_inputs(task, decode_datasets), keys.evaluate, startup
+  )
   partitioned, evaluation = traced.partitioned, traced.evaluation
   watched = watched_metrics(task.train, traced.metric_names)
   decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
@@ -142,7 +144,7 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
         datasets, decode_datasets = built[inputs]
         data = datasets.the_training_input()
         datasets.check([data, *datasets.evaluation], task.model)
-        decoded, key = _decoded(task, decode_datasets), jax.random.key(0)
+        decoded, key = _decode_inputs(task, decode_datasets), jax.random.key(0)
         traced = trace_programs(tasks, data, datasets.evaluation, decoded, key, StartupTimes())
         watched_metrics(task.train, traced.metric_names)
       except UserError:
@@ -151,7 +153,7 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
         continue
 
 
-def _decoded(task: SingleTask, decode_datasets: Datasets) -> Sequence[BaseInput]:
+def _decode_inputs(task: SingleTask, decode_datasets: Datasets) -> Sequence[BaseInput]:
   """Returns the inputs that training decodes: none, unless the task has an interval for this."""
   return () if task.train.decode_interval_steps is None else decode_datasets.inputs
 

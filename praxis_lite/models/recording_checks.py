@@ -1,0 +1,25 @@
+"""What all models of recordings check."""
+
+from __future__ import annotations
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.log_mel import LogMel
+
+
+def check_sample_rate(data: BaseInput, frontend: LogMel) -> None:
+  """Raises a `ConfigError` if the data has another rate than the front end of the model."""
+  rate = getattr(data, 'sample_rate', None)
+  if rate not in (None, frontend.sample_rate):
+    raise ConfigError(
+      f'{data.label}.sample_rate: {rate} samples in a second, but task.model.frontend_tpl.sample_rate is '
+      f'{frontend.sample_rate}; set the same in both'
+    )
+
+
+def prompts_error(model: object) -> ConfigError:
+  """Returns the error of a model that is asked to continue a text."""
+  return ConfigError(
+    f'task.model: a {type(model).__name__} writes down recordings and continues no prompts; praxis-lite predict '
+    'takes WAV files, and decode without a prompt the decode_datasets of the experiment'
+  )

@@ -1,0 +1,56 @@
+"""Files that a dataset of a run can read one by one, such as images and recordings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TypeVar, cast
+
+from praxis_lite.common.config import Config, target
+from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.runs.trained import TrainedModel
+
+InputT = TypeVar('InputT', bound=BaseInput)
+
+
+def make_reader(model: TrainedModel, kind: type[InputT], field: str, file: str, what: str) -> InputT:
+  """Returns the first dataset of the run of a kind, one for evaluation if there is one.
+
+  Args:
+    model: the model, with the config of its run.
+    kind: the class of the dataset.
+    field: the name of its field for files, which is set to `file`.
+    file: the first of the files.
+    what: what they are, for the message.
+
+  Raises:
+    ConfigError: no dataset of the run is of this kind.
+  """
+  config = next((config for config in datasets_by_use(model) if _is_of(config, kind)), None)
+  if config is None:
+    raise ConfigError(f'{file}: the datasets of the run read no {what}; pass .npz or .jsonl files')
+  return cast(InputT, config.clone(**{field: file}).instantiate())
+
+
+def datasets_by_use(model: TrainedModel) -> list[Config]:
+  """Returns the configs of the datasets of the run, those for evaluation first."""
+  return sorted(model.config.datasets, key=lambda config: bool(config.is_training))
+
+
+def batches_of_names(files: Sequence[str], batch_size: int) -> Iterator[tuple[str, Sequence[str]]]:
+  """Yields up to `batch_size` files at a time, in order, and before them a name for all in messages."""
+  for start in range(0, len(files), batch_size):
+    several = files[start : start + batch_size]
+    yield several[0] if len(several) == 1 else f'{several[0]} and {len(several) - 1} more', several
+
+
+def check_exists(file: str) -> None:
+  """Raises a `DataError` if there is no such file."""
+  if not os.path.exists(file):
+    raise DataError(f'there is no file {file}')
+
+
+def _is_of(config: Config, kind: type[BaseInput]) -> bool:
+  built = target(config)
+  return isinstance(built, type) and issubclass(built, kind)
