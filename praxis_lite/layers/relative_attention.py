@@ -42,10 +42,10 @@ class RelativeAttention(MemoryAttention):
   """Self-attention with relative positions and, with a `chunk_length`, the memory of a Transformer-XL.
 
   Attention is dense. The variables are `relative`, W [R, N, H], `content_bias`, u [N, H], and `position_bias`, v
-  [N, H], which are split like the heads of the other weights.
+  [N, H], which are split like the heads of the other weights. `rotary_tpl`, `relative_bias_tpl`, `logit_soft_cap` and
+  `context_axis` must be None.
 
-  Attributes: the same as for `MemoryAttention`, without `rotary_tpl`, `relative_bias_tpl`, `logit_soft_cap` and
-    `context_axis`, and
+  Attributes: those of `MemoryAttention`, and
     position_dims: R, an even number; None means D.
     position_tpl: template of the child `position`, which computes e.
   """

@@ -39,11 +39,11 @@ def one_file(tmp_path, case='llama'):
   [
     (
       {'model_type': 'gemma3'},
-      r"config.json: model_type 'gemma3' is not supported; supported: llama, mistral, .*, bert, roberta, vit$",
+      r"config.json: model_type 'gemma3' is not supported; supported: llama, mistral, .*, bert, roberta, vit, clip, siglip$",
     ),
     (
       {'model_type': 'mamba'},
-      r"model_type 'mamba' is not supported; supported: llama, mistral, .*, bert, roberta, vit$",
+      r"model_type 'mamba' is not supported; supported: llama, mistral, .*, bert, roberta, vit, clip, siglip$",
     ),
     (
       {'architectures': ['LlamaForSequenceClassification']},

@@ -45,7 +45,7 @@ def test_a_record_with_a_text_that_is_not_utf_8_is_told_or_left_out(tmp_path):
 
 
 def test_impossible_fields_are_refused(tmp_path):
-  with pytest.raises(ConfigError, match='text_len: expected .*at least 2'):
+  with pytest.raises(ConfigError, match=r'text_len: expected .*at least 2'):
     data(tmp_path, [b'a'], text_len=1)
   with pytest.raises(ConfigError, match='label_feature: expected None'):
     data(tmp_path, [b'a'], label_feature='label')

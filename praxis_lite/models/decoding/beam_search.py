@@ -164,8 +164,8 @@ class FlatBeamSearch(BeamSearch):
   Praxis keeps the tokens of all beams in one flat cache, and masks those of other beams in attention; this search
   reorders caches as `BeamSearch` does. The results are the same.
 
-  Attributes: the same as for `BeamSearch`, but `length_penalty` is 0.8 as in Praxis, `stop_ids` must not be empty when
-    it decodes, and `early_stopping` is not supported.
+  The fields are those of `BeamSearch`, but `length_penalty` is 0.8 as in Praxis, `stop_ids` must not be empty when it
+  decodes, and `early_stopping` is not supported.
   """
 
   length_penalty: float = 0.8
