@@ -221,8 +221,8 @@ def test_a_file_that_is_not_there(workspace):
 )
 def test_a_module_that_raises_says_what_and_where(workspace, text, message):
   write(workspace, {'my_run.py': text, 'my_broken.py': '\n1 / 0\n'})
-  for name in ('my_run.Mine', 'my_run.py:Mine'):
-    with pytest.raises(UserError, match=f'cannot import my_run: {message}'):
+  for module, name in (('my_run', 'my_run.Mine'), (r'my_run\.py', 'my_run.py:Mine')):
+    with pytest.raises(UserError, match=f'cannot import {module}: {message}'):
       registry.get(name)
 
 

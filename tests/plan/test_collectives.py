@@ -48,7 +48,7 @@ def test_a_loop_counts_each_trip(mesh):
 def test_assert_collectives_lists_what_there_is(mesh):
   program = compiled(mesh, lambda x: x.sum(0), [P('data')], P(), (16, 32))
   assert_collectives(program, {'all-reduce': 1, 'all-gather': 0})
-  with pytest.raises(AssertionError, match='all-reduce: 1 times, 128 bytes'):
+  with pytest.raises(AssertionError, match='all-reduce: 1 time, 128 bytes'):
     assert_collectives(program, {'all-reduce': 2})
   with pytest.raises(KeyError, match='all_reduce'):
     assert_collectives(program, {'all_reduce': 1})

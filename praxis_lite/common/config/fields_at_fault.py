@@ -27,7 +27,8 @@ def name_field_at_fault(
   if not isinstance(error, RangeError) or _is_set_below(error, list(values.values())):
     return
   field, bracket, _ = error.field.partition('[')
-  if bracket and field in values:  # The message names the entry of the field already.
+  # The message names the entry of the field already, or the field of the object by the object's own name.
+  if field in values and (bracket or str(error).startswith(f'{values.get("name")}.{field}:')):
     return
   changed = {
     name: value
