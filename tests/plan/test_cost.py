@@ -313,6 +313,30 @@ def test_a_gpu_start_counts_its_result_and_library_calls_their_flops():
   assert 0 < gather.exposed < gather.seconds
 
 
+_STREAMS = """HloModule step, is_scheduled=true
+
+%slice (w: f32[64,256,128], i: s32[]) -> f32[1,256,128] {
+  %w = f32[64,256,128]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %part = f32[1,256,128]{2,1,0} dynamic-slice(%w, %i, %zero, %zero), dynamic_slice_sizes={1,256,128}
+}
+
+ENTRY %main (ws: f32[64,256,128], n: s32[]) -> f32[1,256,128] {
+  %ws = f32[64,256,128]{2,1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %fusion-start = ((f32[64,256,128]{2,1,0}, s32[]), f32[1,256,128]{2,1,0}, u32[]) fusion-start(%ws, %n), kind=kLoop, calls=%slice
+  ROOT %fusion-done = f32[1,256,128]{2,1,0} fusion-done(%fusion-start)
+}
+"""  # noqa: E501
+
+
+def test_a_gpu_fusion_on_a_stream_of_its_own_moves_what_it_would_move_in_order():
+  found = cost(_STREAMS, 'h100:1')
+  assert found.bytes == 2 * 4 * 256 * 128 + 4  # And the index; not the 64 slices of its operand.
+  assert [op.opcode for op in found.operations] == ['fusion']
+
+
 _KERNELS = """HloModule step, is_scheduled=true
 
 ENTRY %main (x: bf16[64,8], w: bf16[4,8,16], s: s32[4]) -> bf16[64,16] {

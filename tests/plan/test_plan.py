@@ -294,6 +294,23 @@ class Program:
     return 'the step, without'
 
 
+def test_without_a_gpu_a_sort_is_compiled_without_cub():
+  refused, asked = RuntimeError('INTERNAL: no CUB scratch size for this device'), []
+
+  class Flags:
+    def compile(self, lowered, **more):
+      asked.append(more)
+      if not more:
+        raise refused
+      return 'compiled'
+
+  assert compilers._compile_for_gpu(None, Flags()) == 'compiled'
+  assert asked == [{}, {'xla_gpu_enable_cub_radix_sort': False}]
+  refused = RuntimeError('INTERNAL: out of registers')
+  with pytest.raises(RuntimeError, match='registers'):
+    compilers._compile_for_gpu(None, Flags())
+
+
 def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler_writes_down():
   v5p = parse_topology('v5p:2x2x1')
   assert compilers._compile(Program(writes=True), NO_FLAGS, v5p)[1] == 'the step'

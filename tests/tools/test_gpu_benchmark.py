@@ -62,9 +62,9 @@ def test_what_is_written_replaces_what_was_there(tmp_path):
 
 
 def test_all_sides_get_the_same_weights_and_tokens():
-  weights = dict(first_weights(SMALL))
-  assert {name: w.shape for name, w in weights.items()} == SMALL.shapes
-  assert np.all(weights['norm1'] == 1) and 0.01 < weights['embedding'].std() < 0.03
+  weights = {weight.name: weight for weight in first_weights(SMALL)}
+  assert {name: weight.shape for name, weight in weights.items()} == SMALL.shapes
+  assert np.all(weights['norm1'].values == 1) and 0.01 < weights['embedding'].values.std() < 0.03
   np.testing.assert_array_equal(tokens(SMALL, 4, 1)[:2], tokens(SMALL, 2, 2))
   assert tokens(SMALL, 4, 0).shape == (4, 9) and tokens(SMALL, 4, 0).max() < 10
 

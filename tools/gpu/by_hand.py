@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from tools.gpu import case as shared
 from tools.gpu.case import ModelCase
-from tools.gpu.jax_side import JaxSide, set_up
+from tools.gpu.jax_side import JaxSide, first_params, set_up
 from tools.gpu.turn import Options, main
 from tools.handwritten_lm import Size, Tuning, make_step
 
@@ -34,11 +34,11 @@ class ByHand(JaxSide):
     attention = 'cudnn' if jax.default_backend() == 'gpu' and case.compute != 'float32' else None
     chosen: Options = {'dtype': case.compute, 'attention': attention} | options
     step = make_step(size, tx, tuning=Tuning(**chosen))
-    params = {name: jax.device_put(x.astype(case.state)) for name, x in shared.first_weights(case)}
-    state = params, jax.jit(tx.init)(params)
     jitted: Any = jax.jit(step, donate_argnums=(0, 1))
-    self._compiled = jitted.lower(*state, shapes).compile()
-    self._state = state
+    params = {name: jax.ShapeDtypeStruct(shape, case.state) for name, shape in case.shapes.items()}
+    self._compiled = jitted.lower(params, jax.eval_shape(tx.init, params), shapes).compile()
+    weights = first_params(case)
+    self._state = weights, jax.jit(tx.init)(weights)
 
   def take(self, inputs: dict[str, np.ndarray]) -> jax.Array:
     assert self._compiled is not None

@@ -82,16 +82,27 @@ def case_of(size: str, length: int) -> ModelCase:
   return ModelCase(size, length, *_SIZES[size], state='bfloat16' if size == '7B' else 'float32')
 
 
-def first_weights(case: ModelCase) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the name and float32 values of each weight, equal for all implementations. Draws repeat, to save time."""
+class FirstWeight(NamedTuple):
+  """The first values of a weight: `values`, float32 [n], repeated until they fill `shape` in C order."""
+
+  name: str
+  shape: tuple[int, ...]
+  values: np.ndarray
+
+
+def first_weights(case: ModelCase) -> Iterator[FirstWeight]:
+  """Yields the first values of each weight, equal for all implementations.
+
+  Few values are drawn and the device repeats them, because drawing and sending those of a large model takes minutes.
+  """
   pool = np.random.default_rng(0).standard_normal(_POOL, dtype=np.float32)
   residual = 0.02 / math.sqrt(2 * case.num_layers)
   for i, (name, shape) in enumerate(case.shapes.items()):
     if 'norm' in name:
-      yield name, np.ones(shape, np.float32)
+      yield FirstWeight(name, shape, np.ones(1, np.float32))
     else:
       scale = residual if name in ('o', 'down') else 0.02
-      yield name, np.resize(np.roll(pool, 7919 * i) * np.float32(scale), shape)
+      yield FirstWeight(name, shape, np.roll(pool, 7919 * i) * np.float32(scale))
 
 
 def tokens(case: ModelCase, batch: int, step: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tools.gpu.case import ModelCase, tokens
+from tools.gpu.case import ModelCase, first_weights, tokens
 from tools.gpu.turn import Options
 
 _PACKAGES = ('jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda13-plugin', 'nvidia-cudnn-cu12', 'nvidia-cudnn-cu13')
@@ -23,6 +23,13 @@ def set_up() -> None:
   if cache := os.environ.get('JAX_COMPILATION_CACHE_DIR'):
     jax.config.update('jax_compilation_cache_dir', cache)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
+
+
+def first_params(case: ModelCase) -> dict[str, jax.Array]:
+  """Returns the first weights on the device, in the dtype of the case's state."""
+  return {
+    name: jnp.resize(jax.device_put(values.astype(case.state)), shape) for name, shape, values in first_weights(case)
+  }
 
 
 class JaxSide(ABC):

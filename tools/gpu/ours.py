@@ -20,7 +20,7 @@ from praxis_lite.training.learning import Learner
 from praxis_lite.training.task import SingleTask
 from tools.gpu import case as shared
 from tools.gpu.case import ModelCase
-from tools.gpu.jax_side import JaxSide, set_up
+from tools.gpu.jax_side import JaxSide, first_params, set_up
 from tools.gpu.turn import Options, main
 
 
@@ -50,7 +50,7 @@ def our_task(case: ModelCase, options: Options) -> Config[SingleTask]:
 
 def our_weights(case: ModelCase) -> NestedDict:
   """Returns the first weights as variables of our model."""
-  w = {name: jax.device_put(x.astype(case.state)) for name, x in shared.first_weights(case)}
+  w = first_params(case)
   heads = {name: {'w': w[name[0]]} for name in ('query', 'key', 'value', 'out')}
   layers = {
     'attention': heads,

@@ -6,6 +6,7 @@ It needs PyTorch and NumPy, not this package. B batch, T length, D model dims, N
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,18 @@ class TorchDecoder(nn.Module):
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), ids[:, 1:].flatten().long())
 
 
-def fill(model: TorchDecoder, case: ModelCase) -> None:
+def first_params(case: ModelCase, device: str) -> dict[str, torch.Tensor]:
+  """Returns the first weights on a device, in float32."""
+  found = {}
+  for name, shape, values in shared.first_weights(case):
+    few, size = torch.from_numpy(np.ascontiguousarray(values)).to(device), math.prod(shape)
+    found[name] = few.repeat(-(-size // len(few)))[:size].view(shape)
+  return found
+
+
+def fill(model: TorchDecoder, case: ModelCase, device: str) -> None:
   """Copies the first weights of the case into a model."""
-  w = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in shared.first_weights(case)}
+  w = first_params(case, device)
   D = case.model_dims
   with torch.no_grad():
     model.embedding.weight.copy_(w['embedding'])
@@ -121,11 +131,12 @@ class TorchSide:
   def prepare(self, case: ModelCase, batch: int, options: Options) -> None:
     torch._dynamo.reset()
     self._case, self._batch, self._options = case, batch, options
-    model = TorchDecoder(case, bool(options.get('remat')))
-    fill(model, case)
+    with torch.device(self._device):
+      model = TorchDecoder(case, bool(options.get('remat')))
     sin_Th, cos_Th = model.sin_Th, model.cos_Th
-    model = model.to(self._device, getattr(torch, case.state))
-    model.sin_Th, model.cos_Th = sin_Th.to(self._device), cos_Th.to(self._device)  # In float32, whatever the state is.
+    model = model.to(dtype=getattr(torch, case.state))
+    model.sin_Th, model.cos_Th = sin_Th, cos_Th  # In float32, whatever the state is.
+    fill(model, case, self._device)
     decayed = [p for name, p in model.named_parameters() if 'norm' not in name]
     rest = [p for name, p in model.named_parameters() if 'norm' in name]
     groups = [{'params': decayed, 'weight_decay': shared.WEIGHT_DECAY}, {'params': rest, 'weight_decay': 0.0}]

@@ -253,7 +253,10 @@ def _names_in_cache_key() -> Iterator[None]:
 
 def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -> tuple[jax.stages.Compiled, str]:
   """Returns a compiled program and its text."""
-  compiled, text = _written_down(lowered, flags) if topology.target.kind == 'tpu' else (flags.compile(lowered), '')
+  if topology.target.kind == 'tpu':
+    compiled, text = _written_down(lowered, flags)
+  else:
+    compiled, text = _compile_for_gpu(lowered, flags), ''
   try:
     text = text or compiled.as_text() or ''
   except RuntimeError:
@@ -264,6 +267,20 @@ def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -
   if not text:
     raise NotImplementedError('the compiled program has no text')
   return compiled, text
+
+
+def _compile_for_gpu(lowered: jax.stages.Lowered, flags: XlaFlags) -> jax.stages.Compiled:
+  """Returns a GPU program.
+
+  Since JAX 0.11, the compiler asks the GPU for the scratch memory of CUB's sort. Without a GPU, XLA's own sort
+  replaces it.
+  """
+  try:
+    return flags.compile(lowered)
+  except RuntimeError as error:
+    if 'CUB' not in str(error):
+      raise
+    return flags.compile(lowered, xla_gpu_enable_cub_radix_sort=False)
 
 
 def _written_down(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, str]:
