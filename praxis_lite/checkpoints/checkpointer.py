@@ -27,7 +27,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -56,6 +55,7 @@ from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.files import check_plain_below, local_path
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, merge, nest, node_at, path_name
+from praxis_lite.common.versions import own_version
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.state import TrainState
 
@@ -444,7 +444,7 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
   sharding = getattr(state.step, 'sharding', None)  # None: the state is not on a mesh.
   mesh = getattr(sharding, 'mesh', None)
   return {
-    'praxis_lite': metadata.version('praxis_lite'),
+    'praxis_lite': own_version(),
     'jax': jax.__version__,
     'saved_at': round(time.time(), 3),
     'mesh': dict(mesh.shape) if mesh is not None else None,

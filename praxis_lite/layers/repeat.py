@@ -36,7 +36,7 @@ from praxis_lite.layers.base.call import SideOutputs
 from praxis_lite.layers.base.facts import Knob, KnobKind
 from praxis_lite.layers.decode_caches import StackedCaches
 from praxis_lite.layers.remat import Remat, other_policies
-from praxis_lite.sharding.mesh import platform
+from praxis_lite.sharding.mesh import memory_of_single_gpu, platform
 from praxis_lite.sharding.weights import SplitDimsMapping
 
 T = TypeVar('T')
@@ -45,6 +45,9 @@ T = TypeVar('T')
 # weights than the third. Without a loop, each layer takes 0.25 s to compile; a loop copies 8 MB in 1 ms for each token.
 _FEW_DECODED, _MOST_DECODED_UNROLLED, _LARGE_LAYER = 4, 16, 8 << 20
 _MOST_UNROLLED = 48  # Layers.
+# A single GPU decodes as many large layers without a loop if they take at most this share of its memory. They are in
+# memory twice then. An H100 needed 1.8 ms instead of 3.2 ms for a token of a 1B model; see docs/benchmarks.md.
+_SHARE_OF_GPU = 1 / 4
 
 
 class RepeatWeightSplit(SplitMapping):
@@ -86,9 +89,9 @@ class Repeat(Layer):
   auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum.
 
   In decoding, up to 4 layers, up to 16 of at least 8 MB each, or any number if `unroll` says so, run one after the
-  other, each with its own decode state under its number. Others run as a loop, which compiles faster but copies all
-  weights for each token. The loop passes on the stack of KV caches, so that each layer writes to it in place; see
-  `decode_caches.py`.
+  other, each with its own decode state under its number; on a single GPU up to 48 of at least 8 MB, if a quarter of its
+  memory can hold them. Others run as a loop, which compiles faster but copies all weights for each token. The loop
+  passes on the stack of KV caches, so that each layer writes to it in place; see `decode_caches.py`.
 
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
@@ -187,8 +190,11 @@ class Repeat(Layer):
     if isinstance(self.unroll, int):
       return self.unroll >= self._rounds
     weights = [w.as_struct() for layer in self._blocks for w in jax.tree.leaves(layer.abstract_init())]
-    are_large = sum(w.size * w.dtype.itemsize for w in weights) >= _LARGE_LAYER * len(self._blocks)
-    return self.num_layers <= (_MOST_DECODED_UNROLLED if are_large else _FEW_DECODED)
+    size = sum(w.size * w.dtype.itemsize for w in weights)
+    if size < _LARGE_LAYER * len(self._blocks):
+      return self.num_layers <= _FEW_DECODED
+    fits_twice = size * self._rounds <= _SHARE_OF_GPU * memory_of_single_gpu()
+    return self.num_layers <= (_MOST_UNROLLED if fits_twice else _MOST_DECODED_UNROLLED)
 
   def unstack_for_decoding(self, variables: NestedDict) -> NestedDict:
     """Returns the layer's variables with an entry for each repetition, by its number, if decoding uses no loop.

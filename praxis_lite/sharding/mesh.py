@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.common.figures import number_of
@@ -189,6 +190,18 @@ def ask_device(question: Callable[[str], T]) -> T:
   _QUESTIONS.setdefault(question)
   device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None) or jax.devices()[0]
   return question(str(device.device_kind))
+
+
+def memory_of_single_gpu() -> float:
+  """Returns the bytes of memory of a GPU that is the whole ambient mesh; 0 on other meshes and for unknown GPUs."""
+  if platform() != 'gpu' or jax.sharding.get_abstract_mesh().size > 1:
+    return 0.0
+  return ask_device(_memory_of)
+
+
+def _memory_of(kind: str) -> float:
+  known = accelerator_of(kind)
+  return 0.0 if known is None else known.memory
 
 
 def have_same_answers(kind: str, other: str) -> bool:

@@ -21,6 +21,7 @@ from praxis_lite.layers import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.chunked_loss import usual_chunk_size
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.sharding import GuardedJit
+from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.padding import padded_shape, slice_to
 from praxis_lite.sharding.specs import to_partition_spec
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -166,6 +167,9 @@ def test_auto_takes_chunks_where_whole_logits_take_much_memory():
   mesh = jax.make_mesh((2,), ('data',), axis_types=(AxisType.Auto,))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     assert output(65536, 1024).whole_logits is not None, 'each device has half of them'
+  for devices, rows, is_whole in (1, 16_384, True), (1, 32_768, False), (2, 16_384, False):  # 4 and 8 of 79 GiB.
+    with jax.sharding.use_abstract_mesh(abstract_mesh({'data': devices}, 'gpu', 'NVIDIA H100 80GB HBM3')):
+      assert (output(65536, rows).whole_logits is not None) == is_whole
 
 
 @pytest.mark.parametrize('size', [0, -3, 2.5, True, 'all'])

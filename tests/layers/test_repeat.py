@@ -16,6 +16,7 @@ from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.remat import REMAT_POLICIES
 from praxis_lite.layers.repeat import Repeat
+from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.weights import WeightHParams, WeightInit
 
 D, LAYERS = 3, 4
@@ -163,6 +164,23 @@ def test_decoding_is_a_loop_if_layers_are_many_or_small(num_layers, dims, is_loo
   layer = repeat({'dims': dims}, num_layers=num_layers).instantiate()
   _, side = jax.eval_shape(lambda: layer.apply({'layers': {}}, 2, method='init_decode_state'))
   assert side.decode_state['layers'].keys() == ({'sum'} if is_loop else set(map(str, range(num_layers))))
+
+
+@pytest.mark.parametrize(
+  'chip, num_layers, is_loop',
+  [
+    ('NVIDIA H100 80GB HBM3', 17, False),
+    ('NVIDIA H100 80GB HBM3', 49, True),
+    ('NVIDIA GeForce RTX 4090', 17, True),  # A quarter of its memory is 5.9 GiB; these layers have 6.4 GiB.
+    ('NVIDIA of tomorrow', 17, True),
+  ],
+)
+def test_a_single_gpu_decodes_more_large_layers_without_a_loop_if_they_fit_twice(chip, num_layers, is_loop):
+  layer = repeat({'dims': 10_000}, num_layers=num_layers).instantiate()
+  for mesh in ({'data': 1}, {'data': 2}):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(mesh, 'gpu', chip)):
+      _, side = jax.eval_shape(lambda: layer.apply({'layers': {}}, 2, method='init_decode_state'))
+    assert (side.decode_state['layers'].keys() == {'sum'}) == (is_loop or mesh['data'] > 1)
 
 
 def _loss_and_grads(layer, variables):

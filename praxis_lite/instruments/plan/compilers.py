@@ -17,7 +17,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from praxis_lite.common.errors import ConfigError, UserError, first_line
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.jax_internals.lowering import pretend_cudnn
 from praxis_lite.common.native_log import collected_log
+from praxis_lite.common.versions import version_of
 from praxis_lite.instruments.plan.targets import gpu_target_config
 from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.layers.base.expected_trips import find_expected_trips
@@ -298,7 +298,7 @@ _ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
 def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
   """Returns a cache key: a hash of everything that a compiled program depends on, and of the paths of layers."""
   digest = hashlib.sha256()
-  versions = [f'{name} {_version(name)}' for name in _PACKAGES]
+  versions = [f'{name} {version_of(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
   chip = [gpu_target_config(topology.target)] if topology.target.cuda else []
   flags = [os.environ.get('XLA_FLAGS', ''), *([str(sorted(step.flags.all.items()))] if step.flags.all else [])]
@@ -307,13 +307,6 @@ def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology,
   digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
   digest.update(repr(find_expected_trips(lowered.as_text(debug_info=True))).encode())
   return digest.hexdigest()[:32]
-
-
-def _version(package: str) -> str:
-  try:
-    return metadata.version(package)
-  except metadata.PackageNotFoundError:
-    return ''
 
 
 def _read(file: Path | None) -> CompiledStep | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import platform
@@ -10,13 +9,13 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from praxis_lite.common.foreign_text import printable, remove_secrets_of_argument
+from praxis_lite.common.versions import version_of
 from praxis_lite.runs.records.work_tree import read_work_tree
 
 _PACKAGES = ('praxis_lite', 'jax', 'jaxlib', 'numpy', 'optax', 'orbax-checkpoint')
@@ -89,8 +88,8 @@ def _command_line() -> str:
 
 def _versions() -> Iterator[tuple[str, str]]:
   for package in _PACKAGES:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-      yield package, metadata.version(package)
+    if found := version_of(package):
+      yield package, found
 
 
 def source_trees() -> Iterator[dict[str, Any]]:

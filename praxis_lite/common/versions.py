@@ -1,0 +1,18 @@
+"""Versions of installed packages, for records and messages."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def version_of(package: str) -> str:
+  """Returns the version of an installed package; '' if none is installed, such as of a folder on PYTHONPATH."""
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return ''
+
+
+def own_version() -> str:
+  """Returns the version of praxis_lite; 'not installed' if it is a folder on PYTHONPATH."""
+  return version_of('praxis_lite') or 'not installed'
