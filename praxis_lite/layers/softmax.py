@@ -170,65 +170,6 @@ class FullSoftmax(ClassLogits):
       if the logits of all classes would take 256 MiB or more on each device, or on a single GPU a twelfth of its
       memory.
     weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split like dimension V.
-    activation_split_dims_mapping: `out`: logits, [..., V].
-  """
-
-  input_dims: int = REQUIRED
-  num_classes: int = REQUIRED
-  use_bias: bool = False
-  soft_cap: float | None = None
-  weight_split_dims_mapping: Config = template(WeightSplit)
-
-  def setup(self) -> None:
-    if self.soft_cap is not None and self.soft_cap <= 0:
-      raise ConfigError(f'{self.path_name}.soft_cap: expected more than 0, or None, got {self.soft_cap}')
-    weight, bias_split = self._declare(self.weight_split_dims_mapping.wt)
-    self.create_variable('w', weight)
-    if self.use_bias:
-      self.create_variable('b', bias_weight(self.num_classes, bias_split))
-
-  def _declare(self, wt: SplitDimsMapping) -> tuple[WeightHParams, SplitDimsMapping]:
-    """Returns the declaration of `w`, and how the classes are split."""
-    weight = WeightHParams((self.input_dims, self.num_classes), tensor_split_dims_mapping=wt)
-    return weight, None if wt is None else wt[-1:]
-
-  def _project(self, x: jax.Array) -> jax.Array:
-    return x @ self.theta.w
-
-  def compute_xent(self, x: jax.Array, class_ids: jax.Array) -> jax.Array:
-    """Returns the loss of each label, [...], without adding auxiliary losses.
-
-    Args:
-      x: [..., D].
-      class_ids: [...] integer labels in [0, V).
-    """
-    output: SoftmaxOutput = self(x, class_ids)
-    return output.xent
-
-  def get_logits(self, x: jax.Array) -> jax.Array:
-    """Returns float32 logits [..., V] for x [..., D]."""
-    # The product is in fprop_dtype: in float32, its gradients would be so too, which matrix units compute slower.
-    logits = self._project(x.astype(self.fprop_dtype))
-    if self.use_bias:
-      logits += self.theta.b
-    logits = to_sum_dtype(self.shard(logits))
-    return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
-
-
-class FullSoftmax(ClassLogits):
-  """logits = x w (+ b), w [D, V], and their cross entropy.
-
-  Attributes:
-    input_dims: D.
-    num_classes: V.
-    use_bias: whether there is a bias.
-    soft_cap: bounds logits smoothly, cap * tanh(logits / cap) (Gemma 2); None disables it.
-    label_smoothing: see `cross_entropy`.
-    z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
-    chunk_size: number of classes of each device for which the cross entropy is computed at a time, so that the logits
-      of all classes are never in memory. None computes all at once, which takes less time. 'auto' uses about 16 chunks
-      if the logits of all classes would take 256 MiB or more on each device, or a twelfth of the memory of a single GPU.
-    weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split like dimension V.
     activation_split_dims_mapping: `out`: logits, [..., V], also those of a chunk.
   """
 
