@@ -192,8 +192,14 @@ def ask_device(question: Callable[[str], T]) -> T:
   return question(str(device.device_kind))
 
 
+_STEPS_OF_MEMORY = 8 << 30
+
+
 def memory_of_single_gpu() -> float:
-  """Returns the bytes of memory of a GPU that is the whole ambient mesh; 0 on other meshes and for unknown GPUs."""
+  """Returns the memory of a GPU that is the whole ambient mesh, in bytes; 0 on other meshes and for unknown GPUs.
+
+  It is rounded to 8 GiB, so that a program that was traced for one GPU serves others with about the same memory.
+  """
   if platform() != 'gpu' or jax.sharding.get_abstract_mesh().size > 1:
     return 0.0
   return ask_device(_memory_of)
@@ -201,7 +207,7 @@ def memory_of_single_gpu() -> float:
 
 def _memory_of(kind: str) -> float:
   known = accelerator_of(kind)
-  return 0.0 if known is None else known.memory
+  return 0.0 if known is None else round(known.memory / _STEPS_OF_MEMORY) * _STEPS_OF_MEMORY
 
 
 def have_same_answers(kind: str, other: str) -> bool:

@@ -42,6 +42,7 @@ from praxis_lite.instruments.plan.lowered_steps import LoweredStep, LoweredSteps
 from praxis_lite.instruments.plan.memory import Memory, live_memory, state_bytes
 from praxis_lite.instruments.plan.model_work import ModelWork, model_work
 from praxis_lite.instruments.plan.slow_operations import find_slow_operations
+from praxis_lite.instruments.plan.targets import MEASURED
 from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.instruments.plan.uncertainty import time_factors
 from praxis_lite.instruments.plan.why import Why
@@ -304,6 +305,8 @@ class _Planner:
       notes.append('times on cpu are of an imagined machine, and only orders of magnitude')
     elif target.efficiency.calibrated:
       notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
+    elif target.name in MEASURED:
+      notes.append(f'times take shares of the published figures of {target.name} that were measured on another H100')
     else:
       notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
     if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:

@@ -14,7 +14,7 @@ from praxis_lite.common.accelerators import ACCELERATORS, Accelerator, accelerat
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-  """Shares of the published figures that programs reach.
+  """Shares of the published figures that programs reach; see `calibration.py`.
 
   Attributes:
     compute: share of the peak in matrix products.
@@ -35,10 +35,10 @@ class Efficiency:
   calibrated: str = ''
 
 
-# The best matrix products reach 86 % on A100, 80 % on H100 and H200, 78 % on B200 (Machine Learning Engineering Open
-# Book, "Maximum Achievable Matmul FLOPS"). We assume 0.9 of that for the products of a step, because their shapes are
-# not optimal and they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s;
-# links of 8 H100 reach 370 of 450 GB/s (How to Scale Your Model, chapters 2 and 12). The other shares are assumptions.
+# The best matrix products reach 86 % on A100 and 78 % on B200 (Machine Learning Engineering Open Book, "Maximum
+# Achievable Matmul FLOPS"). We assume 0.9 of that for the products of a step, because their shapes are not optimal and
+# they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s; links of 8 H100 reach
+# 370 of 450 GB/s (How to Scale Your Model, chapters 2 and 12). The other shares are assumptions.
 _TPU = Efficiency(0.9, 0.6, 0.85, 0.9, 0.8, 0.5e-6, 1e-6)
 _GPU = Efficiency(0.70, 0.5, 0.85, 0.8, 0.8, 3e-6, 4e-6)
 _CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)
@@ -46,10 +46,17 @@ _CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)
 # 2026) has 3.17 s of products for 2.26 to 2.31e15 FLOPs, 78 % of the peak. Its attention, by tokamax's kernels, reaches
 # 36 %, and from the time of a step with JAX's splash attention instead, we compute 30 %. There, products with 128 dims
 # per head fill half of a unit, so we assume 60 % for heads that fill it, on all TPUs.
-_COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'h100': 0.72, 'h200': 0.72, 'b200': 0.70, 'gb200': 0.70, 'v6e': 0.78}
+_COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'b200': 0.70, 'gb200': 0.70, 'v6e': 0.78}
+# The developers of praxis_lite measured one H100 SXM of 700 W (docs/benchmarks.md): a product of matrices of 16,384
+# rows and columns; attention of 128 dims per head, by the difference of steps of 16,384 and of 2,048 tokens; x + 1; and
+# small operations in a row. An H200 has the same processor. Links and network were not measured.
+_HOPPER = dataclasses.replace(_GPU, compute=0.69, attention=0.56, memory=0.87, seconds_per_operation=0.9e-6)
+MEASURED = {'h100': _HOPPER, 'h200': _HOPPER}
 
 
 def _assume_efficiency(accelerator: Accelerator) -> Efficiency:
+  if accelerator.name in MEASURED:
+    return MEASURED[accelerator.name]
   if accelerator.kind == 'gpu':
     return dataclasses.replace(_GPU, compute=_COMPUTE.get(accelerator.name, _GPU.compute))
   if accelerator.kind == 'tpu':
