@@ -403,6 +403,11 @@ def test_attention_takes_longer_if_its_heads_do_not_fill_the_units_for_products(
   assert found.seconds == pytest.approx(5e12 / target.peak('bf16') / (target.efficiency.attention * filled))
 
 
+def test_attention_of_narrow_heads_takes_longer_on_gpus_too():
+  h100 = find_target('h100')
+  assert h100.attention_share(64) < h100.attention_share(128) == h100.attention_share(256)
+
+
 _OFFLOADED = """HloModule step, is_scheduled=true, num_partitions=8
 
 %sum (x: f32[], y: f32[]) -> f32[] {

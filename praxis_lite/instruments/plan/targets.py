@@ -48,9 +48,12 @@ _CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)
 # per head fill half of a unit, so we assume 60 % for heads that fill it, on all TPUs.
 _COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'b200': 0.70, 'gb200': 0.70, 'v6e': 0.78}
 # The developers of praxis_lite measured one H100 SXM of 700 W (docs/benchmarks.md): a product of matrices of 16,384
-# rows and columns; attention of 128 dims per head, by the difference of steps of 16,384 and of 2,048 tokens; x + 1; and
-# small operations in a row. An H200 has the same processor. Links and network were not measured.
-_HOPPER = dataclasses.replace(_GPU, compute=0.69, attention=0.56, memory=0.87, seconds_per_operation=0.9e-6)
+# rows and columns; attention of 128 dims per head, by the difference of steps of 16,384 and of 2,048 tokens; and x + 1.
+# An H200 has the same processor. Links and network were not measured. Small operations in a row took 0.9 us, but steps
+# with many of them fit better to the assumed 3 us.
+_HOPPER = dataclasses.replace(_GPU, compute=0.69, attention=0.56, memory=0.87)
+# The share of heads with 64 dims, relative to 128, by the difference of steps of 8,192 and of 1,024 tokens.
+_NARROW_HEADS = 0.77
 MEASURED = {'h100': _HOPPER, 'h200': _HOPPER}
 
 
@@ -110,8 +113,10 @@ class Target(Accelerator):
     """Returns the share of the peak that a fused kernel for attention reaches.
 
     A product with few dims per head, of queries and keys or of probabilities and values, leaves rows or columns of a
-    TPU's units unused.
+    TPU's units unused. On a GPU, narrow heads have more exponentials for each product.
     """
+    if self.kind == 'gpu':
+      return self.efficiency.attention * (_NARROW_HEADS if dims_per_head <= 64 else 1.0)
     side = _LARGE_UNITS.get(self.name, 128) if self.kind == 'tpu' else 1
     return self.efficiency.attention * min(1.0, dims_per_head / side)
 
