@@ -3,6 +3,8 @@
     a scan, or circular_repeat = 1     mdl_vars.w [layers, ...]          opt_states.repeated_6.mu.w [layers, ...]
     circular_repeat = R                mdl_vars.w [R, layers / R, ...]   opt_states.repeated_2_3.mu.w
 
+In the state of a `MultiLearner`, the name of a rule precedes the group: opt_states.encoder.repeated_6.mu.w.
+
 The order of the layers is always the same, so each array is a reshape of the wanted one. Optimizers that update each
 layer separately have the sizes of the stack in the names of their states; see `training/learning/optimizer.py`.
 """
@@ -24,7 +26,7 @@ from praxis_lite.sharding.padding import pad_to, padded_shape, slice_to
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.specs import all_axes, axes_to_entry, complete_spec
 
-_GROUP = re.compile(r'^(opt_states\.)repeated(?:_\d+)+(?=\.)')
+_GROUP = re.compile(r'^(opt_states\.(?:\w+\.)?)repeated(?:_\d+)+(?=\.)')
 
 
 class _Source(NamedTuple):

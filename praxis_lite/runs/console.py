@@ -20,7 +20,8 @@ from praxis_lite.common.figures import short_number, significant_digits
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.throughput import Rates
 
-# The metrics that a training line shows, and their labels; other metrics are only in the summaries.
+# The metrics that a training line shows, and their labels; other metrics are only in the summaries. The learning rates
+# of the rules of a `MultiLearner`, such as 'learning_rate/head', are shown like one, as 'lr/head'.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
 # The share of time that devices wait for input, and the least share that a training line shows.
 _INPUT_WAIT, _LEAST_WAIT = 'speed/input_wait', 0.05
@@ -107,7 +108,12 @@ def train_line(step: int, total: int, metrics: Mapping[str, ArrayLike], rates: R
 
 def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list[str]:
   """Returns the figures that follow the step number in a training line."""
-  figures = [f'{label} {_format(name, metrics[name])}' for name, label in _TRAIN_COLUMNS.items() if name in metrics]
+  figures = [
+    f'{label}{name.removeprefix(column)} {_format(column, metrics[name])}'
+    for column, label in _TRAIN_COLUMNS.items()
+    for name in metrics
+    if name == column or (column == 'learning_rate' and name.startswith(f'{column}/'))
+  ]
   if rates is not None:
     examples, tokens = rates.examples_per_second, rates.tokens_per_second
     figures.append(f'{short_number(rates.steps_per_second)} step/s')

@@ -124,7 +124,7 @@ class InputProgram(Generic[Out]):
     settings: EvalParams | DecodeParams = getattr(task, section)
     self.split = split
     self.use_ema = settings.use_ema
-    self.is_of_average = settings.use_ema and task.learner.ema_decay > 0
+    self.is_of_average = settings.use_ema and task.learner.keeps_averages
     self._step = step
     self._data = data
     self._key = prng_key

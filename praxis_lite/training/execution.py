@@ -256,15 +256,19 @@ class ShardMapped(Execution):
   def _check_optimizer(self) -> None:
     weights = self._task.model.abstract_init()
     learner = self._task.learner.bind(weights)
-    trained = [path for path in leaves(weights) if learner.is_trained(path)]
-    split = [path for path in trained if any(self._sizes[a] > 1 for a in all_axes(self._specs[path]))]
-    names = learner.not_elementwise() if split else []
+    split: dict[Path, tuple[int, ...]] = {}
+    for path in leaves(weights):
+      dims = [dim for dim, entry in enumerate(self._specs[path]) if any(self._sizes[a] > 1 for a in all_axes([entry]))]
+      if dims and learner.is_trained(path):
+        split[path] = tuple(dims)
+    where, names = learner.needs_whole(split)
     if names:
       of_moments = any('learner.moments' in name for name in names)
       other = "set it to 'bfloat16'" if of_moments else 'use an elementwise optimizer such as adamw'
       raise ConfigError(
-        f"learner.optimizer: {', '.join(names)} needs whole tensors, and under partitioning='shard_map' each device "
-        f"updates its part of {path_name(split[0])}; {other}, leave the weights whole, or set task.partitioning='auto'"
+        f"{where}: {', '.join(names)} needs whole tensors, and under partitioning='shard_map' each device "
+        f'updates its part of {path_name(next(iter(split)))}; {other}, leave the weights whole, or set '
+        "task.partitioning='auto'"
       )
 
 

@@ -17,7 +17,7 @@ from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
 from praxis_lite.sharding.batch import batch_size
 from praxis_lite.training.execution import Execution
-from praxis_lite.training.learning.learner import BoundLearner
+from praxis_lite.training.learning.base_learner import BoundLearner
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.task import SingleTask

@@ -15,7 +15,8 @@ from praxis_lite.common.files import is_url
 from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.mesh import GivenMeshShape, create_device_mesh, fill_mesh_shape, mesh_sizes, read_mesh_shape
 from praxis_lite.sharding.xla_flags import Flag, check_xla_flags
-from praxis_lite.training.learning import Learner
+from praxis_lite.training.learning import BaseLearner, Learner
+from praxis_lite.training.learning.multi_learner import nested_learners
 
 
 def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
@@ -279,16 +280,17 @@ class SingleTask(Configurable):
       if params.max_batches is not None and params.max_batches < 1:
         raise ConfigError(f'task.{section}.max_batches = {params.max_batches}: expected at least 1, or None for all')
     built = target(self.train.learner)
-    if not (isinstance(built, type) and issubclass(built, Learner)):
+    if not (isinstance(built, type) and issubclass(built, BaseLearner)):
       raise ConfigError(
         f'task.train.learner: expected the config of a Learner, got that of {getattr(built, "__name__", built)}; an '
         'optimizer is a field of it: Config(Learner, optimizer=Config(optax.adam), learning_rate=1e-3)'
       )
     with prefix_errors('task.train', 'learner'):
       learner = self.train.learner.clone()
-      if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
-        learner.schedule.total_steps = self.train.num_train_steps
-      self.learner: Learner = learner.instantiate()
+      for one in nested_learners(learner).values():
+        if getattr(one.schedule, 'total_steps', None) is REQUIRED:
+          one.schedule.total_steps = self.train.num_train_steps
+      self.learner: BaseLearner = learner.instantiate()
     model_p: object = self.model
     inherited = ('mesh_axis_names', 'logical_axis_rules')
     if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):

@@ -244,7 +244,8 @@ def lamb_of_a_clipped_gradient(learning_rate: float) -> optax.GradientTransforma
 )
 def test_what_needs_whole_variables_is_named(optimizer: Config, at_fault: list[str]) -> None:
   learner = Config(Learner, optimizer=optimizer).instantiate().bind(declarations())
-  assert learner.not_elementwise() == at_fault
+  assert learner.needs_whole({('lm', 'emb', 'w'): (0,)}) == ('learner.optimizer', at_fault)
+  assert learner.needs_whole({}) == ('learner.optimizer', [])
 
 
 def test_an_optimizer_of_a_users_own_that_looks_at_all_and_at_each_is_refused_where_layers_are_repeated() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from praxis_lite.common.config import Config, config_values, nested_configs, target
-from praxis_lite.common.config.references import dotted_name
+from praxis_lite.common.config import Config, config_values, nested_configs
 from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.instruments.explain.explanation import Explanation, format_counts, format_mesh
 from praxis_lite.instruments.explain.report import report_of
@@ -77,10 +76,7 @@ def _microbatch_rows(task: SingleTask, examples: int | None, num_devices: int) -
 def _training(task: SingleTask, examples: int | None, tokens: int | None) -> str:
   steps, learner = task.train.num_train_steps, task.learner
   length = f' = {number_of(steps * examples * tokens, "token")}' if examples and tokens else ''
-  return (
-    f'{number_of(steps, "step")}{length}; {dotted_name(target(learner.optimizer))}, learning rate '
-    f'{learner.learning_rate:g}'
-  )
+  return f'{number_of(steps, "step")}{length}; {learner.describe()}'
 
 
 def _training_dataset(datasets: Iterable[Config]) -> Config | None:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from praxis_lite.common.config import Config
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.instruments.explain.report import task_and_inputs
@@ -28,6 +29,7 @@ from praxis_lite.instruments.plan.searching import Correction, Elsewhere
 from praxis_lite.layers.base.facts import KnobKind
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.learning.moments import MOMENTS
+from praxis_lite.training.learning.multi_learner import nested_learners
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 # If less than this share of a step is exposed communication, no other mesh is proposed.
@@ -130,16 +132,26 @@ class WhatIf:
     )
 
   def _state_changes(self) -> Iterator[tuple[str, str]]:
-    train = self.config.task.train
+    train, learners = self.config.task.train, self._learners
     for dtype in MOMENTS:
-      if dtype != train.learner.moments:
-        yield f'moments in {dtype}', f'task.train.learner.moments={dtype}'
-    if train.learner.ema_decay:
-      yield 'without moving averages', 'task.train.learner.ema_decay=0.0'
+      if any(learner.moments != dtype for learner in learners):
+        yield f'moments in {dtype}', f'{self._learner_path}.moments={dtype}'
+    if any(learner.ema_decay for learner in learners):
+      yield 'without moving averages', f'{self._learner_path}.ema_decay=0.0'
     else:
-      yield 'with moving averages', 'task.train.learner.ema_decay=0.9999'
+      yield 'with moving averages', f'{self._learner_path}.ema_decay=0.9999'
     if not train.offload_optimizer_state:
       yield 'slots in the memory of the host', 'task.train.offload_optimizer_state=True'
+
+  @property
+  def _learners(self) -> list[Config]:
+    return list(nested_learners(self.config.task.train.learner).values())
+
+  @property
+  def _learner_path(self) -> str:
+    """The path of the learner, or of the learners of all rules."""
+    is_one = '' in nested_learners(self.config.task.train.learner)
+    return 'task.train.learner' if is_one else 'task.train.learner.rules[*].learner'
 
   # ---------------------------------------------------------------- batch and length
 
@@ -234,11 +246,11 @@ class WhatIf:
       if knob.kind is not KnobKind.MICROBATCHES:
         is_policy = knob.kind is KnobKind.REMATERIALISATION
         yield from (tuple(knob.overrides(v)) for v in knob.neighbours(knob.own) if v == 'full' or not is_policy)
-    learner = self.config.task.train.learner
-    for dtype in MOMENTS[MOMENTS.index(learner.moments) + 1 :]:
-      yield (f'task.train.learner.moments={dtype}',)
-    if learner.ema_decay:
-      yield ('task.train.learner.ema_decay=0.0',)
+    least = min(MOMENTS.index(learner.moments) for learner in self._learners)
+    for dtype in MOMENTS[least + 1 :]:
+      yield (f'{self._learner_path}.moments={dtype}',)
+    if any(learner.ema_decay for learner in self._learners):
+      yield (f'{self._learner_path}.ema_decay=0.0',)
 
   def _largest_parts(self, others: tuple[str, ...]) -> list[Change]:
     """Returns changes that make the step fit, on top of `others`: more microbatches, or a smaller batch."""

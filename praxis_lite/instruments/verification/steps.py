@@ -26,7 +26,8 @@ from praxis_lite.sharding.guards import Guarded
 from praxis_lite.sharding.layout import StateLayout, is_prng_key
 from praxis_lite.sharding.padding import pad_to, slice_to
 from praxis_lite.sharding.slots import owner_of
-from praxis_lite.training.learning.schedules import Constant
+from praxis_lite.training.learning import Constant, Learner
+from praxis_lite.training.learning.multi_learner import nested_learners, nested_rules
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState, state_layout
@@ -162,11 +163,20 @@ def task_of(config: Config[SingleTask], kind: StepKind) -> SingleTask:
   config = config.clone()
   learner = config.train.learner
   if kind is StepKind.UPDATE:
-    learner.set(schedule=Config(Constant), learning_rate=max(learner.learning_rate, _LEARNING_RATE))
+    for one in nested_learners(learner).values():
+      one.set(schedule=Config(Constant), learning_rate=max(one.learning_rate, _LEARNING_RATE))
+    for rule in nested_rules(learner):  # All of them train in the first step.
+      rule.set(train_from_step=0, train_until_step=None)
   elif kind is StepKind.GRADIENT:
-    learner.set(optimizer=Config(keep_gradients), schedule=Config(Constant), per_layer_statistics=False)
-    learner.set(l2_regularizer_weight=0.0, decoupled_weight_decay=0.0, ema_decay=0.0, on_nonfinite='ignore')
-    learner.set(clip_gradient_norm_to_value=0.0, clip_gradient_single_norm_to_value=0.0, clip_gradient_value=0.0)
+    config.train.learner = Config(
+      Learner,
+      optimizer=Config(keep_gradients),
+      per_layer_statistics=False,
+      on_nonfinite='ignore',
+      num_microbatches=learner.num_microbatches,
+      bprop_variable_inclusion=learner.bprop_variable_inclusion,
+      bprop_variable_exclusion=learner.bprop_variable_exclusion,
+    )
   return config.instantiate()
 
 

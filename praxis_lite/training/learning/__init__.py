@@ -1,7 +1,11 @@
 """Learning: how a gradient changes the variables, with any optax optimizer."""
 
+from praxis_lite.training.learning.base_learner import BaseLearner, LearnerUpdate
 from praxis_lite.training.learning.composed_schedules import CycleSchedule, PiecewiseSchedule
-from praxis_lite.training.learning.learner import Learner, LearnerUpdate
+from praxis_lite.training.learning.layer_decay import LayerDecay
+from praxis_lite.training.learning.learner import Learner
+from praxis_lite.training.learning.learner_rule import LearnerRule
+from praxis_lite.training.learning.multi_learner import MultiLearner
 from praxis_lite.training.learning.schedules import (
   BaseSchedule,
   Constant,
@@ -22,6 +26,7 @@ from praxis_lite.training.learning.schedules import (
 )
 
 __all__ = [
+  'BaseLearner',
   'BaseSchedule',
   'Constant',
   'ContinuousSchedule',
@@ -29,7 +34,9 @@ __all__ = [
   'CycleSchedule',
   'DelayedCosine',
   'Exponential',
+  'LayerDecay',
   'Learner',
+  'LearnerRule',
   'LearnerUpdate',
   'Linear',
   'LinearWarmupCosine',
@@ -37,6 +44,7 @@ __all__ = [
   'LinearWarmupPiecewiseConstant',
   'LinearWarmupPolynomialDecay',
   'LinearWarmupSqrtDecay',
+  'MultiLearner',
   'PiecewiseConstant',
   'PiecewiseSchedule',
   'Polynomial',

@@ -1,0 +1,300 @@
+"""What all learners do in a step: which variables they train, and what happens if a step is not finite.
+
+    gradient -> [the learner: updates and new slots] -> new variables -> moving averages
+
+If its loss or gradient is not finite, a step changes neither variables nor slots nor averages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.trees import NestedDict, Path, leaves, merge, path_name, select, suggest_pattern
+from praxis_lite.sharding.mesh import platform
+from praxis_lite.sharding.weights import WeightHParams, is_dtype
+from praxis_lite.training.learning.optimizer import States
+
+T = TypeVar('T')
+# Tree of sums over parts of variables -> tree of sums over the whole variables.
+SumParts = Callable[[NestedDict], NestedDict]
+
+
+class LearnerUpdate(NamedTuple):
+  """The result of `Learner.update`.
+
+  Attributes:
+    mdl_vars: all variables, the trained ones updated.
+    opt_states: new optimizer state.
+    ema_vars: new moving averages; None if they are disabled.
+    stats: float32 scalars: learning_rate, grad_norm (of the whole gradient, before clipping), skipped (0 or 1; absent
+      if on_nonfinite is 'ignore'), and param_norm if report_param_norm is set.
+    finite: whether loss and gradient were finite; None if on_nonfinite is 'ignore'.
+  """
+
+  mdl_vars: NestedDict
+  opt_states: States
+  ema_vars: NestedDict | None
+  stats: dict[str, jax.Array]
+  finite: jax.Array | None
+
+
+class BaseLearner:
+  """What a task and its run need to know of a learner. Subclasses are `Configurable`, and declare these fields."""
+
+  clip_gradient_norm_to_value: float
+  bprop_variable_inclusion: tuple[str, ...] | str
+  bprop_variable_exclusion: tuple[str, ...] | str
+  num_microbatches: int
+  on_nonfinite: str
+  report_param_norm: bool
+  _bound: tuple[NestedDict, BoundLearner] | None = None
+
+  @property
+  def keeps_averages(self) -> bool:
+    """Whether there are moving averages of some variables."""
+    raise NotImplementedError
+
+  def describe(self) -> str:
+    """Returns the optimizers and their learning rates in a few words, for summaries."""
+    raise NotImplementedError
+
+  def bind(self, weights: NestedDict) -> BoundLearner:
+    """Returns this learner for the variables of a model, declared by `weights`, its `abstract_init()`.
+
+    Raises ConfigError if a regex is not valid or matches no variable, if no variable is left to train, or if a
+    schedule does not return a scalar.
+    """
+    if self._bound is None or self._bound[0] != weights:  # A bound learner caches facts about its optimizer.
+      self._bound = weights, self._bind(weights)
+    return self._bound[1]
+
+  def _bind(self, weights: NestedDict) -> BoundLearner:
+    raise NotImplementedError
+
+  def _check_common_fields(self) -> None:
+    check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'rollback', 'ignore'))
+    if self.num_microbatches < 1:
+      raise ConfigError(f'learner.num_microbatches: expected at least 1, got {self.num_microbatches}')
+
+  def _check_limits(self, *fields: str) -> None:
+    for field in fields:
+      if not getattr(self, field) >= 0:
+        raise ConfigError(f'learner.{field}: expected a limit above 0, or 0 for none, got {getattr(self, field)}')
+
+
+class BoundLearner:
+  """A learner and the declarations of the variables that it trains."""
+
+  def __init__(self, learner: BaseLearner, weights: NestedDict):
+    self._common = learner
+    self.num_microbatches = learner.num_microbatches
+    declared = leaves(weights)
+    included = matching_paths('learner.bprop_variable_inclusion', learner.bprop_variable_inclusion, declared)
+    excluded = matching_paths('learner.bprop_variable_exclusion', learner.bprop_variable_exclusion, declared)
+    self._trained = {
+      path
+      for path, weight in declared.items()
+      if weight.trainable and (path in included or not learner.bprop_variable_inclusion) and path not in excluded
+    }
+    if not self._trained and any(weight.trainable for weight in declared.values()):
+      raise ConfigError('learner: bprop_variable_inclusion and bprop_variable_exclusion leave no variable to train')
+    for path in self._trained:
+      if not is_dtype(declared[path].dtype, jnp.floating):
+        raise ConfigError(
+          f'{path_name(path)} is {jnp.dtype(declared[path].dtype)}, which no optimizer can train; declare it with '
+          'create_variable(..., trainable=False)'
+        )
+    self._declared = self.select_trained(weights)
+
+  # ---------------------------------------------------------------- which variables
+
+  def split(self, tree: NestedDict) -> tuple[NestedDict, NestedDict]:
+    """Splits `tree`, a nested dict like the model's variables, into the trained part and the rest."""
+    return self.select_trained(tree), select(tree, lambda path: path not in self._trained)
+
+  def select_trained(self, tree: NestedDict) -> NestedDict:
+    """Returns the part of `tree` that is trained."""
+    return select(tree, self._trained.__contains__)
+
+  def is_trained(self, path: Path) -> bool:
+    """Whether the variable at `path` is trained."""
+    return path in self._trained
+
+  def remark(self, path: Path) -> str:
+    """Returns how the trained variable at `path` is trained, for reports; '' if there is nothing to say."""
+    del path
+    return ''
+
+  # ---------------------------------------------------------------- state
+
+  def init(self, mdl_vars: NestedDict) -> States:
+    """Returns the initial optimizer state: slots only for the trained variables."""
+    raise NotImplementedError
+
+  def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
+    """Returns the initial moving averages, copies of the trained variables; None if they are disabled."""
+    raise NotImplementedError
+
+  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
+    """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along.
+
+    The axis is None for a dimension that runs along no single axis.
+    """
+    raise NotImplementedError
+
+  def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
+    """Returns what may treat a part of a variable differently from the whole: a field's path, and names of functions.
+
+    Args:
+      split_dims: the dimensions that are split, of each variable that has any.
+    """
+    raise NotImplementedError
+
+  # ---------------------------------------------------------------- the update
+
+  def update(
+    self,
+    gradients: NestedDict,
+    loss: jax.Array,
+    mdl_vars: NestedDict,
+    opt_states: States,
+    ema_vars: NestedDict | None,
+    step: jax.Array,
+    sum_parts: SumParts = lambda sums: sums,
+  ) -> LearnerUpdate:
+    """Applies a gradient.
+
+    Args:
+      gradients: the gradients of the trained variables, a part of the variable tree.
+      loss: the loss; if it is not finite, the step is not applied. It is the same on all devices.
+      mdl_vars: all variables.
+      opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
+      step: number of steps taken before this one.
+      sum_parts: sums over devices, if each device has only a part of some variables.
+
+    Raises:
+      ConfigError: the optimizer cannot be built from its config, or needs an argument that training steps do not have.
+    """
+    learner, variables = self._common, self.select_trained(mdl_vars)
+    gradients = self._prepare(gradients, step)
+    squares = squares_of(gradients, sum_parts)
+    grad_norm = norm_of(squares)
+    finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+
+    def change() -> tuple[NestedDict, States, NestedDict | None]:
+      updates, states = self.updates(gradients, squares, loss, variables, opt_states, step, sum_parts)
+      new_variables = optax.apply_updates(variables, updates)
+      return new_variables, states, self.update_averages(ema_vars, new_variables, step)
+
+    if finite is None:
+      new_variables, new_states, ema_vars = change()
+    else:
+      new_variables, new_states, ema_vars = change_if(finite, change, (variables, opt_states, ema_vars))
+    stats = self._stats(step, squares) | {'grad_norm': grad_norm}
+    if finite is not None:
+      stats['skipped'] = 1.0 - finite.astype(jnp.float32)
+    if learner.report_param_norm:
+      stats['param_norm'] = norm_of(squares_of(new_variables, sum_parts))
+    return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
+
+  def updates(
+    self,
+    gradients: NestedDict,
+    squares: NestedDict,
+    loss: jax.Array,
+    variables: NestedDict,
+    opt_states: States,
+    step: jax.Array,
+    sum_parts: SumParts,
+  ) -> tuple[NestedDict, States]:
+    """Returns (updates to add to the trained variables, new optimizer state).
+
+    Args:
+      gradients, variables: of the trained variables.
+      squares: the squared norm of each gradient, a scalar.
+      loss, opt_states, step, sum_parts: as for `update`.
+    """
+    raise NotImplementedError
+
+  def update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
+    """Returns the moving averages after a step that gave these values to the trained variables."""
+    raise NotImplementedError
+
+  def norms(self, gradients: NestedDict, sum_parts: SumParts) -> NestedDict:
+    """Returns the norm of each gradient, in float32: a scalar, or [layers, 1, ...] for a stack of layers."""
+    return jax.tree.map(jnp.sqrt, squares_of_layers(gradients, self._declared, sum_parts))
+
+  def _prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
+    """Returns the gradients that count in the step."""
+    del step
+    return gradients
+
+  def _stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
+    """Returns float32 scalars to report: learning rates, and what else the learner knows."""
+    raise NotImplementedError
+
+
+def matching_paths(where: str, patterns: Iterable[str] | str, declared: Mapping[Path, WeightHParams]) -> set[Path]:
+  """Returns the paths of variables that one of the regexes matches as a whole.
+
+  Raises:
+    ConfigError: a regex is not valid, or matches none. `where` is the path of the field, for the message.
+  """
+  matching: set[Path] = set()
+  for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+    try:
+      matched = {path for path in declared if re.fullmatch(pattern, path_name(path))}
+    except re.error as error:
+      raise ConfigError(f'{where}: {pattern!r} is not a regular expression: {error}') from None
+    if not matched:
+      close = suggest_pattern(pattern, map(path_name, declared))
+      raise ConfigError(f'{where}: {pattern!r} matches no variable.{close}')
+    matching |= matched
+  return matching
+
+
+def change_if(condition: jax.Array, changed: Callable[[], T], kept: T) -> T:
+  """Returns `changed()` if `condition`, else `kept`, which has the same structure and consists of donated arrays.
+
+  On a GPU, `where` chooses each element in the same pass that updates the array; with a branch, XLA would copy every
+  result: twice the bytes of all variables and slots. Elsewhere a branch is used, which XLA updates in place; `where`
+  would need a separate pass over each array, and a copy of the old one.
+  """
+  if platform() == 'gpu':
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), changed(), kept)
+  return jax.lax.cond(condition, changed, lambda: kept)
+
+
+# ---------------------------------------------------------------- norms
+
+
+def squares_of(tree: NestedDict, sum_parts: SumParts) -> NestedDict:
+  """Returns the squared norm of each array, a float32 scalar."""
+  return sum_parts(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
+
+
+def norm_of(squares: NestedDict) -> jax.Array:
+  """Returns the norm of all arrays of a tree as one vector, from their squared norms."""
+  return jnp.sqrt(sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32)))
+
+
+def squares_of_layers(gradients: NestedDict, weights: NestedDict, sum_parts: SumParts) -> NestedDict:
+  """Returns the squared norm of each gradient; for a stack of layers, one per layer: [layers, 1, ...]."""
+
+  def square(gradient: jax.Array, weight: WeightHParams) -> jax.Array:
+    axes = tuple(range(len(weight.repeat_prefix), gradient.ndim))
+    return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=axes, keepdims=True)
+
+  return sum_parts(jax.tree.map(square, gradients, weights))
+
+
+def clip_to_norm(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
+  """Returns the gradient, made smaller if `norm` is above the limit."""
+  return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)

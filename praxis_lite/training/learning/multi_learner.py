@@ -1,0 +1,257 @@
+r"""MultiLearner: several learners, each for the variables that its rule takes.
+
+    rules = (
+      Config(LearnerRule, name='encoder', regex=r'encoder\..*', learner=..., train_from_step=1000),
+      Config(LearnerRule, name='head', learner=...),                           # no regex: all others
+    )
+
+    gradient -> factors of gradients -> clipping of the whole -> each learner its part -> factors of updates
+
+    opt_states = {'encoder': {'all': state}, 'head': {'all': state}}
+
+A rule that does not train in a step adds nothing to the norm of the gradient, and keeps its slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config, Configurable, config_values, target
+from praxis_lite.common.errors import prefix_errors
+from praxis_lite.common.trees import NestedDict, Path, map_with_path, merge, select
+from praxis_lite.training.learning.base_learner import (
+  BaseLearner,
+  BoundLearner,
+  SumParts,
+  change_if,
+  clip_to_norm,
+  norm_of,
+)
+from praxis_lite.training.learning.learner_rule import LearnerRule, assign_variables, build_rules
+from praxis_lite.training.learning.optimizer import States
+
+
+class MultiLearner(BaseLearner, Configurable):
+  """Several learners, each for a part of the variables; Praxis calls it `MultiOptimizerLearner`.
+
+  Attributes:
+    rules: configs of `LearnerRule`s. Each trained variable belongs to exactly one.
+    clip_gradient_norm_to_value: upper limit of the norm of the gradients of all rules together; 0 disables it. The
+      field of a rule's learner limits the norm of the rule's part, after that.
+    bprop_variable_inclusion: regexes that match whole variable paths; only these are trained. Empty trains all.
+    bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
+    num_microbatches: gradients are accumulated over this many parts of a batch.
+    on_nonfinite: what to do in a step whose loss or gradient norm is not finite, as for a `Learner`; gradients of rules
+      that do not train in the step do not count.
+    report_param_norm: adds the norm of the trained variables to the stats.
+
+  The stats have, for each rule, `grad_norm/<name>`, and `learning_rate/<name>`: with its `update_factor`, and 0 if it
+  does not train in the step.
+
+  Raises:
+    ConfigError: a value is out of range, or a rule or its learner cannot be built.
+  """
+
+  _config_path = 'learner'
+
+  rules: tuple[Config, ...] = REQUIRED
+  clip_gradient_norm_to_value: float = 0.0
+  bprop_variable_inclusion: tuple[str, ...] | str = ()
+  bprop_variable_exclusion: tuple[str, ...] | str = ()
+  num_microbatches: int = 1
+  on_nonfinite: str = 'skip'
+  report_param_norm: bool = False
+
+  def __post_init__(self) -> None:
+    self._check_common_fields()
+    self._check_limits('clip_gradient_norm_to_value')
+    self._rules = build_rules(self.rules)
+
+  @property
+  def keeps_averages(self) -> bool:
+    return any(rule.built_learner.keeps_averages for rule in self._rules)
+
+  def describe(self) -> str:
+    return '; '.join(f'{rule.name}: {rule.built_learner.describe()}' for rule in self._rules)
+
+  def _bind(self, weights: NestedDict) -> BoundLearner:
+    return _SeveralOptimizers(self, self._rules, weights)
+
+
+def nested_learners(config: Config) -> dict[str, Config]:
+  """Returns the config of each `Learner` in the config of a learner, by its path in it: '' if it is one.
+
+  In that of a `MultiLearner`, they are at 'rules[0].learner' and so on.
+  """
+  if not _is_multi(config):
+    return {'': config}
+  found = {i: config_values(rule).get('learner') for i, rule in enumerate(nested_rules(config))}
+  return {f'rules[{i}].learner': learner for i, learner in found.items() if isinstance(learner, Config)}
+
+
+def nested_rules(config: Config) -> list[Config]:
+  """Returns the configs of the rules in the config of a learner; none if it is not that of a `MultiLearner`."""
+  rules = config.rules if _is_multi(config) else ()
+  return [rule for rule in rules if isinstance(rule, Config)] if isinstance(rules, list | tuple) else []
+
+
+def _is_multi(config: Config) -> bool:
+  kind = target(config)
+  return isinstance(kind, type) and issubclass(kind, MultiLearner)
+
+
+class _SeveralOptimizers(BoundLearner):
+  """A `MultiLearner` and the declarations of the variables that it trains."""
+
+  def __init__(self, learner: MultiLearner, rules: list[LearnerRule], weights: NestedDict):
+    super().__init__(learner, weights)
+    self._limit = learner.clip_gradient_norm_to_value
+    self._owners = assign_variables(rules, self._declared)
+    self._parts = [_Part(i, rule, self._owned_by(i), weights) for i, rule in enumerate(rules)]
+
+  def _owned_by(self, index: int) -> NestedDict:
+    return select(self._declared, lambda path: self._owners[path] == index)
+
+  def remark(self, path: Path) -> str:
+    return self._parts[self._owners[path]].rule.describe()
+
+  def init(self, mdl_vars: NestedDict) -> States:
+    return {part.name: part.init(mdl_vars) for part in self._parts}
+
+  def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
+    return _merge_averages(part.learner.init_ema(mdl_vars) for part in self._parts)
+
+  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
+    return {(part.name, *path): axes for part in self._parts for path, axes in part.slot_axes().items()}
+
+  def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
+    found = [part.needs_whole(split_dims) for part in self._parts]
+    return next(((where, names) for where, names in found if names), ('learner.rules', []))
+
+  def updates(
+    self,
+    gradients: NestedDict,
+    squares: NestedDict,
+    loss: jax.Array,
+    variables: NestedDict,
+    opt_states: States,
+    step: jax.Array,
+    sum_parts: SumParts,
+  ) -> tuple[NestedDict, States]:
+    if limit := self._limit:
+      norm = norm_of(squares)
+      gradients = jax.tree.map(lambda g: clip_to_norm(g, norm, limit), gradients)
+      squares = jax.tree.map(lambda s: clip_to_norm(s, norm**2, limit**2), squares)
+    updates, states = list[NestedDict](), States()
+    for part in self._parts:
+      of_rule, of_squares, values = map(part.learner.select_trained, (gradients, squares, variables))
+      changes, states[part.name] = part.updates(
+        of_rule, of_squares, loss, values, opt_states[part.name], step, sum_parts
+      )
+      updates.append(changes)
+    return merge(*updates), states
+
+  def update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
+    if averages is None:
+      return None
+    learners = [part.learner for part in self._parts]
+    return _merge_averages(
+      each.update_averages(each.select_trained(averages) or None, each.select_trained(variables), step)
+      for each in learners
+    )
+
+  def _prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
+    return merge(*(part.prepare(part.learner.select_trained(gradients), step) for part in self._parts))
+
+  def _stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
+    return {name: value for part in self._parts for name, value in part.stats(step, squares).items()}
+
+
+class _Part:
+  """A rule and the declarations of its variables."""
+
+  def __init__(self, index: int, rule: LearnerRule, trained: NestedDict, weights: NestedDict):
+    self.rule, self.name = rule, rule.name
+    self._where = f'learner.rules[{index}]'
+    with self._naming():
+      self.learner = rule.built_learner.bind(trained)
+    with prefix_errors(self._where, 'layer_decay'):
+      self._factors = rule.factors(trained, weights)
+
+  def init(self, mdl_vars: NestedDict) -> States:
+    with self._naming():
+      return self.learner.init(mdl_vars)
+
+  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
+    with self._naming():
+      return self.learner.slot_axes()
+
+  def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
+    with self._naming():
+      where, names = self.learner.needs_whole(split_dims)
+    if not names and any(dim < np.ndim(f) and np.shape(f)[dim] > 1 for f, dim in self._split_factors(split_dims)):
+      where, names = 'layer_decay', ['LayerDecay']
+    return f'{self._where}.{where}', names
+
+  def _split_factors(self, split_dims: Mapping[Path, tuple[int, ...]]) -> Iterator[tuple[float | np.ndarray, int]]:
+    yield from ((factor, dim) for path, factor in self._factors.items() for dim in split_dims.get(path, ()))
+
+  def prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
+    """Returns the gradients times their factor; zeros in a step in which the rule does not train."""
+    if (factor := self.rule.gradient_factor) != 1:
+      gradients = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), gradients)
+    trains = self.rule.is_training(step)
+    if trains is None:
+      return gradients
+    return jax.tree.map(lambda g: jnp.where(trains, g, jnp.zeros_like(g)), gradients)
+
+  def updates(
+    self,
+    gradients: NestedDict,
+    squares: NestedDict,
+    loss: jax.Array,
+    variables: NestedDict,
+    opt_states: Any,
+    step: jax.Array,
+    sum_parts: SumParts,
+  ) -> tuple[NestedDict, States]:
+    """Returns (updates, new state), as `BoundLearner.updates` does, for the variables of the rule."""
+
+    def change() -> tuple[NestedDict, States]:
+      with self._naming():
+        updates, states = self.learner.updates(gradients, squares, loss, variables, opt_states, step, sum_parts)
+      return map_with_path(self._scale, updates, variables), states
+
+    trains = self.rule.is_training(step)
+    if trains is None:
+      return change()
+    return change_if(trains, change, (jax.tree.map(jnp.zeros_like, variables), opt_states))
+
+  def stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
+    rate, trains = self.rule.built_learner.learning_rate_at(step) * self.rule.update_factor, self.rule.is_training(step)
+    return {
+      f'learning_rate/{self.name}': rate if trains is None else jnp.where(trains, rate, 0.0),
+      f'grad_norm/{self.name}': norm_of(self.learner.select_trained(squares)),
+    }
+
+  def _scale(self, path: Path, update: jax.Array, variable: jax.Array) -> jax.Array:
+    factor = self._factors[path]
+    if np.ndim(factor) or factor != 1:
+      update = update * jnp.asarray(factor, update.dtype)
+    return update.astype(variable.dtype)
+
+  def _naming(self) -> AbstractContextManager[None]:
+    """Prepends the path of the rule's config to errors of its learner."""
+    return prefix_errors(self._where, 'learner')
+
+
+def _merge_averages(averages: Iterable[NestedDict | None]) -> NestedDict | None:
+  """Returns the averages of all rules that keep any; None if none does."""
+  kept = [tree for tree in averages if tree is not None]
+  return merge(*kept) if kept else None

@@ -1,0 +1,148 @@
+"""Learners on meshes: variables, slots and averages after some steps are those of one device, whatever is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import leaves, leaves_by_path, path_name
+from praxis_lite.common.weighted import weighted_mean
+from praxis_lite.models.base import BaseModel
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training import PartitionedTask
+from praxis_lite.training.learning import LayerDecay, Learner, LearnerRule, MultiLearner
+from praxis_lite.training.task import SingleTask
+
+BATCH = {'x': np.linspace(0.5, 1.5, 5, dtype=np.float32)}
+# Sizes of which few divide by 2 or 3: (shape, split, stack, split of the stack).
+WEIGHTS: dict[str, tuple[Any, ...]] = {
+  'emb': ((7, 5), ('mdl', 'data')),
+  'query': ((5, 3, 4), ('data', 'mdl', None), (3,), (None,)),
+  'out': ((3, 4, 5), ('mdl', None, 'data'), (3,), (None,)),
+  'ff': ((5, 11), ('data', 'mdl'), (3,), (None,)),
+  'experts': ((2, 5, 7), ('data', None, 'mdl'), (3,), (None,)),
+  'scale': ((5,), ('mdl',), (3,), (None,)),
+  'deep': ((7, 5), (None, 'mdl'), (2, 3), (None, 'data')),
+  'head': ((5, 7), ('data', 'mdl')),
+}
+
+
+class Weights(BaseModel):
+  """A loss whose gradient in each weight is one random matrix plus a half of the weight, times the mean of x."""
+
+  def setup(self) -> None:
+    for name, (shape, split, *stack) in WEIGHTS.items():
+      repeat, along = stack or ((), ())
+      self.create_variable(
+        name,
+        WeightHParams(
+          shape,
+          tensor_split_dims_mapping=split,
+          repeat_prefix=repeat,
+          repeat_prefix_split_dims_mapping=along,
+        ),
+      )
+
+  def compute_predictions(self, batch: Any) -> Any:
+    return batch['x']
+
+  def compute_loss(self, predictions: Any, batch: Any) -> Any:
+    rng, total = np.random.default_rng(1), jnp.zeros(())
+    for name in WEIGHTS:
+      w = getattr(self.theta, name)
+      total += jnp.sum(w * rng.standard_normal(w.shape).astype(np.float32) + w * w / 4)
+    return {'loss': weighted_mean(predictions * total, batch['weights'])}, {}
+
+
+def partitioned(learner: Config, shape: tuple[int, ...], how: str = 'auto') -> PartitionedTask:
+  names = ('replica', 'data', 'mdl')[-len(shape) :]
+  task = Config(SingleTask, model=Config(Weights), mesh_axis_names=names, ici_mesh_shape=shape, partitioning=how)
+  task.train.learner = learner
+  return PartitionedTask(task.instantiate(), BATCH)
+
+
+def after_steps(task: PartitionedTask, start: Any, steps: int = 2) -> dict[str, np.ndarray]:
+  state = task.pad(start)
+  for _ in range(steps):
+    state = task.train_step(state, jax.random.key(1), BATCH).state
+  return {path_name(path): np.asarray(x) for path, x in leaves_by_path(task.unpad(state)).items()}
+
+
+def assert_meshes_agree(learner: Config, how: str = 'auto') -> None:
+  one = partitioned(learner, (1, 1))
+  start = one.unpad(one.init_state(jax.random.key(0)))
+  expected = after_steps(one, start)
+  old = {path_name(('mdl_vars', *path)): x for path, x in leaves(start.mdl_vars).items()}
+  changed = [name for name, x in old.items() if not np.array_equal(x, expected[name])]
+  assert len(changed) == len(WEIGHTS), 'the learner changed too little to be compared'
+  for shape in ((2, 2, 2), (3, 2)):
+    task = partitioned(learner, shape, how)
+    assert_slots_are_split(task)
+    found = after_steps(task, start)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+      np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-5 * np.max(np.abs(x), initial=1e-3), err_msg=name)
+
+
+def assert_slots_are_split(task: PartitionedTask) -> None:
+  """Each slot with the shape of its variable is split like it."""
+  specs, shapes = leaves(task.layout.specs.mdl_vars), leaves(task.unpadded_state_shapes.mdl_vars)
+  of_slots = leaves_by_path(task.layout.specs.opt_states)
+  found = set()
+  for path, x in leaves_by_path(task.unpadded_state_shapes.opt_states).items():
+    owner = path[-1:]
+    if owner in specs and x.shape == shapes[owner].shape:
+      assert of_slots[path] == specs[owner], path
+      found.add(owner)
+  assert found, 'no slot was checked'
+
+
+STACKS = ('query', 'out', 'ff', 'experts', 'scale')
+MULTI = Config(
+  MultiLearner,
+  clip_gradient_norm_to_value=3.0,
+  rules=(
+    Config(
+      LearnerRule,
+      name='stacks',
+      regex=STACKS,
+      learner=Config(Learner, optimizer=Config(optax.lamb), learning_rate=0.1, ema_decay=0.9),
+      layer_decay=Config(LayerDecay, factor=0.5, layers='|'.join(STACKS)),
+      update_factor=0.5,
+    ),
+    Config(
+      LearnerRule,
+      name='late',
+      regex='head',
+      learner=Config(Learner, optimizer=Config(optax.adamw), learning_rate=0.1),
+      train_from_step=1,
+    ),
+    Config(
+      LearnerRule,
+      name='rest',
+      gradient_factor=2.0,
+      learner=Config(
+        Learner, optimizer=Config(optax.sgd, momentum=0.9), learning_rate=0.1, clip_gradient_norm_to_value=1.0
+      ),
+    ),
+  ),
+)
+
+
+def test_several_optimizers_on_meshes_are_those_of_one_device() -> None:
+  assert_meshes_agree(MULTI)
+
+
+def test_so_they_are_if_each_device_updates_its_parts() -> None:
+  learner = MULTI.clone()
+  with pytest.raises(ConfigError, match=r'learner\.rules\[0\]\.learner\.optimizer: lamb needs whole tensors'):
+    partitioned(learner, (3, 2), 'shard_map').train_step  # noqa: B018
+  learner.rules[0].learner.optimizer = Config(optax.adamw)
+  assert_meshes_agree(learner, 'shard_map')
