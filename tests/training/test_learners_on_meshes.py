@@ -17,7 +17,7 @@ from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training import PartitionedTask
-from praxis_lite.training.learning import LayerDecay, Learner, LearnerRule, MultiLearner
+from praxis_lite.training.learning import LayerDecay, Learner, LearnerRule, MultiLearner, adafactor
 from praxis_lite.training.task import SingleTask
 
 BATCH = {'x': np.linspace(0.5, 1.5, 5, dtype=np.float32)}
@@ -31,6 +31,12 @@ WEIGHTS: dict[str, tuple[Any, ...]] = {
   'scale': ((5,), ('mdl',), (3,), (None,)),
   'deep': ((7, 5), (None, 'mdl'), (2, 3), (None, 'data')),
   'head': ((5, 7), ('data', 'mdl')),
+}
+# As layers declare them.
+MATRICES: dict[str, dict[str, Any]] = {
+  'query': {'fan_in_axes': (0,), 'fan_out_axes': (1, 2)},
+  'out': {'fan_in_axes': (0, 1), 'fan_out_axes': (2,)},
+  'experts': {'fan_in_axes': (1,), 'fan_out_axes': (2,)},
 }
 
 
@@ -47,6 +53,7 @@ class Weights(BaseModel):
           tensor_split_dims_mapping=split,
           repeat_prefix=repeat,
           repeat_prefix_split_dims_mapping=along,
+          **MATRICES.get(name, {}),
         ),
       )
 
@@ -146,3 +153,22 @@ def test_so_they_are_if_each_device_updates_its_parts() -> None:
     partitioned(learner, (3, 2), 'shard_map').train_step  # noqa: B018
   learner.rules[0].learner.optimizer = Config(optax.adamw)
   assert_meshes_agree(learner, 'shard_map')
+
+
+ADAFACTOR = Config(optax.adafactor, min_dim_size_to_factor=3, momentum=0.9, multiply_by_parameter_scale=False)
+OPTIMIZERS = {
+  'muon': Config(optax.contrib.muon, weight_decay=0.1),
+  'adafactor': ADAFACTOR,
+  'adafactor_of_praxis': Config(adafactor, min_dim_size_to_factor=3, beta1=0.9, weight_decay=0.1),
+  'lion': Config(optax.lion),
+  'lamb': Config(optax.lamb, weight_decay=0.1),
+  'lars': Config(optax.lars, weight_decay=0.1, momentum=0.9),
+  'prodigy': Config(optax.contrib.prodigy, estim_lr0=0.1),
+  'schedule_free': Config(optax.contrib.schedule_free_adamw),
+}
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_every_optimizer_on_meshes_is_that_of_one_device(name: str) -> None:
+  assert_meshes_agree(Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=0.05))

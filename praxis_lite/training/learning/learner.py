@@ -38,8 +38,8 @@ class Learner(BaseLearner, Configurable):
 
   Attributes:
     optimizer: config of an optax optimizer, as in `Config(optax.adamw, weight_decay=0.1)`, or of a function that
-      returns an optax transformation. If it, or a config nested in it, has a learning rate or a weight decay mask that
-      is not set, the learner fills it in.
+      returns an optax transformation. If it, or a config nested in it, has a learning rate, a weight decay mask, or
+      Muon's axes of matrices that are not set, the learner fills them in.
     learning_rate: factor of the schedule.
     schedule: config of a schedule; or a function of the step, an int32 scalar, that returns a scalar; or its config.
     clip_gradient_norm_to_value: upper limit of the global gradient norm; 0 disables it.

@@ -4,6 +4,7 @@ The learner fills in what it knows, in nested configs too:
 
     Config(optax.adamw, weight_decay=0.1)     learning_rate = the learner's rate at this step
                                               mask = the variables not marked to skip regularization
+    Config(optax.contrib.muon)                the same, and muon_weight_dimension_numbers: see `matrices.py`
     Config(optax.chain, Config(optax.scale_by_adam), Config(optax.scale_by_learning_rate))
 
 The rate is a number: the value of the schedule at the train state's step. So it does not depend on the optimizer's own
@@ -28,6 +29,7 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -39,6 +41,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
+from praxis_lite.training.learning.matrices import matrix_dims
 from praxis_lite.training.learning.moments import compress_moments
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 
@@ -48,6 +51,8 @@ States = dict[str, object]
 
 _RATE = 'learning_rate'
 
+# The argument that takes the axes of matrices.
+_MATRICES = 'muon_weight_dimension_numbers'
 # For each argument that sets a weight decay, the arguments that take its mask.
 _MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
 
@@ -58,7 +63,7 @@ class GroupedOptimizer:
   Args:
     config: of an optax factory, or of a function that returns a transformation; it is not changed. If a factory in it
       takes a `learning_rate` that is not set, the learner's is filled in. If it takes a mask for its weight decay that
-      is not set, the mask of the variables that may be regularized is filled in.
+      is not set, the mask of the variables that may be regularized is filled in, and so are the axes of matrices.
     weights: declarations of the variables it updates, a nested dict.
     per_layer: whether each layer of a stack is updated separately; with None, only if that may make a difference.
     moments: how its moments are stored; see `moments.py`.
@@ -108,8 +113,8 @@ class GroupedOptimizer:
       parts = _part(gradients, paths), states[name], _part(variables, paths)
       try:
         changes, state = _update(optimizer, *parts, depth, loss)
-      except TypeError as error:
-        if 'required keyword-only argument' not in str(error):
+      except (TypeError, ValueError) as error:
+        if not re.search('required keyword-only argument|must be provided', str(error)):
           raise
         raise ConfigError(f'learner.optimizer: it needs what a training step does not have: {error}') from None
       updates.append(changes)
@@ -197,6 +202,8 @@ class GroupedOptimizer:
     if _RATE in parameters and arguments.get(_RATE, REQUIRED) is REQUIRED:
       arguments[_RATE] = rate
       took_rate.append(config)
+    if _MATRICES in parameters and arguments.get(_MATRICES) is None:
+      arguments[_MATRICES] = functools.partial(matrix_dims, leaves(self._weights))
     for decay, masks in _MASKS_OF_DECAYS.items():
       for name in masks:
         if decay in parameters and name in parameters and arguments.get(name) is None:
@@ -268,7 +275,12 @@ def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | Non
 def _strip_split(weight: WeightHParams) -> WeightHParams:
   """Returns the part of a declaration that an optimizer can know."""
   return WeightHParams(
-    weight.shape, dtype=weight.dtype, repeat_prefix=weight.repeat_prefix, collections=weight.collections
+    weight.shape,
+    dtype=weight.dtype,
+    repeat_prefix=weight.repeat_prefix,
+    fan_in_axes=weight.fan_in_axes,
+    fan_out_axes=weight.fan_out_axes,
+    collections=weight.collections,
   )
 
 

@@ -1,0 +1,52 @@
+"""Which axes of a weight are the rows and the columns of a matrix, for optimizers of matrices such as Muon.
+
+A weight's declaration says which of its axes are its inputs and its outputs. All its other axes, and those of a stack
+of layers, number separate matrices:
+
+    query    [D, N, H]      inputs (0,),    outputs (1, 2)       one matrix [D, N H]
+    out      [N, H, D]      inputs (0, 1),  outputs (2,)         one matrix [N H, D]
+    experts  [E, D, F]      inputs (1,),    outputs (2,)         E matrices [D, F]
+    linear   [D, F]         not declared                         one matrix [D, F]
+
+Weights of other ranks that declare nothing, such as norms, biases and filters of convolutions, are no matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import optax
+
+from praxis_lite.common.trees import NestedDict, Path
+from praxis_lite.sharding.weights import WeightHParams
+
+
+def matrix_dims(
+  weights: Mapping[Path, WeightHParams], params: NestedDict
+) -> optax.contrib.MuonDimensionNumbers | NestedDict:
+  """Returns a tree like `params` with the axes of each matrix; None for a variable that is none.
+
+  Args:
+    weights: the declarations by path.
+    params: a part of the variables, whole stacks or single layers, in which a path may have an index at its end.
+  """
+
+  def dims(path: jax.tree_util.KeyPath, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    weight = weights[tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))]
+    axes = _matrix_axes(weight)
+    if axes is None:
+      return None
+    stack = x.ndim - len(weight.shape)
+    rows, columns = (tuple(axis + stack for axis in each) for each in axes)
+    return optax.contrib.MuonDimensionNumbers(rows, columns)
+
+  return jax.tree_util.tree_map_with_path(dims, params)
+
+
+def _matrix_axes(weight: WeightHParams) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+  rank = len(weight.shape)
+  if weight.fan_in_axes is None or weight.fan_out_axes is None:
+    return ((0,), (1,)) if rank == 2 else None
+  rows, columns = (tuple(axis % rank for axis in axes) for axes in (weight.fan_in_axes, weight.fan_out_axes))
+  return (rows, columns) if rows and columns and not {*rows} & {*columns} else None
