@@ -77,6 +77,23 @@ def test_a_run_with_rules_begins_with_the_variables_of_one_without(tmp_path: Any
   assert not np.array_equal(second.state.mdl_vars['v'], first.state.mdl_vars['v'])
 
 
+def test_fine_tuning_with_two_rates_moves_each_part_by_its_own(tmp_path: Any) -> None:
+  """With SGD, a step of a rule with a tenth of the rate is a tenth of the step; the head moves as it does alone."""
+  first = run_train(tiny_run(num_train_steps=3, **SELDOM), tmp_path / 'first').state.mdl_vars
+  moved = {}
+  for name, rules in {
+    'plain': [rule('all', None, optax.sgd)],
+    'two': [rule('body', 'w', optax.sgd, update_factor=0.1), rule('head', None, optax.sgd)],
+  }.items():
+    config = two_rates(1, *rules, num_train_steps=1)
+    config.task.train.init_from.path = str(tmp_path / 'first')
+    after = run_train(config, tmp_path / name).state.mdl_vars
+    moved[name] = {part: np.asarray(after[part] - first[part]) for part in ('w', 'v')}
+  assert np.abs(moved['plain']['w']).max() > 1e-3
+  np.testing.assert_allclose(moved['two']['w'], 0.1 * moved['plain']['w'], rtol=1e-3, atol=1e-7)
+  np.testing.assert_allclose(moved['two']['v'], moved['plain']['v'], rtol=1e-5, atol=1e-7)
+
+
 def test_schedules_of_rules_know_the_length_of_the_run_and_fields_are_set_by_path() -> None:
   config = two_rates(num_train_steps=50)
   config.task.train.learner.rules[0].learner.schedule = Config(LinearWarmupCosine, warmup_steps=5)

@@ -34,3 +34,12 @@ def test_only_stacks_of_as_many_equal_layers_are_regrouped():
     saved['mdl_vars.layers.w']['shape'] = list(shape)
     assert Regrouping(saved, wanted, WEIGHTS).records['mdl_vars.layers.w'] == saved['mdl_vars.layers.w']
   assert Regrouping(saved, wanted, {}).records['mdl_vars.layers.w'] == saved['mdl_vars.layers.w']
+
+
+def test_the_states_of_several_rules_are_regrouped_each_by_itself():
+  wanted, saved = {}, {}
+  for rule in ('encoder', 'head'):
+    for found, group, stack in ((wanted, 'repeated_6', (6,)), (saved, 'repeated_2_3', (2, 3))):
+      found |= records(**{f'opt_states__{rule}__{group}__count': ()})
+      found |= records(**{f'opt_states__{rule}__{group}__mu__layers__w': (*stack, 5, 4)})
+  assert Regrouping(saved, wanted, WEIGHTS).records == wanted
