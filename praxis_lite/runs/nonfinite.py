@@ -56,6 +56,7 @@ class SkippedSteps:
     clip: the limit of the gradient norm, `clip_gradient_norm_to_value` of the learner; 0 for none.
     line: prints a line.
     tell: called with each skipped step that follows one that was not skipped, and with what was wrong.
+    rate_field: the path of the learning rate in the config of the learner.
     in_a_row: how many steps have been skipped since the last step that was taken.
   """
 
@@ -65,6 +66,7 @@ class SkippedSteps:
   clip: float
   line: Callable[[str], object]
   tell: Callable[[int, str], object] | None = None
+  rate_field: str = 'learning_rate'
   in_a_row: int = 0
 
   def __post_init__(self) -> None:
@@ -117,7 +119,7 @@ class SkippedSteps:
   def _smaller_updates(self) -> str:
     """What makes updates smaller."""
     clip = f'task.train.learner.clip_gradient_norm_to_value{f", which is {self.clip:g}" if self.clip else ""}'
-    return f'lower task.train.learner.learning_rate, or {"lower" if self.clip else "set"} {clip}'
+    return f'lower task.train.learner.{self.rate_field}, or {"lower" if self.clip else "set"} {clip}'
 
   @property
   def _since(self) -> int:

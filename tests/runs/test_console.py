@@ -27,6 +27,17 @@ def test_examples_stand_in_for_tokens_and_unknown_mfu_is_not_shown():
   assert train_line(1, 1000, METRICS, None) == 'step 1/1000 loss 2.345 lr 3.0e-04 grad_norm 0.81'
 
 
+def test_each_rule_of_a_learner_has_a_learning_rate():
+  metrics = {
+    'learning_rate/head': 0.01,
+    'loss': 2.345,
+    'learning_rate/body': 3e-4,
+    'grad_norm': 0.81,
+    'grad_norm/head': 0.5,
+  }
+  assert train_line(1, 9, metrics, None) == 'step 1/9 loss 2.345 lr/head 1.0e-02 lr/body 3.0e-04 grad_norm 0.81'
+
+
 def test_a_long_run_fits_into_80_columns():
   assert len(train_line(12345, 100000, METRICS, Rates(12.34, 148.1, 50321.0, None))) <= 80
 

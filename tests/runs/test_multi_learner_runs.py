@@ -17,6 +17,7 @@ from praxis_lite.common.errors import CheckpointError
 from praxis_lite.instruments.explain.report import explain_task, parameter_table
 from praxis_lite.instruments.verification import verify
 from praxis_lite.runs import run_train
+from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.training.learning import Learner, LearnerRule, LinearWarmupCosine, MultiLearner
 
 SELDOM = {'log_interval_steps': 100, 'save_interval_steps': 100}
@@ -92,6 +93,14 @@ def test_fine_tuning_with_two_rates_moves_each_part_by_its_own(tmp_path: Any) ->
   assert np.abs(moved['plain']['w']).max() > 1e-3
   np.testing.assert_allclose(moved['two']['w'], 0.1 * moved['plain']['w'], rtol=1e-3, atol=1e-7)
   np.testing.assert_allclose(moved['two']['v'], moved['plain']['v'], rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_that_is_not_finite_names_the_rates_of_the_rules(tmp_path: Any) -> None:
+  config = two_rates(num_train_steps=4)
+  config.task.train.learner.on_nonfinite = 'raise'
+  config.datasets[0].arrays['y'][:] = np.nan
+  with pytest.raises(NonFiniteError, match=r'lower task\.train\.learner\.rules\[\*\]\.learner\.learning_rate'):
+    run_train(config, tmp_path)
 
 
 def test_schedules_of_rules_know_the_length_of_the_run_and_fields_are_set_by_path() -> None:

@@ -60,7 +60,9 @@ class Lines:
 
 def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100, limit=100, clip=0.0):
   settings = types.SimpleNamespace(log_interval_steps=interval, num_train_steps=total, max_skipped_steps=limit)
-  learner = types.SimpleNamespace(on_nonfinite=on_nonfinite, clip_gradient_norm_to_value=clip)
+  learner = types.SimpleNamespace(
+    on_nonfinite=on_nonfinite, clip_gradient_norm_to_value=clip, rate_field='learning_rate'
+  )
   task = types.SimpleNamespace(train=settings, learner=learner)
   mesh = types.SimpleNamespace(
     devices=np.array([types.SimpleNamespace(device_kind='cpu', platform='cpu')], dtype=object)

@@ -71,7 +71,9 @@ class TrainLog(Observer):
     self._observers = observers or Observers(Observer())
     learner, limit = partitioned.jax_task.learner, settings.max_skipped_steps
     raises, clip = learner.on_nonfinite == 'raise', learner.clip_gradient_norm_to_value
-    self.skipped = SkippedSteps(first_step, limit, raises, clip, console.line, self._report_nonfinite)
+    self.skipped = SkippedSteps(
+      first_step, limit, raises, clip, console.line, self._report_nonfinite, learner.rate_field
+    )
     self._in_flight: deque[_Step] = deque()
     self._throughput = Throughput(
       batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat

@@ -61,6 +61,11 @@ class BaseLearner:
     """Whether there are moving averages of some variables."""
     raise NotImplementedError
 
+  @property
+  def rate_field(self) -> str:
+    """The path of the learning rate in the learner's config, for advice."""
+    return 'learning_rate'
+
   def describe(self) -> str:
     """Returns the optimizers and their learning rates in a few words, for summaries."""
     raise NotImplementedError

@@ -77,6 +77,10 @@ class MultiLearner(BaseLearner, Configurable):
   def keeps_averages(self) -> bool:
     return any(rule.built_learner.keeps_averages for rule in self._rules)
 
+  @property
+  def rate_field(self) -> str:
+    return 'rules[*].learner.learning_rate'
+
   def describe(self) -> str:
     return '; '.join(f'{rule.name}: {rule.built_learner.describe()}' for rule in self._rules)
 
