@@ -198,7 +198,9 @@ def test_a_split_stack_needs_to_be_whole_for_factors_of_its_layers() -> None:
       [{'regex': STACKS}, {'regex': r'lm\.deep\.w'}, {}],
       r"rules\[1\]\.regex: lm\.deep\.w .* rules\[0\] \('a'\) and",
     ),
-    ([{'regex': 'lm'}, {}], r"rules\[0\]\.regex: 'lm' matches no variable\. .*write 'lm\.\*'"),
+    ([{'regex': 'lm'}, {}], r"rules\[0\]\.regex: 'lm' matches no trained variable\. .*write 'lm\.\*'"),
+    ([{'regex': ()}, {}], r'rules\[0\]\.regex: expected a regex, or None for all other variables, got \(\)'),
+    ([{'regex': ''}, {}], r"rules\[0\]\.regex: expected a regex, or None for all other variables, got ''"),
     ([{'regex': '('}, {}], r"rules\[0\]\.regex: '\(' is not a regular expression"),
     ([{'regex': '.*'}, {}], r"rules\[1\]: the other rules leave no variable for 'b'"),
     ([{}, {}], r'rules\[1\]\.regex: None takes the variables that no other rule takes, as rules\[0\] does'),
@@ -238,6 +240,17 @@ def test_what_cannot_be_is_refused_with_the_path_of_the_rule(given: list[dict[st
 def test_a_learner_is_no_rule() -> None:
   with pytest.raises(ConfigError, match=r'learner\.rules\[0\]: expected the config of a LearnerRule'):
     Config(MultiLearner, rules=(SGD,)).instantiate()
+
+
+def test_a_rule_that_waits_keeps_the_dtypes_of_variables_and_slots() -> None:
+  weights = {'x': weight(4, 4), 'y': weight()}
+  lars = SGD.clone(optimizer=Config(optax.lars, momentum=0.9), learning_rate=100.0)
+  learner = rules({'regex': 'x', 'learner': lars, 'train_from_step': 1}, {}).bind(weights)
+  params: Any = {'x': jnp.ones((4, 4), jnp.bfloat16), 'y': jnp.ones((), jnp.bfloat16)}
+  state = learner.init(params)
+  out = jax.jit(learner.update)(params, jnp.float32(1), params, state, None, jnp.int32(1))
+  assert jax.tree.map(jnp.dtype, (out.mdl_vars, out.opt_states)) == jax.tree.map(jnp.dtype, (params, state))
+  assert not np.array_equal(out.mdl_vars['x'], params['x'])
 
 
 def test_variables_that_are_not_trained_need_no_rule() -> None:

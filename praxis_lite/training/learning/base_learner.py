@@ -246,11 +246,14 @@ class BoundLearner:
     raise NotImplementedError
 
 
-def matching_paths(where: str, patterns: Iterable[str] | str, declared: Mapping[Path, WeightHParams]) -> set[Path]:
-  """Returns the paths of variables that one of the regexes matches as a whole.
+def matching_paths(
+  where: str, patterns: Iterable[str] | str, declared: Mapping[Path, WeightHParams], what: str = 'variable'
+) -> set[Path]:
+  """Returns the paths of the declared variables that one of the regexes matches as a whole.
 
   Raises:
-    ConfigError: a regex is not valid, or matches none. `where` is the path of the field, for the message.
+    ConfigError: a regex is not valid, or matches none. `where` is the path of the field, and `what` says what the
+      declared variables are, for the message.
   """
   matching: set[Path] = set()
   for pattern in (patterns,) if isinstance(patterns, str) else patterns:
@@ -260,7 +263,7 @@ def matching_paths(where: str, patterns: Iterable[str] | str, declared: Mapping[
       raise ConfigError(f'{where}: {pattern!r} is not a regular expression: {error}') from None
     if not matched:
       close = suggest_pattern(pattern, map(path_name, declared))
-      raise ConfigError(f'{where}: {pattern!r} matches no variable.{close}')
+      raise ConfigError(f'{where}: {pattern!r} matches no {what}.{close}')
     matching |= matched
   return matching
 

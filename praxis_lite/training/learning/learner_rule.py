@@ -60,6 +60,8 @@ class LearnerRule(Configurable):
   def __post_init__(self) -> None:
     if not re.fullmatch(r'[A-Za-z]\w*', self.name):
       raise ConfigError(f'LearnerRule.name: expected letters, digits and underscores, got {self.name!r}')
+    if self.regex is not None and not self.regex:
+      raise ConfigError(f'LearnerRule.regex: expected a regex, or None for all other variables, got {self.regex!r}')
     if self.train_from_step < 0:
       raise ConfigError(f'LearnerRule.train_from_step: expected a number of steps, got {self.train_from_step}')
     if self.train_until_step is not None and self.train_until_step <= self.train_from_step:
@@ -131,7 +133,8 @@ def assign_variables(rules: Sequence[LearnerRule], trained: NestedDict) -> dict[
   """
   declared, owners = leaves(trained), dict[Path, int]()
   for i, rule in enumerate(rules):
-    for path in sorted(matching_paths(f'learner.rules[{i}].regex', rule.regex or (), declared)):
+    patterns = () if rule.regex is None else rule.regex
+    for path in sorted(matching_paths(f'learner.rules[{i}].regex', patterns, declared, 'trained variable')):
       if path in owners:
         other = owners[path]
         raise ConfigError(

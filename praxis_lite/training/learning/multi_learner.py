@@ -230,12 +230,16 @@ class _Part:
     def change() -> tuple[NestedDict, States]:
       with self._naming():
         updates, states = self.learner.updates(gradients, squares, loss, variables, opt_states, step, sum_parts)
-      return map_with_path(self._scale, updates, variables), states
+      return map_with_path(self._scale, updates), states
+
+    def change_in_dtype() -> tuple[NestedDict, States]:
+      updates, states = change()
+      return jax.tree.map(lambda u, v: u.astype(v.dtype), updates, variables), states
 
     trains = self.rule.is_training(step)
     if trains is None:
       return change()
-    return change_if(trains, change, (jax.tree.map(jnp.zeros_like, variables), opt_states))
+    return change_if(trains, change_in_dtype, (jax.tree.map(jnp.zeros_like, variables), opt_states))
 
   def stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
     rate, trains = self.rule.built_learner.learning_rate_at(step) * self.rule.update_factor, self.rule.is_training(step)
@@ -244,11 +248,9 @@ class _Part:
       f'grad_norm/{self.name}': norm_of(self.learner.select_trained(squares)),
     }
 
-  def _scale(self, path: Path, update: jax.Array, variable: jax.Array) -> jax.Array:
+  def _scale(self, path: Path, update: jax.Array) -> jax.Array:
     factor = self._factors[path]
-    if np.ndim(factor) or factor != 1:
-      update = update * jnp.asarray(factor, update.dtype)
-    return update.astype(variable.dtype)
+    return update * jnp.asarray(factor, update.dtype) if np.ndim(factor) or factor != 1 else update
 
   def _naming(self) -> AbstractContextManager[None]:
     """Prepends the path of the rule's config to errors of its learner."""
