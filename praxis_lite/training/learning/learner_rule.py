@@ -145,9 +145,9 @@ def assign_variables(rules: Sequence[LearnerRule], trained: NestedDict) -> dict[
   others = [path for path in declared if path not in owners]
   rest = next((i for i, rule in enumerate(rules) if rule.regex is None), None)
   if others and rest is None:
-    more = f' and {len(others) - 1} more' if len(others) > 1 else ''
+    more = f' and {len(others) - 1} more belong' if len(others) > 1 else ' belongs'
     raise ConfigError(
-      f'learner.rules: {path_name(others[0])}{more} belong to no rule; a rule without regex takes all others, and '
+      f'learner.rules: {path_name(others[0])}{more} to no rule; a rule without regex takes all others, and '
       'learner.bprop_variable_exclusion names variables that are not trained'
     )
   if rest is not None and not others:

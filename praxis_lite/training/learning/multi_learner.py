@@ -14,7 +14,7 @@ A rule that does not train in a step adds nothing to the norm of the gradient, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -199,12 +199,17 @@ class _Part:
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
     with self._naming():
       where, names = self.learner.needs_whole(split_dims)
-    if not names and any(dim < np.ndim(f) and np.shape(f)[dim] > 1 for f, dim in self._split_factors(split_dims)):
+    if not names and self._needs_whole_stack(split_dims):
       where, names = 'layer_decay', ['LayerDecay']
     return f'{self._where}.{where}', names
 
-  def _split_factors(self, split_dims: Mapping[Path, tuple[int, ...]]) -> Iterator[tuple[float | np.ndarray, int]]:
-    yield from ((factor, dim) for path, factor in self._factors.items() for dim in split_dims.get(path, ()))
+  def _needs_whole_stack(self, split_dims: Mapping[Path, tuple[int, ...]]) -> bool:
+    """Whether a stack is split whose layers have different factors."""
+    return any(
+      np.ndim(factor) and np.shape(factor)[dim] > 1
+      for path, factor in self._factors.items()
+      for dim in split_dims.get(path, ())
+    )
 
   def prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
     """Returns the gradients times their factor; zeros in a step in which the rule does not train."""
