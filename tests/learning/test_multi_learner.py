@@ -15,7 +15,7 @@ from small_trees import LAYERS, NON_TRAINABLE, declarations, values, weight
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves, leaves_by_path, path_name, select
-from praxis_lite.training.learning import Constant, LayerDecay, Learner, LearnerRule, MultiLearner
+from praxis_lite.training.learning import Constant, LayerDecay, Learner, LearnerRule, MultiLearner, base_learner
 
 ADAM = Config(Learner, optimizer=Config(optax.adam), learning_rate=0.1, ema_decay=0.5, clip_gradient_norm_to_value=0.5)
 SGD = Config(Learner, optimizer=Config(optax.sgd), learning_rate=1.0)
@@ -113,6 +113,16 @@ def test_a_rule_trains_from_one_step_until_another() -> None:
   assert float(found[0].stats['grad_norm']) == float(found[0].stats['grad_norm/b'])
   # Its first step is the first of its optimizer, whose moments are corrected for that: Adam's first update is the rate.
   np.testing.assert_allclose(np.abs(x[2] - x[1]), 0.1, rtol=1e-5)
+
+
+def test_a_rule_waits_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+  """There, values are chosen entry by entry, without a branch."""
+  weights = {'x': weight(2), 'y': weight(2)}
+  late = {'regex': 'x', 'learner': ADAM, 'train_from_step': 1, 'train_until_step': 2}
+  here = trained(rules(late, {}), weights)
+  monkeypatch.setattr(base_learner, 'platform', lambda: 'gpu')
+  for got, want in zip(trained(rules(late, {}), weights), here):
+    assert_same(got._asdict(), want._asdict())
 
 
 def test_a_gradient_of_a_rule_that_does_not_train_need_not_be_finite() -> None:
