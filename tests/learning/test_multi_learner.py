@@ -158,6 +158,7 @@ def test_updates_of_a_stack_decay_by_layer(dtype: Any) -> None:
   }
   decay = Config(LayerDecay, factor=0.5, layers=r'layers\..*', embeddings='emb')
   learner = rules({'layer_decay': decay, 'update_factor': 2.0}).bind(weights)
+  assert learner.remark(('emb',)) == "trained by rule 'a' times 2 with decay 0.5 by layer"
   zeros = jax.tree.map(lambda w: jnp.zeros(w.full_shape, dtype), weights)
   gradients = jax.tree.map(lambda x: -jnp.ones_like(x), zeros)
   out = learner.update(gradients, jnp.float32(1), zeros, learner.init(zeros), None, jnp.int32(0)).mdl_vars

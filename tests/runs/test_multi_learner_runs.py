@@ -14,7 +14,8 @@ import praxis_lite
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError
-from praxis_lite.instruments.explain.report import explain_task, parameter_table
+from praxis_lite.instruments.explain import parameter_table, summarize
+from praxis_lite.instruments.explain.report import explain_task
 from praxis_lite.instruments.verification import verify
 from praxis_lite.runs import run_train
 from praxis_lite.runs.nonfinite import NonFiniteError
@@ -121,6 +122,9 @@ def test_reports_name_the_rule_of_a_variable() -> None:
   task = config.task.instantiate()
   rows = {row.path: row.remarks for row in parameter_table(task, task.mesh_sizes())}
   assert "trained by rule 'first' from step 4" in rows['w'] and "trained by rule 'rest'" in rows['v']
+  summary = summarize(config)
+  assert "trained by rule 'first' from step 4: 1 variable, 70 parameters" in summary
+  assert 'first: optax.adam, learning rate 0.05; rest: optax.lion, learning rate 0.05' in summary
   slots = {e.path for e in explain_task(config.task).slots}
   assert {'opt_states.first.all.0.mu.w', 'opt_states.rest.all.0.mu.v'} <= slots
 

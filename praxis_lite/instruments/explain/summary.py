@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from praxis_lite.common.config import Config, config_values, nested_configs
 from praxis_lite.common.figures import format_bytes, number_of
+from praxis_lite.common.trees import to_path
 from praxis_lite.instruments.explain.explanation import Explanation, format_counts, format_mesh
 from praxis_lite.instruments.explain.report import report_of
 from praxis_lite.layers.implementations import describe_implementations
@@ -38,6 +39,7 @@ def summarize(config: ExperimentConfig) -> str:
     ('on each device', _memory(report.variables, report.slots, task.train.offload_optimizer_state)),
     ('batch', _batch(examples, tokens, task.learner.num_microbatches)),
     ('training', _training(task, examples, tokens)),
+    *(('', line) for line in _rules(task, report.variables)),
   ]
   if tokens is not None:
     lines = describe_implementations(task.model, tokens, bool(getattr(task.model, 'packed', False)))
@@ -77,6 +79,18 @@ def _training(task: SingleTask, examples: int | None, tokens: int | None) -> str
   steps, learner = task.train.num_train_steps, task.learner
   length = f' = {number_of(steps * examples * tokens, "token")}' if examples and tokens else ''
   return f'{number_of(steps, "step")}{length}; {learner.describe()}'
+
+
+def _rules(task: SingleTask, variables: Sequence[Explanation]) -> list[str]:
+  """Returns which rules of a `MultiLearner` train how many variables; nothing for other learners."""
+  learner, of_rules = task.learner.bind(task.model.abstract_init()), dict[str, list[Explanation]]()
+  for e in variables:
+    if learner.is_trained(to_path(e.path)) and (how := learner.remark(to_path(e.path))):
+      of_rules.setdefault(how, []).append(e)
+  return [
+    f'{how}: {number_of(len(found), "variable")}, {number_of(sum(math.prod(e.shape) for e in found), "parameter")}'
+    for how, found in of_rules.items()
+  ]
 
 
 def _training_dataset(datasets: Iterable[Config]) -> Config | None:

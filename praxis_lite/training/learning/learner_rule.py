@@ -99,7 +99,8 @@ class LearnerRule(Configurable):
     steps = f'from step {self.train_from_step}' if self.train_from_step else ''
     until = f'until step {self.train_until_step}' if self.train_until_step is not None else ''
     factor = f'times {self.update_factor:g}' if self.update_factor != 1 else ''
-    return ' '.join(filter(None, [f'trained by rule {self.name!r}', steps, until, factor]))
+    by_layer = '' if self._decay is None else f'with decay {self._decay.factor:g} by layer'
+    return ' '.join(filter(None, [f'trained by rule {self.name!r}', steps, until, factor, by_layer]))
 
 
 def build_rules(configs: Iterable[object]) -> list[LearnerRule]:
