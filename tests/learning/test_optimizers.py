@@ -335,6 +335,7 @@ def test_muon_knows_the_matrices_in_weights_of_any_rank() -> None:
   """Heads belong to the rows or columns, each expert is a matrix, and so is each layer of a stack."""
   ways = {'query': ((5, 3, 2), (0,), (1, 2)), 'out': ((3, 2, 5), (0, 1), (2,)), 'experts': ((2, 5, 3), (1,), (2,))}
   plain = {'linear': weight(5, 3), 'scale': weight(5), 'filters': weight(2, 2, 3)}
+  plain['table'] = dataclasses.replace(weight(7, 5), fan_in_axes=(1,), fan_out_axes=(0,))
   weights = {
     name: dataclasses.replace(weight(*shape, repeat=(LAYERS,)), fan_in_axes=rows, fan_out_axes=columns)
     for name, (shape, rows, columns) in ways.items()
@@ -357,7 +358,7 @@ def test_muon_knows_the_matrices_in_weights_of_any_rank() -> None:
       for a, b, update in zip(matrix(name, got[name]), before, updates, strict=True):
         np.testing.assert_allclose(a - b, update, rtol=1e-3, atol=1e-5, err_msg=name)
   slots = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state['single'])]
-  assert {'muon' in slot for slot in slots if 'filters' in slot} == {False}
+  assert {'muon' in slot for slot in slots if 'filters' in slot or 'table' in slot or 'scale' in slot} == {False}
   assert {'muon' in slot for slot in slots if 'linear' in slot} == {True}
 
 

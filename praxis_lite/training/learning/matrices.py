@@ -8,7 +8,8 @@ of layers, number separate matrices:
     experts  [E, D, F]      inputs (1,),    outputs (2,)         E matrices [D, F]
     linear   [D, F]         not declared                         one matrix [D, F]
 
-Weights of other ranks that declare nothing, such as norms, biases and filters of convolutions, are no matrices.
+Weights of other ranks that declare nothing, such as norms, biases and filters of convolutions, are no matrices. Neither
+are tables of embeddings [V, D], which are no products of matrices; they declare inputs (1,) and outputs (0,).
 """
 
 from __future__ import annotations
@@ -49,4 +50,5 @@ def _matrix_axes(weight: WeightHParams) -> tuple[tuple[int, ...], tuple[int, ...
   if weight.fan_in_axes is None or weight.fan_out_axes is None:
     return ((0,), (1,)) if rank == 2 else None
   rows, columns = (tuple(axis % rank for axis in axes) for axes in (weight.fan_in_axes, weight.fan_out_axes))
-  return (rows, columns) if rows and columns and not {*rows} & {*columns} else None
+  is_table = (rows, columns) == ((1,), (0,))
+  return None if is_table or not rows or not columns or {*rows} & {*columns} else (rows, columns)
