@@ -34,6 +34,8 @@ from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.local_chunks import LocalChunks
 from praxis_lite.layers.log_mel import LogMel, mel_filters
+from praxis_lite.layers.lora import Adapter, Lora, LoraEmbedding, LoraLinear, LoraMoeFeedForward, LoraProjection
+from praxis_lite.layers.low_rank import LowRankUpdate
 from praxis_lite.layers.mamba2 import GatedRMSNorm, Mamba2
 from praxis_lite.layers.masks import (
   ArrayMask,
@@ -96,6 +98,7 @@ __all__ = [
   'ACTIVATIONS',
   'Activation',
   'AdaptedFeedForward',
+  'Adapter',
   'AlibiBias',
   'ArrayMask',
   'AttentionMask',
@@ -154,6 +157,12 @@ __all__ = [
   'LogMel',
   'LogitBias',
   'LookupFreeQuantizer',
+  'Lora',
+  'LoraEmbedding',
+  'LoraLinear',
+  'LoraMoeFeedForward',
+  'LoraProjection',
+  'LowRankUpdate',
   'Mamba2',
   'MemoryAttention',
   'MixedImages',

@@ -11,6 +11,7 @@ D model dims, F hidden dims, E experts, M rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -46,10 +47,7 @@ class ExpertMlp:
       product: the product of rows and weights.
       rows: [..., D].
     """
-
-    def multiply(x: jax.Array, name: str) -> jax.Array:
-      return product(x, weights[name], weights.get(f'{name}_bias'))
-
+    multiply = functools.partial(self.multiply, weights, product)
     fn, limit = get_activation(self.activation), self.hidden_limit
     up = checkpoint_name(multiply(rows, 'up'), 'ffn_up')
     if not self.gated:
@@ -60,3 +58,7 @@ class ExpertMlp:
     if self.up_offset:
       up += self.up_offset
     return multiply(fn(gate) * up, 'down')
+
+  def multiply(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array, name: str) -> jax.Array:
+    """Returns the products of rows with the weights of this name, with their biases if they have any."""
+    return product(rows, weights[name], weights.get(f'{name}_bias'))

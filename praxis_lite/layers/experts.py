@@ -41,7 +41,10 @@ ExpertFn = Callable[[RowProduct, jax.Array], jax.Array]
 
 
 # The dimension of F in the variables that have it.
-_HIDDEN_DIM = {'gate': 2, 'up': 2, 'down': 1, 'gate_bias': 1, 'up_bias': 1}
+_HIDDEN_DIM = {
+  **{'gate': 2, 'up': 2, 'down': 1, 'gate_bias': 1, 'up_bias': 1},
+  **{'gate_lora_b': 2, 'up_lora_b': 2, 'down_lora_a': 1},
+}
 
 
 @dataclasses.dataclass(frozen=True)

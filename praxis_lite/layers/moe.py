@@ -360,13 +360,15 @@ class MoeFeedForward(Layer):
     scores_BTE = router_scores(logits_BTE, self.router.score)
     if split.tensor and self.use_bias:
       weights['down_bias'] = keep_on_first(weights['down_bias'], split.tensor)
-    mlp = ExpertMlp(self.activation, self.gated, self.hidden_limit, self.up_offset)
-    experts = DeviceExperts(functools.partial(mlp, weights), num_experts, split, self.grouped_matmul)
+    experts = DeviceExperts(functools.partial(self._mlp(), weights), num_experts, split, self.grouped_matmul)
     if self.router.choice == 'expert':
       out = self._expert_choice(experts, x_BTD, scores_BTE, real_BT)
     else:
       out = self._token_choice(experts, x_BTD, scores_BTE, real_BT, bias_E)
     return out._replace(y=sum_outputs(out.y, split.tensor)) if split.tensor else out
+
+  def _mlp(self) -> ExpertMlp:
+    return ExpertMlp(self.activation, self.gated, self.hidden_limit, self.up_offset)
 
   def _token_choice(
     self, experts: DeviceExperts, x_BTD: jax.Array, scores_BTE: jax.Array, real_BT: jax.Array, bias_E: jax.Array | None

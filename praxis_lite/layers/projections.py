@@ -60,6 +60,10 @@ class Projection(Layer):
       y += self.theta.b
     return self.shard(y)
 
+  def weight(self) -> jax.Array:
+    """In a call: returns the weight, [*in_shape, *out_shape], for callers that multiply by it in another order."""
+    return self.theta.w
+
 
 class PerDimScale(Layer):
   """y = x softplus(w) / log 2, with a weight for each dim of a head, zero at first, when y = x (Praxis).

@@ -1,6 +1,13 @@
 """Models, which tasks train, and decoding."""
 
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.models.adapters import (
+  ADAPTER_VARIABLES,
+  add_adapters,
+  merge_adapters,
+  unmerge_adapters,
+  without_adapters,
+)
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel, Classifier
 from praxis_lite.models.ctc_model import CtcModel
@@ -33,6 +40,7 @@ from praxis_lite.models.vision_configs import image_classifier, vision_transform
 from praxis_lite.models.vq_vae import VqVae
 
 __all__ = [
+  'ADAPTER_VARIABLES',
   'BaseModel',
   'ClassificationModel',
   'Classifier',
@@ -51,6 +59,7 @@ __all__ = [
   'TwoTowerModel',
   'VqVae',
   'WeightedScalars',
+  'add_adapters',
   'conformer_ctc',
   'conformer_encoder',
   'conformer_transducer',
@@ -60,6 +69,7 @@ __all__ = [
   'image_classifier',
   'mamba2_lm',
   'masked_language_model',
+  'merge_adapters',
   'recurrent_lm',
   'sequence_classifier',
   'set_pipeline',
@@ -67,7 +77,9 @@ __all__ = [
   'text_encoder',
   'transformer_encoder',
   'transformer_lm',
+  'unmerge_adapters',
   'vision_transformer',
   'weighted_mean',
   'whisper',
+  'without_adapters',
 ]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.mistakes import missing_return_hint
@@ -23,6 +24,7 @@ from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.position_limit import PositionLimit
+from praxis_lite.models.adapter_edits import AdapterEdits
 from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
 
 PredictionsT = TypeVar('PredictionsT')
@@ -66,10 +68,20 @@ class ScoreLimits(NamedTuple):
 
 
 class BaseModel(Layer, Generic[PredictionsT]):
-  """What a task trains and evaluates. Subclasses define `compute_predictions` and `compute_loss`, perhaps `decode`."""
+  """What a task trains and evaluates. Subclasses define `compute_predictions` and `compute_loss`, perhaps `decode`.
+
+  Attributes:
+    adapters: configs of adapters, such as `Lora`, for layers below the model; the first one that is for a layer wins.
+      `add_adapters` sets them.
+  """
+
+  adapters: tuple[Config, ...] = ()
 
   # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False
+
+  def _child_edits(self) -> AdapterEdits | None:
+    return AdapterEdits(self.path, self.path_name, self.adapters) if self.adapters else None
 
   @property
   def active_num_params(self) -> int:

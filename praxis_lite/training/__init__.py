@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.common.importing import lazy_names
 
 if TYPE_CHECKING:
+  from praxis_lite.training.adapters import train_adapters as train_adapters
   from praxis_lite.training.microbatches import (
     accumulate_gradients as accumulate_gradients,
     sync_gradients as sync_gradients,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
   __name__,
   {
+    'praxis_lite.training.adapters': 'train_adapters',
     'praxis_lite.training.microbatches': 'accumulate_gradients sync_gradients',
     'praxis_lite.training.partitioned_step': 'PartitionedStep',
     'praxis_lite.training.partitioned_task': 'PartitionedModel PartitionedTask '

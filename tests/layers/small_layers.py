@@ -51,6 +51,18 @@ def block(batch: str | tuple[str, ...] = BATCH) -> Config:
   return config
 
 
+def update(dropout: float = 0.0) -> Config:
+  config = Config(layers.LowRankUpdate, rank=3, scale=2.0)
+  config.dropout_tpl.rate = dropout
+  return config
+
+
+def low_rank_update() -> Config:
+  config = update().set(in_shape=(D,), out_shape=(N, H))
+  config.weight_split_dims_mapping.set(a=('data', None), b=(None, 'mdl', None))
+  return config
+
+
 def repeated() -> Config:
   linear = split(layers.Linear, WT, OUT, input_dims=D, output_dims=D)
   config = Config(layers.Repeat, num_layers=7, layers_tpl=(linear, linear.clone(use_bias=True)))
@@ -483,6 +495,20 @@ CASES = {
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
   'Mamba2': lambda: Case(mamba2(), (X,)),
   'MixerBlock': lambda: Case(mixer_block(), (X,)),
+  'LoraEmbedding': lambda: Case(
+    split(
+      layers.LoraEmbedding, ('mdl', 'data'), OUT, num_classes=V, input_dims=D, scale_sqrt_depth=True, lora_tpl=update()
+    ),
+    (ids(B, T),),
+  ),
+  'LoraLinear': lambda: Case(
+    split(layers.LoraLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True, lora_tpl=update(dropout=0.2)), (X,)
+  ),
+  'LoraMoeFeedForward': lambda: Case(moe(layers.LoraMoeFeedForward, rank=3, lora_scale=2.0), (X, POSITIONS > 3)),
+  'LoraProjection': lambda: Case(
+    split(layers.LoraProjection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), lora_tpl=update()), (X,)
+  ),
+  'LowRankUpdate': lambda: Case(low_rank_update(), (X,)),
   'LogMel': lambda: Case(
     split(layers.LogMel, None, OUT, sample_rate=100, frame_length=8, frame_step=3, num_mels=3, normalize=True),
     (normal(B, 19), np.arange(19) >= np.array([[19], [14], [3]])),

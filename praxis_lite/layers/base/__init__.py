@@ -26,7 +26,7 @@ import functools
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,19 @@ class ActivationSplit(SplitMapping):
 # Hyperparameters that a child takes from its parent if it leaves them None.
 _INHERITED = ('dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules')
 
-_parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
+_parent: contextvars.ContextVar[Layer | None] = contextvars.ContextVar('praxis_lite_parent', default=None)
+
+
+class ChildEdits(Protocol):
+  """Edits of the configs of all layers below one, made before these layers are built."""
+
+  def edit(self, path: Path, config: Config) -> Config:
+    """Returns the config to build the layer at `path` from, which is `config` itself or an edited copy."""
+    ...
+
+  def check(self) -> None:
+    """Raises ConfigError if the edits did not fit the layers; called when all of them are built."""
+    ...
 
 
 class Layer(MappedSplits, Facts, Configurable):
@@ -131,7 +143,9 @@ class Layer(MappedSplits, Facts, Configurable):
         setattr(cls, name, run_in_scope(method))
 
   def __post_init__(self) -> None:
-    self._path: Path = (*_parent_path.get(), self.name) if self.name else _parent_path.get()
+    parent = _parent.get()
+    above = () if parent is None else parent._path
+    self._path: Path = (*above, self.name) if self.name else above
     self._names: set[str] = set()  # Names of variables, children and lists of children.
     self._weights: dict[str, WeightHParams] = {}
     self._children: dict[str, Layer] = {}
@@ -148,7 +162,11 @@ class Layer(MappedSplits, Facts, Configurable):
           f'{self.path_name}.{field}: expected a floating dtype, such as float32 or bfloat16, got {value}'
         )
     self._declare_split_mappings()
+    own_edits = self._child_edits()
+    self._edits: ChildEdits | None = own_edits or (None if parent is None else parent._edits)
     self.setup()
+    if own_edits is not None:
+      own_edits.check()
     self._ready = True
 
   def __setattr__(self, name: str, value: Any) -> None:
@@ -177,6 +195,10 @@ class Layer(MappedSplits, Facts, Configurable):
 
   def setup(self) -> None:
     """Declares the layer's variables and children. Override it; do not call it."""
+
+  def _child_edits(self) -> ChildEdits | None:
+    """Returns the edits of all layers below this one; None leaves them to the layers above."""
+    return None
 
   def create_variable(self, name: str, weight: WeightHParams, trainable: bool = True) -> None:
     """Declares a variable of this layer, which a call reads as `self.theta.<name>`.
@@ -208,12 +230,14 @@ class Layer(MappedSplits, Facts, Configurable):
       raise ConfigError(
         f'{self.path_name}.{name}: create_child takes the Config of a layer, as in Config(MyLayer, ...), got {got}'
       )
+    if self._edits is not None:
+      config = self._edits.edit((*self._path, name), config)
     inherited = {f: getattr(self, f) for f in _INHERITED if getattr(config, f) is None}
-    token = _parent_path.set(self._path)
+    token = _parent.set(self)
     try:
       child = build_at(path_name((*self._path, name)), config, name=name, **inherited)
     finally:
-      _parent_path.reset(token)
+      _parent.reset(token)
     self._children[name] = child
     setattr(self, name, child)
     return child

@@ -1,0 +1,275 @@
+"""LoRA: layers whose trained weight is frozen, and which learn an update of low rank (Hu et al., 2021).
+
+    y = x (W + s A B)      computed as x W + s (x A) B; A [I, R], B [R, O]
+
+`Lora` says which layers of a model get an update; `praxis_lite.models.add_adapters` puts it into a model's config.
+
+I input dims, O output dims, R rank, V ids, D model dims, F hidden dims, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import ClassVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.common.config import REQUIRED, Config, Configurable, child, target, template
+from praxis_lite.common.errors import ConfigError, check_range
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.expert_mlp import ExpertMlp, RowProduct
+from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.low_rank import A_INIT, LowRankUpdate, derived_split, scaled_product, split_update
+from praxis_lite.layers.moe import MoeFeedForward
+from praxis_lite.layers.projections import Projection
+from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit, is_dtype
+
+
+class Adapter(Configurable):
+  """Base of the adapters of a model: which layers get one, and how.
+
+  Attributes:
+    layers: regex, or several, that match whole paths of layers below the model, such as r'lm\\..*\\.(query|value)'; all
+      layers that they match must be able to have this adapter. None gives one to every layer that can have it, except
+      tables of embeddings.
+  """
+
+  layers: str | tuple[str, ...] | None = None
+
+  # For the classes of layers that can have this adapter: the class of those that do.
+  adapted: ClassVar[Mapping[type[Layer], type[Layer]]] = {}
+  # Those that have it only if a regex matches them.
+  only_if_named: ClassVar[frozenset[type[Layer]]] = frozenset({Embedding})
+
+  def __post_init__(self) -> None:
+    for pattern in self.patterns:
+      try:
+        re.compile(pattern)
+      except re.error as error:
+        raise ConfigError(f'{type(self).__name__}.layers: {pattern!r} is not a regular expression: {error}') from None
+
+  @property
+  def patterns(self) -> tuple[str, ...]:
+    """The regexes; () for None."""
+    return () if self.layers is None else (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+
+  def is_for(self, name: str, config: Config) -> bool:
+    """Whether the layer of this path and config gets this adapter."""
+    kind = target(config)
+    if kind not in self.adapted:
+      return False
+    if self.layers is None:
+      return kind not in self.only_if_named
+    return any(re.fullmatch(pattern, name) for pattern in self.patterns)
+
+  def adapt(self, config: Config) -> Config:
+    """Returns the config of a layer with this adapter, for the config of one that can have it."""
+    raise NotImplementedError
+
+  def _change_class(self, config: Config, **fields: object) -> Config:
+    copied = config.clone()
+    return Config(self.adapted[cast(type[Layer], target(config))], **copied.__arguments__, **fields)
+
+
+class AdaptedLayer(Layer):
+  """Base of the layers with an adapter: also the layer that they were made from, with more variables."""
+
+  def merge_variables(self, variables: NestedDict, prefix: int, sign: int = 1) -> NestedDict:
+    """Returns the variables of the layer without an adapter that computes the same.
+
+    Args:
+      variables: the variables of this layer and those below it, in their true shapes.
+      prefix: number of leading dimensions along which layers that repeat this one stack them.
+      sign: 1 merges the adapter; -1 takes a merged one out again.
+    """
+    raise NotImplementedError
+
+
+class _LoraLayer(AdaptedLayer):
+  """Base of the layers with one weight `w` and the child `lora`."""
+
+  lora_tpl: Config = template(LowRankUpdate)
+
+  lora: LowRankUpdate = child()
+
+  def _create_update(self, in_shape: tuple[int, ...], out_shape: tuple[int, ...], **fields: object) -> None:
+    update = self.lora_tpl.clone(in_shape=in_shape, out_shape=out_shape, **fields)
+    wt: DeclaredSplit | None = self.weight_split_dims_mapping.wt
+    self.create_child('lora', split_update(update, wt, len(in_shape), self.path_name))
+
+  def merge_variables(self, variables: NestedDict, prefix: int, sign: int = 1) -> NestedDict:
+    kept, w = {k: v for k, v in variables.items() if k != 'lora'}, variables['w']
+    lora, scale = variables['lora'], sign * self.lora.scale
+    update = scaled_product(lora['a'], lora['b'], scale, prefix, w.shape)
+    return kept | {'w': (w.astype(update.dtype) + update).astype(w.dtype)}
+
+
+class LoraLinear(_LoraLayer, Linear):
+  """y = x W + b + s (x A) B: a `Linear` with an update of low rank, its child `lora`.
+
+  Attributes: the same as for `Linear`, and
+    lora_tpl: template of the child `lora`; the layer sets its shapes and splits.
+  """
+
+  def setup(self) -> None:
+    super().setup()
+    self._create_update((self.input_dims,), (self.output_dims,))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., O] for x [..., I]."""
+    return self.shard(super().__call__(x) + self.lora(x))
+
+
+class LoraProjection(_LoraLayer, Projection):
+  """y = x . W + b + s (x . A) B: a `Projection` with an update of low rank, its child `lora`.
+
+  Attributes: the same as for `Projection`, and
+    lora_tpl: template of the child `lora`; the layer sets its shapes and splits.
+  """
+
+  def setup(self) -> None:
+    super().setup()
+    self._create_update(self.in_shape, self.out_shape)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., *out_shape] for x [..., *in_shape]."""
+    return self.shard(super().__call__(x) + self.lora(x))
+
+  def weight(self) -> jax.Array:
+    return super().weight() + self.lora.weight()
+
+
+class LoraEmbedding(_LoraLayer, Embedding):
+  """y = w[ids] + s A[ids] B: an `Embedding` with an update of low rank, its child `lora`; A [V, R], B [R, D].
+
+  Attributes: the same as for `Embedding`, and
+    lora_tpl: template of the child `lora`; the layer sets its shapes and splits.
+  """
+
+  def setup(self) -> None:
+    super().setup()
+    self._create_update((self.num_classes,), (self.input_dims,), is_table=True)
+
+  def __call__(self, ids: jax.Array) -> jax.Array:
+    """Returns vectors [..., D] for integer ids [...]; NaN for an id that is not in [0, V)."""
+    update = self.lora(ids)
+    return self.shard(super().__call__(ids) + (update * self.input_dims**0.5 if self.scale_sqrt_depth else update))
+
+
+@dataclasses.dataclass(frozen=True)
+class _LoraExpertMlp(ExpertMlp):
+  """Experts whose weights [E, I, O] have updates, A [E, I, R] and B [E, R, O]."""
+
+  scale: float = 1.0
+
+  def multiply(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array, name: str) -> jax.Array:
+    of_rank = product(rows, weights[f'{name}_lora_a'])
+    return super().multiply(weights, product, rows, name) + product(of_rank * self.scale, weights[f'{name}_lora_b'])
+
+
+class LoraMoeFeedForward(AdaptedLayer, MoeFeedForward):
+  """A `MoeFeedForward` whose experts have updates of low rank, each its own.
+
+  The variables are `up_lora_a`, [E, D, R], `up_lora_b`, [E, R, F], and so on for `gate` and `down`.
+
+  Attributes: the same as for `MoeFeedForward`, and
+    rank: R.
+    lora_scale: factor of the updates.
+    lora_dtype: storage dtype of A and B; None uses `dtype`.
+  """
+
+  rank: int = REQUIRED
+  lora_scale: float = 1.0
+  lora_dtype: DTypeLike | None = None
+
+  def setup(self) -> None:
+    super().setup()
+    self._check_range('rank', least=1)
+    for name in (*self._inward, 'down'):
+      self._create_update(name)
+
+  def _create_update(self, name: str) -> None:
+    weight = self._weights[name]
+    experts, inputs, outputs = weight.shape
+    wt, a_split, b_split = weight.tensor_split_dims_mapping, None, None
+    if wt is not None:
+      wt = derived_split(cast(DeclaredSplit, wt), self.path_name)
+      a_split, b_split = wt.pick(0, 1, None), wt.pick(0, None, 2)
+    declare = functools.partial(
+      WeightHParams, dtype=self.lora_dtype, fan_in_axes=(1,), fan_out_axes=(2,), active_share=weight.active_share
+    )
+    a = declare((experts, inputs, self.rank), A_INIT, tensor_split_dims_mapping=a_split)
+    b = declare((experts, self.rank, outputs), WeightInit.Constant(0.0), tensor_split_dims_mapping=b_split)
+    self.create_variable(f'{name}_lora_a', a)
+    self.create_variable(f'{name}_lora_b', b)
+
+  def _mlp(self) -> ExpertMlp:
+    mlp = super()._mlp()
+    return _LoraExpertMlp(mlp.activation, mlp.gated, mlp.hidden_limit, mlp.up_offset, self.lora_scale)
+
+  def merge_variables(self, variables: NestedDict, prefix: int, sign: int = 1) -> NestedDict:
+    merged = {k: v for k, v in variables.items() if '_lora_' not in k}
+    for name in (*self._inward, 'down'):
+      w, a, b = (variables[k] for k in (name, f'{name}_lora_a', f'{name}_lora_b'))
+      update = scaled_product(a, b, sign * self.lora_scale, prefix + 1, w.shape)
+      merged[name] = (w.astype(update.dtype) + update).astype(w.dtype)
+    return merged
+
+
+class Lora(Adapter):
+  """Updates of low rank for linear layers, projections of attention, experts, and tables of embeddings.
+
+  Attributes:
+    layers: see `Adapter`. An update of a table of embeddings has to be asked for. The softmax of a model, convolutions
+      and routers have no updates.
+    rank: R.
+    alpha: an update is multiplied by alpha / R.
+    rank_stabilized: multiply by alpha / sqrt(R) instead (rsLoRA; Kalajdzievski, 2023).
+    dropout_rate: probability that an entry of the input of an update is dropped in training.
+    dtype: storage dtype of A and B; None uses that of the layer.
+  """
+
+  adapted = {
+    Linear: LoraLinear,
+    Projection: LoraProjection,
+    MoeFeedForward: LoraMoeFeedForward,
+    Embedding: LoraEmbedding,
+  }
+
+  rank: int = 8
+  alpha: float = 16.0
+  rank_stabilized: bool = False
+  dropout_rate: float = 0.0
+  dtype: DTypeLike | None = 'float32'
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_range('rank', self.rank, least=1)
+    check_range('alpha', self.alpha, above=0)
+    check_range('dropout_rate', self.dropout_rate, least=0, below=1)
+    if self.dtype is not None and not is_dtype(self.dtype, jnp.floating):
+      raise ConfigError(f'Lora.dtype: expected a floating dtype, such as float32, or None, got {self.dtype!r}')
+
+  @property
+  def scale(self) -> float:
+    """The factor of an update."""
+    return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+  def adapt(self, config: Config) -> Config:
+    if target(config) is MoeFeedForward:
+      if self.dropout_rate:
+        raise ConfigError(
+          'Lora.dropout_rate: experts are multiplied without dropout; set it to 0, or leave out the experts in `layers`'
+        )
+      return self._change_class(config, rank=self.rank, lora_scale=self.scale, lora_dtype=self.dtype)
+    update = Config(LowRankUpdate, rank=self.rank, scale=self.scale, dtype=self.dtype)
+    update.dropout_tpl.rate = self.dropout_rate
+    return self._change_class(config, lora_tpl=update)

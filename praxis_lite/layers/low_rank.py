@@ -1,0 +1,133 @@
+"""LowRankUpdate: what LoRA adds to the product of a layer with its weight, a product with a matrix of low rank.
+
+    y = s (x A) B     A [*I, R], B [R, *O], s = alpha / R  or, rank-stabilized, alpha / sqrt(R)
+
+I input dims, O output dims, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.layers.base import Layer, SplitMapping
+from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.embeddings import lookup_rows
+from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams, WeightInit
+
+# Uniform in +-1 / sqrt(fan in).
+A_INIT = WeightInit.UniformFanIn(1.0)
+
+
+class LowRankWeightSplit(SplitMapping):
+  """`a`: one entry per dimension of `in_shape`, and one for R; `b`: one for R, and one per dimension of `out_shape`."""
+
+  a: SplitDimsMapping = None
+  b: SplitDimsMapping = None
+
+
+class LowRankUpdate(Layer):
+  """y = scale (dropout(x) A) B, which is 0 at first (Hu et al., 2021).
+
+  In the update of a table of embeddings, A begins at 0 and B is random, so that a step changes only rows of ids that it
+  has seen.
+
+  Attributes:
+    in_shape: trailing dimensions of the input.
+    out_shape: trailing dimensions of the output.
+    rank: R.
+    scale: factor of the product.
+    is_table: whether the input is ids, and A a table [V, R] of a vector for each.
+    dropout_tpl: template of the child `dropout`, on the input; not applied to ids.
+    weight_split_dims_mapping: `a`, [*in_shape, R], and `b`, [R, *out_shape]; the updated layer derives them from the
+      mapping of its weight.
+  """
+
+  in_shape: tuple[int, ...] = REQUIRED
+  out_shape: tuple[int, ...] = REQUIRED
+  rank: int = REQUIRED
+  scale: float = 1.0
+  is_table: bool = False
+  dropout_tpl: Config = template(Dropout)
+  weight_split_dims_mapping: Config = template(LowRankWeightSplit)
+
+  dropout: Dropout = child()
+
+  def setup(self) -> None:
+    self._check_range('rank', least=1)
+    rank_in, rank_out, split = len(self.in_shape), len(self.out_shape), self.weight_split_dims_mapping
+    a_init, b_init = A_INIT, WeightInit.Constant(0.0)
+    if self.is_table:
+      a_init, b_init = b_init, WeightInit.GaussianFanIn()
+    a = WeightHParams(
+      (*self.in_shape, self.rank),
+      init=a_init,
+      tensor_split_dims_mapping=split.a,
+      fan_in_axes=tuple(range(rank_in)),
+      fan_out_axes=(rank_in,),
+    )
+    b = WeightHParams(
+      (self.rank, *self.out_shape),
+      init=b_init,
+      tensor_split_dims_mapping=split.b,
+      fan_in_axes=(0,),
+      fan_out_axes=tuple(range(1, rank_out + 1)),
+    )
+    self.create_variable('a', a)
+    self.create_variable('b', b)
+    self.create_child('dropout', self.dropout_tpl)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., *out_shape] for x [..., *in_shape], or for ids [...] if A is a table."""
+    if self.is_table:
+      of_rank = lookup_rows(self.theta.a, x)
+    else:
+      x = self.dropout(x.astype(self.fprop_dtype))
+      of_rank = jnp.tensordot(x, self.theta.a, axes=len(self.in_shape))
+    return jnp.tensordot(of_rank * self.scale, self.theta.b, axes=1)
+
+  def weight(self) -> jax.Array:
+    """In a call: returns the weight of which this is the product, [*in_shape, *out_shape]."""
+    return jnp.tensordot(self.theta.a * self.scale, self.theta.b, axes=1)
+
+
+def split_update(
+  update: Config[LowRankUpdate], wt: DeclaredSplit | None, rank_in: int, path: str
+) -> Config[LowRankUpdate]:
+  """Gives A and B of an update the entries of `wt`, the mapping of the weight [*I, *O] that it is added to.
+
+  Args:
+    update: the config, which is edited.
+    wt: the mapping; None leaves A and B to the task's strategy, like the weight.
+    rank_in: number of dimensions I.
+    path: path of the layer of the weight, for `explain`.
+  """
+  if wt is not None:
+    whole = DeclaredSplit((None,), (f'derived from the weight of {path}: the rank of an update is not split',))
+    update.weight_split_dims_mapping.set(
+      a=derived_split(wt[:rank_in], path).followed_by(whole), b=whole.followed_by(derived_split(wt[rank_in:], path))
+    )
+  return update
+
+
+def derived_split(wt: DeclaredSplit, path: str) -> DeclaredSplit:
+  """Returns a mapping whose sources say that it is derived from that of the weight of the layer at `path`."""
+  return DeclaredSplit(wt, [f'{source}, derived from the weight of {path}' for source in wt.sources])
+
+
+def scaled_product(a: jax.Array, b: jax.Array, scale: float, prefix: int, shape: Sequence[int]) -> jax.Array:
+  """Returns scale A B in float32, or in the dtype of A if that is wider, for stored variables.
+
+  Args:
+    a, b: [*stack, *I, R] and [*stack, R, *O].
+    scale: the factor.
+    prefix: number of dimensions of the stack.
+    shape: shape of the result, [*stack, *I, *O].
+  """
+  stack, rank = a.shape[:prefix], a.shape[-1]
+  dtype = jnp.promote_types(a.dtype, jnp.float32)
+  a, b = a.astype(dtype).reshape(*stack, -1, rank), b.astype(dtype).reshape(*stack, rank, -1)
+  return (scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)).reshape(shape)

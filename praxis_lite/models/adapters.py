@@ -1,0 +1,90 @@
+"""Adapters of a model: adds them to its config, and merges trained ones into its weights."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict, leaves, merge, node_at, path_name, select
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.lora import AdaptedLayer
+from praxis_lite.models.base import BaseModel
+
+ModelT = TypeVar('ModelT', bound=BaseModel)
+
+ADAPTER_VARIABLES = r'.*\.(lora\.[ab]|(gate|up|down)_lora_[ab])'
+"""A regex that matches the paths of all variables of adapters, and of no other layers of this package."""
+
+
+def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
+  """Adds adapters to the config of a model, in place, and returns it.
+
+      add_adapters(model, Config(Lora, layers=r'lm\\..*\\.attention\\.(query|value)', rank=16))
+
+  The model keeps its variables at their paths, and gets those of the adapters. Its outputs are the same until adapters
+  are trained. Building it raises a ConfigError if an adapter is for no layer, or for one that cannot have it. Each
+  adapter is split over the mesh as its layer's own weight is.
+
+  Args:
+    model: the config.
+    *adapters: configs such as `Config(Lora)`; the first one that is for a layer wins.
+  """
+  return model.set(adapters=(*model.adapters, *adapters))
+
+
+def without_adapters(model: Config[ModelT]) -> Config[ModelT]:
+  """Returns a copy of a model's config without adapters: that of the model whose variables `merge_adapters` returns."""
+  return model.clone(adapters=())
+
+
+def merge_adapters(model: BaseModel, variables: NestedDict) -> NestedDict:
+  """Returns variables of the model without adapters that computes the same: adapters are added to the weights.
+
+  The sum is computed in float32, and rounded to the dtype of the weight.
+
+  Args:
+    model: the built model, with adapters.
+    variables: its variables in their true shapes; see `praxis_lite.unpad`.
+  """
+  return _merge(model, variables, model.abstract_init(), sign=1)
+
+
+def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict) -> NestedDict:
+  """Returns the variables of a model with adapters, given merged ones and those of the adapters.
+
+  Args:
+    model: the built model, with adapters.
+    merged: what `merge_adapters` has returned.
+    variables: variables of the model, of which only those of adapters are used.
+
+  Raises:
+    ConfigError: a variable of an adapter is missing.
+  """
+  declared = model.abstract_init()
+  missing = _first_missing(declared, merged, variables)
+  if missing:
+    raise ConfigError(f'{missing} is neither among the merged variables nor among those of the adapters')
+  adapters = select(variables, lambda path: not _has(merged, path))
+  base = _merge(model, merge(merged, adapters), declared, sign=-1)
+  return merge(base, adapters)
+
+
+def _merge(layer: Layer, variables: NestedDict, declared: NestedDict, sign: int) -> NestedDict:
+  children = dict(layer.children())
+  merged = {
+    name: _merge(children[name], value, declared[name], sign) if name in children else value
+    for name, value in variables.items()
+  }
+  if not isinstance(layer, AdaptedLayer):
+    return merged
+  own = next(weight for name, weight in declared.items() if name not in children)
+  return layer.merge_variables(merged, len(own.repeat_prefix), sign)
+
+
+def _has(tree: NestedDict, path: tuple[str, ...]) -> bool:
+  return node_at(tree, path) is not None
+
+
+def _first_missing(declared: NestedDict, *trees: NestedDict) -> str:
+  return next((path_name(path) for path in leaves(declared) if not any(_has(tree, path) for tree in trees)), '')

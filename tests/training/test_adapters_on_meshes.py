@@ -1,0 +1,147 @@
+"""Models with adapters: a step changes only adapters, and on a mesh it is that of one device."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from drawn_state import drawn_state
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.trees import leaves_by_path, path_name
+from praxis_lite.layers import Lora, MoeFeedForward
+from praxis_lite.models import image_classifier, set_pipeline, set_sharding, transformer_lm
+from praxis_lite.training import train_adapters
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
+
+pytestmark = pytest.mark.usefixtures('shared_programs')
+
+AXES = ('stage', 'replica', 'data', 'mdl')
+B, T, V = 6, 5, 37
+
+
+def of_text():
+  ids = np.random.default_rng(0).integers(0, V, (B, T + 1)).astype(np.int32)
+  weights = np.ones((B, T), np.float32)
+  weights[1, 3:] = weights[4] = 0
+  return {'ids': ids[:, :-1], 'labels': ids[:, 1:], 'weights': weights}
+
+
+def of_images():
+  rng = np.random.default_rng(0)
+  return {
+    'image': rng.standard_normal((B, 4, 4, 1)).astype(np.float32),
+    'label': rng.integers(0, 5, B).astype(np.int32),
+    'weights': np.array([1, 1, 0, 1, 1, 1], np.float32),
+  }
+
+
+def lm(experts=None, **fields):
+  """Vocabulary 37, D 18, 3 heads, F 15, ranks 3 and 2: meshes have to pad almost everything."""
+  sizes = {'vocab_size': V, 'model_dims': 18, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 15}
+  return transformer_lm(**sizes, experts=experts, **fields).set(packed=False)
+
+
+def lm_with_heads_together():
+  model = lm()
+  model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.combine_qkv = True
+  return model
+
+
+def vit():
+  return image_classifier(
+    num_classes=5, image_size=4, patch_size=2, channels=1, model_dims=18, num_layers=2, num_heads=3, hidden_dims=15
+  )
+
+
+EXPERTS = Config(MoeFeedForward, num_experts=5, num_shared_experts=1)
+EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=2)
+# Builds a model, the arguments of set_sharding, the adapters, and the batch.
+CASES = {
+  'lm': (lm, {}, (EMBEDDING, Config(Lora, rank=3)), of_text),
+  'heads together': (
+    lm_with_heads_together,
+    {},
+    (Config(Lora, rank=3, rank_stabilized=True),),
+    of_text,
+  ),
+  'experts': (functools.partial(lm, EXPERTS), {'expert_axis': 'data'}, (Config(Lora, rank=3),), of_text),
+  'vit': (vit, {}, (Config(Lora, rank=3),), of_images),
+}
+
+
+def after_a_step(name, mesh=None, stages=1, **fields):
+  """Returns the loss, and all variables before and after a step of SGD with rate 1, so all gradients."""
+  make, splits, adapters, make_batch = CASES[name]
+  model, batch = set_sharding(make(), **splits), make_batch()
+  if stages > 1:
+    set_pipeline(model, num_stages=stages, num_microbatches=2)
+  task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
+  task.train.learner.set(optimizer=Config(optax.sgd, momentum=0.9), learning_rate=1.0)
+  train_adapters(task, *adapters)
+  rows = ('replica', 'data')
+  task.train.inputs_split_mapping = {'map_1d': (rows,), 'map_2d': (rows, None), 'map_4d': (rows, None, None, None)}
+  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
+  state = drawn_state(partitioned)
+  before = leaves_by_path(jax.tree.map(np.array, partitioned.unpad(state).mdl_vars))
+  slots = [leaf.shape for leaf in jax.tree.leaves(partitioned.unpadded_state_shapes.opt_states) if leaf.ndim]
+  out = partitioned.train_step(state, jax.random.key(1), batch)
+  after = leaves_by_path(jax.tree.map(np.array, partitioned.unpad(out.state).mdl_vars))
+  return float(out.weighted_loss), before, after, slots
+
+
+on_one_device = functools.cache(after_a_step)
+
+
+def is_adapter(path):
+  return 'lora' in path[-2] or '_lora_' in path[-1]
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('name', CASES)
+def test_a_step_changes_every_adapter_and_no_bit_of_the_rest(name):
+  _, before, after, slots = on_one_device(name)
+  assert 0 < sum(map(is_adapter, before)) < len(before)
+  for path, value in before.items():
+    changed = np.any(after[path] != value)
+    assert changed == is_adapter(path), path_name(path)
+  assert sorted(slots) == sorted(value.shape for path, value in before.items() if is_adapter(path))
+
+
+MESHES = [
+  *(('lm', mesh) for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]),
+  *(('heads together', mesh) for mesh in [(1, 2, 2, 2), (1, 1, 3, 1)]),
+  *(('experts', mesh) for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]),
+  *(('vit', mesh) for mesh in [(1, 2, 2, 2), (1, 1, 3, 1)]),
+]
+
+
+def assert_same_step(found, expected):
+  np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+  for path, before in expected[1].items():
+    np.testing.assert_array_equal(found[1][path], before)
+    change = expected[2][path] - before
+    limit = 2e-5 * np.abs(change).max() + 1e-7
+    np.testing.assert_allclose(found[2][path] - before, change, rtol=0, atol=limit, err_msg=path_name(path))
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('name, mesh', MESHES)
+def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
+  assert_same_step(after_a_step(name, mesh), on_one_device(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, mesh', [('lm', (2, 1, 2, 2)), ('lm', (2, 1, 3, 1)), ('experts', (2, 1, 2, 1))])
+def test_in_a_pipeline(name, mesh):
+  assert_same_step(after_a_step(name, mesh, stages=2), on_one_device(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['lm', 'experts'])
+def test_explicit_collectives(name):
+  assert_same_step(after_a_step(name, (1, 1, 3, 1), partitioning='shard_map'), on_one_device(name))
