@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.inputs import ByteTokenizer, SyntheticLMInput, TextInput, stdlib_files
+from praxis_lite.layers import Lora
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
 from praxis_lite.training import registry
+from praxis_lite.training.adapters import train_adapters
 from praxis_lite.training.experiment import BaseExperiment
 
 
@@ -151,3 +153,16 @@ class SyntheticLmTiny(_Tiny):
   def model(self) -> Config:
     model = super().model().set(vocab_size=37, model_dims=18, hidden_dims=45, num_heads=3, dims_per_head=6)
     return set_sharding(model.set(tokens_are_bytes=False))
+
+
+@registry.register
+class SyntheticLoraTiny(SyntheticLmTiny):
+  """For tests: trains only updates of low rank (LoRA) of the tiny model on counting sequences; reads no files.
+
+  With task.train.init_from.path=runs/lm it starts from the weights of a run of SyntheticLmTiny.
+  """
+
+  def task(self) -> Config:
+    task = super().task()
+    task.train.learner.learning_rate = 1e-2
+    return train_adapters(task, Config(Lora, rank=5))

@@ -82,6 +82,11 @@ class Adapter(Configurable):
 class AdaptedLayer(Layer):
   """Base of the layers with an adapter: also the layer that they were made from, with more variables."""
 
+  @classmethod
+  def base_class(cls) -> type[Layer]:
+    """Returns the class of the layer without an adapter."""
+    return next(base for base in cls.__mro__ if not issubclass(base, AdaptedLayer))
+
   def merge_variables(self, variables: NestedDict, prefix: int, sign: int = 1) -> NestedDict:
     """Returns the variables of the layer without an adapter that computes the same.
 

@@ -147,8 +147,8 @@ def multi_token_prediction() -> Config:
   )
 
 
-def moe() -> Config:
-  config = split(layers.MoeFeedForward, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5)
+def moe(cls: type = layers.MoeFeedForward, **fields: Any) -> Config:
+  config = split(cls, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5, **fields)
   config.set(
     expert_axis='data', dispatch='capacity', capacity_factor=0.8, num_shared_experts=1, shared_expert_gate=True
   )
