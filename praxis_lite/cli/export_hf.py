@@ -23,10 +23,18 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runs.imported_files import SENTENCEPIECE_FILES
 
   size = int(values.max_file_gb * 10**9)
-  files = export_run(config, job_log_dir, values.out, step=values.step, dtype=values.dtype, max_file_bytes=size)
+  files = export_run(
+    config,
+    job_log_dir,
+    values.out,
+    step=values.step,
+    dtype=values.dtype,
+    max_file_bytes=size,
+    adapter=values.adapter,
+  )
   say_how_config_differs(values, config)
   print(f'{values.out}: {", ".join(files)}')
-  if not {TOKENIZER_FILE, *SENTENCEPIECE_FILES, 'vocab.json'} & set(files):
+  if not values.adapter and not {TOKENIZER_FILE, *SENTENCEPIECE_FILES, 'vocab.json'} & set(files):
     print('no files of a tokenizer: the run has none in the format of transformers', file=sys.stderr)
   return 0
 
@@ -37,6 +45,9 @@ def _flags() -> CommandFlags:
   dtype = 'Convert the weights to this dtype; by default they keep that of the checkpoint.'
   values.add_choice('dtype', dtype, ['float32', 'bfloat16', 'float16'], 'bfloat16')
   values.add_number('max_file_gb', 'Split the weights into files of at most this size.', '2', 5.0)
+  values.add_switch(
+    'adapter', 'Write only the adapters (LoRA), as a folder that peft loads; otherwise they are merged.'
+  )
   return values
 
 

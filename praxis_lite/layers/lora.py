@@ -98,7 +98,7 @@ class AdaptedLayer(Layer):
     raise NotImplementedError
 
 
-class _LoraLayer(AdaptedLayer):
+class LoraLayer(AdaptedLayer):
   """Base of the layers with one weight `w` and the child `lora`."""
 
   lora_tpl: Config = template(LowRankUpdate)
@@ -117,7 +117,7 @@ class _LoraLayer(AdaptedLayer):
     return kept | {'w': (w.astype(update.dtype) + update).astype(w.dtype)}
 
 
-class LoraLinear(_LoraLayer, Linear):
+class LoraLinear(LoraLayer, Linear):
   """y = x W + b + s (x A) B: a `Linear` with an update of low rank, its child `lora`.
 
   Attributes: the same as for `Linear`, and
@@ -133,7 +133,7 @@ class LoraLinear(_LoraLayer, Linear):
     return self.shard(super().__call__(x) + self.lora(x))
 
 
-class LoraProjection(_LoraLayer, Projection):
+class LoraProjection(LoraLayer, Projection):
   """y = x . W + b + s (x . A) B: a `Projection` with an update of low rank, its child `lora`.
 
   Attributes: the same as for `Projection`, and
@@ -152,7 +152,7 @@ class LoraProjection(_LoraLayer, Projection):
     return super().weight() + self.lora.weight()
 
 
-class LoraEmbedding(_LoraLayer, Embedding):
+class LoraEmbedding(LoraLayer, Embedding):
   """y = w[ids] + s A[ids] B: an `Embedding` with an update of low rank, its child `lora`; A [V, R], B [R, D].
 
   Attributes: the same as for `Embedding`, and

@@ -38,6 +38,7 @@ from praxis_lite.layers import (
   VisionTransformer,
 )
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models import BaseModel
 
 _FAMILIES = (
@@ -137,7 +138,12 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
 
 def _layers_in_common(ours: Layer, theirs: Layer) -> int:
   """Returns how many layers of two trees have the same place and class."""
-  return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs)) if type(ours) is type(theirs) else 0
+  return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs)) if _kind(ours) is _kind(theirs) else 0
+
+
+def _kind(layer: Layer) -> type[Layer]:
+  """Returns the class of a layer, or of the one that has got an adapter."""
+  return layer.base_class() if isinstance(layer, AdaptedLayer) else type(layer)
 
 
 def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
@@ -190,11 +196,11 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
   """Yields the differences of two layers, and of those below them, that change what they compute."""
   if isinstance(ours, Dropout):
     return
-  if type(ours) is not type(theirs):
+  if _kind(ours) is not _kind(theirs):
     yield f'{ours.path_name}, which is {type(ours).__name__} here and {type(theirs).__name__} there'
     return
   skipped = _NOT_COMPARED | (_COMPLETED_BELOW if isinstance(ours, _COMPLETE_BELOW) else set())
-  for field in dataclasses.fields(ours):
+  for field in dataclasses.fields(theirs):
     if not field.init or field.name in skipped:
       continue
     here, there = getattr(ours, field.name), getattr(theirs, field.name)

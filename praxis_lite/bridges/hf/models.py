@@ -15,8 +15,8 @@ from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint, read_
 from praxis_lite.bridges.hf.tensors import add_copies, pieces
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.common.devices import start_devices
-from praxis_lite.common.trees import NestedDict
-from praxis_lite.models import BaseModel
+from praxis_lite.common.trees import NestedDict, node_at, select
+from praxis_lite.models import BaseModel, merge_adapters
 from praxis_lite.sharding.layout import layout_of
 
 
@@ -56,7 +56,7 @@ def write_model(
 
   Args:
     folder: the target, which is created if it does not exist; files in it with the same names are replaced.
-    model: must belong to a family of transformers.
+    model: must belong to a family of transformers. Its adapters, if it has any, are merged into the weights.
     variables: its variables, as `model.apply` accepts them; they may be split over devices.
     max_file_bytes: larger checkpoints are written as several files and an index.
 
@@ -65,6 +65,8 @@ def write_model(
   """
   family, values = describe_model(model)
   Path(folder).mkdir(parents=True, exist_ok=True)
-  weights = family.part_of(model.abstract_init())
+  if model.adapters:
+    variables = merge_adapters(model, variables)
+  weights = family.part_of(select(model.abstract_init(), lambda path: node_at(variables, path) is not None))
   found = add_copies(pieces(family.table_of(weights), weights), family.written_copies(HfConfig(values)))
   return write_checkpoint(folder, values, family.part_of(variables), found, max_file_bytes)

@@ -22,6 +22,8 @@ from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.bridges.hf.generation import GENERATION_FILE, set_decoder, write_generation
 from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, HfConfig, read_json
 from praxis_lite.bridges.hf.image_data import PREPROCESSOR_FILE, image_datasets, image_text_datasets
+from praxis_lite.bridges.hf.merged import merge_streamed
+from praxis_lite.bridges.hf.peft import write_adapter
 from praxis_lite.bridges.hf.reader import (
   HfCheckpoint,
   checked_pieces,
@@ -39,7 +41,7 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import remove_all, user_path
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.common.trees import map_with_path, node_at
+from praxis_lite.common.trees import map_with_path, node_at, select
 from praxis_lite.inputs import (
   HfTokenizer,
   LabelledTextInput,
@@ -255,11 +257,12 @@ def export_run(
   step: int | None = None,
   dtype: str | None = None,
   max_file_bytes: int = MAX_FILE_BYTES,
+  adapter: bool = False,
 ) -> list[str]:
   """Writes a checkpoint of a run as one that transformers loads.
 
   With it go the files of its tokenizer, which was imported with it or is the `HfTokenizer` of a dataset, and the
-  settings of its sampler.
+  settings of its sampler. Adapters are merged into the weights.
 
   Args:
     config: configs of the run. The run need not have been imported: its model only has to belong to a family.
@@ -268,6 +271,7 @@ def export_run(
     step: step of the checkpoint; None uses the newest.
     dtype: dtype to write, such as 'bfloat16'; None keeps that of the checkpoint.
     max_file_bytes: above this size, several files are written.
+    adapter: write only the adapters, as a folder that peft loads; see `write_adapter`.
 
   Returns:
     The names of the files.
@@ -287,7 +291,13 @@ def export_run(
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
     whole = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)
+  if adapter:
+    with _appears_complete(target_folder) as folder:
+      return write_adapter(folder, model, whole, dtype=dtype)
   variables, weights = family.part_of(whole), family.part_of(model.abstract_init())
+  if model.adapters:
+    variables = merge_streamed(variables, model, family)
+    weights = select(weights, lambda path: node_at(variables, path) is not None)
   found = add_copies(pieces(family.table_of(weights), weights), family.written_copies(HfConfig(values)))
   with _appears_complete(target_folder) as folder:
     files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,28 @@ def write_checkpoint(
     max_file_bytes: larger checkpoints are written as several files and an index.
     dtype: the dtype of all tensors; None keeps the dtype of each variable.
   """
+  declared, tensor = tensors_to_write(variables, found, dtype)
+  check_range('max_file_bytes', max_file_bytes, least=1)
+  files = write_folder(folder, declared, tensor, max_file_bytes)
+  dtypes = {str(d.dtype) for d in declared.values()}
+  content = {**config, 'torch_dtype': dtypes.pop() if len(dtypes) == 1 else 'float32'}
+  with open(os.path.join(folder, CONFIG_FILE), 'w', encoding='utf-8') as f:
+    json.dump(content, f, indent=2, sort_keys=True)
+    f.write('\n')
+  return [CONFIG_FILE, *files]
+
+
+def tensors_to_write(
+  variables: NestedDict, found: Mapping[Path, Sequence[Piece]], dtype: str | None = None
+) -> tuple[dict[str, Declared], Callable[[str], np.ndarray]]:
+  """Returns the tensors that hold variables, by name, and a function of the name that collects one of them.
+
+  Args:
+    variables: as for `write_checkpoint`; only those in `found` are written.
+    found, dtype: see `write_checkpoint`.
+  """
   if jax.process_count() > 1:
     raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')
-  check_range('max_file_bytes', max_file_bytes, least=1)
   parts: dict[str, list[Piece]] = {}
   for of_variable in found.values():
     for piece in of_variable:
@@ -55,18 +74,14 @@ def write_checkpoint(
       ours, variable = piece.view.within(theirs), node_at(variables, piece.path)
       if isinstance(variable, StreamedArray):
         _read_into(ours, variable, piece)
+      elif isinstance(variable, np.ndarray):
+        ours[...] = variable[piece.at]
       else:
         ours[...] = _fetch(variable, piece)
     return theirs
 
   declared = {name: Declared(dtype_of(name), of_tensor[0].view.their_shape) for name, of_tensor in parts.items()}
-  files = write_folder(folder, declared, tensor, max_file_bytes)
-  dtypes = {str(d.dtype) for d in declared.values()}
-  content = {**config, 'torch_dtype': dtypes.pop() if len(dtypes) == 1 else 'float32'}
-  with open(os.path.join(folder, CONFIG_FILE), 'w', encoding='utf-8') as f:
-    json.dump(content, f, indent=2, sort_keys=True)
-    f.write('\n')
-  return [CONFIG_FILE, *files]
+  return declared, tensor
 
 
 def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:

@@ -1,0 +1,136 @@
+"""The weights of a model that may have adapters, and the tensors in which peft stores these.
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    [R, in]     A, transposed
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    [out, R]    B, transposed
+    base_model.model.model.embed_tokens.lora_embedding_A              [R, V]
+    base_model.model.model.embed_tokens.lora_embedding_B              [D, R]
+
+After `base_model.model.` comes the name of the weight's tensor in a checkpoint of the family, without `.weight`. So the
+table of the family that locates weights also locates adapters. If a tensor holds several of our weights, such as those
+of queries, keys and values, all of them have the same A.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from praxis_lite.bridges.hf.family import Family
+from praxis_lite.bridges.hf.tensors import Pair, Piece, pieces
+from praxis_lite.common.trees import NestedDict, Path, leaves, path_name, select
+from praxis_lite.layers import Embedding, Lora, LoraMoeFeedForward, Projection
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.lora import AdaptedLayer, LoraLayer
+from praxis_lite.models import BaseModel
+
+PREFIX = 'base_model.model.'
+_NUMBERED = re.compile(r'\.((?:first|layers|rest)_\d+)\.')
+_ENDINGS = {'a': 'lora_A.weight', 'b': 'lora_B.weight'}
+_TABLE_ENDINGS = {'a': 'lora_embedding_A', 'b': 'lora_embedding_B'}
+
+
+class AdaptableWeight(NamedTuple):
+  """A weight that may have an adapter.
+
+  Attributes:
+    layer: the path of its layer below the network.
+    name: the first part of the names of its adapter's variables, as in `gate_lora_a`; '' if these are `lora.a` and
+      `lora.b`.
+    pair: the row of the family's table.
+    rank_in: number of its dimensions that are inputs, in one layer and for one expert.
+    is_table: whether it is a table of embeddings.
+  """
+
+  layer: Path
+  name: str
+  pair: Pair
+  rank_in: int
+  is_table: bool
+
+  def path_of(self, part: str) -> Path:
+    """Returns the path of the variable A or B below the network."""
+    return (*self.layer, f'{self.name}_lora_{part}') if self.name else (*self.layer, 'lora', part)
+
+  @property
+  def weight_path(self) -> Path:
+    """The path of the weight below the network."""
+    return (*self.layer, self.name or 'w')
+
+  @property
+  def module(self) -> str:
+    """The name of the module in transformers, with {layer} and {expert}."""
+    return self.pair.theirs.removesuffix('.weight')
+
+  def ending(self, part: str) -> str:
+    """Returns the last part of the name of the tensor of A or B."""
+    return (_TABLE_ENDINGS if self.is_table else _ENDINGS)[part]
+
+  def pair_of(self, part: str) -> Pair:
+    """Returns the row for the variable A or B."""
+    experts, _, axes = self.pair.axes.rpartition(': ')
+    names, theirs = (axes or 'I O -> I O').split(' -> ')
+    inputs, outputs = names.split()[: self.rank_in], names.split()[self.rank_in :]
+    groups = re.findall(r'(?:\d+\|)?\([^)]*\)(?:\|\d+)?|\S+', theirs)
+    group = next(g for g in groups if {*re.findall('[A-Za-z]', g)} & {*(inputs if part == 'a' else outputs)})
+    ours = [*inputs, 'Z'] if part == 'a' else ['Z', *outputs]  # No dimension of a table is called Z.
+    order = ['Z', group] if part == 'a' else [group, 'Z']
+    prefix = f'{experts}: ' if experts else ''
+    ours_path = _NUMBERED.sub('.layers.', path_name(self.path_of(part)))
+    return Pair(
+      f'{PREFIX}{self.module}.{self.ending(part)}', ours_path, f'{prefix}{" ".join(ours)} -> {" ".join(order)}'
+    )
+
+
+def weights_below(network: Layer, family: Family, model: BaseModel) -> Iterator[AdaptableWeight]:
+  """Yields the weights of layers that can have an adapter, with their rows in the table."""
+  rows = {pair.ours: pair for pair in family.table_of(family.part_of(model.abstract_init()))}
+  for layer in network.descendants():
+    kind, path = _kind(layer), layer.path[len(network.path) :]
+    if kind not in Lora.adapted:
+      continue
+    of_experts = issubclass(Lora.adapted[kind], LoraMoeFeedForward)
+    for name in ('gate', 'up', 'down') if of_experts else ('w',):
+      pair = rows.get(_NUMBERED.sub('.layers.', path_name((*path, name))))
+      if pair is not None and pair.theirs.endswith('.weight'):
+        rank_in = len(layer.in_shape) if isinstance(layer, Projection) else 1
+        yield AdaptableWeight(path, name if of_experts else '', pair, rank_in, kind is Embedding)
+
+
+def _kind(layer: Layer) -> type[Layer]:
+  return layer.base_class() if isinstance(layer, AdaptedLayer) else type(layer)
+
+
+def layer_at(network: Layer, path: Path) -> Layer:
+  for name in path:
+    network = dict(network.children())[name]
+  return network
+
+
+def pieces_of(weights: Iterable[AdaptableWeight], declared: NestedDict) -> dict[Path, list[Piece]]:
+  """Returns the tensors of the variables of adapters."""
+  chosen = [(w, part) for w in weights for part in 'ab']
+  paths = {w.path_of(part) for w, part in chosen}
+  table = [w.pair_of(part) for w, part in chosen]
+  # Together with the other variables, which say in what order the layers of a stack come.
+  others = select(declared, lambda path: path not in paths)
+  rest = [Pair('', _NUMBERED.sub('.layers.', path_name(path))) for path in leaves(others)]
+  found = pieces([*rest, *table], declared)
+  return {path: found[path] for path in found if path in paths}
+
+
+def modules_of(weight: AdaptableWeight, declared: NestedDict) -> list[str]:
+  """Returns the names of the modules with this weight: one for each layer and expert."""
+  path = weight.weight_path
+  rest = [Pair('', _NUMBERED.sub('.layers.', path_name(p))) for p in leaves(declared) if p != path]
+  row = weight.pair._replace(ours=_NUMBERED.sub('.layers.', path_name(path)))
+  return [piece.name.removesuffix('.weight') for piece in pieces([*rest, row], declared)[path]]
+
+
+def scale_of(layer: Layer) -> float:
+  """Returns the factor of the updates of a layer; raises TypeError if it has none."""
+  if isinstance(layer, LoraMoeFeedForward):
+    return layer.lora_scale
+  if isinstance(layer, LoraLayer):
+    return layer.lora.scale
+  raise TypeError(f'{layer.path_name} has no updates')

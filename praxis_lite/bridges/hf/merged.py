@@ -1,0 +1,71 @@
+"""Weights with their adapters merged, read in parts, so that a large model is exported without holding it in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from praxis_lite.bridges.hf.adapter_weights import layer_at, scale_of, weights_below
+from praxis_lite.bridges.hf.family import Family
+from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, whole_box
+from praxis_lite.common.trees import NestedDict, leaves, nest, node_at
+from praxis_lite.layers.lora import AdaptedLayer
+from praxis_lite.models import BaseModel
+
+
+def merge_streamed(variables: NestedDict, model: BaseModel, family: Family) -> NestedDict:
+  """Returns the variables of a model's network without adapters, which are merged into the weights when these are read.
+
+  Args:
+    variables: those of the network, as arrays that are read in parts.
+    model, family: the built model, and its family.
+  """
+  network = family.network_in(model)
+  assert network is not None
+  merged, declared = leaves(variables), family.part_of(model.abstract_init())
+  for weight in weights_below(network, family, model):
+    layer = layer_at(network, weight.layer)
+    if isinstance(layer, AdaptedLayer):
+      a, b = (merged.pop(weight.path_of(part)) for part in 'ab')
+      of_one = node_at(declared, weight.weight_path)
+      num_stacked = len(of_one.full_shape) - len(of_one.shape) + bool(weight.name)
+      w = merged[weight.weight_path]
+      parts = (x.read(whole_box(x.shape)).astype(np.float32) for x in (a, b))
+      merged[weight.weight_path] = _Merged(w, *parts, scale_of(layer), num_stacked, weight.rank_in)
+  return nest(merged)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Merged(StreamedArray):
+  """A weight [*stack, *I, *O] plus `scale` A B, for A [*stack, *I, R] and B [*stack, R, *O]."""
+
+  weight: StreamedArray
+  a: np.ndarray
+  b: np.ndarray
+  scale: float
+  num_stacked: int
+  rank_in: int
+
+  @property
+  def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    return self.weight.shape
+
+  @property
+  def dtype(self) -> np.dtype:  # type: ignore[override]
+    return self.weight.dtype
+
+  def read(self, box: Box) -> np.ndarray:
+    part = self.weight.read(box)
+    n = self.num_stacked
+    stack, inputs, outputs = box[:n], box[n : n + self.rank_in], box[n + self.rank_in :]
+    a, b = self.a[(*stack, *inputs)], self.b[(*stack, slice(None), *outputs)]
+    sizes, rank = a.shape[:n], self.a.shape[-1]
+    inner = math.prod(a.shape[n:-1])
+    update = a.reshape(*sizes, inner, rank) @ b.reshape(*sizes, rank, -1)
+    return (part.astype(np.float32) + self.scale * update.reshape(part.shape)).astype(part.dtype)
+
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    return self.weight.part_shape(sizes, part_bytes)

@@ -1,0 +1,270 @@
+"""Reads and writes adapters in the format of the package peft: adapter_config.json and adapter_model.safetensors.
+
+`adapter_weights.py` says in which tensors they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import NamedTuple
+
+import numpy as np
+
+from praxis_lite.bridges.hf.adapter_weights import (
+  PREFIX,
+  AdaptableWeight,
+  layer_at,
+  modules_of,
+  pieces_of,
+  scale_of,
+  weights_below,
+)
+from praxis_lite.bridges.hf.families import describe_model
+from praxis_lite.bridges.hf.files import StoredTensor, read_header, write_file
+from praxis_lite.bridges.hf.tensors import Piece
+from praxis_lite.bridges.hf.writer import tensors_to_write
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import CheckpointError, ConfigError
+from praxis_lite.common.files import parse_json
+from praxis_lite.common.trees import NestedDict, Path, nest, node_at, path_name
+from praxis_lite.layers import Lora
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.lora import AdaptedLayer
+from praxis_lite.models import BaseModel, add_adapters, without_adapters
+
+CONFIG_FILE, TENSORS_FILE = 'adapter_config.json', 'adapter_model.safetensors'
+
+
+class ImportedAdapter(NamedTuple):
+  """The config of a model with adapters, and the variables of the adapters, a part of the tree of its variables."""
+
+  model: Config
+  variables: NestedDict
+
+
+def write_adapter(
+  folder: str | os.PathLike[str],
+  model: BaseModel,
+  variables: NestedDict,
+  *,
+  base: str | None = None,
+  dtype: str | None = None,
+) -> list[str]:
+  """Writes the adapters of a model as a folder that peft loads; returns the names of the files.
+
+      PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+
+  Args:
+    folder: the target, which is created if it does not exist; files in it with the same names are replaced.
+    model: the built model, which has adapters, and belongs to a family of transformers.
+    variables: its variables in their true shapes, or only those of the adapters.
+    base: name or path of the checkpoint without adapters, for adapter_config.json.
+    dtype: dtype to write, such as 'bfloat16'; None keeps that of the variables.
+
+  Raises:
+    ConfigError: the model belongs to no family, or has no adapters; or peft cannot express them, because several
+      weights, such as those of queries, keys and values, are one in the family.
+  """
+  family, values = describe_model(model)
+  network = family.network_in(model)
+  assert network is not None
+  weights = list(weights_below(network, family, model))
+  adapted = [w for w in weights if isinstance(layer_at(network, w.layer), AdaptedLayer)]
+  if not adapted:
+    raise ConfigError('task.model.adapters: this model has no adapters to write; write_model writes its weights')
+  declared = family.part_of(model.abstract_init())
+  found = pieces_of(adapted, declared)
+  _check_not_shared(found)
+  FilePath(folder).mkdir(parents=True, exist_ok=True)
+  tensors, data = tensors_to_write(family.part_of(variables), found, dtype)
+  write_file(os.path.join(folder, TENSORS_FILE), list(tensors), tensors, data)
+  content = _adapter_config(adapted, weights, network, declared, values, base)
+  FilePath(folder, CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+  return [CONFIG_FILE, TENSORS_FILE]
+
+
+def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> ImportedAdapter:
+  """Reads adapters that peft has written.
+
+  Args:
+    folder: a folder with adapter_config.json and adapter_model.safetensors.
+    model: the config of the model that they belong to, such as an imported one, without adapters.
+
+  Raises:
+    ConfigError: the adapters are of another kind than LoRA, or have settings that `Lora` does not have.
+    CheckpointError: files are missing or damaged, or their tensors do not fit the model.
+  """
+  config = _read_config(folder)
+  file = os.path.join(folder, TENSORS_FILE)
+  if not os.path.isfile(file):
+    raise CheckpointError(f'{folder} has no {TENSORS_FILE}; save the adapter with peft as safetensors')
+  stored = {name.replace('.default.', '.'): tensor for name, tensor in read_header(file).items()}
+  base = without_adapters(model).instantiate()
+  family, _ = describe_model(base)
+  network = family.network_in(base)
+  assert network is not None
+  weights = list(weights_below(network, family, base))
+  declared = family.part_of(base.abstract_init())
+  ranks = {}
+  for weight in weights:
+    if (rank := _stored_rank(weight, declared, stored)) is not None:
+      ranks[weight] = rank
+  adapters = [*_to_adapters(ranks, network, base, config, str(folder))]
+  with_adapters = add_adapters(without_adapters(model), *adapters)
+  built = with_adapters.instantiate()
+  found = pieces_of(list(ranks), family.part_of(built.abstract_init()))
+  known = {piece.name for of in found.values() for piece in of}
+  left = sorted(stored.keys() - known)
+  if left:
+    raise CheckpointError(f'{file} has tensors that belong to no layer of this model: {", ".join(left[:3])}')
+  shapes = family.part_of(built.abstract_init())
+  read = {path: _read(of, stored, node_at(shapes, path).full_shape) for path, of in found.items()}
+  return ImportedAdapter(with_adapters, family.model_variables(nest(read)))
+
+
+def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
+  owner: dict[str, Path] = {}
+  for path, of_variable in found.items():
+    for piece in of_variable:
+      other = owner.setdefault(piece.name, path)
+      if other != path:
+        raise ConfigError(
+          f'{path_name(path)} and {path_name(other)} are one tensor in this family, {piece.name}, and have adapters of '
+          'their own, which peft cannot express; write merged weights: write_model(folder, model, variables)'
+        )
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _adapter_config(
+  adapted: Sequence[AdaptableWeight],
+  weights: Sequence[AdaptableWeight],
+  network: Layer,
+  declared: NestedDict,
+  values: Mapping[str, object],
+  base: str | None,
+) -> dict[str, object]:
+  ranks, alphas = dict[str, int](), dict[str, float]()
+  for weight in adapted:
+    layer = layer_at(network, weight.layer)
+    scale, rank = scale_of(layer), node_at(declared, weight.path_of('a')).shape[-1]
+    for module in modules_of(weight, declared):
+      ranks[module], alphas[module] = rank, scale * rank
+  most = max(ranks.values(), key=[*ranks.values()].count)
+  alpha = max((alphas[m] for m in ranks if ranks[m] == most), key=[*alphas.values()].count)
+  others = {m for w in weights for m in modules_of(w, declared)} - ranks.keys()
+  endings = {module.rpartition('.')[2] for module in ranks}
+  has_all = not any(module.rpartition('.')[2] in endings for module in others)
+  dropout = next(
+    (layer_at(network, w.layer).lora.dropout_tpl.rate for w in adapted if not w.name and not w.is_table), 0.0
+  )
+  return {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': base,
+    'inference_mode': True,
+    'r': most,
+    'lora_alpha': alpha,
+    'lora_dropout': dropout,
+    'target_modules': sorted(endings if has_all else ranks),
+    'rank_pattern': {module: rank for module, rank in ranks.items() if rank != most},
+    'alpha_pattern': {m: a for m, a in alphas.items() if not math.isclose(a, alpha)},
+    'fan_in_fan_out': values.get('model_type') == 'gpt2',
+    'bias': 'none',
+    'use_rslora': False,
+    'use_dora': False,
+    'modules_to_save': None,
+  }
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
+  path = os.path.join(folder, CONFIG_FILE)
+  try:
+    with open(path, 'rb') as f:
+      config = parse_json(f.read())
+  except OSError as error:
+    raise CheckpointError(f'{path}: {error.strerror}; an adapter is a folder with this file') from None
+  except ValueError as error:
+    raise CheckpointError(f'{path} is not JSON: {error}') from None
+  if not isinstance(config, dict):
+    raise CheckpointError(f'{path}: expected an object, got {config!r}')
+  wanted = {'peft_type': ('LORA',), 'bias': ('none',), 'use_dora': (False,), 'modules_to_save': (None, [])}
+  for field, allowed in wanted.items():
+    if config.get(field, allowed[0]) not in allowed:
+      raise ConfigError(f'{path}: {field} = {config[field]!r} is not supported; only {allowed[0]!r} is')
+  for field in ('r', 'lora_alpha'):
+    value = config.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+      raise ConfigError(f'{path}: {field} must be a number above 0, got {value!r}')
+  return config
+
+
+def _stored_rank(weight: AdaptableWeight, declared: NestedDict, stored: Mapping[str, StoredTensor]) -> int | None:
+  """Returns the rank of a weight's adapter; None if it has none."""
+  names = [f'{PREFIX}{module}.{weight.ending("a")}' for module in modules_of(weight, declared)]
+  shapes = {name: stored[name].shape for name in names if name in stored}
+  ranks = {shape[0] if len(shape) == 2 else 0 for shape in shapes.values()}
+  if len(ranks) > 1 or 0 in ranks:
+    raise CheckpointError(
+      f'{next(iter(shapes))} and the same adapter of other layers have shapes {sorted({*shapes.values()})}; in a stack '
+      'of layers, all have one rank'
+    )
+  return next(iter(ranks), None)
+
+
+def _to_adapters(
+  ranks: Mapping[AdaptableWeight, int], network: Layer, model: BaseModel, config: Mapping[str, object], folder: str
+) -> Iterator[Config]:
+  """Yields the configs of adapters of these ranks: one for all layers of the same rank and scale."""
+  if not ranks:
+    raise CheckpointError(f'{folder}: {TENSORS_FILE} has no adapter of a layer of this model')
+  rate = config.get('lora_dropout', 0.0)
+  groups: dict[tuple[object, ...], dict[str, None]] = {}
+  for weight, rank in ranks.items():
+    dropout = 0.0 if weight.name else rate  # Experts have no dropout.
+    name = path_name((*network.path, *weight.layer)[len(model.path) :])
+    groups.setdefault((rank, _alpha(weight, config), dropout), {})[name] = None
+  for (rank, alpha, dropout), names in groups.items():
+    yield Config(
+      Lora,
+      layers=tuple(map(re.escape, names)),
+      rank=rank,
+      alpha=alpha,
+      rank_stabilized=bool(config.get('use_rslora', False)),
+      dropout_rate=dropout,
+    )
+
+
+def _alpha(weight: AdaptableWeight, config: Mapping[str, object]) -> float:
+  """Returns alpha of a weight; `alpha_pattern` may give some modules one of their own."""
+  patterns = config.get('alpha_pattern') or {}
+  example = weight.module.format(layer=0, expert=0)
+  for pattern, alpha in patterns.items() if isinstance(patterns, dict) else ():
+    if re.fullmatch(rf'(.*\.)?({pattern})', example):
+      return float(alpha)
+  return float(str(config['lora_alpha']))
+
+
+def _read(of_variable: Sequence[Piece], stored: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> np.ndarray:
+  """Returns a variable, float32; zeros where a layer of a stack has no adapter."""
+  value = np.zeros(shape, np.float32)
+  for piece in of_variable:
+    tensor = stored.get(piece.name)
+    if tensor is None:
+      continue
+    if tensor.shape != piece.view.their_shape:
+      raise CheckpointError(
+        f'{tensor.file}: {tensor.name} has shape {list(tensor.shape)}; of this model, {list(piece.view.their_shape)}'
+      )
+    inside = tuple(slice(0, size) for size in piece.view.shape)
+    value[piece.at] = piece.view.read(tensor, inside)
+  return value

@@ -1,0 +1,153 @@
+"""Adapters in the format of peft, against the weights of the model that has merged them."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from drawn_state import drawn_variables
+
+from praxis_lite.bridges.hf import read_adapter, write_adapter, write_model
+from praxis_lite.bridges.hf.files import Declared, read_folder, read_header, write_file
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import CheckpointError, ConfigError
+from praxis_lite.common.trees import leaves, select
+from praxis_lite.layers import Lora, MoeFeedForward
+from praxis_lite.models import add_adapters, transformer_lm, without_adapters
+
+CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
+EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=4)
+
+
+def lm(*adapters, experts=False, **fields):
+  sizes = {'vocab_size': 11, 'model_dims': 12, 'num_layers': 3, 'num_heads': 3, 'num_kv_heads': 1, 'hidden_dims': 5}
+  mixture = Config(MoeFeedForward, num_experts=2) if experts else None
+  return add_adapters(transformer_lm(**sizes, experts=mixture, **fields), *adapters)
+
+
+ATTENTION = Config(Lora, layers=r'.*\.attention\.(query|key|value|out)', rank=3, alpha=6.0)
+KINDS = {
+  'llama': ({}, (EMBEDDING, ATTENTION, Config(Lora, rank=2, alpha=8.0))),
+  'mixtral': ({'experts': True}, (ATTENTION, Config(Lora, rank=2, alpha=8.0))),
+}
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_adapters_are_those_of_peft(kind, tmp_path):
+  """W + alpha / r B A of the files is the weight of the merged model, and reading returns what was written."""
+  fields, adapters = KINDS[kind]
+  config = lm(*adapters, **fields)
+  model = config.instantiate()
+  variables = drawn_variables(model.abstract_init())
+  assert write_adapter(tmp_path / 'adapter', model, variables, base='some/model') == [CONFIG, TENSORS]
+  base = select(variables, lambda path: not any('lora' in part for part in path))
+  write_model(tmp_path / 'base', without_adapters(config).instantiate(), base)
+  write_model(tmp_path / 'merged', model, variables)
+  before, after = read_folder(tmp_path / 'base'), read_folder(tmp_path / 'merged')
+  stored, settings = (
+    read_header(tmp_path / 'adapter' / TENSORS),
+    json.loads((tmp_path / 'adapter' / CONFIG).read_text()),
+  )
+  assert settings['peft_type'] == 'LORA' and settings['base_model_name_or_path'] == 'some/model'
+  assert before.keys() == after.keys()
+  changed = 0
+  for name, tensor in before.items():
+    module, expected = name.removesuffix('.weight'), tensor.read_all()
+    for a, b in (('lora_A.weight', 'lora_B.weight'), ('lora_embedding_A', 'lora_embedding_B')):
+      if (of_a := stored.get(f'base_model.model.{module}.{a}')) is not None:
+        of_b = stored[f'base_model.model.{module}.{b}']
+        rank, alpha = settings['rank_pattern'].get(module, settings['r']), settings['alpha_pattern'].get(module)
+        assert of_a.shape[0] == of_b.shape[1] == rank
+        assert module in settings['target_modules'] or module.rpartition('.')[2] in settings['target_modules']
+        update = (settings['lora_alpha'] if alpha is None else alpha) / rank * (of_b.read_all() @ of_a.read_all())
+        expected, changed = expected + (update.T if 'embedding' in a else update), changed + 1
+    np.testing.assert_allclose(after[name].read_all(), expected, atol=1e-6, err_msg=name)
+  assert 2 * changed == len(stored)
+
+  found = read_adapter(tmp_path / 'adapter', without_adapters(config))
+  written = select(variables, lambda path: any('lora' in part for part in path))
+  assert jax.tree.structure(found.variables) == jax.tree.structure(written)
+  jax.tree.map(np.testing.assert_array_equal, found.variables, written)
+  assert leaves(found.model.instantiate().abstract_init()).keys() == leaves(model.abstract_init()).keys()
+
+
+def test_names_and_settings_of_the_format(tmp_path):
+  """As peft documents them: all modules of a name are named by it, others in full."""
+  model = lm(Config(Lora, layers=r'.*\.(query|value)', rank=2)).instantiate()
+  write_adapter(tmp_path, model, drawn_variables(model.abstract_init()))
+  settings = json.loads((tmp_path / CONFIG).read_text())
+  assert settings['target_modules'] == ['q_proj', 'v_proj'] and (settings['r'], settings['lora_alpha']) == (2, 16.0)
+  assert settings['rank_pattern'] == settings['alpha_pattern'] == {} and settings['bias'] == 'none'
+  shapes = {name: tensor.shape for name, tensor in read_header(tmp_path / TENSORS).items()}
+  assert len(shapes) == 3 * 2 * 2
+  layer = 'base_model.model.model.layers.1.self_attn'
+  assert shapes[f'{layer}.q_proj.lora_A.weight'] == (2, 12) and shapes[f'{layer}.q_proj.lora_B.weight'] == (12, 2)
+  assert shapes[f'{layer}.v_proj.lora_A.weight'] == (2, 12) and shapes[f'{layer}.v_proj.lora_B.weight'] == (4, 2)
+
+
+def write(folder, tensors, **settings):
+  folder.mkdir(exist_ok=True)
+  content = {'peft_type': 'LORA', 'r': 2, 'lora_alpha': 4, 'target_modules': ['q_proj'], **settings}
+  (folder / CONFIG).write_text(json.dumps(content))
+  declared = {name: Declared(np.dtype(np.float32), x.shape) for name, x in tensors.items()}
+  write_file(str(folder / TENSORS), list(declared), declared, tensors.__getitem__)
+
+
+def of_layers(*layers, rank=2):
+  rng, prefix = np.random.default_rng(0), 'base_model.model.model.layers'
+  shapes = {'A': (rank, 12), 'B': (12, rank)}
+  return {
+    f'{prefix}.{i}.self_attn.q_proj.lora_{x}.weight': rng.standard_normal(shape).astype(np.float32)
+    for i in layers
+    for x, shape in shapes.items()
+  }
+
+
+def test_layers_without_an_adapter_have_zeros(tmp_path):
+  tensors = of_layers(0, 2)
+  write(tmp_path, tensors, use_rslora=True, lora_dropout=0.1)
+  model, variables = read_adapter(tmp_path, lm())
+  ours = variables['lm']['transformer']['layers']['attention']['query']['lora']
+  for i in (0, 2):
+    name = f'base_model.model.model.layers.{i}.self_attn.q_proj.lora_'
+    np.testing.assert_array_equal(ours['a'][i], tensors[f'{name}A.weight'].T)
+    np.testing.assert_array_equal(ours['b'][i].reshape(2, 12), tensors[f'{name}B.weight'].T)
+  assert not ours['a'][1].any() and not ours['b'][1].any()
+  (adapter,) = model.adapters
+  built = adapter.instantiate()
+  assert (built.rank, built.dropout_rate) == (2, 0.1) and np.isclose(built.scale, 4 / 2**0.5)
+
+
+def test_bad_adapters(tmp_path):
+  for settings, message in (
+    ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported"),
+    ({'bias': 'all'}, "bias = 'all' is not supported"),
+    ({'use_dora': True}, 'use_dora = True is not supported'),
+    ({'modules_to_save': ['lm_head']}, 'modules_to_save'),
+    ({'r': 0}, 'r must be a number above 0, got 0'),
+    ({'lora_alpha': None}, 'lora_alpha must be a number above 0'),
+  ):
+    write(tmp_path, of_layers(0), **settings)
+    with pytest.raises(ConfigError, match=message):
+      read_adapter(tmp_path, lm())
+  wrong = {name.replace('self_attn', 'other'): x for name, x in of_layers(0).items()}
+  for tensors, message in (
+    ({}, 'has no adapter of a layer of this model'),
+    (wrong, 'has no adapter of a layer of this model'),
+    (of_layers(0) | wrong, 'belong to no layer of this model: base_model.model.model.layers.0.other'),
+    (of_layers(0) | of_layers(1, rank=3), 'all have one rank'),
+    ({name: x[:, :2] for name, x in of_layers(0).items()}, 'has shape .*of this model'),
+  ):
+    write(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=message):
+      read_adapter(tmp_path, lm())
+  (tmp_path / TENSORS).unlink()
+  with pytest.raises(CheckpointError, match='save the adapter with peft as safetensors'):
+    read_adapter(tmp_path, lm())
+  with pytest.raises(CheckpointError, match='an adapter is a folder with this file'):
+    read_adapter(tmp_path / 'nowhere', lm())
+  model = lm().instantiate()
+  with pytest.raises(ConfigError, match='has no adapters to write'):
+    write_adapter(tmp_path, model, {})
