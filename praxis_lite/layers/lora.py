@@ -85,7 +85,7 @@ class AdaptedLayer(Layer):
   @classmethod
   def base_class(cls) -> type[Layer]:
     """Returns the class of the layer without an adapter."""
-    return next(base for base in cls.__mro__ if not issubclass(base, AdaptedLayer))
+    return next(base for base in cls.__mro__ if issubclass(base, Layer) and not issubclass(base, AdaptedLayer))
 
   def merge_variables(self, variables: NestedDict, prefix: int, sign: int = 1) -> NestedDict:
     """Returns the variables of the layer without an adapter that computes the same.

@@ -33,8 +33,8 @@ def merge_streamed(variables: NestedDict, model: BaseModel, family: Family) -> N
       of_one = node_at(declared, weight.weight_path)
       num_stacked = len(of_one.full_shape) - len(of_one.shape) + bool(weight.name)
       w = merged[weight.weight_path]
-      parts = (x.read(whole_box(x.shape)).astype(np.float32) for x in (a, b))
-      merged[weight.weight_path] = _Merged(w, *parts, scale_of(layer), num_stacked, weight.rank_in)
+      of_a, of_b = (x.read(whole_box(x.shape)).astype(np.float32) for x in (a, b))
+      merged[weight.weight_path] = _Merged(w, of_a, of_b, scale_of(layer), num_stacked, weight.rank_in)
   return nest(merged)
 
 

@@ -34,7 +34,7 @@ from praxis_lite.common.files import parse_json
 from praxis_lite.common.trees import NestedDict, Path, nest, node_at, path_name
 from praxis_lite.layers import Lora
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.lora import AdaptedLayer
+from praxis_lite.layers.lora import AdaptedLayer, LoraLayer
 from praxis_lite.models import BaseModel, add_adapters, without_adapters
 
 CONFIG_FILE, TENSORS_FILE = 'adapter_config.json', 'adapter_model.safetensors'
@@ -156,14 +156,13 @@ def _adapter_config(
     scale, rank = scale_of(layer), node_at(declared, weight.path_of('a')).shape[-1]
     for module in modules_of(weight, declared):
       ranks[module], alphas[module] = rank, scale * rank
-  most = max(ranks.values(), key=[*ranks.values()].count)
+  most: int = max(ranks.values(), key=[*ranks.values()].count)
   alpha = max((alphas[m] for m in ranks if ranks[m] == most), key=[*alphas.values()].count)
   others = {m for w in weights for m in modules_of(w, declared)} - ranks.keys()
   endings = {module.rpartition('.')[2] for module in ranks}
   has_all = not any(module.rpartition('.')[2] in endings for module in others)
-  dropout = next(
-    (layer_at(network, w.layer).lora.dropout_tpl.rate for w in adapted if not w.name and not w.is_table), 0.0
-  )
+  linear = (layer_at(network, w.layer) for w in adapted if not w.is_table)
+  dropout = next((layer.lora.dropout_tpl.rate for layer in linear if isinstance(layer, LoraLayer)), 0.0)
   return {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
@@ -228,7 +227,7 @@ def _to_adapters(
   if not ranks:
     raise CheckpointError(f'{folder}: {TENSORS_FILE} has no adapter of a layer of this model')
   rate = config.get('lora_dropout', 0.0)
-  groups: dict[tuple[object, ...], dict[str, None]] = {}
+  groups: dict[tuple[int, float, object], dict[str, None]] = {}
   for weight, rank in ranks.items():
     dropout = 0.0 if weight.name else rate  # Experts have no dropout.
     name = path_name((*network.path, *weight.layer)[len(model.path) :])
