@@ -13,10 +13,12 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.inputs import SentencePieceTokenizer, TextInput
+from praxis_lite.layers import Lora
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
 from praxis_lite.training import registry
+from praxis_lite.training.adapters import train_adapters
 from praxis_lite.training.experiment import BaseExperiment
 
 
@@ -100,3 +102,24 @@ class Llama8B(PublishedSize):
 
   def model(self) -> Config:
     return _llama3(model_dims=4096, num_layers=32, num_heads=32, hidden_dims=14336)
+
+
+@registry.register
+class Llama8BLora(Llama8B):
+  """Fine-tunes Llama8B by LoRA on one accelerator of 80 GB: weights in bfloat16, updates of rank 16 in float32.
+
+  It starts from the weights of another run, such as an imported one: --set task.train.init_from.path=runs/llama.
+  """
+
+  ici_mesh_shape = (1, 1, 1)
+  seq_len = 2048
+  batch_size = 8
+  learning_rate = 2e-4
+
+  def task(self) -> Config:
+    task = super().task()
+    task.model.dtype = jnp.bfloat16
+    task.model.lm_tpl.transformer_tpl.unroll = 1  # Without a loop, the step would keep a copy of the frozen weights.
+    task.train.learner.schedule.warmup_steps = 100
+    task.train.set(num_train_steps=2000, eval_interval_steps=200, save_interval_steps=200)
+    return train_adapters(task, Config(Lora, rank=16, alpha=32.0))

@@ -16,16 +16,16 @@ class AdapterEdits:
 
   Args:
     path, name: the path of the model, and as messages spell it.
-    adapters: configs of adapters; the first one that is for a layer wins.
+    adapters: config of an adapter, or several; the first one that is for a layer wins.
 
   Raises:
     ConfigError: an adapter is not valid.
   """
 
-  def __init__(self, path: Path, name: str, adapters: Sequence[Config]):
+  def __init__(self, path: Path, name: str, adapters: Config | Sequence[Config]):
     self._path, self._field = path, f'{name}.adapters'
     self._adapters: list[Adapter] = []
-    for i, config in enumerate(adapters):
+    for i, config in enumerate((adapters,) if isinstance(adapters, Config) else adapters):
       built = build_at(f'{self._field}[{i}]', config) if isinstance(config, Config) else config
       if not isinstance(built, Adapter):
         raise ConfigError(f'{self._field}[{i}]: expected the config of an adapter, such as Config(Lora), got {built!r}')

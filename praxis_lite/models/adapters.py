@@ -30,7 +30,8 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
     model: the config.
     *adapters: configs such as `Config(Lora)`; the first one that is for a layer wins.
   """
-  return model.set(adapters=(*model.adapters, *adapters))
+  present = (model.adapters,) if isinstance(model.adapters, Config) else tuple(model.adapters)
+  return model.set(adapters=(*present, *adapters))
 
 
 def without_adapters(model: Config[ModelT]) -> Config[ModelT]:

@@ -71,11 +71,11 @@ class BaseModel(Layer, Generic[PredictionsT]):
   """What a task trains and evaluates. Subclasses define `compute_predictions` and `compute_loss`, perhaps `decode`.
 
   Attributes:
-    adapters: configs of adapters, such as `Lora`, for layers below the model; the first one that is for a layer wins.
-      `add_adapters` sets them.
+    adapters: config of an adapter of layers below the model, such as `Lora`, or of several, of which the first one that
+      is for a layer wins. `add_adapters` sets them.
   """
 
-  adapters: tuple[Config, ...] = ()
+  adapters: Config | tuple[Config, ...] = ()
 
   # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False

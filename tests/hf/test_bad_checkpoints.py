@@ -186,7 +186,7 @@ def test_shards_that_are_missing_and_an_index_that_is_wrong_are_named(tmp_path):
     ),
     (
       'adapter_model.safetensors',
-      'is an adapter, such as LoRA, without the model; merge both with peft, and save them',
+      'is an adapter, such as LoRA, without the model; import that, then call read_adapter',
     ),
   ],
 )

@@ -151,3 +151,23 @@ def test_bad_adapters(tmp_path):
   model = lm().instantiate()
   with pytest.raises(ConfigError, match='has no adapters to write'):
     write_adapter(tmp_path, model, {})
+
+
+def test_one_module_of_three_weights_is_read_and_not_written(tmp_path):
+  """GPT-2 has one module for queries, keys and values: all of them get its A."""
+  config = transformer_lm(style='gpt2', vocab_size=11, model_dims=12, num_layers=1, num_heads=3, max_len=8)
+  rng, module = np.random.default_rng(0), 'base_model.model.transformer.h.0.attn.c_attn'
+  shapes = {'lora_A': (2, 12), 'lora_B': (36, 2)}
+  tensors = {f'{module}.{x}.weight': rng.standard_normal(s).astype(np.float32) for x, s in shapes.items()}
+  write(tmp_path, tensors, fan_in_fan_out=True)
+  model, variables = read_adapter(tmp_path, config)
+  layers = variables['lm']['transformer']['layers']['attention']
+  product = np.concatenate(
+    [layers[name]['lora']['a'][0] @ layers[name]['lora']['b'][0].reshape(2, 12) for name in ('query', 'key', 'value')],
+    1,
+  )
+  np.testing.assert_allclose(
+    product, (tensors[f'{module}.lora_B.weight'] @ tensors[f'{module}.lora_A.weight']).T, atol=1e-6
+  )
+  with pytest.raises(ConfigError, match=r'are one tensor in this family, .*c_attn.*, and have adapters of their own'):
+    write_adapter(tmp_path / 'out', model.instantiate(), variables)

@@ -150,7 +150,7 @@ _OTHERS = {
   '.gguf': 'is in the format of llama.cpp; download the model from which it was made, as *.safetensors',
   'consolidated.safetensors': f'has the names of tensors of its authors; {_DOWNLOAD}',
   'consolidated.00.pth': f'is in the format of its authors; {_DOWNLOAD}',
-  'adapter_model.safetensors': 'is an adapter, such as LoRA, without the model; merge both with peft, and save them',
+  'adapter_model.safetensors': 'is an adapter, such as LoRA, without the model; import that, then call read_adapter',
   **dict.fromkeys(('.bin', '.pth', '.pt'), 'is in an older format: load and save it with transformers'),
 }
 
