@@ -80,7 +80,7 @@ class Adapter(Configurable):
 
 
 class AdaptedLayer(Layer):
-  """Base of the layers with an adapter: also the layer that they were made from, with more variables."""
+  """Base of the layers with an adapter. Before it, they name the class without one, whose defaults they keep."""
 
   @classmethod
   def base_class(cls) -> type[Layer]:
@@ -117,7 +117,7 @@ class LoraLayer(AdaptedLayer):
     return kept | {'w': (w.astype(update.dtype) + update).astype(w.dtype)}
 
 
-class LoraLinear(LoraLayer, Linear):
+class LoraLinear(Linear, LoraLayer):
   """y = x W + b + s (x A) B: a `Linear` with an update of low rank, its child `lora`.
 
   Attributes: the same as for `Linear`, and
@@ -133,7 +133,7 @@ class LoraLinear(LoraLayer, Linear):
     return self.shard(super().__call__(x) + self.lora(x))
 
 
-class LoraProjection(LoraLayer, Projection):
+class LoraProjection(Projection, LoraLayer):
   """y = x . W + b + s (x . A) B: a `Projection` with an update of low rank, its child `lora`.
 
   Attributes: the same as for `Projection`, and
@@ -152,7 +152,7 @@ class LoraProjection(LoraLayer, Projection):
     return super().weight() + self.lora.weight()
 
 
-class LoraEmbedding(LoraLayer, Embedding):
+class LoraEmbedding(Embedding, LoraLayer):
   """y = w[ids] + s A[ids] B: an `Embedding` with an update of low rank, its child `lora`; A [V, R], B [R, D].
 
   Attributes: the same as for `Embedding`, and
@@ -180,7 +180,7 @@ class _LoraExpertMlp(ExpertMlp):
     return super().multiply(weights, product, rows, name) + product(of_rank * self.scale, weights[f'{name}_lora_b'])
 
 
-class LoraMoeFeedForward(AdaptedLayer, MoeFeedForward):
+class LoraMoeFeedForward(MoeFeedForward, AdaptedLayer):
   """A `MoeFeedForward` whose experts have updates of low rank, each its own.
 
   The variables are `up_lora_a`, [E, D, R], `up_lora_b`, [E, R, F], and so on for `gate` and `down`.

@@ -87,7 +87,7 @@ class LowRankUpdate(Layer):
     else:
       x = self.dropout(x.astype(self.fprop_dtype))
       of_rank = jnp.tensordot(x, self.theta.a, axes=len(self.in_shape))
-    return jnp.tensordot(of_rank * self.scale, self.theta.b, axes=1)
+    return self.shard(jnp.tensordot(of_rank * self.scale, self.theta.b, axes=1))
 
   def weight(self) -> jax.Array:
     """In a call: returns the weight of which this is the product, [*in_shape, *out_shape]."""

@@ -506,7 +506,10 @@ CASES = {
   ),
   'LoraMoeFeedForward': lambda: Case(moe(layers.LoraMoeFeedForward, rank=3, lora_scale=2.0), (X, POSITIONS > 3)),
   'LoraProjection': lambda: Case(
-    split(layers.LoraProjection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), lora_tpl=update()), (X,)
+    split(
+      layers.LoraProjection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), use_bias=True, lora_tpl=update()
+    ),
+    (X,),
   ),
   'LowRankUpdate': lambda: Case(low_rank_update(), (X,)),
   'LogMel': lambda: Case(
