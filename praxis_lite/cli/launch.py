@@ -124,7 +124,7 @@ COMMAND = Command(
   'process dies, or exits with 75 because another one was lost, all are restarted and resume from the last '
   'checkpoint. The exit code is the one that train returns.',
   'praxis-lite launch --processes=2 --devices=2 -- train --exp=lm.SyntheticLmTiny --job_log_dir=runs/two '
-  '--set task.ici_mesh_shape=(1,4,1)',
+  "--set 'task.ici_mesh_shape=(1,4,1)'",
   _flags(),
   _run,
   bare_rest='train',

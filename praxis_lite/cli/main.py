@@ -233,13 +233,23 @@ def _bare_flag(argument: str, command: Command) -> str:
 
 def _meant_by(rest: Sequence[str], values: flags.FlagValues, command: Command) -> str:
   """Returns the end of an error message about positional arguments: what is right, and the flag that may be meant."""
-  argument, given = rest[0], values['set'].value if 'set' in command.flags else []
-  if given and (argument.startswith('=') or given[-1].endswith('=')):
-    separate = [given[-1], *(word for word in rest if not word.startswith('-'))][:3]
-    return f'an override is one word, as in --set={"".join(separate)}, or in quotes: --set "{" ".join(separate)}"'
+  given = values['set'].value if 'set' in command.flags else []
+  at = next((i for i, word in enumerate(rest) if word.startswith('=')), None)
+  if given and at is None and given[-1].endswith('='):
+    at = len(rest) - 1
+  if not given or at is None:
+    return _written_as_flags(rest, values, command)
+  last = at + 2 if rest[at] == '=' else at + 1
+  separate = [given[-1], *(word for word in rest[at:last] if not word.startswith('-'))]
+  override = f'an override is one word, as in --set={"".join(separate)}, or in quotes: --set "{" ".join(separate)}"'
+  return f'{_written_as_flags(rest[:at], values, command)}; {override}' if at else override
+
+
+def _written_as_flags(words: Sequence[str], values: flags.FlagValues, command: Command) -> str:
+  """Returns 'flags are written --name=value, as in ...', with each of these words as the flag that may be meant."""
   free = [name for name in ('exp', 'job_log_dir') if name in command.flags and not values[name].present]
   written = []
-  for word in rest:
+  for word in words:
     flag = _flag_of(word, command, free)
     if flag in command.flags:
       written.append(f'--{flag}={shlex.quote(word)}')
@@ -268,6 +278,8 @@ def _one_line(error: Exception, command: str) -> str:
   if isinstance(error, flags.UnrecognizedFlagError):
     text = text.replace('mean: ', 'mean --').replace(' ?', '?')
     known = COMMANDS[command].flags
+    if COMMANDS[command].bare_rest == 'train' and (of_train := _misplaced_flag(error.flagname.replace('-', '_'))):
+      return of_train
     if 'Did you mean' not in text and (close := did_you_mean(error.flagname, known)):
       text += '.' + close.replace(" '", ' --').replace("'?", '?')
     if error.flagname == 'job_log_dir' and COMMANDS[command].bare == 'dir':
@@ -277,6 +289,16 @@ def _one_line(error: Exception, command: str) -> str:
     fields = ', and --set path=value sets a field of the config' if 'set' in known else ''
     text += f'; `praxis-lite {command} --help` lists the flags{fields}'
   return text
+
+
+def _misplaced_flag(name: str) -> str:
+  """Returns the message about a flag of `train` among those of `launch`; '' if `train` has no such flag."""
+  if name == 'num_processes':
+    return 'launch has no flag --num_processes, which it sets in each process; --processes=2 says how many to start'
+  if name not in COMMANDS['train'].flags:
+    return ''
+  example = 'praxis-lite launch --processes=2 -- train --exp=lm.StdlibLm --job_log_dir=runs/1'
+  return f'--{name} is a flag of train; flags of train go after --, as in {example}'
 
 
 if __name__ == '__main__':

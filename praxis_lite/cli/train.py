@@ -30,6 +30,8 @@ def _run(values: flags.FlagValues) -> int:
   hosts = values.coordinator_address, values.num_processes, values.process_id
   job = _find_job(*hosts)
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task, is_alone=job is None):
+    if job is None and not values.elastic:
+      config.task.instantiate().create_mesh()  # Says that devices are missing before the verification takes its time.
     verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
 
   from praxis_lite.cli.train_plan import PlanOfRun

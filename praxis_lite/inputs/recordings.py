@@ -143,7 +143,8 @@ class RecordingInput(RecordsInput, RandomAccessInput):
     samples = resample(samples, rate, self.sample_rate)
     if not 0 < len(samples) <= self.num_samples:
       seconds, most = len(samples) / self.sample_rate, self.num_samples / self.sample_rate
-      longer = f'; cut it, or set {self.label}.num_samples to at least {len(samples)}' if len(samples) else ''
+      example = f"--set 'datasets[*].num_samples={len(samples)}'"
+      longer = f'; cut it, or allow longer ones, as by {example}' if len(samples) else ''
       raise DataError(f'lasts {seconds:.2f} s, and must be longer than 0 s and at most {most:.2f} s{longer}')
     if not np.isfinite(samples).all():
       raise DataError('has samples that are not finite numbers')

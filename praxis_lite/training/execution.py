@@ -255,7 +255,7 @@ class ShardMapped(Execution):
 
   def _check_optimizer(self) -> None:
     weights = self._task.model.abstract_init()
-    learner = self._task.learner.bind(weights)
+    learner = self._task.bind_learner()
     split: dict[Path, tuple[int, ...]] = {}
     for path in leaves(weights):
       dims = [dim for dim, entry in enumerate(self._specs[path]) if any(self._sizes[a] > 1 for a in all_axes([entry]))]
@@ -266,7 +266,7 @@ class ShardMapped(Execution):
       of_moments = any('learner.moments' in name for name in names)
       other = "set it to 'bfloat16'" if of_moments else 'use an elementwise optimizer such as adamw'
       raise ConfigError(
-        f"{where}: {', '.join(names)} needs whole tensors, and under partitioning='shard_map' each device "
+        f"task.train.{where}: {', '.join(names)} needs whole tensors, and under partitioning='shard_map' each device "
         f'updates its part of {path_name(next(iter(split)))}; {other}, leave the weights whole, or set '
         "task.partitioning='auto'"
       )

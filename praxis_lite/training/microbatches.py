@@ -116,7 +116,9 @@ def value_and_grad(
 def split_rows(x: jax.Array, parts: int) -> jax.Array:
   """Returns [k, B / k, ...] for [B, ...]; part i holds the rows i, i + k, i + 2 k, ..."""
   if x.shape[0] % parts:
-    raise ConfigError(f'learner.num_microbatches: a batch of {x.shape[0]} does not divide into {parts} microbatches')
+    raise ConfigError(
+      f'task.train.learner.num_microbatches: a batch of {x.shape[0]} does not divide into {parts} microbatches'
+    )
   return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
 
 

@@ -79,7 +79,7 @@ def initialize_train_state(
   mdl_vars = jax_task.model.init(init_key)
   if given is not None:
     mdl_vars = merge(mdl_vars, map_with_path(_use_given(mdl_vars, given), given.values))
-  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  learner = jax_task.bind_learner()
   opt_states = learner.init(mdl_vars) if optimizer else None
   return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states, learner.init_ema(mdl_vars))
 
@@ -134,7 +134,7 @@ def state_layout(
   unpadded = train_state_shapes(jax_task, optimizer=optimizer)
   if specs_of_vars is None:
     specs_of_vars = placed_specs(place_task_variables(jax_task, mesh))
-  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  learner = jax_task.bind_learner()
   specs = TrainState(
     step=PartitionSpec(),
     mdl_vars=specs_of_vars,

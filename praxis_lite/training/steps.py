@@ -79,7 +79,7 @@ def train_step_single_learner(
     execution: what the step needs to know about the mesh; None means no mesh.
   """
   execution = execution or Execution()
-  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  learner = jax_task.bind_learner()
   loss, out, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
   update = learner.update(
     gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
@@ -99,7 +99,7 @@ def loss_and_gradients(
 ) -> tuple[jax.Array, NestedDict]:
   """Returns the loss of a step and its gradients, without a mesh; arguments as in `train_step_single_learner`."""
   states = TrainState(step, mdl_vars, {}, None)
-  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  learner = jax_task.bind_learner()
   loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, Execution())
   return loss, gradients
 
@@ -112,7 +112,7 @@ def gradient_norms(
   `train_step_single_learner` describes the arguments. Each trained variable has a norm, float32: a scalar, or
   [layers, 1, ...] with one norm per repeated layer.
   """
-  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  learner = jax_task.bind_learner()
   loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
   return TrainStepOutput(states, loss, learner.norms(gradients, execution.sum_parts), {}, {})
 

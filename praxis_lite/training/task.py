@@ -16,6 +16,7 @@ from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.mesh import GivenMeshShape, create_device_mesh, fill_mesh_shape, mesh_sizes, read_mesh_shape
 from praxis_lite.sharding.xla_flags import Flag, check_xla_flags
 from praxis_lite.training.learning import BaseLearner, Learner
+from praxis_lite.training.learning.base_learner import BoundLearner
 from praxis_lite.training.learning.multi_learner import nested_learners
 
 
@@ -300,6 +301,11 @@ class SingleTask(Configurable):
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model
+
+  def bind_learner(self) -> BoundLearner:
+    """Returns the learner for the variables of the model; its errors name fields of `task.train`."""
+    with prefix_errors('task.train', 'learner'):
+      return self.learner.bind(self.model.abstract_init())
 
   def mesh_sizes(self, num_devices: int | None = None) -> dict[str, int]:
     """Returns the size of each mesh axis by name; needs no devices, unless a size is -1.

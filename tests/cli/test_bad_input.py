@@ -119,6 +119,18 @@ COMMAND_LINES = {
   ),
   'a space after =': (['eval', TINY, '--set', 'task.name=', 'a'], r'one word, as in --set=task\.name=a, or in quotes'),
   'a space before =': (['eval', TINY, '--set', 'task.name', '=a'], r'one word, as in --set=task\.name=a, or in quotes'),
+  'spaces around = after an experiment': (
+    ['train', 'lm.StdlibLm', '--job_log_dir=x', '--set', 'task.name', '=', 'a'],
+    r"argument 'lm\.StdlibLm'; flags are written --name=value, as in --exp=lm\.StdlibLm; an override is one "
+    r'word, as in --set=task\.name=a, or in quotes: --set "task\.name = a"$',
+  ),
+  'flag of train for launch': (
+    ['launch', '--processes=2', '--job-log-dir=runs/1'],
+    r'^--job_log_dir is a flag of train; flags of train go after --, as in praxis-lite launch --processes=2 -- train ',
+  ),
+  'override for launch': (['launch', '--set', 'task.name=a'], r'^--set is a flag of train; flags of train go after --'),
+  'number of processes': (['launch', '--num_processes=2'], r'no flag --num_processes, .*; --processes=2 says how many'),
+  'no flag of launch': (['launch', '--proceses=2'], r"flag 'proceses'\. Did you mean --processes"),
   'half a bracket': (
     ['sweep', TINY, '--job_log_dir=x', '--set', 'task.ici_mesh_shape=(1,1,1),(1,2,1'],
     r"'task\.ici_mesh_shape=\(1,1,1\),\(1,2,1': \( is not closed$",
@@ -225,6 +237,24 @@ OVERRIDES = {
   'null of a number': ('task.train.num_train_steps=null', r'^task\.train\.num_train_steps: expected int, got None$'),
   'index': ('datasets[5].batch_size=4', r'datasets has no entry \[5\]; its entries are \[0\] to \[1\]'),
   'no =': ('task.train.num_train_steps', r"'task\.train\.num_train_steps' is not an override; write path=value"),
+  'name for an index': (
+    'datasets[validation].batch_size=4',
+    r"'datasets\[validation\]\.batch_size=4' is not an override; \[validation\] is no index; write datasets\[1\] for "
+    r'this one, or \[\*\] for all entries',
+  ),
+  'unknown name for an index': (
+    'datasets[test].batch_size=4',
+    r'\[test\] is no index; write a number, or \[\*\] for all',
+  ),
+  'key without quotes': ('task.train.inputs_split_mapping[map_2d]=None', r'or a key of a dict in quotes$'),
+  'regular expression': (
+    'task.train.learner.bprop_variable_exclusion=lm[',
+    r"^task\.train\.learner\.bprop_variable_exclusion: 'lm\[' is not a regular expression",
+  ),
+  'pattern of no variable': (
+    'task.train.learner.bprop_variable_inclusion=embeding',
+    r"^task\.train\.learner\.bprop_variable_inclusion: 'embeding' matches no variable\. Did you mean",
+  ),
   'type': ('task.train.num_train_steps=abc', r"task\.train\.num_train_steps: expected int, got 'abc'"),
   'float': ('task.train.num_train_steps=1.5', r'task\.train\.num_train_steps: expected int, got 1\.5'),
   'rate': ("task.train.learner.learning_rate='abc'", r"task\.train\.learner\.learning_rate: expected float, got 'abc'"),
@@ -248,7 +278,7 @@ OVERRIDES = {
   'no layers': ('task.model.num_layers=0', r'^task\.model\.num_layers: expected at least 1, got 0$'),
   'no dims': (
     'task.model.model_dims=0',
-    r'^task\.model\.model_dims: expected at least 1, got 0; it makes lm\.embedding\.w of shape \(38, 0\)$',
+    r'^task\.model\.model_dims: expected at least 1, got 0; it makes lm\.embedding\.w of shape \(37, 0\)$',
   ),
   'two sizes': (
     'task.model.lm_tpl.model_dims=32',

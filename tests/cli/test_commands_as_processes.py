@@ -39,6 +39,10 @@ MISTAKES = {
     ['train', '--exp=lm.StdlibLmMixed', '--job_log_dir=run'],
     "task: ici_mesh_shape: the mesh {'replica': 2, 'data': 2, 'mdl': 2} needs 8 devices, and there is 1",
   ),
+  'devices of a long run': (  # Told before the verification, which would take up to 20 seconds.
+    ['train', '--exp=lm.StdlibLmMixed', '--job_log_dir=run', '--set=task.train.num_train_steps=2000'],
+    "task: ici_mesh_shape: the mesh {'replica': 2, 'data': 2, 'mdl': 2} needs 8 devices",
+  ),
   'simulated devices': (
     ['train', '--exp=lm.StdlibLmMixed', '--job_log_dir=run', '--devices=3'],
     "task: ici_mesh_shape: the mesh {'replica': 2, 'data': 2, 'mdl': 2} needs 8 devices, and there are 3",

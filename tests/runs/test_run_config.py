@@ -26,3 +26,12 @@ def test_a_wrong_field_of_an_input_is_named_by_its_path(name, fields, message):
   bad = Config(SyntheticLMInput, name=name, batch_size=4, vocab_size=11, **fields)
   with pytest.raises(ConfigError, match=rf'^{re.escape(message)}'):
     build_datasets([good, bad])
+
+
+def test_a_field_that_the_users_code_left_out_is_proposed_in_python():
+  input_p = Config(SyntheticLMInput, batch_size=4, vocab_size=11, is_training=True)
+  with pytest.raises(ConfigError) as caught:
+    build_datasets([input_p])
+  told, _, line = str(caught.value).partition(' (tests/runs/test_run_config.py:')
+  assert told.endswith("as in Config(SyntheticLMInput, seq_len=...), or by --set 'datasets[0].seq_len=...'")
+  assert line.removesuffix(')').isdigit()

@@ -58,7 +58,8 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
   for override in [overrides] if isinstance(overrides, str) else overrides:
     segments, rest = _parse(override)
     if not rest.startswith('=') or not segments:
-      raise ConfigError(f'{override!r} is not an override; write path=value, as in task.train.num_train_steps=100')
+      hint = _index_hint(root, segments, rest) or 'write path=value, as in task.train.num_train_steps=100'
+      raise ConfigError(f'{override!r} is not an override; {hint}')
     try:
       _set(root, segments, Text(rest[1:].strip()))
     except UnknownFieldError as error:
@@ -67,6 +68,20 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
     if isinstance(configs, list):  # At the end, so that indices in overrides refer to the original list.
       configs[:] = [config for config in configs if config is not None]
   return root
+
+
+def _index_hint(root: object, segments: list[str | int], rest: str) -> str:
+  """Returns what to write in place of a name in brackets that ends a path too early; '' if there is none.
+
+  For 'datasets[train].batch_size=8', it has the index of the entry whose `name` is 'train', if there is one.
+  """
+  word = re.match(r'\[\s*(\w+)\s*\]', rest)
+  if word is None or not segments:
+    return ''
+  entries = root.get(segments[0]) if isinstance(root, dict) and len(segments) == 1 else None
+  named = [i for i, entry in enumerate(entries or ()) if getattr(entry, 'name', None) == word[1]]
+  which = f'{segments[0]}[{named[0]}] for this one' if named else 'a number'
+  return f'{word[0]} is no index; write {which}, or [*] for all entries, or a key of a dict in quotes'
 
 
 def _suggest_paths(root: object, segments: list[str | int], message: str) -> str:
@@ -133,7 +148,8 @@ def alternatives(override: str) -> list[str]:
   override = override.strip()
   segments, rest = _parse(override)
   if not rest.startswith('=') or not segments:
-    raise ConfigError(f'{override!r} is not an override; write path=value, or path=value,value to vary it')
+    hint = _index_hint({}, segments, rest) or 'write path=value, or path=value,value to vary it'
+    raise ConfigError(f'{override!r} is not an override; {hint}')
   path, values, depth, quote = override[: len(override) - len(rest)], [''], 0, ''
   for character in rest[1:]:
     if character == ',' and not depth and not quote:

@@ -96,7 +96,7 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
   """
   placements = leaves_by_path(place_task_variables(jax_task, mesh_sizes))
   weights = jax_task.model.abstract_init()
-  learner = jax_task.learner.bind(weights)
+  learner = jax_task.bind_learner()
   found = []
   for path, weight in leaves_by_path(weights).items():
     struct, placement = weight.as_struct(), placements[path]

@@ -126,7 +126,7 @@ class Runner:
     return _batch_results(*self._partitioned.decode_step(*arguments))
 
   def _train(self, variables: NestedDict, key: jax.Array) -> StepResults:
-    case, learner = self._case, self._case.task.learner.bind(self._case.task.model.abstract_init())
+    case, learner = self._case, self._case.task.bind_learner()
     before = case.state.replace(mdl_vars=variables)
     out = self._partitioned.train_step(_store_on_mesh(before, self._layout), key, case.batch)
     after = slice_to(jax.tree.map(_host, out.state), self._layout.unpadded_shapes)
@@ -223,7 +223,7 @@ def values_of_variables(task: SingleTask, seed: int = 0) -> NestedDict:
 
 def values_of_state(task: SingleTask, variables: NestedDict) -> TrainState:
   """Returns the train state of a task before its first step, on the host."""
-  learner = task.learner.bind(task.model.abstract_init())
+  learner = task.bind_learner()
   with jax.default_device(jax.devices('cpu')[0]):
     slots, averages = jax.jit(lambda v: (learner.init(v), learner.init_ema(v)))(variables)
   return TrainState(np.zeros((), np.int32), variables, jax.tree.map(_host, slots), jax.tree.map(_host, averages))

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.retention import CHECKPOINTS
 from praxis_lite.common.config import REQUIRED, Config, config_values, target
+from praxis_lite.common.config.editing import line_of_edit
 from praxis_lite.common.config.fields_at_fault import name_config
 from praxis_lite.common.config.values import fit
 from praxis_lite.common.devices import start_devices
@@ -127,10 +128,12 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   missing = [next((field for field, x in config_values(c).items() if x is REQUIRED), None) for c in configs]
   for i, config in enumerate(configs):
     if missing[i] is not None:
-      every = '*' if len(configs) > 1 and len(set(missing)) == 1 else i
+      every, kind = '*' if len(configs) > 1 and len(set(missing)) == 1 else i, target(config).__qualname__
+      example, line = f"--set '{name}[{every}].{missing[i]}=...'", _line_of_config(config)
+      if line:  # The user's code has made or edited this config.
+        example = f'Config({kind}, {missing[i]}=...), or by {example} ({line})'
       raise ConfigError(
-        f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {target(config).__qualname__}), '
-        f"as in --set '{name}[{every}].{missing[i]}=...'"
+        f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {kind}), as in {example}'
       )
     called = target(config).__qualname__, getattr(config, 'name', '')
     with _name_line_of_edit(f'{name}[{i}]', config), _name_fields_by_path(f'{name}[{i}]', *called):
@@ -147,6 +150,11 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
         f'{data.name!r}, so their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
       )
   return Datasets(name, inputs)
+
+
+def _line_of_config(config: Config) -> str:
+  """Returns the first line of the user's code that has set a field of a config, such as 'mine.py:12'; '' if none."""
+  return next((line for field in config_values(config) if (line := line_of_edit(config, str(field)))), '')
 
 
 @contextlib.contextmanager
