@@ -165,6 +165,14 @@ def test_a_loop_without_a_known_count_is_named():
   assert name.endswith('while') and [p.count for p in program.products] == [1]
 
 
+def test_loops_that_draw_from_a_beta_distribution_are_known():
+  def mixed(x):
+    share = jax.random.beta(jax.random.key(0), 0.2, 0.2, x.shape[:1])
+    return share[:, None] * x
+
+  assert not lowered_program(mixed, ((64, 8), jnp.float32, ()), mesh={'data': 1}).unknown_loops
+
+
 @pytest.mark.parametrize('trips', [None, 16], ids=['scan', 'while'])
 @pytest.mark.parametrize('reads', [False, True], ids=['writes', 'reads what was there'])
 def test_an_update_in_a_loop_moves_its_slice(reads, trips):

@@ -1,5 +1,6 @@
 """The page of a plan: one file that needs nothing else, with the numbers of the plan."""
 
+import dataclasses
 import html
 import json
 import re
@@ -188,7 +189,8 @@ _WITHOUT_SCHEDULE = """
 @needs_chromium
 def test_without_a_compiler_it_has_no_empty_cards_and_divides_the_temporaries(tmp_path):
   found = plan_task(small_lm((1, 1, 1)), None, 'h100:1', compile=False)
-  page = render_plan_page(found, 'x')
+  word = f'a compiler may say {"long/" * 40}'  # Notes repeat what a compiler says about an operation.
+  page = render_plan_page(dataclasses.replace(found, notes=(*found.notes, word)), 'x')
   said = use_page(page, _WITHOUT_SCHEDULE + IS_NARROW, tmp_path, width=400)
   kinds = 'parameters,optimizer slots,inputs,saved activations,temporaries'
   assert said == ['true', 'true', 'true', kinds, *['true'] * 4]

@@ -11,6 +11,10 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.expected_trips import read_expected_trips
 from praxis_lite.models.decoding.reading import NEXT_TOKEN, READ_PROMPTS
 
+# JAX draws from a gamma distribution by rejection, for all rows until the last is accepted. A draw is accepted with a
+# probability of at least 95 % (Marsaglia and Tsang, 2000), so a batch of thousands takes about 3 rounds.
+_GAMMA, _DRAWS = 'jit(_gamma)', 3.0
+
 
 class LayerNames:
   """Finds the layer and the phase of an operation by the name that JAX gave it.
@@ -81,11 +85,14 @@ class HiddenWork:
     self.paths: set[str] = set()  # Paths of the layers that answered.
 
   def loop_trips(self, op_name: str) -> float | None:
-    """Returns the trip count of a loop, as its layer gives it by `expected_trips`; None if it gives none."""
+    """Returns the trip count of a loop, as its layer gives it by `expected_trips`; None if it gives none.
+
+    The loops in which JAX draws from gamma and beta distributions are known too.
+    """
     trips, path = read_expected_trips(op_name), self._names.layer(op_name)
     if trips is not None and path:
       self.paths.add(path)
-    return trips
+    return _DRAWS if trips is None and _GAMMA in op_name else trips
 
   def call_flops(self, op_name: str, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
     """Returns the FLOPs of a custom call, as its layer gives them.
