@@ -10,6 +10,7 @@ from praxis_lite.cli.command import Command
 from praxis_lite.cli.command_flags import CommandFlags, add_metric
 from praxis_lite.cli.run_table import format_markdown, print_groups, write_csv
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.foreign_text import printable
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -24,6 +25,8 @@ def _run(values: flags.FlagValues) -> int:
   if not found:
     print(f'there are no runs in {values.dir}', file=sys.stderr if values.csv else sys.stdout)
     return 0
+  for fault in (run.fault for run in found if run.fault):
+    print(f'note: {printable(fault, one_line=True)}', file=sys.stderr)
   columns = values.columns or (['all'] if values.csv else [])
   groups = group_runs(found, values.metric, values.mode, sort=values.sort, columns=columns)
   if values.html:

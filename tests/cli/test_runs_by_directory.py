@@ -164,6 +164,19 @@ def test_a_directory_that_records_nothing(tmp_path, capsys):
   assert not (tmp_path / 'nothing').exists()
 
 
+def test_runs_whose_record_cannot_be_read_are_listed_with_the_reason(tmp_path, capsys):
+  for name, text in (('empty', ''), ('cut', '{"a": ')):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / 'run.json').write_text(text)
+  (tmp_path / 'older' / 'checkpoints' / '7').mkdir(parents=True)  # It has no record, so there is nothing to say.
+  assert main(['runs', str(tmp_path)]) == 0
+  out, err = capsys.readouterr()
+  assert all(name in out for name in ('empty', 'cut', 'older'))
+  cut, empty = err.splitlines()
+  assert cut.startswith(f'note: {tmp_path}/cut/run.json is not JSON') and 'name its experiment with --exp' in cut
+  assert empty.startswith(f'note: {tmp_path}/empty/run.json is empty; name its experiment with --exp')
+
+
 def test_the_runs_near_a_directory_that_is_none_are_named(run, capsys):
   told = call(capsys, 'eval', run.parent, code=2)
   assert 'the runs below it are ' in told and str(run) in told

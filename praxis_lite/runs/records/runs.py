@@ -39,6 +39,7 @@ class RunState(NamedTuple):
       mine.py was named; '' if that is unknown.
     changed: the values of the fields that changed when its training went on, such as '1.0 -> 3.0', by path.
     certificate: what a plan predicted and what was measured; None if the run has no prediction.
+    fault: why its record cannot be read, and what to do; '' if it can, or if there is none.
   """
 
   directory: Path
@@ -51,6 +52,7 @@ class RunState(NamedTuple):
   experiment: str = ''
   changed: Mapping[str, str] = {}
   certificate: Certificate | None = None
+  fault: str = ''
 
   @property
   def last_loss(self) -> float | None:
@@ -119,12 +121,14 @@ _MOST_NEAR = 3
 def read_run(directory: Path) -> RunState:
   """Returns the state of a run; a record that cannot be read counts as missing."""
   fields: dict[str, str] = {}
-  experiment, changed = '', dict[str, str]()
-  with contextlib.suppress(UserError):
+  experiment, changed, fault = '', dict[str, str](), ''
+  try:
     record = read_record(directory)
     fields = fields_of(record.text) | {'seed': str(record.seed)}
     experiment = next(filter(None, map(_experiment_in, record.commands)), '')
     changed = _changed_fields(record)
+  except UserError as error:
+    fault = str(error) if has_record(directory) else ''
   metrics = read_metrics(directory)
   num_steps = fields.get('task.train.num_train_steps', '')
   return RunState(
@@ -138,6 +142,7 @@ def read_run(directory: Path) -> RunState:
     experiment,
     changed,
     read_certificate(directory, metrics),
+    fault,
   )
 
 
