@@ -10,6 +10,7 @@ import pytest
 from praxis_lite.cli import verify
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import UserError
+from praxis_lite.instruments.verification.verify import _describe_guarded
 from praxis_lite.training import partitioned_step
 
 EXP = '--exp=digits.DigitsMlpSharded'
@@ -168,3 +169,8 @@ def test_train_verifies_in_a_process_of_its_own(capsys):
   verify.verify_first([EXP, '--set=task.train.num_train_steps=1000'])
   out = capsys.readouterr().out
   assert out.startswith(('verified: as on one device', 'not verified: the check did not finish')), out
+
+
+def test_the_results_of_a_step_are_not_called_return():
+  assert _describe_guarded('return', '') == 'results of the step'
+  assert _describe_guarded('dot_general', 'lm.softmax') == 'dot_general in lm.softmax'

@@ -214,6 +214,12 @@ def format_verification(found: Verification) -> str:
   return '\n'.join(lines)
 
 
+def _describe_guarded(op: str, layer: str) -> str:
+  """Returns an operation and its place, such as 'dot_general in lm.softmax', or 'results of the step'."""
+  where = layer or 'the step'
+  return f'results of {where}' if op == 'return' else f'{op} in {where}'
+
+
 def _format_sizes(real: Mapping[str, int], mesh: Mapping[str, int], sizes: Mapping[int, int]) -> str:
   """Returns 'mesh data 64 x mdl 4 = 256 devices, verified as data 4 x mdl 2 = 8 devices; sizes ...'."""
   as_ = 'as it is' if mesh == real else f'verified as {format_mesh(mesh)}'
@@ -317,7 +323,7 @@ class _Comparison:
       self.differences.append(Difference(Name(_STEP, ''), case.kind, case.rows, math.inf, remark=text))
       return
     found = mesh_results.result()
-    self.guarded += [f'{guarded.op} in {guarded.layer or "the step"}' for guarded in on_mesh.guarded]
+    self.guarded += [_describe_guarded(guarded.op, guarded.layer) for guarded in on_mesh.guarded]
     different = find_differences(found, expected, noise)
     if different or (case.kind is not StepKind.UPDATE and is_unsteady(expected, noise)):
       verdict = self._judge(case, found, expected, noise, different)
