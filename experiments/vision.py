@@ -1,4 +1,4 @@
-"""Vision transformers: one that learns handwritten digits in minutes on two CPU cores, and published sizes.
+"""Models of images: small ones that learn handwritten digits in minutes on two CPU cores, and published sizes.
 
   praxis-lite train --exp=vision.DigitsVit --job_log_dir=runs/digits
   praxis-lite train --exp=vision.VitB16 --job_log_dir=runs/b16 --set 'datasets[0].file_pattern=train/*.tfrecord' \\
@@ -15,7 +15,15 @@ from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.experiments.digits import digit_datasets, digits
 from praxis_lite.inputs import ImageRecordInput
 from praxis_lite.layers import ImageMixing
-from praxis_lite.models import TwoTowerModel, image_classifier, set_sharding, transformer_encoder, vision_transformer
+from praxis_lite.models import (
+  TwoTowerModel,
+  image_classifier,
+  resnet_classifier,
+  set_sharding,
+  transformer_encoder,
+  vision_transformer,
+)
+from praxis_lite.models.resnet_configs import ResNetSizes
 from praxis_lite.models.vision_configs import VisionSizes
 from praxis_lite.sharding.weights import WeightInit
 from praxis_lite.tasks.image_classification import ImageClassificationTask
@@ -68,6 +76,36 @@ class DigitsVit(BaseExperiment):
     task = Config(ImageClassificationTask, model=self.model())
     task.train.learner = adamw_learner(learning_rate=2e-3, warmup_steps=100, weight_decay=0.05)
     task.train.set(num_train_steps=2000, log_interval_steps=100, eval_interval_steps=500, save_interval_steps=1000)
+    task.train.inputs_split_mapping = {'map_1d': None, 'map_4d': None}
+    return task
+
+
+@registry.register
+class DigitsResNet(BaseExperiment):
+  """Digits, classified by a residual network of four blocks with batch norms, in minutes on two CPU cores."""
+
+  batch_size = 64
+
+  def datasets(self) -> list[Config]:
+    return digit_datasets(self.batch_size, shifted_digits, reach=1)
+
+  def model(self) -> Config:
+    sizes: ResNetSizes = {
+      'channels': 1,
+      'kind': 'basic',
+      'stem_dims': 16,
+      'stem_size': 3,
+      'stem_stride': 1,
+      'has_pooling': False,
+      'stage_dims': (16, 32),
+      'stage_depths': (2, 2),
+    }
+    return resnet_classifier(num_classes=10, **sizes)
+
+  def task(self) -> Config:
+    task = Config(ImageClassificationTask, model=self.model())
+    task.train.learner = adamw_learner(learning_rate=5e-3, warmup_steps=50, weight_decay=0.05)
+    task.train.set(num_train_steps=500, log_interval_steps=100, eval_interval_steps=250, save_interval_steps=250)
     task.train.inputs_split_mapping = {'map_1d': None, 'map_4d': None}
     return task
 
@@ -130,8 +168,8 @@ class DigitsTowers(BaseExperiment):
     return task
 
 
-class _Vit(BaseExperiment):
-  """Trains on ImageNet-1k for 300 epochs, with the settings of big_vision for ViT on this data (Steiner et al., 2022).
+class _ImageNet(BaseExperiment):
+  """Trains on ImageNet-1k, fully sharded over 8 devices.
 
   The files are those of TFDS: records with an encoded `image` and a `label`.
   """
@@ -141,14 +179,40 @@ class _Vit(BaseExperiment):
   batch_size = 4096
   num_epochs = 300
   num_images = 1_281_167
-  sizes: VisionSizes = {}
+  rand_augment: tuple[int, int] | None = None
+
+  @property
+  def steps_per_epoch(self) -> int:
+    return self.num_images // self.batch_size
 
   def datasets(self) -> list[Config]:
-    train = Config(ImageRecordInput, name='train', is_training=True, rand_augment=(2, 15), shuffle_buffer_size=250_000)
+    train = Config(ImageRecordInput, name='train', is_training=True, shuffle_buffer_size=250_000)
+    train.rand_augment = self.rand_augment
     validation = Config(ImageRecordInput, name='validation')
     return [
       data.set(file_pattern=REQUIRED, image_size=(224, 224), batch_size=self.batch_size) for data in (train, validation)
     ]
+
+  def model(self) -> Config:
+    raise NotImplementedError
+
+  def learner(self) -> Config:
+    raise NotImplementedError
+
+  def task(self) -> Config:
+    task = Config(ImageClassificationTask, model=set_sharding(self.model()))
+    task.train.learner = self.learner()
+    steps = self.num_epochs * self.num_images // self.batch_size
+    task.train.set(num_train_steps=steps, log_interval_steps=50, eval_interval_steps=2500, save_interval_steps=1000)
+    task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_4d': (_ROWS, None, None, None)}
+    return task
+
+
+class _Vit(_ImageNet):
+  """Trains for 300 epochs, with the settings of big_vision for ViT on this data (Steiner et al., 2022)."""
+
+  rand_augment = (2, 15)
+  sizes: VisionSizes = {}
 
   def model(self) -> Config:
     sizes: VisionSizes = {'image_size': 224, 'patch_size': 16, 'representation': True, **self.sizes}
@@ -157,19 +221,14 @@ class _Vit(BaseExperiment):
     model.softmax_tpl.params_init = WeightInit.Constant(0.0)
     return model.set(mixing_tpl=Config(ImageMixing, mixup_alpha=0.5), fprop_dtype=jnp.bfloat16)
 
-  def task(self) -> Config:
-    task = Config(ImageClassificationTask, model=set_sharding(self.model()))
-    task.train.learner = Config(
+  def learner(self) -> Config:
+    return Config(
       Learner,
       optimizer=Config(optax.adamw, weight_decay=0.1, mu_dtype='bfloat16'),
       learning_rate=1e-3,
       schedule=Config(LinearWarmupCosine, warmup_steps=10_000, final_value=0.0),
       clip_gradient_norm_to_value=1.0,
     )
-    steps = self.num_epochs * self.num_images // self.batch_size
-    task.train.set(num_train_steps=steps, log_interval_steps=50, eval_interval_steps=2500, save_interval_steps=1000)
-    task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_4d': (_ROWS, None, None, None)}
-    return task
 
 
 @registry.register
@@ -184,3 +243,39 @@ class VitL16(_Vit):
   """ViT-L/16, 305M parameters, on ImageNet-1k, fully sharded over 8 devices."""
 
   sizes = {'model_dims': 1024, 'num_layers': 24, 'num_heads': 16, 'remat': 'full'}
+
+
+class _ResNet(_ImageNet):
+  """Trains for 90 epochs with momentum; the rate grows for 5 epochs, by the size of a batch (Goyal et al., 2017)."""
+
+  batch_size = 1024
+  num_epochs = 90
+  rate_for_256 = 0.1
+  style = 'v1.5'
+
+  def model(self) -> Config:
+    model = resnet_classifier(num_classes=1000, style=self.style, fprop_dtype=jnp.bfloat16)
+    model.softmax_tpl.label_smoothing = 0.1
+    return model
+
+  def learner(self) -> Config:
+    return Config(
+      Learner,
+      optimizer=Config(optax.sgd, momentum=0.9, nesterov=True),
+      learning_rate=self.rate_for_256 * self.batch_size / 256,
+      schedule=Config(LinearWarmupCosine, warmup_steps=5 * self.steps_per_epoch, final_value=0.0),
+      l2_regularizer_weight=1e-4,
+    )
+
+
+@registry.register
+class ResNet50(_ResNet):
+  """ResNet-50 v1.5, 25.6M parameters (He et al., 2015), on ImageNet-1k, fully sharded over 8 devices."""
+
+
+@registry.register
+class BitR50(_ResNet):
+  """BiT-R50x1: v2 with group norms and standardized filters, 25.5M parameters (Kolesnikov et al., 2020)."""
+
+  style = 'bit'
+  rate_for_256 = 0.03

@@ -74,6 +74,7 @@ from praxis_lite.layers.quantizers import GumbelQuantizer, QuantizedVectors, Ran
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.relative_attention import RelativeAttention
 from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.resnet import ResNet, ResNetBlock
 from praxis_lite.layers.rg_lru import RgLru
 from praxis_lite.layers.rnnt import rnnt_loss
 from praxis_lite.layers.routing import Router
@@ -92,7 +93,7 @@ from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.layers.value_residual import ValueResidual
 from praxis_lite.layers.vision_transformer import VisionTransformer
-from praxis_lite.layers.weight_norms import SpectralNormLinear, WeightNormalizedLinear
+from praxis_lite.layers.weight_norms import SpectralNormLinear, StandardizedConv2D, WeightNormalizedLinear
 
 __all__ = [
   'ACTIVATIONS',
@@ -195,6 +196,8 @@ __all__ = [
   'RelativeBias',
   'Repeat',
   'RepeatedTransformer',
+  'ResNet',
+  'ResNetBlock',
   'RgLru',
   'RotaryPositions',
   'Router',
@@ -211,6 +214,7 @@ __all__ = [
   'SpectrumAugmenter',
   'StackedTransformer',
   'StackingOverTime',
+  'StandardizedConv2D',
   'StochasticResidual',
   'TimeEmbedding',
   'TransducerJoint',

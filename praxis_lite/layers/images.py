@@ -20,11 +20,11 @@ from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.linears import Linear, bias_weight
-from praxis_lite.layers.normalizations import BatchNorm, Norm
+from praxis_lite.layers.normalizations import BatchNorm, Norm, normalize_rows
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.weights import WeightHParams
 
-PADDINGS = ('SAME', 'VALID')
+PADDINGS = ('SAME', 'VALID', 'SYMMETRIC')
 POOLINGS = ('max', 'mean')
 
 
@@ -35,7 +35,8 @@ class Conv2D(Layer):
     filter_shape: (height, width, C, O).
     strides: along the height and the width.
     dilations: distance in the image between neighbouring entries of the filter.
-    padding: 'SAME' gives the size of the image divided by the stride; 'VALID' pads nothing.
+    padding: 'SAME' gives the size of the image divided by the stride; 'VALID' pads nothing; 'SYMMETRIC' pads as many
+      zeros before as after the image, half of the reach of the filter, as networks of PyTorch do.
     groups: number of groups of channels that are convolved separately; C counts the channels of all groups.
     use_bias: whether there is a bias.
     weight_split_dims_mapping: `wt`, [height, width, C / groups, O], of `w`; the bias is split as its last dimension.
@@ -67,15 +68,15 @@ class Conv2D(Layer):
     """Returns [B, H', W', O].
 
     Raises:
-      ConfigError: with 'VALID', the filter is larger than the image.
+      ConfigError: the filter is larger than the image and its padding.
     """
     reach = [1 + (size - 1) * dilation for size, dilation in zip(self.filter_shape, self.dilations)]
     _check_window(self, 'filter_shape', reach, x_BHWC)
     y_BHWO = jax.lax.conv_general_dilated(
       x_BHWC.astype(self.fprop_dtype),
-      self.theta.w,
+      self._filters(),
       self.strides,
-      self.padding,
+      _to_lax(self.padding, reach),
       rhs_dilation=self.dilations,
       dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
       feature_group_count=self.groups,
@@ -83,6 +84,10 @@ class Conv2D(Layer):
     if self.use_bias:
       y_BHWO += self.theta.b
     return self.shard(y_BHWO)
+
+  def _filters(self) -> jax.Array:
+    """Returns what the image is convolved with, [height, width, C / groups, O]."""
+    return self.theta.w
 
 
 class Pooling(Layer):
@@ -92,7 +97,7 @@ class Pooling(Layer):
     kind: 'max' or 'mean'.
     window: height and width of a window.
     strides: distance between windows; None means `window`.
-    padding: 'SAME' or 'VALID', as in `Conv2D`.
+    padding: 'SAME', 'VALID' or 'SYMMETRIC', as in `Conv2D`; padding is never a maximum.
     activation_split_dims_mapping: `out`, [B, H, W, C].
   """
 
@@ -110,10 +115,13 @@ class Pooling(Layer):
     """Returns [B, H', W', C].
 
     Raises:
-      ConfigError: with 'VALID', the window is larger than the image.
+      ConfigError: the window is larger than the image and its padding.
     """
     _check_window(self, 'window', self.window, x_BHWC)
-    windows = (1, *self.window, 1), (1, *(self.strides or self.window), 1), self.padding
+    padding = _to_lax(self.padding, self.window)
+    if not isinstance(padding, str):
+      padding = [(0, 0), *padding, (0, 0)]
+    windows = (1, *self.window, 1), (1, *(self.strides or self.window), 1), padding
     if self.kind == 'max':
       # JAX differentiates a reduce_window with max only if its initial value is -inf, the identity of max.
       return self.shard(jax.lax.reduce_window(x_BHWC, -jnp.inf, jax.lax.max, *windows))
@@ -124,11 +132,20 @@ class Pooling(Layer):
 
 def _check_window(layer: Conv2D | Pooling, field: str, window: Sequence[int], x_BHWC: jax.Array) -> None:
   height, width = x_BHWC.shape[1:3]
-  if layer.padding == 'VALID' and (window[0] > height or window[1] > width):
+  padding = _to_lax(layer.padding, window)
+  if padding == 'SAME':
+    return
+  added = (0, 0) if isinstance(padding, str) else [sum(ends) for ends in padding]
+  if window[0] > height + added[0] or window[1] > width + added[1]:
     raise ConfigError(
       f'{layer.path_name}.{field}: a window of {window[0]} x {window[1]} is larger than the image, {height} x {width}; '
       "make it smaller, or set padding to 'SAME'"
     )
+
+
+def _to_lax(padding: str, window: Sequence[int]) -> str | list[tuple[int, int]]:
+  """Returns the padding of height and width as `jax.lax` takes it."""
+  return [((size - 1) // 2,) * 2 for size in window] if padding == 'SYMMETRIC' else padding
 
 
 class GlobalPooling(Layer):
@@ -249,8 +266,7 @@ class ConvNet(Layer):
     for i, conv in enumerate(self.conv):
       x_BHWC = conv(x_BHWC)
       if self.norm_tpl is not None:
-        norm = self.norm[i]
-        x_BHWC = norm(x_BHWC, weights) if isinstance(norm, BatchNorm) else norm(x_BHWC)
+        x_BHWC = normalize_rows(self.norm[i], x_BHWC, weights)
       x_BHWC = get_activation(self.activation)(x_BHWC)
       if self.pooling_tpl is not None:
         x_BHWC = self.pooling(x_BHWC)

@@ -123,7 +123,7 @@ class LayerNorm(Norm):
       self._declare(bias=0.0)
 
   def _normalize(self, x32: jax.Array) -> jax.Array:
-    return _standardize(x32, -1, self.epsilon)
+    return standardize(x32, -1, self.epsilon)
 
 
 class GroupNorm(Norm):
@@ -131,19 +131,21 @@ class GroupNorm(Norm):
 
   Attributes:
     num_groups: a divisor of D.
+    initial_scale: initial value of the scale.
   """
 
   num_groups: int = 32
+  initial_scale: float = 1.0
 
   def setup(self) -> None:
     self._check_range('num_groups', least=1)
     if self.dims % self.num_groups:
       raise ConfigError(f'{self.path_name}.num_groups: {self.num_groups} does not divide dims, {self.dims}')
-    self._declare(scale=1.0, bias=0.0)
+    self._declare(scale=self.initial_scale, bias=0.0)
 
   def _normalize(self, x32: jax.Array) -> jax.Array:
     grouped = x32.reshape(*x32.shape[:-1], self.num_groups, self.dims // self.num_groups)
-    return _standardize(grouped, (*range(1, x32.ndim - 1), x32.ndim), self.epsilon).reshape(x32.shape)
+    return standardize(grouped, (*range(1, x32.ndim - 1), x32.ndim), self.epsilon).reshape(x32.shape)
 
 
 class BatchNorm(Norm):
@@ -154,14 +156,17 @@ class BatchNorm(Norm):
 
   Attributes:
     decay: moving = decay * moving + (1 - decay) * batch.
+    initial_scale: initial value of the scale; with 0 in the last norm of a residual branch, a block begins as the
+      identity (Goyal et al., 2017).
     weight_split_dims_mapping: `wt`, [D], of all weights and averages.
   """
 
   epsilon: float = 1e-3
   decay: float = 0.99
+  initial_scale: float = 1.0
 
   def setup(self) -> None:
-    self._declare(scale=1.0, bias=0.0)
+    self._declare(scale=self.initial_scale, bias=0.0)
     self._declare(averages=True, moving_mean=0.0, moving_variance=1.0)
 
   def __call__(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -199,8 +204,13 @@ class BatchNorm(Norm):
     return mean, variance
 
 
-def _standardize(x: jax.Array, axes: int | Sequence[int], epsilon: float) -> jax.Array:
-  """Returns x with a mean of 0 and a variance of 1 over `axes`."""
+def normalize_rows(norm: Norm, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+  """Returns norm(x), [B, ..., D]; only norms over the batch use the `weights` of the rows, [B]."""
+  return norm(x, weights) if isinstance(norm, BatchNorm) else norm(x)
+
+
+def standardize(x: jax.Array, axes: int | Sequence[int], epsilon: float) -> jax.Array:
+  """Returns x with a mean of 0 and a variance of 1 over `axes`; epsilon is added to the variance."""
   y = x - jnp.mean(x, axis=axes, keepdims=True)
   return y * _inverse_root_mean_square(y, axes, epsilon)
 

@@ -1,4 +1,4 @@
-"""Linear layers with normalized weights.
+"""Linear layers and convolutions with normalized weights.
 
 I input dims, O output dims.
 """
@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.fp8 import matmul
+from praxis_lite.layers.images import Conv2D
 from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.normalizations import standardize
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, WeightHParamsCollection, WeightInit
 
@@ -82,6 +84,19 @@ class SpectralNormLinear(_NormalizedLinear):
       self.update_var('u', u)
     v = _unit(u @ fixed)
     return w / jnp.maximum(u @ w @ v, _EPSILON)
+
+
+class StandardizedConv2D(Conv2D):
+  """A convolution with filters (w - mean(w)) / sqrt(var(w) + epsilon), for each output channel (Qiao et al., 2019).
+
+  Attributes: the same as for `Conv2D`, and
+    epsilon: added to the variance.
+  """
+
+  epsilon: float = 1e-8
+
+  def _filters(self) -> jax.Array:
+    return standardize(to_sum_dtype(self.theta.w), (0, 1, 2), self.epsilon).astype(self.fprop_dtype)
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ from praxis_lite.models.lm_configs import transformer_lm
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.pipeline_configs import set_pipeline
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
+from praxis_lite.models.resnet_configs import resnet, resnet_classifier
 from praxis_lite.models.speech_configs import conformer_ctc, conformer_encoder, conformer_transducer, whisper
 from praxis_lite.models.speech_model import SpeechModel
 from praxis_lite.models.speech_to_text_model import SpeechToTextModel
@@ -71,6 +72,8 @@ __all__ = [
   'masked_language_model',
   'merge_adapters',
   'recurrent_lm',
+  'resnet',
+  'resnet_classifier',
   'sequence_classifier',
   'set_pipeline',
   'set_sharding',

@@ -17,6 +17,7 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.image_mixing import ImageMixing, other_rows
 from praxis_lite.layers.images import ConvNet, Mlp
+from praxis_lite.layers.resnet import ResNet
 from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput, cross_entropy
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
@@ -101,7 +102,7 @@ class ClassificationModel(Classifier):
   mixing_tpl: Config | None = None
   activation_split_dims_mapping: Config = template(SplitMapping)
 
-  network: Mlp | ConvNet | VisionTransformer = child()
+  network: Mlp | ConvNet | VisionTransformer | ResNet = child()
   mixing: ImageMixing = child()
 
   def setup(self) -> None:

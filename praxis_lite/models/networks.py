@@ -8,13 +8,14 @@ from praxis_lite.common.config import Config, target
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.layers.encoder import TransformerEncoder
+from praxis_lite.layers.resnet import ResNet
 from praxis_lite.layers.vision_transformer import VisionTransformer
 
 LmT = TypeVar('LmT', bound=Layer)
 
 _NETWORKS: dict[str, tuple[type, ...]] = {
   'encoder_tpl': (TransformerEncoder,),
-  'network_tpl': (VisionTransformer, DiffusionTransformer),
+  'network_tpl': (VisionTransformer, DiffusionTransformer, ResNet),
 }
 
 

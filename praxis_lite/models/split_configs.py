@@ -16,6 +16,7 @@ from praxis_lite.layers.mixers import Axes, Mixer
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import kinds_of_stack
+from praxis_lite.layers.resnet import ResNet
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.networks import LmT, find_network, is_a, stack_fields
 from praxis_lite.models.speech_model import SpeechModel
@@ -25,7 +26,7 @@ from praxis_lite.sharding.specs import axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import SplitDimsMapping
 
 # Networks without a softmax of their own.
-_KINDS = (VisionTransformer, DiffusionTransformer, TransformerEncoder)
+_KINDS = (VisionTransformer, ResNet, DiffusionTransformer, TransformerEncoder)
 
 
 class _Axes(NamedTuple):
@@ -56,6 +57,11 @@ class _Axes(NamedTuple):
     return (self.data, self.mdl)
 
   @property
+  def filters(self) -> Axes:
+    """Of the output channels of convolutions, which are gathered over `data`."""
+    return axes_to_entry([*spec_axes(self.mdl), *(axis for axis in spec_axes(self.data) if axis != self.mdl)])
+
+  @property
   def table(self) -> SplitDimsMapping:
     return (self.mdl, self.data)
 
@@ -82,7 +88,7 @@ def set_sharding(
   Args:
     config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
       `MaskedLanguageModel`, a `SequenceClassifier`, a `TextEncoder` or their `TransformerEncoder`, of a
-      `ClassificationModel` with a `VisionTransformer`, a `DiffusionModel` or one of these networks, of a
+      `ClassificationModel` with a `VisionTransformer` or a `ResNet`, a `DiffusionModel` or one of these networks, of a
       `TwoTowerModel`, or of a `SpeechModel` or its `ConformerEncoder`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
@@ -112,6 +118,9 @@ def _split(config: Config, axes: _Axes) -> None:
       _split_block(block, axes)
   if is_a(network, VisionTransformer):
     _split_vision_transformer(network, axes)
+    _split_softmax(config, axes.weight, (axes.batch, axes.mdl))
+  elif is_a(network, ResNet):
+    _split_resnet(network, axes)
     _split_softmax(config, axes.weight, (axes.batch, axes.mdl))
   elif is_a(network, DiffusionTransformer):
     _split_diffusion_transformer(network, axes)
@@ -219,6 +228,24 @@ def _split_vision_transformer(network: Config, axes: _Axes) -> None:
     network.representation_tpl.linear_tpl.weight_split_dims_mapping.wt = axes.weight
 
 
+def _split_resnet(network: Config, axes: _Axes) -> None:
+  """Splits a network of convolutions: output channels over `mdl_axis`, filters also over `data_axis`."""
+  _check_no_length(axes, 'a network of convolutions has convolutions over its image')
+  channels = (axes.batch, None, None, axes.mdl)
+  network.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.filters)
+  network.norm_tpl.weight_split_dims_mapping.wt = (axes.mdl,)
+  for layer in (network.conv_tpl, network.norm_tpl, network.block_tpl, network.pooling_tpl):
+    if layer is not None:
+      layer.activation_split_dims_mapping.out = channels
+  network.global_pooling_tpl.activation_split_dims_mapping.out = (axes.batch, axes.mdl)
+  network.activation_split_dims_mapping.out = (axes.batch, None)
+
+
+def _check_no_length(axes: _Axes, why: str) -> None:
+  if axes.length is not None:
+    raise ConfigError(f'set_sharding: {why}, so no context_axis can split it')
+
+
 def _split_diffusion_transformer(network: Config, axes: _Axes) -> None:
   block = network.blocks_tpl.layers_tpl
   _split_attention(block.attention_tpl, axes)
@@ -240,8 +267,7 @@ def _split_towers(config: Config, axes: _Axes) -> None:
 
 def _split_speech(config: Config, axes: _Axes) -> None:
   """Splits a Conformer, and the layers of its model."""
-  if axes.length is not None:
-    raise ConfigError('set_sharding: a Conformer has convolutions over time, so no context_axis can split its length')
+  _check_no_length(axes, 'a Conformer has convolutions over its length')
   encoder = config if is_a(config, ConformerEncoder) else config.encoder_tpl
   encoder.activation_split_dims_mapping.out = axes.bld
   subsampling = encoder.subsampling_tpl

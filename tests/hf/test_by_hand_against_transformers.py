@@ -1,4 +1,4 @@
-"""The forward passes in NumPy, which tests of T5, BERT, ViT and CLIP use, compute what `transformers` computes."""
+"""The forward passes in NumPy, which tests of several families use, compute what `transformers` computes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import bart_by_hand
 import bert_by_hand
 import numpy as np
 import pytest
+import resnet_by_hand
 import t5_by_hand
 import test_bart as bart
 import test_bert as bert
 import test_clip as clip
+import test_resnet as resnet
 import test_t5 as t5
 import test_vit as vit
 import test_whisper as whisper
@@ -82,6 +84,17 @@ def test_vit_is_that_of_transformers(case, tmp_path):
     found = model(torch.tensor(vit.IMAGES.transpose(0, 3, 1, 2), dtype=torch.float64))
   found = found.logits if 'num_labels' in config else found.pooler_output
   np.testing.assert_allclose(found.numpy(), vit_by_hand.outputs(config, tensors, vit.IMAGES), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('case', resnet.CASES)
+def test_residual_networks_are_those_of_transformers(case, tmp_path):
+  folder, config, tensors = resnet.make(tmp_path, case)
+  norms = {name.rpartition('.')[0] for name in tensors if name.endswith('running_mean')}
+  counters = [f'{norm}.num_batches_tracked' for norm in norms]  # Logits do not depend on them.
+  model = loaded(folder, config['architectures'][0], counters)
+  with torch.no_grad():
+    found = model(torch.tensor(resnet.IMAGES.transpose(0, 3, 1, 2), dtype=torch.float64)).logits.numpy()
+  np.testing.assert_allclose(found, resnet_by_hand.outputs(config, tensors, resnet.IMAGES), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('case', clip.CASES)

@@ -96,6 +96,21 @@ def conv_net() -> Config:
   return config
 
 
+def resnet_block(**fields: Any) -> Config:
+  config = Config(layers.ResNetBlock, **fields)
+  config.activation_split_dims_mapping.out = (BATCH, None, None, 'mdl')
+  config.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, WT)
+  config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  return config
+
+
+def resnet() -> Config:
+  config = Config(layers.ResNet, channels=1, stem_dims=3, stem_size=3, stem_stride=1, stage_depths=(1, 1))
+  config.set(stage_dims=(5, 6), pooling_tpl=None, block_tpl=resnet_block(kind='basic'))
+  config.conv_tpl, config.norm_tpl = config.block_tpl.conv_tpl.clone(), config.block_tpl.norm_tpl.clone()
+  return config
+
+
 def mlp() -> Config:
   config = Config(layers.Mlp, input_dims=T * D, hidden_dims=(F, 5), activation='tanh')
   config.linear_tpl.weight_split_dims_mapping.wt = WT
@@ -554,6 +569,10 @@ CASES = {
   ),
   'Repeat': lambda: Case(repeated(), (X,)),
   'RepeatedTransformer': lambda: Case(Config(layers.RepeatedTransformer, layers_tpl=block(), num_layers=2), (X,)),
+  'ResNet': lambda: Case(resnet(), (IMAGES, WEIGHTS)),
+  'ResNetBlock': lambda: Case(
+    resnet_block(pre_activation=True, stride=2, input_dims=5, output_dims=12), (normal(B, 5, 4, 5), WEIGHTS)
+  ),
   'RgLru': lambda: Case(rg_lru(), (X,)),
   'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
   'Router': lambda: Case(router().set(input_dims=D, num_experts=5), (X,), float32_out=True),
@@ -588,6 +607,12 @@ CASES = {
   'StackedTransformer': lambda: Case(Config(layers.StackedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'StackingOverTime': lambda: Case(
     split(layers.StackingOverTime, None, OUT, left_context=1, right_context=2, stride=2), (X, POSITIONS > 3)
+  ),
+  'StandardizedConv2D': lambda: Case(
+    split(
+      layers.StandardizedConv2D, (None, None, 'data', 'mdl'), (BATCH, None, None, 'mdl'), filter_shape=(3, 2, 5, 6)
+    ),
+    (normal(B, 5, 4, 5),),
   ),
   'StochasticResidual': lambda: Case(
     split(layers.StochasticResidual, None, OUT, rate=0.4, residual_weight=0.5), (X, normal(B, T, D, seed=3))

@@ -40,6 +40,8 @@ def looped_conv(x, w, strides, dilations, padding, groups):
   span = [(height - 1) * dilations[0] + 1, (width - 1) * dilations[1] + 1]
   if padding == 'SAME':
     x = np.pad(x, ((0, 0), *[same_padding(x.shape[a + 1], span[a], strides[a]) for a in range(2)], (0, 0)))
+  elif padding == 'SYMMETRIC':
+    x = np.pad(x, ((0, 0), *[((reach - 1) // 2,) * 2 for reach in span], (0, 0)))
   rows, cols = [(x.shape[a + 1] - span[a]) // strides[a] + 1 for a in range(2)]
   y = np.zeros((x.shape[0], rows, cols, outputs))
   group_out = outputs // groups
@@ -50,7 +52,7 @@ def looped_conv(x, w, strides, dilations, padding, groups):
   return y
 
 
-@pytest.mark.parametrize('padding', ['SAME', 'VALID'])
+@pytest.mark.parametrize('padding', ['SAME', 'VALID', 'SYMMETRIC'])
 @pytest.mark.parametrize(
   'filter_size, strides, dilations, groups',
   [
@@ -114,6 +116,8 @@ def test_bias_of_a_convolution_is_added_to_each_channel_and_not_regularized():
 
 def looped_pool(x, window, strides, padding, reduce):
   pads = [same_padding(x.shape[a + 1], window[a], strides[a]) if padding == 'SAME' else (0, 0) for a in range(2)]
+  if padding == 'SYMMETRIC':
+    pads = [((size - 1) // 2,) * 2 for size in window]
   x = np.pad(x.astype(np.float64), ((0, 0), *pads, (0, 0)), constant_values=np.nan)
   rows, cols = [(x.shape[a + 1] - window[a]) // strides[a] + 1 for a in range(2)]
   y = np.zeros((x.shape[0], rows, cols, x.shape[3]))
@@ -124,7 +128,7 @@ def looped_pool(x, window, strides, padding, reduce):
 
 
 @pytest.mark.parametrize('kind, reduce', [('max', np.nanmax), ('mean', np.nanmean)])
-@pytest.mark.parametrize('padding', ['SAME', 'VALID'])
+@pytest.mark.parametrize('padding', ['SAME', 'VALID', 'SYMMETRIC'])
 @pytest.mark.parametrize('window, strides', [((2, 2), None), ((3, 2), (1, 2)), ((2, 3), (3, 1))])
 def test_pooling_is_over_the_part_of_each_window_inside_the_image(kind, reduce, padding, window, strides):
   x = image() - 5  # All negative, so that padding with zeros would show in a maximum.
@@ -198,6 +202,13 @@ def test_output_dims_are_those_of_the_output():
 def test_impossible_hyperparameters_are_refused_by_name(cls, fields, message):
   with pytest.raises(ConfigError, match=message):
     Config(cls, **fields).instantiate()
+
+
+def test_a_window_may_reach_over_the_padding_around_an_image_and_no_further():
+  _, y = run(Conv2D, image(1, 1, 2, C), filter_shape=(3, 3, C, 1), padding='SYMMETRIC')
+  assert y.shape == (1, 1, 2, 1)
+  with pytest.raises(ConfigError, match=r'filter_shape: a window of 4 x 1 is larger than the image, 1 x 2'):
+    run(Conv2D, image(1, 1, 2, C), filter_shape=(4, 1, C, 1), padding='SYMMETRIC')
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from praxis_lite.bridges.hf.mamba2 import MAMBA2
 from praxis_lite.bridges.hf.mixtures import MIXTURES
 from praxis_lite.bridges.hf.phi3 import PHI3
 from praxis_lite.bridges.hf.recurrent_gemma import RECURRENT_GEMMA
+from praxis_lite.bridges.hf.resnet import BIT, RESNET
 from praxis_lite.bridges.hf.t5 import T5_LIKE
 from praxis_lite.bridges.hf.two_towers import TWO_TOWERS
 from praxis_lite.bridges.hf.vit import VIT
@@ -55,6 +56,8 @@ _FAMILIES = (
   WHISPER,
   *ENCODERS,
   VIT,
+  RESNET,
+  BIT,
   *TWO_TOWERS,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
@@ -95,7 +98,7 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
       raise ConfigError(
         f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel, a '
         'MaskedLanguageModel, a SequenceClassifier, a TextEncoder, a TwoTowerModel, or a ClassificationModel of a '
-        'VisionTransformer may have'
+        'VisionTransformer or a ResNet may have'
       )
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
   names.sort(key=lambda name: name != preferred)
@@ -168,7 +171,7 @@ _SHOWN = 3
 _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
-  *('initial_scale', 'initial_bias'),
+  *('initial_scale', 'initial_bias', 'begins_as_identity', 'decay'),
   *('label_smoothing', 'z_loss_weight', 'load_balance_loss_weight', 'load_balance_scope', 'jitter'),
   *('expert_axis', 'capacity_factor', 'chunk_size', 'bias_update_rate', 'loss_weight', 'in_evaluation'),
   *('remat', 'remat_save_names', 'remat_offload_names'),

@@ -45,7 +45,7 @@ def image_text_datasets(model: Config, folder: str, tokenizer: Config) -> list[C
 
 def _fields_of(network: Config, folder: str) -> dict[str, Any]:
   """Returns the fields of the input that say what images a vision transformer takes."""
-  fields: dict[str, Any] = {'image_size': network.image_size, 'channels': network.channels}
+  fields: dict[str, Any] = {'image_size': _size_of(network), 'channels': network.channels}
   path = os.path.join(folder, PREPROCESSOR_FILE)
   if folder and os.path.isfile(path):
     fields |= _normalization(HfConfig(read_json(path), path), network)
@@ -66,5 +66,10 @@ def _normalization(hf: HfConfig, network: Config) -> dict[str, Any]:
     found |= {'mean': (0.0,), 'std': (1.0,)}
   size = hf.values.get('size')
   shortest = size.get('shortest_edge') if isinstance(size, dict) else None
-  is_usable = type(shortest) is int and shortest >= min(network.image_size)
-  return found | {'resize_to': shortest if is_usable else min(network.image_size)}
+  is_usable = type(shortest) is int and shortest >= min(_size_of(network))
+  return found | {'resize_to': shortest if is_usable else min(_size_of(network))}
+
+
+def _size_of(network: Config) -> tuple[int, int]:
+  """Returns the height and the width of the images; a network of convolutions takes any, and gets the usual ones."""
+  return getattr(network, 'image_size', (224, 224))

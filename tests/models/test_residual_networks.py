@@ -1,0 +1,222 @@
+"""Residual networks: their formula, what a block is at first, steps on any mesh with filler rows, and mistakes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from drawn_state import drawn_state, drawn_variables
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import leaves_by_path, path_name
+from praxis_lite.layers import ResNetBlock, StandardizedConv2D
+from praxis_lite.models import resnet_classifier, set_sharding
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.task import SingleTask
+
+pytestmark = pytest.mark.usefixtures('shared_programs')
+
+AXES = ('spare', 'replica', 'data', 'mdl')
+B, V = 5, 3
+SIZES = {'channels': 2, 'stem_dims': 6, 'stem_size': 3, 'stage_dims': (8, 12), 'stage_depths': (1, 2)}
+KINDS = {
+  'v1.5': {},
+  'v2': {'style': 'v2', 'stochastic_depth': 0.4},
+  'bit': {'style': 'bit', 'num_groups': 2, 'stage_dims': (8, 16)},
+  'basic': {'kind': 'basic', 'has_pooling': False},
+}
+
+
+def config(case='v1.5', **fields):
+  return resnet_classifier(num_classes=V, **{**SIZES, **KINDS[case], **fields})
+
+
+def batch_of(rows=B):
+  rng = np.random.default_rng(0)
+  image = rng.standard_normal((rows, 13, 10, 2)).astype(np.float32)
+  weights = np.array([1, 0.5, 0, 2, 1], np.float32)[:rows]
+  return {'image': image, 'label': rng.integers(0, V, rows).astype(np.int32), 'weights': weights}
+
+
+# ------------------------------------------------------------------ the formula, in NumPy
+
+
+def windows(x, size, stride):
+  edge = (size - 1) // 2
+  x = np.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0)))
+  return np.lib.stride_tricks.sliding_window_view(x, (size, size), (1, 2))[:, ::stride, ::stride]
+
+
+def conv(x, of, stride=1):
+  return np.einsum('bhwcij,ijco->bhwo', windows(x, len(of['w']), stride), of['w'])
+
+
+def normed(x, of, weights):
+  """Batch norm with the weighted statistics of the batch."""
+  w = weights.reshape(-1, 1, 1, 1) / (weights.sum() * x.shape[1] * x.shape[2])
+  mean = (x * w).sum((0, 1, 2))
+  return (x - mean) / np.sqrt((np.square(x - mean) * w).sum((0, 1, 2)) + 1e-5) * of['scale'] + of['bias'], mean
+
+
+def v2_by_hand(variables, image, weights):
+  """Log probabilities of v2 in training, and the mean of the batch at the last norm."""
+  of = jax.tree.map(lambda x: np.asarray(x, np.float64), variables)
+  relu, net = functools.partial(np.maximum, 0), of['network']
+  x = windows(conv(image, net['stem'], 2), 3, 2).max((-1, -2))
+  for n in range(3):
+    block = net[f'blocks_{n}']
+    y = relu(normed(x, block['norm_0'], weights)[0])
+    short = conv(y, block['shortcut'], 1 + (n == 1)) if n < 2 else x
+    y = relu(normed(conv(y, block['conv_0']), block['norm_1'], weights)[0])
+    y = relu(normed(conv(y, block['conv_1'], 1 + (n == 1)), block['norm_2'], weights)[0])
+    x = short + conv(y, block['conv_2'])
+  x, mean = normed(x, net['final_norm'], weights)
+  logits = relu(x).mean((1, 2)) @ of['softmax']['w'] + of['softmax']['b']
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), mean
+
+
+def test_v2_in_training_is_its_formula_and_moves_the_averages_to_the_batch():
+  model = config('v2', stochastic_depth=0.0, norm_decay=0.75).instantiate()
+  variables, batch = drawn_variables(model.abstract_init()), batch_of()
+  expected, mean = v2_by_hand(variables, batch['image'].astype(np.float64), batch['weights'])
+  (_, examples), side = jax.jit(lambda v: model.apply(v, batch))(variables)
+  rows = np.arange(B)
+  found = np.asarray(examples['loss'])
+  np.testing.assert_allclose(found, -expected[rows, batch['label']], rtol=1e-4, atol=1e-4)
+  before = variables['network']['final_norm']['moving_mean']
+  moved = side.updates['network']['final_norm']['moving_mean']
+  np.testing.assert_allclose(moved, 0.75 * before + 0.25 * mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('kind', ['v1.5', 'v2'])
+def test_the_branch_of_a_block_is_zero_at_first(kind):
+  fields = {'pre_activation': kind == 'v2', 'begins_as_identity': True}
+  block = Config(ResNetBlock, input_dims=8, output_dims=8, **fields).instantiate()
+  x = np.random.default_rng(0).random((2, 5, 4, 8)).astype(np.float32)
+  np.testing.assert_allclose(block.apply(block.init(jax.random.key(0)), x)[0], x, atol=1e-6)
+
+
+def test_filters_are_standardized_and_zeros_stay_zeros():
+  layer = Config(StandardizedConv2D, filter_shape=(1, 1, 3, 2)).instantiate()
+  w = np.array([[1.0, 0], [2, 0], [6, 0]], np.float32)[None, None]
+  y, _ = layer.apply({'w': w, 'b': np.zeros(2, np.float32)}, np.eye(3, dtype=np.float32)[:, None, None])
+  column = np.array([-2.0, -1, 3]) / np.sqrt(14 / 3)
+  np.testing.assert_allclose(y[:, 0, 0], np.stack([column, np.zeros(3)], -1), rtol=1e-5)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('kind', ['v1.5', 'bit'])
+def test_rows_of_padding_count_in_nothing_and_may_hold_nan(kind):
+  model = config(kind).instantiate()
+  variables, batch = drawn_variables(model.abstract_init()), batch_of()
+  real = batch['weights'] > 0
+  bad = {**batch, 'image': np.where(real[:, None, None, None], batch['image'], np.nan)}
+  without = {name: x[real] for name, x in batch.items()}
+
+  def results(batch):
+    def loss(v):
+      (metrics, _), side = model.apply(v, batch)
+      return metrics['loss'][0], side.updates
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables)
+
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), results(bad), results(without))
+
+
+@pytest.mark.slow
+def test_bfloat16_has_nearly_the_same_loss_in_float32():
+  model, half = config('bit').instantiate(), config('bit', fprop_dtype=jnp.bfloat16).instantiate()
+  variables = drawn_variables(model.abstract_init())
+  (metrics, _), _ = half.apply(variables, batch_of(), do_eval=True)
+  assert metrics['loss'][0].dtype == jnp.float32
+  (expected, _), _ = model.apply(variables, batch_of(), do_eval=True)
+  np.testing.assert_allclose(metrics['loss'][0], expected['loss'][0], rtol=0.03)
+
+
+# ------------------------------------------------------------------ meshes
+
+
+def after_a_step(kind, mesh=None):
+  """The loss, and the variables after a step of gradient descent at a rate of 1, and the averages of batch norms."""
+  task = Config(SingleTask, model=set_sharding(config(kind)), mesh_axis_names=AXES, ici_mesh_shape=mesh)
+  task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
+  rows = None if mesh is None else (('replica', 'data'),)
+  task.train.inputs_split_mapping = {'map_1d': rows, 'map_4d': rows and (*rows, None, None, None)}
+  batch = batch_of()
+  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
+  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), partitioned.train_step.put_inputs(batch))
+  return float(out.weighted_loss), leaves_by_path(jax.tree.map(np.asarray, partitioned.unpad(out.state).mdl_vars))
+
+
+@functools.cache
+def on_one_device(kind):
+  return after_a_step(kind)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+  'kind, mesh',
+  [
+    ('v1.5', (1, 2, 2, 2)),
+    ('v1.5', (1, 1, 3, 1)),
+    ('v2', (2, 1, 3, 1)),
+    ('bit', (1, 2, 2, 2)),
+    ('basic', (2, 1, 1, 3)),
+  ],
+)
+def test_a_step_on_a_mesh_that_divides_nothing_is_that_of_one_device(kind, mesh):
+  """Batch norms have the statistics of the whole batch without filler rows, and so have their averages."""
+  (loss, variables), (expected, one) = after_a_step(kind, mesh), on_one_device(kind)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  for path, value in one.items():
+    np.testing.assert_allclose(
+      variables[path], value, rtol=0, atol=2e-5 * (1 + np.abs(value).max()), err_msg=path_name(path)
+    )
+
+
+def test_channels_are_split():
+  tree = {
+    path_name(path): w.full_split_dims_mapping
+    for path, w in leaves_by_path(set_sharding(config()).instantiate().abstract_init()).items()
+  }
+  assert tree['network.stem.w'] == tree['network.blocks_1.shortcut.w'] == (None, None, None, ('mdl', 'data'))
+  assert tree['network.blocks_0.norm_2.moving_mean'] == ('mdl',)
+  assert tree['softmax.w'] == ('data', 'mdl')
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+  'change, says',
+  [
+    ({'style': 'v3'}, "resnet: style.*'v3'"),
+    ({'kind': 'wide'}, r"network\.blocks_0\.kind.*'wide'"),
+    (
+      {'stage_depths': (1,)},
+      r'network\.stage_depths: expected a number of at least 1 for each of stage_dims, \(8, 12\)',
+    ),
+    ({'stage_depths': (1, 0)}, r'network\.stage_depths: expected a number of at least 1'),
+    ({'stage_dims': (3, 8)}, r'network\.blocks_0\.output_dims: 3; a bottleneck has a quarter of them, which is none'),
+    ({'stem_stride': 0}, r'network\.stem_stride'),
+    ({'activation': 'rleu'}, r"network\.activation: unknown activation 'rleu'\. Did you mean 'relu'\?"),
+    ({'style': 'bit', 'num_groups': 5}, r'num_groups: 5 does not divide dims'),
+  ],
+)
+def test_mistakes_of_a_config_are_named(change, says):
+  with pytest.raises(ConfigError, match=says):
+    config(**change).instantiate()
+
+
+def test_images_with_other_channels_and_a_split_length_are_named():
+  model = config().instantiate()
+  for image in (batch_of()['image'][..., :1], batch_of()['image'][..., 0]):
+    with pytest.raises(ConfigError, match=r'network\.channels: 2, so images are \[B, height, width, 2\]'):
+      jax.eval_shape(lambda image=image: model.apply(model.init(jax.random.key(0)), {**batch_of(), 'image': image}))
+  with pytest.raises(ConfigError, match=r'set_sharding: a network of convolutions .* no context_axis can split it'):
+    set_sharding(config(), context_axis='data')
