@@ -17,12 +17,14 @@ from praxis_lite.inputs import ImageRecordInput
 from praxis_lite.layers import ImageMixing
 from praxis_lite.models import (
   TwoTowerModel,
+  convnext_classifier,
   image_classifier,
   resnet_classifier,
   set_sharding,
   transformer_encoder,
   vision_transformer,
 )
+from praxis_lite.models.convnext_configs import ConvNeXtSizes
 from praxis_lite.models.resnet_configs import ResNetSizes
 from praxis_lite.models.vision_configs import VisionSizes
 from praxis_lite.sharding.weights import WeightInit
@@ -80,14 +82,26 @@ class DigitsVit(BaseExperiment):
     return task
 
 
-@registry.register
-class DigitsResNet(BaseExperiment):
-  """Digits, classified by a residual network of four blocks with batch norms, in minutes on two CPU cores."""
-
+class _DigitsConvolutions(BaseExperiment):
   batch_size = 64
 
   def datasets(self) -> list[Config]:
     return digit_datasets(self.batch_size, shifted_digits, reach=1)
+
+  def model(self) -> Config:
+    raise NotImplementedError
+
+  def task(self) -> Config:
+    task = Config(ImageClassificationTask, model=self.model())
+    task.train.learner = adamw_learner(learning_rate=5e-3, warmup_steps=50, weight_decay=0.05)
+    task.train.set(num_train_steps=500, log_interval_steps=100, eval_interval_steps=250, save_interval_steps=250)
+    task.train.inputs_split_mapping = {'map_1d': None, 'map_4d': None}
+    return task
+
+
+@registry.register
+class DigitsResNet(_DigitsConvolutions):
+  """Digits, classified by a residual network of four blocks with batch norms, in minutes on two CPU cores."""
 
   def model(self) -> Config:
     sizes: ResNetSizes = {
@@ -102,12 +116,24 @@ class DigitsResNet(BaseExperiment):
     }
     return resnet_classifier(num_classes=10, **sizes)
 
-  def task(self) -> Config:
-    task = Config(ImageClassificationTask, model=self.model())
-    task.train.learner = adamw_learner(learning_rate=5e-3, warmup_steps=50, weight_decay=0.05)
-    task.train.set(num_train_steps=500, log_interval_steps=100, eval_interval_steps=250, save_interval_steps=250)
-    task.train.inputs_split_mapping = {'map_1d': None, 'map_4d': None}
-    return task
+
+@registry.register
+class DigitsConvNeXt(_DigitsConvolutions):
+  """Digits, classified by a ConvNeXt of four blocks, in minutes on two CPU cores."""
+
+  def model(self) -> Config:
+    sizes: ConvNeXtSizes = {
+      'channels': 1,
+      'patch_size': 2,
+      'stage_dims': (32, 64),
+      'stage_depths': (2, 2),
+      'kernel_size': 3,
+      'initial_scale': 0.1,
+    }
+    model = convnext_classifier(num_classes=10, **sizes)
+    # Small models learn at once if weights are drawn by their fan in.
+    model.params_init = model.network_tpl.params_init = WeightInit.GaussianFanIn()
+    return model
 
 
 _NAMES = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
@@ -279,3 +305,24 @@ class BitR50(_ResNet):
 
   style = 'bit'
   rate_for_256 = 0.03
+
+
+@registry.register
+class ConvNeXtTiny(_ImageNet):
+  """ConvNeXt-T, 28.6M parameters, on ImageNet-1k for 300 epochs, with the settings of the paper (Liu et al., 2022)."""
+
+  rand_augment = (2, 9)
+
+  def model(self) -> Config:
+    model = convnext_classifier(num_classes=1000, stochastic_depth=0.1, fprop_dtype=jnp.bfloat16)
+    model.softmax_tpl.label_smoothing = 0.1
+    return model.set(mixing_tpl=Config(ImageMixing, mixup_alpha=0.8, cutmix_alpha=1.0))
+
+  def learner(self) -> Config:
+    return Config(
+      Learner,
+      optimizer=Config(optax.adamw, weight_decay=0.05),
+      learning_rate=4e-3,
+      schedule=Config(LinearWarmupCosine, warmup_steps=20 * self.steps_per_epoch, final_value=0.0),
+      ema_decay=0.9999,
+    )

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from praxis_lite.experiments.digits import digits
-from praxis_lite.experiments.vision import DigitsResNet, DigitsTowers, DigitsVit, digit_names, shifted_digits
+from praxis_lite.experiments.vision import (
+  DigitsConvNeXt,
+  DigitsResNet,
+  DigitsTowers,
+  DigitsVit,
+  digit_names,
+  shifted_digits,
+)
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.training.experiment import configure
 
@@ -36,9 +43,10 @@ def test_a_vision_transformer_learns_digits(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_residual_network_learns_digits(tmp_path):
+@pytest.mark.parametrize('experiment', [DigitsResNet, DigitsConvNeXt])
+def test_a_network_of_convolutions_learns_digits(experiment, tmp_path):
   """In 150 steps; guessing is right about one in ten."""
-  config = configure(DigitsResNet)
+  config = configure(experiment)
   config.task.train.set(num_train_steps=150, eval_interval_steps=150, save_interval_steps=150)
   assert run_train(config, tmp_path / 'run').metrics['eval/validation']['accuracy'] > 0.9
 

@@ -13,6 +13,7 @@ from praxis_lite.layers.chunk_memory import ChunkMemory, MemoryAttention
 from praxis_lite.layers.conformer import ConformerBlock, ConformerEncoder
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.contrastive import ContrastiveLoss, ContrastiveOutput
+from praxis_lite.layers.convnext import ConvNeXt, ConvNeXtBlock
 from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.ctc import CtcAlignment, ctc_alignment, ctc_frames_needed, ctc_loss
 from praxis_lite.layers.ctc_decoding import CtcHypotheses, ctc_beam_search, ctc_greedy_decode
@@ -120,6 +121,8 @@ __all__ = [
   'ContrastiveLoss',
   'ContrastiveOutput',
   'Conv2D',
+  'ConvNeXt',
+  'ConvNeXtBlock',
   'ConvNet',
   'ConvSubsampling',
   'ConvolutionModule',

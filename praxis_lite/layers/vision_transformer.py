@@ -170,6 +170,14 @@ class VisionTransformer(Layer):
     Raises:
       ConfigError: the images have another size.
     """
+    return self.encode_tokens(self.embed(image_BhwC))
+
+  def embed(self, image_BhwC: jax.Array) -> jax.Array:
+    """Returns the tokens with their positions, [B, T, D], before the blocks; the class token is the first.
+
+    Raises:
+      ConfigError: the images have another size.
+    """
     if image_BhwC.shape[1:3] != tuple(self.image_size):
       raise ConfigError(
         f'{self.path_name}.image_size: {self.image_size}, but images have shape {list(image_BhwC.shape)}; crop or '
@@ -185,7 +193,10 @@ class VisionTransformer(Layer):
       x_BTD = jnp.concatenate([first_B1D, x_BTD], axis=1)
     if self.position_tpl is not None and isinstance(self.position, LearnedPositions):
       x_BTD += self.position(jnp.arange(self.num_tokens)[None])
-    x_BTD = self.shard(x_BTD, 'states')
+    return self.shard(x_BTD, 'states')
+
+  def encode_tokens(self, x_BTD: jax.Array) -> jax.Array:
+    """Returns the states, [B, T, D], of tokens with their positions; some of them may have been left out."""
     if self.embedding_norm_tpl is not None:
       x_BTD = self.embedding_norm(x_BTD)
     x_BTD = self.transformer(self.embedding_dropout(x_BTD))

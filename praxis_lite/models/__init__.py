@@ -10,6 +10,7 @@ from praxis_lite.models.adapters import (
 )
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel, Classifier
+from praxis_lite.models.convnext_configs import convnext, convnext_classifier
 from praxis_lite.models.ctc_model import CtcModel
 from praxis_lite.models.diffusion_configs import diffusion_transformer
 from praxis_lite.models.diffusion_model import DiffusionModel
@@ -64,6 +65,8 @@ __all__ = [
   'conformer_ctc',
   'conformer_encoder',
   'conformer_transducer',
+  'convnext',
+  'convnext_classifier',
   'diffusion_transformer',
   'encoder_decoder',
   'griffin_lm',

@@ -15,6 +15,7 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.convnext import ConvNeXt
 from praxis_lite.layers.image_mixing import ImageMixing, other_rows
 from praxis_lite.layers.images import ConvNet, Mlp
 from praxis_lite.layers.resnet import ResNet
@@ -102,7 +103,7 @@ class ClassificationModel(Classifier):
   mixing_tpl: Config | None = None
   activation_split_dims_mapping: Config = template(SplitMapping)
 
-  network: Mlp | ConvNet | VisionTransformer | ResNet = child()
+  network: Mlp | ConvNet | VisionTransformer | ResNet | ConvNeXt = child()
   mixing: ImageMixing = child()
 
   def setup(self) -> None:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from praxis_lite.common.config import Config, target
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.convnext import ConvNeXt
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.layers.encoder import TransformerEncoder
 from praxis_lite.layers.resnet import ResNet
@@ -15,7 +16,7 @@ LmT = TypeVar('LmT', bound=Layer)
 
 _NETWORKS: dict[str, tuple[type, ...]] = {
   'encoder_tpl': (TransformerEncoder,),
-  'network_tpl': (VisionTransformer, DiffusionTransformer, ResNet),
+  'network_tpl': (VisionTransformer, DiffusionTransformer, ResNet, ConvNeXt),
 }
 
 

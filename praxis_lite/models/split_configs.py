@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.conformer import ConformerEncoder
+from praxis_lite.layers.convnext import ConvNeXt
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.layers.encoder import TransformerEncoder
 from praxis_lite.layers.mixers import Axes, Mixer
@@ -26,7 +27,7 @@ from praxis_lite.sharding.specs import axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import SplitDimsMapping
 
 # Networks without a softmax of their own.
-_KINDS = (VisionTransformer, ResNet, DiffusionTransformer, TransformerEncoder)
+_KINDS = (VisionTransformer, ResNet, ConvNeXt, DiffusionTransformer, TransformerEncoder)
 
 
 class _Axes(NamedTuple):
@@ -88,8 +89,8 @@ def set_sharding(
   Args:
     config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
       `MaskedLanguageModel`, a `SequenceClassifier`, a `TextEncoder` or their `TransformerEncoder`, of a
-      `ClassificationModel` with a `VisionTransformer` or a `ResNet`, a `DiffusionModel` or one of these networks, of a
-      `TwoTowerModel`, or of a `SpeechModel` or its `ConformerEncoder`.
+      `ClassificationModel` with a `VisionTransformer`, a `ResNet` or a `ConvNeXt`, a `DiffusionModel` or one of these
+      networks, of a `TwoTowerModel`, or of a `SpeechModel` or its `ConformerEncoder`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.
@@ -119,8 +120,8 @@ def _split(config: Config, axes: _Axes) -> None:
   if is_a(network, VisionTransformer):
     _split_vision_transformer(network, axes)
     _split_softmax(config, axes.weight, (axes.batch, axes.mdl))
-  elif is_a(network, ResNet):
-    _split_resnet(network, axes)
+  elif is_a(network, (ResNet, ConvNeXt)):
+    (_split_resnet if is_a(network, ResNet) else _split_convnext)(network, axes)
     _split_softmax(config, axes.weight, (axes.batch, axes.mdl))
   elif is_a(network, DiffusionTransformer):
     _split_diffusion_transformer(network, axes)
@@ -239,6 +240,22 @@ def _split_resnet(network: Config, axes: _Axes) -> None:
       layer.activation_split_dims_mapping.out = channels
   network.global_pooling_tpl.activation_split_dims_mapping.out = (axes.batch, axes.mdl)
   network.activation_split_dims_mapping.out = (axes.batch, None)
+
+
+def _split_convnext(network: Config, axes: _Axes) -> None:
+  """Splits a ConvNeXt: depthwise channels and hidden dims over `mdl_axis`, all weights also over `data_axis`."""
+  _check_no_length(axes, 'a network of convolutions has convolutions over its image')
+  whole, channels = (axes.batch, None, None, None), (axes.batch, None, None, axes.mdl)
+  block = network.block_tpl
+  for conv, out in ((network.conv_tpl, whole), (block.conv_tpl, channels)):
+    conv.weight_split_dims_mapping.wt = (None, None, None, axes.filters)
+    conv.activation_split_dims_mapping.out = out
+  block.ff_tpl.weight_split_dims_mapping.wt = axes.weight
+  block.ff_tpl.activation_split_dims_mapping.set(hidden=channels, out=whole)
+  for layer in (network.norm_tpl, block.norm_tpl, block):
+    layer.activation_split_dims_mapping.out = whole
+  for layer in (network.global_pooling_tpl, network.final_norm_tpl, network):
+    layer.activation_split_dims_mapping.out = (axes.batch, None)
 
 
 def _check_no_length(axes: _Axes, why: str) -> None:

@@ -5,6 +5,7 @@ They are written from the papers and the names of the tensors, and share no code
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ def outputs(config: dict[str, Any], tensors: Tensors, image: np.ndarray) -> np.n
   """Logits of classes [B, V] for images [B, height, width, C]."""
   of = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
   x = np.asarray(image, np.float64)
+  if config['model_type'] == 'convnext':
+    return convnext(config, of, x) @ of['classifier.weight'].T + of['classifier.bias']
   x = resnet(config, of, x) if config['model_type'] == 'resnet' else bit(config, of, x)
   return x.mean((1, 2)) @ of['classifier.1.weight'].T + of['classifier.1.bias']
 
@@ -69,6 +72,35 @@ def bit(config: dict[str, Any], of: Tensors, x: np.ndarray) -> np.ndarray:
   return norm('bit.norm', x)
 
 
+def convnext(config: dict[str, Any], of: Tensors, x: np.ndarray) -> np.ndarray:
+  """The features of a ConvNeXt."""
+
+  def norm(name, x, eps=1e-6):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * of[f'{name}.weight'] + of[f'{name}.bias']
+
+  def cut(name, x):
+    w = of[f'{name}.weight']
+    size = w.shape[2]
+    return np.einsum('bhwcij,ocij->bhwo', pieces_of(x, size)[:, ::size, ::size], w) + of[f'{name}.bias']
+
+  def linear(name, x):
+    return x @ of[f'{name}.weight'].T + of[f'{name}.bias']
+
+  x = norm('convnext.embeddings.layernorm', cut('convnext.embeddings.patch_embeddings', x))
+  for stage, depth in enumerate(config['depths']):
+    if stage:
+      name = f'convnext.encoder.stages.{stage}.downsampling_layer.'
+      x = cut(f'{name}1', norm(f'{name}0', x))
+    for i in range(depth):
+      name = f'convnext.encoder.stages.{stage}.layers.{i}.'
+      y = np.einsum('bhwcij,cij->bhwc', windows_of(x, 7, 1, 0.0), of[f'{name}dwconv.weight'][:, 0])
+      y = linear(f'{name}pwconv1', norm(f'{name}layernorm', y + of[f'{name}dwconv.bias']))
+      y = linear(f'{name}pwconv2', y * 0.5 * (1 + np.vectorize(math.erf)(y / math.sqrt(2))))
+      x = x + y * of.get(f'{name}layer_scale_parameter', 1.0)
+  return norm('convnext.layernorm', x.mean((1, 2)), config['layer_norm_eps'])
+
+
 def relu(x: np.ndarray) -> np.ndarray:
   return np.maximum(x, 0)
 
@@ -88,4 +120,8 @@ def maximum(x: np.ndarray, around: float) -> np.ndarray:
 def windows_of(x: np.ndarray, size: int, stride: int, around: float) -> np.ndarray:
   edge = (size - 1) // 2
   x = np.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0)), constant_values=around)
-  return np.lib.stride_tricks.sliding_window_view(x, (size, size), (1, 2))[:, ::stride, ::stride]
+  return pieces_of(x, size)[:, ::stride, ::stride]
+
+
+def pieces_of(x: np.ndarray, size: int) -> np.ndarray:
+  return np.lib.stride_tricks.sliding_window_view(x, (size, size), (1, 2))

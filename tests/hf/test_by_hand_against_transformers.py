@@ -87,7 +87,7 @@ def test_vit_is_that_of_transformers(case, tmp_path):
 
 
 @pytest.mark.parametrize('case', resnet.CASES)
-def test_residual_networks_are_those_of_transformers(case, tmp_path):
+def test_resnet_bit_and_convnext_are_those_of_transformers(case, tmp_path):
   folder, config, tensors = resnet.make(tmp_path, case)
   norms = {name.rpartition('.')[0] for name in tensors if name.endswith('running_mean')}
   counters = [f'{norm}.num_batches_tracked' for norm in norms]  # Logits do not depend on them.

@@ -1,4 +1,4 @@
-"""Residual networks: logits are those of a forward pass in NumPy, on meshes; tensors are written as they were read."""
+"""ResNet, BiT, ConvNeXt: logits are those of a forward pass in NumPy, on meshes; tensors are written as they were."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ V, C = 3, 2
 _SIZES = {'num_channels': C, 'embedding_size': 12, 'depths': [1, 2], 'hidden_act': 'relu', 'num_labels': V}
 _RESNET = {'model_type': 'resnet', 'architectures': ['ResNetForImageClassification']}
 _BIT = {'model_type': 'bit', 'architectures': ['BitForImageClassification']}
+_CONVNEXT = {'model_type': 'convnext', 'architectures': ['ConvNextForImageClassification'], 'layer_norm_eps': 1e-5}
+_TWO = {'num_channels': C, 'depths': [1, 2], 'hidden_sizes': [6, 9], 'num_stages': 2, 'num_labels': V, 'patch_size': 3}
 CASES = {
   'resnet': _SIZES | _RESNET | {'layer_type': 'bottleneck', 'hidden_sizes': [20, 28]},
   'basic': _SIZES | _RESNET | {'layer_type': 'basic', 'hidden_sizes': [12, 10]},
   'bit': _SIZES | _BIT | {'layer_type': 'preactivation', 'hidden_sizes': [32, 64], 'num_groups': 4},
+  'convnext': _TWO | _CONVNEXT | {'layer_scale_init_value': 1e-6, 'drop_path_rate': 0.1, 'hidden_act': 'gelu'},
+  'unscaled': _TWO | _CONVNEXT | {'layer_scale_init_value': 0.0, 'drop_path_rate': 0.0, 'hidden_act': 'gelu'},
 }
 # Odd sizes, on which padding before and after an image matters.
 IMAGES = np.random.default_rng(0).standard_normal((3, 18, 13, C)).astype(np.float32)
@@ -37,6 +41,8 @@ IMAGES = np.random.default_rng(0).standard_normal((3, 18, 13, C)).astype(np.floa
 
 def shapes_of(config):
   """The names and shapes of the tensors of a checkpoint, as transformers writes them."""
+  if config['model_type'] == 'convnext':
+    return convnext_shapes_of(config)
   is_bit, shapes = config['model_type'] == 'bit', {}
 
   def conv(name, size, i, o):
@@ -79,6 +85,32 @@ def shapes_of(config):
   if is_bit:
     norm('bit.norm', before)
   return shapes | {'classifier.1.weight': (V, before), 'classifier.1.bias': (V,)}
+
+
+def convnext_shapes_of(config):
+  shapes, before = {}, config['hidden_sizes'][0]
+
+  def layer(name, *shape):
+    shapes.update({f'{name}.weight': shape, f'{name}.bias': shape[:1]})
+
+  layer('convnext.embeddings.patch_embeddings', before, C, 3, 3)
+  layer('convnext.embeddings.layernorm', before)
+  for stage, (dims, depth) in enumerate(zip(config['hidden_sizes'], config['depths'])):
+    name = f'convnext.encoder.stages.{stage}.'
+    if stage:
+      layer(f'{name}downsampling_layer.0', before)
+      layer(f'{name}downsampling_layer.1', dims, before, 2, 2)
+    for i in range(depth):
+      layer(f'{name}layers.{i}.dwconv', dims, 1, 7, 7)
+      layer(f'{name}layers.{i}.layernorm', dims)
+      layer(f'{name}layers.{i}.pwconv1', 4 * dims, dims)
+      layer(f'{name}layers.{i}.pwconv2', dims, 4 * dims)
+      if config['layer_scale_init_value']:
+        shapes[f'{name}layers.{i}.layer_scale_parameter'] = (dims,)
+    before = dims
+  layer('convnext.layernorm', before)
+  layer('classifier', V, before)
+  return shapes
 
 
 def make(folder, case, **changes):
@@ -144,6 +176,9 @@ def test_counters_of_batches_are_left_out(tmp_path):
     ('bit', {'hidden_sizes': [64, 64], 'embedding_size': 64}, 'the first other than embedding_size, 64'),
     ('bit', {'output_stride': 4}, 'output_stride = 4 makes dilated stages, which are not supported'),
     ('bit', {'drop_path_rate': 0.1}, r'drop_path_rate = 0\.1 grows from block to block'),
+    ('convnext', {'num_stages': 3}, 'num_stages = 3 is not supported; only 2 is'),
+    ('convnext', {'hidden_sizes': [8, 8]}, r'hidden_sizes = \[8, 8\]; successive stages of the same width'),
+    ('convnext', {'patch_size': [4, 4]}, 'patch_size'),
     ('bit', {'num_labels': 1}, 'a head with 1 label computes a number'),
   ],
 )

@@ -111,6 +111,19 @@ def resnet() -> Config:
   return config
 
 
+def convnext_block(**fields: Any) -> Config:
+  config = split(layers.ConvNeXtBlock, ('data',), (BATCH, None, None, None), kernel_size=3, initial_scale=0.5, **fields)
+  config.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, WT)
+  config.ff_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def convnext() -> Config:
+  config = Config(layers.ConvNeXt, channels=1, patch_size=2, stage_dims=(3, 5), stage_depths=(1, 1))
+  config.conv_tpl.weight_split_dims_mapping.wt = (None, None, 'data', 'mdl')
+  return config.set(block_tpl=convnext_block(), stochastic_depth=0.3)
+
+
 def mlp() -> Config:
   config = Config(layers.Mlp, input_dims=T * D, hidden_dims=(F, 5), activation='tanh')
   config.linear_tpl.weight_split_dims_mapping.wt = WT
@@ -464,6 +477,8 @@ CASES = {
   ),
   'ContrastiveLoss': lambda: Case(contrastive_loss(), (X[:, 0], SOURCE[:, 0], WEIGHTS), float32_out=True),
   'ConvNet': lambda: Case(conv_net(), (IMAGES, WEIGHTS)),
+  'ConvNeXt': lambda: Case(convnext(), (IMAGES,)),
+  'ConvNeXtBlock': lambda: Case(convnext_block(dims=5, hidden_dims=7), (normal(B, 5, 4, 5),)),
   'CrossAttention': lambda: Case(cross_attention(), (X, SOURCE)),
   'DecoderBlock': lambda: Case(decoder_block(), (X, SOURCE)),
   'DepthwiseConv1D': lambda: Case(

@@ -1,4 +1,4 @@
-"""Residual networks: their formula, what a block is at first, steps on any mesh with filler rows, and mistakes."""
+"""ResNet and ConvNeXt: their formula, what a block is at first, steps on any mesh with filler rows, and mistakes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from drawn_state import drawn_state, drawn_variables
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
-from praxis_lite.layers import ResNetBlock, StandardizedConv2D
-from praxis_lite.models import resnet_classifier, set_sharding
+from praxis_lite.layers import ConvNeXtBlock, ResNetBlock, StandardizedConv2D
+from praxis_lite.models import convnext_classifier, resnet_classifier, set_sharding
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -33,6 +33,9 @@ KINDS = {
 
 
 def config(case='v1.5', **fields):
+  if case == 'convnext':
+    sizes = {'channels': 2, 'patch_size': 3, 'stage_dims': (6, 5), 'stage_depths': (1, 2), 'kernel_size': 3}
+    return convnext_classifier(num_classes=V, **{**sizes, 'initial_scale': 0.5, 'stochastic_depth': 0.4, **fields})
   return resnet_classifier(num_classes=V, **{**SIZES, **KINDS[case], **fields})
 
 
@@ -167,6 +170,8 @@ def on_one_device(kind):
     ('v2', (2, 1, 3, 1)),
     ('bit', (1, 2, 2, 2)),
     ('basic', (2, 1, 1, 3)),
+    ('convnext', (1, 2, 2, 2)),
+    ('convnext', (2, 1, 3, 1)),
   ],
 )
 def test_a_step_on_a_mesh_that_divides_nothing_is_that_of_one_device(kind, mesh):
@@ -180,13 +185,30 @@ def test_a_step_on_a_mesh_that_divides_nothing_is_that_of_one_device(kind, mesh)
 
 
 def test_channels_are_split():
-  tree = {
-    path_name(path): w.full_split_dims_mapping
-    for path, w in leaves_by_path(set_sharding(config()).instantiate().abstract_init()).items()
-  }
+  def splits(case):
+    tree = leaves_by_path(set_sharding(config(case)).instantiate().abstract_init())
+    return {path_name(path): w.full_split_dims_mapping for path, w in tree.items()}
+
+  tree = splits('convnext')
+  assert tree['network.blocks_1.depthwise.w'] == tree['network.down_0.w'] == (None, None, None, ('mdl', 'data'))
+  assert tree['network.blocks_2.ff.up.w'] == ('data', 'mdl')
+  tree = splits('v1.5')
   assert tree['network.stem.w'] == tree['network.blocks_1.shortcut.w'] == (None, None, None, ('mdl', 'data'))
   assert tree['network.blocks_0.norm_2.moving_mean'] == ('mdl',)
   assert tree['softmax.w'] == ('data', 'mdl')
+
+
+def test_stochastic_depth_grows_from_block_to_block():
+  network = config('convnext', stage_depths=(2, 3), stochastic_depth=0.4).instantiate().network
+  np.testing.assert_allclose([block.residual.rate for block in network.blocks], [0, 0.1, 0.2, 0.3, 0.4])
+  assert config('convnext', stage_dims=(4,), stage_depths=(1,)).instantiate().network.blocks[0].residual.rate == 0
+
+
+def test_a_block_of_convnext_is_small_at_first_or_has_no_scale():
+  x = np.random.default_rng(0).standard_normal((2, 5, 4, 6)).astype(np.float32)
+  block = Config(ConvNeXtBlock, dims=6).instantiate()
+  np.testing.assert_allclose(block.apply(block.init(jax.random.key(0)), x)[0], x, atol=1e-4)
+  assert 'scale' not in Config(ConvNeXtBlock, dims=6, initial_scale=None).instantiate().abstract_init()
 
 
 # ------------------------------------------------------------------ mistakes
@@ -206,6 +228,13 @@ def test_channels_are_split():
     ({'stem_stride': 0}, r'network\.stem_stride'),
     ({'activation': 'rleu'}, r"network\.activation: unknown activation 'rleu'\. Did you mean 'relu'\?"),
     ({'style': 'bit', 'num_groups': 5}, r'num_groups: 5 does not divide dims'),
+    ({'case': 'convnext', 'stage_depths': (1,)}, r'network\.stage_depths: expected a number of at least 1'),
+    ({'case': 'convnext', 'patch_size': 0}, r'network\.patch_size'),
+    ({'case': 'convnext', 'stochastic_depth': 1.0}, r'network\.stochastic_depth'),
+    (
+      {'case': 'convnext', 'activation': 'geul'},
+      r"network\.activation: unknown activation 'geul'\. Did you mean 'gelu'\?",
+    ),
   ],
 )
 def test_mistakes_of_a_config_are_named(change, says):
@@ -215,6 +244,12 @@ def test_mistakes_of_a_config_are_named(change, says):
 
 def test_images_with_other_channels_and_a_split_length_are_named():
   model = config().instantiate()
+  with pytest.raises(
+    ConfigError, match=r'network\.down_0\.filter_shape: a window of 2 x 2 is larger than the image, 1 x 1'
+  ):
+    small = {**batch_of(), 'image': batch_of()['image'][:, :5, :5]}
+    convnext = config('convnext').instantiate()
+    jax.eval_shape(lambda: convnext.apply(convnext.init(jax.random.key(0)), small, do_eval=True))
   for image in (batch_of()['image'][..., :1], batch_of()['image'][..., 0]):
     with pytest.raises(ConfigError, match=r'network\.channels: 2, so images are \[B, height, width, 2\]'):
       jax.eval_shape(lambda image=image: model.apply(model.init(jax.random.key(0)), {**batch_of(), 'image': image}))

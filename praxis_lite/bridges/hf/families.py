@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from praxis_lite.bridges.hf.bart import BART
 from praxis_lite.bridges.hf.bert import ENCODERS
+from praxis_lite.bridges.hf.convnext import CONVNEXT
 from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.gpt2 import GPT2
@@ -58,6 +59,7 @@ _FAMILIES = (
   VIT,
   RESNET,
   BIT,
+  CONVNEXT,
   *TWO_TOWERS,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
@@ -98,7 +100,7 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
       raise ConfigError(
         f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel, a '
         'MaskedLanguageModel, a SequenceClassifier, a TextEncoder, a TwoTowerModel, or a ClassificationModel of a '
-        'VisionTransformer or a ResNet may have'
+        'VisionTransformer, a ResNet or a ConvNeXt may have'
       )
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
   names.sort(key=lambda name: name != preferred)

@@ -41,8 +41,8 @@ class _ResidualFamily(WholeModelFamily):
       'num_classes': count_classes(hf),
       'channels': hf.size('num_channels'),
       'stem_dims': hf.size('embedding_size'),
-      'stage_dims': _sizes(hf, 'hidden_sizes'),
-      'stage_depths': _sizes(hf, 'depths'),
+      'stage_dims': stage_sizes(hf, 'hidden_sizes'),
+      'stage_depths': stage_sizes(hf, 'depths'),
       'activation': hf.activation('hidden_act'),
     }
 
@@ -158,7 +158,7 @@ def _filter_pair(theirs: str, ours: str) -> Pair:
   return Pair(f'{theirs}.weight', f'{ours}.w', 'h w C O -> O C h w')
 
 
-def _sizes(hf: HfConfig, name: str) -> tuple[int, ...]:
+def stage_sizes(hf: HfConfig, name: str) -> tuple[int, ...]:
   """Returns a list of positive numbers; raises ConfigError if the value is none."""
   values = hf[name]
   if not isinstance(values, list | tuple) or not all(type(n) is int and n > 0 for n in values) or not values:
