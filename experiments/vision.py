@@ -19,6 +19,7 @@ from praxis_lite.models import (
   TwoTowerModel,
   convnext_classifier,
   image_classifier,
+  masked_autoencoder,
   resnet_classifier,
   set_sharding,
   transformer_encoder,
@@ -134,6 +135,40 @@ class DigitsConvNeXt(_DigitsConvolutions):
     # Small models learn at once if weights are drawn by their fan in.
     model.params_init = model.network_tpl.params_init = WeightInit.GaussianFanIn()
     return model
+
+
+@registry.register
+class DigitsMae(BaseExperiment):
+  """Learns to predict 8 hidden patches of 16 of a digit from the others, in minutes on two CPU cores."""
+
+  batch_size = 64
+
+  def datasets(self) -> list[Config]:
+    return digit_datasets(self.batch_size)
+
+  def task(self) -> Config:
+    model = masked_autoencoder(
+      image_size=8,
+      patch_size=2,
+      channels=1,
+      model_dims=64,
+      num_layers=3,
+      num_heads=4,
+      hidden_dims=128,
+      pooling='mean',
+      decoder_dims=64,
+      decoder_layers=2,
+      decoder_heads=4,
+      mask_ratio=0.5,
+      normalizes_targets=False,
+    )
+    # Small models learn at once if weights are drawn by their fan in.
+    model.network_tpl.params_init = model.patch_decoder_tpl.params_init = WeightInit.GaussianFanIn()
+    task = Config(SingleTask, name='masked_autoencoder', model=model)
+    task.train.learner = adamw_learner(learning_rate=2e-3, warmup_steps=50, weight_decay=0.05)
+    task.train.set(num_train_steps=1000, log_interval_steps=100, eval_interval_steps=500, save_interval_steps=500)
+    task.train.inputs_split_mapping = {'map_1d': None, 'map_4d': None}
+    return task
 
 
 _NAMES = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
@@ -325,4 +360,30 @@ class ConvNeXtTiny(_ImageNet):
       learning_rate=4e-3,
       schedule=Config(LinearWarmupCosine, warmup_steps=20 * self.steps_per_epoch, final_value=0.0),
       ema_decay=0.9999,
+    )
+
+
+@registry.register
+class MaeL16(_ImageNet):
+  """Pre-trains ViT-L/16 as a masked autoencoder, 329M parameters, for 800 epochs (He et al., 2022).
+
+  The labels of the images are not used. A classifier starts from such a run by `init_from`.
+  """
+
+  num_epochs = 800
+
+  def model(self) -> Config:
+    sizes: VisionSizes = {'image_size': 224, 'patch_size': 16, 'model_dims': 1024, 'num_layers': 24, 'num_heads': 16}
+    sizes['remat'] = 'full'
+    return masked_autoencoder(fprop_dtype=jnp.bfloat16, **sizes)
+
+  def task(self) -> Config:
+    return super().task().set(name='masked_autoencoder')
+
+  def learner(self) -> Config:
+    return Config(
+      Learner,
+      optimizer=Config(optax.adamw, b2=0.95, weight_decay=0.05),
+      learning_rate=2.4e-3,
+      schedule=Config(LinearWarmupCosine, warmup_steps=40 * self.steps_per_epoch, final_value=0.0),
     )

@@ -8,6 +8,7 @@ import pytest
 from praxis_lite.experiments.digits import digits
 from praxis_lite.experiments.vision import (
   DigitsConvNeXt,
+  DigitsMae,
   DigitsResNet,
   DigitsTowers,
   DigitsVit,
@@ -49,6 +50,15 @@ def test_a_network_of_convolutions_learns_digits(experiment, tmp_path):
   config = configure(experiment)
   config.task.train.set(num_train_steps=150, eval_interval_steps=150, save_interval_steps=150)
   assert run_train(config, tmp_path / 'run').metrics['eval/validation']['accuracy'] > 0.9
+
+
+@pytest.mark.slow
+def test_a_masked_autoencoder_learns_to_predict_hidden_patches(tmp_path):
+  """In 500 steps, better than the mean of each pixel."""
+  config = configure(DigitsMae)
+  config.task.train.set(num_train_steps=500, eval_interval_steps=500, save_interval_steps=500)
+  loss = run_train(config, tmp_path / 'run').metrics['eval/validation']['loss']
+  assert loss < 0.9 * digits('validation')['image'].var(axis=0).mean()
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from praxis_lite.layers.log_mel import LogMel, mel_filters
 from praxis_lite.layers.lora import Adapter, Lora, LoraEmbedding, LoraLinear, LoraMoeFeedForward, LoraProjection
 from praxis_lite.layers.low_rank import LowRankUpdate
 from praxis_lite.layers.mamba2 import GatedRMSNorm, Mamba2
+from praxis_lite.layers.masked_patches import PatchDecoder
 from praxis_lite.layers.masks import (
   ArrayMask,
   AttentionMask,
@@ -180,6 +181,7 @@ __all__ = [
   'MultitaskResidualAdapter',
   'Paddings',
   'PartialRotaryPositions',
+  'PatchDecoder',
   'PatchEmbedding',
   'PathLogProbs',
   'PerDimScale',

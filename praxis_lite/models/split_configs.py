@@ -19,6 +19,7 @@ from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.resnet import ResNet
 from praxis_lite.layers.vision_transformer import VisionTransformer
+from praxis_lite.models.masked_autoencoder import MaskedAutoencoder
 from praxis_lite.models.networks import LmT, find_network, is_a, stack_fields
 from praxis_lite.models.speech_model import SpeechModel
 from praxis_lite.models.transducer_model import TransducerModel
@@ -90,7 +91,7 @@ def set_sharding(
     config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
       `MaskedLanguageModel`, a `SequenceClassifier`, a `TextEncoder` or their `TransformerEncoder`, of a
       `ClassificationModel` with a `VisionTransformer`, a `ResNet` or a `ConvNeXt`, a `DiffusionModel` or one of these
-      networks, of a `TwoTowerModel`, or of a `SpeechModel` or its `ConformerEncoder`.
+      networks, of a `MaskedAutoencoder`, of a `TwoTowerModel`, or of a `SpeechModel` or its `ConformerEncoder`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.
@@ -119,6 +120,8 @@ def _split(config: Config, axes: _Axes) -> None:
       _split_block(block, axes)
   if is_a(network, VisionTransformer):
     _split_vision_transformer(network, axes)
+    if is_a(config, MaskedAutoencoder):
+      _split_patch_decoder(config.patch_decoder_tpl, axes)
     _split_softmax(config, axes.weight, (axes.batch, axes.mdl))
   elif is_a(network, (ResNet, ConvNeXt)):
     (_split_resnet if is_a(network, ResNet) else _split_convnext)(network, axes)
@@ -227,6 +230,16 @@ def _split_vision_transformer(network: Config, axes: _Axes) -> None:
   _split_feed_forward(pooling.ff_tpl, whole)
   if network.representation_tpl is not None:
     network.representation_tpl.linear_tpl.weight_split_dims_mapping.wt = axes.weight
+
+
+def _split_patch_decoder(decoder: Config, axes: _Axes) -> None:
+  _check_no_length(axes, 'a MaskedAutoencoder takes patches out of an image')
+  for block in kinds_of_stack(decoder.transformer_tpl):
+    _split_block(block, axes)
+  decoder.activation_split_dims_mapping.set(states=axes.bld, out=axes.blf)
+  decoder.embed_tpl.weight_split_dims_mapping.wt = decoder.pixels_tpl.weight_split_dims_mapping.wt = axes.weight
+  decoder.embed_tpl.activation_split_dims_mapping.out = axes.bld
+  decoder.pixels_tpl.activation_split_dims_mapping.out = axes.blf
 
 
 def _split_resnet(network: Config, axes: _Axes) -> None:

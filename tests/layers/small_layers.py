@@ -249,6 +249,16 @@ def patch_embedding() -> Config:
   return config
 
 
+def patch_decoder() -> Config:
+  config = split(layers.PatchDecoder, out=OUT, input_dims=D, model_dims=8, num_layers=2, num_heads=2, hidden_dims=F)
+  config.set(grid=(2, 3), patch_dims=5)
+  config.activation_split_dims_mapping.states = (BATCH, None, None)
+  config.embed_tpl.weight_split_dims_mapping.wt = config.pixels_tpl.weight_split_dims_mapping.wt = WT
+  config.transformer_tpl.layers_tpl.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  config.transformer_tpl.layers_tpl.ff_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
 def vision_transformer() -> Config:
   config = split(layers.VisionTransformer, out=(BATCH, None), image_size=(6, 7), patch_size=(2, 3), channels=1)
   config.set(model_dims=D, num_layers=2, num_heads=N, hidden_dims=F, dims_per_head=H, pooling='attention')
@@ -558,6 +568,9 @@ CASES = {
   'MultiTokenPrediction': lambda: Case(multi_token_prediction(), (X, normal(B, T, D, seed=7))),
   'MultitaskResidualAdapter': lambda: Case(adapter(input_dims=D, num_tasks=3), (X, ids(B, below=3))),
   'PartialRotaryPositions': lambda: Case(Config(layers.PartialRotaryPositions, dims=H), (normal(B, T, N, H),)),
+  'PatchDecoder': lambda: Case(
+    patch_decoder(), (normal(B, 3, D), np.array([[0, 1, 2, 3, 4, 5]] * B, np.int32)[:, ::-1])
+  ),
   'PatchEmbedding': lambda: Case(patch_embedding(), (IMAGES,)),
   'PerDimScale': lambda: Case(
     split(layers.PerDimScale, ('mdl',), (BATCH, None, None, 'mdl'), dims=H), (normal(B, T, N, H),)
