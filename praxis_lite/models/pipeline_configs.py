@@ -32,12 +32,18 @@ def set_pipeline(
       `RepeatedTransformer`, whose fields are kept.
     num_stages, num_microbatches, microbatch_size, circular_repeat, batch_axes, stage_remat: see `Pipelined`.
     stage_axis: the mesh axis of the stages; None runs all stages on each device.
+
+  Raises:
+    ConfigError: there are no such stacks.
   """
   pipeline: Config[Any] = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
   pipeline.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
   pipeline.set(batch_axes=batch_axes, stage_remat=stage_remat)
   pipeline.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
   lm = find_network(config)
+  if not stack_fields(lm):
+    name = getattr(target(lm), '__name__', target(lm))
+    raise ConfigError(f'set_pipeline: a {name} has no stack of transformer blocks, so it has no stages')
   pipelined = {stack: _to_stages(getattr(lm, stack), stack, pipeline.clone()) for stack in stack_fields(lm)}
   lm.set(**pipelined)
   return config

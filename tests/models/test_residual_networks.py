@@ -15,7 +15,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.layers import ConvNeXtBlock, ResNetBlock, StandardizedConv2D
-from praxis_lite.models import convnext_classifier, resnet_classifier, set_sharding
+from praxis_lite.models import convnext_classifier, resnet_classifier, set_pipeline, set_sharding
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -255,3 +255,9 @@ def test_images_with_other_channels_and_a_split_length_are_named():
       jax.eval_shape(lambda image=image: model.apply(model.init(jax.random.key(0)), {**batch_of(), 'image': image}))
   with pytest.raises(ConfigError, match=r'set_sharding: a network of convolutions .* no context_axis can split it'):
     set_sharding(config(), context_axis='data')
+
+
+@pytest.mark.parametrize('case, name', [('v1.5', 'ResNet'), ('convnext', 'ConvNeXt')])
+def test_there_are_no_stages_of_a_pipeline(case, name):
+  with pytest.raises(ConfigError, match=f'set_pipeline: a {name} has no stack of transformer blocks'):
+    set_pipeline(config(case), num_stages=2, num_microbatches=2)
