@@ -26,7 +26,7 @@ from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
 from praxis_lite.models.image_features import ImageFeatureModel
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import transformer_lm
-from praxis_lite.models.masked_autoencoder import MaskedAutoencoder, masked_autoencoder
+from praxis_lite.models.masked_image_model import MaskedAutoencoder, masked_autoencoder
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.pipeline_configs import set_pipeline
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm

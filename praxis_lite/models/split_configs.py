@@ -19,7 +19,7 @@ from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.resnet import ResNet
 from praxis_lite.layers.vision_transformer import VisionTransformer
-from praxis_lite.models.masked_autoencoder import MaskedAutoencoder
+from praxis_lite.models.masked_image_model import MaskedAutoencoder
 from praxis_lite.models.networks import LmT, find_network, is_a, stack_fields
 from praxis_lite.models.speech_model import SpeechModel
 from praxis_lite.models.transducer_model import TransducerModel
