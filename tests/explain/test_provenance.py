@@ -193,7 +193,7 @@ def test_what_the_train_step_refuses_is_an_error_of_check() -> None:
   task.model.network_tpl.linear_tpl.weight_split_dims_mapping.wt = ('data', 'mdl')
   task.train.learner.optimizer = Config(optax.adafactor)
   (problem,) = check(task, SHAPES)
-  assert problem.path == 'learner.optimizer' and 'needs whole tensors' in problem.message
+  assert problem.path == 'task.train.learner.optimizer' and 'needs whole tensors' in problem.message
 
 
 def test_products_of_padded_weights_are_followed() -> None:
