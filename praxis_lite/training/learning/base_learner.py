@@ -94,6 +94,27 @@ class BaseLearner:
         raise ConfigError(f'learner.{field}: expected a limit above 0, or 0 for none, got {getattr(self, field)}')
 
 
+class GivenGradients(NamedTuple):
+  """The gradients of a step, and what else its updates depend on, besides the state of the optimizer.
+
+  Attributes:
+    gradients, variables: of the trained variables.
+    squares: the squared norm of each gradient, a scalar.
+    loss, step, sum_parts: as for `BoundLearner.update`.
+  """
+
+  gradients: NestedDict
+  squares: NestedDict
+  loss: jax.Array
+  variables: NestedDict
+  step: jax.Array
+  sum_parts: SumParts
+
+  def select(self, part: Callable[[NestedDict], NestedDict]) -> GivenGradients:
+    """Returns the same for a part of the variables."""
+    return self._replace(gradients=part(self.gradients), squares=part(self.squares), variables=part(self.variables))
+
+
 class BoundLearner:
   """A learner and the declarations of the variables that it trains."""
 
@@ -194,7 +215,8 @@ class BoundLearner:
     finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def change() -> tuple[NestedDict, States, NestedDict | None]:
-      updates, states = self.updates(gradients, squares, loss, variables, opt_states, step, sum_parts)
+      given = GivenGradients(gradients, squares, loss, variables, step, sum_parts)
+      updates, states = self.updates(given, opt_states)
       new_variables = optax.apply_updates(variables, updates)
       return new_variables, states, self.update_averages(ema_vars, new_variables, step)
 
@@ -209,23 +231,8 @@ class BoundLearner:
       stats['param_norm'] = norm_of(squares_of(new_variables, sum_parts))
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
-  def updates(
-    self,
-    gradients: NestedDict,
-    squares: NestedDict,
-    loss: jax.Array,
-    variables: NestedDict,
-    opt_states: States,
-    step: jax.Array,
-    sum_parts: SumParts,
-  ) -> tuple[NestedDict, States]:
-    """Returns (updates to add to the trained variables, new optimizer state).
-
-    Args:
-      gradients, variables: of the trained variables.
-      squares: the squared norm of each gradient, a scalar.
-      loss, opt_states, step, sum_parts: as for `update`.
-    """
+  def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
+    """Returns (updates to add to the trained variables, new optimizer state)."""
     raise NotImplementedError
 
   def update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:

@@ -22,6 +22,7 @@ from praxis_lite.common.trees import NestedDict, Path
 from praxis_lite.training.learning.base_learner import (
   BaseLearner,
   BoundLearner,
+  GivenGradients,
   SumParts,
   clip_to_norm,
   norm_of,
@@ -140,23 +141,14 @@ class _OneOptimizer(BoundLearner):
     is_split = not self._trained.isdisjoint(split_dims)
     return 'learner.optimizer', self._optimizer.not_elementwise() if is_split else []
 
-  def updates(
-    self,
-    gradients: NestedDict,
-    squares: NestedDict,
-    loss: jax.Array,
-    variables: NestedDict,
-    opt_states: States,
-    step: jax.Array,
-    sum_parts: SumParts,
-  ) -> tuple[NestedDict, States]:
-    learner, rate = self._learner, self._learner.learning_rate_at(step)
-    gradients = self._clip(gradients, squares, sum_parts)
+  def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
+    learner, rate = self._learner, self._learner.learning_rate_at(given.step)
+    gradients = self._clip(given.gradients, given.squares, given.sum_parts)
     if learner.l2_regularizer_weight:
-      gradients = self._plus(gradients, learner.l2_regularizer_weight, variables)
-    updates, states = self._optimizer.update(gradients, opt_states, variables, rate, loss)
+      gradients = self._plus(gradients, learner.l2_regularizer_weight, given.variables)
+    updates, states = self._optimizer.update(gradients, opt_states, given.variables, rate, given.loss)
     if learner.decoupled_weight_decay:
-      updates = self._plus(updates, -rate * learner.decoupled_weight_decay, variables)
+      updates = self._plus(updates, -rate * learner.decoupled_weight_decay, given.variables)
     return updates, states
 
   def update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:

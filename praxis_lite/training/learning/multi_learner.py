@@ -28,7 +28,7 @@ from praxis_lite.common.trees import NestedDict, Path, map_with_path, merge, sel
 from praxis_lite.training.learning.base_learner import (
   BaseLearner,
   BoundLearner,
-  SumParts,
+  GivenGradients,
   change_if,
   clip_to_norm,
   norm_of,
@@ -138,26 +138,16 @@ class _SeveralOptimizers(BoundLearner):
     found = [part.needs_whole(split_dims) for part in self._parts]
     return next(((where, names) for where, names in found if names), ('learner.rules', []))
 
-  def updates(
-    self,
-    gradients: NestedDict,
-    squares: NestedDict,
-    loss: jax.Array,
-    variables: NestedDict,
-    opt_states: States,
-    step: jax.Array,
-    sum_parts: SumParts,
-  ) -> tuple[NestedDict, States]:
+  def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
     if limit := self._limit:
-      norm = norm_of(squares)
-      gradients = jax.tree.map(lambda g: clip_to_norm(g, norm, limit), gradients)
-      squares = jax.tree.map(lambda s: clip_to_norm(s, norm**2, limit**2), squares)
+      norm = norm_of(given.squares)
+      given = given._replace(
+        gradients=jax.tree.map(lambda g: clip_to_norm(g, norm, limit), given.gradients),
+        squares=jax.tree.map(lambda s: clip_to_norm(s, norm**2, limit**2), given.squares),
+      )
     updates, states = list[NestedDict](), States()
     for part in self._parts:
-      of_rule, of_squares, values = map(part.learner.select_trained, (gradients, squares, variables))
-      changes, states[part.name] = part.updates(
-        of_rule, of_squares, loss, values, opt_states[part.name], step, sum_parts
-      )
+      changes, states[part.name] = part.updates(given.select(part.learner.select_trained), opt_states[part.name])
       updates.append(changes)
     return merge(*updates), states
 
@@ -220,31 +210,22 @@ class _Part:
       return gradients
     return jax.tree.map(lambda g: jnp.where(trains, g, jnp.zeros_like(g)), gradients)
 
-  def updates(
-    self,
-    gradients: NestedDict,
-    squares: NestedDict,
-    loss: jax.Array,
-    variables: NestedDict,
-    opt_states: Any,
-    step: jax.Array,
-    sum_parts: SumParts,
-  ) -> tuple[NestedDict, States]:
+  def updates(self, given: GivenGradients, opt_states: Any) -> tuple[NestedDict, States]:
     """Returns (updates, new state), as `BoundLearner.updates` does, for the variables of the rule."""
 
     def change() -> tuple[NestedDict, States]:
       with self._naming():
-        updates, states = self.learner.updates(gradients, squares, loss, variables, opt_states, step, sum_parts)
+        updates, states = self.learner.updates(given, opt_states)
       return map_with_path(self._scale, updates), states
 
     def change_in_dtype() -> tuple[NestedDict, States]:
       updates, states = change()
-      return jax.tree.map(lambda u, v: u.astype(v.dtype), updates, variables), states
+      return jax.tree.map(lambda u, v: u.astype(v.dtype), updates, given.variables), states
 
-    trains = self.rule.is_training(step)
+    trains = self.rule.is_training(given.step)
     if trains is None:
       return change()
-    return change_if(trains, change_in_dtype, (jax.tree.map(jnp.zeros_like, variables), opt_states))
+    return change_if(trains, change_in_dtype, (jax.tree.map(jnp.zeros_like, given.variables), opt_states))
 
   def stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
     rate, trains = self.rule.built_learner.learning_rate_at(step) * self.rule.update_factor, self.rule.is_training(step)
