@@ -491,6 +491,11 @@ def test_a_prompt_that_cannot_be_continued_is_told(capsys, trained, arguments, m
   assert re.search(message, fails(capsys, 'decode', STDLIB, f'--job_log_dir={trained}', *arguments))
 
 
+def test_decoding_nothing_of_a_model_that_continues_no_texts_proposes_no_prompt(capsys, tmp_path):
+  told = fails(capsys, 'decode', '--exp=vision.DigitsVit', f'--job_log_dir={tmp_path}')
+  assert told == 'decode_datasets(): there is no input to decode; add one, or use `predict`'
+
+
 def test_a_prompt_needs_a_tokenizer(capsys, trained, tmp_path):
   told = fails(capsys, 'decode', TINY, f'--job_log_dir={trained}', '--prompt=a')
   assert told == (
