@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.errors import first_line
 from praxis_lite.training import PartitionedTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from tools.gpu.jax_side import set_up
@@ -70,8 +72,10 @@ def seal(file: Path, chip: str, cases: Mapping[str, TrainCase | DecodeCase]) -> 
   for name, case in cases.items():
     found[name] = predict(case, chip)
     print(f'{name:<40} {found[name].bytes / _GIB:7.2f} GiB {1e3 * found[name].seconds:9.1f} ms', flush=True)
-  content = {'chip': chip, 'jax': jax.__version__, 'plans': {name: plan._asdict() for name, plan in found.items()}}
-  file.write_text(json.dumps(content, indent=1) + '\n')
+    if found[name].refused:
+      print(f'  by formulas: {found[name].refused}')
+    content = {'chip': chip, 'jax': jax.__version__, 'plans': {name: plan._asdict() for name, plan in found.items()}}
+    file.write_text(json.dumps(content, indent=1) + '\n')
   print(f'{file}: sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}')
 
 
@@ -128,6 +132,12 @@ class Prepared:
 def measure(file: Path, results: Path, cases: Mapping[str, TrainCase | DecodeCase], threads: int) -> None:
   """Measures the cases in the order of their predicted memory, and writes all results so far after each."""
   sealed = json.loads(file.read_text())
+  here = jax.devices()[0].device_kind
+  known = accelerator_of(here)
+  if known is None or known.name != sealed['chip']:
+    raise SystemExit(f'{file} has plans for {sealed["chip"]}, and this machine has {here}')
+  if jax.__version__ != sealed['jax']:
+    print(f'the plans were made with JAX {sealed["jax"]}, and this is {jax.__version__}')
   plans = {name: Sealed(**plan) for name, plan in sealed['plans'].items()}
   ordered = sorted((name for name in cases if name in plans), key=lambda name: plans[name].bytes)
   found: dict[str, Measured] = {}
@@ -142,7 +152,7 @@ def measure(file: Path, results: Path, cases: Mapping[str, TrainCase | DecodeCas
     try:
       found[name] = _measure_one(cases[name], *[futures.pop(key).result() for key in _keys(name, cases[name])])
     except Exception as error:  # The other steps are still of use.
-      found[name] = Measured(error=f'{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}')
+      found[name] = Measured(error=f'{type(error).__name__}: {first_line(error)[:300]}')
     row = found[name]
     times = f'{1e3 * statistics.median(row.step_s):9.1f} ms' if row.step_s else row.error
     print(f'{name:<40} {row.bytes / _GIB:7.2f} GiB {times}', flush=True)

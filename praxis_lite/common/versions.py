@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def version_of(package: str) -> str:
-  """Returns the version of an installed package; '' if none is installed, such as of a folder on PYTHONPATH."""
+  """Returns the version of an installed package; '' if it is not, but only a folder on PYTHONPATH."""
   try:
     return metadata.version(package)
   except metadata.PackageNotFoundError:

@@ -15,6 +15,7 @@ import itertools
 import jax
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.dropout import StochasticResidual
@@ -60,6 +61,10 @@ class ConvNeXtBlock(Layer):
 
   def setup(self) -> None:
     self._check_range('dims', 'kernel_size', 'hidden_dims', least=1)
+    if self.kernel_size % 2 == 0:
+      raise ConfigError(
+        f'{self.path_name}.kernel_size: expected an odd size, with which images keep their size; got {self.kernel_size}'
+      )
     D = self.dims
     shape = (self.kernel_size, self.kernel_size, D, D)
     self.create_child('depthwise', self.conv_tpl.clone(filter_shape=shape, groups=D, padding='SYMMETRIC'))

@@ -3,8 +3,8 @@
     v1.5  y = f(shortcut(x) + branch(x))   branch: convolution and norm two or three times, with f between them
     v2    y = shortcut(a) + branch(a)      a = f(norm(x)); branch: the same, with norms and f only between convolutions
 
-shortcut is a convolution of 1 x 1 if the block changes the size or the channels, with a norm in v1.5; in v1.5 it is x
-otherwise, as in v2, which then adds x itself instead of a (He et al., 2015 and 2016).
+shortcut is a convolution of 1 x 1 if the block changes the size or the channels, with a norm in v1.5. Otherwise it is
+the input x itself, in v2 too: x, not a (He et al., 2015 and 2016).
 
 B batch, H height, W width, C input channels, O output channels, F features.
 """
@@ -69,7 +69,7 @@ class ResNetBlock(Layer):
     outputs = self.output_dims
     inner = outputs // 4 if self.kind == 'bottleneck' else outputs
     if inner < 1:
-      raise ConfigError(f'{self.path_name}.output_dims: {outputs}; a bottleneck has a quarter of them, which is none')
+      raise ConfigError(f'{self.path_name}.output_dims: {outputs}; a bottleneck needs at least 4')
     conv = self.conv_tpl.clone(use_bias=False, padding='SYMMETRIC')
     sizes = (1, 3, 1) if self.kind == 'bottleneck' else (3, 3)
     counts = (self.input_dims, *[inner] * (len(sizes) - 1), outputs)
@@ -214,7 +214,9 @@ class ResNet(Layer):
 
 def check_stages(layer: Layer, dims: tuple[int, ...], depths: tuple[int, ...]) -> None:
   """Raises ConfigError unless there are as many `stage_dims` as `stage_depths`, at least one, and all are positive."""
-  if len(dims) != len(depths) or not dims or min((*dims, *depths)) < 1:
+  if not dims or min(dims) < 1:
+    raise ConfigError(f'{layer.path_name}.stage_dims: expected numbers of at least 1, one for each stage; got {dims}')
+  if len(dims) != len(depths) or min(depths) < 1:
     raise ConfigError(
       f'{layer.path_name}.stage_depths: expected a number of at least 1 for each of stage_dims, {dims}; got {depths}'
     )

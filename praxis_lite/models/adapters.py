@@ -30,7 +30,7 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
     model: the config.
     *adapters: configs such as `Config(Lora)`; the first one that is for a layer wins.
   """
-  present = (model.adapters,) if isinstance(model.adapters, Config) else tuple(model.adapters)
+  present = (model.adapters,) if isinstance(model.adapters, Config) else tuple(model.adapters or ())
   return model.set(adapters=(*present, *adapters))
 
 

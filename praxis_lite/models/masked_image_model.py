@@ -68,8 +68,10 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
     self.create_child('network', self.network_tpl)
     network = self.network
     self._num_patches = network.grid[0] * network.grid[1]
-    self._num_seen = int(self._num_patches * (1 - self.mask_ratio))
-    if not 0 < self.mask_ratio < 1 or not 0 < self._num_seen < self._num_patches:
+    self._check_range('mask_ratio', above=0, below=1)
+    # The share is not exact: 100 patches times 1 - 0.9 is a little less than 10.
+    self._num_seen = int(self._num_patches * (1 - self.mask_ratio) + 1e-6)
+    if not 0 < self._num_seen < self._num_patches:
       raise ConfigError(
         f'{self.path_name}.mask_ratio: {self.mask_ratio} of {self._num_patches} patches hides none or all of them; '
         'expected a share that leaves some'

@@ -84,7 +84,7 @@ def resnet(
     activation=activation,
     conv_tpl=Config(StandardizedConv2D if is_bit else Conv2D),
     norm_tpl=Config(BatchNorm, decay=norm_decay, epsilon=epsilon),
-    block_tpl=Config(ResNetBlock, kind=kind, begins_as_identity=True),
+    block_tpl=Config(ResNetBlock, kind=kind, begins_as_identity=not is_bit),
     params_init=WeightInit.GaussianFanOut(2**0.5),
   )
   if is_bit:

@@ -61,7 +61,8 @@ class _Axes(NamedTuple):
   @property
   def filters(self) -> Axes:
     """Of the output channels of convolutions, which are gathered over `data`."""
-    return axes_to_entry([*spec_axes(self.mdl), *(axis for axis in spec_axes(self.data) if axis != self.mdl)])
+    first = spec_axes(self.mdl)
+    return axes_to_entry([*first, *(axis for axis in spec_axes(self.data) if axis not in first)])
 
   @property
   def table(self) -> SplitDimsMapping:
@@ -297,7 +298,7 @@ def _split_towers(config: Config, axes: _Axes) -> None:
 
 def _split_speech(config: Config, axes: _Axes) -> None:
   """Splits a Conformer, and the layers of its model."""
-  _check_no_length(axes, 'a Conformer has convolutions over its length')
+  _check_no_length(axes, 'a Conformer has convolutions over time')
   encoder = config if is_a(config, ConformerEncoder) else config.encoder_tpl
   encoder.activation_split_dims_mapping.out = axes.bld
   subsampling = encoder.subsampling_tpl

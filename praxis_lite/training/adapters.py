@@ -30,5 +30,6 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
   others = (included,) if isinstance(included, str) else tuple(included)
   if ADAPTER_VARIABLES not in others:
     learner.bprop_variable_inclusion = (*others, ADAPTER_VARIABLES)
-    start.rules = (*start.rules, (ADAPTER_VARIABLES, None))
+  if (rule := (ADAPTER_VARIABLES, None)) not in start.rules:
+    start.rules = (rule, *start.rules)  # Of several that match, the first counts.
   return task

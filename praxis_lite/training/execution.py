@@ -265,6 +265,8 @@ class ShardMapped(Execution):
     if names:
       of_moments = any('learner.moments' in name for name in names)
       other = "set it to 'bfloat16'" if of_moments else 'use an elementwise optimizer such as adamw'
+      if where.endswith('layer_decay'):
+        other = 'remove layer_decay'
       raise ConfigError(
         f"task.train.{where}: {', '.join(names)} needs whole tensors, and under partitioning='shard_map' each device "
         f'updates its part of {path_name(next(iter(split)))}; {other}, leave the weights whole, or set '

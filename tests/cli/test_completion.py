@@ -47,7 +47,10 @@ def test_bash_completes_commands_flags_experiments_and_files(program, tmp_path):
   assert set(completed(program, tmp_path, 'praxis-lite', '')) == set(COMMANDS)
   assert completed(program, tmp_path, 'praxis-lite', 'train', '--see') == ['--seed=']
   assert completed(program, tmp_path, 'praxis-lite', 'train', '--noveri') == ['--noverify_numerics', '--noverify']
-  assert completed(program, tmp_path, 'praxis-lite', 'train', '--exp', '=', 'lm.Syn') == ['lm.SyntheticLmTiny']
+  assert completed(program, tmp_path, 'praxis-lite', 'train', '--exp', '=', 'lm.Syn') == [
+    'lm.SyntheticLmTiny',
+    'lm.SyntheticLoraTiny',
+  ]
   assert completed(program, tmp_path, 'praxis-lite', 'show', '--exp', '=', 'mine.') == ['mine.Mine', 'mine.Own']
   assert 'digits.DigitsMlp' in completed(program, tmp_path, 'praxis-lite', 'show', '--exp', '=')
   assert completed(program, tmp_path, 'praxis-lite', 'eval', '--job_log_dir', '=', 'exp') == ['experiments']

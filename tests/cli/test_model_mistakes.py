@@ -296,7 +296,7 @@ MISTAKES = {
   'weight of integers': (
     SETUP,
     "super().setup(); self.create_variable('w', WeightHParams((3,), dtype='int32'))",
-    r'^w is int32, which no optimizer can train; declare it with create_variable\(\.\.\., trainable=False\)$',
+    r'^task\.train: w is int32, which no optimizer can train; declare it with create_variable\(.*trainable=False\)$',
   ),
   'field of an activation': (
     PREDICTIONS,

@@ -128,6 +128,9 @@ def test_bad_adapters(tmp_path):
     ({'modules_to_save': ['lm_head']}, 'modules_to_save'),
     ({'r': 0}, 'r must be a number above 0, got 0'),
     ({'lora_alpha': None}, 'lora_alpha must be a number above 0'),
+    ({'init_lora_weights': 'pissa_niter_4'}, "init_lora_weights = 'pissa_niter_4' changes the weights of the base"),
+    ({'alora_invocation_tokens': [1, 2]}, r'alora_invocation_tokens = \[1, 2\] is not supported'),
+    ({'alpha_pattern': {'layers.0.self_attn.q_proj': 8}}, r'alpha_pattern gives different values to the layers of'),
   ):
     write(tmp_path, of_layers(0), **settings)
     with pytest.raises(ConfigError, match=message):
@@ -139,6 +142,10 @@ def test_bad_adapters(tmp_path):
     (of_layers(0) | wrong, 'belong to no layer of this model: base_model.model.model.layers.0.other'),
     (of_layers(0) | of_layers(1, rank=3), 'all have one rank'),
     ({name: x[:, :2] for name, x in of_layers(0).items()}, 'has shape .*of this model'),
+    (
+      {name: x for name, x in of_layers(0).items() if 'lora_A' in name},
+      'but not .*lora_B.weight; an adapter needs both',
+    ),
   ):
     write(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=message):
@@ -151,6 +158,37 @@ def test_bad_adapters(tmp_path):
   model = lm().instantiate()
   with pytest.raises(ConfigError, match='has no adapters to write'):
     write_adapter(tmp_path, model, {})
+
+
+def test_the_tables_that_peft_writes_beside_their_adapters_are_known(tmp_path):
+  module, rng = 'base_model.model.model.embed_tokens', np.random.default_rng(1)
+  shapes = {'lora_embedding_A': (2, 11), 'lora_embedding_B': (12, 2), 'base_layer.weight': (11, 12)}
+  tensors = {f'{module}.{name}': rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+  write(tmp_path, tensors)
+  _, variables = read_adapter(tmp_path, lm())
+  ours = variables['lm']['embedding']['lora']
+  np.testing.assert_array_equal(ours['a'], tensors[f'{module}.lora_embedding_A'].T)
+  write(tmp_path, tensors | {f'{module}.base_layer.weight': np.zeros((13, 12), np.float32)})
+  with pytest.raises(CheckpointError, match='an adapter of a resized vocabulary needs a model of that size'):
+    read_adapter(tmp_path, lm())
+
+
+def test_experts_with_adapters_of_some_weights_have_zeros_for_the_others(tmp_path):
+  rng = np.random.default_rng(2)
+  names = [f'base_model.model.model.layers.{i}.block_sparse_moe.experts.{e}.w1' for i in range(3) for e in range(2)]
+  shapes = {'lora_A.weight': (2, 12), 'lora_B.weight': (5, 2)}
+  tensors = {f'{n}.{x}': rng.standard_normal(s).astype(np.float32) for n in names for x, s in shapes.items()}
+  write(tmp_path, tensors)
+  model, variables = read_adapter(tmp_path, lm(experts=True))
+  found = leaves(variables)
+  expected = {path for path in leaves(model.instantiate().abstract_init()) if '_lora_' in path[-1]}
+  assert found.keys() == expected
+  assert {path[-1] for path, value in found.items() if value.any()} == {'gate_lora_a', 'gate_lora_b'}
+  write(tmp_path, tensors, alpha_pattern={'w1': 8})
+  write_again = {n.replace('.w1.', '.w3.'): x for n, x in tensors.items()}
+  write(tmp_path, tensors | write_again, alpha_pattern={'w1': 8})
+  with pytest.raises(ConfigError, match='have adapters of different ranks or alphas; experts have one'):
+    read_adapter(tmp_path, lm(experts=True))
 
 
 def test_one_module_of_three_weights_is_read_and_not_written(tmp_path):

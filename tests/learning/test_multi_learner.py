@@ -240,6 +240,10 @@ def test_a_split_stack_needs_to_be_whole_for_factors_of_its_layers() -> None:
       [{'regex': r'lm\.emb.*', 'layer_decay': Config(LayerDecay, factor=0.5, layers=r'lm\.deep\..*')}, {}],
       r'rules\[0\]\.layer_decay: none of the variables of this rule is in a layer',
     ),
+    (
+      [{'layer_decay': Config(LayerDecay, factor=0.5, layers=r'lm\..*')}],
+      r'layer_decay\.layers: .* matches variables of different stacks, or of a stack and of none; give each',
+    ),
     ([], r'learner\.rules: expected at least one LearnerRule'),
   ],
 )

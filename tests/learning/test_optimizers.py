@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from small_trees import LAYERS, declarations, restacked, unrolled, values, weigh
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.linears import bias_weight
 from praxis_lite.training.learning import Learner, adafactor, optimizer as optimizer_module
 
 RATE = 0.05
@@ -336,6 +338,7 @@ def test_muon_knows_the_matrices_in_weights_of_any_rank() -> None:
   ways = {'query': ((5, 3, 2), (0,), (1, 2)), 'out': ((3, 2, 5), (0, 1), (2,)), 'experts': ((2, 5, 3), (1,), (2,))}
   plain = {'linear': weight(5, 3), 'scale': weight(5), 'filters': weight(2, 2, 3)}
   plain['table'] = dataclasses.replace(weight(7, 5), fan_in_axes=(1,), fan_out_axes=(0,))
+  plain['bias'] = bias_weight((3, 2))  # Of heads.
   weights = {
     name: dataclasses.replace(weight(*shape, repeat=(LAYERS,)), fan_in_axes=rows, fan_out_axes=columns)
     for name, (shape, rows, columns) in ways.items()
@@ -358,7 +361,7 @@ def test_muon_knows_the_matrices_in_weights_of_any_rank() -> None:
       for a, b, update in zip(matrix(name, got[name]), before, updates, strict=True):
         np.testing.assert_allclose(a - b, update, rtol=1e-3, atol=1e-5, err_msg=name)
   slots = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state['single'])]
-  assert {'muon' in slot for slot in slots if 'filters' in slot or 'table' in slot or 'scale' in slot} == {False}
+  assert {'muon' in slot for slot in slots if re.search('filters|table|scale|bias', slot)} == {False}
   assert {'muon' in slot for slot in slots if 'linear' in slot} == {True}
 
 

@@ -206,10 +206,10 @@ def test_a_classifier_starts_from_its_encoder(tmp_path):
 @pytest.mark.parametrize(
   'change, says',
   [
-    ({'mask_ratio': 0.0}, r'mask_ratio: 0\.0 of 9 patches hides none or all of them'),
-    ({'mask_ratio': 1.0}, r'mask_ratio: 1\.0 of 9 patches'),
-    ({'mask_ratio': 0.95}, r'mask_ratio: 0\.95 of 9 patches'),
-    ({'mask_ratio': -0.5}, r'mask_ratio: -0\.5 of 9 patches'),
+    ({'mask_ratio': 0.0}, r'mask_ratio: expected more than 0'),
+    ({'mask_ratio': 1.0}, r'mask_ratio: expected .*less than 1'),
+    ({'mask_ratio': float('nan')}, r'mask_ratio: expected'),
+    ({'mask_ratio': 0.95}, r'mask_ratio: 0\.95 of 9 patches hides none or all of them'),
     ({'decoder_dims': 6}, r'patch_decoder\.position\.dims: expected a multiple of 4, got 6'),
   ],
 )

@@ -224,7 +224,12 @@ def test_a_block_of_convnext_is_small_at_first_or_has_no_scale():
       r'network\.stage_depths: expected a number of at least 1 for each of stage_dims, \(8, 12\)',
     ),
     ({'stage_depths': (1, 0)}, r'network\.stage_depths: expected a number of at least 1'),
-    ({'stage_dims': (3, 8)}, r'network\.blocks_0\.output_dims: 3; a bottleneck has a quarter of them, which is none'),
+    ({'stage_dims': (3, 8)}, r'network\.blocks_0\.output_dims: 3; a bottleneck needs at least 4'),
+    (
+      {'stage_dims': (0, 12)},
+      r'network\.stage_dims: expected numbers of at least 1, one for each stage; got \(0, 12\)',
+    ),
+    ({'case': 'convnext', 'kernel_size': 4}, r'kernel_size: expected an odd size'),
     ({'stem_stride': 0}, r'network\.stem_stride'),
     ({'activation': 'rleu'}, r"network\.activation: unknown activation 'rleu'\. Did you mean 'relu'\?"),
     ({'style': 'bit', 'num_groups': 5}, r'num_groups: 5 does not divide dims'),

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from praxis_lite.common.config import Config
 from praxis_lite.instruments.plan.inference import Requests
+from praxis_lite.layers.chunked_loss import usual_chunk_size
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.models import transformer_lm
 from praxis_lite.training.task import SingleTask
@@ -22,6 +23,7 @@ from tools.gpu.case import ModelCase, case_of
 from tools.gpu.ours import our_task
 
 _STACK = 'model.lm_tpl.transformer_tpl'
+_CHUNK_SIZE = 'model.lm_tpl.softmax_tpl.chunk_size'
 _REMAT = f'{_STACK}.remat'
 _FF = f'{_STACK}.layers_tpl.ff_tpl'
 
@@ -34,7 +36,9 @@ class TrainCase(NamedTuple):
   options: Mapping[str, Any] = {}
 
   def task(self) -> Config[SingleTask]:
-    return our_task(self.model, dict(self.options))
+    # What the default was when plans were sealed, whatever it is today.
+    chunks = {_CHUNK_SIZE: usual_chunk_size(self.model.vocab)}
+    return our_task(self.model, chunks | dict(self.options))
 
   def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
     shape = self.rows, self.model.length
@@ -43,17 +47,16 @@ class TrainCase(NamedTuple):
 
 
 class DecodeCase(NamedTuple):
-  """Greedy decoding of a model in bfloat16, of `benchmark_decode.py`; with `unroll`, layers are written out."""
+  """Greedy decoding of a model in bfloat16, of `benchmark_decode.py`; an `unroll` of all writes layers out."""
 
   size: str
   requests: Requests
-  unroll: int | None = None
+  unroll: int
 
   def task(self) -> Config[SingleTask]:
     model = transformer_lm(**DECODERS[self.size], fprop_dtype='bfloat16').set(dtype='bfloat16', packed=False)
     model.decoder_tpl.set(temperature=0.0, stop_ids=(), max_decode_steps=self.requests.max_tokens)
-    if self.unroll is not None:
-      model.lm_tpl.transformer_tpl.unroll = self.unroll
+    model.lm_tpl.transformer_tpl.unroll = self.unroll
     return Config(SingleTask, model=model)
 
   def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -80,7 +83,7 @@ TRAINING: dict[str, TrainCase] = {
   '124M, T = 8,192': TrainCase(case_of('124M', 8192), 4),
   '350M, T = 2,048': TrainCase(case_of('350M', 2048), 8),
   '1.3B, T = 2,048': TrainCase(case_of('1.3B', 2048), 8),
-  '1.3B, T = 2,048, whole logits': TrainCase(case_of('1.3B', 2048), 8, {'model.lm_tpl.softmax_tpl.chunk_size': None}),
+  '1.3B, T = 2,048, whole logits': TrainCase(case_of('1.3B', 2048), 8, {_CHUNK_SIZE: None}),
   '1.3B, T = 2,048, full remat, loop': TrainCase(case_of('1.3B', 2048), 16, {_REMAT: 'full', f'{_STACK}.unroll': 1}),
   '1.3B, T = 4,096': TrainCase(case_of('1.3B', 4096), 4),
   '1.3B, T = 16,384': TrainCase(case_of('1.3B', 16384), 1),
@@ -96,5 +99,5 @@ TRAINING: dict[str, TrainCase] = {
 DECODING: dict[str, DecodeCase] = {
   f'decoding 1B, {rows} rows{how}': DecodeCase('1b', Requests(rows, 1024, 128), unroll)
   for rows in (1, 8, 64)
-  for how, unroll in (('', None), (', written out', 20))
+  for how, unroll in (('', 1), (', written out', 20))
 }

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from praxis_lite.bridges.hf.adapter_weights import layer_at, scale_of, weights_below
+from praxis_lite.bridges.hf.adapter_weights import scale_of
 from praxis_lite.bridges.hf.family import Family
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, whole_box
 from praxis_lite.common.trees import NestedDict, leaves, nest, node_at
+from praxis_lite.layers import LoraMoeFeedForward, Projection
 from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models import BaseModel
 
@@ -26,15 +27,19 @@ def merge_streamed(variables: NestedDict, model: BaseModel, family: Family) -> N
   network = family.network_in(model)
   assert network is not None
   merged, declared = leaves(variables), family.part_of(model.abstract_init())
-  for weight in weights_below(network, family, model):
-    layer = layer_at(network, weight.layer)
-    if isinstance(layer, AdaptedLayer):
-      a, b = (merged.pop(weight.path_of(part)) for part in 'ab')
-      of_one = node_at(declared, weight.weight_path)
-      num_stacked = len(of_one.full_shape) - len(of_one.shape) + bool(weight.name)
-      w = merged[weight.weight_path]
-      of_a, of_b = (x.read(whole_box(x.shape)).astype(np.float32) for x in (a, b))
-      merged[weight.weight_path] = _Merged(w, of_a, of_b, scale_of(layer), num_stacked, weight.rank_in)
+  for layer in network.descendants():
+    if not isinstance(layer, AdaptedLayer):
+      continue
+    path, is_of_experts = layer.path[len(network.path) :], isinstance(layer, LoraMoeFeedForward)
+    rank_in = len(layer.in_shape) if isinstance(layer, Projection) else 1
+    for name in ('gate', 'up', 'down') if is_of_experts else ('w',):
+      if (*path, name) not in merged:  # Experts without gates.
+        continue
+      parts = [(*path, f'{name}_lora_{part}') if is_of_experts else (*path, 'lora', part) for part in 'ab']
+      a, b = (x.read(whole_box(x.shape)).astype(np.float32) for x in map(merged.pop, parts))
+      w = node_at(declared, (*path, name))
+      num_stacked = len(w.full_shape) - len(w.shape) + is_of_experts
+      merged[*path, name] = _Merged(merged[*path, name], a, b, scale_of(layer), num_stacked, rank_in)
   return nest(merged)
 
 

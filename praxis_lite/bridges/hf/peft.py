@@ -31,12 +31,15 @@ from praxis_lite.bridges.hf.writer import tensors_to_write
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.files import parse_json
-from praxis_lite.common.trees import NestedDict, Path, nest, node_at, path_name
+from praxis_lite.common.trees import NestedDict, Path, leaves, nest, node_at, path_name
 from praxis_lite.layers import Lora
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.lora import AdaptedLayer, LoraLayer
-from praxis_lite.models import BaseModel, add_adapters, without_adapters
+from praxis_lite.models import BaseModel, LanguageModel, add_adapters, without_adapters
+from praxis_lite.models.adapters import ADAPTER_VARIABLES
 
+# Beginnings of `init_lora_weights` with which peft subtracts the first update from the base.
+_OF_ANOTHER_BASE = ('pissa', 'olora', 'corda', 'loftq')
 CONFIG_FILE, TENSORS_FILE = 'adapter_config.json', 'adapter_model.safetensors'
 
 
@@ -79,11 +82,12 @@ def write_adapter(
     raise ConfigError('task.model.adapters: this model has no adapters to write; write_model writes its weights')
   declared = family.part_of(model.abstract_init())
   found = pieces_of(adapted, declared)
+  _check_all_are_written(found, declared)
   _check_not_shared(found)
   FilePath(folder).mkdir(parents=True, exist_ok=True)
   tensors, data = tensors_to_write(family.part_of(variables), found, dtype)
   write_file(os.path.join(folder, TENSORS_FILE), list(tensors), tensors, data)
-  content = _adapter_config(adapted, weights, network, declared, values, base)
+  content = _adapter_config(model, adapted, weights, network, declared, values, base)
   FilePath(folder, CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')
   return [CONFIG_FILE, TENSORS_FILE]
 
@@ -114,17 +118,27 @@ def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> Im
   for weight in weights:
     if (rank := _stored_rank(weight, declared, stored)) is not None:
       ranks[weight] = rank
-  adapters = [*_to_adapters(ranks, network, base, config, str(folder))]
+  adapters = [*_to_adapters(ranks, declared, network, base, config, str(folder))]
   with_adapters = add_adapters(without_adapters(model), *adapters)
   built = with_adapters.instantiate()
-  found = pieces_of(list(ranks), family.part_of(built.abstract_init()))
+  adapted = {weight.layer for weight in ranks}  # Of experts, also weights without an adapter in the file.
+  found = pieces_of([w for w in weights if w.layer in adapted], family.part_of(built.abstract_init()))
   known = {piece.name for of in found.values() for piece in of}
-  left = sorted(stored.keys() - known)
+  left = sorted(stored.keys() - known - _copies_of_tables(weights, declared, stored))
   if left:
     raise CheckpointError(f'{file} has tensors that belong to no layer of this model: {", ".join(left[:3])}')
   shapes = family.part_of(built.abstract_init())
   read = {path: _read(of, stored, node_at(shapes, path).full_shape) for path, of in found.items()}
   return ImportedAdapter(with_adapters, family.model_variables(nest(read)))
+
+
+def _check_all_are_written(found: Mapping[Path, Sequence[Piece]], declared: NestedDict) -> None:
+  for path in leaves(declared).keys() - found.keys():
+    if re.fullmatch(ADAPTER_VARIABLES, path_name(path)):
+      raise ConfigError(
+        f'{path_name(path)}: this family stores the weight of this adapter in a tensor that peft cannot adapt; write '
+        'merged weights: write_model(folder, model, variables)'
+      )
 
 
 def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
@@ -143,6 +157,7 @@ def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
 
 
 def _adapter_config(
+  model: BaseModel,
   adapted: Sequence[AdaptableWeight],
   weights: Sequence[AdaptableWeight],
   network: Layer,
@@ -165,7 +180,7 @@ def _adapter_config(
   dropout = next((layer.lora.dropout_tpl.rate for layer in linear if isinstance(layer, LoraLayer)), 0.0)
   return {
     'peft_type': 'LORA',
-    'task_type': 'CAUSAL_LM',
+    'task_type': 'CAUSAL_LM' if isinstance(model, LanguageModel) else None,
     'base_model_name_or_path': base,
     'inference_mode': True,
     'r': most,
@@ -196,10 +211,25 @@ def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
     raise CheckpointError(f'{path} is not JSON: {error}') from None
   if not isinstance(config, dict):
     raise CheckpointError(f'{path}: expected an object, got {config!r}')
-  wanted = {'peft_type': ('LORA',), 'bias': ('none',), 'use_dora': (False,), 'modules_to_save': (None, [])}
+  wanted = {
+    'peft_type': ('LORA',),
+    'bias': ('none',),
+    'lora_bias': (False,),
+    'use_dora': (False,),
+    'modules_to_save': (None, []),
+    'layer_replication': (None, []),
+    'target_parameters': (None, []),
+    'trainable_token_indices': (None, [], {}),
+    'alora_invocation_tokens': (None, []),
+  }
   for field, allowed in wanted.items():
     if config.get(field, allowed[0]) not in allowed:
       raise ConfigError(f'{path}: {field} = {config[field]!r} is not supported; only {allowed[0]!r} is')
+  if str(start := config.get('init_lora_weights', True)).startswith(_OF_ANOTHER_BASE):
+    raise ConfigError(
+      f'{path}: init_lora_weights = {start!r} changes the weights of the base, so the adapter does not fit the model '
+      'itself; save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA'
+    )
   for field in ('r', 'lora_alpha'):
     value = config.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -207,9 +237,32 @@ def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
   return config
 
 
+def _copies_of_tables(
+  weights: Sequence[AdaptableWeight], declared: NestedDict, stored: Mapping[str, StoredTensor]
+) -> set[str]:
+  """Returns the names of stored tables of embeddings: peft writes the base's table beside an adapter of it."""
+  found = set()
+  for weight in weights:
+    shape = tuple(node_at(declared, weight.weight_path).full_shape)
+    for module in modules_of(weight, declared) if weight.is_table else ():
+      name = f'{PREFIX}{module}.base_layer.weight'
+      if name in stored and stored[name].shape != shape:
+        raise CheckpointError(
+          f'{stored[name].file}: {name} has shape {list(stored[name].shape)}, and the table of this model '
+          f'{list(shape)}; an adapter of a resized vocabulary needs a model of that size'
+        )
+      found.add(name)
+  return found
+
+
 def _stored_rank(weight: AdaptableWeight, declared: NestedDict, stored: Mapping[str, StoredTensor]) -> int | None:
   """Returns the rank of a weight's adapter; None if it has none."""
-  names = [f'{PREFIX}{module}.{weight.ending("a")}' for module in modules_of(weight, declared)]
+  modules = [f'{PREFIX}{module}.' for module in modules_of(weight, declared)]
+  names = [module + weight.ending('a') for module in modules]
+  for a, b in zip(names, (module + weight.ending('b') for module in modules)):
+    if (a in stored) != (b in stored):
+      there, missing = (a, b) if a in stored else (b, a)
+      raise CheckpointError(f'{stored[there].file} has {there}, but not {missing}; an adapter needs both')
   shapes = {name: stored[name].shape for name in names if name in stored}
   ranks = {shape[0] if len(shape) == 2 else 0 for shape in shapes.values()}
   if len(ranks) > 1 or 0 in ranks:
@@ -221,7 +274,12 @@ def _stored_rank(weight: AdaptableWeight, declared: NestedDict, stored: Mapping[
 
 
 def _to_adapters(
-  ranks: Mapping[AdaptableWeight, int], network: Layer, model: BaseModel, config: Mapping[str, object], folder: str
+  ranks: Mapping[AdaptableWeight, int],
+  declared: NestedDict,
+  network: Layer,
+  model: BaseModel,
+  config: Mapping[str, object],
+  folder: str,
 ) -> Iterator[Config]:
   """Yields the configs of adapters of these ranks: one for all layers of the same rank and scale."""
   if not ranks:
@@ -231,7 +289,13 @@ def _to_adapters(
   for weight, rank in ranks.items():
     dropout = 0.0 if weight.name else rate  # Experts have no dropout.
     name = path_name((*network.path, *weight.layer)[len(model.path) :])
-    groups.setdefault((rank, _alpha(weight, config), dropout), {})[name] = None
+    group = rank, _alpha(weight, declared, config), dropout
+    for other, names in groups.items():
+      if other != group and name in names:
+        raise ConfigError(
+          f'{folder}: the weights of {name} have adapters of different ranks or alphas; experts have one'
+        )
+    groups.setdefault(group, {})[name] = None
   for (rank, alpha, dropout), names in groups.items():
     yield Config(
       Lora,
@@ -243,12 +307,21 @@ def _to_adapters(
     )
 
 
-def _alpha(weight: AdaptableWeight, config: Mapping[str, object]) -> float:
+def _alpha(weight: AdaptableWeight, declared: NestedDict, config: Mapping[str, object]) -> float:
   """Returns alpha of a weight; `alpha_pattern` may give some modules one of their own."""
+  alphas = {module: _alpha_of_module(module, config) for module in modules_of(weight, declared)}
+  if len({*alphas.values()}) > 1:
+    raise ConfigError(
+      f'alpha_pattern gives different values to the layers of {weight.module}: {sorted({*alphas.values()})}; in a '
+      'stack of layers, all have one alpha'
+    )
+  return next(iter(alphas.values()))
+
+
+def _alpha_of_module(module: str, config: Mapping[str, object]) -> float:
   patterns = config.get('alpha_pattern') or {}
-  example = weight.module.format(layer=0, expert=0)
   for pattern, alpha in patterns.items() if isinstance(patterns, dict) else ():
-    if re.fullmatch(rf'(.*\.)?({pattern})', example):
+    if re.fullmatch(rf'(.*\.)?({pattern})', module):
       return float(alpha)
   return float(str(config['lora_alpha']))
 

@@ -128,7 +128,9 @@ class BitFamily(_ResidualFamily):
   def values(self, model: ClassificationModel) -> Values:
     norm = _network_of(model).blocks[0].norm[0]
     groups = {'num_groups': norm.num_groups} if isinstance(norm, GroupNorm) else {}
-    return super().values(model) | {'layer_type': 'preactivation', **groups}
+    values = super().values(model)
+    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))  # Of the whole network, so that none is dilated.
+    return values | {'layer_type': 'preactivation', 'output_stride': stride, **groups}
 
   def _network_pairs(self, network: NestedDict) -> Iterator[Pair]:
     yield _filter_pair(f'{self.prefix}embedder.convolution', 'network.stem')

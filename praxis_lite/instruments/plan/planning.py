@@ -306,7 +306,8 @@ class _Planner:
     elif target.efficiency.calibrated:
       notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
     elif target.name in MEASURED:
-      notes.append(f'times take shares of the published figures of {target.name} that were measured on another H100')
+      rest = '; those of links and network are assumed' if self._topology.num_devices > 1 else ''
+      notes.append(f'times take shares of the published figures of {target.name} that were measured on one H100{rest}')
     else:
       notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
     if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:

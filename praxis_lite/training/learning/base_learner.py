@@ -33,8 +33,9 @@ class LearnerUpdate(NamedTuple):
     mdl_vars: all variables, the trained ones updated.
     opt_states: new optimizer state.
     ema_vars: new moving averages; None if they are disabled.
-    stats: float32 scalars: learning_rate, grad_norm (of the whole gradient, before clipping), skipped (0 or 1; absent
-      if on_nonfinite is 'ignore'), and param_norm if report_param_norm is set.
+    stats: float32 scalars: learning_rate, or learning_rate/<name> of each of several learners; grad_norm, of the whole
+      gradient before clipping; skipped, 0 or 1, absent if on_nonfinite is 'ignore'; and param_norm if report_param_norm
+      is set.
     finite: whether loss and gradient were finite; None if on_nonfinite is 'ignore'.
   """
 

@@ -59,6 +59,11 @@ class LayerDecay(Configurable):
       if twice := sorted(matched & depths.keys()):
         raise ConfigError(f'layer_decay.layers: {pattern!r} matches {path_name(twice[0])}, as another regex does')
       numbers = {path: _number_in_path(pattern, path) for path in matched}
+      if len({declared[path].repeat_prefix for path in matched}) > 1:
+        raise ConfigError(
+          f'layer_decay.layers: {pattern!r} matches variables of different stacks, or of a stack and of none; give '
+          'each part of the network a regex of its own, the lowest first'
+        )
       in_path = 1 + max(numbers.values())
       for path, number in numbers.items():
         depths[path] = below + in_path * _numbers_in_stack(declared[path]) + number

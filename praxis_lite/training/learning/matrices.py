@@ -8,7 +8,8 @@ of layers, number separate matrices:
     experts  [E, D, F]      inputs (1,),    outputs (2,)         E matrices [D, F]
     linear   [D, F]         not declared                         one matrix [D, F]
 
-Weights of other ranks that declare nothing, such as norms, biases and filters of convolutions, are no matrices. Neither
+Weights that declare nothing are no matrices if they skip regularization, as norms and biases do, or have another rank,
+as filters of convolutions have. Neither
 are tables of embeddings [V, D], which are no products of matrices; they declare inputs (1,) and outputs (0,).
 """
 
@@ -20,7 +21,7 @@ import jax
 import optax
 
 from praxis_lite.common.trees import NestedDict, Path
-from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
 
 def matrix_dims(
@@ -48,7 +49,8 @@ def matrix_dims(
 def _matrix_axes(weight: WeightHParams) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   rank = len(weight.shape)
   if weight.fan_in_axes is None or weight.fan_out_axes is None:
-    return ((0,), (1,)) if rank == 2 else None
+    is_bias = WeightHParamsCollection.SKIP_REGULARIZATION in weight.collections
+    return ((0,), (1,)) if rank == 2 and not is_bias else None
   rows, columns = (tuple(axis % rank for axis in axes) for axes in (weight.fan_in_axes, weight.fan_out_axes))
   is_table = (rows, columns) == ((1,), (0,))
   return None if is_table or not rows or not columns or {*rows} & {*columns} else (rows, columns)
