@@ -43,6 +43,7 @@ NOT_RUN = {
   r'praxis-lite replay .*': 'takes a step that was in trouble: runtime/test_trouble.py has one',
   r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
+  r'praxis-lite export-hf .*runs/lora.*': 'runs/test_adapters_of_runs.py trains and exports such a run',
   r'praxis-lite .*runs/uncased.*': 'hf/test_bert.py imports, trains and exports a checkpoint that it writes',
   r'praxis-lite .*runs/whisper.*': 'hf/test_whisper.py imports, predicts, trains and exports one that it writes',
   r'praxis-lite predict .*\.wav': 'reads recordings: test_speech_experiments.py makes one',

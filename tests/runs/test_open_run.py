@@ -373,14 +373,14 @@ def test_processors_of_a_call_change_its_tokens(lm):
   [
     ({'num_best': 2}, r'^num_best = 2: this is a setting of beam search; give beam_size too'),
     ({'beam_size': 2, 'temperature': 1.0}, r'^temperature = 1\.0: beam search draws no tokens'),
-    ({'beam_size': 2, 'num_best': 3}, r'BeamSearch.num_best: expected from 1 to beam_size, which is 2, got 3'),
+    ({'beam_size': 2, 'num_best': 3}, r'decoder_tpl.num_best: expected from 1 to beam_size, which is 2, got 3'),
     ({'beam_size': 2, 'stream': print}, r'^decode: stream: the continuations are known only when a beam search ends'),
     ({'beam_size': 2, 'stop': ['ab']}, r"^decode: stop=\['ab'\]: texts are known only when a beam search ends"),
     ({'beam_size': 'two'}, r'^decode: beam_size: expected '),
     ({'logit_processors': (3,)}, r'logit_processors'),
     ({'beam_size': 2, 'lookup': 3}, r'^lookup = 3: beam search takes no guesses; leave out one of them'),
     ({'draft_tokens': 3}, r'SpeculativeSampler.lookup: got None; expected a number, such as 3, or a draft model'),
-    ({'lookup': 0}, r'SpeculativeSampler.lookup: expected at least 1'),
+    ({'lookup': 0}, r'decoder_tpl.lookup: expected at least 1'),
     (
       {'lookup': 2, 'max_tokens': 99},
       r'speculative decoding needs all tokens at each step, but the model sees only 32',
