@@ -44,6 +44,7 @@ NOT_RUN = {
   r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
   r'praxis-lite export-hf .*runs/lora.*': 'runs/test_adapters_of_runs.py trains and exports such a run',
+  r'praxis-lite predict --job_log_dir=runs/(codes|digits) .*': 'reads a file that this guide does not write',
   r'praxis-lite .*runs/uncased.*': 'hf/test_bert.py imports, trains and exports a checkpoint that it writes',
   r'praxis-lite .*runs/whisper.*': 'hf/test_whisper.py imports, predicts, trains and exports one that it writes',
   r'praxis-lite predict .*\.wav': 'reads recordings: test_speech_experiments.py makes one',
@@ -71,6 +72,7 @@ CHANGED = {
   r'--exp=char_lm\.py:CharLm .*runs/(wide|biases).*': r'\g<0> --set datasets[1]=None',  # That of runs/char evaluates.
   r'--exp=my_experiments\.py:(Waves|MyExperiment) .*': r'\g<0> --set task.train.num_train_steps=10',
   r'--job_log_dir=runs/pipelined .*': r'\g<0> --set task.train.num_train_steps=2',
+  r'train --exp=generative\.Digits(VqVae|Diffusion) .*': r'\g<0> --set task.train.num_train_steps=2',
   r'train --exp=encoders\.StdlibBert .*': r'\g<0> --set task.train.num_train_steps=2'
   ' --set datasets[*].path.max_bytes=99999 --set task.evaluate.max_batches=1',
   r'train --exp=recurrent\.\w+Tiny .*': r'\g<0> --set task.train.num_train_steps=2 --set task.evaluate.max_batches=1',

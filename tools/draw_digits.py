@@ -5,9 +5,9 @@ python tools/draw_digits.py runs/digits docs/assets/made-digits.png
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 import struct
-import sys
 import zlib
 
 import numpy as np
@@ -40,4 +40,7 @@ def main(run: str, out: str) -> None:
 
 
 if __name__ == '__main__':
-  main(*sys.argv[1:])
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('run', help='directory of a run of generative.DigitsDiffusion')
+  parser.add_argument('out', help='file for the picture, a PNG')
+  main(**vars(parser.parse_args()))
