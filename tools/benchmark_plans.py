@@ -34,7 +34,7 @@ from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.errors import first_line
 from praxis_lite.training import PartitionedTask
 from praxis_lite.training.partitioned_step import PartitionedStep
-from tools.gpu.jax_side import set_up
+from tools.gpu.jax_side import bytes_of, set_up
 from tools.gpu.plan_cases import DECODING, TRAINING, DecodeCase, TrainCase
 
 _GIB = 2**30
@@ -188,7 +188,7 @@ def _measure_one(case: TrainCase | DecodeCase, prepared: Prepared, one_token: Pr
   first = list(_times(_decoding(case, one_token))) if one_token and isinstance(case, DecodeCase) else []
   stats = jax.devices()[0].memory_stats() or {}
   most = int(stats.get('peak_bytes_in_use', 0))
-  return Measured(_bytes_of(prepared.step.compiled), most, seconds, first, prepared.compile_s)
+  return Measured(bytes_of(prepared.step.compiled), most, seconds, first, prepared.compile_s)
 
 
 def _times(call: Callable[[], Any]) -> Iterator[float]:
@@ -225,12 +225,6 @@ def _decoding(case: DecodeCase, prepared: Prepared) -> Callable[[], Any]:
   ids = np.random.default_rng(0).integers(1, 1000, (rows, length), dtype=np.int32)
   inputs = {'ids': ids, 'prompt_lengths': np.full((rows,), length, np.int32)}
   return lambda: prepared.step(variables, jax.random.key(0), jnp.int32(0), inputs).decoded
-
-
-def _bytes_of(compiled: Any) -> int:
-  sizes = compiled.memory_analysis()
-  both = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-  return int(both + sizes.temp_size_in_bytes - sizes.alias_size_in_bytes)
 
 
 # ---------------------------------------------------------------- the table

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, child, target, template
 from praxis_lite.common.errors import ConfigError, check_range
-from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.trees import NestedDict, Path, leaves, nest
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.expert_mlp import ExpertMlp, RowProduct
@@ -87,15 +87,30 @@ class AdaptedLayer(Layer):
     """Returns the class of the layer without an adapter."""
     return next(base for base in cls.__mro__ if issubclass(base, Layer) and not issubclass(base, AdaptedLayer))
 
-  def merge_variables(self, variables: NestedDict, prefix: int, sign: int = 1) -> NestedDict:
+  @property
+  def update_scale(self) -> float:
+    """The factor of the products A B."""
+    raise NotImplementedError
+
+  @property
+  def adapted_weights(self) -> dict[str, tuple[Path, Path]]:
+    """The paths of A and B below this layer, by the name of the weight to which their product is added."""
+    raise NotImplementedError
+
+  def merge_variables(self, variables: NestedDict, sign: int = 1) -> NestedDict:
     """Returns the variables of the layer without an adapter that computes the same.
 
     Args:
-      variables: the variables of this layer and those below it, in their true shapes.
-      prefix: number of leading dimensions along which layers that repeat this one stack them.
+      variables: the variables of this layer and those below it, in their true shapes; layers that repeat this one may
+        stack them.
       sign: 1 merges the adapter; -1 takes a merged one out again.
     """
-    raise NotImplementedError
+    merged = leaves(variables)
+    for name, paths in self.adapted_weights.items():
+      w, a, b = merged[(name,)], *map(merged.pop, paths)
+      update = scaled_product(a, b, sign * self.update_scale, w.shape)
+      merged[(name,)] = (w.astype(update.dtype) + update).astype(w.dtype)
+    return nest(merged)
 
 
 class LoraLayer(AdaptedLayer):
@@ -110,11 +125,13 @@ class LoraLayer(AdaptedLayer):
     wt: DeclaredSplit | None = self.weight_split_dims_mapping.wt
     self.create_child('lora', split_update(update, wt, len(in_shape), self.path_name))
 
-  def merge_variables(self, variables: NestedDict, prefix: int, sign: int = 1) -> NestedDict:
-    kept, w = {k: v for k, v in variables.items() if k != 'lora'}, variables['w']
-    lora, scale = variables['lora'], sign * self.lora.scale
-    update = scaled_product(lora['a'], lora['b'], scale, prefix, w.shape)
-    return kept | {'w': (w.astype(update.dtype) + update).astype(w.dtype)}
+  @property
+  def update_scale(self) -> float:
+    return self.lora.scale
+
+  @property
+  def adapted_weights(self) -> dict[str, tuple[Path, Path]]:
+    return {'w': (('lora', 'a'), ('lora', 'b'))}
 
 
 class LoraLinear(Linear, LoraLayer):
@@ -220,13 +237,13 @@ class LoraMoeFeedForward(MoeFeedForward, AdaptedLayer):
     mlp = super()._mlp()
     return _LoraExpertMlp(mlp.activation, mlp.gated, mlp.hidden_limit, mlp.up_offset, self.lora_scale)
 
-  def merge_variables(self, variables: NestedDict, prefix: int, sign: int = 1) -> NestedDict:
-    merged = {k: v for k, v in variables.items() if '_lora_' not in k}
-    for name in (*self._inward, 'down'):
-      w, a, b = (variables[k] for k in (name, f'{name}_lora_a', f'{name}_lora_b'))
-      update = scaled_product(a, b, sign * self.lora_scale, prefix + 1, w.shape)
-      merged[name] = (w.astype(update.dtype) + update).astype(w.dtype)
-    return merged
+  @property
+  def update_scale(self) -> float:
+    return self.lora_scale
+
+  @property
+  def adapted_weights(self) -> dict[str, tuple[Path, Path]]:
+    return {name: ((f'{name}_lora_a',), (f'{name}_lora_b',)) for name in (*self._inward, 'down')}
 
 
 class Lora(Adapter):

@@ -118,16 +118,20 @@ def derived_split(wt: DeclaredSplit, path: str) -> DeclaredSplit:
   return DeclaredSplit(wt, [f'{source}, derived from the weight of {path}' for source in wt.sources])
 
 
-def scaled_product(a: jax.Array, b: jax.Array, scale: float, prefix: int, shape: Sequence[int]) -> jax.Array:
+def num_stacked(a: Sequence[int], b: Sequence[int], w: Sequence[int]) -> int:
+  """Returns the number of dimensions `stack`, for shapes [*stack, *I, R], [*stack, R, *O] and [*stack, *I, *O]."""
+  return len(a) + len(b) - 2 - len(w)
+
+
+def scaled_product(a: jax.Array, b: jax.Array, scale: float, shape: Sequence[int]) -> jax.Array:
   """Returns scale A B in float32, or in the dtype of A if that is wider, for stored variables.
 
   Args:
     a, b: [*stack, *I, R] and [*stack, R, *O].
     scale: the factor.
-    prefix: number of dimensions of the stack.
     shape: shape of the result, [*stack, *I, *O].
   """
-  stack, rank = a.shape[:prefix], a.shape[-1]
+  stack, rank = a.shape[: num_stacked(a.shape, b.shape, shape)], a.shape[-1]
   dtype = jnp.promote_types(a.dtype, jnp.float32)
   a, b = a.astype(dtype).reshape(*stack, -1, rank), b.astype(dtype).reshape(*stack, rank, -1)
   return (scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)).reshape(shape)

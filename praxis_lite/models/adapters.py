@@ -48,7 +48,7 @@ def merge_adapters(model: BaseModel, variables: NestedDict) -> NestedDict:
     model: the built model, with adapters.
     variables: its variables in their true shapes; see `praxis_lite.unpad`.
   """
-  return _merge(model, variables, model.abstract_init(), sign=1)
+  return _merge(model, variables, sign=1)
 
 
 def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict) -> NestedDict:
@@ -67,20 +67,16 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
   if missing:
     raise ConfigError(f'{missing} is neither among the merged variables nor among those of the adapters')
   adapters = select(variables, lambda path: not _has(merged, path))
-  base = _merge(model, merge(merged, adapters), declared, sign=-1)
+  base = _merge(model, merge(merged, adapters), sign=-1)
   return merge(base, adapters)
 
 
-def _merge(layer: Layer, variables: NestedDict, declared: NestedDict, sign: int) -> NestedDict:
+def _merge(layer: Layer, variables: NestedDict, sign: int) -> NestedDict:
   children = dict(layer.children())
   merged = {
-    name: _merge(children[name], value, declared[name], sign) if name in children else value
-    for name, value in variables.items()
+    name: _merge(children[name], value, sign) if name in children else value for name, value in variables.items()
   }
-  if not isinstance(layer, AdaptedLayer):
-    return merged
-  own = next(weight for name, weight in declared.items() if name not in children)
-  return layer.merge_variables(merged, len(own.repeat_prefix), sign)
+  return layer.merge_variables(merged, sign) if isinstance(layer, AdaptedLayer) else merged
 
 
 def _has(tree: NestedDict, path: tuple[str, ...]) -> bool:

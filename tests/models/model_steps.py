@@ -26,17 +26,25 @@ def loss_and_gradients(model, variables, batch, **kwargs):
 def assert_close(found, expected, tolerance=3e-5):
   """Relative to the largest entry of each array."""
 
-  def check(a, b):
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (1 + np.abs(b).max()))
+  def check(path, a, b):
+    atol = tolerance * (1 + np.abs(b).max())
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
-  jax.tree.map(check, found, expected)
+  jax.tree_util.tree_map_with_path(check, found, expected)
 
 
-def take_a_step(model, batch, mesh=None, **fields):
-  """Returns the loss of a model's config, and the variables after a step of SGD with rate 1, so all gradients."""
+def take_a_step(model, batch, mesh=None, rows=('replica', 'data'), **fields):
+  """Returns the loss of a model's config, and the variables after a step of SGD with rate 1, so all gradients.
+
+  `rows` are the mesh axes that split the rows of a batch.
+  """
   task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
   task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
-  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+  task.train.inputs_split_mapping = {
+    'map_1d': (rows,),
+    'map_2d': (rows, None),
+    'map_4d': (rows, None, None, None),
+  }
   partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
   out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
   return float(out.weighted_loss), leaves_by_path(partitioned.unpad(out.state).mdl_vars)

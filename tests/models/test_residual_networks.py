@@ -7,21 +7,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from drawn_state import drawn_state, drawn_variables
+from drawn_state import drawn_variables
+from model_steps import assert_close, take_a_step
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.layers import ConvNeXtBlock, ResNetBlock, StandardizedConv2D
 from praxis_lite.models import convnext_classifier, resnet_classifier, set_pipeline, set_sharding
-from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
-AXES = ('spare', 'replica', 'data', 'mdl')
 B, V = 5, 3
 SIZES = {'channels': 2, 'stem_dims': 6, 'stem_size': 3, 'stage_dims': (8, 12), 'stage_depths': (1, 2)}
 KINDS = {
@@ -146,14 +143,7 @@ def test_bfloat16_has_nearly_the_same_loss_in_float32():
 
 def after_a_step(kind, mesh=None):
   """The loss, and the variables after a step of gradient descent at a rate of 1, and the averages of batch norms."""
-  task = Config(SingleTask, model=set_sharding(config(kind)), mesh_axis_names=AXES, ici_mesh_shape=mesh)
-  task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
-  rows = None if mesh is None else (('replica', 'data'),)
-  task.train.inputs_split_mapping = {'map_1d': rows, 'map_4d': rows and (*rows, None, None, None)}
-  batch = batch_of()
-  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
-  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), partitioned.train_step.put_inputs(batch))
-  return float(out.weighted_loss), leaves_by_path(jax.tree.map(np.asarray, partitioned.unpad(out.state).mdl_vars))
+  return take_a_step(set_sharding(config(kind)), batch_of(), mesh)
 
 
 @functools.cache
@@ -178,10 +168,7 @@ def test_a_step_on_a_mesh_that_divides_nothing_is_that_of_one_device(kind, mesh)
   """Batch norms have the statistics of the whole batch without filler rows, and so have their averages."""
   (loss, variables), (expected, one) = after_a_step(kind, mesh), on_one_device(kind)
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
-  for path, value in one.items():
-    np.testing.assert_allclose(
-      variables[path], value, rtol=0, atol=2e-5 * (1 + np.abs(value).max()), err_msg=path_name(path)
-    )
+  assert_close(variables, one, 2e-5)
 
 
 def test_channels_are_split():

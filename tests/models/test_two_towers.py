@@ -6,13 +6,12 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
-from drawn_state import drawn_state, drawn_variables
+from drawn_state import drawn_variables
+from model_steps import assert_close, take_a_step
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.models import TwoTowerModel, set_sharding, transformer_encoder, vision_transformer
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -20,7 +19,6 @@ from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
-AXES = ('spare', 'replica', 'data', 'mdl')
 B, T, V = 5, 4, 11
 SEGMENTS = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]], np.int32)
 
@@ -96,14 +94,7 @@ def test_a_row_of_padding_may_hold_anything_and_changes_nothing():
 
 def after_a_step(kind, mesh=None):
   """The loss, and the variables after a step of gradient descent at a rate of 1, so all gradients."""
-  task = Config(SingleTask, model=set_sharding(config(kind)), mesh_axis_names=AXES, ici_mesh_shape=mesh)
-  task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
-  rows = ('replica', 'data')
-  task.train.inputs_split_mapping = {'map_1d': (rows,), 'map_2d': (rows, None), 'map_4d': (rows, None, None, None)}
-  batch = batch_of()
-  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
-  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), partitioned.train_step.put_inputs(batch))
-  return float(out.weighted_loss), leaves_by_path(jax.tree.map(np.asarray, partitioned.unpad(out.state).mdl_vars))
+  return take_a_step(set_sharding(config(kind)), batch_of(), mesh)
 
 
 @functools.cache
@@ -116,10 +107,7 @@ def on_one_device(kind):
 def test_a_step_on_a_mesh_that_divides_nothing_is_that_of_one_device(kind, mesh):
   (loss, variables), (expected, one) = after_a_step(kind, mesh), on_one_device(kind)
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
-  for path, value in one.items():
-    np.testing.assert_allclose(
-      variables[path], value, rtol=0, atol=1e-5 * (1 + np.abs(value).max()), err_msg=path_name(path)
-    )
+  assert_close(variables, one, 1e-5)
 
 
 def test_mistakes_are_named():

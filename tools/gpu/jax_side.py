@@ -32,6 +32,15 @@ def first_params(case: ModelCase) -> dict[str, jax.Array]:
   }
 
 
+def bytes_of(compiled: jax.stages.Compiled) -> int:
+  """Returns the memory that a compiled step needs, by the compiler; 0 if it does not say."""
+  analysis: Any = compiled.memory_analysis()
+  if analysis is None:
+    return 0
+  sizes = (analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.temp_size_in_bytes)
+  return int(sum(sizes) - analysis.alias_size_in_bytes)
+
+
 class JaxSide(ABC):
   """An implementation on JAX; see `turn.Side`."""
 
@@ -65,11 +74,7 @@ class JaxSide(ABC):
     stats = jax.devices()[0].memory_stats()
     if stats:
       return int(stats['peak_bytes_in_use'])
-    analysis: Any = None if self._compiled is None else self._compiled.memory_analysis()
-    if analysis is None:
-      return 0
-    sizes = (analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.temp_size_in_bytes)
-    return int(sum(sizes) - analysis.alias_size_in_bytes)
+    return 0 if self._compiled is None else bytes_of(self._compiled)
 
   def versions(self) -> dict[str, str]:
     found = {'device': jax.devices()[0].device_kind}

@@ -21,7 +21,7 @@ from praxis_lite.bridges.hf.tensors import Pair, Piece, pieces
 from praxis_lite.common.trees import NestedDict, Path, leaves, path_name, select
 from praxis_lite.layers import Embedding, Lora, LoraMoeFeedForward, Projection
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.lora import AdaptedLayer, LoraLayer
+from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models import BaseModel
 
 PREFIX = 'base_model.model.'
@@ -125,12 +125,3 @@ def modules_of(weight: AdaptableWeight, declared: NestedDict) -> list[str]:
   rest = [Pair('', _NUMBERED.sub('.layers.', path_name(p))) for p in leaves(declared) if p != path]
   row = weight.pair._replace(ours=_NUMBERED.sub('.layers.', path_name(path)))
   return [piece.name.removesuffix('.weight') for piece in pieces([*rest, row], declared)[path]]
-
-
-def scale_of(layer: Layer) -> float:
-  """Returns the factor of the updates of a layer; raises TypeError if it has none."""
-  if isinstance(layer, LoraMoeFeedForward):
-    return layer.lora_scale
-  if isinstance(layer, LoraLayer):
-    return layer.lora.scale
-  raise TypeError(f'{layer.path_name} has no updates')

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from praxis_lite.bridges.hf.adapter_weights import scale_of
 from praxis_lite.bridges.hf.family import Family
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, whole_box
-from praxis_lite.common.trees import NestedDict, leaves, nest, node_at
-from praxis_lite.layers import LoraMoeFeedForward, Projection
+from praxis_lite.common.trees import NestedDict, leaves, nest
 from praxis_lite.layers.lora import AdaptedLayer
+from praxis_lite.layers.low_rank import num_stacked
 from praxis_lite.models import BaseModel
 
 
@@ -26,20 +25,15 @@ def merge_streamed(variables: NestedDict, model: BaseModel, family: Family) -> N
   """
   network = family.network_in(model)
   assert network is not None
-  merged, declared = leaves(variables), family.part_of(model.abstract_init())
+  merged = leaves(variables)
   for layer in network.descendants():
     if not isinstance(layer, AdaptedLayer):
       continue
-    path, is_of_experts = layer.path[len(network.path) :], isinstance(layer, LoraMoeFeedForward)
-    rank_in = len(layer.in_shape) if isinstance(layer, Projection) else 1
-    for name in ('gate', 'up', 'down') if is_of_experts else ('w',):
-      if (*path, name) not in merged:  # Experts without gates.
-        continue
-      parts = [(*path, f'{name}_lora_{part}') if is_of_experts else (*path, 'lora', part) for part in 'ab']
-      a, b = (x.read(whole_box(x.shape)).astype(np.float32) for x in map(merged.pop, parts))
-      w = node_at(declared, (*path, name))
-      num_stacked = len(w.full_shape) - len(w.shape) + is_of_experts
-      merged[*path, name] = _Merged(merged[*path, name], a, b, scale_of(layer), num_stacked, rank_in)
+    path = layer.path[len(network.path) :]
+    for name, parts in layer.adapted_weights.items():
+      stored = (merged.pop((*path, *part)) for part in parts)
+      a, b = (x.read(whole_box(x.shape)).astype(np.float32) for x in stored)
+      merged[*path, name] = _Merged(merged[*path, name], a, b, layer.update_scale)
   return nest(merged)
 
 
@@ -51,8 +45,6 @@ class _Merged(StreamedArray):
   a: np.ndarray
   b: np.ndarray
   scale: float
-  num_stacked: int
-  rank_in: int
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -64,8 +56,8 @@ class _Merged(StreamedArray):
 
   def read(self, box: Box) -> np.ndarray:
     part = self.weight.read(box)
-    n = self.num_stacked
-    stack, inputs, outputs = box[:n], box[n : n + self.rank_in], box[n + self.rank_in :]
+    n, end = num_stacked(self.a.shape, self.b.shape, self.shape), self.a.ndim - 1
+    stack, inputs, outputs = box[:n], box[n:end], box[end:]
     a, b = self.a[(*stack, *inputs)], self.b[(*stack, slice(None), *outputs)]
     sizes, rank = a.shape[:n], self.a.shape[-1]
     inner = math.prod(a.shape[n:-1])

@@ -21,16 +21,15 @@ from praxis_lite.bridges.hf.adapter_weights import (
   layer_at,
   modules_of,
   pieces_of,
-  scale_of,
   weights_below,
 )
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.bridges.hf.files import StoredTensor, read_header, write_file
+from praxis_lite.bridges.hf.hf_config import read_json
 from praxis_lite.bridges.hf.tensors import Piece
 from praxis_lite.bridges.hf.writer import tensors_to_write
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
-from praxis_lite.common.files import parse_json
 from praxis_lite.common.trees import NestedDict, Path, leaves, nest, node_at, path_name
 from praxis_lite.layers import Lora
 from praxis_lite.layers.base import Layer
@@ -40,6 +39,8 @@ from praxis_lite.models.adapters import ADAPTER_VARIABLES
 
 # Beginnings of `init_lora_weights` with which peft subtracts the first update from the base.
 _OF_ANOTHER_BASE = ('pissa', 'olora', 'corda', 'loftq')
+# The names of the modules with each weight, one for each layer and expert.
+Modules = Mapping[AdaptableWeight, Sequence[str]]
 CONFIG_FILE, TENSORS_FILE = 'adapter_config.json', 'adapter_model.safetensors'
 
 
@@ -114,17 +115,18 @@ def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> Im
   assert network is not None
   weights = list(weights_below(network, family, base))
   declared = family.part_of(base.abstract_init())
+  modules = {weight: modules_of(weight, declared) for weight in weights}
   ranks = {}
   for weight in weights:
-    if (rank := _stored_rank(weight, declared, stored)) is not None:
+    if (rank := _stored_rank(weight, modules[weight], stored)) is not None:
       ranks[weight] = rank
-  adapters = [*_to_adapters(ranks, declared, network, base, config, str(folder))]
+  adapters = [*_to_adapters(ranks, modules, network, base, config, str(folder))]
   with_adapters = add_adapters(without_adapters(model), *adapters)
   built = with_adapters.instantiate()
   adapted = {weight.layer for weight in ranks}  # Of experts, also weights without an adapter in the file.
   found = pieces_of([w for w in weights if w.layer in adapted], family.part_of(built.abstract_init()))
   known = {piece.name for of in found.values() for piece in of}
-  left = sorted(stored.keys() - known - _copies_of_tables(weights, declared, stored))
+  left = sorted(stored.keys() - known - _copies_of_tables(modules, declared, stored))
   if left:
     raise CheckpointError(f'{file} has tensors that belong to no layer of this model: {", ".join(left[:3])}')
   shapes = family.part_of(built.abstract_init())
@@ -168,7 +170,8 @@ def _adapter_config(
   ranks, alphas = dict[str, int](), dict[str, float]()
   for weight in adapted:
     layer = layer_at(network, weight.layer)
-    scale, rank = scale_of(layer), node_at(declared, weight.path_of('a')).shape[-1]
+    assert isinstance(layer, AdaptedLayer)
+    scale, rank = layer.update_scale, node_at(declared, weight.path_of('a')).shape[-1]
     for module in modules_of(weight, declared):
       ranks[module], alphas[module] = rank, scale * rank
   most: int = max(ranks.values(), key=[*ranks.values()].count)
@@ -202,15 +205,9 @@ def _adapter_config(
 
 def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
   path = os.path.join(folder, CONFIG_FILE)
-  try:
-    with open(path, 'rb') as f:
-      config = parse_json(f.read())
-  except OSError as error:
-    raise CheckpointError(f'{path}: {error.strerror}; an adapter is a folder with this file') from None
-  except ValueError as error:
-    raise CheckpointError(f'{path} is not JSON: {error}') from None
-  if not isinstance(config, dict):
-    raise CheckpointError(f'{path}: expected an object, got {config!r}')
+  if not os.path.isfile(path):
+    raise CheckpointError(f'{path} is no file; an adapter is a folder with this file')
+  config = read_json(path)
   wanted = {
     'peft_type': ('LORA',),
     'bias': ('none',),
@@ -237,14 +234,12 @@ def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
   return config
 
 
-def _copies_of_tables(
-  weights: Sequence[AdaptableWeight], declared: NestedDict, stored: Mapping[str, StoredTensor]
-) -> set[str]:
+def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Mapping[str, StoredTensor]) -> set[str]:
   """Returns the names of stored tables of embeddings: peft writes the base's table beside an adapter of it."""
   found = set()
-  for weight in weights:
+  for weight, names in modules.items():
     shape = tuple(node_at(declared, weight.weight_path).full_shape)
-    for module in modules_of(weight, declared) if weight.is_table else ():
+    for module in names if weight.is_table else ():
       name = f'{PREFIX}{module}.base_layer.weight'
       if name in stored and stored[name].shape != shape:
         raise CheckpointError(
@@ -255,11 +250,10 @@ def _copies_of_tables(
   return found
 
 
-def _stored_rank(weight: AdaptableWeight, declared: NestedDict, stored: Mapping[str, StoredTensor]) -> int | None:
+def _stored_rank(weight: AdaptableWeight, modules: Sequence[str], stored: Mapping[str, StoredTensor]) -> int | None:
   """Returns the rank of a weight's adapter; None if it has none."""
-  modules = [f'{PREFIX}{module}.' for module in modules_of(weight, declared)]
-  names = [module + weight.ending('a') for module in modules]
-  for a, b in zip(names, (module + weight.ending('b') for module in modules)):
+  names, others = ([f'{PREFIX}{module}.{weight.ending(part)}' for module in modules] for part in 'ab')
+  for a, b in zip(names, others):
     if (a in stored) != (b in stored):
       there, missing = (a, b) if a in stored else (b, a)
       raise CheckpointError(f'{stored[there].file} has {there}, but not {missing}; an adapter needs both')
@@ -275,7 +269,7 @@ def _stored_rank(weight: AdaptableWeight, declared: NestedDict, stored: Mapping[
 
 def _to_adapters(
   ranks: Mapping[AdaptableWeight, int],
-  declared: NestedDict,
+  modules: Modules,
   network: Layer,
   model: BaseModel,
   config: Mapping[str, object],
@@ -289,7 +283,7 @@ def _to_adapters(
   for weight, rank in ranks.items():
     dropout = 0.0 if weight.name else rate  # Experts have no dropout.
     name = path_name((*network.path, *weight.layer)[len(model.path) :])
-    group = rank, _alpha(weight, declared, config), dropout
+    group = rank, _alpha(weight, modules[weight], config), dropout
     for other, names in groups.items():
       if other != group and name in names:
         raise ConfigError(
@@ -307,9 +301,9 @@ def _to_adapters(
     )
 
 
-def _alpha(weight: AdaptableWeight, declared: NestedDict, config: Mapping[str, object]) -> float:
+def _alpha(weight: AdaptableWeight, modules: Sequence[str], config: Mapping[str, object]) -> float:
   """Returns alpha of a weight; `alpha_pattern` may give some modules one of their own."""
-  alphas = {module: _alpha_of_module(module, config) for module in modules_of(weight, declared)}
+  alphas = {module: _alpha_of_module(module, config) for module in modules}
   if len({*alphas.values()}) > 1:
     raise ConfigError(
       f'alpha_pattern gives different values to the layers of {weight.module}: {sorted({*alphas.values()})}; in a '
