@@ -7,15 +7,20 @@ import json
 import jax
 import numpy as np
 import pytest
+from checkpoints import CASES
 from drawn_state import drawn_variables
 
 from praxis_lite.bridges.hf import read_adapter, write_adapter, write_model
+from praxis_lite.bridges.hf.families import FAMILIES, describe_model
 from praxis_lite.bridges.hf.files import Declared, read_folder, read_header, write_file
+from praxis_lite.bridges.hf.hf_config import HfConfig
+from praxis_lite.bridges.hf.merged import merge_streamed
+from praxis_lite.checkpoints.streamed import StreamedArray, whole_box
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
-from praxis_lite.common.trees import leaves, select
+from praxis_lite.common.trees import leaves, path_name, select
 from praxis_lite.layers import Lora, MoeFeedForward
-from praxis_lite.models import add_adapters, transformer_lm, without_adapters
+from praxis_lite.models import add_adapters, merge_adapters, transformer_lm, without_adapters
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=4)
@@ -189,6 +194,42 @@ def test_experts_with_adapters_of_some_weights_have_zeros_for_the_others(tmp_pat
   write(tmp_path, tensors | write_again, alpha_pattern={'w1': 8})
   with pytest.raises(ConfigError, match='have adapters of different ranks or alphas; experts have one'):
     read_adapter(tmp_path, lm(experts=True))
+
+
+class InMemory(StreamedArray):
+  """An array that is read in boxes."""
+
+  def __init__(self, value):
+    self.value, self.shape, self.dtype = value, value.shape, value.dtype
+
+  def read(self, box):
+    return self.value[box]
+
+
+@pytest.mark.parametrize('model_type', ['mixtral', 'gpt_oss'])
+def test_weights_that_are_merged_in_parts_are_those_merged_at_once(model_type):
+  """Whatever the family calls its tensors; gates, heads and stacks of experts included."""
+  config = FAMILIES[model_type].model(HfConfig(CASES[model_type]))
+  model = add_adapters(config, Config(Lora, rank=2, alpha=3.0)).instantiate(name='model')
+  family, _ = describe_model(model)
+  variables = jax.tree.map(np.asarray, drawn_variables(model.abstract_init()))
+  parts = merge_streamed(jax.tree.map(InMemory, family.part_of(variables)), model, family)
+  expected = leaves(family.part_of(merge_adapters(model, variables)))
+  found = leaves(parts)
+  assert found.keys() == expected.keys()
+  for path, value in expected.items():
+    whole = whole_box(found[path].shape)
+    np.testing.assert_allclose(found[path].read(whole), value, rtol=1e-5, atol=1e-6, err_msg=path_name(path))
+    last = (*whole[:-1], slice(1, found[path].shape[-1]))
+    np.testing.assert_allclose(found[path].read(last), value[..., 1:], rtol=1e-5, atol=1e-6, err_msg=path_name(path))
+
+
+def test_adapters_in_tensors_that_peft_cannot_adapt_are_not_left_out(tmp_path):
+  config = FAMILIES['gpt_oss'].model(HfConfig(CASES['gpt_oss']))
+  model = add_adapters(config, Config(Lora, rank=2)).instantiate(name='model')
+  with pytest.raises(ConfigError, match=r'_lora_[ab]: this family stores .* in a tensor that peft cannot adapt; write'):
+    write_adapter(tmp_path / 'adapter', model, drawn_variables(model.abstract_init()))
+  assert not (tmp_path / 'adapter').exists()
 
 
 def test_one_module_of_three_weights_is_read_and_not_written(tmp_path):
