@@ -34,7 +34,7 @@ from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.errors import first_line
 from praxis_lite.training import PartitionedTask
 from praxis_lite.training.partitioned_step import PartitionedStep
-from tools.gpu.jax_side import bytes_of, set_up
+from tools.gpu.jax_side import set_up, step_bytes
 from tools.gpu.plan_cases import DECODING, TRAINING, DecodeCase, TrainCase
 
 _GIB = 2**30
@@ -70,7 +70,7 @@ def seal(file: Path, chip: str, cases: Mapping[str, TrainCase | DecodeCase]) -> 
   """Writes the plans of the cases to a file."""
   found = {}
   for name, case in cases.items():
-    found[name] = predict(case, chip)
+    found[name] = predict_step(case, chip)
     print(f'{name:<40} {found[name].bytes / _GIB:7.2f} GiB {1e3 * found[name].seconds:9.1f} ms', flush=True)
     if found[name].refused:
       print(f'  by formulas: {found[name].refused}')
@@ -79,7 +79,7 @@ def seal(file: Path, chip: str, cases: Mapping[str, TrainCase | DecodeCase]) -> 
   print(f'{file}: sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}')
 
 
-def predict(case: TrainCase | DecodeCase, chip: str) -> Sealed:
+def predict_step(case: TrainCase | DecodeCase, chip: str) -> Sealed:
   from praxis_lite.instruments.plan import plan
   from praxis_lite.instruments.plan.inference import plan_inference
 
@@ -100,7 +100,7 @@ def predict(case: TrainCase | DecodeCase, chip: str) -> Sealed:
 # ---------------------------------------------------------------- on the chip
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
   """What was measured.
 
   Attributes:
@@ -129,7 +129,7 @@ class Prepared:
   compile_s: float
 
 
-def measure(file: Path, results: Path, cases: Mapping[str, TrainCase | DecodeCase], threads: int) -> None:
+def measure_steps(file: Path, results: Path, cases: Mapping[str, TrainCase | DecodeCase], threads: int) -> None:
   """Measures the cases in the order of their predicted memory, and writes all results so far after each."""
   sealed = json.loads(file.read_text())
   here = jax.devices()[0].device_kind
@@ -140,19 +140,19 @@ def measure(file: Path, results: Path, cases: Mapping[str, TrainCase | DecodeCas
     print(f'the plans were made with JAX {sealed["jax"]}, and this is {jax.__version__}')
   plans = {name: Sealed(**plan) for name, plan in sealed['plans'].items()}
   ordered = sorted((name for name in cases if name in plans), key=lambda name: plans[name].bytes)
-  found: dict[str, Measured] = {}
+  found: dict[str, MeasuredStep] = {}
   with ThreadPoolExecutor(threads) as pool:
     futures = {}
     for name in ordered:
       case = cases[name]
-      futures[name] = pool.submit(prepare, case)
+      futures[name] = pool.submit(prepare_step, case)
       if isinstance(case, DecodeCase):
-        futures[_first(name)] = pool.submit(prepare, case._replace(requests=case.requests._replace(max_tokens=1)))
+        futures[_first(name)] = pool.submit(prepare_step, case._replace(requests=case.requests._replace(max_tokens=1)))
   for name in ordered:
     try:
       found[name] = _measure_one(cases[name], *[futures.pop(key).result() for key in _keys(name, cases[name])])
     except Exception as error:  # The other steps are still of use.
-      found[name] = Measured(error=f'{type(error).__name__}: {first_line(error)[:300]}')
+      found[name] = MeasuredStep(error=f'{type(error).__name__}: {first_line(error)[:300]}')
     row = found[name]
     times = f'{1e3 * statistics.median(row.step_s):9.1f} ms' if row.step_s else row.error
     print(f'{name:<40} {row.bytes / _GIB:7.2f} GiB {times}', flush=True)
@@ -174,7 +174,7 @@ def _keys(name: str, case: TrainCase | DecodeCase) -> list[str]:
   return [name, _first(name)] if isinstance(case, DecodeCase) else [name]
 
 
-def prepare(case: TrainCase | DecodeCase) -> Prepared:
+def prepare_step(case: TrainCase | DecodeCase) -> Prepared:
   start = time.perf_counter()
   task = PartitionedTask(case.task().instantiate(), case.inputs())
   step: Any = task.decode_step if isinstance(case, DecodeCase) else task.train_step
@@ -182,13 +182,13 @@ def prepare(case: TrainCase | DecodeCase) -> Prepared:
   return Prepared(task, step, time.perf_counter() - start)
 
 
-def _measure_one(case: TrainCase | DecodeCase, prepared: Prepared, one_token: Prepared | None = None) -> Measured:
+def _measure_one(case: TrainCase | DecodeCase, prepared: Prepared, one_token: Prepared | None = None) -> MeasuredStep:
   call = _decoding(case, prepared) if isinstance(case, DecodeCase) else _training(case, prepared)
   seconds = list(_times(call))
   first = list(_times(_decoding(case, one_token))) if one_token and isinstance(case, DecodeCase) else []
   stats = jax.devices()[0].memory_stats() or {}
   most = int(stats.get('peak_bytes_in_use', 0))
-  return Measured(bytes_of(prepared.step.compiled), most, seconds, first, prepared.compile_s)
+  return MeasuredStep(step_bytes(prepared.step.compiled), most, seconds, first, prepared.compile_s)
 
 
 def _times(call: Callable[[], Any]) -> Iterator[float]:
@@ -230,7 +230,7 @@ def _decoding(case: DecodeCase, prepared: Prepared) -> Callable[[], Any]:
 # ---------------------------------------------------------------- the table
 
 
-def table(plans: Mapping[str, Sealed], found: Mapping[str, Measured]) -> Iterator[str]:
+def table(plans: Mapping[str, Sealed], found: Mapping[str, MeasuredStep]) -> Iterator[str]:
   """Yields the lines of a table in Markdown: predicted and measured memory and time, and the errors of the plans."""
   yield '| step | predicted GiB | measured GiB | error | predicted ms | measured ms | error |'
   yield '|---|---:|---:|---:|---:|---:|---:|'
@@ -270,7 +270,7 @@ def main() -> None:
   if args.seal is not None:
     seal(args.seal, args.chip, cases)
   else:
-    measure(args.measure, args.results, cases, args.threads)
+    measure_steps(args.measure, args.results, cases, args.threads)
 
 
 if __name__ == '__main__':

@@ -90,7 +90,7 @@ class LowRankUpdate(Layer):
     return self.shard(jnp.tensordot(of_rank * self.scale, self.theta.b, axes=1))
 
   def weight(self) -> jax.Array:
-    """In a call: returns the weight of which this is the product, [*in_shape, *out_shape]."""
+    """In a call: returns scale A B, [*in_shape, *out_shape]."""
     return jnp.tensordot(self.theta.a * self.scale, self.theta.b, axes=1)
 
 

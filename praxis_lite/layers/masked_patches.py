@@ -90,7 +90,7 @@ class PatchDecoder(Layer):
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
     grid: number of rows and columns of patches.
     patch_dims: P.
-    has_class_token: whether the first state is that of a class token, which has no position.
+    has_class_token: whether the first state belongs to a class token, which has no position.
     embed_tpl: template of the child `embed`.
     position_tpl: template of the child `position`.
     transformer_tpl: template of the child `transformer`; its attention is never causal.

@@ -119,7 +119,7 @@ class ResNetBlock(Layer):
 
 
 class ResNet(Layer):
-  """A residual network: a convolution, stages of blocks, of which each but the first halves the image, and a mean.
+  """A residual network: a convolution, stages of blocks, and a mean. Each stage but the first halves the image.
 
   The first convolution is followed by a norm and an activation in v1.5; in v2, those are after the blocks.
 

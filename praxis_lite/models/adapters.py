@@ -57,7 +57,7 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
   Args:
     model: the built model, with adapters.
     merged: what `merge_adapters` has returned.
-    variables: variables of the model, of which only those of adapters are used.
+    variables: variables of the model; only the variables of adapters are used.
 
   Raises:
     ConfigError: a variable of an adapter is missing.

@@ -71,8 +71,8 @@ class BaseModel(Layer, Generic[PredictionsT]):
   """What a task trains and evaluates. Subclasses define `compute_predictions` and `compute_loss`, perhaps `decode`.
 
   Attributes:
-    adapters: config of an adapter of layers below the model, such as `Lora`, or of several, of which the first one that
-      is for a layer wins. `add_adapters` sets them.
+    adapters: config of an adapter of layers below the model, such as `Lora`, or several; for each layer, the first one
+      that can adapt it wins. `add_adapters` sets them.
   """
 
   adapters: Config | tuple[Config, ...] = ()

@@ -92,7 +92,7 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
       )
 
   def compute_predictions(self, batch: NestedDict) -> PatchPredictions:
-    """Returns the predictions of the patches, of which each row hides its own."""
+    """Returns the predictions of the patches; each row hides its own."""
     image = make_padding_finite(batch[self.input_name], batch['weights'])
     key = self.next_prng_key()
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(image.shape[0]))

@@ -55,7 +55,7 @@ def resnet(
   epsilon: float = 1e-5,
   stochastic_depth: float = 0.0,
 ) -> Config[ResNet]:
-  """Returns the config of a residual network; the defaults are those of ResNet-50.
+  """Returns the config of a residual network; the defaults give ResNet-50.
 
   Args:
     channels, stem_dims, stem_size, stem_stride, stage_dims, stage_depths, activation: see `ResNet`; `channels` are

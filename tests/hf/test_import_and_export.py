@@ -220,7 +220,7 @@ def test_a_full_disk_leaves_no_export(tmp_path, monkeypatch, capsys):
   def full(*_):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('praxis_lite.bridges.hf.files.write_file', full)
+  monkeypatch.setattr('praxis_lite.bridges.hf.files.write_safetensors', full)
   out = tmp_path / 'out'
   assert main(['export-hf', f'--job_log_dir={tmp_path / "run"}', f'--out={out}']) == 2
   assert f'writing {out} failed: No space left on device' in capsys.readouterr().err

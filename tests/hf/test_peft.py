@@ -12,7 +12,7 @@ from drawn_state import drawn_variables
 
 from praxis_lite.bridges.hf import read_adapter, write_adapter, write_model
 from praxis_lite.bridges.hf.families import FAMILIES, describe_model
-from praxis_lite.bridges.hf.files import Declared, read_folder, read_header, write_file
+from praxis_lite.bridges.hf.files import Declared, read_folder, read_header, write_safetensors
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.merged import merge_streamed
 from praxis_lite.checkpoints.streamed import StreamedArray, whole_box
@@ -97,7 +97,7 @@ def write(folder, tensors, **settings):
   content = {'peft_type': 'LORA', 'r': 2, 'lora_alpha': 4, 'target_modules': ['q_proj'], **settings}
   (folder / CONFIG).write_text(json.dumps(content))
   declared = {name: Declared(np.dtype(np.float32), x.shape) for name, x in tensors.items()}
-  write_file(str(folder / TENSORS), list(declared), declared, tensors.__getitem__)
+  write_safetensors(str(folder / TENSORS), list(declared), declared, tensors.__getitem__)
 
 
 def of_layers(*layers, rank=2):

@@ -32,7 +32,7 @@ def first_params(case: ModelCase) -> dict[str, jax.Array]:
   }
 
 
-def bytes_of(compiled: jax.stages.Compiled) -> int:
+def step_bytes(compiled: jax.stages.Compiled) -> int:
   """Returns the memory that a compiled step needs, by the compiler; 0 if it does not say."""
   analysis: Any = compiled.memory_analysis()
   if analysis is None:
@@ -74,7 +74,7 @@ class JaxSide(ABC):
     stats = jax.devices()[0].memory_stats()
     if stats:
       return int(stats['peak_bytes_in_use'])
-    return 0 if self._compiled is None else bytes_of(self._compiled)
+    return 0 if self._compiled is None else step_bytes(self._compiled)
 
   def versions(self) -> dict[str, str]:
     found = {'device': jax.devices()[0].device_kind}

@@ -36,7 +36,7 @@ class TrainCase(NamedTuple):
   options: Mapping[str, Any] = {}
 
   def task(self) -> Config[SingleTask]:
-    # What the default was when plans were sealed, whatever it is today.
+    # The default at the time when plans were sealed.
     chunks = {_CHUNK_SIZE: usual_chunk_size(self.model.vocab)}
     return our_task(self.model, chunks | dict(self.options))
 

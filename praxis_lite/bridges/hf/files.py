@@ -235,11 +235,11 @@ def write_folder(
     groups[-1].append(name)
     room -= declared.nbytes
   if len(groups) == 1:
-    write_file(os.path.join(folder, SINGLE_FILE), groups[0], tensors, data)
+    write_safetensors(os.path.join(folder, SINGLE_FILE), groups[0], tensors, data)
     return [SINGLE_FILE]
   files = [f'model-{i:05}-of-{len(groups):05}.safetensors' for i in range(1, len(groups) + 1)]
   for file, names in zip(files, groups):
-    write_file(os.path.join(folder, file), names, tensors, data)
+    write_safetensors(os.path.join(folder, file), names, tensors, data)
   index = {
     'metadata': {'total_size': sum(t.nbytes for t in tensors.values())},
     'weight_map': {name: file for file, names in zip(files, groups) for name in names},
@@ -249,7 +249,7 @@ def write_folder(
   return [*files, INDEX_FILE]
 
 
-def write_file(
+def write_safetensors(
   path: str, names: Sequence[str], tensors: Mapping[str, Declared], data: Callable[[str], np.ndarray]
 ) -> None:
   """Writes the tensors of these names as one file; `tensors` and `data` are as for `write_folder`."""

@@ -24,7 +24,7 @@ from praxis_lite.bridges.hf.adapter_weights import (
   weights_below,
 )
 from praxis_lite.bridges.hf.families import describe_model
-from praxis_lite.bridges.hf.files import StoredTensor, read_header, write_file
+from praxis_lite.bridges.hf.files import StoredTensor, read_header, write_safetensors
 from praxis_lite.bridges.hf.hf_config import read_json
 from praxis_lite.bridges.hf.tensors import Piece
 from praxis_lite.bridges.hf.writer import tensors_to_write
@@ -87,7 +87,7 @@ def write_adapter(
   _check_not_shared(found)
   FilePath(folder).mkdir(parents=True, exist_ok=True)
   tensors, data = tensors_to_write(family.part_of(variables), found, dtype)
-  write_file(os.path.join(folder, TENSORS_FILE), list(tensors), tensors, data)
+  write_safetensors(os.path.join(folder, TENSORS_FILE), list(tensors), tensors, data)
   content = _adapter_config(model, adapted, weights, network, declared, values, base)
   FilePath(folder, CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')
   return [CONFIG_FILE, TENSORS_FILE]

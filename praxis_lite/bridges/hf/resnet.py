@@ -129,7 +129,7 @@ class BitFamily(_ResidualFamily):
     norm = _network_of(model).blocks[0].norm[0]
     groups = {'num_groups': norm.num_groups} if isinstance(norm, GroupNorm) else {}
     values = super().values(model)
-    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))  # Of the whole network, so that none is dilated.
+    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))  # That of the whole network: no stage is dilated.
     return values | {'layer_type': 'preactivation', 'output_stride': stride, **groups}
 
   def _network_pairs(self, network: NestedDict) -> Iterator[Pair]:
@@ -161,7 +161,7 @@ def _filter_pair(theirs: str, ours: str) -> Pair:
 
 
 def stage_sizes(hf: HfConfig, name: str) -> tuple[int, ...]:
-  """Returns a list of positive numbers; raises ConfigError if the value is none."""
+  """Returns a list of positive numbers; raises ConfigError for any other value."""
   values = hf[name]
   if not isinstance(values, list | tuple) or not all(type(n) is int and n > 0 for n in values) or not values:
     raise ConfigError(f'{hf.where}: {name} = {values!r}; expected a list of positive numbers, one for each stage')

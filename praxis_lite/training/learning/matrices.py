@@ -27,7 +27,7 @@ from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 def matrix_dims(
   weights: Mapping[Path, WeightHParams], params: NestedDict
 ) -> optax.contrib.MuonDimensionNumbers | NestedDict:
-  """Returns a tree like `params` with the axes of each matrix; None for a variable that is none.
+  """Returns a tree like `params` with the axes of each matrix; None for a variable that is no matrix.
 
   Args:
     weights: the declarations by path.

@@ -1,7 +1,7 @@
 """Adafactor with the second-moment decay of Adam, as Praxis's `ShardedAdafactor` has it.
 
 optax's `adafactor` has the decay of the paper (Shazeer and Stern, 2018), 1 - t^-0.8, which goes to 1, so that
-the second moment hardly changes after many steps. Here it is that of Adam's second moment with its bias corrected:
+the second moment hardly changes after many steps. Here it is the decay of Adam's second moment with its bias corrected:
 
     decay of step t    b (1 - b^(t - 1)) / (1 - b^t)        t = 1, 2, ...;  b = decay_adam
     update             gradient / sqrt(second moment, of rows and columns if both are large)
@@ -30,7 +30,7 @@ def adafactor(
   weight_decay: float = 0.0,
   mask: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
-  """Returns Adafactor with Adam's decay; names are those of Praxis.
+  """Returns Adafactor with Adam's decay; the names are Praxis's.
 
   Args:
     learning_rate: filled in by a learner.
