@@ -101,7 +101,7 @@ def script(shell: str, commands: Mapping[str, Command]) -> str:
 
 def _flag_words(command: Command) -> Sequence[str]:
   words = []
-  for flag in command.flags.list_flags():
+  for flag in command.listed_flags():
     words += [f'--{flag.name}', f'--no{flag.name}'] if isinstance(flag, flags.BooleanFlag) else [f'--{flag.name}=']
   return [*words, '--help']
 

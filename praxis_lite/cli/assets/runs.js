@@ -76,6 +76,7 @@ function makeTable(section, group) {
     row.dataset.run = index;
     row.style.setProperty('--of-run', color(index, group.runs.length));
     row.append(...cells.map((text, i) => make('td', isRight[i] ? 'num' : '', text || '-')));
+    columns.forEach((name, i) => { row.children[i].dataset.column = name; });
     row.firstChild.prepend(make('i', 'swatch'));
     row.onmouseenter = () => highlight(section, index);
     row.onmouseleave = () => highlight(section, null);
