@@ -52,10 +52,6 @@ class Command(NamedTuple):
   stray: str = ''
   usage: str = '[--flags]'
 
-  def listed_flags(self) -> list[flags.Flag]:
-    """Returns the flags that help and completion list: all but the one that receives the arguments after --."""
-    return [flag for flag in self.flags.list_flags() if flag.name != self.bare_rest or ' -- ' not in self.usage]
-
 
 def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   """Returns the config of the run and its directory; sets up the devices of --devices and the compilation cache.
@@ -199,12 +195,17 @@ def _read_recorded(directory: str | None, trusted: Sequence[str], *, restores: b
   return record
 
 
+def listed_flags(command: Command) -> list[flags.Flag]:
+  """Returns the flags that help and completion list: all but the one that receives the arguments after --."""
+  return [f for f in command.flags.list_flags() if f.name != command.bare_rest or ' -- ' not in command.usage]
+
+
 def help_text(command: Command) -> str:
   """Returns the help of a command, for a terminal of 80 columns: what it does, an example, and its flags."""
   lines = [f'praxis-lite {command.name} {command.usage}', '']
   lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
   lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']
-  flag_list = command.listed_flags()
+  flag_list = listed_flags(command)
   heads = [f'--[no]{flag.name}' if isinstance(flag, flags.BooleanFlag) else f'--{flag.name}' for flag in flag_list]
   indent = max(map(len, heads)) + 4
   for head, flag in zip(heads, flag_list):

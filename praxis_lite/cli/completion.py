@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from praxis_lite.cli.command import Command
+from praxis_lite.cli.command import Command, listed_flags
 from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError, check_choice
 
@@ -101,7 +101,7 @@ def script(shell: str, commands: Mapping[str, Command]) -> str:
 
 def _flag_words(command: Command) -> Sequence[str]:
   words = []
-  for flag in command.listed_flags():
+  for flag in listed_flags(command):
     words += [f'--{flag.name}', f'--no{flag.name}'] if isinstance(flag, flags.BooleanFlag) else [f'--{flag.name}=']
   return [*words, '--help']
 

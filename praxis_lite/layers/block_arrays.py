@@ -5,6 +5,8 @@ I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -44,7 +46,32 @@ def pick_block(blocks: T, i: jax.Array) -> T:
 
 def put_block(blocks: T, block: T, i: jax.Array) -> T:
   """Returns a tree of arrays with block `i` of each replaced."""
-  return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), blocks, block)
+  return jax.tree.map(lambda x, y: _put_entry(0)(x, y, i), blocks, block)
+
+
+@functools.cache
+def _put_entry(dim: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+  """Returns `dynamic_update_index_in_dim` for a dimension, which under `vmap` stays one if all have the same index.
+
+  JAX would make a scatter of it, which the partitioner cannot split inside of a `shard_map` over some of the mesh axes.
+  """
+
+  @jax.custom_batching.custom_vmap
+  def put(x: jax.Array, entry: jax.Array, i: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, entry, i, dim)
+
+  @put.def_vmap
+  def _(
+    axis_size: int, in_batched: Sequence[bool], x: jax.Array, entry: jax.Array, i: jax.Array
+  ) -> tuple[jax.Array, bool]:
+    x, entry = (
+      v if is_batched else jnp.broadcast_to(v, (axis_size, *v.shape)) for v, is_batched in zip((x, entry), in_batched)
+    )
+    if not in_batched[2]:
+      return _put_entry(dim + 1)(x, entry, i), True
+    return jax.vmap(lambda *args: jax.lax.dynamic_update_index_in_dim(*args, dim))(x, entry, i), True
+
+  return put
 
 
 def to_blocks(x: jax.Array, size: int, *, edge: bool = False) -> jax.Array:

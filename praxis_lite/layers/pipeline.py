@@ -48,7 +48,7 @@ from praxis_lite.layers.attention_mesh import building_stages
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, PipelineStages, double_or_halve
-from praxis_lite.layers.pipeline_arrays import batch, broadcast_to_stages, is_float, microbatches, take_last
+from praxis_lite.layers.pipeline_arrays import Stacks, batch, broadcast_to_stages, is_float, microbatches, take_last
 from praxis_lite.layers.pipeline_inputs import SideInputs, argument_names, num_rows
 from praxis_lite.layers.pipeline_reports import Place, map_over_rows, mean_over_microbatches
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
@@ -56,7 +56,7 @@ from praxis_lite.layers.pipeline_ticks import Ticks
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.sharding.constraints import unmapped_axes
-from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, all_axes
+from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, all_axes, drop_axes
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 T = TypeVar('T')
@@ -96,6 +96,8 @@ class Pipelined(Repeat):
       a sum over rows by `surroundings.sum_over_rows`, the result is the mean of the devices' means. Devices draw
       different random numbers. Weights that are split over these axes are gathered before the loop. With None, layers
       see whole microbatches.
+    gather_axes: mesh or logical axes over which weights are gathered once, before the loop. Each device then holds the
+      weights of its stages whole, in the dtype in which layers compute. With None, weights are gathered in each tick.
     stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps only its input.
     stage_remat_save_names, stage_remat_offload_names: tags of values that stages keep in addition; see `remat.py`.
     weight_split_dims_mapping: `stages`, the mesh axis of the stages; `layers` splits the other dimensions.
@@ -110,6 +112,7 @@ class Pipelined(Repeat):
   microbatch_size: int | None = None
   circular_repeat: int = 1
   batch_axes: str | tuple[str, ...] | None = None
+  gather_axes: str | tuple[str, ...] | None = None
   stage_remat: str = 'none'
   stage_remat_save_names: tuple[str, ...] = ()
   stage_remat_offload_names: tuple[str, ...] = ()
@@ -135,9 +138,13 @@ class Pipelined(Repeat):
     self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
     with building_stages(self.stage_axes):
       super().setup()
-    self._row_axes = self._resolve_axes('batch_axes')
+    self._row_axes, self._gather_axes = self._resolve_axes('batch_axes'), self._resolve_axes('gather_axes')
     if both := {*self._row_axes} & {*self.stage_axes}:
       raise ConfigError(f'{self.path_name}.batch_axes: {min(both)!r} splits the stages, so it cannot split the batch')
+    if both := {*self._gather_axes} & {*self.stage_axes}:
+      raise ConfigError(
+        f'{self.path_name}.gather_axes: {min(both)!r} splits the stages, and weights of other stages are not gathered'
+      )
     for layer in self.layers.descendants():
       self._check_apart(layer)
 
@@ -252,7 +259,7 @@ class Pipelined(Repeat):
     stacked: Callable[[NestedDict], NestedDict] = one
     for size in (self.layers_in_group, self.circular_repeat, self.num_stages):
       stacked = jax.vmap(stacked, axis_size=size)
-    caches = jax.tree.map(self._to_layers, stacked(self._variables_in_stages()))
+    caches = jax.tree.map(self._to_layers, stacked(self._variables_in_stages(self.layers.variables)))
     self.layers.absorb(SideOutputs({}, {}, {}, caches))
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
@@ -268,9 +275,12 @@ class Pipelined(Repeat):
     side = self._side_inputs(method, args, kwargs, B)
     key = self.next_prng_key() if self.has_prng_key() else None
 
-    variables = self._variables_in_stages()
+    variables = self._variables_in_stages(self.layers.variables)
     trainable = {path for path, weight in leaves(self.layers.abstract_init()).items() if weight.trainable}
-    weights = select(variables, trainable.__contains__)
+    # Each tick reads all weights of a stage, so they are cast once, before they are gathered and before the loop.
+    cast = self.layers.cast_variables(jax.lax.stop_gradient(self.layers.variables))
+    cast = self._variables_in_stages(cast, self._gather_axes)
+    weights = Stacks(*(select(tree, trainable.__contains__) for tree in (cast, variables)))
     others = select(variables, lambda path: path not in trainable)
     caches = jax.tree.map(lambda v: self._constrain_to_stages(self._to_stages(v)), self.layers.decode_state)
     axes = tuple(axis for axis in self._row_axes if axis in unmapped_axes()) if method == '__call__' else ()
@@ -363,8 +373,11 @@ class Pipelined(Repeat):
     spec = PartitionSpec(self._stages.spec[0], *(UNCONSTRAINED,) * (x.ndim - 1))
     return self._constrain(x, self._stack_field, Placement(spec, (self._stages.why[0],) * x.ndim))
 
-  def _variables_in_stages(self) -> NestedDict:
-    """Returns the variables of the layers, [S, R, c, ...], with S split over the stages."""
+  def _variables_in_stages(self, variables: NestedDict, gathered: tuple[str, ...] = ()) -> NestedDict:
+    """Returns variables of the layers, [layers, ...], as [S, R, c, ...], with S split over the stages.
+
+    They are not split over the axes in `gathered`.
+    """
     weights = leaves(self.layers.abstract_init())
     prefix = DeclaredSplit.from_field((*(self._stack_mapping or (None,)), None, None), self._stack_field)
 
@@ -373,9 +386,11 @@ class Pipelined(Repeat):
       if weights[path].tensor_split_dims_mapping is None:
         own = DeclaredSplit((UNCONSTRAINED,) * len(own), own.sources)
       placement = None if self._stages is None else self._resolve(prefix.followed_by(own), name)
+      if placement is not None and gathered:
+        placement = dataclasses.replace(placement, spec=drop_axes(placement.spec, gathered))
       return self._constrain(self._to_stages(x), f'{name} (in stages)', placement)
 
-    return map_with_path(place_in_stages, self.layers.variables)
+    return map_with_path(place_in_stages, variables)
 
   def _to_stages(self, x: jax.Array) -> jax.Array:
     """Converts [layers, ...], or [R, P, ...], to [S, R, c, ...]."""

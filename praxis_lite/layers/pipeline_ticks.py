@@ -53,7 +53,7 @@ class _TickInputs(NamedTuple):
   stages: jax.Array  # 0, 1, ..., S - 1
   key: jax.Array | None
   held: jax.Array | None  # [M] bool, False for microbatches that contain only padding; None if there are none.
-  weights: NestedDict  # Trained variables, [S, R, c, ...].
+  weights: NestedDict  # Trained variables, [S, R, c, ...], in the dtypes that layers use.
   side_rows: list[jax.Array]  # Rows of side inputs, [M, mb, ...].
   shared: list[jax.Array]  # Side inputs without rows that may have gradients, [S, ...].
 
@@ -98,7 +98,7 @@ class Ticks:
     self,
     key: jax.Array | None,
     held: jax.Array | None,
-    weights: NestedDict,
+    weights: Stacks,
     others: NestedDict,
     caches: NestedDict,
     shared: list[jax.Array],
@@ -107,13 +107,13 @@ class Ticks:
   ) -> TickResults:
     """Runs all ticks; `_TickInputs` and `_TickState` describe the arguments."""
     S, M, _ = self.schedule
-    stages, fixed = jnp.arange(S), jax.lax.stop_gradient(weights)
+    stages = jnp.arange(S)
     carried = jax.tree.map(lambda q: self.constrain(jnp.zeros_like(q[:, 0])), queue)
     side_gradients = [self.constrain(broadcast_to_stages(v, S)) if is_float(v) else None for v in side_rows]
     if M == 1:  # All stages read the same rows, but each needs its own copy; see `mask_gradients`.
       side_rows = [self.constrain(broadcast_to_stages(v, S)) for v in side_rows]
-    inputs = _TickInputs(stages, key, held, fixed, side_rows, shared)
-    start = _TickState(carried, queue, weights, side_gradients, others, caches)
+    inputs = _TickInputs(stages, key, held, weights.values, side_rows, shared)
+    start = _TickState(carried, queue, weights.gradients, side_gradients, others, caches)
     tick = functools.partial(self._tick, inputs)
     end, (places, reported) = jax.lax.scan(tick, start, jnp.arange(self.schedule.num_ticks))
     return TickResults(end.queue, end.others, end.caches, places, reported)

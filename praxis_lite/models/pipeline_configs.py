@@ -19,6 +19,7 @@ def set_pipeline(
   microbatch_size: int | None = None,
   circular_repeat: int = 1,
   batch_axes: str | tuple[str, ...] | None = None,
+  gather_axes: str | tuple[str, ...] | None = None,
   stage_remat: str = 'none',
   stage_axis: str | None = 'stage',
 ) -> Config[LmT]:
@@ -30,7 +31,8 @@ def set_pipeline(
   Args:
     config: the config of a model or of its network, as for `set_sharding`. Its stacks of blocks are each a
       `RepeatedTransformer`, whose fields are kept.
-    num_stages, num_microbatches, microbatch_size, circular_repeat, batch_axes, stage_remat: see `Pipelined`.
+    num_stages, num_microbatches, microbatch_size, circular_repeat: see `Pipelined`.
+    batch_axes, gather_axes, stage_remat: see `Pipelined`.
     stage_axis: the mesh axis of the stages; None runs all stages on each device.
 
   Raises:
@@ -38,7 +40,7 @@ def set_pipeline(
   """
   pipeline: Config[Any] = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
   pipeline.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
-  pipeline.set(batch_axes=batch_axes, stage_remat=stage_remat)
+  pipeline.set(batch_axes=batch_axes, gather_axes=gather_axes, stage_remat=stage_remat)
   pipeline.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
   lm = find_network(config)
   if not stack_fields(lm):

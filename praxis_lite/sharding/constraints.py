@@ -18,13 +18,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.common.errors import ShardingError, ShardingFault, did_you_mean
 from praxis_lite.sharding.rules import LogicalAxisRule, LogicalAxisRules, resolve
 from praxis_lite.sharding.specs import (
-  UNCONSTRAINED,
   all_axes,
-  axes_to_entry,
   check_axes_once,
   complete_spec,
+  drop_axes,
   infer_partition_spec_based_on_rank_fn,
-  spec_axes,
 )
 from praxis_lite.sharding.weights import SplitDimsMapping
 
@@ -69,8 +67,7 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
       )
   if mesh.size == 1 or manual == set(mesh.axis_names):
     return x
-  own = ([axis for axis in spec_axes(entry) if axis not in manual] for entry in spec)
-  return _constrain(x, PartitionSpec(*(e if e is UNCONSTRAINED else axes_to_entry(axes) for e, axes in zip(spec, own))))
+  return _constrain(x, drop_axes(spec, manual))
 
 
 def reshard_input_based_on_rank_fn(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -121,6 +121,12 @@ def axes_to_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
   """The inverse of `spec_axes`: returns None for no axes, and the name itself for one."""
   axes = tuple(axes)
   return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def drop_axes(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
+  """Returns a spec without these mesh axes; UNCONSTRAINED entries stay."""
+  kept = ([axis for axis in spec_axes(entry) if axis not in axes] for entry in spec)
+  return PartitionSpec(*(e if e is UNCONSTRAINED else axes_to_entry(own) for e, own in zip(spec, kept)))
 
 
 def complete_spec(spec: PartitionSpec | None, rank: int) -> PartitionSpec:

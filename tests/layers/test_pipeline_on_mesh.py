@@ -12,6 +12,7 @@ from padded_layers import place_on
 from side_inputs import gradients
 
 from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments.plan.hlo import KINDS
 from praxis_lite.instruments.testing import assert_collectives, collectives
 from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
@@ -29,13 +30,16 @@ def bubbles_are_nan(monkeypatch):
   monkeypatch.setattr(pipeline, 'BUBBLE', float('nan'))
 
 
-def build(L, S, M, R, **fields):
+def build(L, S, M, R, weight_axes=None, **fields):
   block = Config(TransformerBlock, input_dims=D, hidden_dims=24, num_heads=2)
   rows = ('data', None, None)
   block.activation_split_dims_mapping.out = rows
   block.attention_tpl.set(causal=True)
   block.attention_tpl.activation_split_dims_mapping.set(blnh=(*rows, None), blkh=(*rows, None), out=rows)
   block.ff_tpl.activation_split_dims_mapping.set(hidden=rows, out=rows)
+  if weight_axes is not None:
+    block.attention_tpl.weight_split_dims_mapping.wt = (weight_axes[0], None, None)
+    block.ff_tpl.weight_split_dims_mapping.wt = weight_axes
   config = Config(PipelinedTransformer, layers_tpl=block, num_layers=L, num_stages=S, num_microbatches=M)
   config.set(circular_repeat=R, mesh_axis_names=AXES, **fields)
   config.weight_split_dims_mapping.stages = ('stage',)
@@ -91,6 +95,47 @@ def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
   of_variables, of_x = jax.device_get(backward(*arguments))
   got = slice_to(of_variables, variables), of_x
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('R', [1, 2])
+def test_weights_are_gathered_once(R):
+  """In bfloat16, once in the forward and once in the backward pass, whatever the number of ticks."""
+  mesh = jax.make_mesh((2, 3), AXES, axis_types=(AxisType.Auto,) * 2)
+  x, gathered = np.random.default_rng(1).standard_normal((6, T, D)).astype(np.float32), {}
+  for axes in (None, 'data'):
+    layer = build(4, 2, 3, R, gather_axes=axes, weight_axes=('data', None), fprop_dtype=jnp.bfloat16)
+    variables = drawn_variables(layer.abstract_init())
+
+    def loss(variables, x, layer=layer):
+      return jnp.sum(jnp.sin(layer.apply(variables, x)[0]), dtype=jnp.float32)
+
+    def on_mesh(padded, x, variables=variables, loss=loss):
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return loss(slice_to(padded, variables), x)
+
+    padded = jax.tree.map(place_on(mesh), layer.abstract_init(), variables)
+    x_on_mesh = jax.device_put(x, NamedSharding(mesh, PartitionSpec('data')))
+    compiled = GuardedJit(jax.grad(on_mesh), out_shardings=shards(padded)).lower(padded, x_on_mesh).compile()
+    gathered[axes] = collectives(compiled)['all-gather']
+    got, expected = slice_to(jax.device_get(compiled(padded, x_on_mesh)), variables), jax.grad(loss)(variables, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=3e-2 * np.abs(b).max()), got, expected)
+  ticks = layer.schedule(6).num_ticks
+  assert gathered['data'].count < len(jax.tree.leaves(variables)) * 2
+  assert gathered['data'].bytes * ticks / 3 < gathered[None].bytes
+
+
+def test_weights_are_cast_once_before_the_loop():
+  layer = build(4, 2, 3, 1, fprop_dtype=jnp.bfloat16)
+  variables = drawn_variables(layer.abstract_init())
+  loop = next(e for e in jax.make_jaxpr(layer.apply)(variables, jnp.ones((6, T, D))).eqns if e.primitive.name == 'scan')
+  read = [str(v.aval.dtype) for v in loop.invars[: loop.params['num_consts']] if v.aval.ndim > 4]
+  assert read and set(read) == {'bfloat16'}
+
+
+def test_axes_of_the_stages_are_not_gathered():
+  with pytest.raises(ConfigError, match=r"PipelinedTransformer\.gather_axes: 'stage' splits the stages"):
+    build(4, 2, 3, 1, gather_axes='stage')
 
 
 @pytest.mark.slow

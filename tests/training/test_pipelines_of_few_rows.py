@@ -52,6 +52,7 @@ def step(mesh, rows, accumulated, **fields):
     ({'stage': 2, 'unused': 3}, 1, 3, {'num_stages': 2, 'num_microbatches': 4}),
     ({'stage': 3, 'data': 2}, 3, 1, {'num_stages': 3, 'num_microbatches': 5}),
     ({'stage': 2, 'data': 3}, 3, 1, {'num_stages': 2, 'num_microbatches': 4, 'batch_axes': 'data'}),
+    ({'stage': 2, 'data': 3}, 3, 1, {'num_stages': 2, 'num_microbatches': 4, 'gather_axes': 'data'}),
   ],
 )
 def test_a_step_is_that_of_one_device(mesh, rows, accumulated, fields):
