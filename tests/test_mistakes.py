@@ -130,6 +130,23 @@ def test_a_shape_that_does_not_fit_a_weight_comes_with_the_field_and_value_that_
     jax.eval_shape(layer.apply, variables, jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
+class Turned(Layer):
+  """Declares `gate` as [outputs, inputs], by mistake."""
+
+  def setup(self):
+    self.create_variable('gate', WeightHParams((45, 18)))
+    self.create_variable('down', WeightHParams((45, 18)))
+
+  def __call__(self, x):
+    return (x @ self.theta.gate) @ self.theta.down
+
+
+def test_a_matrix_that_would_fit_when_transposed_is_named():
+  layer = Config(Turned).instantiate()
+  with pytest.raises(ShapesError, match=r'; gate or down would fit as \[18, 45\] \(.*test_mistakes.py:\d+\)$'):
+    layer.apply(layer.init(jax.random.key(0)), jnp.ones((2, 18)))
+
+
 def test_no_field_is_proposed_where_none_decides():
   layer = Config(Sized, in_dims=3, out_dims=4).instantiate()
   with pytest.raises(ShapesError) as told:

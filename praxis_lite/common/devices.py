@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, first_line
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.jax_internals.devices import backends_have_started
 from praxis_lite.common.jax_internals.flags import add_flags
 from praxis_lite.common.jax_internals.threads import provide_threads
@@ -92,7 +93,8 @@ def simulate_cpu_devices(count: int) -> None:
     if jax.default_backend() == 'cpu' and jax.device_count() == count:
       return
     raise ConfigError(
-      f'cannot simulate {count} CPU devices: JAX already runs on {jax.device_count()} {jax.default_backend()} devices; '
+      f'cannot simulate {count} CPU devices: JAX already runs on '
+      f'{number_of(jax.device_count(), f"{jax.default_backend()} device")}; '
       'call simulate_cpu_devices before anything that uses a device'
     )
   os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _PATIENCE)

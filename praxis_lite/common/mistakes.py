@@ -182,6 +182,7 @@ def explain_error(
 def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ...]]) -> str:
   """Returns the field that decides a size in a message about shapes, with the value that fits; '' unless it is clear.
 
+  If a matrix of a user's own layer would fit when it is transposed, returns this instead.
   The field belongs to the layer, or to the outermost of the layers around it that has a field of this name and value.
   """
   sizes = next((found.groups() for pattern in _TWO_SIZES if (found := re.search(pattern, what))), ())
@@ -192,6 +193,8 @@ def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ..
       shapes = [shape for shape in shapes if str(shape) in what and 1 not in (new, old)]
     if not shapes:
       continue
+    if turned := [name for name, shape in weights.items() if shape == (old, new) and _is_of_user(layer)]:
+      return f'; {" or ".join(turned)} would fit as [{new}, {old}]'
     at_hand = [(owner, field) for owner in layers if (field := _field_of_size(owner, old))]
     same = [(owner, field) for owner, field in at_hand if field[0] == at_hand[0][1][0]]
     if same:
@@ -199,6 +202,11 @@ def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ..
       shown = new if isinstance(value, int) else tuple(new if i == len(value) - 2 else n for i, n in enumerate(value))
       return f'; {getattr(owner, "path_name", type(owner).__name__)}.{name} = {shown} would fit'
   return ''
+
+
+def _is_of_user(layer: object) -> bool:
+  module = sys.modules.get(type(layer).__module__)
+  return not is_library(getattr(module, '__file__', None) or '')
 
 
 def _field_of_size(layer: object, size: int) -> tuple[str, int | tuple[int, ...]] | None:

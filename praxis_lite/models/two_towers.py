@@ -31,7 +31,7 @@ from praxis_lite.models.masked_text_model import check_tokens, encode_batch
 from praxis_lite.models.padding import make_padding_finite
 from praxis_lite.models.text_classifier import mean_over_tokens
 
-TEXT_POOLINGS = ('first', 'last', 'mean', 'end')
+TEXT_POOLINGS = ('first', 'last', 'mean', 'end', 'largest')
 
 
 class TwoTowerModel(BaseModel[ContrastiveOutput]):
@@ -43,6 +43,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     text_tpl: config of the child `text`.
     text_pooling: the features of a text are the state of its 'first' or its 'last' token, the 'mean' of all, or, with
       'end', the state of the first token that is `end_id`, as in CLIP; of the first token of the row if there is none.
+      With 'largest' it is the state of the token with the largest id, as in old checkpoints of CLIP.
     end_id: the id that ends a text, for `text_pooling='end'`.
     projection_tpl: template of the children `image_projection` and `text_projection`.
     has_image_projection: whether there is an `image_projection`; without one, features of images are E wide already.
@@ -106,6 +107,8 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
       x_BD = mean_over_tokens(to_sum_dtype(states_BTD), segments_BT)
     elif self.text_pooling == 'end':
       x_BD = _pick(states_BTD, jnp.argmax(batch['ids'] == self.end_id, axis=1))
+    elif self.text_pooling == 'largest':
+      x_BD = _pick(states_BTD, jnp.argmax(batch['ids'], axis=1))
     elif self.text_pooling == 'first' or segments_BT is None:
       x_BD = states_BTD[:, 0 if self.text_pooling == 'first' else -1]
     else:

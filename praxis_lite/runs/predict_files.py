@@ -60,7 +60,7 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
   with contextlib.suppress(UserError):  # The data of the run may be elsewhere.
     if any(file.endswith(_ARRAYS) for file in files):
       structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
-  for where, batch in _batches_of_files(model, files, batch_size, structs):
+  for where, batch, images in _batches_of_files(model, files, batch_size, structs):
     with prefix_errors(where):
       try:
         out = compute(batch)
@@ -74,13 +74,16 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
           "result, a dict such as {'loss': loss_B}"
         )
       examples = examples_of(named, np.asarray(canonical_rows(batch, 'batch')['weights']))
-    yield from examples
+    yield from ({'file': file} | example for file, example in zip(images, examples)) if images else examples
 
 
 def _batches_of_files(
   model: TrainedModel, files: Sequence[str], batch_size: int, structs: Mapping[str, Any]
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-  """Yields batches, each with the name of its file for messages; images that follow one another share batches."""
+) -> Iterator[tuple[str, Mapping[str, Any], Sequence[str]]]:
+  """Yields batches, with the name of their file for messages, and of images the file of each row.
+
+  Images that follow one another share batches.
+  """
   for are_images, together in itertools.groupby(files, lambda file: file.lower().endswith(_IMAGES)):
     if are_images:
       yield from _image_batches(model, list(together), batch_size)
@@ -88,7 +91,7 @@ def _batches_of_files(
     for file in together:
       check_exists(file)
       with prefix_errors(file):
-        yield from ((file, batch) for batch in _batches(model, file, batch_size, structs))
+        yield from ((file, batch, ()) for batch in _batches(model, file, batch_size, structs))
 
 
 def _batches(
@@ -193,7 +196,9 @@ def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
   raise ConfigError(f'the datasets of the run read no files: {kinds}; pass .npz or .jsonl files')
 
 
-def _image_batches(model: TrainedModel, files: Sequence[str], batch_size: int) -> Iterator[tuple[str, Rows]]:
+def _image_batches(
+  model: TrainedModel, files: Sequence[str], batch_size: int
+) -> Iterator[tuple[str, Rows, Sequence[str]]]:
   """Yields batches of images, as the first dataset of the run that reads images reads them in evaluation."""
   reader = make_reader(model, ImageRecordInput, 'file_pattern', files[0], 'images')
   for where, several in batches_of_names(files, batch_size):
@@ -202,7 +207,7 @@ def _image_batches(model: TrainedModel, files: Sequence[str], batch_size: int) -
       check_exists(file)
       with prefix_errors(file), open(file, 'rb') as opened:
         images.append(reader.read_image(opened.read()))
-    yield where, canonical_rows({'image': np.stack(images)}, 'image')
+    yield where, canonical_rows({'image': np.stack(images)}, 'image'), several
 
 
 def _name(config: Config) -> str:

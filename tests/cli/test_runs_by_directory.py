@@ -195,5 +195,8 @@ def test_a_run_whose_record_is_missing_is_not_said_to_be_below_itself(run, capsy
   shutil.copy(run / 'config.txt', tmp_path)
   for command in ('show', 'eval'):
     told = call(capsys, command, tmp_path, code=2)
-    assert f'{tmp_path} records no run, but has other files of a run; name its experiment with --exp, and train' in told
+    assert (
+      f'{tmp_path} records no run, though there are other files of a run; name its experiment with --exp, and train'
+      in told
+    )
     assert told.endswith(f'; {tmp_path / "config.txt"} has its config as text\n')

@@ -150,7 +150,13 @@ def test_old_files_of_clip_name_a_wrong_end_and_have_parts_twice_and_positions(t
   position_ids = {'text_model.embeddings.position_ids': np.arange(T, dtype=np.uint8)[None]}
   write(tmp_path / 'old', config, {}, **tensors, **position_ids)
   found = read_model(tmp_path / 'old')
-  assert (found.model.text_pooling, found.model.end_id) == ('end', V - 1)
+  assert found.model.text_pooling == 'largest'
+  there = load(tmp_path / 'old', MESHES[0])
+  _, texts, _ = towers_by_hand.embeddings(config | {'text_config': text | {'eos_token_id': 2}}, tensors, IMAGES, IDS)
+  assert (IDS.max(axis=1) < V - 1).all() and len(set(IDS.argmax(axis=1))) > 1
+  np.testing.assert_allclose(embeddings_of(there)[1], texts, rtol=1e-5, atol=1e-5)
+  there.write(tmp_path / 'out')
+  assert json.loads((tmp_path / 'out' / 'config.json').read_text())['text_config']['eos_token_id'] == 2
   jax.tree.map(np.testing.assert_array_equal, found.variables, read_model(folder).variables)
 
 

@@ -144,7 +144,7 @@ def test_a_file_that_is_trusted_by_its_path(tmp_path, monkeypatch):
 def test_a_record_that_cannot_be_read_is_one_line_with_the_remedy_and_is_written_anew(tmp_path, text):
   (tmp_path / 'run.json').write_text(text)
   (tmp_path / 'config.txt').write_text('')
-  remedy = r'name its experiment with --exp, and train then records it again; .*config\.txt has its config as text'
+  remedy = r'name its experiment with --exp, and train then records it; .*config\.txt has its config as text'
   what = 'is empty' if not text else 'has format 99' if '99' in text else 'is not (JSON|the record of a run)'
   with pytest.raises(UserError, match=rf'run\.json {what}.*{"" if "99" in text else remedy}$'):
     read_record(tmp_path)

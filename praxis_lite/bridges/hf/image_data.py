@@ -37,7 +37,7 @@ def image_text_datasets(model: Config, folder: str, tokenizer: Config) -> list[C
     tokenizer: config of the tokenizer.
   """
   data = Config(ImageTextRecordInput, file_pattern=REQUIRED, batch_size=32, **_fields_of(model.image_tpl, folder))
-  has_end_token = model.text_pooling == 'end'  # As in CLIP; texts of SigLIP only have padding.
+  has_end_token = model.text_pooling in ('end', 'largest')  # As in CLIP; texts of SigLIP only have padding.
   data.set(tokenizer_tpl=tokenizer, text_len=model.text_tpl.position_tpl.max_len)
   data.set(has_begin=has_end_token, hides_padding=has_end_token)
   return [data.clone(name='train', is_training=True, crop_area=(0.9, 1.0), flip=False), data.clone(name='validation')]

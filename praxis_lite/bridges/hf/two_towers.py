@@ -78,7 +78,8 @@ class TwoTowers(WholeModelFamily):
       model.loss_tpl.kind = 'sigmoid'
       return model
     end = text['eos_token_id']
-    end = text_tpl.vocab_size - 1 if end == _OLD_END else end
+    if end == _OLD_END:
+      return model.set(text_pooling='largest')
     text.check_ids('eos_token_id', end)
     return model.set(text_pooling='end', end_id=end)
 
@@ -134,7 +135,8 @@ class TwoTowers(WholeModelFamily):
     if self.is_siglip:
       of_text['projection_size'] = model.embedding_dims
     else:
-      of_text |= {'eos_token_id': model.end_id, 'projection_dim': model.embedding_dims}
+      end = _OLD_END if model.text_pooling == 'largest' else model.end_id
+      of_text |= {'eos_token_id': end, 'projection_dim': model.embedding_dims}
     of_vision = {
       'image_size': one_or_both(vision.image_size),
       'patch_size': one_or_both(vision.patch_size),
@@ -215,7 +217,7 @@ def _shared_values(tower: TransformerEncoder | VisionTransformer, epsilon: float
   }
 
 
-# What old files say is the end token. Their models take the largest id, which is the real one.
+# What old files say is the end token. Their models take the token with the largest id of each row.
 _OLD_END = 2
 _CLIP = {
   'num_hidden_layers': 12,

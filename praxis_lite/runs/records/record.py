@@ -293,7 +293,7 @@ def remedy_for_damage(directory: Path) -> str:
   """Returns what to do with a run whose record is damaged or missing."""
   text = directory / _TEXT
   seen = f'; {text} has its config as text' if text.is_file() else ''
-  return f'name its experiment with --exp, and train then records it again{seen}'
+  return f'name its experiment with --exp, and train then records it{seen}'
 
 
 def first_launch(record: bytes) -> float | None:

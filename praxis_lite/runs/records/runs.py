@@ -108,7 +108,7 @@ def runs_near(directory: str | os.PathLike[str]) -> str:
   if path.is_dir():
     found = [str(run) for run in find_runs(path)]
     if found == [str(path)]:
-      return f', but has other files of a run; {remedy_for_damage(path)}'
+      return f', though there are other files of a run; {remedy_for_damage(path)}'
     more = f' and {len(found) - _MOST_NEAR} more' if len(found) > _MOST_NEAR else ''
     return f'; the runs below it are {", ".join(found[:_MOST_NEAR])}{more}' if found else ''
   beside = [other.name for other in path.parent.iterdir() if has_record(other)] if path.parent.is_dir() else []
