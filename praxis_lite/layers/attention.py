@@ -12,7 +12,7 @@ head.
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,7 @@ class MultiHeadAttention(AttentionHeads):
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
     check_cache_dtype(f'{self.path_name}.cache_dtype', self.cache_dtype)
     super().setup()
+    self._grow_logits()
     self._mesh.check(self.implementation)
     self._has_bias = self.relative_bias_tpl is not None or is_bias_shared()
     if self.relative_bias_tpl is not None:
@@ -293,6 +294,18 @@ class MultiHeadAttention(AttentionHeads):
     """The factor of the logits."""
     assert self.dims_per_head is not None  # Set once the layer is built.
     return self.dims_per_head**-0.5 if self.scale is None else self.scale
+
+  def _grow_logits(self) -> None:
+    """Divides logits by the growth of the dims of a head, unless the smaller model has another `scale`."""
+    growth = self.growth_of('dims_per_head')
+    if growth != 1 and self._counterpart is not None:
+      smaller: Any = self._counterpart.layer
+      if self.scale is None or self.scale == smaller.scale:
+        self.scale = smaller.logit_scale / growth
+
+  def growth_multipliers(self) -> dict[str, float]:
+    growth = self.growth_of('dims_per_head')
+    return {} if growth == 1 else {'logits of attention': growth**-0.5}
 
   def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
     return AttentionSpec(self.scale, self.logit_soft_cap, implementation, self.block_size)

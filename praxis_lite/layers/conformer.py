@@ -43,6 +43,8 @@ class ConformerBlock(Layer):
 
   takes_paddings: ClassVar[bool] = True
 
+  scales_branches: ClassVar[bool] = True
+
   input_dims: int = REQUIRED
   hidden_dims: int = REQUIRED
   num_heads: int = REQUIRED
@@ -83,11 +85,11 @@ class ConformerBlock(Layer):
       paddings: [B, T], nonzero for padding; None means that there is none.
     """
     segments_BT = None if paddings is None else (paddings == 0).astype(jnp.int32)
-    x_BTD = self.shard(x_BTD + 0.5 * self.residual_dropout(self.ff_in(self.ff_in_norm(x_BTD))))
+    x_BTD = self.shard(x_BTD + 0.5 * self.scale_branch(self.residual_dropout(self.ff_in(self.ff_in_norm(x_BTD)))))
     attended_BTD = self.attention(self.attention_norm(x_BTD), segment_ids=segments_BT)
-    x_BTD = self.shard(x_BTD + self.residual_dropout(attended_BTD))
-    x_BTD = self.shard(x_BTD + self.convolution(x_BTD, paddings))
-    x_BTD = self.shard(x_BTD + 0.5 * self.residual_dropout(self.ff_out(self.ff_out_norm(x_BTD))))
+    x_BTD = self.shard(x_BTD + self.scale_branch(self.residual_dropout(attended_BTD)))
+    x_BTD = self.shard(x_BTD + self.scale_branch(self.convolution(x_BTD, paddings)))
+    x_BTD = self.shard(x_BTD + 0.5 * self.scale_branch(self.residual_dropout(self.ff_out(self.ff_out_norm(x_BTD)))))
     return self.shard(self.final_norm(x_BTD))
 
 

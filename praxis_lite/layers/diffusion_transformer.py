@@ -10,6 +10,7 @@ B batch, H height, W width, C channels, P patch size, T = H W / P^2 patches, D m
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,8 @@ class ModulatedBlock(Layer):
     activation_split_dims_mapping: `out`, [B, T, D].
   """
 
+  scales_branches: ClassVar[bool] = True
+
   input_dims: int = REQUIRED
   hidden_dims: int = REQUIRED
   num_heads: int = REQUIRED
@@ -100,8 +103,9 @@ class ModulatedBlock(Layer):
     """Returns [B, T, D] for the residual stream and the condition of each row."""
     parts = jnp.split(self.modulation(jax.nn.silu(condition_BD))[:, None], 6, axis=-1)
     shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = parts
-    x_BTD = self.shard(x_BTD + gate_a * self.attention(self.attention_norm(x_BTD) * (1 + scale_a) + shift_a))
-    return self.shard(x_BTD + gate_f * self.ff(self.ff_norm(x_BTD) * (1 + scale_f) + shift_f))
+    attended_BTD = self.attention(self.attention_norm(x_BTD) * (1 + scale_a) + shift_a)
+    x_BTD = self.shard(x_BTD + self.scale_branch(gate_a * attended_BTD))
+    return self.shard(x_BTD + self.scale_branch(gate_f * self.ff(self.ff_norm(x_BTD) * (1 + scale_f) + shift_f)))
 
 
 class DiffusionTransformer(Layer):

@@ -50,7 +50,11 @@ class Embedding(Layer):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] for integer ids [...]; NaN for an id that is not in [0, V)."""
-    return embed(self, ids, 'out', self.lookup_style, self.input_dims**0.5 if self.scale_sqrt_depth else None)
+    return embed(self, ids, 'out', self.lookup_style, sqrt_depth(self) if self.scale_sqrt_depth else None)
+
+  def growth_multipliers(self) -> dict[str, float]:
+    growth = self.growth_of('input_dims')
+    return {} if growth == 1 or not self.scale_sqrt_depth else {'embeddings': growth**-0.5}
 
   def token_flops(self, length: int) -> TokenFlops:
     return TokenFlops()  # A lookup multiplies nothing.
@@ -59,6 +63,12 @@ class Embedding(Layer):
 def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None) -> WeightHParams:
   """Returns the declaration of a table [V, D]; its fan in is D, so that vectors have a norm of about 1."""
   return WeightHParams((num_classes, dims), tensor_split_dims_mapping=split, fan_in_axes=(1,), fan_out_axes=(0,))
+
+
+def sqrt_depth(layer: Layer) -> float:
+  """Returns sqrt(D) of a table; with a smaller model, that of its table, since vectors do not grow with the width."""
+  dims: int = layer.input_dims  # type: ignore[attr-defined]
+  return (dims / layer.growth_of('input_dims')) ** 0.5
 
 
 def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | None) -> jax.Array:

@@ -355,7 +355,8 @@ class TransformerEncoderDecoder(Layer):
     return self.output_dropout(x_BTD if self.final_norm_tpl is None else getattr(self, norm)(x_BTD))
 
   def _scale(self, x_BTD: jax.Array) -> jax.Array:
-    return x_BTD * self.model_dims**-0.5 if self.scale_output_sqrt_depth else x_BTD
+    dims = self.model_dims / self.growth_of('model_dims')  # With a smaller model, the softmax divides by the growth.
+    return x_BTD * dims**-0.5 if self.scale_output_sqrt_depth else x_BTD
 
   @property
   def max_positions(self) -> int | None:

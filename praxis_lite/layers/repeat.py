@@ -106,6 +106,7 @@ class Repeat(Layer):
     weight_split_dims_mapping: `stack`, how the new dimension is split; `layers` splits the other dimensions.
   """
 
+  counts_layers: ClassVar[bool] = True
   _stack: ClassVar[str] = 'stack'  # The field of weight_split_dims_mapping that splits the new dimension.
 
   layers_tpl: Config | tuple[Config, ...] = REQUIRED

@@ -23,7 +23,7 @@ from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.base.call import SplitConstraint
 from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, unmapped_mesh_axes
-from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
+from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight, sqrt_depth
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.specs import Placement
@@ -132,6 +132,10 @@ class ClassLogits(Layer):
     weight = WeightHParams((self.input_dims, self.num_classes), tensor_split_dims_mapping=wt)
     return weight, None if wt is None else wt[-1:]
 
+  def _features(self, x: jax.Array) -> jax.Array:
+    """Returns the vectors [..., D] that are multiplied by `w`."""
+    return x.astype(self.fprop_dtype)
+
   def _project(self, x: jax.Array) -> jax.Array:
     return x @ self.theta.w
 
@@ -148,7 +152,7 @@ class ClassLogits(Layer):
   def get_logits(self, x: jax.Array) -> jax.Array:
     """Returns float32 logits [..., V] for x [..., D]."""
     # The product is in fprop_dtype: in float32, its gradients would be so too, which matrix units compute slower.
-    logits = self._project(x.astype(self.fprop_dtype))
+    logits = self._project(self._features(x))
     if self.use_bias:
       logits += self.theta.b
     logits = to_sum_dtype(self.shard(logits))
@@ -218,9 +222,7 @@ class FullSoftmax(ClassLogits):
       xent, log_normalizer = cross_entropy(logits, class_ids, self.label_smoothing)
       return SoftmaxOutput(xent, jnp.argmax(logits, axis=-1) == class_ids, logits), log_normalizer
     b = self.theta.b if self.use_bias else None
-    xent, log_normalizer, correct = chunked_cross_entropy(
-      x.astype(self.fprop_dtype), self.theta.w, b, class_ids, chunks
-    )
+    xent, log_normalizer, correct = chunked_cross_entropy(self._features(x), self.theta.w, b, class_ids, chunks)
     return SoftmaxOutput(xent, correct, None), log_normalizer
 
   def _chunks(self, class_ids: jax.Array) -> ClassChunks | None:
@@ -292,9 +294,17 @@ class SharedEmbeddingSoftmax(FullSoftmax):
   def _declare(self, wt: SplitDimsMapping) -> tuple[WeightHParams, SplitDimsMapping]:
     return embedding_weight(self.num_classes, self.input_dims, wt), None if wt is None else wt[:1]
 
+  def _features(self, x: jax.Array) -> jax.Array:
+    growth = self.growth_of('input_dims')
+    return super()._features(x if growth == 1 else x / growth)
+
+  def growth_multipliers(self) -> dict[str, float]:
+    growth = self.growth_of('input_dims')
+    return {} if growth == 1 else {'logits': 1 / growth}
+
   def _project(self, x: jax.Array) -> jax.Array:
     return jnp.einsum('...d,vd->...v', x, self.theta.w)
 
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] for integer ids [...]; NaN for an id outside [0, V)."""
-    return embed(self, ids, 'emb', self.lookup_style, self.input_dims**0.5 if self.scale_sqrt_depth else None)
+    return embed(self, ids, 'emb', self.lookup_style, sqrt_depth(self) if self.scale_sqrt_depth else None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 
@@ -34,6 +34,8 @@ class StackedTransformer(Layer):
     sliding_windows: see `add_windows`.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`.
   """
+
+  counts_layers: ClassVar[bool] = True
 
   layers_tpl: Config | tuple[Config, ...] = template(TransformerBlock)
   num_layers: int = REQUIRED

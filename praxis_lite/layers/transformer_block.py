@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ class TransformerBlock(Layer):
     residual_tpl: template of the child `residual`, a `StochasticResidual` that adds them; None just adds them.
     activation_split_dims_mapping: `out`, [B, T, D]: the residual stream.
   """
+
+  scales_branches: ClassVar[bool] = True
 
   input_dims: int = REQUIRED
   hidden_dims: int = REQUIRED
@@ -145,7 +147,7 @@ class TransformerBlock(Layer):
       y_BTD = norm(y_BTD)
     elif out_norm is not None:
       y_BTD = out_norm(y_BTD)
-    y_BTD = self.residual_dropout(y_BTD)
+    y_BTD = self.scale_branch(self.residual_dropout(y_BTD))
     x_BTD = self.shard(x_BTD + y_BTD if self.residual_tpl is None else self.residual(x_BTD, y_BTD))
     return norm(x_BTD) if self.norm_policy == 'post' else x_BTD
 

@@ -28,6 +28,7 @@ from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import transformer_lm
 from praxis_lite.models.masked_image_model import MaskedAutoencoder, masked_autoencoder
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
+from praxis_lite.models.mup import Mup
 from praxis_lite.models.pipeline_configs import set_pipeline
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.resnet_configs import resnet, resnet_classifier
@@ -55,6 +56,7 @@ __all__ = [
   'LanguageModel',
   'MaskedAutoencoder',
   'MaskedLanguageModel',
+  'Mup',
   'SequenceClassifier',
   'SpeechModel',
   'SpeechToTextModel',

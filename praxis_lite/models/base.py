@@ -23,9 +23,11 @@ from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.growth import Counterpart
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.adapter_edits import AdapterEdits
 from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
+from praxis_lite.models.mup import build_counterpart
 
 PredictionsT = TypeVar('PredictionsT')
 
@@ -73,15 +75,21 @@ class BaseModel(Layer, Generic[PredictionsT]):
   Attributes:
     adapters: config of an adapter of layers below the model, such as `Lora`, or several; for each layer, the first one
       that can adapt it wins. `add_adapters` sets them.
+    mup: config of a `Mup`, which names a smaller model whose hyperparameters of training are right for this one too;
+      None disables it.
   """
 
   adapters: Config | tuple[Config, ...] = ()
+  mup: Config | None = None
 
   # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False
 
   def _child_edits(self) -> AdapterEdits | None:
     return AdapterEdits(self.path, self.path_name, self.adapters) if self.adapters else None
+
+  def _smaller_model(self) -> Counterpart | None:
+    return None if self.mup is None else build_counterpart(self)
 
   @property
   def active_num_params(self) -> int:

@@ -188,6 +188,21 @@ class JointInit:
 
 
 @dataclasses.dataclass(frozen=True)
+class Growth:
+  """How a weight differs from that of a smaller model from which hyperparameters are taken; see `growth.py`.
+
+  Attributes:
+    base_shape: shape of the weight in one layer of the smaller model.
+    depth: number of layers of the stacks around the weight, in relation to the smaller model.
+    depth_exponent: the branches of residual layers are multiplied by depth^-depth_exponent.
+  """
+
+  base_shape: tuple[int, ...]
+  depth: float = 1.0
+  depth_exponent: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightHParams:
   """The declaration of one weight.
 
@@ -203,6 +218,7 @@ class WeightHParams:
     fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; see `get_fan_in_fan_out` for None.
     collections: marks from `WeightHParamsCollection`.
     active_share: the share of the weight that one token uses, less than 1 if it uses only some of the experts.
+    growth: how it differs from the weight of a smaller model; None if the model has none. Learners read it.
   """
 
   shape: tuple[int, ...]
@@ -216,6 +232,7 @@ class WeightHParams:
   fan_out_axes: tuple[int, ...] | None = None
   collections: frozenset[WeightHParamsCollection] = frozenset()
   active_share: float = 1.0
+  growth: Growth | None = None
 
   def __post_init__(self) -> None:
     if not isinstance(self.shape, Iterable) or isinstance(self.shape, str):
@@ -368,8 +385,19 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
   draw_dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
   if distribution == 'delta_orthogonal' and len(shape) > 1:
     return _delta_orthogonal(key, shape, scale, draw_dtype).astype(dtype)
+  scale *= _scale_of_shape(scaling, weight)
+  if distribution == 'uniform':
+    return jax.random.uniform(key, shape, draw_dtype, -scale, scale).astype(dtype)
+  if distribution == 'truncated_gaussian':
+    return (scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)).astype(dtype)
+  return (scale * jax.random.normal(key, shape, draw_dtype)).astype(dtype)
+
+
+def _scale_of_shape(scaling: str, weight: WeightHParams) -> float:
+  """Returns the factor of the scale of an initializer that depends on the shape of the weight."""
+  shape = weight.shape
   fan_in, fan_out = (fan or 1 for fan in get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes))
-  scale *= {
+  return {
     '': 1.0,
     '_sqrt_dim': 1 / math.sqrt(max(shape[0], 1) if shape else 1),
     '_fan_in': 1 / math.sqrt(fan_in),
@@ -379,11 +407,21 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
     '_geo_mean_xavier': math.sqrt(3 / math.sqrt(fan_in * fan_out)),
     '_unit_scaling': math.sqrt(3 / math.prod(shape[:-1])),
   }[scaling]
-  if distribution == 'uniform':
-    return jax.random.uniform(key, shape, draw_dtype, -scale, scale).astype(dtype)
-  if distribution == 'truncated_gaussian':
-    return (scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)).astype(dtype)
-  return (scale * jax.random.normal(key, shape, draw_dtype)).astype(dtype)
+
+
+def init_magnitude(weight: WeightHParams) -> float | None:
+  """Returns the standard deviation of a weight's initial values, up to a factor that its method has for all shapes.
+
+  None for constants, and for values that another library draws.
+  """
+  if not isinstance(weight.init, WeightInit):
+    return None
+  distribution, scaling = _METHODS[weight.init.method]
+  if distribution == 'constant':
+    return None
+  if distribution == 'delta_orthogonal' and len(weight.shape) > 1:
+    return weight.init.scale / math.sqrt(weight.shape[-1])
+  return weight.init.scale * _scale_of_shape(scaling, weight)
 
 
 def _delta_orthogonal(key: jax.Array, shape: Sequence[int], scale: float, dtype: DTypeLike) -> jax.Array:

@@ -39,6 +39,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, m
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import Exchange, SideOutputs, SplitConstraint, Surroundings
 from praxis_lite.layers.base.facts import Facts
+from praxis_lite.layers.base.growth import GrownLayer
 from praxis_lite.layers.base.scope import run_in_scope
 from praxis_lite.layers.base.splits import MappedSplits
 from praxis_lite.sharding.constraints import manual_axes, with_sharding_constraint
@@ -93,7 +94,7 @@ class ChildEdits(Protocol):
     ...
 
 
-class Layer(MappedSplits, Facts, Configurable):
+class Layer(MappedSplits, GrownLayer, Facts, Configurable):
   """Base of all layers.
 
   Attributes:
@@ -164,6 +165,7 @@ class Layer(MappedSplits, Facts, Configurable):
     self._declare_split_mappings()
     own_edits = self._child_edits()
     self._edits: ChildEdits | None = own_edits or (None if parent is None else parent._edits)
+    self._counterpart = self._find_counterpart(parent, self.name)
     self.setup()
     if own_edits is not None:
       own_edits.check()
@@ -213,13 +215,14 @@ class Layer(MappedSplits, Facts, Configurable):
     if mapping is None:  # Names the field that a user would set: the layer's first one, which maps its main weight.
       field = next(iter(self.split_mappings('weight_split_dims_mapping')), field)
     self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))
-    self._weights[name] = dataclasses.replace(
+    declared = dataclasses.replace(
       weight,
       dtype=weight.dtype or self.dtype,
       init=weight.init or self.params_init,
       collections=weight.collections | (set() if trainable else {WeightHParamsCollection.NON_TRAINABLE}),
       mapping_field=field,
     )
+    self._weights[name] = self._grow(name, declared)
 
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
     """Builds a child from a copy of `config`, with inherited values, as `self.<name>`; its path is `<path>.<name>`."""

@@ -159,6 +159,11 @@ class BoundLearner:
     del path
     return ''
 
+  def growth_remark(self, path: Path) -> str:
+    """Returns what a model with `Mup` changes for the trained variable at `path`, and why; '' if it changes nothing."""
+    del path
+    return ''
+
   # ---------------------------------------------------------------- state
 
   def init(self, mdl_vars: NestedDict) -> States:

@@ -18,7 +18,7 @@ import optax
 from praxis_lite.common.config import Config, Configurable, target, template
 from praxis_lite.common.config.references import dotted_name
 from praxis_lite.common.errors import ConfigError, check_choice
-from praxis_lite.common.trees import NestedDict, Path
+from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path
 from praxis_lite.training.learning.base_learner import (
   BaseLearner,
   BoundLearner,
@@ -32,6 +32,7 @@ from praxis_lite.training.learning.base_learner import (
 from praxis_lite.training.learning.moments import MOMENTS
 from praxis_lite.training.learning.optimizer import States, grouped_optimizer, is_regularized
 from praxis_lite.training.learning.schedules import Constant, Schedule, check_schedule, to_schedule
+from praxis_lite.training.learning.update_sizes import UPDATE_SIZES, has_growth, remark_of
 
 
 class Learner(BaseLearner, Configurable):
@@ -60,6 +61,8 @@ class Learner(BaseLearner, Configurable):
     per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. With None, it does
       so only if that may make a difference.
     report_param_norm: adds the norm of the trained variables to the stats.
+    update_size: how large the updates of the optimizer are, for a model with `Mup`: 'normalized', 'gradient',
+      'relative' or 'spectral', see `update_sizes.py`; 'auto' finds it out.
 
   Neither kind of decay, nor the optimizer's own, applies to variables that are marked to skip regularization.
 
@@ -85,12 +88,14 @@ class Learner(BaseLearner, Configurable):
   moments: str = 'float32'
   per_layer_statistics: bool | None = None
   report_param_norm: bool = False
+  update_size: str = 'auto'
 
   def __post_init__(self) -> None:
     if self.l2_regularizer_weight and self.decoupled_weight_decay:
       raise ConfigError('learner: l2_regularizer_weight and decoupled_weight_decay are both set; choose one')
     self._check_common_fields()
     check_choice('learner.moments', self.moments, MOMENTS)
+    check_choice('learner.update_size', self.update_size, UPDATE_SIZES)
     if not isinstance(self.optimizer, Config):
       raise ConfigError(f'learner.optimizer: expected a Config, got {type(self.optimizer).__name__}')
     for field in ('learning_rate', 'l2_regularizer_weight', 'decoupled_weight_decay'):
@@ -127,6 +132,12 @@ class _OneOptimizer(BoundLearner):
     self._optimizer = grouped_optimizer(
       learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments
     )
+    self._factors: dict[Path, float] = {}
+    if has_growth(self._declared):
+      self._factors = self._optimizer.update_factors(learner.update_size)
+
+  def growth_remark(self, path: Path) -> str:
+    return remark_of(leaves(self._declared)[path], self._factors.get(path, 1.0))
 
   def init(self, mdl_vars: NestedDict) -> States:
     return self._optimizer.init(self.select_trained(mdl_vars), self._learner.learning_rate_at(0))
@@ -146,7 +157,10 @@ class _OneOptimizer(BoundLearner):
     gradients = self._clip(given.gradients, given.squares, given.sum_parts)
     if learner.l2_regularizer_weight:
       gradients = self._plus(gradients, learner.l2_regularizer_weight, given.variables)
-    updates, states = self._optimizer.update(gradients, opt_states, given.variables, rate, given.loss)
+    # A decay that the optimizer adds to its updates should not get their factors.
+    decayed = self._times_factors(given.variables, -1) if self._optimizer.decays else given.variables
+    updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, given.loss)
+    updates = self._times_factors(updates)
     if learner.decoupled_weight_decay:
       updates = self._plus(updates, -rate * learner.decoupled_weight_decay, given.variables)
     return updates, states
@@ -171,6 +185,13 @@ class _OneOptimizer(BoundLearner):
       norm = norm_of(squares if gradients is original else squares_of(gradients, sum_parts))
       gradients = jax.tree.map(lambda g: clip_to_norm(g, norm, limit), gradients)
     return gradients
+
+  def _times_factors(self, tree: NestedDict, power: int = 1) -> NestedDict:
+    """Returns `tree` with each array times a power of the factor of its variable's update."""
+    factors = self._factors
+    if not factors:
+      return tree
+    return map_with_path(lambda p, x: x if factors[p] == 1 else x * jnp.asarray(factors[p] ** power, x.dtype), tree)
 
   def _plus(self, tree: NestedDict, factor: float | jax.Array, variables: NestedDict) -> NestedDict:
     """Returns `tree` + factor * variables, for the variables that may be regularized; others are unchanged."""

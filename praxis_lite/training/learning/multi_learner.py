@@ -125,6 +125,9 @@ class _SeveralOptimizers(BoundLearner):
   def remark(self, path: Path) -> str:
     return self._parts[self._owners[path]].rule.describe()
 
+  def growth_remark(self, path: Path) -> str:
+    return self._parts[self._owners[path]].learner.growth_remark(path)
+
   def init(self, mdl_vars: NestedDict) -> States:
     return {part.name: part.init(mdl_vars) for part in self._parts}
 

@@ -36,7 +36,7 @@ from typing import TypeAlias
 import jax
 import optax
 
-from praxis_lite.common.config import REQUIRED, Config, map_nested, nested_configs, target
+from praxis_lite.common.config import REQUIRED, Config, config_values, map_nested, nested_configs, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
 from praxis_lite.sharding.slots import owner_of
@@ -44,6 +44,7 @@ from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.learning.matrices import matrix_dims
 from praxis_lite.training.learning.moments import compress_moments
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
+from praxis_lite.training.learning.update_sizes import update_factors
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 Rate = jax.Array | float
@@ -121,6 +122,17 @@ class GroupedOptimizer:
       # Some optimizers promote the dtype of a slot. The state keeps its dtype, so that it can be donated and saved.
       new_states[name] = jax.tree.map(lambda old, new: new.astype(old.dtype), states[name], state)
     return merge(*updates), new_states
+
+  def update_factors(self, size: str) -> dict[Path, float]:
+    """Returns the factor of each variable's update, for a model with `Mup`; see `update_sizes.py`."""
+    return update_factors(self._config, self._build, self._weights, size)
+
+  @property
+  def decays(self) -> bool:
+    """Whether an optimizer in the config has a weight decay of its own."""
+    return any(
+      config_values(nested).get(decay) for nested in nested_configs(self._config) for decay in _MASKS_OF_DECAYS
+    )
 
   def not_elementwise(self) -> list[str]:
     """Returns the names of the factories in the config whose updates may differ on parts of variables."""
@@ -276,11 +288,13 @@ def _strip_split(weight: WeightHParams) -> WeightHParams:
   """Returns the part of a declaration that an optimizer can know."""
   return WeightHParams(
     weight.shape,
+    init=None if weight.growth is None else weight.init,
     dtype=weight.dtype,
     repeat_prefix=weight.repeat_prefix,
     fan_in_axes=weight.fan_in_axes,
     fan_out_axes=weight.fan_out_axes,
     collections=weight.collections,
+    growth=weight.growth,
   )
 
 

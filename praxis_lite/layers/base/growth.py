@@ -1,0 +1,116 @@
+"""How a layer knows what it is in a smaller model, from which the hyperparameters of training are taken.
+
+A model with `Mup` builds the smaller model first. Then each layer finds its counterpart in it: the child of the same
+name, or, in a stack of more layers, an earlier one of the same class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.sharding.growth import grow_weight
+from praxis_lite.sharding.weights import WeightHParams
+
+if TYPE_CHECKING:
+  from praxis_lite.layers.base import Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Counterpart:
+  """What a layer is in the smaller model.
+
+  Attributes:
+    layer: the layer of the smaller model.
+    depth: number of layers of the stacks around it, in relation to the smaller model.
+    depth_exponent: residual branches are multiplied by depth^-depth_exponent.
+  """
+
+  layer: Layer
+  depth: float = 1.0
+  depth_exponent: float = 0.5
+
+
+class GrownLayer:
+  """The part of a `Layer` that compares it with its counterpart in a smaller model.
+
+  Attributes:
+    scales_branches: whether the layer multiplies its residual branches by `branch_factor`.
+    counts_layers: whether the layer is a stack of `num_layers` layers.
+  """
+
+  scales_branches: ClassVar[bool] = False
+  counts_layers: ClassVar[bool] = False
+  _counterpart: Counterpart | None = None
+
+  if TYPE_CHECKING:
+    _children: dict[str, Layer]
+    _weights: dict[str, WeightHParams]
+
+    @property
+    def path_name(self) -> str: ...
+
+  def growth_of(self, field: str) -> float:
+    """Returns a hyperparameter in relation to that of the smaller model; 1 if there is none."""
+    if self._counterpart is None:
+      return 1.0
+    return float(getattr(self, field) / getattr(self._counterpart.layer, field))
+
+  @property
+  def branch_factor(self) -> float:
+    """The factor of residual branches: less than 1 if there are more layers than in the smaller model."""
+    found = self._counterpart
+    return 1.0 if found is None or found.depth == 1 else float(found.depth**-found.depth_exponent)
+
+  def scale_branch(self, branch: Any) -> Any:
+    """Returns a residual branch times `branch_factor`."""
+    return branch if self.branch_factor == 1 else branch * self.branch_factor
+
+  def growth_multipliers(self) -> dict[str, float]:
+    """Returns the factors by which the layer computes something else than without a smaller model, by their names."""
+    return {'residual branches': self.branch_factor} if self.scales_branches and self.branch_factor != 1 else {}
+
+  def _smaller_model(self) -> Counterpart | None:
+    """Returns the counterpart of a model that has one of its own; None leaves it to the layers above."""
+    return None
+
+  def _find_counterpart(self, parent: Layer | None, name: str) -> Counterpart | None:
+    own = self._smaller_model()
+    if own is not None or parent is None or parent._counterpart is None:
+      return own
+    above, depth = parent._counterpart, parent._counterpart.depth
+    if parent.counts_layers and (times := parent.growth_of('num_layers')) != 1:
+      depth *= times
+      if not self.scales_branches:
+        raise ConfigError(
+          f'{parent.path_name}.num_layers: mup.base has another number of layers, and {type(self).__name__} has no '
+          'residual branches that it could multiply; leave num_layers out of mup.base'
+        )
+    return Counterpart(self._named_like(name, above.layer), depth, above.depth_exponent)
+
+  def _named_like(self, name: str, above: Layer) -> Layer:
+    found = above._children
+    if name in found:
+      return found[name]
+    prefix = re.sub(r'\d+$', '', name)
+    alike = [child for child in found.values() if type(child) is type(self)]
+    of_list = [child for child in alike if re.sub(r'\d+$', '', child.name) == prefix]
+    if prefix != name and alike:
+      return (of_list or alike)[-1]
+    raise ConfigError(
+      f'{above.path_name}.{name}: mup.base has no such layer; it differs only in widths and the number of layers'
+    )
+
+  def _grow(self, name: str, weight: WeightHParams) -> WeightHParams:
+    """Returns the declaration of a variable, with what follows from its counterpart."""
+    if self._counterpart is None:
+      return weight
+    base = self._counterpart.layer._weights.get(name)
+    if base is None or len(base.shape) != len(weight.shape):
+      what = 'no such variable' if base is None else f'a variable of shape {base.shape}, and not {weight.shape}'
+      raise ConfigError(
+        f'{self.path_name}.{name}: mup.base has {what}; it differs only in widths and the number of layers'
+      )
+    return grow_weight(weight, base, self._counterpart.depth, self._counterpart.depth_exponent)
