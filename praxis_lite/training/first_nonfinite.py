@@ -87,7 +87,7 @@ class Trace:
     name, params = eqn.primitive.name, eqn.params
     if name == 'scan':
       return self._scan(eqn, args, stack, at)
-    if name == 'cond':
+    if name == 'cond' and not isinstance(args[0], jax.core.Tracer):
       branch = int(np.clip(int(args[0]), 0, len(params['branches']) - 1))
       return self._run(params['branches'][branch], args[1:], stack, at)
     if name == 'sharding_constraint':
@@ -115,14 +115,18 @@ class Trace:
     empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in outvars] if not length else []
     return [*state, *(empty or [jnp.stack(row) for row in ordered])]
 
-  def _look(self, name: str, args: list[Any], results: list[Any], stack: str, at: dict[str, str]) -> None:
-    where, is_backward = _path(stack), 'transpose' in stack
+  def _layer_of(self, stack: str, at: dict[str, str]) -> str:
+    """Returns the path of the layer in whose scope an operation is."""
+    where = _path(stack)
     # The scan with the longest matching path is the innermost one; it gives the number of the repeated layer.
     for prefix in sorted(at, key=len, reverse=True):
       if where.startswith(prefix):
         where = f'{prefix}{at[prefix]}{where[len(prefix) :]}'
         break
-    where = where.removeprefix(self._root).removeprefix('.')
+    return where.removeprefix(self._root).removeprefix('.')
+
+  def _look(self, name: str, args: list[Any], results: list[Any], stack: str, at: dict[str, str]) -> None:
+    where, is_backward = self._layer_of(stack, at), 'transpose' in stack
     for result in results:
       if not jnp.issubdtype(jnp.result_type(result), jnp.floating) or not jnp.size(result):
         continue
@@ -137,6 +141,24 @@ class Trace:
       if not good.all() and len(self.origins) < self._most and all(map(_is_finite, args)):
         found = 'nan' if np.isnan(x).any() else 'inf'
         self.origins.append(Origin(where, is_backward, name, found, [_range(a) for a in args]))
+
+
+class Activations(Trace):
+  """The last result of each layer of a forward pass. It may run in a traced function, which then computes them.
+
+  Attributes:
+    results: by the path of a layer, in the order of the computation; of several arrays the last one.
+  """
+
+  def __init__(self, root: str = ''):
+    super().__init__(root)
+    self.results: dict[str, jax.Array] = {}
+
+  def _look(self, name: str, args: list[Any], results: list[Any], stack: str, at: dict[str, str]) -> None:
+    for result in results:
+      if (where := self._layer_of(stack, at)) and jnp.issubdtype(jnp.result_type(result), jnp.floating):
+        self.results.pop(where, None)
+        self.results[where] = result
 
 
 def _path(stack: str) -> str:

@@ -76,14 +76,15 @@ def find_sizes(
   chosen = select(weights, set(alike.values()).__contains__)
   gradients = jax.tree.map(lambda weight: 1000 * _small(weight), chosen)
   variables = jax.tree.map(_small, chosen)
-  transformation = build(1e-3)
 
   @jax.jit
   def update(gradients: NestedDict, variables: NestedDict) -> Any:
+    transformation = build(1e-3)
     return transformation.update(gradients, transformation.init(variables), variables, value=jnp.float32(1.0))[0]
 
   def updates(gradients: NestedDict, variables: NestedDict) -> dict[Path, np.ndarray]:
-    return {path: np.asarray(x) for path, x in leaves_by_path(update(gradients, variables)).items()}
+    with jax.ensure_compile_time_eval():  # A learner may be bound while a step is traced.
+      return {path: np.asarray(x) for path, x in leaves_by_path(update(gradients, variables)).items()}
 
   one = updates(gradients, variables)
   large = updates(jax.tree.map(lambda x: _TIMES * x, gradients), variables)

@@ -1,0 +1,97 @@
+"""`praxis-lite coordinate-check`: finds layers whose activations grow with the width, by training several widths."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, configured_experiment
+from praxis_lite.cli.command_flags import CommandFlags, experiment_flags
+from praxis_lite.common.errors import UserError
+
+if TYPE_CHECKING:
+  from praxis_lite.common.trees import NestedDict
+  from praxis_lite.training.experiment import ExperimentConfig
+
+_WIDTHS = ('1', '2', '4', '8')
+
+
+def _run(values: flags.FlagValues) -> int:
+  from praxis_lite.instruments.coordinates import (
+    add_mup,
+    coordinate_check,
+    draw_scalings,
+    format_table,
+    make_ladder,
+  )
+  from praxis_lite.training.learning.multi_learner import nested_learners
+
+  config = configured_experiment(values)
+  task = config.task.clone()
+  if values.learning_rate is not None:
+    for learner in nested_learners(task.train.learner).values():
+      learner.learning_rate = values.learning_rate
+  ladder = make_ladder(task.model, [_to_factor(text) for text in values.widths or _WIDTHS], values.fields or ())
+  if values.mup:
+    ladder = add_mup(ladder)
+  print(f'narrowest model: {", ".join(f"{path} = {width}" for path, width in ladder.fields.items())}')
+  found = coordinate_check(task, ladder, _read_batches(config, values.steps), values.seed, print)
+  print(format_table(found, ladder.factors, values.tolerance))
+  if values.svg:
+    from praxis_lite.instruments.explain.page import write_file
+
+    print(f'wrote {write_file(values.svg, draw_scalings(found, ladder.factors, values.tolerance))}')
+  failed = [s for s in found if s.trouble(values.tolerance)]
+  if failed:
+    print(f'{len(failed)} of {len(found)} layers FAIL: a learning rate of a narrow model is wrong for a wide one')
+    return 1
+  print(f'all {len(found)} layers pass')
+  return 0
+
+
+def _to_factor(text: str) -> float:
+  try:
+    return float(text)
+  except ValueError:
+    raise UserError(f'--widths: {text!r} is not a number; expected factors, as in --widths=1,2,4,8') from None
+
+
+def _read_batches(config: ExperimentConfig, steps: int) -> list[NestedDict]:
+  """Returns the first batches of the training input."""
+  from praxis_lite.runs.records.run_config import build_datasets
+
+  batches = list(itertools.islice(build_datasets(config.datasets).the_training_input(), steps))
+  if len(batches) < steps:
+    raise UserError(f'--steps={steps}: the training data has only {len(batches)} batches')
+  return batches
+
+
+def _flags() -> CommandFlags:
+  values = experiment_flags()
+  values.add_list('widths', 'How many times as wide as the narrowest model the models are; default: 1,2,4,8.', '1,4')
+  fields = 'Paths of the fields of the model that are widths; by default those in which mup.base differs, or else all '
+  values.add_list('fields', f'{fields}integers named *_dims.', 'model_dims,hidden_dims')
+  values.add_switch('mup', 'Give the models a Mup whose base is the narrowest one.')
+  values.add_integer('steps', 'Number of training steps.', 8, 4, least=1)
+  values.add_integer('seed', 'Seed of the initial values.', 1, 0, least=0, most=2**32 - 1)
+  values.add_number('learning_rate', 'Learning rate; by default that of the learner. It is constant.', '0.01', least=0)
+  tolerance = 'The largest exponent of the width, of activations and of their changes, that passes.'
+  values.add_number('tolerance', tolerance, '0.2', 0.25, least=0)
+  values.add_text('svg', 'Write a picture to this file: the sizes of all layers by width.', 'check.svg')
+  return values
+
+
+COMMAND = Command(
+  'coordinate-check',
+  'find layers whose activations grow with the width',
+  'train models of several widths for a few steps on one device, and fit the size of what each layer computes, and of '
+  'its change, to a power of the width. If an exponent is not near zero, a learning rate of a narrow model is wrong '
+  'for a wide one: exits with 1. With mup, all layers should pass.',
+  'praxis-lite coordinate-check lm.StdlibLmTiny --mup --widths=1,2,4,8',
+  _flags(),
+  _run,
+  bare='exp',
+  usage='EXPERIMENT_OR_RUN [--flags]',
+)

@@ -1,0 +1,272 @@
+"""Coordinate check: how the activations of each layer, and their changes in training, depend on the width of a model.
+
+A ladder of models, each wider than the one before, is trained for a few steps. If the activations of a layer grow or
+shrink with a power of the width, a learning rate of a small model is wrong for a large one. With `Mup`, the exponents
+are near zero (Yang et al., 2022, appendix D.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.config import Config, config_values
+from praxis_lite.common.config.overrides import get_by_path, set_by_path
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.models.mup import Mup, base_config
+from praxis_lite.sharding.mesh import platform
+from praxis_lite.training.first_nonfinite import Activations
+from praxis_lite.training.learning.multi_learner import nested_learners
+from praxis_lite.training.learning.schedules import Constant
+from praxis_lite.training.steps import loss_and_gradients
+
+_WIDTH, _HEIGHT = 340, 300
+_STYLE = """<style>
+text { font: 12px system-ui, sans-serif; fill: #24292f; text-anchor: middle }
+text.title { font-weight: 600 } text.left { text-anchor: end }
+path { fill: none; stroke-width: 1.3 } .frame { stroke: #d0d7de } .ok { stroke: #1f6fb0 } .fails { stroke: #cf5c1a }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .frame { stroke: #30363d } }
+</style>"""
+_DEPTH = 'num_layers'
+# Each program runs only a few times.
+_QUICK_TO_COMPILE = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
+
+
+class Scaling(NamedTuple):
+  """How the result of a layer depends on the width.
+
+  Attributes:
+    layer: path of the layer; stacked layers have their number.
+    sizes: root mean square of the result after the steps, for each width.
+    changes: that of the difference to the result before them.
+    slope, slope_of_change: exponents of the width, by a fit to the logarithms; 0 for a result that is always zero.
+  """
+
+  layer: str
+  sizes: tuple[float, ...]
+  changes: tuple[float, ...]
+  slope: float
+  slope_of_change: float
+
+  def trouble(self, tolerance: float) -> str:
+    """Returns 'grows' or 'change grows' if an exponent is above the tolerance, else ''."""
+    if not all(np.isfinite([*self.sizes, *self.changes])):
+      return 'not finite'
+    if self.slope > tolerance:
+      return 'grows'
+    return 'change grows' if self.slope_of_change > tolerance else ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+  """Models of several widths.
+
+  Attributes:
+    fields: the value of each width field in the narrowest model, by its path in the config of the model.
+    factors: how many times as wide the models are.
+    model: config of the model, with other fields as in the narrowest one.
+  """
+
+  fields: Mapping[str, int]
+  factors: tuple[float, ...]
+  model: Config
+
+  def at(self, factor: float) -> Config:
+    """Returns the config of a model that is `factor` times as wide as the narrowest one.
+
+    Raises:
+      ConfigError: a width is not an integer.
+    """
+    model = self.model.clone()
+    for path, width in self.fields.items():
+      wide = width * factor
+      if wide != int(wide) or wide < 1:
+        raise ConfigError(f'task.model.{path} = {width}: {factor:g} times that is not a width; choose other --widths')
+      set_by_path(model, path, int(wide))
+    return model
+
+
+def make_ladder(model: Config, factors: Sequence[float], fields: Sequence[str] = ()) -> Ladder:
+  """Returns a ladder for the config of a model.
+
+  Args:
+    model: if it has `mup`, its base is the narrowest model, and the fields in which both differ are the widths.
+    factors: see `Ladder`.
+    fields: paths of the fields that are widths; the default, without `mup`, is all integers named `*_dims`.
+
+  Raises:
+    ConfigError: there are less than two factors, or no widths.
+  """
+  if len(set(factors)) < 2 or min(factors, default=0) <= 0:
+    raise ConfigError(f'--widths: expected two or more different factors above 0, got {tuple(factors)}')
+  mup = config_values(model).get('mup')
+  if isinstance(mup, Config):
+    base = base_config(model, mup.instantiate(), 'task.model.mup')
+    found = {path: value for path, value in _integers(base, '') if path in fields or value != get_by_path(model, path)}
+    narrow = model.clone()
+    for path, value in found.items():
+      set_by_path(narrow, path, value)
+    widths = {path: value for path, value in found.items() if path.rpartition('.')[2] != _DEPTH}
+  else:
+    narrow = model
+    all_widths = {path: value for path, value in _integers(model, '') if path.endswith('_dims')}
+    widths = {path: _width_at(model, path) for path in fields} if fields else all_widths
+  if not widths:
+    raise ConfigError('--fields: the model has no widths; name the fields, as in --fields=model_dims,hidden_dims')
+  return Ladder(widths, tuple(sorted(factors)), narrow)
+
+
+def add_mup(ladder: Ladder) -> Ladder:
+  """Returns the ladder with `Mup`, whose base is the narrowest model."""
+  base = {path: int(width * ladder.factors[0]) for path, width in ladder.fields.items()}
+  return dataclasses.replace(ladder, model=ladder.model.clone(mup=Config(Mup, base=base)))
+
+
+def coordinate_check(
+  task: Config,
+  ladder: Ladder,
+  batches: Sequence[NestedDict],
+  seed: int = 0,
+  report: Callable[[str], object] = lambda line: None,
+) -> list[Scaling]:
+  """Trains each model of the ladder for one step on each batch, on one device; returns what each layer computes.
+
+  The learning rate is constant: that of the learner without its schedule. Activations are those of the first batch,
+  in evaluation.
+
+  Args:
+    task: config of the task.
+    ladder: from `make_ladder`.
+    batches: as for a train step; NumPy arrays.
+    seed: of the initial values; there are different ones for each width.
+    report: called with a line for each model.
+
+  Raises:
+    ConfigError: a model cannot be built.
+  """
+  measured = []
+  for factor in ladder.factors:
+    one = task.clone(model=ladder.at(factor), ici_mesh_shape=None, dcn_mesh_shape=None, partitioning='auto')
+    for learner in nested_learners(one.train.learner).values():
+      learner.schedule = Config(Constant)
+    before, after, loss = _train(one.instantiate(), batches, seed)
+    report(f'{factor:g} times as wide: loss {loss:.4g} after {len(batches)} steps')
+    measured.append((before, after))
+  layers = [path for path in measured[0][0] if all(path in each for pair in measured for each in pair)]
+  return [_scaling(path, ladder.factors, measured) for path in layers]
+
+
+def format_table(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
+  """Returns a table with a line for each layer, its sizes and exponents, and whether it passes."""
+  width = max([5, *(len(s.layer) for s in found)])
+  sizes = ''.join(f'{f"x{factor:g}":>9}' for factor in factors)
+  lines = [f'{"layer":<{width}}{sizes}{"exponent":>10}{"of change":>11}']
+  for s in found:
+    values = ''.join(f'{size:>9.3g}' for size in s.sizes)
+    trouble = s.trouble(tolerance)
+    passes = f'FAILS: {trouble}' if trouble else 'ok'
+    lines.append(f'{s.layer:<{width}}{values}{s.slope:>10.2f}{s.slope_of_change:>11.2f}  {passes}')
+  return '\n'.join(lines)
+
+
+def draw_scalings(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
+  """Returns an SVG with two plots over the width, both axes logarithmic: sizes and changes, a line for each layer."""
+  plots = [
+    _draw_plot('size of the result', [(s, s.sizes, s.slope > tolerance) for s in found], factors),
+    _draw_plot('its change in training', [(s, s.changes, s.slope_of_change > tolerance) for s in found], factors),
+  ]
+  size = f'width="{2 * _WIDTH}" height="{_HEIGHT}" viewBox="0 0 {2 * _WIDTH} {_HEIGHT}"'
+  groups = [f'<g transform="translate({i * _WIDTH} 0)">{plot}</g>' for i, plot in enumerate(plots)]
+  return '\n'.join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', _STYLE, *groups, '</svg>', ''])
+
+
+def _draw_plot(title: str, lines: Sequence[tuple[Scaling, Sequence[float], bool]], factors: Sequence[float]) -> str:
+  drawn = [(s.layer, values, fails) for s, values, fails in lines if all(np.isfinite(values)) and min(values) > 1e-12]
+  logs = np.log10([value for _, values, _ in drawn for value in values] or [1.0])
+  low, high = np.floor(logs.min()), max(np.ceil(logs.max()), np.floor(logs.min()) + 1)
+  left, top, right, bottom = 56, 30, _WIDTH - 14, _HEIGHT - 40
+  x = np.interp(np.log(factors), np.log([factors[0], factors[-1]]), [left, right])
+
+  def y(log: float) -> float:
+    return float(bottom - (log - low) / (high - low) * (bottom - top))
+
+  parts = [f'<text class="title" x="{(left + right) / 2}" y="18">{title}</text>']
+  parts.append(f'<path class="frame" d="M{left} {top}V{bottom}H{right}"/>')
+  parts += [f'<text x="{at:.1f}" y="{bottom + 18}">x{factor:g}</text>' for at, factor in zip(x, factors)]
+  for power in range(int(low), int(high) + 1):
+    parts.append(f'<text class="left" x="{left - 6}" y="{y(power) + 4:.1f}">1e{power}</text>')
+  for layer, values, fails in drawn:
+    points = ' '.join(f'{at:.1f},{y(np.log10(value)):.1f}' for at, value in zip(x, values))
+    parts.append(f'<path class="{"fails" if fails else "ok"}" d="M{points}"><title>{html.escape(layer)}</title></path>')
+  return ''.join(parts)
+
+
+def _train(task: Any, batches: Sequence[NestedDict], seed: int) -> tuple[dict[str, Any], dict[str, Any], float]:
+  """Returns the results of all layers before and after the steps, and the last loss."""
+  model, learner = task.model, task.bind_learner()
+  init_key, train_key = jax.random.split(jax.random.key(seed))
+
+  jit = functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE if platform() == 'cpu' else None)
+
+  @jit
+  def look(variables: NestedDict, batch: NestedDict) -> dict[str, jax.Array]:
+    seen = Activations('' if model.name else type(model).__name__)
+    seen.run(lambda v, b: model.apply(v, b, key=train_key, do_eval=True)[0][0]['loss'], variables, batch)
+    return {path: result for path, result in seen.results.items() if result.ndim > 1}
+
+  @jit
+  def step(variables: NestedDict, states: Any, number: jax.Array, batch: NestedDict) -> Any:
+    loss, gradients = loss_and_gradients(task, variables, number, train_key, batch)
+    update = learner.update(gradients, loss, variables, states, None, number)
+    return update.mdl_vars, update.opt_states, loss
+
+  variables = jit(model.init)(init_key)
+  states, loss = jit(learner.init)(variables), jnp.nan
+  before = jax.device_get(look(variables, batches[0]))
+  for number, batch in enumerate(batches):
+    variables, states, loss = step(variables, states, jnp.int32(number), batch)
+  return before, jax.device_get(look(variables, batches[0])), float(loss)
+
+
+def _scaling(
+  path: str, factors: Sequence[float], measured: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+) -> Scaling:
+  sizes = tuple(_rms(after[path]) for _, after in measured)
+  changes = tuple(_rms(after[path] - before[path]) for before, after in measured)
+  return Scaling(path, sizes, changes, _exponent(factors, sizes), _exponent(factors, changes))
+
+
+def _rms(x: np.ndarray) -> float:
+  return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
+
+
+def _exponent(factors: Sequence[float], sizes: Sequence[float]) -> float:
+  if not all(np.isfinite(sizes)) or min(sizes) < 1e-12:
+    return 0.0
+  return float(np.polyfit(np.log(factors), np.log(sizes), 1)[0])
+
+
+def _integers(value: object, path: str) -> list[tuple[str, int]]:
+  """Returns the integers in a config, with their paths."""
+  if isinstance(value, Config):
+    below = [(f'{path}.{name}' if path else str(name), field) for name, field in config_values(value).items()]
+  elif isinstance(value, list | tuple):
+    below = [(f'{path}[{i}]', entry) for i, entry in enumerate(value)]
+  else:
+    return [(path, value)] if isinstance(value, int) and not isinstance(value, bool) else []
+  return [found for name, entry in below for found in _integers(entry, name)]
+
+
+def _width_at(model: Config, path: str) -> int:
+  width = get_by_path(model, path)
+  if not isinstance(width, int) or isinstance(width, bool):
+    raise ConfigError(f'--fields: task.model.{path} = {width!r} is not a width, an integer')
+  return width
