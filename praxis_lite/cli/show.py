@@ -56,6 +56,7 @@ def _run(values: flags.FlagValues) -> int:
     return 0
 
   from praxis_lite.instruments.explain import format_parameter_table, parameter_table, summarize
+  from praxis_lite.instruments.explain.growth import format_growth
 
   parts = [summarize(config), *_made_by(values)] if values.summary else []
   if values.config:
@@ -64,6 +65,7 @@ def _run(values: flags.FlagValues) -> int:
     task = config.task.instantiate()
     sizes = task.mesh_sizes()
     parts.append(format_parameter_table(parameter_table(task, sizes), sizes))
+    parts += filter(None, [format_growth(task)])
   print('\n\n'.join(parts))  # Print only now, so that a config error is the only output.
   return 0
 

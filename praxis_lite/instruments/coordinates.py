@@ -100,7 +100,8 @@ def make_ladder(model: Config, factors: Sequence[float], fields: Sequence[str] =
   Args:
     model: if it has `mup`, its base is the narrowest model, and the fields in which both differ are the widths.
     factors: see `Ladder`.
-    fields: paths of the fields that are widths; the default, without `mup`, is all integers named `*_dims`.
+    fields: paths of the fields that are widths; the default, without `mup`, is all integers named `*_dims` except
+      `input_dims`, which is usually that of the data.
 
   Raises:
     ConfigError: there are less than two factors, or no widths.
@@ -117,7 +118,7 @@ def make_ladder(model: Config, factors: Sequence[float], fields: Sequence[str] =
     widths = {path: value for path, value in found.items() if path.rpartition('.')[2] != _DEPTH}
   else:
     narrow = model
-    all_widths = {path: value for path, value in _integers(model, '') if path.endswith('_dims')}
+    all_widths = {path: value for path, value in _integers(model, '') if _is_width(path)}
     widths = {path: _width_at(model, path) for path in fields} if fields else all_widths
   if not widths:
     raise ConfigError('--fields: the model has no widths; name the fields, as in --fields=model_dims,hidden_dims')
@@ -220,7 +221,7 @@ def _train(task: Any, batches: Sequence[NestedDict], seed: int) -> tuple[dict[st
   def look(variables: NestedDict, batch: NestedDict) -> dict[str, jax.Array]:
     seen = Activations('' if model.name else type(model).__name__)
     seen.run(lambda v, b: model.apply(v, b, key=train_key, do_eval=True)[0][0]['loss'], variables, batch)
-    return {path: result for path, result in seen.results.items() if result.ndim > 1}
+    return {path: result for path, result in _named_results(seen).items() if result.ndim > 1}
 
   @jit
   def step(variables: NestedDict, states: Any, number: jax.Array, batch: NestedDict) -> Any:
@@ -234,6 +235,12 @@ def _train(task: Any, batches: Sequence[NestedDict], seed: int) -> tuple[dict[st
   for number, batch in enumerate(batches):
     variables, states, loss = step(variables, states, jnp.int32(number), batch)
   return before, jax.device_get(look(variables, batches[0])), float(loss)
+
+
+def _named_results(seen: Activations) -> dict[str, jax.Array]:
+  """Returns the results of layers, and of products in them that have other shapes, such as logits."""
+  others = {path: product for path, product in seen.products.items() if product.shape != seen.results[path].shape}
+  return {**seen.results, **{f'{path} (product)': product for path, product in others.items()}}
 
 
 def _scaling(
@@ -263,6 +270,11 @@ def _integers(value: object, path: str) -> list[tuple[str, int]]:
   else:
     return [(path, value)] if isinstance(value, int) and not isinstance(value, bool) else []
   return [found for name, entry in below for found in _integers(entry, name)]
+
+
+def _is_width(path: str) -> bool:
+  name = path.rpartition('.')[2].partition('[')[0]
+  return name.endswith('_dims') and name != 'input_dims'
 
 
 def _width_at(model: Config, path: str) -> int:

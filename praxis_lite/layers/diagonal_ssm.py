@@ -102,7 +102,13 @@ class DiagonalSsm(Mixer):
         collections=frozenset({WeightHParamsCollection.KEEP_FLOAT32}),
       )
       self.create_variable(name, weight)
-    skip = WeightHParams((N, H), init=WeightInit.Gaussian(), tensor_split_dims_mapping=pick_entries(wt, 1, None))
+    skip = WeightHParams(
+      (N, H),
+      init=WeightInit.Gaussian(),
+      tensor_split_dims_mapping=pick_entries(wt, 1, None),
+      fan_in_axes=(),
+      fan_out_axes=(0, 1),
+    )
     self.create_variable('skip', skip)
     for name in ('out', 'out_gate'):
       out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=True)

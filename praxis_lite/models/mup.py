@@ -56,7 +56,8 @@ def build_counterpart(model: BaseModel) -> Counterpart:
   if not isinstance(mup, Mup):
     raise ConfigError(f"{where}: expected Config(Mup, base={{'model_dims': 64}}), got {model.mup!r}")
   config = base_config(model_config(model), mup, where)
-  return Counterpart(build_at(f'{where}.base', config, name=model.name), depth_exponent=mup.depth_exponent)
+  with prefix_errors(f'{where}.base'):
+    return Counterpart(build_at('', config, name=model.name), depth_exponent=mup.depth_exponent)
 
 
 def model_config(model: BaseModel) -> Config:

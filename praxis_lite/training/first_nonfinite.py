@@ -147,18 +147,21 @@ class Activations(Trace):
   """The last result of each layer of a forward pass. It may run in a traced function, which then computes them.
 
   Attributes:
-    results: by the path of a layer, in the order of the computation; of several arrays the last one.
+    results: by the path of a layer; of several arrays the last one.
+    products: the result of the last product of matrices in each layer, such as logits.
   """
 
   def __init__(self, root: str = ''):
     super().__init__(root)
     self.results: dict[str, jax.Array] = {}
+    self.products: dict[str, jax.Array] = {}
 
   def _look(self, name: str, args: list[Any], results: list[Any], stack: str, at: dict[str, str]) -> None:
     for result in results:
       if (where := self._layer_of(stack, at)) and jnp.issubdtype(jnp.result_type(result), jnp.floating):
-        self.results.pop(where, None)
         self.results[where] = result
+        if name == 'dot_general':
+          self.products[where] = result
 
 
 def _path(stack: str) -> str:

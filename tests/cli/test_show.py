@@ -123,3 +123,18 @@ def test_the_difference_of_two_experiments_and_of_a_run(capsys, tmp_path):
 def test_fields_that_a_summary_needs_and_are_not_set_are_left_out(capsys):
   out = shown(capsys, '--exp=lm.TextLm')
   assert 'datasets[0]: praxis_lite.inputs.text.TextInput' in out
+
+
+def test_what_mup_changes_and_why(capsys):
+  text = shown(
+    capsys,
+    TINY,
+    '--set=task.model.mup=praxis_lite.models.Mup',
+    "--set=task.model.mup.base={'model_dims': 9, 'num_layers': 1}",
+  )
+  assert 'lm.transformer.layers multiplies residual branches by 0.707' in text
+  found = {line.split()[0]: ' '.join(line.split()[1:]) for line in text.splitlines() if 'updates x' in line}
+  assert found['lm.softmax.w'] == 'initial values x 0.5, updates x 0.5; output: fan in 9 -> 18'
+  assert found['lm.transformer.layers.ff.up.w'] == (
+    'initial values x 0.5, updates x 0.354; output: fan in 9 -> 18, layers x 2'
+  )

@@ -81,6 +81,17 @@ def family_of(hf: HfConfig) -> Family:
   return family
 
 
+def _check_multipliers(model: BaseModel) -> None:
+  """Raises ConfigError if a `Mup` multiplies what no config.json describes."""
+  for layer in model.descendants():
+    for what, factor in layer.growth_multipliers().items():
+      if what != 'logits of attention':  # This is compared as the scale of attention.
+        raise ConfigError(
+          f'{layer.path_name} multiplies {what} by {factor:.3g} because of {model.path_name}.mup, which no family of '
+          'transformers does; this model cannot be exported'
+        )
+
+
 def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Family, Values]:
   """Returns the family that a model belongs to, and its config.json.
 
@@ -93,6 +104,7 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
   Raises:
     ConfigError: the model belongs to no family; the message names the nearest one and the differences.
   """
+  _check_multipliers(model)
   names = [name for name, family in FAMILIES.items() if isinstance(family.network_in(model), family.network)]
   if not names:
     lm = getattr(model, 'lm', None)

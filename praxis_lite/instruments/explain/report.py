@@ -103,7 +103,8 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
     dims, remarks = dimensions(struct.shape, placement, mesh_sizes), placement.remarks
     frozen = weight.trainable and not learner.is_trained(path)
     if learner.is_trained(path):
-      remarks = (*remarks, *filter(None, (learner.remark(path), learner.growth_remark(path))))
+      grown = learner.growth_remark(path)
+      remarks = (*remarks, *filter(None, (learner.remark(path), grown and f'mup: {grown}')))
     if frozen or not weight.trainable:
       remarks = (*remarks, 'frozen by task.train.learner' if frozen else 'not trained by the optimizer')
     name, dtype, trainable = path_name(path), np.dtype(struct.dtype), weight.trainable

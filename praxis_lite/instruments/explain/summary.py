@@ -40,6 +40,7 @@ def summarize(config: ExperimentConfig) -> str:
     ('batch', _batch(examples, tokens, task.learner.num_microbatches)),
     ('training', _training(task, examples, tokens)),
     *(('', line) for line in _rules(task, report.variables)),
+    *(('mup', line) for line in _multipliers(task)),
   ]
   if tokens is not None:
     lines = describe_implementations(task.model, tokens, bool(getattr(task.model, 'packed', False)))
@@ -90,6 +91,15 @@ def _rules(task: SingleTask, variables: Sequence[Explanation]) -> list[str]:
   return [
     f'{how}: {number_of(len(found), "variable")}, {number_of(sum(math.prod(e.shape) for e in found), "parameter")}'
     for how, found in of_rules.items()
+  ]
+
+
+def _multipliers(task: SingleTask) -> list[str]:
+  """Returns what layers compute otherwise because of a `Mup`; the parameter table says what it changes of variables."""
+  return [
+    f'{layer.path_name} multiplies {what} by {factor:.3g}'
+    for layer in task.model.descendants()
+    for what, factor in layer.growth_multipliers().items()
   ]
 
 

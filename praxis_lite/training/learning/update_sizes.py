@@ -121,9 +121,10 @@ def remark_of(weight: WeightHParams, factor: float) -> str:
     if before != now
   ]
   if growth.depth != 1:
-    why.append(f'{growth.depth:.3g} times the layers')
+    why.append(f'layers x {growth.depth:.3g}')
   init = init_ratio(weight) if init_magnitude(weight) else 1.0
-  return f'mup, {fans.kind}: {", ".join(why)}; initial values x {init:.3g}, updates x {factor:.3g}'
+  kind = '' if fans.kind == 'equal' else f'{fans.kind}: '
+  return f'initial values x {init:.3g}, updates x {factor:.3g}; {kind}{", ".join(why)}'
 
 
 def _factor(weight: WeightHParams, size: str, config: Config) -> float:

@@ -1,0 +1,18 @@
+"""What a model with `Mup` takes from its base: factors of variables, and why."""
+
+from __future__ import annotations
+
+from praxis_lite.common.trees import leaves_by_path, path_name
+from praxis_lite.instruments.explain.explanation import align_columns
+from praxis_lite.training.task import SingleTask
+
+
+def format_growth(task: SingleTask) -> str:
+  """Returns a line for each trained variable that differs from that of the base: factors of initial values and updates,
+  and the fans that they follow from; '' without a `Mup`.
+  """
+  learner, rows = task.bind_learner(), list[tuple[str, str]]()
+  for path in leaves_by_path(task.model.abstract_init()):
+    if learner.is_trained(path) and (remark := learner.growth_remark(path)):
+      rows.append((path_name(path), remark))
+  return '\n'.join(align_columns([('variable', 'in relation to mup.base'), *rows])) if rows else ''
