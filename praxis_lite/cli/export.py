@@ -67,7 +67,7 @@ def _flags() -> CommandFlags:
 
 COMMAND = Command(
   'export',
-  'write a checkpoint as StableHLO and as a TensorFlow SavedModel',
+  'write a checkpoint as StableHLO and a TensorFlow SavedModel',
   'write the model of a checkpoint as programs that run without praxis_lite, on one device, with any batch size: as '
   'serialized StableHLO for JAX, and as a TensorFlow SavedModel. Their README.md says how to call them.',
   'praxis-lite export --job_log_dir=runs/1 --what=decode --out=exported',

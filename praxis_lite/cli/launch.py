@@ -118,7 +118,7 @@ def _flags() -> CommandFlags:
 
 COMMAND = Command(
   'launch',
-  'train in several processes on this machine; or print a JobSet',
+  'train in several processes here; or print a JobSet',
   'train in several processes on this machine, each in the place of a host, with simulated or real devices. Each line '
   'of output begins with the name of its process. After Ctrl-C or SIGTERM, all processes save the same step. If a '
   'process dies, or exits with 75 because another one was lost, all are restarted and resume from the last '

@@ -357,7 +357,7 @@ def _flags() -> CommandFlags:
 
 COMMAND = Command(
   'plan',
-  'predict memory and time of a train step on chips you do not have',
+  'predict memory and time of a step on chips you do not have',
   "compile an experiment's train step with the compiler of other chips, without having any of them, and print whether "
   'it fits in their memory, how long it takes, what each layer communicates, and what limits it. Exits with 1 if it '
   'does not fit.',

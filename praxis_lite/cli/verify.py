@@ -131,7 +131,7 @@ def _flags() -> CommandFlags:
 
 COMMAND = Command(
   'verify',
-  'compare an experiment on its mesh with one device, in small sizes',
+  'compare an experiment on its mesh with one device',
   'compare what a small version of an experiment computes on its mesh, of simulated CPU devices, with what it computes '
   'on one device: loss, gradients, a step of the optimizer, evaluation and decoding. Names each variable that differs. '
   'Exits with 1 if any differs.',
