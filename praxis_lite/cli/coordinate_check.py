@@ -37,7 +37,8 @@ def _run(values: flags.FlagValues) -> int:
   if values.mup:
     ladder = add_mup(ladder)
   print(f'narrowest model: {", ".join(f"{path} = {width}" for path, width in ladder.fields.items())}')
-  found = coordinate_check(task, ladder, _read_batches(config, values.steps), values.seed, print)
+  seeds = range(values.seed, values.seed + values.seeds)
+  found = coordinate_check(task, ladder, _read_batches(config, values.steps), seeds, print)
   print(format_table(found, ladder.factors, values.tolerance))
   if values.svg:
     from praxis_lite.instruments.explain.page import write_file
@@ -75,7 +76,8 @@ def _flags() -> CommandFlags:
   values.add_list('fields', f'{fields}integers named *_dims.', 'model_dims,hidden_dims')
   values.add_switch('mup', 'Give the models a Mup whose base is the narrowest one.')
   values.add_integer('steps', 'Number of training steps.', 8, 4, least=1)
-  values.add_integer('seed', 'Seed of the initial values.', 1, 0, least=0, most=2**32 - 1)
+  values.add_integer('seed', 'The first seed of initial values.', 1, 0, least=0, most=2**31)
+  values.add_integer('seeds', 'Number of seeds; sizes are means over them.', 8, 4, least=1, most=2**16)
   values.add_number('learning_rate', 'Learning rate; by default that of the learner. It is constant.', '0.01', least=0)
   tolerance = 'The largest exponent of the width, of activations and of their changes, that passes.'
   values.add_number('tolerance', tolerance, '0.2', 0.25, least=0)

@@ -20,6 +20,7 @@ import numpy as np
 from praxis_lite.common.config import Config, config_values
 from praxis_lite.common.config.overrides import get_by_path, set_by_path
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.models.mup import Mup, base_config
 from praxis_lite.sharding.mesh import platform
@@ -135,7 +136,7 @@ def coordinate_check(
   task: Config,
   ladder: Ladder,
   batches: Sequence[NestedDict],
-  seed: int = 0,
+  seeds: Sequence[int] = (0, 1, 2, 3),
   report: Callable[[str], object] = lambda line: None,
 ) -> list[Scaling]:
   """Trains each model of the ladder for one step on each batch, on one device; returns what each layer computes.
@@ -147,7 +148,7 @@ def coordinate_check(
     task: config of the task.
     ladder: from `make_ladder`.
     batches: as for a train step; NumPy arrays.
-    seed: of the initial values; there are different ones for each width.
+    seeds: of the initial values. Each model is trained with each of them, and sizes are means over them.
     report: called with a line for each model.
 
   Raises:
@@ -158,11 +159,10 @@ def coordinate_check(
     one = task.clone(model=ladder.at(factor), ici_mesh_shape=None, dcn_mesh_shape=None, partitioning='auto')
     for learner in nested_learners(one.train.learner).values():
       learner.schedule = Config(Constant)
-    before, after, loss = _train(one.instantiate(), batches, seed)
-    report(f'{factor:g} times as wide: loss {loss:.4g} after {len(batches)} steps')
-    measured.append((before, after))
-  layers = [path for path in measured[0][0] if all(path in each for pair in measured for each in pair)]
-  return [_scaling(path, ladder.factors, measured) for path in layers]
+    sizes, loss = _train(one.instantiate(), batches, seeds)
+    report(f'{factor:g} times as wide: loss {loss:.4g} after {number_of(len(batches), "step")}')
+    measured.append(sizes)
+  return [_scaling(path, ladder.factors, [sizes[path] for sizes in measured]) for path in measured[0]]
 
 
 def format_table(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
@@ -210,11 +210,16 @@ def _draw_plot(title: str, lines: Sequence[tuple[Scaling, Sequence[float], bool]
   return ''.join(parts)
 
 
-def _train(task: Any, batches: Sequence[NestedDict], seed: int) -> tuple[dict[str, Any], dict[str, Any], float]:
-  """Returns the results of all layers before and after the steps, and the last loss."""
-  model, learner = task.model, task.bind_learner()
-  init_key, train_key = jax.random.split(jax.random.key(seed))
+class _Sizes(NamedTuple):
+  """Root mean squares of a layer's result, and of its change."""
 
+  after: float
+  change: float
+
+
+def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tuple[dict[str, _Sizes], float]:
+  """Returns the sizes of the results of all layers, and the mean loss of the last step."""
+  model, learner, train_key = task.model, task.bind_learner(), jax.random.key(seeds[0])
   jit = functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE if platform() == 'cpu' else None)
 
   @jit
@@ -229,12 +234,19 @@ def _train(task: Any, batches: Sequence[NestedDict], seed: int) -> tuple[dict[st
     update = learner.update(gradients, loss, variables, states, None, number)
     return update.mdl_vars, update.opt_states, loss
 
-  variables = jit(model.init)(init_key)
-  states, loss = jit(learner.init)(variables), jnp.nan
-  before = jax.device_get(look(variables, batches[0]))
-  for number, batch in enumerate(batches):
-    variables, states, loss = step(variables, states, jnp.int32(number), batch)
-  return before, jax.device_get(look(variables, batches[0])), float(loss)
+  init, init_learner, squares, losses = jit(model.init), jit(learner.init), dict[str, list[Any]](), []
+  for seed in seeds:
+    variables = init(jax.random.key(seed))
+    states, loss = init_learner(variables), jnp.nan
+    before = jax.device_get(look(variables, batches[0]))
+    for number, batch in enumerate(batches):
+      variables, states, loss = step(variables, states, jnp.int32(number), batch)
+    after = jax.device_get(look(variables, batches[0]))
+    losses.append(float(loss))
+    for path, result in after.items():
+      squares.setdefault(path, []).append((_mean_square(result), _mean_square(result - before[path])))
+  sizes = {path: _Sizes(*np.sqrt(np.mean(found, axis=0)).tolist()) for path, found in squares.items()}
+  return sizes, float(np.mean(losses))
 
 
 def _named_results(seen: Activations) -> dict[str, jax.Array]:
@@ -243,16 +255,13 @@ def _named_results(seen: Activations) -> dict[str, jax.Array]:
   return {**seen.results, **{f'{path} (product)': product for path, product in others.items()}}
 
 
-def _scaling(
-  path: str, factors: Sequence[float], measured: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
-) -> Scaling:
-  sizes = tuple(_rms(after[path]) for _, after in measured)
-  changes = tuple(_rms(after[path] - before[path]) for before, after in measured)
+def _scaling(path: str, factors: Sequence[float], measured: Sequence[_Sizes]) -> Scaling:
+  sizes, changes = (tuple(values) for values in zip(*measured))
   return Scaling(path, sizes, changes, _exponent(factors, sizes), _exponent(factors, changes))
 
 
-def _rms(x: np.ndarray) -> float:
-  return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
+def _mean_square(x: np.ndarray) -> float:
+  return float(np.mean(np.square(np.asarray(x, np.float64))))
 
 
 def _exponent(factors: Sequence[float], sizes: Sequence[float]) -> float:
