@@ -224,7 +224,7 @@ class BoundLearner:
       given = GivenGradients(gradients, squares, loss, variables, step, sum_parts)
       updates, states = self.updates(given, opt_states)
       new_variables = optax.apply_updates(variables, updates)
-      return new_variables, states, self.update_averages(ema_vars, new_variables, step)
+      return new_variables, states, self.update_averages(ema_vars, new_variables, step, states)
 
     if finite is None:
       new_variables, new_states, ema_vars = change()
@@ -241,8 +241,10 @@ class BoundLearner:
     """Returns (updates to add to the trained variables, new optimizer state)."""
     raise NotImplementedError
 
-  def update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
-    """Returns the moving averages after a step that gave these values to the trained variables."""
+  def update_averages(
+    self, averages: NestedDict | None, variables: NestedDict, step: jax.Array, states: States
+  ) -> NestedDict | None:
+    """Returns the averages after a step that gave these values to the trained variables and the optimizer's state."""
     raise NotImplementedError
 
   def norms(self, gradients: NestedDict, sum_parts: SumParts) -> NestedDict:

@@ -31,6 +31,7 @@ from praxis_lite.training.learning.base_learner import (
 )
 from praxis_lite.training.learning.moments import MOMENTS
 from praxis_lite.training.learning.optimizer import States, grouped_optimizer, is_regularized
+from praxis_lite.training.learning.schedule_free import average_point, check_schedule_free, is_schedule_free
 from praxis_lite.training.learning.schedules import Constant, Schedule, check_schedule, to_schedule
 from praxis_lite.training.learning.update_sizes import UPDATE_SIZES, has_growth, remark_of
 
@@ -52,7 +53,7 @@ class Learner(BaseLearner, Configurable):
     bprop_variable_inclusion: regexes that match whole variable paths; only these are trained. Empty trains all.
     bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
     ema_decay: decay of the moving averages of trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0
-      disables them.
+      disables them. A schedule-free optimizer has an average of its own, which takes their place.
     num_microbatches: gradients are accumulated over this many parts of a batch.
     on_nonfinite: what to do in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing.
       'raise' changes nothing and ends the run. 'rollback' makes the run go back to its last checkpoint and leave out
@@ -101,6 +102,8 @@ class Learner(BaseLearner, Configurable):
     for field in ('learning_rate', 'l2_regularizer_weight', 'decoupled_weight_decay'):
       if not 0 <= getattr(self, field) < math.inf:
         raise ConfigError(f'learner.{field}: expected a finite number of at least 0, got {getattr(self, field)}')
+    if is_schedule_free(self.optimizer):
+      check_schedule_free(self.optimizer, self.ema_decay, self.moments)
     self._check_limits('clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value', 'clip_gradient_value')
     if not 0 <= self.ema_decay < 1:
       raise ConfigError(f'learner.ema_decay: expected at least 0 and less than 1, got {self.ema_decay}')
@@ -108,7 +111,7 @@ class Learner(BaseLearner, Configurable):
 
   @property
   def keeps_averages(self) -> bool:
-    return self.ema_decay > 0
+    return self.ema_decay > 0 or is_schedule_free(self.optimizer)
 
   def describe(self) -> str:
     return f'{dotted_name(target(self.optimizer))}, learning rate {self.learning_rate:g}'
@@ -143,7 +146,7 @@ class _OneOptimizer(BoundLearner):
     return self._optimizer.init(self.select_trained(mdl_vars), self._learner.learning_rate_at(0))
 
   def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
-    return jax.tree.map(jnp.copy, self.select_trained(mdl_vars)) if self._learner.ema_decay else None
+    return jax.tree.map(jnp.copy, self.select_trained(mdl_vars)) if self._learner.keeps_averages else None
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
     return self._optimizer.slot_axes()
@@ -165,9 +168,13 @@ class _OneOptimizer(BoundLearner):
       updates = self._plus(updates, -rate * learner.decoupled_weight_decay, given.variables)
     return updates, states
 
-  def update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
+  def update_averages(
+    self, averages: NestedDict | None, variables: NestedDict, step: jax.Array, states: States
+  ) -> NestedDict | None:
     if averages is None:
       return None
+    if not self._learner.ema_decay:
+      return average_point(states, variables)
     new = 1.0 - jnp.minimum(self._learner.ema_decay, (1.0 + step) / (10.0 + step))
     return jax.tree.map(lambda e, v: (e + new * (v - e)).astype(e.dtype), averages, variables)
 

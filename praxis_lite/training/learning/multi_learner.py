@@ -154,13 +154,15 @@ class _SeveralOptimizers(BoundLearner):
       updates.append(changes)
     return merge(*updates), states
 
-  def update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
+  def update_averages(
+    self, averages: NestedDict | None, variables: NestedDict, step: jax.Array, states: States
+  ) -> NestedDict | None:
     if averages is None:
       return None
-    learners = [part.learner for part in self._parts]
+    learners: list[tuple[BoundLearner, Any]] = [(part.learner, states[part.name]) for part in self._parts]
     return _merge_averages(
-      each.update_averages(each.select_trained(averages) or None, each.select_trained(variables), step)
-      for each in learners
+      each.update_averages(each.select_trained(averages) or None, each.select_trained(variables), step, own)
+      for each, own in learners
     )
 
   def _prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
