@@ -15,7 +15,7 @@ from praxis_lite.common.config.json import from_json, to_json
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, node_at, path_name
 from praxis_lite.layers import Linear, MoeFeedForward, Repeat
-from praxis_lite.models import BaseModel, Mup, image_classifier, mamba2_lm, set_sharding, transformer_lm
+from praxis_lite.models import BaseModel, Mup, image_classifier, mamba2_lm, set_pipeline, set_sharding, transformer_lm
 from praxis_lite.sharding.weights import WeightInit, init_weight
 
 V, SMALL, WIDE = 13, {'model_dims': 6, 'hidden_dims': 10}, {'model_dims': 12, 'hidden_dims': 30}
@@ -225,11 +225,27 @@ def test_decoding_computes_what_the_forward_pass_computes():
   np.testing.assert_allclose(logits, whole, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize('mesh', [(1, 2, 2, 2), pytest.param((2, 1, 3, 1), marks=pytest.mark.slow)])
-def test_a_mesh_trains_as_one_device(mesh):
+@pytest.mark.parametrize(
+  ('mesh', 'fields'),
+  [
+    ((1, 2, 2, 2), {}),
+    pytest.param((2, 1, 3, 1), {}, marks=pytest.mark.slow),
+    pytest.param((1, 2, 3, 1), {'partitioning': 'shard_map'}, marks=pytest.mark.slow),
+  ],
+  ids=['2x2x2', 'spare and 3', 'shard_map'],
+)
+def test_a_mesh_trains_as_one_device(mesh, fields):
   """All gradients times their factors, over uneven dimensions; a spare axis, and one of 3."""
   config = set_sharding(lm('gpt2', SMALL | {'num_layers': 1}))
-  expected, found = (take_a_step(config, batch(), m) for m in (None, mesh))
+  expected, found = take_a_step(config, batch()), take_a_step(config, batch(), mesh, **fields)
   np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
   for path, x in expected[1].items():
     np.testing.assert_allclose(found[1][path], x, rtol=0, atol=3e-5 * (1 + np.abs(x).max()), err_msg=str(path))
+
+
+def test_stages_of_a_pipeline_multiply_their_branches():
+  model = set_pipeline(lm('llama', SMALL | {'num_layers': 2}, layers=4), num_stages=2, num_microbatches=2)
+  plain = lm('llama', SMALL | {'num_layers': 2}, layers=4).instantiate()
+  piped = model.instantiate()
+  assert scales(piped) == scales(plain)
+  assert multipliers(piped) == multipliers(plain)
