@@ -36,7 +36,8 @@ def _run(values: flags.FlagValues) -> int:
   ladder = make_ladder(task.model, [_to_factor(text) for text in values.widths or _WIDTHS], values.fields or ())
   if values.mup:
     ladder = add_mup(ladder)
-  print(f'narrowest model: {", ".join(f"{path} = {width}" for path, width in ladder.fields.items())}')
+  narrowest = (f'{path} = {width * ladder.factors[0]:g}' for path, width in ladder.fields.items())
+  print(f'narrowest model: {", ".join(narrowest)}')
   seeds = range(values.seed, values.seed + values.seeds)
   found = coordinate_check(task, ladder, _read_batches(config, values.steps), seeds, print)
   print(format_table(found, ladder.factors, values.tolerance))
