@@ -95,19 +95,22 @@ def _describe_unfinished(progress: bytes | str | None, experiment: Sequence[str]
 def _run(values: flags.FlagValues) -> int:
   os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _QUICK_TO_COMPILE | _PATIENT)
 
+  import jax
+
   from praxis_lite.common.devices import simulate_cpu_devices
   from praxis_lite.common.jax_internals.devices import backends_have_started
   from praxis_lite.instruments.verification import format_verification, verify
   from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES, small_mesh
 
   most = values.devices or MOST_DEVICES
-  simulate_cpu_devices(max(most, 8))  # A file of an experiment may use devices when it is imported.
+  if not backends_have_started():  # A file of an experiment may use devices when it is imported.
+    simulate_cpu_devices(max(most, 8))
   config = configured_experiment(values)
   sizes = _assumed_sizes(config.task, most)
   if -1 in (config.task.ici_mesh_shape or ()):
     config.task.ici_mesh_shape = tuple(n // d for n, d in zip(sizes.values(), config.task.dcn_mesh_shape or (1,) * 9))
   needed = math.prod(small_mesh(sizes, most).values())
-  if not backends_have_started():
+  if not backends_have_started() or jax.device_count() < needed:
     simulate_cpu_devices(max(needed, 8))  # Processes that already have devices, such as notebooks, often have 8.
   options = {'full': values.full, 'quick': values.quick, 'search_seconds': values.search_seconds}
   found = verify(config, most_devices=most, progress=_report, **options)
