@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import types
 
 import pytest
@@ -162,6 +163,15 @@ def test_which_runs_are_verified_first(monkeypatch, tmp_path, arguments, verifie
 
 def ended(code):
   return subprocess.CompletedProcess([], code, 'right: as on one device\n', '')
+
+
+@pytest.mark.slow
+def test_a_file_that_uses_a_device_when_it_is_imported(tmp_path):
+  text = 'import jax.numpy as jnp\nfrom experiments.digits import DigitsMlp\n\nONES = jnp.ones(3)\n\n'
+  (tmp_path / 'own.py').write_text(text + '\nclass Own(DigitsMlp):\n  pass\n')
+  command = [sys.executable, '-m', 'praxis_lite', 'verify', '--quick', f'--exp={tmp_path}/own.py:Own']
+  ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+  assert ended.returncode == 0 and 'right: ' in ended.stdout, ended.stderr
 
 
 @pytest.mark.slow
