@@ -17,7 +17,7 @@ ORDER = (
   *('common.files', 'common.figures', 'common.devices', 'common.processes', 'common.accelerators', 'common.trees'),
   *('common.config', 'common.weighted', 'common.mistakes', 'common'),
   *('sharding.weights', 'sharding'),
-  *('layers.base.call', 'layers.base', 'layers'),
+  *('layers.base.summaries', 'layers.base.taps', 'layers.base.call', 'layers.base', 'layers'),
   'inputs',
   *('models.decoding', 'models'),
   *('training.learning', 'training.task', 'training.experiment', 'training.registry', 'training'),

@@ -131,6 +131,11 @@ def add_track(values: CommandFlags) -> None:
   values.add_texts('track', track, 'wandb')
 
 
+def add_tap(values: CommandFlags, of: str) -> None:
+  does = f'Add statistics of {of} by path to the metrics; see docs/inside.md.'
+  values.add_texts('tap', does, 'lm.transformer.*.attention:rms,max')
+
+
 def add_tracked(loggers: Sequence[object], names: Sequence[str]) -> tuple[object, ...]:
   """Returns the loggers of a config with those of --track that it lacks; raises UserError for several in one."""
   for name in names:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, experiment_arguments
-from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, add_track, add_tracked, run_flags
+from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, add_tap, add_track, add_tracked, run_flags
 from praxis_lite.cli.verify import is_worth_verifying, verify_first
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def _flags() -> CommandFlags:
   values.add_switch('debug_nans', f'{nans} Steps no longer overlap.')
   twice = 'Run every n-th step twice and compare the results bit by bit. If they differ, a device is faulty, and the'
   add_track(values)
+  add_tap(values, 'activations, gradients, updates and weights')
   memory = 'exit code is 76. Needs memory for another train state.'
   values.add_integer('check_determinism', f'{twice} {memory}', 100, least=1)
   profile = "Write a trace of these steps, first:last, below job_log_dir, for TensorBoard's profile plugin."

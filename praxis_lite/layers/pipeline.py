@@ -46,10 +46,10 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, path_name, select
 from praxis_lite.layers.attention_mesh import building_stages
 from praxis_lite.layers.base import Layer, SplitMapping
-from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
+from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings, part_kind
 from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, PipelineStages, double_or_halve
 from praxis_lite.layers.pipeline_arrays import Stacks, batch, broadcast_to_stages, is_float, microbatches, take_last
-from praxis_lite.layers.pipeline_inputs import SideInputs, argument_names, num_rows
+from praxis_lite.layers.pipeline_inputs import TAPPED_ROWS, SideInputs, argument_names, num_rows
 from praxis_lite.layers.pipeline_reports import Place, map_over_rows, mean_over_microbatches
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.pipeline_ticks import Ticks
@@ -272,6 +272,8 @@ class Pipelined(Repeat):
     S, M, _ = schedule
     B = num_rows(x, self.path_name)
     self._check_placed_by_compiler()
+    if (taps := self.surroundings.taps) is not None and taps.real is not None and len(taps.real) == B:
+      kwargs = {**kwargs, TAPPED_ROWS: taps.real}
     side = self._side_inputs(method, args, kwargs, B)
     key = self.next_prng_key() if self.has_prng_key() else None
 
@@ -341,13 +343,14 @@ class Pipelined(Repeat):
 
   def _surroundings_of_rows(self, axes: tuple[str, ...]) -> Surroundings:
     """Returns the surroundings of a layer that sees one device's rows along some axes."""
-    outer = self.surroundings
+    outer, taps = self.surroundings, self.surroundings.taps
     if not axes:
       return outer
     return dataclasses.replace(
       outer,
       sum_over_rows=lambda x: jax.lax.psum(outer.sum_over_rows(x), axes),
       manual_axes=outer.manual_axes | {*axes},
+      taps=None if taps is None else dataclasses.replace(taps, manual_axes=taps.manual_axes | {*axes}),
     )
 
   def _add_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
@@ -382,7 +385,10 @@ class Pipelined(Repeat):
     prefix = DeclaredSplit.from_field((*(self._stack_mapping or (None,)), None, None), self._stack_field)
 
     def place_in_stages(path: Path, x: jax.Array) -> jax.Array:
-      own, name = weights[path].full_split_dims_mapping, path_name((*self.layers.path, *path))
+      name = path_name((*self.layers.path, *path))
+      if path not in weights:  # An edit of a tool, of which each stage has its own.
+        return self._constrain_to_stages(self._to_stages(x))
+      own = weights[path].full_split_dims_mapping
       if weights[path].tensor_split_dims_mapping is None:
         own = DeclaredSplit((UNCONSTRAINED,) * len(own), own.sources)
       placement = None if self._stages is None else self._resolve(prefix.followed_by(own), name)
@@ -410,6 +416,12 @@ class Pipelined(Repeat):
   def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule, held: jax.Array | None) -> Summary:
     """Returns a summary for each layer, [layers, ...], from those of all ticks and stages, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
+    if (kind := part_kind(summary)) is not None:
+      here = places.real[..., None] & (jnp.arange(schedule.rounds) == places.round[..., None])
+      mask = here.reshape(*x.shape[:2], schedule.rounds, *(1,) * (x.ndim - 2))
+      combined = kind.combine(jnp.where(mask, x[:, :, None], kind.neutral(x[:, :, None])))
+      stacked = self._to_layers(combined)
+      return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
     is_mean = summary.kind == 'scalar' and is_float(x)
     last: jax.Array | int = M - 1 if held is None else M - 1 - jnp.argmax(held[::-1])
     counts = places.counts if is_mean else places.counts & (places.microbatch == last)

@@ -19,6 +19,9 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import DataError
 from praxis_lite.layers.pipeline_arrays import mask_gradients, may_have_gradient, microbatches
 
+# The name of the argument that says which rows and tokens taps count; a layer does not see it.
+TAPPED_ROWS = '~tapped_rows'
+
 
 def num_rows(x: object, where: str) -> int:
   """Returns B for a tree of arrays [B, ...]; raises DataError if they differ in B."""

@@ -29,7 +29,7 @@ from praxis_lite.layers.pipeline_arrays import (
   unzip,
   where,
 )
-from praxis_lite.layers.pipeline_inputs import SideInputs
+from praxis_lite.layers.pipeline_inputs import TAPPED_ROWS, SideInputs
 from praxis_lite.layers.pipeline_reports import Place, Reported, TickResults
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 
@@ -197,6 +197,9 @@ class Ticks:
     if key is not None:
       key = jax.random.fold_in(key, at.round * P + position)
     args, kwargs, real_rows = self.side.layer_arguments(rows, shared, real)
+    taps = self.surroundings.taps
+    if taps is not None:
+      taps = taps.of_microbatch(kwargs.pop(TAPPED_ROWS, taps.real), real_rows)
     if self.layers.takes_paddings and real_rows is not None and self.side.lacks('paddings'):
       tokens = jax.tree.leaves(x)[0].shape[:2]
       kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
@@ -211,6 +214,7 @@ class Ticks:
         self.surroundings,
         real_rows=None if real_rows is None else lambda: real_rows,
         read_outside=functools.partial(read_outside, at.stage, real),
+        taps=taps,
       ),
       **kwargs,
     )

@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Unpack
 
+import numpy as np
+
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.figures import significant_digits
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.draft_statistics import DraftStatistics
@@ -26,12 +29,13 @@ from praxis_lite.training.experiment import ExperimentConfig
 
 
 def run_eval(
-  config: ExperimentConfig, job_log_dir: str | Path, **options: Unpack[RestoreOptions]
+  config: ExperimentConfig, job_log_dir: str | Path, *, tap: Sequence[str] = (), **options: Unpack[RestoreOptions]
 ) -> dict[str, HostMetrics]:
   """Evaluates a checkpoint on all evaluation inputs; prints the metrics and returns them by split and name.
 
   Args:
     config, job_log_dir: as for `run_train`.
+    tap: statistics to add to the metrics, as in 'lm.transformer.*.attention:rms'; see `praxis_lite.training.taps`.
     **options: `step`, `devices`, `seed` and `on_damage`; see `RestoreOptions`.
 
   Raises:
@@ -42,7 +46,7 @@ def run_eval(
   inputs = datasets.evaluation
   if not inputs:
     raise ConfigError('datasets(): there is no input with is_training=False to evaluate on')
-  model = restore_model(config, job_log_dir, check=functools.partial(datasets.check, inputs), **options)
+  model = restore_model(config, job_log_dir, check=functools.partial(datasets.check, inputs), tap=tap, **options)
   return _run([EvalProgram(model.tasks, i, model.key) for i in inputs], model)
 
 
@@ -106,7 +110,15 @@ def _run(programs: Sequence[InputProgram], model: TrainedModel) -> dict[str, Hos
   for program in programs:
     result = program.run(model.stored_variables, model.global_step)
     assert result is not None  # Nothing interrupts it.
-    metrics[program.split] = result.metrics
+    tapped = {name: np.asarray(s.value) for name, s in result.summaries.items() if s.kind == 'scalar'}
+    metrics[program.split] = {**result.metrics, **tapped}
     if is_primary_process():
-      print(printable(program.result_line(model.step, result)), flush=True)
+      lines = (f'  {name} {_format_layers(values)}' for name, values in tapped.items())
+      for line in (program.result_line(model.step, result), *lines):
+        print(printable(line), flush=True)
   return metrics
+
+
+def _format_layers(values: np.ndarray) -> str:
+  """Returns a statistic as text: one number, or one for each layer."""
+  return ' '.join(significant_digits(float(value), 4) for value in values.ravel())

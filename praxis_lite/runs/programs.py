@@ -33,10 +33,12 @@ from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.layout import StateLayout
+from praxis_lite.training.edits import Edits
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
 from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
+from praxis_lite.training.taps import StepTaps, TappedParts, is_tapped
 from praxis_lite.training.task import DecodeParams, EvalParams, SingleTask
 
 # A batch may be padded to a size that was compiled before if that size is at most this many times larger.
@@ -51,20 +53,31 @@ class TaskOnMesh:
   Attributes:
     jax_task, mesh: the task and the mesh.
     layout: how the train state of the task is stored on the mesh; without `opt_states`, it is only for inference.
+    taps: statistics that its steps report; None reports none.
+    edits: changes of values between layers in steps that infer; None changes none.
     batch_sizes: the sizes of the batches of rows, by their names, other dimensions and dtypes.
   """
 
-  def __init__(self, jax_task: SingleTask, mesh: Mesh, layout: StateLayout | None = None):
+  def __init__(
+    self,
+    jax_task: SingleTask,
+    mesh: Mesh,
+    layout: StateLayout | None = None,
+    taps: StepTaps | None = None,
+    edits: Edits | None = None,
+  ):
     self.jax_task = jax_task
     self.mesh = mesh
+    self.taps = taps
+    self.edits = edits
     self._by_shape: dict[str, PartitionedTask] = {}
     self.layout = layout or state_layout(jax_task, mesh)
     self.batch_sizes: dict[str, list[int]] = {}
 
   @classmethod
-  def make_for_inference(cls, jax_task: SingleTask, mesh: Mesh) -> TaskOnMesh:
+  def make_for_inference(cls, jax_task: SingleTask, mesh: Mesh, taps: StepTaps | None = None) -> TaskOnMesh:
     """Returns a task on a mesh whose layout has no `opt_states`."""
-    return cls(jax_task, mesh, state_layout(jax_task, mesh, optimizer=False))
+    return cls(jax_task, mesh, state_layout(jax_task, mesh, optimizer=False), taps)
 
   def taking(self, data: BaseInput) -> PartitionedTask:
     """Returns the task partitioned for the batches of `data`."""
@@ -74,7 +87,9 @@ class TaskOnMesh:
     """Returns the task partitioned for global batches of these shapes and dtypes."""
     shape = str(sorted(array_records(struct).items()))
     if shape not in self._by_shape:
-      self._by_shape[shape] = PartitionedTask(self.jax_task, struct, layout=self.layout)
+      self._by_shape[shape] = PartitionedTask(
+        self.jax_task, struct, layout=self.layout, taps=self.taps, edits=self.edits
+      )
     return self._by_shape[shape]
 
   def taking_rows_like(self, rows: Rows) -> PartitionedTask:
@@ -98,7 +113,8 @@ class ProgramResult(NamedTuple):
     metrics: weighted means over all batches, on the host.
     num_batches: number of batches.
     seconds: duration, including compilation.
-    summaries: summaries that layers added in the first batch, without scalars: one batch does not represent them.
+    summaries: summaries that layers added in the first batch, without scalars: one batch does not represent them; and
+      the statistics of taps, of all batches.
     note: text that the console adds to the line of the result.
   """
 
@@ -138,6 +154,7 @@ class InputProgram(Generic[Out]):
     average, in_flight, num_batches = MetricsAverage(), deque[DeviceMetrics](), 0
     self._summaries: dict[str, Summary] = {}
     self._lines: list[str] = []
+    self._begin()
     self._step.compile()
     meet_others()
     with PrefetchIterator(self._data.reset(), self._step.put_inputs) as batches:
@@ -171,6 +188,9 @@ class InputProgram(Generic[Out]):
     """Returns the metrics of a batch's outputs."""
     raise NotImplementedError
 
+  def _begin(self) -> None:
+    """Called before a pass."""
+
   def _keep(self, out: Out, batch: Mapping[str, Any]) -> None:
     """Keeps the summaries or lines of a batch's outputs."""
 
@@ -188,8 +208,18 @@ class EvalProgram(InputProgram[EvalStepOutput]):
   def _metrics_of(self, out: EvalStepOutput) -> DeviceMetrics:
     return out.mean_metrics
 
+  def _begin(self) -> None:
+    self._tapped = TappedParts()
+
   def _keep(self, out: EvalStepOutput, batch: Mapping[str, Any]) -> None:
-    self._summaries = self._summaries or {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
+    self._tapped.add(out.summaries)
+    self._summaries = self._summaries or {
+      name: s for name, s in out.summaries.items() if s.kind != 'scalar' and not is_tapped(name)
+    }
+
+  def _finish(self, step: int) -> str:
+    self._summaries |= self._tapped.statistics()
+    return ''
 
 
 class DecodeProgram(InputProgram[DecodeStepOutput]):

@@ -189,7 +189,7 @@ class PromptDecoder:
     name = repr((given, stops, max_context))
     if name not in self._tasks_by_sampler:
       task = task_with_sampler(self._task, stops, max_context, **settings).instantiate()
-      self._tasks_by_sampler[name] = TaskOnMesh(task, self._tasks.mesh, self._tasks.layout)
+      self._tasks_by_sampler[name] = TaskOnMesh(task, self._tasks.mesh, self._tasks.layout, edits=self._tasks.edits)
     return self._tasks_by_sampler[name]
 
   # ---------------------------------------------------------------- how

@@ -18,6 +18,7 @@ from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.differences import changes_named
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.taps import step_taps
 from praxis_lite.training.task import SingleTask
 
 
@@ -47,6 +48,7 @@ def restore_model(
   on_damage: OnDamage = 'previous',
   create_mesh: Callable[[SingleTask], Mesh] | None = None,
   use_ema: bool | Literal['evaluate', 'decode'] = 'evaluate',
+  tap: Sequence[str] = (),
   check: Callable[[BaseModel], None] = lambda model: None,
   meanwhile: Callable[[TrainedModel], None] = lambda model: None,
 ) -> TrainedModel:
@@ -58,6 +60,7 @@ def restore_model(
     step, devices, seed, on_damage: see `RestoreOptions`.
     create_mesh: returns the mesh for the task; None uses the task's own, of `devices`.
     use_ema: whether to use the moving averages, if the learner keeps them; or the section of the task that decides it.
+    tap: statistics of activations that evaluations report; see `praxis_lite.training.taps`.
     check: called with the model before anything is restored.
     meanwhile: called before restoring, for example to start compiling. Its argument is the model that is returned
       later, with shapes as variables.
@@ -70,7 +73,7 @@ def restore_model(
     checkpointer.existing_step(step)  # Reports mistakes before slow work.
     task: SingleTask = config.task.instantiate()
     mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
-    tasks = TaskOnMesh.make_for_inference(task, mesh)
+    tasks = TaskOnMesh.make_for_inference(task, mesh, step_taps(task, tap, trains=False) if tap else None)
     check(task.model)
     shapes = tasks.layout.padded_shapes
     model = TrainedModel(config, tasks, shapes.mdl_vars, shapes.step, seed, job_log_dir)

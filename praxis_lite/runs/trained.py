@@ -25,6 +25,7 @@ from praxis_lite.common.keywords import check_keywords, name_unknown_keywords
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
+from praxis_lite.layers.base.taps import ARRAY
 from praxis_lite.models import BaseModel
 from praxis_lite.models.decoding import LogitProcessor
 from praxis_lite.models.positions import check_positions
@@ -40,9 +41,11 @@ from praxis_lite.runs.prompts import Sampling, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import Datasets, build_datasets, run_keys
 from praxis_lite.runs.scoring import Score, score_rows
+from praxis_lite.training.edits import Edit, Edits
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.taps import StepTaps, Tap, arrays_by_path, finish_summaries
 
 
 class SamplerSettings(Sampling, total=False):
@@ -87,6 +90,7 @@ class TrainedModel:
   directory: str | os.PathLike[str] | None = None
 
   def __post_init__(self) -> None:
+    self._tapped: dict[tuple[str, ...], TaskOnMesh] = {}
     self._drafted: tuple[TrainedModel, TrainedModel] | None = None  # The last draft model, and this model with it.
     self._prompts = PromptDecoder(self.config.task, self.tasks, lambda: self.tokenizer, self._decode_rows)
 
@@ -285,6 +289,7 @@ class TrainedModel:
         raise ConfigError(f'decode: lookup = {lookup}: the draft model guesses the tokens; leave out one of them')
       if beam_size is not None:
         raise ConfigError(f'decode: beam_size = {beam_size}: beam search takes no draft; leave out one of them')
+      self._check_unedited('draft')
       model = self._add_draft(draft)
     else:
       model = self
@@ -343,6 +348,7 @@ class TrainedModel:
       UserError: the model is no language model, it sees fewer than `max_length` tokens, its caches do not fit into
         memory, or a setting is not valid.
     """
+    self._check_unedited('batcher')
     for name, value in settings.items():
       check_setting(name, of_decode=_hints())
       with prefix_errors(f'batcher: {name}'):
@@ -407,6 +413,7 @@ class TrainedModel:
     Raises:
       UserError: the directory is not empty, a setting is not valid, or the model cannot be exported.
     """
+    self._check_unedited('export')
     check_keywords('export', settings, [*inspect.signature(ExportSettings).parameters, 'directory', 'batch'])
     about = {'model': type(self.layer).__name__, 'task': self.config.task.name, 'step': self.step}
 
@@ -431,6 +438,51 @@ class TrainedModel:
     except (UserError, OSError):
       build_datasets(self.config.datasets)  # Names the field of the data that is missing.
       raise
+
+  # ---------------------------------------------------------------- inside
+
+  def tap(self, batch: Mapping[str, Any], *taps: str) -> dict[str, np.ndarray]:
+    """Returns values between the layers of a prediction, or statistics of them, by path.
+
+    Args:
+      batch: as for `predict`.
+      *taps: paths of layers, whose results are returned: 'lm.transformer.layers.attention'. '*' stands for any text. A
+        path with statistics, as in 'lm.*:rms,max', gives these, without tokens of padding. `training/taps.py` has the
+        details.
+
+    Returns:
+      Values by path, with the rows of the batch as dimension 0, after a dimension for each stack of layers. Statistics
+      by `path/rms`, one for each layer.
+
+    Raises:
+      UserError: a path matches nothing, or the value cannot be tapped.
+    """
+    if taps not in self._tapped:
+      parsed = [Tap.parse(text, default=(ARRAY,)) for text in taps]
+      found = StepTaps(parsed, self.layer.abstract_init(), None)
+      self._tapped[taps] = TaskOnMesh(self.tasks.jax_task, self.tasks.mesh, self.tasks.layout, found, self.tasks.edits)
+    step, rows, _ = self._step_for(self._tapped[taps], batch, lambda task: task.tap_step)
+    out = step(self.stored_variables, self.key, self.global_step, rows)
+    statistics = {name: np.asarray(s.value) for name, s in finish_summaries(out.summaries).items()}
+    return arrays_by_path(jax.device_get(out.arrays), len(rows['weights'])) | statistics
+
+  def edit(self, edits: Mapping[str, Edit | Sequence[Edit]]) -> TrainedModel:
+    """Returns this model with changes of values between its layers, in evaluation, prediction and decoding.
+
+    Args:
+      edits: by path of a layer, what to do with its result: `add`, `replace` or `zero` of
+        `praxis_lite.training.edits`, or several, one after the other. They come after those that the model has.
+
+    Raises:
+      UserError: there is no such layer, or it has fewer layers in a stack than an edit names.
+    """
+    made = Edits(self.layer, edits, self.tasks.edits)
+    tasks = TaskOnMesh(self.tasks.jax_task, self.tasks.mesh, self.tasks.layout, edits=made)
+    return dataclasses.replace(self, tasks=tasks)
+
+  def _check_unedited(self, what: str) -> None:
+    if self.tasks.edits is not None:
+      raise ConfigError(f'{what}: the values of this model are edited, which {what} does not do; use decode or predict')
 
   # ---------------------------------------------------------------- how
 

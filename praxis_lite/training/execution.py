@@ -44,6 +44,7 @@ from praxis_lite.sharding.specs import (
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.microbatches import LossOutput, scaled_loss, sync_gradients
 from praxis_lite.training.state import TrainState
+from praxis_lite.training.taps import StepTaps
 from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
@@ -52,9 +53,10 @@ TrainStep = Callable[[TrainState, jax.Array, NestedDict], tuple[Any, ...]]
 
 
 class Execution:
-  """A step on one device, without a mesh; `surroundings` are passed to the model's calls."""
+  """A step on one device, without a mesh; `surroundings` are passed to the model's calls, and `taps` listen to them."""
 
   surroundings = Surroundings()
+  taps: StepTaps | None = None
 
   def device_key(self, key: jax.Array) -> jax.Array:
     """Returns the key for this device's random numbers."""
@@ -81,6 +83,11 @@ class Execution:
   def sum_parts(self, sums: NestedDict) -> NestedDict:
     """Adds up each variable's sum over all devices' parts: scalars, or arrays with one sum per repeated layer."""
     return sums
+
+  def whole(self, path: Path, part: jax.Array) -> jax.Array:
+    """Returns the whole array, in its true shape, of which this device has a part that is split like a variable."""
+    del path
+    return part
 
 
 class CompilerPlaced(Execution):
@@ -127,7 +134,7 @@ class ShardMapped(Execution):
     self._sizes = dict(layout.mesh.shape)
     self._weights: dict[Path, WeightHParams] = leaves_by_path(jax_task.model.abstract_init())
     self._specs: dict[Path, PartitionSpec] = leaves_by_path(layout.specs.mdl_vars)
-    kept = self._kept_axes()
+    self.kept_axes = kept = self._kept_axes()
     self.batch_axes = tuple(a for a, size in self._sizes.items() if a not in kept and size > 1)
     self._check_optimizer()
     # The mesh axes over which each dimension of a variable may be gathered.
@@ -218,6 +225,10 @@ class ShardMapped(Execution):
       flat, unflatten = ravel_pytree(parts)
       complete |= unflatten(jax.lax.psum(flat, axes))
     return map_with_path(lambda path, _: complete[path], sums)
+
+  def whole(self, path: Path, part: jax.Array) -> jax.Array:
+    axes = tuple(spec_axes(e) if num_parts(e, self._sizes) > 1 else () for e in self._specs[path])
+    return ShardedParam(part, axes, self._weights[path].full_shape).gather()
 
   # ---------------------------------------------------------------- parts
 

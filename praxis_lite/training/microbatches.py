@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, merge, select
 from praxis_lite.common.weighted import WeightedScalars, mean_of_means, mean_over_devices
-from praxis_lite.layers.base.call import Summary
+from praxis_lite.layers.base.call import Summary, part_kind
 from praxis_lite.sharding.explicit import ShardedParam, also_named, to_axes
 from praxis_lite.sharding.specs import all_axes
 
@@ -38,7 +38,7 @@ class LossOutput(NamedTuple):
     weight: weight of the loss in the mean over microbatches, such as the number of tokens.
     metrics: (mean, weight) of each metric.
     per_example: tree of arrays with the batch as dimension 0.
-    summaries: summaries by name, from the last microbatch with a nonzero weight.
+    summaries: summaries by name, from the last microbatch with a nonzero weight; parts of statistics from all.
     updates: new values of non-trainable variables, a part of the variable tree.
   """
 
@@ -107,10 +107,17 @@ def value_and_grad(
     weight=weight,
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
     per_example=jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), outputs.per_example),
-    summaries=jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, last, keepdims=False), outputs.summaries),
+    summaries={name: _over_microbatches(summary, last) for name, summary in outputs.summaries.items()},
     updates=select(updated, changed.__contains__),
   )
   return loss / divisor, output, gradients
+
+
+def _over_microbatches(stacked: Summary, last: jax.Array) -> Summary:
+  """Returns the summary of microbatch `last`, given those of all; parts of statistics are combined."""
+  if (kind := part_kind(stacked)) is not None:
+    return Summary(kind.combine(stacked.value), stacked.kind)
+  return Summary(jax.lax.dynamic_index_in_dim(stacked.value, last, keepdims=False), stacked.kind)
 
 
 def split_rows(x: jax.Array, parts: int) -> jax.Array:

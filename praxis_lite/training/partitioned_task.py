@@ -27,7 +27,8 @@ from praxis_lite.sharding.rules import LogicalAxisRules
 from praxis_lite.sharding.specs import get_input_partition_specs, infer_partition_spec_based_on_rank_fn
 from praxis_lite.sharding.xla_flags import XlaFlags, xla_flags
 from praxis_lite.training import steps
-from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution
+from praxis_lite.training.edits import Edits
+from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution, ShardMapped
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import (
   GivenVariables,
@@ -39,10 +40,11 @@ from praxis_lite.training.state import (
   state_layout,
   train_state_shapes,
 )
+from praxis_lite.training.taps import StepTaps
 from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
-_OutT = TypeVar('_OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.DecodeStepOutput)
+_OutT = TypeVar('_OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.DecodeStepOutput, steps.TapStepOutput)
 
 
 class Partitioner(Protocol):
@@ -80,6 +82,9 @@ class PartitionedTask:
     mesh: the mesh; by default the one that the task asks for.
     partitioner: decides mesh and specs instead of the task, by the partitioner's logical axis rules.
     layout: the layout of an existing train state, including its mesh, instead of all these.
+    taps: statistics that the steps report of the values in them; see `taps.py`. None reports none.
+
+    edits: changes of values between layers in the steps that infer; None changes none.
 
   Attributes:
     mesh: the mesh.
@@ -102,9 +107,13 @@ class PartitionedTask:
     mesh: Mesh | AbstractMesh | None = None,
     partitioner: Partitioner | None = None,
     layout: StateLayout | None = None,
+    taps: StepTaps | None = None,
+    edits: Edits | None = None,
   ):
     _check_one_mesh(mesh, partitioner, layout)
     self.jax_task = jax_task
+    self.taps = taps
+    self.edits = edits
     if layout is not None:
       self.layout = layout
     elif partitioner is not None:
@@ -183,6 +192,11 @@ class PartitionedTask:
     return self._inference_step(functools.partial(steps.predict_step, method='score'), 'predictions', 'score_step')
 
   @functools.cached_property
+  def tap_step(self) -> PartitionedStep[steps.TapStepOutput]:
+    """`(mdl_vars, prng_key, global_step, inputs) -> TapStepOutput`, with the taps of this task."""
+    return self._inference_step(steps.tap_step, 'arrays')
+
+  @functools.cached_property
   def decode_step(self) -> PartitionedStep[steps.DecodeStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
     return self._inference_step(steps.decode_step, 'decoded')
@@ -238,7 +252,11 @@ class PartitionedTask:
   @functools.cached_property
   def execution(self) -> MeshExecution:
     """How the train step is executed."""
-    return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
+    execution = EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
+    if self.taps is not None and isinstance(execution, ShardMapped):
+      self.taps.check_parts(execution.kept_axes)
+    execution.taps = self.taps
+    return execution
 
   @functools.cached_property
   def _placed(self) -> CompilerPlaced:
@@ -256,6 +274,10 @@ class PartitionedTask:
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
       with axis_rules(self.jax_task.logical_axis_rules or ()):
         out = steps.TrainStepOutput(*step(state, prng_key, rows.take_rows(inputs)))
+      if execution.taps is not None:
+        execution.taps.check_seen()
+        before, after = (self.layout.mdl_vars.unpad(variables) for variables in (state.mdl_vars, out.state.mdl_vars))
+        out = out._replace(summaries={**out.summaries, **execution.taps.summarize_step(before, after)})
       return out._replace(per_example_out=jax.tree.map(rows.return_rows, out.per_example_out))
 
     return train_step, (self.state_shapes, *self._placed_shapes(rows))
@@ -274,8 +296,15 @@ class PartitionedTask:
 
     def inference_step(mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict) -> _OutT:
       mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(rows.take_rows(inputs))
+      surroundings = placed.surroundings if self.taps is None else self.taps.surround(placed.surroundings, inputs)
+      if self.edits is not None:
+        mdl_vars, surroundings = self.edits.add_to(mdl_vars, surroundings)
       with axis_rules(self.jax_task.logical_axis_rules or ()):
-        out = step(self.jax_task, mdl_vars, key, global_step, inputs, placed.surroundings)
+        out = step(self.jax_task, mdl_vars, key, global_step, inputs, surroundings)
+      if self.taps is not None and not self.taps.trains:
+        self.taps.check_seen()
+      if self.edits is not None and surroundings.edited is not None:
+        self.edits.check_met(surroundings.edited)
       return out._replace(**{by_row: jax.tree.map(rows.return_rows, getattr(out, by_row))})
 
     inference_step.__name__ = name or step.__name__

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from praxis_lite.common.trees import NestedDict, map_with_path, merge, node_at
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
+from praxis_lite.layers.base.taps import ARRAY, read_raw_name
 from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
 from praxis_lite.sharding.batch import batch_size
 from praxis_lite.training.execution import Execution
 from praxis_lite.training.learning.base_learner import BoundLearner
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
+from praxis_lite.training.taps import is_tapped
 from praxis_lite.training.task import SingleTask
 
 
@@ -63,6 +65,18 @@ class PredictStepOutput(NamedTuple):
   predictions: Any
 
 
+class TapStepOutput(NamedTuple):
+  """Values between the layers of a prediction, by the name of their summary.
+
+  Attributes:
+    arrays: values, with the batch as dimension 0.
+    summaries: parts of statistics.
+  """
+
+  arrays: dict[str, jax.Array]
+  summaries: dict[str, Summary]
+
+
 def train_step_single_learner(
   jax_task: SingleTask,
   states: TrainState[jax.Array],
@@ -84,6 +98,9 @@ def train_step_single_learner(
   update = learner.update(
     gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
   )
+  if (taps := execution.taps) is not None:
+    tapped = {path: execution.whole(path, node_at(gradients, path)) for path in taps.variables_of('grad')}
+    out = out._replace(summaries={**out.summaries, **taps.summarize('grad', tapped)})
   updates, finite = out.updates, update.finite
   if finite is not None:  # After a step that is not applied, variables that are not trained keep their values.
     updates = map_with_path(lambda path, new: jnp.where(finite, new, node_at(states.mdl_vars, path)), updates)
@@ -132,8 +149,10 @@ def _loss_and_gradients(
   def loss_fn(
     trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict
   ) -> tuple[jax.Array, LossOutput]:
-    variables = execution.readable(merge(others, trained))
-    out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=execution.surroundings)
+    variables, surroundings = execution.readable(merge(others, trained)), execution.surroundings
+    if execution.taps is not None:
+      surroundings = execution.taps.surround(surroundings, batch)
+    out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=surroundings)
     metrics, per_example = checked_outputs(model, out, batch_size(batch))
     loss, metrics = add_aux_losses(metrics, side)
     check_is_trained(model, loss, metrics['loss'][1], trained)
@@ -190,6 +209,28 @@ def predict_step(
   model = jax_task.model
   predictions, _ = model.apply(mdl_vars, inputs, key=key, do_eval=True, method=method, surroundings=surroundings)
   return PredictStepOutput(checked_predictions(model, predictions, batch_size(inputs)))
+
+
+def tap_step(
+  jax_task: SingleTask,
+  mdl_vars: NestedDict,
+  prng_key: jax.Array,
+  global_step: jax.Array,
+  inputs: NestedDict,
+  surroundings: Surroundings | None = None,
+) -> TapStepOutput:
+  """Returns what the taps of the surroundings report while the model predicts; arguments as in `predict_step`."""
+  key = jax.random.fold_in(prng_key, global_step)
+  _, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='predict', surroundings=surroundings)
+  arrays, summaries = {}, {}
+  for name, summary in side.summaries.items():
+    if summary.kind == ARRAY:  # Stacks of layers come before the rows.
+      raw = read_raw_name(name)
+      assert raw is not None
+      arrays[name] = jnp.moveaxis(summary.value, summary.value.ndim - int(raw[1][0]), 0)
+    elif is_tapped(name):
+      summaries[name] = summary
+  return TapStepOutput(arrays, summaries)
 
 
 def decode_step(

@@ -33,29 +33,13 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.jax_internals.tracing import current_trace
 from praxis_lite.common.trees import NestedDict, Path, insert, merge, node_at, path_name
 from praxis_lite.common.weighted import WeightedScalars, mean_of_means
+from praxis_lite.layers.base.summaries import (
+  Summary as Summary,
+  part_kind as part_kind,
+  summary_over_devices as summary_over_devices,
+)
+from praxis_lite.layers.base.taps import Taps
 from praxis_lite.sharding.specs import Placement
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-  """A named value to log: a 'scalar', 'histogram', 'image' or 'text'. Layers repeated by scan add leading axes."""
-
-  value: jax.Array
-  kind: str = 'scalar'
-
-
-jax.tree_util.register_dataclass(Summary, data_fields=['value'], meta_fields=['kind'])
-
-
-def summary_over_devices(summary: Summary, axes: tuple[str, ...]) -> Summary:
-  """Inside `shard_map`: averages scalars over the devices along `axes`; other kinds take the first device's value."""
-  x = summary.value
-  if not axes:
-    return summary
-  if summary.kind == 'scalar' and jnp.issubdtype(x.dtype, jnp.floating):
-    return Summary(jax.lax.pmean(x, axes), summary.kind)
-  first = jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
-  return Summary(jax.lax.psum(first, axes), summary.kind)
 
 
 class SideOutputs(NamedTuple):
@@ -129,6 +113,8 @@ class Surroundings:
     read_outside: converts a weight from outside of this call's variable tree to what a layer reads.
     manual_axes: mesh axes along which arrays are one device's part.
     listener: called with each sharding constraint of a layer while the call is traced; None disables it.
+    taps: listen to the values between layers; None disables them. See `taps.py`.
+    edited: gets the shape of each such value, if the variables contain edits of some; None if they contain none.
   """
 
   read_weight: Callable[[Path, jax.Array, DTypeLike | None], jax.Array] = _cast
@@ -138,6 +124,8 @@ class Surroundings:
   read_outside: Callable[[jax.Array], jax.Array] | None = None
   manual_axes: frozenset[str] = frozenset()
   listener: Callable[[SplitConstraint], object] | None = None
+  taps: Taps | None = None
+  edited: dict[str, tuple[int, ...]] | None = None
 
 
 def fold_in_path(key: jax.Array, path: Path) -> jax.Array:

@@ -13,6 +13,7 @@ from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.common.mistakes import explain_error, missing_return_hint, name_method
 from praxis_lite.common.trees import Path
 from praxis_lite.layers.base import call
+from praxis_lite.layers.base.taps import edit_and_tap
 from praxis_lite.sharding.weights import WeightHParams
 
 
@@ -44,6 +45,9 @@ def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
       args = (self._shard_input(args[0]), *args[1:])
     elif first in kwargs:
       kwargs[first] = self._shard_input(kwargs[first])
+    taps_inputs = frame.surroundings.taps is not None and frame.surroundings.taps.wants_inputs
+    if taps_inputs and args:
+      args = (edit_and_tap(frame, self.path, method.__name__, args[0], '.in'), *args[1:])
     outer, frame.active = frame.active, self
     try:
       with jax.named_scope(self.name or type(self).__name__):
@@ -60,6 +64,6 @@ def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
       frame.active = outer
     if result is None and method.__name__ == '__call__':
       raise ConfigError(f'{name_method(self, self.path_name, "__call__")} {missing_return_hint(method)}')
-    return result
+    return edit_and_tap(frame, self.path, method.__name__, result)
 
   return run

@@ -37,6 +37,7 @@ from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import find_slow_paths
+from praxis_lite.training.taps import step_taps
 from praxis_lite.training.task import SingleTask, TrainParams
 
 
@@ -92,7 +93,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   mesh = task.create_mesh(options.devices)
   check_all_take_part(mesh)
   keys = run_keys(seed, mesh)
-  tasks = TaskOnMesh(task, mesh)
+  tasks = TaskOnMesh(task, mesh, taps=step_taps(task, options.tap) if options.tap else None)
   startup.mark('build')
 
   datasets = build_datasets(config.datasets)
@@ -108,6 +109,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
   batch = data.batch_struct()
   lines = list(_describe(task, partitioned, batch, fit, options.devices))
+  lines += partitioned.taps.left_out if partitioned.taps is not None else []
   return TrainJob(
     *(given, config, directory, seed, keys, task, task.train, partitioned, data, batch),
     *(evaluation, decoding, watched, loggers, lines),

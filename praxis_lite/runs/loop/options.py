@@ -15,6 +15,7 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.runs.hooks import Hook, check_hooks
 from praxis_lite.runs.observer import Observer
 from praxis_lite.runs.profiling import ProfiledSteps
+from praxis_lite.training.taps import Tap
 from praxis_lite.training.task import SingleTask
 
 # (the built task, shapes and dtypes of a training batch) -> lines to print.
@@ -35,6 +36,8 @@ class TrainOptions:
     hooks: called after steps, evaluations and checkpoints; see `praxis_lite.runs.hooks`.
     observers: take part in the run; see `praxis_lite.runs.observer`. Unlike an error of a hook, one of theirs ends the
       run without saving.
+    tap: statistics of activations, gradients, updates and weights to write with the metrics, as in
+      'lm.transformer.*.attention:rms,max'; see `praxis_lite.training.taps`.
     profile_steps: the first and the last step of a trace for TensorBoard.
     on_damage: what to do if the newest checkpoint is damaged: 'previous' renames it and continues from the one before,
       'fail' raises.
@@ -57,6 +60,7 @@ class TrainOptions:
   advise: Advice | None = None
   hooks: Sequence[Hook] = ()
   observers: Sequence[Observer] = ()
+  tap: Sequence[str] = ()
   profile_steps: tuple[int, int] | None = None
   on_damage: OnDamage = 'previous'
   debug_nans: bool = False
@@ -75,6 +79,8 @@ class TrainOptions:
       raise ConfigError(f'grace_s = {self.grace_s:g}: expected more than 0 seconds')
     if not self.input_timeout_s > 0:
       raise ConfigError(f'input_timeout_s = {self.input_timeout_s:g}: expected more than 0 seconds')
+    for text in (self.tap,) if isinstance(self.tap, str) else self.tap:
+      Tap.parse(text)
     if self.profile_steps is not None:
       ProfiledSteps.parse(self.profile_steps)
 

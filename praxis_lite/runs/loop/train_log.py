@@ -24,6 +24,7 @@ from praxis_lite.runs.throughput import StartupTimes, Throughput, peak_flops
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import TrainStepOutput
+from praxis_lite.training.taps import finish_summaries
 
 
 class _Step(NamedTuple):
@@ -135,7 +136,7 @@ class TrainLog(Observer):
         else:
           self._console.train_step(step, metrics, rates)
         if self._is_logged(step):
-          self._writer.write(step, 'train', metrics, jax.device_get(summaries))
+          self._writer.write(step, 'train', metrics, finish_summaries(jax.device_get(summaries)))
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:

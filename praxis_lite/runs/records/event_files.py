@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from praxis_lite.common.files import PatientFile
+from praxis_lite.common.statistics import bin_edges
 
 if TYPE_CHECKING:
   from tensorboardX.proto.event_pb2 import Event
+  from tensorboardX.proto.summary_pb2 import Summary
 
 _MAX_IMAGES = 4
 _NAME = re.compile(r'events\.out\.tfevents\.(\d{10})')
@@ -55,7 +57,10 @@ class EventFile:
     return self._on_disk.error
 
   def add(self, step: int, name: str, kind: str, value: np.ndarray | float) -> None:
-    """Writes a summary of a kind: 'scalar', 'histogram', 'image' ([..., H, W, C]) or 'text' (its bytes as numbers)."""
+    """Writes a summary of a kind: 'scalar', 'histogram', 'image' ([..., H, W, C]) or 'text' (its bytes as numbers).
+
+    A histogram may also be 'bins': the number of entries in each bin of `common/statistics.py`.
+    """
     from tensorboardX import summary
     from tensorboardX.proto.event_pb2 import Event
 
@@ -65,6 +70,8 @@ class EventFile:
         made = summary.scalar(name, float(x))
       case 'histogram':
         made = summary.histogram(name, x.astype(np.float32).ravel(), _bins())
+      case 'bins':
+        made = _summary_of_bins(name, x)
       case 'image':
         images = x.reshape((-1, *x.shape[-3:]))[:_MAX_IMAGES]
         made = summary.image(name, images.astype(np.float32), dataformats='NHWC')
@@ -81,6 +88,19 @@ class EventFile:
   def _write(self, event: Event, step: int) -> None:
     event.step, event.wall_time = step, time.time()
     self._file.write_event(event)
+
+
+def _summary_of_bins(name: str, counts: np.ndarray) -> Summary:
+  """Returns the summary of a histogram without the empty bins at its ends; sums are those of the bins' middles."""
+  from tensorboardX import summary
+
+  right = bin_edges()
+  left = np.concatenate([2 * right[:1], right[:-1]])
+  used = np.flatnonzero(counts)
+  low, high = (used[0], used[-1] + 1) if len(used) else (len(right) // 2, len(right) // 2 + 1)
+  middles = np.where(np.arange(len(right)) == len(right) // 2, 0, (left + right) / 2)
+  totals = counts.sum(), (counts * middles).sum(), (counts * middles**2).sum()
+  return summary.histogram_raw(name, left[low], right[high - 1], *totals, right[low:high], counts[low:high])
 
 
 @functools.cache

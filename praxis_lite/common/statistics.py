@@ -1,0 +1,169 @@
+"""Statistics of arrays, from sums and extremes that combine exactly over rows, microbatches, devices and batches.
+
+    rms        root mean square                    max_abs    largest magnitude
+    mean       mean                                frac_zero  fraction of entries that are zero
+    std        standard deviation                  dead       fraction of units, entries of the last dimension, that
+    min, max   smallest and largest value                     are zero in all rows and tokens
+    hist       histogram
+
+A device computes parts: sums, and extremes. `PartKind` says how parts combine. The host makes statistics of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+STATISTICS = ('rms', 'mean', 'std', 'min', 'max', 'max_abs', 'frac_zero', 'dead', 'hist')
+HISTOGRAM = 'hist'
+
+# Bins of histograms: for each sign, 2 for each power of 2 from 2^-40 to 2^40, and one for zeros in the middle.
+_LOWEST, _HIGHEST, _PARTS = -40, 40, 2
+_BINS_OF_SIGN = (_HIGHEST - _LOWEST) * _PARTS
+
+
+class PartKind(enum.StrEnum):
+  """How parts of a statistic combine."""
+
+  SUM = 'sum'
+  MAX = 'max'
+  MIN = 'min'
+
+  def combine(self, x: jax.Array, axis: int = 0) -> jax.Array:
+    """Returns parts combined over an axis; of a sum, in its own dtype."""
+    if self is PartKind.SUM:
+      return jnp.sum(x, axis, dtype=x.dtype)
+    return jnp.max(x, axis) if self is PartKind.MAX else jnp.min(x, axis)
+
+  def over_devices(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Inside `shard_map`: returns parts combined over the devices along some axes."""
+    if self is PartKind.SUM:
+      return jax.lax.psum(x, axes)
+    return jax.lax.pmax(x, axes) if self is PartKind.MAX else jax.lax.pmin(x, axes)
+
+  def neutral(self, x: jax.Array) -> jax.Array:
+    """Returns an array like x whose values change no result."""
+    return jnp.full_like(x, {PartKind.SUM: 0, PartKind.MAX: -jnp.inf, PartKind.MIN: jnp.inf}[self])
+
+  def on_host(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns parts combined on the host, in float64."""
+    stacked = np.stack([np.asarray(x, np.float64) for x in parts])
+    if self is PartKind.SUM:
+      return np.asarray(stacked.sum(0))
+    return np.asarray(stacked.max(0) if self is PartKind.MAX else stacked.min(0))
+
+
+# The parts that each statistic needs, besides the number of entries, `n`.
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+  'rms': ('squares',),
+  'mean': ('sum',),
+  'std': ('sum', 'squares'),
+  'min': ('min',),
+  'max': ('max',),
+  'max_abs': ('max_abs',),
+  'frac_zero': ('zeros',),
+  'dead': ('units',),
+  'hist': ('bins',),
+}
+_KINDS = {'min': PartKind.MIN, 'max': PartKind.MAX, 'max_abs': PartKind.MAX, 'units': PartKind.MAX}
+
+
+def kind_of_part(part: str) -> PartKind:
+  """Returns how parts of this name combine."""
+  return _KINDS.get(part, PartKind.SUM)
+
+
+def parts_of(x: jax.Array, real: jax.Array | None, statistics: Sequence[str], first: int = 0) -> dict[str, jax.Array]:
+  """Returns the parts of some statistics by name, in float32; of a histogram, int32 counts [bins].
+
+  Args:
+    x: floating, any shape.
+    real: bool, broadcast to x: False for entries that do not count, which may be anything; None means that all do.
+    statistics: names in `STATISTICS`.
+    first: number of leading dimensions with a statistic for each of their entries, such as layers; the parts begin
+      with them.
+  """
+  x = x.astype(jnp.float32)
+  axes = tuple(range(first, x.ndim))
+  size = int(np.prod(x.shape[first:], dtype=np.int64))
+  if real is not None:
+    real = jnp.broadcast_to(real, x.shape)
+    x = jnp.where(real, x, 0)
+  parts: dict[str, jax.Array] = {}
+  if real is None:
+    parts['n'] = jnp.full(x.shape[:first], size, jnp.float32)
+  else:
+    parts['n'] = jnp.sum(real, axes, dtype=jnp.float32)
+  for part in dict.fromkeys(part for name in statistics for part in _NEEDS[name]):
+    parts[part] = _part(part, x, real, first, axes)
+  return parts
+
+
+def _part(part: str, x: jax.Array, real: jax.Array | None, first: int, axes: tuple[int, ...]) -> jax.Array:
+  match part:
+    case 'sum':
+      return jnp.sum(x, axes)
+    case 'squares':
+      return jnp.sum(jnp.square(x), axes)
+    case 'min':
+      return jnp.min(x if real is None else jnp.where(real, x, jnp.inf), axes, initial=jnp.inf)
+    case 'max':
+      return jnp.max(x if real is None else jnp.where(real, x, -jnp.inf), axes, initial=-jnp.inf)
+    case 'max_abs':
+      return jnp.max(jnp.abs(x), axes, initial=0)
+    case 'zeros':
+      return jnp.sum(x == 0 if real is None else (x == 0) & real, axes, dtype=jnp.float32)
+    case 'units':
+      return jnp.max(jnp.abs(x), axes[:-1], initial=0)
+  weights = jnp.ones(x.shape, jnp.int32) if real is None else real.astype(jnp.int32)
+  count = _count_bins
+  for _ in range(first):
+    count = jax.vmap(count)
+  return count(x, weights)
+
+
+def _count_bins(x: jax.Array, weights: jax.Array) -> jax.Array:
+  """Returns the number of entries in each bin, int32 [bins]."""
+  # The first bit after the exponent halves each power of 2.
+  bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32) >> 22
+  bin_of_sign = jnp.clip(bits - (127 + _LOWEST) * _PARTS, 0, _BINS_OF_SIGN - 1)
+  index = jnp.where(x == 0, _BINS_OF_SIGN, _BINS_OF_SIGN + jnp.where(x < 0, -1 - bin_of_sign, 1 + bin_of_sign))
+  return jnp.zeros(2 * _BINS_OF_SIGN + 1, jnp.int32).at[index.ravel()].add(weights.ravel())
+
+
+def bin_edges() -> np.ndarray:
+  """Returns the right edges of a histogram's bins, float64 [bins], in ascending order; zeros are in the middle one."""
+  exponents = np.arange(_LOWEST, _HIGHEST)
+  powers = np.stack([2.0**exponents, 1.5 * 2.0**exponents], 1).ravel()  # The left edges of positive bins.
+  positive = np.append(powers[1:], 2.0**_HIGHEST)
+  return np.concatenate([-powers[::-1], [np.nextafter(powers[0], 0)], positive])
+
+
+def from_parts(parts: Mapping[str, np.ndarray], statistics: Sequence[str]) -> dict[str, np.ndarray]:
+  """Returns statistics by name, of combined parts on the host; NaN if there are no entries."""
+  wide = {name: np.asarray(x, np.float64) for name, x in parts.items()}
+  n = wide['n']
+  with np.errstate(invalid='ignore', divide='ignore'):
+    made: dict[str, np.ndarray] = {}
+    for name in statistics:
+      match name:
+        case 'rms':
+          made[name] = np.sqrt(wide['squares'] / n)
+        case 'mean':
+          made[name] = wide['sum'] / n
+        case 'std':
+          variance = wide['squares'] / n - (wide['sum'] / n) ** 2
+          made[name] = np.sqrt(np.maximum(variance, 0))
+        case 'frac_zero':
+          made[name] = wide['zeros'] / n
+        case 'dead':
+          made[name] = np.where(n > 0, np.mean(wide['units'] == 0, axis=-1), np.nan)
+        case 'hist':
+          made[name] = wide['bins']
+        case _:
+          made[name] = np.where(n > 0, wide[name], np.nan)
+  return made

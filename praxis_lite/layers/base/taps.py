@@ -1,0 +1,192 @@
+"""Taps: who listens to the values between the layers of a call, and who changes them.
+
+A *point* is a value that a layer gives to another one. It has the layer's path, and the name of the method if it is not
+`__call__` or `extend_step`, which is `__call__` in decoding:
+
+    lm.transformer.layers.attention         the result of the attention; of layers in a stack, one point for all
+    lm.transformer.layers.attention.in      its first argument
+    lm.softmax.emb_lookup                   the result of another method
+
+Of a result that is a tree, the point is the first floating array. `run_in_scope` calls `edit_and_tap` for each point.
+Without taps and edits nothing of this is in the program.
+
+An edit replaces x by `(x or 0) + add`. Its arrays are entries of the variables, below the path of the layer, so the
+scan of a stack of layers gives each layer its own:
+
+    drop     [] bool, whether zeros take the place of x
+    units    [k] int32, if only these entries of the last dimension become zeros
+    add      any shape that broadcasts to x
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.jax_internals.tracing import current_trace
+from praxis_lite.common.statistics import kind_of_part, parts_of
+from praxis_lite.common.trees import Path, path_name
+from praxis_lite.layers.base.summaries import Summary
+
+# A name among the variables that no layer can declare.
+EDIT = '~edit'
+# The kind of a summary that is a tapped value itself.
+ARRAY = 'array'
+_SAME_POINT = ('__call__', 'extend_step')
+
+
+class Listened(Protocol):
+  """The part of the surroundings of a call that taps need."""
+
+  @property
+  def manual_axes(self) -> frozenset[str]: ...
+  @property
+  def taps(self) -> Taps | None: ...
+  @property
+  def edited(self) -> dict[str, tuple[int, ...]] | None: ...
+
+
+class TappedCall(Protocol):
+  """The part of a `Frame` that taps need."""
+
+  trace: object
+
+  @property
+  def surroundings(self) -> Listened: ...
+  def variable(self, path: Path) -> Any: ...
+  def add_summary(self, name: str, summary: Summary) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps:
+  """The points of a call to listen to.
+
+  Attributes:
+    wanted: returns what to report of the point of this name: names in `STATISTICS`, and `ARRAY`; () for nothing.
+    seen: gets each point that the call has passed, and '' or why it cannot be tapped.
+    real: [B, T] or [B] bool, False for tokens or rows of padding, which do not count; None means that all count.
+    manual_axes: mesh axes along which values are one device's rows, whose parts are combined later.
+    wants_inputs: whether points may be inputs of layers.
+    in_pipeline: whether the layer is in a pipeline.
+  """
+
+  wanted: Callable[[str], Sequence[str]]
+  seen: dict[str, str]
+  real: jax.Array | None = None
+  manual_axes: frozenset[str] = frozenset()
+  wants_inputs: bool = False
+  in_pipeline: bool = False
+
+  def of_microbatch(self, real: jax.Array | None, real_rows: jax.Array | None) -> Taps:
+    """Returns the taps of a layer in a pipeline, given `real` of its microbatch and which of its rows are no copies."""
+    if real is None:
+      real = real_rows
+    elif real_rows is not None:
+      real = real & real_rows.reshape(-1, *(1,) * (real.ndim - 1))
+    return dataclasses.replace(self, real=real, in_pipeline=True)
+
+  def listen(self, frame: TappedCall, name: str, x: jax.Array) -> None:
+    """Adds what is wanted of a point to the summaries of a frame."""
+    wanted = self.wanted(name)
+    problem, real = self._problem(frame, x), None
+    if not problem:
+      real, problem = self._entries_that_count(x)
+    if ARRAY in wanted and not problem:
+      if self.in_pipeline:
+        problem = 'it is in a pipeline, whose stages compute microbatches at different times; tap its statistics'
+      elif self.real is not None and len(x) != len(self.real):
+        problem = f'its shape, {x.shape}, does not begin with the {len(self.real)} rows; tap its statistics'
+    if name not in self.seen or not problem:
+      self.seen[name] = problem
+    if problem or not wanted:
+      return
+    if ARRAY in wanted:
+      frame.add_summary(raw_name(ARRAY, (str(x.ndim),), name), Summary(x, ARRAY))
+    statistics = [each for each in wanted if each != ARRAY]
+    for part, value in parts_of(jax.lax.stop_gradient(x), real, statistics).items() if statistics else ():
+      frame.add_summary(raw_name(part, statistics, name), Summary(value, str(kind_of_part(part))))
+
+  def _problem(self, frame: TappedCall, x: jax.Array) -> str:
+    if isinstance(x, jax.core.Tracer) and frame.trace != current_trace():
+      return 'it is computed in a function that a transform of JAX traces, such as a scan or vmap in its layer'
+    if frame.surroundings.manual_axes != self.manual_axes:
+      return 'it is computed in a shard_map of its layer, where each device has a part of it'
+    return ''
+
+  def _entries_that_count(self, x: jax.Array) -> tuple[jax.Array | None, str]:
+    """Returns which entries of a value count, to be broadcast to it, or why that is unknown."""
+    real = self.real
+    if real is None:
+      return None, ''
+    if real.ndim == 2 and x.shape[:2] == real.shape:
+      return real.reshape(*real.shape, *(1,) * (x.ndim - 2)), ''
+    rows = real.any(axis=1) if real.ndim == 2 else real
+    if x.shape[:1] == rows.shape:
+      return rows.reshape(-1, *(1,) * (x.ndim - 1)), ''
+    if real.ndim == 2 and x.shape[:1] == (real.size,):
+      return real.reshape(-1, *(1,) * (x.ndim - 1)), ''
+    return None, f'its shape, {x.shape}, does not begin with the {len(rows)} rows of the batch, so padding is unknown'
+
+
+def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: str = '') -> Any:
+  """Returns a value at a point after the edits of the call; lets its taps listen.
+
+  Args:
+    frame: the call.
+    path, method: the layer and its method.
+    value: its result, or its first argument; an array or a tree of them.
+    side: '.in' for an argument.
+  """
+  surroundings = frame.surroundings
+  if not path or (surroundings.taps is None and surroundings.edited is None):
+    return value
+  found, structure = jax.tree.flatten(value)
+  index = next((i for i, x in enumerate(found) if jnp.issubdtype(jnp.result_type(x), jnp.floating)), None)
+  if index is None or not jnp.ndim(found[index]):
+    return value
+  name = f'{path_name(path if method in _SAME_POINT else (*path, method))}{side}'
+  if surroundings.edited is not None:
+    surroundings.edited[name] = found[index].shape
+    for edit in _edits_at(frame, path, name):
+      found[index] = _apply(edit, found[index], name)
+  if surroundings.taps is not None:
+    surroundings.taps.listen(frame, name, found[index])
+  return jax.tree.unflatten(structure, found)
+
+
+def edit_name(point: str) -> str:
+  """Returns the name of the edits of a point among the variables of its layer."""
+  return f'{EDIT}:{point}'
+
+
+def _edits_at(frame: TappedCall, path: Path, name: str) -> Iterator[dict[str, jax.Array]]:
+  edits = frame.variable((*path, edit_name(name)))
+  if edits is not None:
+    yield from (edits[key] for key in sorted(edits))
+
+
+def _apply(edit: dict[str, jax.Array], x: jax.Array, name: str) -> jax.Array:
+  drop, add = edit['drop'], edit['add']
+  if add.ndim > x.ndim or any(a not in (1, b) for a, b in zip(add.shape[::-1], x.shape[::-1])):
+    raise ConfigError(f'edit of {name}: an array of shape {add.shape} does not fit its values, {x.shape}')
+  if 'units' in edit:
+    drop = drop & jnp.isin(jnp.arange(x.shape[-1]), edit['units'])
+  return jnp.where(drop, 0, x) + add.astype(x.dtype)
+
+
+def raw_name(part: str, statistics: Sequence[str], label: str) -> str:
+  """Returns the name of a summary with a part of some statistics."""
+  return f'tap:{part}:{",".join(statistics)}:{label}'
+
+
+def read_raw_name(name: str) -> tuple[str, tuple[str, ...], str] | None:
+  """Returns (part, statistics, label) of a name that `raw_name` made; None for other names."""
+  if not name.startswith('tap:'):
+    return None
+  _, part, statistics, label = name.split(':', 3)
+  return part, tuple(filter(None, statistics.split(','))), label

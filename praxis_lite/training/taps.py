@@ -1,0 +1,349 @@
+"""Taps of a step: statistics of activations, gradients, updates and weights by path.
+
+    lm.transformer.*.attention:rms,max     of the result of each attention; '*' stands for any text
+    lm.transformer.layers.in:mean          of the input of a block, its first argument
+    grad(lm.softmax.*):rms                 of the gradients of variables, of the whole batch, before clipping
+    update(*.w):rms,ratio                  of what a step adds; ratio: rms of the update / rms of the weight
+    weight(lm.softmax.w):hist              of variables before the step
+
+Statistics are over the real entries: no padding tokens, no rows that fill up a batch, no entries that fill up a mesh.
+Each layer of a stack has its own. `layers/base/taps.py` listens to activations; variables are read where the step has
+them as whole arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.errors import ConfigError, did_you_mean
+from praxis_lite.common.statistics import HISTOGRAM, STATISTICS, PartKind, from_parts, kind_of_part, parts_of
+from praxis_lite.common.trees import NestedDict, Path, leaves, node_at, path_name
+from praxis_lite.layers.base.call import Summary, Surroundings
+from praxis_lite.layers.base.taps import ARRAY, Taps, raw_name, read_raw_name
+from praxis_lite.layers.transformer_block import token_paddings
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.task import SingleTask
+
+_DEFAULT = ('rms',)
+_RATIO = 'ratio'  # Of the rms of an update to that of its weight.
+_FUNCTION = re.compile(r'(\w+)\((.*)\)')
+OF_VARIABLES = ('grad', 'update', 'weight')
+# Names of arrays of a batch that say which tokens are padding.
+_MARKS = ('weights', 'segment_ids', 'paddings')
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap:
+  """What to compute of which values.
+
+  Attributes:
+    text: as it was given.
+    of: 'grad', 'update', 'weight', or '' for an activation.
+    pattern: a path, in which '*' stands for any text.
+    statistics: names in `STATISTICS`, or 'ratio'; or `ARRAY` alone.
+  """
+
+  text: str
+  of: str
+  pattern: str
+  statistics: tuple[str, ...]
+
+  @classmethod
+  def parse(cls, text: str, default: tuple[str, ...] = _DEFAULT) -> Tap:
+    """Reads 'path:statistics' or 'grad(path):statistics'; without statistics, takes `default`.
+
+    Raises:
+      ConfigError: the text does not have this form, or there is no such statistic.
+    """
+    where = f'tap {text!r}'
+    path, colon, names = text.strip().partition(':')
+    of, function = '', _FUNCTION.fullmatch(path)
+    if function is not None:
+      of, path = function.groups()
+      if of not in OF_VARIABLES:
+        raise ConfigError(
+          f'{where}: there is no {of}(...).{did_you_mean(of, OF_VARIABLES)} Write grad(path), update(path) or '
+          'weight(path) for variables, or a path alone for the result of a layer'
+        )
+    if not path or re.search(r'[^\w.*~-]', path):
+      raise ConfigError(
+        f"{where}: expected path:statistics, as in 'lm.transformer.*.attention:rms,max'; '*' stands for any text"
+      )
+    known = (*STATISTICS, *([_RATIO] if of == 'update' else []))
+    statistics = tuple(filter(None, (name.strip() for name in names.split(',')))) if colon else default
+    if not statistics:
+      raise ConfigError(f'{where}: name statistics after the colon, such as rms; there are {", ".join(known)}')
+    for name in statistics:
+      if name not in (*known, *default):
+        of_update = ' It is a statistic of update(path).' if name == _RATIO else ''
+        close = of_update or did_you_mean(name, known)
+        raise ConfigError(f'{where}: there is no statistic {name!r}.{close} There are {", ".join(known)}')
+    return cls(text, of, path, tuple(dict.fromkeys(statistics)))
+
+  def matches(self, name: str) -> bool:
+    """Whether the path of a value is meant."""
+    return _regex(self.pattern).fullmatch(name) is not None
+
+  @property
+  def names_one(self) -> bool:
+    """Whether the pattern is the path of one value."""
+    return '*' not in self.pattern
+
+
+@functools.cache
+def _regex(pattern: str) -> re.Pattern[str]:
+  return re.compile('.*'.join(map(re.escape, pattern.split('*'))))
+
+
+class StepTaps:
+  """The taps of the steps of a task.
+
+  Args:
+    taps: what to compute.
+    weights: the declarations of the variables.
+    trained: whether a variable is trained; None for steps that only infer.
+
+  Attributes:
+    trains: whether the steps train.
+    seen: the points of activations in the step that was traced last, and '' or why a point cannot be tapped.
+    left_out: lines about points that a pattern matches but that cannot be tapped, once the step is traced.
+
+  Raises:
+    ConfigError: `grad`, `update` or `weight` matches no variable, or asks for what only a train step has.
+  """
+
+  def __init__(self, taps: Sequence[Tap], weights: NestedDict, trained: Callable[[Path], bool] | None):
+    self._activations = [tap for tap in taps if not tap.of]
+    self._of_variables = [tap for tap in taps if tap.of]
+    self._weights: dict[Path, WeightHParams] = leaves(weights)
+    self._trained = {path for path in self._weights if trained is not None and trained(path)}
+    self.trains = trained is not None
+    self.seen: dict[str, str] = {}
+    self.left_out: list[str] = []
+    for tap in self._of_variables:
+      if trained is None:
+        raise ConfigError(
+          f'tap {tap.text!r}: {tap.of}(...) is of a train step; tap it in `train`. The weights of a loaded model are '
+          'its `variables`'
+        )
+      self._check_variable(tap)
+
+  def _check_variable(self, tap: Tap) -> None:
+    names = list(map(path_name, self._weights))
+    met = [name for name in names if tap.matches(name)]
+    if not met:
+      raise ConfigError(f'tap {tap.text!r} matches no variable.{_near(tap.pattern, names)}')
+    if not self.variables_of(tap.of):
+      raise ConfigError(f'tap {tap.text!r}: {met[0]} is not trained, so it has no {tap.of}')
+
+  def check_parts(self, axes: Iterable[str]) -> None:
+    """Raises ConfigError if activations are tapped in a program for one device, with layers split over these axes."""
+    if self._activations and (split := sorted(axes)):
+      raise ConfigError(
+        f"tap {self._activations[0].text!r}: under task.partitioning='shard_map', the results of layers that are split "
+        f"over {split[0]!r} are parts; tap weights, gradients and updates, or set task.partitioning='auto'"
+      )
+
+  # ---------------------------------------------------------------- activations
+
+  def surround(self, surroundings: Surroundings, batch: Mapping[str, jax.Array]) -> Surroundings:
+    """Returns the surroundings of a call of the model for a batch, with taps."""
+    if not self._activations:
+      return surroundings
+    self.seen.clear()
+    taps = Taps(
+      self._wanted,
+      self.seen,
+      real_tokens(batch),
+      surroundings.manual_axes,
+      wants_inputs=any(tap.pattern.endswith(('.in', '*')) for tap in self._activations),
+    )
+    return dataclasses.replace(surroundings, taps=taps)
+
+  def _wanted(self, name: str) -> Sequence[str]:
+    found = dict.fromkeys(s for tap in self._activations if _is_meant(tap, name) for s in tap.statistics)
+    return tuple(found)
+
+  def check_seen(self) -> None:
+    """Raises ConfigError if a tap of activations has met no value in the step just traced, or none that it can tap."""
+    for tap in self._activations:
+      met = {name: problem for name, problem in self.seen.items() if _is_meant(tap, name)}
+      if not met:
+        raise ConfigError(f'tap {tap.text!r} matches no layer that the step calls.{_near(tap.pattern, self.seen)}')
+      if all(met.values()):
+        name, problem = next(iter(met.items()))
+        raise ConfigError(f'tap {tap.text!r}: {name} cannot be tapped: {problem}')
+    self.left_out = [
+      f'tap: {name} is left out: {problem}'
+      for name, problem in self.seen.items()
+      if problem and any(_is_meant(tap, name) for tap in self._activations)
+    ]
+
+  # ---------------------------------------------------------------- variables
+
+  def variables_of(self, of: str) -> list[Path]:
+    """Returns the paths of the variables whose 'grad', 'update' or 'weight' is tapped."""
+    return [path for path in self._weights if self._statistics(of, path)]
+
+  def summarize(self, of: str, values: Mapping[Path, jax.Array]) -> dict[str, Summary]:
+    """Returns the summaries of gradients, updates or weights, whole arrays in their true shapes by path."""
+    summaries: dict[str, Summary] = {}
+    for path, value in values.items():
+      statistics, label = self._statistics(of, path), f'{of}({path_name(path)})'
+      first = len(self._weights[path].repeat_prefix)
+      known = [name for name in statistics if name != _RATIO]
+      parts = parts_of(value, None, [*known, *(['rms'] if _RATIO in statistics and 'rms' not in known else [])], first)
+      for part, x in parts.items():
+        summaries[raw_name(part, statistics, label)] = Summary(x, str(kind_of_part(part)))
+    return summaries
+
+  def summarize_step(self, before: NestedDict, after: NestedDict) -> dict[str, Summary]:
+    """Returns the summaries of weights, and of what a step has added to them; variables have their true shapes."""
+    summaries = self.summarize('weight', {path: node_at(before, path) for path in self.variables_of('weight')})
+    updated = self.variables_of('update')
+    changes = {path: _difference(node_at(after, path), node_at(before, path)) for path in updated}
+    summaries |= self.summarize('update', changes)
+    for path in updated:
+      statistics, label = self._statistics('update', path), f'update({path_name(path)})'
+      if _RATIO in statistics:
+        first = len(self._weights[path].repeat_prefix)
+        squares = parts_of(node_at(before, path), None, ['rms'], first)['squares']
+        summaries[raw_name('squares_of_weight', statistics, label)] = Summary(squares, str(PartKind.SUM))
+    return summaries
+
+  def _statistics(self, of: str, path: Path) -> tuple[str, ...]:
+    if of != 'weight' and path not in self._trained:
+      return ()
+    taps = [tap for tap in self._of_variables if tap.of == of and tap.matches(path_name(path))]
+    return tuple(dict.fromkeys(s for tap in taps for s in tap.statistics))
+
+
+def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool = True) -> StepTaps:
+  """Returns the taps of a task's steps, of texts such as 'lm.transformer.*:rms'.
+
+  Raises:
+    ConfigError: a text has another form, or matches nothing.
+  """
+  parsed = [Tap.parse(text) for text in ((taps,) if isinstance(taps, str) else taps)]
+  return StepTaps(parsed, jax_task.model.abstract_init(), jax_task.bind_learner().is_trained if trains else None)
+
+
+def _is_meant(tap: Tap, name: str) -> bool:
+  """Whether a tap means a point; '*' at the end does not stand for '.in' of inputs."""
+  return tap.matches(name) and (not name.endswith('.in') or tap.pattern.endswith('.in'))
+
+
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+  return new.astype(jnp.float32) - old.astype(jnp.float32)
+
+
+def _near(pattern: str, names: Iterable[str]) -> str:
+  """Returns paths that are near a pattern, as the end of a message."""
+  known = list(names)
+  last = pattern.rstrip('.*').rpartition('.')[2].rpartition('*')[2]
+  inside = [name for name in known if last and last in name.split('.')][:3] or [
+    name for name in known if last and fnmatch.fnmatchcase(name, f'*{last}*')
+  ][:3]
+  if inside:
+    return f' Near paths: {", ".join(inside)}'
+  return did_you_mean(pattern, known) or (f' There are {", ".join(known[:4])}, ...' if known else '')
+
+
+def real_tokens(batch: Mapping[str, jax.Array]) -> jax.Array | None:
+  """Returns [B, T] bool, False for padding; or [B], False for rows that fill up a batch; None if neither is known.
+
+  A batch whose arrays mark the tokens of several sequences, such as sources and targets, has only rows.
+  """
+  marks = [name for name in batch if name.endswith(_MARKS)]
+  weights = batch.get('weights')
+  others = [name for name in marks if name not in _MARKS]
+  tokens = [batch[name].shape for name in marks if batch[name].ndim > 1]
+  if weights is None:
+    return None
+  if others or len(set(tokens)) != 1 or len(tokens[0]) != 2:
+    return jnp.any(weights.reshape(len(weights), -1) != 0, axis=1)
+  B, T = tokens[0]
+  weights_BT = weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], (B, T))
+  segments = batch.get('segment_ids')
+  padding = token_paddings(weights_BT, segments)
+  real = ~padding if padding is not None else jnp.ones((B, T), bool)
+  paddings = batch.get('paddings')
+  return real if paddings is None else real & (paddings == 0)
+
+
+# ---------------------------------------------------------------- on the host
+
+
+def is_tapped(name: str) -> bool:
+  """Whether a summary has this name because of a tap."""
+  return read_raw_name(name) is not None
+
+
+class TappedParts:
+  """Parts of statistics of several batches, combined on the host."""
+
+  def __init__(self) -> None:
+    self._parts: dict[str, tuple[str, list[np.ndarray | jax.Array]]] = {}
+
+  def add(self, summaries: Mapping[str, Summary]) -> None:
+    """Adds those summaries of a batch that are parts of statistics."""
+    for name, summary in summaries.items():
+      if is_tapped(name) and summary.kind != ARRAY:
+        self._parts.setdefault(name, (summary.kind, []))[1].append(summary.value)
+
+  def statistics(self) -> dict[str, Summary]:
+    """Returns the statistics by name, `path/rms`; those of histograms have the kind 'bins'."""
+    if not self._parts:
+      return {}
+    read = jax.device_get({name: values for name, (_, values) in self._parts.items()})
+    labels: dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]] = {}
+    for name, values in read.items():
+      raw = read_raw_name(name)
+      assert raw is not None
+      part, statistics, label = raw
+      labels.setdefault((statistics, label), {})[part] = PartKind(self._parts[name][0]).on_host(values)
+    return {
+      name: summary
+      for (statistics, label), parts in labels.items()
+      for name, summary in _finish(label, statistics, parts)
+    }
+
+
+def _finish(label: str, statistics: Sequence[str], parts: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Summary]]:
+  made: dict[str, Any] = {**from_parts(parts, [name for name in statistics if name != _RATIO])}
+  if _RATIO in statistics:
+    with np.errstate(invalid='ignore', divide='ignore'):
+      made[_RATIO] = np.sqrt(parts['squares'] / parts['squares_of_weight'])
+  for name in statistics:
+    value = made[name]
+    if name != HISTOGRAM:
+      yield f'{label}/{name}', Summary(value)
+      continue
+    for index in np.ndindex(value.shape[:-1]):
+      yield '/'.join([f'{label}/{name}', *map(str, index)]), Summary(value[index], 'bins')
+
+
+def arrays_by_path(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+  """Returns the tapped values of a `TapStepOutput` by path, with the first rows only, after dimensions of stacks."""
+  found: dict[str, np.ndarray] = {}
+  for name, value in arrays.items():
+    raw = read_raw_name(name)
+    assert raw is not None
+    found[raw[2]] = np.moveaxis(np.asarray(value)[:num_rows], 0, value.ndim - int(raw[1][0]))
+  return found
+
+
+def finish_summaries(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
+  """Returns the summaries of a step with statistics in place of their parts."""
+  parts = TappedParts()
+  parts.add(summaries)
+  return {**{name: s for name, s in summaries.items() if not is_tapped(name)}, **parts.statistics()}

@@ -1,0 +1,277 @@
+"""Taps: statistics of activations, gradients, updates and weights are those of plain NumPy, on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from drawn_state import drawn_state, drawn_variables
+
+from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.statistics import STATISTICS, bin_edges, from_parts, kind_of_part, parts_of
+from praxis_lite.common.weighted import weighted_mean
+from praxis_lite.layers import Pipelined, Repeat
+from praxis_lite.layers.base import Layer, WeightSplit
+from praxis_lite.models import BaseModel
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.taps import Tap, finish_summaries, step_taps
+from praxis_lite.training.task import SingleTask
+
+pytestmark = pytest.mark.usefixtures('shared_programs')
+
+B, T, D, LAYERS = 4, 3, 5, 3
+
+
+class Block(Layer):
+  weight_split_dims_mapping: Config = template(WeightSplit)
+
+  def setup(self):
+    mapping = self.weight_split_dims_mapping.wt
+    self.create_variable('w', WeightHParams((D, D), tensor_split_dims_mapping=mapping))
+
+  def __call__(self, x_BTD, paddings=None):
+    return jnp.maximum(x_BTD @ self.theta.w + 0.1, 0)
+
+
+class Looping(Layer):
+  """Calls a layer in a loop of its own, where nobody can listen."""
+
+  inner: Block = child()
+
+  def setup(self):
+    self.create_child('inner', Config(Block))
+
+  def __call__(self, x_BTD):
+    return jax.lax.map(self.inner, x_BTD)
+
+
+class Stacked(BaseModel):
+  stack_tpl: Config = REQUIRED
+  loops: bool = False
+
+  stack: Repeat = child()
+  loop: Looping = child()
+
+  def setup(self):
+    self.create_child('stack', self.stack_tpl)
+    if self.loops:
+      self.create_child('loop', Config(Looping))
+    self.create_variable('v', WeightHParams((D,)))
+    self.create_variable('fixed', WeightHParams((1,)), trainable=False)
+
+  def compute_predictions(self, batch):
+    x_BTD = self.stack(batch['x'])
+    return (self.loop(x_BTD) if self.loops else x_BTD) @ self.theta.v
+
+  def compute_loss(self, predictions, batch):
+    return {'loss': weighted_mean((predictions - batch['y']) ** 2, batch['weights'])}, {}
+
+
+def batch(rows=B):
+  """Rows whose last tokens are padding, with huge values there, and whose first token has no weight but is real."""
+  rng = np.random.default_rng(0)
+  weights = np.ones((rows, T), np.float32)
+  weights[:, 0] = 0
+  if rows > 1:
+    weights[0] = [1, 0, 0]
+  x = rng.standard_normal((rows, T, D)).astype(np.float32)
+  x[0, 1:] = 1e6 if rows > 1 else x[0, 1:]
+  return {'x': x, 'y': rng.standard_normal((rows, T)).astype(np.float32), 'weights': weights}
+
+
+def make(mesh=(1, 1), taps=(), rows=B, pipeline=None, loops=False, trains=True, split=False, **fields):
+  block = Config(Block)
+  if split:
+    block.weight_split_dims_mapping.wt = ('data', 'mdl')
+  kind, more = (Repeat, {}) if pipeline is None else (Pipelined, pipeline)
+  model = Config(Stacked, stack_tpl=Config(kind, layers_tpl=block, num_layers=LAYERS, **more), loops=loops)
+  names = ('data', 'mdl', 'unused')[: len(mesh)]
+  config = Config(SingleTask, model=model, mesh_axis_names=names, ici_mesh_shape=mesh)
+  config.train.learner.set(optimizer=Config(optax.sgd), learning_rate=0.5, num_microbatches=fields.pop('parts', 1))
+  if pipeline is not None:
+    config.train.inputs_split_mapping = {'map_2d': ('data', None), 'map_3d': ('data', None, None)}
+  task = config.set(**fields).instantiate()
+  return PartitionedTask(task, batch(rows), taps=step_taps(task, taps, trains=trains) if taps else None)
+
+
+def found(partitioned, rows=B):
+  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch(rows))
+  return {name: np.asarray(s.value) for name, s in finish_summaries(jax.device_get(out.summaries)).items()}
+
+
+ALL = f'stack.layers:{",".join(STATISTICS)}'
+TAPS = (
+  ALL,
+  'stack:mean',
+  'stack.layers.in:rms',
+  'grad(*):rms,max_abs',
+  'update(stack.*):rms,ratio',
+  'weight(*):min,hist',
+)
+
+
+def of_numpy(x, names=STATISTICS):
+  """Statistics of [entries, units], in NumPy."""
+  a = np.abs(x)
+  every = {'rms': np.sqrt(np.mean(x**2)), 'mean': x.mean(), 'std': x.std(), 'min': x.min(), 'max': x.max()}
+  every |= {'max_abs': a.max(), 'frac_zero': np.mean(x == 0), 'dead': np.mean(a.max(0) == 0)}
+  every['hist'] = bins_of_numpy(x)
+  return {name: every[name] for name in names}
+
+
+def bins_of_numpy(x):
+  """Counts by the edges of the bins; an edge belongs to the bin that is farther from zero."""
+  right, middle = bin_edges(), len(bin_edges()) // 2
+  left = np.append(-np.inf, right[:-1])
+  count = [
+    np.sum((x > low) & (x <= high)) if i <= middle else np.sum((x >= low) & (x < high))
+    for i, (low, high) in enumerate(zip(left, right))
+  ]
+  return np.array(count)
+
+
+def expected(rows=B):
+  """What the taps of `TAPS` are, in plain NumPy and by `jax.grad` of a plain function."""
+  model = make(rows=rows).jax_task.model
+  variables, data = drawn_variables(model.abstract_init()), batch(rows)
+  last = np.where(data['weights'] > 0, np.arange(T), -1).max(1)
+  real = np.arange(T) <= last[:, None]
+
+  def forward(ws, v):
+    xs = [data['x']]
+    for i in range(LAYERS):
+      xs.append(jnp.maximum(xs[-1] @ ws[i] + 0.1, 0))
+    error, weights = (xs[-1] @ v - data['y']) ** 2, data['weights']
+    return jnp.sum(jnp.where(weights > 0, error * weights, 0)) / weights.sum(), xs
+
+  ws, v = variables['stack']['layers']['w'], variables['v']
+  (_, xs), (of_ws, of_v) = jax.value_and_grad(forward, (0, 1), has_aux=True)(ws, v)
+  layers = [of_numpy(np.asarray(x, np.float64)[real]) for x in xs[1:]]
+  made = {f'stack.layers/{n}': np.array([layer[n] for layer in layers]) for n in STATISTICS if n != 'hist'}
+  made |= {f'stack.layers/hist/{i}': layer['hist'] for i, layer in enumerate(layers)}
+  made['stack/mean'] = layers[-1]['mean']
+  made['stack.layers.in/rms'] = np.array([of_numpy(np.asarray(x, np.float64)[real])['rms'] for x in xs[:-1]])
+  for name, g in (('stack.layers.w', np.asarray(of_ws)), ('v', np.asarray(of_v)[None])):
+    rms, peak = np.sqrt(np.mean(g.reshape(len(g), -1) ** 2, 1)), np.abs(g.reshape(len(g), -1)).max(1)
+    is_stack = name != 'v'
+    made |= {f'grad({name})/rms': rms if is_stack else rms[0], f'grad({name})/max_abs': peak if is_stack else peak[0]}
+  made['update(stack.layers.w)/rms'] = 0.5 * made['grad(stack.layers.w)/rms']
+  scale = np.sqrt(np.mean(ws.reshape(LAYERS, -1) ** 2, 1))
+  made['update(stack.layers.w)/ratio'] = made['update(stack.layers.w)/rms'] / scale
+  made |= {'weight(v)/min': v.min(), 'weight(v)/hist': of_numpy(v[:, None])['hist']}
+  made |= {
+    'weight(fixed)/min': variables['fixed'][0],
+    'weight(fixed)/hist': of_numpy(variables['fixed'][:, None])['hist'],
+  }
+  made['weight(stack.layers.w)/min'] = ws.min((1, 2))
+  return made | {f'weight(stack.layers.w)/hist/{i}': of_numpy(w)['hist'] for i, w in enumerate(ws)}
+
+
+def assert_as_expected(got, rows=B, of_variables=True, rtol=1e-4):
+  wanted = {name: x for name, x in expected(rows).items() if of_variables or '(' not in name}
+  assert got.keys() == wanted.keys()
+  for name, value in wanted.items():
+    np.testing.assert_allclose(got[name], value, rtol=rtol, atol=1e-5, err_msg=name)
+
+
+PIPELINE = {'num_stages': 2, 'num_microbatches': 3}
+WAYS = {
+  'mesh': {'mesh': (3, 2), 'split': True},
+  'pipeline': {'mesh': (2, 2), 'pipeline': {**PIPELINE, 'batch_axes': 'data'}},
+  'one device': {},
+  'unused axis': {'mesh': (2, 2, 2), 'split': True},
+  'few rows': {'mesh': (3, 2), 'rows': 1, 'split': True},
+  'microbatches': {'mesh': (3, 1), 'parts': 2},
+  'shard_map': {'mesh': (3, 1), 'split': True, 'partitioning': 'shard_map'},
+  'shard_map, microbatches': {'mesh': (2, 2), 'split': True, 'partitioning': 'shard_map', 'parts': 2},
+  'rounds': {'pipeline': {'num_stages': 1, 'num_microbatches': 3, 'circular_repeat': 3}},
+}
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('way', WAYS)
+def test_statistics_are_those_of_numpy(way):
+  fields, is_round = WAYS[way], way == 'rounds'  # Weights of rounds are stacked twice.
+  rows = fields.get('rows', B)
+  taps = TAPS[:3] if is_round else TAPS
+  assert_as_expected(found(make(taps=taps, **fields), rows), rows, of_variables=not is_round)
+
+
+def test_a_step_without_taps_is_the_same_program():
+  plain, tapped = make(), make(taps=('weight(v):rms',))
+  text = plain.train_step.jitted.lower(*plain.train_step.arguments).as_text()
+  assert 'bitcast_convert' not in text  # What histograms would add.
+  one = plain.jax_task.model
+  variables, data = drawn_variables(one.abstract_init()), batch()
+  without = jax.make_jaxpr(lambda v: one.apply(v, data)[0])(variables)
+  # A tap of weights adds nothing to the model.
+  surroundings = tapped.taps.surround(tapped.execution.surroundings, data)
+  assert str(without) == str(jax.make_jaxpr(lambda v: one.apply(v, data, surroundings=surroundings)[0])(variables))
+
+
+@pytest.mark.parametrize(
+  'tap, message',
+  [
+    ('stack.layer:rms', r"tap 'stack.layer:rms' matches no layer that the step calls. Near paths: stack.layers"),
+    ('*.attention:rms', 'matches no layer that the step calls. There are stack.layers'),
+    ('loop.inner:rms', 'loop.inner cannot be tapped: it is computed in a function that a transform of JAX traces'),
+    ('grad(stack.layers.v):rms', r'matches no variable. Near paths: v'),
+    ('grad(fixed):rms', 'fixed is not trained, so it has no grad'),
+    ('stack:rsm', "there is no statistic 'rsm'. Did you mean 'rms'"),
+    ('stack:ratio', r"there is no statistic 'ratio'. It is a statistic of update\(path\)"),
+    ('gradient(v)', r"there is no gradient\(...\). Did you mean 'grad'"),
+    ('stack:', 'name statistics after the colon'),
+    ('', 'expected path:statistics'),
+    ('a b:rms', 'expected path:statistics'),
+  ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(tap, message):
+  with pytest.raises(ConfigError, match=message):
+    make(taps=(tap,), loops=True).train_step.trace()
+
+
+def test_what_cannot_be_tapped_is_left_out_of_a_pattern():
+  partitioned = make(taps=('*:rms',), loops=True)
+  partitioned.train_step.trace()
+  assert [line.partition(' is left out')[0] for line in partitioned.taps.left_out] == ['tap: loop.inner']
+
+
+def test_an_evaluation_has_no_gradients():
+  with pytest.raises(ConfigError, match='is of a train step'):
+    make(taps=('update(v)',), trains=False)
+
+
+# ---------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize('shape, first', [((7, 3), 0), ((1,), 0), ((2, 7, 3), 1), ((2, 2, 3, 4), 2)])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtype):
+  x = np.asarray(jnp.asarray(np.random.default_rng(0).standard_normal(shape) * (np.arange(shape[-1]) > 0), dtype))
+  parts = [parts_of(jnp.asarray(x[..., i::2, :] if x.ndim > 1 else x), None, STATISTICS, first) for i in range(2)]
+  combined = {name: kind_of_part(name).on_host([np.asarray(p[name]) for p in parts]) for name in parts[0]}
+  if x.ndim == 1:
+    combined |= {name: combined[name] / 2 for name in combined if kind_of_part(name) == 'sum'}
+  got = from_parts(combined, STATISTICS)
+  for index in np.ndindex(shape[:first]):
+    wanted = of_numpy(np.asarray(x[index], np.float64).reshape(-1, shape[-1]))
+    for name, value in wanted.items():
+      np.testing.assert_allclose(got[name][index], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_entries_that_do_not_count_may_be_anything_and_none_make_nan():
+  x, real = jnp.array([1.0, jnp.nan, -3.0, jnp.inf]), jnp.array([True, False, True, False])
+  got = from_parts(parts_of(x, real, STATISTICS), STATISTICS)
+  wanted = of_numpy(np.array([[1.0], [-3.0]]))
+  assert all(np.allclose(got[name], wanted[name]) for name in STATISTICS if name != 'dead')
+  empty = from_parts(parts_of(x, jnp.zeros(4, bool), STATISTICS), STATISTICS)
+  assert all(np.isnan(empty[name]) for name in STATISTICS if name != 'hist')
+  assert empty['hist'].sum() == 0
+
+
+def test_a_tap_is_read_from_its_text():
+  assert Tap.parse('a.*.b: rms, max,rms') == Tap('a.*.b: rms, max,rms', '', 'a.*.b', ('rms', 'max'))
+  assert Tap.parse('update(a.w)').statistics == ('rms',)
+  assert Tap.parse('a.*').matches('a.b.c') and not Tap.parse('a.b').matches('a.b.c')
