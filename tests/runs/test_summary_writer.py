@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.statistics import parts_of
 from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.records.curves import read_metrics
 from praxis_lite.runs.records.metrics import SummaryWriter, expand_scalars
@@ -98,6 +99,7 @@ def test_summaries_of_all_kinds(tmp_path):
   summaries = {
     'norm': Summary(jnp.array([1.0, 2.0])),
     'weights': Summary(jnp.linspace(0, 1, 10).reshape(2, 5), 'histogram'),
+    'tapped': Summary(parts_of(jnp.array([0.0, 1.25, -3.0, 3.5]), None, ['hist'])['bins'], 'bins'),
     'picture': Summary(jnp.zeros((2, 4, 4, 3)), 'image'),
     'sample': Summary(text, 'text'),
   }
@@ -106,6 +108,9 @@ def test_summaries_of_all_kinds(tmp_path):
   assert read_jsonl(tmp_path)[0]['metrics'] == {'norm/0': 1.0, 'norm/1': 2.0}
   values = {v.tag: v for e in read_events(tmp_path, 'train') for v in e.summary.value}
   assert values['weights'].histo.num == 10 and values['weights'].histo.max == 1.0
+  tapped = values['tapped'].histo
+  assert (tapped.num, tapped.min, tapped.max, sum(tapped.bucket)) == (4, -4, 4, 4)
+  assert [limit for limit, count in zip(tapped.bucket_limit, tapped.bucket) if count] == pytest.approx([-3, 0, 1.5, 4])
   assert values['picture/0'].image.height == 4 if 'picture/0' in values else values['picture'].image.height == 4
   assert next(v for tag, v in values.items() if tag.startswith('sample')).tensor.string_val == ['naïve'.encode()]
 
