@@ -141,7 +141,9 @@ class StepTaps:
     names = list(map(path_name, self._weights))
     met = [name for name in names if tap.matches(name)]
     if not met:
-      raise ConfigError(f'tap {tap.text!r} matches no variable.{_near(tap.pattern, names)}')
+      below = any(name.startswith(f'{tap.pattern}.') for name in names)
+      near = f' It is a layer; its variables are {tap.of}({tap.pattern}.*)' if below else _near(tap.pattern, names)
+      raise ConfigError(f'tap {tap.text!r} matches no variable.{near}')
     if not self.variables_of(tap.of):
       raise ConfigError(f'tap {tap.text!r}: {met[0]} is not trained, so it has no {tap.of}')
 

@@ -218,6 +218,7 @@ def test_a_step_without_taps_is_the_same_program():
     ('*.attention:rms', 'matches no layer that the step calls. There are stack.layers'),
     ('loop.inner:rms', 'loop.inner cannot be tapped: it is computed in a function that a transform of JAX traces'),
     ('grad(stack.layers.v):rms', r'matches no variable. Near paths: v'),
+    ('grad(stack):rms', r'matches no variable. It is a layer; its variables are grad\(stack.\*\)'),
     ('grad(fixed):rms', 'fixed is not trained, so it has no grad'),
     ('stack:rsm', "there is no statistic 'rsm'. Did you mean 'rms'"),
     ('stack:ratio', r"there is no statistic 'ratio'. It is a statistic of update\(path\)"),
