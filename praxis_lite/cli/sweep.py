@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # Exit codes after a signal: positive if `train` saved and exited, negative if the signal killed it before training.
-_STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
+STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -34,6 +34,10 @@ def _run(values: flags.FlagValues) -> int:
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory for the runs, as in --job_log_dir=runs/rates')
 
+  if values.search:
+    from praxis_lite.cli.sweep_search import run_search
+
+    return run_search(values)
   from praxis_lite.common.config.text import to_text
   from praxis_lite.runs.records.record import has_record
 
@@ -53,7 +57,7 @@ def _run(values: flags.FlagValues) -> int:
     with prefix_errors(point.name):
       experiments[point] = config = configured_experiment(values, point.overrides)
       config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
-  num_devices = values.devices or _count_devices([config.task for config in experiments.values()])
+  num_devices = values.devices or count_devices([config.task for config in experiments.values()])
   leave_accelerators_alone()  # The training processes use the accelerators.
   check_configs({point.name: config for point, config in experiments.items()}, num_devices)
   configs = {point: f'{to_text(config.roots())}\nseed {values.seed}' for point, config in experiments.items()}
@@ -70,7 +74,7 @@ def _run(values: flags.FlagValues) -> int:
       if code == 0:
         finished.add(point, configs[point])
         print(f'{numbers[point]}: done in {seconds:.0f} s', flush=True)
-      elif code in _STOPPED:
+      elif code in STOPPED:
         said = '' if code < 0 else last_line(folder, point)
         print(f'{numbers[point]}: stopped: {said or "interrupted before it trained"}', flush=True)
       else:
@@ -78,9 +82,9 @@ def _run(values: flags.FlagValues) -> int:
         print(f'{numbers[point]}: exit code {code}: {last_line(folder, point) or "no output"}', flush=True)
 
     stopped = run_points(
-      to_run, folder, lambda p: _command(values, folder, p), parallel=values.parallel, ended=record_end
+      to_run, folder, lambda p: command_of(values, folder, p), parallel=values.parallel, ended=record_end
     )
-  _print_results(values, [folder / p.name for p in points if has_record(folder / p.name)], folder)
+  print_results(values, [folder / p.name for p in points if has_record(folder / p.name)], folder)
   if stopped:
     print('stopped; the same command resumes')
     return 128 + signal.SIGINT
@@ -89,7 +93,7 @@ def _run(values: flags.FlagValues) -> int:
   return 1 if failed else 0
 
 
-def _count_devices(tasks: Iterable[Config]) -> int | None:
+def count_devices(tasks: Iterable[Config]) -> int | None:
   """Returns how many devices each run will have, counted in a process that then ends; None if one suffices for all.
 
   Raises UserError if JAX_PLATFORMS asks for accelerators that do not start.
@@ -105,7 +109,7 @@ def _count_devices(tasks: Iterable[Config]) -> int | None:
   return None if done.returncode else int(done.stdout.split()[-1])
 
 
-def _command(values: flags.FlagValues, folder: Path, point: Point) -> list[str]:
+def command_of(values: flags.FlagValues, folder: Path, point: Point) -> list[str]:
   arguments = [*experiment_arguments(values, point.overrides), f'--job_log_dir={folder / point.name}']
   arguments += [f'--{name}={values[name].value}' for name in ('devices', 'seed') if values[name].present]
   arguments += [f'--track={name}' for name in values.track]
@@ -113,7 +117,7 @@ def _command(values: flags.FlagValues, folder: Path, point: Point) -> list[str]:
   return [sys.executable, '-m', 'praxis_lite', 'train', *arguments]
 
 
-def _print_results(values: flags.FlagValues, directories: list[Path], folder: Path) -> None:
+def print_results(values: flags.FlagValues, directories: list[Path], folder: Path) -> None:
   from praxis_lite.runs.records.comparing import best_run, group_runs, metric_to_compare
   from praxis_lite.runs.records.runs import format_number, read_run
 
@@ -129,6 +133,10 @@ def _print_results(values: flags.FlagValues, directories: list[Path], folder: Pa
 
 def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of each run.')
+  search = 'Let Optuna choose from log(low,high), uniform, int, log_int or a,b,c by what earlier trials reached.'
+  values.add_texts('search', search, "'task.train.learner.learning_rate=log(1e-4,1e-2)'")
+  values.add_integer('trials', 'With --search: the number of runs in all.', 20, 20, least=1)
+  values.add_switch('prune', 'With --search: end runs that are worse than the median at the same step.', default=True)
   values.add_integer('parallel', 'Number of runs that train at the same time, on the same devices.', 2, 1, least=1)
   add_metric(values)
   add_track(values)

@@ -19,7 +19,7 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from praxis_lite.runs.records.comparing import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
 _STOP_SECONDS = 600.0  # How long processes may take to save and end after a signal.
+_ASK_SECONDS = 2.0  # Between questions whether a running point is hopeless.
 _MOST_NAME = 120  # Characters; file systems allow 255 bytes.
 
 
@@ -72,11 +73,12 @@ def grid(overrides: Sequence[str]) -> list[Point]:
   points = []
   for chosen in itertools.product(*options):
     values = dict(override.split('=', 1) for override in chosen)
-    points.append(Point(_directory_name({path: values[path] for path in varied}, names), chosen))
+    points.append(Point(directory_name({path: values[path] for path in varied}, names), chosen))
   return points
 
 
-def _directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
+def directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
+  """Returns the name of the directory of a point: its values by path, under the names of their paths."""
   name = ','.join(f'{names[path]}={value}' for path, value in values.items())
   shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in values.items()}
   plain = ','.join(f'{names[path]}={value}' for path, value in shown.items())
@@ -107,12 +109,13 @@ def _digest(text: str) -> str:
 
 
 def run_points(
-  points: Sequence[Point],
+  points: Iterable[Point],
   folder: Path,
   command: Callable[[Point], list[str]],
   *,
   parallel: int = 1,
   ended: Callable[[Point, int, float], None],
+  is_hopeless: Callable[[Point], bool] | None = None,
 ) -> bool:
   """Runs a process for each point, `parallel` at a time.
 
@@ -120,21 +123,26 @@ def run_points(
   killed after a second signal, or ten minutes after the first one.
 
   Args:
-    points: the points, in the order in which they run.
+    points: the points, in the order in which they run; each is read when there is room for it.
     folder: the directory of the sweep.
     command: returns the command line of a point; its output is appended to a file in the point's directory.
     ended: called when the process of a point has ended, with its exit code and the seconds that it took.
+    is_hopeless: asked now and then about each running point; one that is gets SIGTERM.
 
   Returns:
     Whether a signal ended the sweep.
   """
-  waiting = collections.deque(points)
+  waiting, is_over, asked_at = iter(points), False, time.monotonic()
+  terminated: set[Point] = set()
   running: dict[Point, tuple[subprocess.Popen[bytes], float]] = {}
   stopped_at: float | None = None
   with _passing_signals(running) as stop:
-    while running or (waiting and not stop.is_set()):
-      while waiting and len(running) < parallel and not stop.is_set():
-        point = waiting.popleft()
+    while running or not (is_over or stop.is_set()):
+      while not is_over and len(running) < parallel and not stop.is_set():
+        point = next(waiting, None)
+        if point is None:
+          is_over = True
+          break
         directory = folder / point.name
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / _LOG, 'ab') as log:
@@ -149,6 +157,12 @@ def run_points(
       if stopped_at is not None and time.monotonic() - stopped_at > _STOP_SECONDS:
         for process, _ in running.values():
           process.kill()
+      if is_hopeless is not None and time.monotonic() - asked_at > _ASK_SECONDS:
+        for point, (process, _) in running.items():
+          if point not in terminated and is_hopeless(point):
+            terminated.add(point)
+            process.terminate()
+        asked_at = time.monotonic()
       for point, (process, started) in list(running.items()):
         if (code := process.poll()) is not None:
           del running[point]

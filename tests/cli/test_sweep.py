@@ -95,6 +95,33 @@ def test_the_table_fits_the_terminal(swept, capsys, monkeypatch, columns):
   assert all(word in text for word in ('hidden=5', 'learning_rate', '0.001'))
 
 
+@pytest.mark.slow
+def test_a_search_trains_what_is_proposed_and_goes_on_with_more_trials(tmp_path):
+  pytest.importorskip('optuna')
+  folder, search = tmp_path / 'search', [f'--search={RATE}=log(1e-3,1e-1)', '--search=task.model.hidden=3,5']
+  code, printed = sweep(folder, *search, '--trials=1')
+  assert code == 0 and re.search(r'\[1/1\] 000,learning_rate=[\d.]+,hidden=[35]: complete in \d+ s', printed)
+  code, printed = sweep(folder, *search, '--trials=2')
+  assert code == 0 and '[2/2] 001,' in printed and '000,' not in printed.partition('best eval/valid/loss')[0][:20]
+  assert sorted(p.name[:3] for p in folder.iterdir() if p.is_dir()) == ['000', '001']
+  assert 'best eval/valid/loss' in printed
+
+
+@pytest.mark.parametrize(
+  'arguments, message',
+  [
+    ([f'--search={RATE}=log(1,0)'], 'the lower one first'),
+    (['--search=task.model.hiden=int(1,9)'], "Did you mean 'hidden'"),
+    (['--search=task.model.hidden=int(1,9)', '--set=task.model.hidden=1,2'], 'write several values as --search'),
+  ],
+)
+def test_mistakes_in_a_search_are_told_before_anything_is_trained(arguments, message, tmp_path, capsys):
+  pytest.importorskip('optuna')
+  assert main(['sweep', EXP, f'--job_log_dir={tmp_path / "new"}', *arguments]) == 2
+  assert message in capsys.readouterr().err
+  assert not (tmp_path / 'new').exists()
+
+
 def test_runs_where_there_are_none(tmp_path, capsys):
   assert main(['runs', str(tmp_path)]) == 0
   assert capsys.readouterr().out == f'there are no runs in {tmp_path}\n'

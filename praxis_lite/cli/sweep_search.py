@@ -1,0 +1,122 @@
+"""`praxis-lite sweep --search`: runs whose values Optuna proposes, and what matters in them."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from praxis_lite.cli.command import configured_experiment
+from praxis_lite.cli.command_flags import add_tracked
+from praxis_lite.cli.sweep import STOPPED, command_of, count_devices, print_results
+from praxis_lite.common.errors import UserError, prefix_errors
+
+if TYPE_CHECKING:
+  from collections.abc import Iterator
+  from pathlib import Path
+
+  from praxis_lite.runs.search import Range, Search
+  from praxis_lite.runs.sweep import Point
+
+_BAR = 24  # Characters of a bar for an importance of 1.
+
+
+def run_search(values: flags.FlagValues) -> int:
+  """Runs the trials that are missing; returns the exit code.
+
+  Raises:
+    UserError: a range is not valid or does not fit its field, Optuna is not installed, or the directory has another
+      search.
+  """
+  from praxis_lite.common.config.overrides import alternatives
+  from praxis_lite.common.devices import leave_accelerators_alone
+  from praxis_lite.runs.loop.job import check_configs
+  from praxis_lite.runs.records.record import has_record
+  from praxis_lite.runs.records.run_config import job_directory
+  from praxis_lite.runs.search import Search, import_optuna, parse_ranges
+  from praxis_lite.runs.sweep import last_line, run_points
+
+  import_optuna()
+  for override in values.set:
+    if len(alternatives(override)) > 1:
+      raise UserError(f'--set {override}: with --search, write several values as --search {override}')
+  ranges = parse_ranges(values.search)
+  configs = {}
+  for name, overrides in _ends(ranges):
+    with prefix_errors(name):
+      configs[name] = config = configured_experiment(values, (*values.set, *overrides))
+      config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
+  num_devices = values.devices or count_devices([config.task for config in configs.values()])
+  leave_accelerators_alone()  # The training processes use the accelerators.
+  check_configs(configs, num_devices)
+  with job_directory(values.job_log_dir) as folder:
+    compared = {'metric': values.metric, 'mode': values.mode, 'prunes': values.prune}
+    search = Search(folder, ranges, values.set, seed=values.seed, **compared)
+    _wait_for_orphans(search, folder)
+
+    def record_end(point: Point, code: int, seconds: float) -> None:
+      is_ours = search.was_pruned(point)
+      if code in STOPPED and not is_ours:
+        print(f'{point.name}: stopped: {last_line(folder, point)}', flush=True)
+        return
+      trial = search.end(point, code)
+      what = f'{trial.state} in {seconds:.0f} s'
+      if trial.state == 'failed':
+        what = f'exit code {code}: {last_line(folder, point) or "no output"}'
+      print(f'[{int(point.name[:3]) + 1}/{values.trials}] {point.name}: {what}', flush=True)
+
+    stopped = run_points(
+      search.points(values.trials),
+      folder,
+      lambda point: command_of(values, folder, point),
+      parallel=values.parallel,
+      ended=record_end,
+      is_hopeless=search.is_hopeless if values.prune else None,
+    )
+    directories = [folder / search.point(i).name for i in range(len(search.trials))]
+  print_results(values, [directory for directory in directories if has_record(directory)], folder)
+  for line in _describe_importances(search, ranges):
+    print(line)
+  if stopped:
+    print('stopped; the same command resumes')
+    return 128 + signal.SIGINT
+  failed = sum(trial.state == 'failed' for trial in search.trials)
+  if failed:
+    print(f'{failed} of {len(search.trials)} trials failed')
+  return 1 if failed else 0
+
+
+def _wait_for_orphans(search: Search, folder: Path) -> None:
+  """Waits until the processes have ended that a killed search has left behind; their trials then resume, and end."""
+  from praxis_lite.runs.records.run_config import is_held
+
+  for number, trial in enumerate(search.trials):
+    name = search.point(number).name
+    if trial.state == 'running' and is_held(folder / name):
+      print(f'{name}: a process of the killed search still trains it; waiting for it', flush=True)
+      while is_held(folder / name):
+        time.sleep(0.5)
+
+
+def _ends(ranges: list[Range]) -> Iterator[tuple[str, tuple[str, ...]]]:
+  """Yields a name and overrides for the values that are checked before anything is trained: each range at its ends."""
+  columns = itertools.zip_longest(*(each.ends() for each in ranges))
+  for column in columns:
+    chosen = [each.ends()[0] if value is None else value for each, value in zip(ranges, column)]
+    overrides = tuple(f'{each.path}={value}' for each, value in zip(ranges, chosen))
+    yield ','.join(overrides), overrides
+
+
+def _describe_importances(search: Search, ranges: list[Range]) -> Iterator[str]:
+  """Yields a table of how much each field matters, with bars, and its best value."""
+  shares, best = search.importances(), search.best()
+  if not shares or best is None:
+    return
+  yield '\nwhat matters for the metric, by the trials that were not pruned:'
+  width = max(len(each.path) for each in ranges)
+  for path, share in shares.items():
+    bar = '█' * max(round(_BAR * share), 1)
+    yield f'  {path:<{width}} {share:>5.0%}  {bar:<{_BAR}}  best {best.values[path]}'

@@ -1,0 +1,125 @@
+"""Searches: trials are recorded, interrupted ones come first, hopeless ones end, and fields have shares."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.runs.search import Range, Search, parse_ranges
+
+pytest.importorskip('optuna')
+
+RATE, WIDTH = 'task.train.learner.learning_rate', 'task.model.hidden'
+RANGES = parse_ranges([f'{RATE}=log(1e-4, 1e-1)', f'{WIDTH}=int(2,9)'])
+
+
+def write(folder, point, values):
+  """Metrics of a run, as training writes them."""
+  (folder / point.name).mkdir(exist_ok=True)
+  lines = [
+    json.dumps({'step': step, 'split': 'eval/valid', 'time': 0.0, 'metrics': {'loss': value}})
+    for step, value in enumerate(values, 1)
+  ]
+  (folder / point.name / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
+
+
+def loss(trial):
+  """Only the learning rate matters, and 0.003 is best."""
+  return float(np.log(trial.values[RATE] / 0.003) ** 2)
+
+
+def run(folder, count, seed=0):
+  search = Search(folder, RANGES, ['task.a=1'], seed=seed)
+  for point in search.points(count):
+    number = int(point.name[:3])
+    write(folder, point, [loss(search.trials[number])])
+    search.end(point, 0)
+  return search
+
+
+def test_a_search_comes_near_the_best_value_and_tells_what_matters(tmp_path):
+  search = run(tmp_path, 20)
+  best = search.best()
+  assert len(search.trials) == 20 and 0.0015 < best.values[RATE] < 0.006
+  shares = search.importances()
+  assert next(iter(shares)) == RATE and shares[RATE] > 0.8 and sum(shares.values()) == pytest.approx(1)
+  assert search.point(0).overrides[:2] == ('task.a=1', f'{RATE}={search.trials[0].values[RATE]}')
+  assert search.point(3).name.startswith('003,learning_rate=')
+
+
+def test_a_search_that_was_killed_goes_on_with_its_unfinished_trials(tmp_path):
+  first = Search(tmp_path, RANGES)
+  points = first.points(5)
+  done, killed = next(points), next(points)
+  write(tmp_path, done, [1.0])
+  first.end(done, 0)
+  again = Search(tmp_path, RANGES)
+  assert [trial.state for trial in again.trials] == ['complete', 'running']
+  rest = list(again.points(5))
+  assert [point.name[:3] for point in rest] == ['001', '002', '003', '004'] and rest[0] == killed
+  assert list(Search(tmp_path, RANGES).points(1)) == rest  # Nothing new, but all that is unfinished.
+  with pytest.raises(UserError, match='has a search of other ranges'):
+    Search(tmp_path, RANGES[:1])
+  (tmp_path / 'search.json').write_text('{')
+  with pytest.raises(UserError, match='cannot be read'):
+    Search(tmp_path, RANGES)
+
+
+def test_a_trial_that_is_worse_than_the_median_is_hopeless(tmp_path):
+  search = Search(tmp_path, RANGES)
+  points = search.points(7)
+  for value in (1.0, 1.1, 1.2, 1.3):
+    point = next(points)
+    write(tmp_path, point, [value + 1, value])
+    assert not search.is_hopeless(point)
+    search.end(point, 0)
+  bad, good = next(points), next(points)
+  assert not search.is_hopeless(bad)  # It has written nothing.
+  write(tmp_path, bad, [9.0])
+  write(tmp_path, good, [1.5])
+  assert search.is_hopeless(bad) and search.was_pruned(bad) and not search.is_hopeless(good)
+  assert search.end(bad, 143).state == 'pruned'
+  assert search.end(good, 1).state == 'failed'
+  assert search.best().reached == 1.0
+  assert [trial.state for trial in Search(tmp_path, RANGES).trials][4:] == ['pruned', 'failed']
+
+
+def test_higher_may_be_better(tmp_path):
+  search = Search(tmp_path, RANGES, metric='eval/valid/loss', mode='max')
+  for point, value in zip(search.points(2), (1.0, 2.0)):
+    write(tmp_path, point, [value])
+    search.end(point, 0)
+  assert search.best() is search.trials[1]
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('a.b=log(1,2,3)', 'expected path=log'),
+    ('a.b=3', 'expected path=log'),
+    ('a.b=logg(1,2)', r"there is no logg\(...\). Did you mean 'log'"),
+    ('a.b=log(0,1)', 'log needs numbers above 0; write uniform'),
+    ('a.b=uniform(2,1)', 'the lower one first'),
+    ('a.b=int(1,2.5)', 'expected integers'),
+    ('a.b=uniform(x,1)', 'are not two numbers'),
+  ],
+)
+def test_mistakes_in_ranges_are_told(text, message):
+  with pytest.raises(ConfigError, match=message):
+    Range.parse(text)
+
+
+def test_ranges_are_read():
+  assert Range.parse('a.b=log_int(1,64)') == Range('a.b', 'log_int', 1, 64)
+  assert Range.parse('a=x,(1,2)') == Range('a', 'choice', choices=('x', '(1,2)'))
+  assert Range('a', 'uniform', 0.0, 0.12346).round(0.123456) == 0.123456  # Short numbers stay inside.
+  with pytest.raises(ConfigError, match='a is given twice'):
+    parse_ranges(['a=1,2', 'a=3,4'])
+
+
+def test_without_optuna_the_message_names_the_extra(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'optuna', None)
+  with pytest.raises(UserError, match=r'pip install praxis_lite\[search\]'):
+    Search(tmp_path, RANGES)
