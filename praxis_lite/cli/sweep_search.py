@@ -11,7 +11,7 @@ from absl import flags
 
 from praxis_lite.cli.command import configured_experiment
 from praxis_lite.cli.command_flags import add_tracked
-from praxis_lite.cli.sweep import STOPPED, command_of, count_devices, print_results
+from praxis_lite.cli.sweep_runs import STOPPED, command_of, count_devices, print_results
 from praxis_lite.common.errors import UserError, prefix_errors
 
 if TYPE_CHECKING:
