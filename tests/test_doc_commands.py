@@ -39,6 +39,8 @@ NOT_RUN = {
   r'praxis-lite plan .*--cheapest .*': 'plans for dozens of numbers of chips: plan/test_cheapest.py has its flags',
   r'praxis-lite plan --calibrate': 'multiplies what takes a CPU minutes: plan/test_calibration.py runs it in small',
   r'praxis-lite plan .*--measured': 'takes a run of many steps: plan/test_experience.py trains one',
+  r'praxis-lite scaling .*': 'reads runs of many sizes: plan/test_scaling_command.py has some',
+  r'praxis-lite sweep .*--search.*': 'trains for minutes: cli/test_sweep.py searches for less',
   r'praxis-lite launch .*': 'starts processes, or names an image: runtime/test_launch.py and test_jobset.py run such',
   r'praxis-lite replay .*': 'takes a step that was in trouble: runtime/test_trouble.py has one',
   r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',
