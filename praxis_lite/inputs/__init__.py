@@ -1,6 +1,7 @@
 """Inputs: deterministic, resumable streams of host batches, and the thread that puts them on the devices."""
 
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.chats import ChatInput
 from praxis_lite.inputs.grain_input import ArrayRecordInput, GrainInput, write_array_records
 from praxis_lite.inputs.hf_tokenizer import HfTokenizer
 from praxis_lite.inputs.image_records import ImageRecordInput
@@ -8,6 +9,7 @@ from praxis_lite.inputs.image_texts import ImageTextRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.masked_text import MaskedTextInput
 from praxis_lite.inputs.mixture import MixtureInput
+from praxis_lite.inputs.preferences import PreferenceInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
 from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput
 from praxis_lite.inputs.recordings import RecordingInput
@@ -34,6 +36,7 @@ __all__ = [
   'BaseTokenizer',
   'ByteTokenizer',
   'CharTokenizer',
+  'ChatInput',
   'Column',
   'ConstantFeature',
   'Feature',
@@ -44,6 +47,7 @@ __all__ = [
   'LabelledTextInput',
   'MaskedTextInput',
   'MixtureInput',
+  'PreferenceInput',
   'PrefetchIterator',
   'RandomAccessInput',
   'RandomFeature',

@@ -88,27 +88,32 @@ class ChatTemplate:
       raise DataError(f'{self._where} fails: {first_line(error)}') from None
     return _strip_marks(marked, begin, end)
 
-  def answers(self, messages: Messages) -> ChatText:
+  def answers(self, messages: Messages, first: int = 0) -> ChatText:
     """Returns the text of a whole chat, with the answers that the template marks.
 
     If it marks none, an answer is what an assistant's message adds to the text of the messages before it.
+
+    Args:
+      messages: as for `render`.
+      first: answers in messages before this one are left out.
 
     Raises:
       DataError: the template fails; or it marks no answers and changes the text of earlier messages.
     """
     whole = self.render(messages, add_generation_prompt=False)
     if _TAG.search(self._source):
-      return whole
+      before = len(self.render(messages[:first], add_generation_prompt=False).answers) if first else 0
+      return ChatText(whole.text, whole.answers[before:])
     answers = []
     for i, message in enumerate(messages):
-      if message.get('role') == 'assistant':
-        before = self.render(messages[:i], add_generation_prompt=True).text if i else ''
+      if i >= first and message.get('role') == 'assistant':
+        prompt = self.render(messages[:i], add_generation_prompt=True).text if i else ''
         after = self.render(messages[: i + 1], add_generation_prompt=False).text
-        if not (after.startswith(before) and whole.text.startswith(after)):
+        if not (after.startswith(prompt) and whole.text.startswith(after)):
           raise DataError(
             f'{self._where} does not mark answers by {{% generation %}}, and its text does not show where they are'
           )
-        answers.append((len(before), len(after)))
+        answers.append((len(prompt), len(after)))
     return ChatText(whole.text, answers)
 
 

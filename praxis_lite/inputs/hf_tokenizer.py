@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,26 +15,13 @@ from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, parse_json, unless_empty
 from praxis_lite.inputs.chat_template import ChatTemplate, Messages
-from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens, groups_of_documents, piece_bytes
+from praxis_lite.inputs.tokenizers import BaseTokenizer, ChatTokens, Tokens, groups_of_documents, piece_bytes
 
 if TYPE_CHECKING:
   import tokenizers
 
 TOKENIZER_FILE = 'tokenizer.json'
 _INSTALL = 'pip install praxis_lite[hf]'
-
-
-class ChatTokens(NamedTuple):
-  """The tokens of a chat.
-
-  Attributes:
-    ids: [n] int32.
-    is_answer: [n] bool, whether a token is a part of an answer. As weights of the labels, they make a run train on
-      answers only.
-  """
-
-  ids: np.ndarray
-  is_answer: np.ndarray
 
 
 _WORD_MARKS = ('\u0120', '\u2581')  # The space before a word in byte-level BPE, and in SentencePiece.
@@ -162,7 +149,7 @@ class HfTokenizer(BaseTokenizer):
     """Returns the ids of `chat_prompt(messages)`. Special tokens that the template writes as text get their ids."""
     return [int(i) for i in self._model.encode(self.chat_prompt(messages), add_special_tokens=False).ids]
 
-  def chat_tokens(self, messages: Messages) -> ChatTokens:
+  def chat_tokens(self, messages: Messages, first: int = 0) -> ChatTokens:
     """Returns the tokens of a whole chat, to train on, and which of them are answers.
 
     Answers are what the template marks by `{% generation %}`; without that tag, what each assistant's message adds to
@@ -170,11 +157,12 @@ class HfTokenizer(BaseTokenizer):
 
     Args:
       messages: as in `chat_prompt`, with the answers, whose role is 'assistant'.
+      first: answers in messages before this one do not count.
 
     Raises:
       DataError: there is no template, it fails, or does not show where answers are.
     """
-    text, answers = self._template.answers(messages)
+    text, answers = self._template.answers(messages, first)
     encoded = self._model.encode(text, add_special_tokens=False)
     starts, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
     is_answer = np.zeros(len(starts), bool)

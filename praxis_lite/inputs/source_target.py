@@ -208,29 +208,31 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
     return _Pair(np.asarray([*source[:most], *end], dtype), np.asarray(target[:most_of_target], dtype))
 
 
-def pack_pairs(sizes: Sequence[tuple[int, int]], room: tuple[int, int]) -> list[list[int]]:
+def pack_pairs(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], most: int | None = None) -> list[list[int]]:
   """Returns the numbers of the pairs in each row, each pair in one row.
 
-  Each pair, in order, goes to the fullest of the last rows that has room for both of its sides, or else to a new one.
+  Each pair, in order, goes to the fullest of the last rows that has room for all of its sides, or else to a new one.
 
   Args:
-    sizes: the tokens of both sides of each pair, at most `room`.
-    room: the tokens of both sides of a row.
+    sizes: the tokens of the sides of each pair, at most `room`.
+    room: the tokens of the sides of a row.
+    most: the largest number of pairs in a row; None sets no limit.
   """
   rows: list[list[int]] = []
-  open_rows: list[tuple[int, int, int]] = []  # Tokens that are left on both sides, and the number of the row.
-  for number, (source, target) in enumerate(sizes):
-    fits = [entry for entry in open_rows if entry[0] >= source and entry[1] >= target]
+  open_rows: list[tuple[tuple[int, ...], int]] = []  # Tokens that are left on each side, and the number of the row.
+  for number, sides in enumerate(sizes):
+    fits = [entry for entry in open_rows if all(left >= size for left, size in zip(entry[0], sides))]
     if fits:
-      chosen = min(fits, key=lambda entry: (entry[0] + entry[1], entry[2]))
+      chosen = min(fits, key=lambda entry: (sum(entry[0]), entry[1]))
       open_rows.remove(chosen)
     else:
-      chosen = (*room, len(rows))
+      chosen = room, len(rows)
       rows.append([])
-    rows[chosen[2]].append(number)
-    left = chosen[0] - source, chosen[1] - target
-    if min(left) > 0:
-      open_rows.append((*left, chosen[2]))
+    row = rows[chosen[1]]
+    row.append(number)
+    rest = tuple(left - size for left, size in zip(chosen[0], sides))
+    if min(rest) > 0 and (most is None or len(row) < most):
+      open_rows.append((rest, chosen[1]))
     if len(open_rows) > _OPEN_ROWS:
-      open_rows.remove(min(open_rows, key=lambda entry: (min(entry[:2]), entry[2])))
+      open_rows.remove(min(open_rows, key=lambda entry: (min(entry[0]), entry[1])))
   return rows

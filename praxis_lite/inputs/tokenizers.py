@@ -12,8 +12,8 @@ import functools
 import itertools
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,19 @@ class Tokens(NamedTuple):
 
   ids: np.ndarray
   num_bytes: np.ndarray | None
+
+
+class ChatTokens(NamedTuple):
+  """The tokens of a chat, or of a prompt and its answer.
+
+  Attributes:
+    ids: [n] int32.
+    is_answer: [n] bool, whether a token is a part of an answer. As weights of the labels, they make a run train on
+      answers only.
+  """
+
+  ids: np.ndarray
+  is_answer: np.ndarray
 
 
 class BaseTokenizer(Configurable):
@@ -85,6 +98,13 @@ class BaseTokenizer(Configurable):
   def prompt_ids(self, text: str) -> list[int]:
     """Returns the ids of a text that a model should continue."""
     return self.encode(text)
+
+  def chat_tokens(self, messages: Sequence[Mapping[str, Any]], first: int = 0) -> ChatTokens:
+    """Returns the tokens of a whole chat, and which of them are answers; see `HfTokenizer.chat_tokens`."""
+    raise ConfigError(
+      f'{type(self).__name__} has no chat template, which the messages of chats need; set '
+      "tokenizer_tpl=praxis_lite.inputs.HfTokenizer with the path of a chat model's tokenizer"
+    )
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of ids. Special ids are left out; invalid UTF-8 becomes U+FFFD."""

@@ -147,7 +147,8 @@ class LoraLinear(Linear, LoraLayer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] for x [..., I]."""
-    return self.shard(super().__call__(x) + self.lora(x))
+    y = super().__call__(x)
+    return y if self.surroundings.without_adapters else self.shard(y + self.lora(x))
 
 
 class LoraProjection(Projection, LoraLayer):
@@ -163,10 +164,12 @@ class LoraProjection(Projection, LoraLayer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., *out_shape] for x [..., *in_shape]."""
-    return self.shard(super().__call__(x) + self.lora(x))
+    y = super().__call__(x)
+    return y if self.surroundings.without_adapters else self.shard(y + self.lora(x))
 
   def weight(self) -> jax.Array:
-    return super().weight() + self.lora.weight()
+    w = super().weight()
+    return w if self.surroundings.without_adapters else w + self.lora.weight()
 
 
 class LoraEmbedding(Embedding, LoraLayer):
@@ -182,8 +185,11 @@ class LoraEmbedding(Embedding, LoraLayer):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] for integer ids [...]; NaN for an id that is not in [0, V)."""
+    x = super().__call__(ids)
+    if self.surroundings.without_adapters:
+      return x
     update = self.lora(ids)
-    return self.shard(super().__call__(ids) + (update * self.input_dims**0.5 if self.scale_sqrt_depth else update))
+    return self.shard(x + (update * self.input_dims**0.5 if self.scale_sqrt_depth else update))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +241,8 @@ class LoraMoeFeedForward(MoeFeedForward, AdaptedLayer):
 
   def _mlp(self) -> ExpertMlp:
     mlp = super()._mlp()
+    if self.surroundings.without_adapters:
+      return mlp
     return _LoraExpertMlp(mlp.activation, mlp.gated, mlp.hidden_limit, mlp.up_offset, self.lora_scale)
 
   @property

@@ -136,7 +136,9 @@ class TransformerLm(Layer):
       prefix_lengths: int32 [B], the length of the prefix of each row to which all its tokens attend (prefix-LM); None
         disables it.
     """
-    x_BTD = self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths)
+    x_BTD = self.encode(
+      ids_BT, weights_BT, segment_ids=segment_ids, segment_pos=segment_pos, prefix_lengths=prefix_lengths
+    )
     if self.mtp_tpl is not None and self.mtp.is_used:
       visible = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **self._paddings(weights_BT, segment_ids)}
       hidden = self.mtp(x_BTD, self._look_up(ids_BT), **visible)
@@ -153,7 +155,28 @@ class TransformerLm(Layer):
     prefix_lengths: jax.Array | None = None,
   ) -> jax.Array:
     """Returns float32 logits [B, T, V]; the arguments are the same as for `__call__`."""
-    return self.softmax.get_logits(self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths))
+    return self.softmax.get_logits(
+      self.encode(ids_BT, weights_BT, segment_ids=segment_ids, segment_pos=segment_pos, prefix_lengths=prefix_lengths)
+    )
+
+  def encode(
+    self,
+    ids_BT: jax.Array,
+    weights_BT: jax.Array | None = None,
+    *,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns what the softmax reads at each token, [B, T, D]; the arguments are the same as for `__call__`."""
+    if segment_pos is None:
+      self._check_length(ids_BT.shape[1])
+    x_BTD = self._embed(ids_BT, segment_pos)
+    more = self._paddings(weights_BT, segment_ids)
+    if prefix_lengths is not None:
+      more['prefix_lengths'] = prefix_lengths
+    y_BTD = self.transformer(x_BTD, segment_ids=segment_ids, segment_pos=segment_pos, **more)
+    return self._normalize(y_BTD)
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates caches of `max_len` slots for each of `batch_size` sequences."""
@@ -209,23 +232,6 @@ class TransformerLm(Layer):
     x_BND = jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1)
     logits_BNV = self.softmax.get_logits(normalize(x_BND))
     return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
-
-  def _encode(
-    self,
-    ids_BT: jax.Array,
-    weights_BT: jax.Array | None,
-    segment_ids_BT: jax.Array | None,
-    segment_pos_BT: jax.Array | None,
-    prefix_lengths_B: jax.Array | None,
-  ) -> jax.Array:
-    if segment_pos_BT is None:
-      self._check_length(ids_BT.shape[1])
-    x_BTD = self._embed(ids_BT, segment_pos_BT)
-    more = self._paddings(weights_BT, segment_ids_BT)
-    if prefix_lengths_B is not None:
-      more['prefix_lengths'] = prefix_lengths_B
-    y_BTD = self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT, **more)
-    return self._normalize(y_BTD)
 
   def _paddings(self, weights_BT: jax.Array | None, segment_ids_BT: jax.Array | None) -> dict[str, jax.Array | None]:
     return {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}

@@ -30,8 +30,11 @@ from praxis_lite.models.masked_image_model import MaskedAutoencoder, masked_auto
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.mup import Mup
 from praxis_lite.models.pipeline_configs import set_pipeline
+from praxis_lite.models.preference_losses import Dpo, Ipo, Kto, Orpo, PreferenceLoss, SimPo
+from praxis_lite.models.preference_model import PreferenceModel
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.resnet_configs import resnet, resnet_classifier
+from praxis_lite.models.reward_model import RewardModel
 from praxis_lite.models.speech_configs import conformer_ctc, conformer_encoder, conformer_transducer, whisper
 from praxis_lite.models.speech_model import SpeechModel
 from praxis_lite.models.speech_to_text_model import SpeechToTextModel
@@ -50,14 +53,22 @@ __all__ = [
   'Classifier',
   'CtcModel',
   'DiffusionModel',
+  'Dpo',
   'DraftedModel',
   'EncoderDecoderModel',
   'ImageFeatureModel',
+  'Ipo',
+  'Kto',
   'LanguageModel',
   'MaskedAutoencoder',
   'MaskedLanguageModel',
   'Mup',
+  'Orpo',
+  'PreferenceLoss',
+  'PreferenceModel',
+  'RewardModel',
   'SequenceClassifier',
+  'SimPo',
   'SpeechModel',
   'SpeechToTextModel',
   'TextEncoder',

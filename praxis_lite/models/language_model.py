@@ -88,6 +88,13 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.model_type', self.model_type, MODEL_TYPES)
+    self.create_child('lm', self._sized_network())
+    self.decoder: Sampler | BeamSearch = build_at(f'{self.path_name}.decoder_tpl', self.decoder_tpl)
+    if self._guesses_itself:
+      self._check_own_heads(self.decoder)
+
+  def _sized_network(self) -> Config[TransformerLm]:
+    """Returns `lm_tpl` with the sizes that are set here."""
     lm = self.lm_tpl.clone()
     for name in _PASSED_ON:
       own = getattr(self, name)
@@ -99,10 +106,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
           f'{self.path_name}.{name} is {own}, but {self.path_name}.lm_tpl.{name} is {there}; set one of them'
         )
       setattr(lm, name, own)
-    self.create_child('lm', lm)
-    self.decoder: Sampler | BeamSearch = build_at(f'{self.path_name}.decoder_tpl', self.decoder_tpl)
-    if self._guesses_itself:
-      self._check_own_heads(self.decoder)
+    return lm
 
   def _check_own_heads(self, decoder: SpeculativeSampler) -> None:
     mtp = self.lm.mtp if getattr(self.lm, 'mtp_tpl', None) is not None else None

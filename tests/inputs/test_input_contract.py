@@ -83,6 +83,14 @@ def _case(name, root):
     'SourceTargetInput': lambda: Config(
       inputs.SourceTargetInput, pairs=[(f's {i}', f't {i}') for i in range(NUM_EXAMPLES)], source_len=6, target_len=6
     ),
+    'ChatInput': lambda: Config(
+      inputs.ChatInput, examples=[{'prompt': f'p {i}', 'completion': f'c {i}'} for i in range(NUM_EXAMPLES)], seq_len=12
+    ),
+    'PreferenceInput': lambda: Config(
+      inputs.PreferenceInput,
+      examples=[{'prompt': f'p {i}', 'chosen': f'c {i}', 'rejected': f'r {i}'} for i in range(NUM_EXAMPLES)],
+      seq_len=12,
+    ),
     'TFDataInput': lambda: Config(inputs.TFDataInput, dataset_fn=_dataset),
     'ImageRecordInput': lambda: Config(
       inputs.ImageRecordInput, file_pattern=str(root / '*.images'), image_size=(4, 5), rand_augment=(2, 10)

@@ -115,6 +115,7 @@ class Surroundings:
     listener: called with each sharding constraint of a layer while the call is traced; None disables it.
     taps: listen to the values between layers; None disables them. See `taps.py`.
     edited: gets the shape of each such value, if the variables contain edits of some; None if they contain none.
+    without_adapters: whether layers with adapters compute as they would without them.
   """
 
   read_weight: Callable[[Path, jax.Array, DTypeLike | None], jax.Array] = _cast
@@ -126,6 +127,7 @@ class Surroundings:
   listener: Callable[[SplitConstraint], object] | None = None
   taps: Taps | None = None
   edited: dict[str, tuple[int, ...]] | None = None
+  without_adapters: bool = False
 
 
 def fold_in_path(key: jax.Array, path: Path) -> jax.Array:

@@ -1,0 +1,240 @@
+"""Prompts and answers as tokens: texts, or the messages of chats, of which a model learns only the answers.
+
+prompt 'ab', answer 'xyz'     ids ^ a b x y z $     answer 0 0 0 1 1 1 1     the end token is a part of the answer
+chats                         as the chat template of the tokenizer writes and marks them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config, build_at, template
+from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.figures import number_of
+from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
+from praxis_lite.inputs.files import Paths, find_files
+from praxis_lite.inputs.lines import parse_object, read_lines
+from praxis_lite.inputs.random_access import RandomAccessInput
+from praxis_lite.inputs.rows import Rows, resolve_source
+from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, ChatTokens
+
+T = TypeVar('T')
+Examples = Sequence[Mapping[str, Any]]
+
+Messages = list[dict[str, Any]]
+Said = str | Messages
+
+
+class Pair(NamedTuple):
+  """A prompt and its answers; one of them is None if only the other is known."""
+
+  prompt: Said
+  chosen: Said | None
+  rejected: Said | None
+
+
+def encode_answer(tokenizer: BaseTokenizer, prompt: Said, answer: Said) -> ChatTokens:
+  """Returns the tokens of a prompt and its answer, and which of them are the answer's.
+
+  Args:
+    tokenizer: for messages, one with a chat template.
+    prompt: a text, or messages, perhaps with earlier answers, which do not count.
+    answer: of the same kind.
+
+  Raises:
+    DataError: the answer has no tokens, or the template fails.
+  """
+  if isinstance(prompt, str) and isinstance(answer, str):
+    before, after = tokenizer.prompt_ids(prompt), tokenizer.encode(answer)
+    if not after:
+      raise DataError('the answer has no tokens')
+    ids = np.asarray([*before, *after, tokenizer.special_ids[1]], np.int32)
+    return ChatTokens(ids, np.arange(len(ids)) >= len(before))
+  if isinstance(prompt, str) or isinstance(answer, str):
+    raise DataError('the prompt and the answer are a text and messages; both must be of one kind')
+  tokens = tokenizer.chat_tokens([*prompt, *answer], len(prompt))
+  if not tokens.is_answer.any():
+    raise DataError("no message with the role 'assistant' has a token, so there is nothing to learn")
+  return tokens
+
+
+def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
+  """Returns tokens that fit into a row: as they are, or with `truncate` without their end.
+
+  Raises:
+    DataError: they are too long, or no token of the answer is left.
+  """
+  if len(tokens.ids) > room and not truncate:
+    raise DataError(
+      f'it has {number_of(len(tokens.ids), "token")}, and seq_len = {room}; set a larger one, or truncate=True'
+    )
+  cut = ChatTokens(tokens.ids[:room], tokens.is_answer[:room])
+  if not cut.is_answer.any():
+    raise DataError(f'no token of the answer is among its first {room}; set a larger seq_len')
+  return cut
+
+
+def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> Pair:
+  """Returns the pair in a JSON object, in one of the forms in common use.
+
+      {prompt, chosen, rejected}    texts; or messages, where answers may also be texts
+      {chosen, rejected}            whole chats, whose common messages are the prompt; a text `prompt` is not used then
+      {prompt, completion, label}   one answer, which is good if the label is true
+
+  Args:
+    values: the object.
+    fields: the names of prompt, chosen and rejected.
+
+  Raises:
+    ValueError: it has none of these forms.
+  """
+  of_prompt, of_chosen, of_rejected = fields
+  prompt = values.get(of_prompt)
+  if 'completion' in values and 'label' in values and of_chosen not in values:
+    label = values['label']
+    if not isinstance(label, bool):
+      raise ValueError(f"its 'label' is {label!r}; expected true or false")
+    said, answer = said_of(values, of_prompt, 'completion')
+    return Pair(said, answer, None) if label else Pair(said, None, answer)
+  chosen, rejected = values.get(of_chosen), values.get(of_rejected)
+  if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
+    one, other = messages_of(chosen, of_chosen), messages_of(rejected, of_rejected)
+    common = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return Pair(one[:common], one[common:], other[common:])
+  said, good = said_of(values, of_prompt, of_chosen)
+  _, bad = said_of(values, of_prompt, of_rejected)
+  return Pair(said, good, bad)
+
+
+def messages_of(value: object, name: str) -> Messages:
+  """Returns the messages of a chat; raises ValueError if `value` is no list of them."""
+  is_chat = isinstance(value, list) and all(
+    isinstance(message, dict) and isinstance(message.get('role'), str) and isinstance(message.get('content'), str)
+    for message in value
+  )
+  if not is_chat:
+    raise ValueError(f'its {name!r} is no list of {{"role": ..., "content": ...}}')
+  return cast(Messages, value)
+
+
+def said_of(values: Mapping[str, Any], of_prompt: str, of_answer: str) -> tuple[Said, Said]:
+  """Returns the prompt and the answer in an object, by the names of their fields: both texts, or both messages.
+
+  Raises:
+    ValueError: they are missing, or of different kinds.
+  """
+  prompt, answer = values.get(of_prompt), values.get(of_answer)
+  for name, value in ((of_prompt, prompt), (of_answer, answer)):
+    if not isinstance(value, str | list):
+      raise ValueError(f'has neither a text nor messages {name!r}; its fields: {", ".join(map(str, values)) or "none"}')
+  if isinstance(prompt, str) and isinstance(answer, str):
+    return prompt, answer
+  if isinstance(prompt, str):
+    raise ValueError(f'its {of_prompt!r} is a text and its {of_answer!r} are messages; both must be messages')
+  said = messages_of(prompt, of_prompt)
+  return said, [{'role': 'assistant', 'content': answer}] if isinstance(answer, str) else messages_of(answer, of_answer)
+
+
+def fill_segment(side: Rows, row: int, start: int, tokens: ChatTokens, segment: int) -> int:
+  """Writes a sequence into a row of a batch of a language model; returns the place after it.
+
+  Its last token is there too, with a label of weight 0, so that a model can read the whole answer.
+
+  Args:
+    side: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, [B, T].
+    row, start: where the sequence begins.
+    tokens: the sequence, of at most T - `start` tokens.
+    segment: its number in the row, from 1.
+  """
+  at = slice(start, end := start + len(tokens.ids))
+  side['ids'][row, at] = tokens.ids
+  side['labels'][row, start : end - 1] = tokens.ids[1:]
+  side['weights'][row, start : end - 1] = tokens.is_answer[1:]
+  side['segment_ids'][row, at] = segment
+  side['segment_pos'][row, at] = np.arange(len(tokens.ids))
+  return end
+
+
+class AnswersInput(RecordsInput, RandomAccessInput):
+  """Base of the inputs of prompts and answers, from TSV or JSON Lines files or from a function.
+
+  Attributes:
+    path: files `*.jsonl`, with an object in each line; or `*.tsv`, with texts separated by tabs. It has the forms of
+      `TextInput.path`.
+    examples: instead of `path`, a list of such objects, dicts, or a function (or the `Config` of one) that returns it.
+    seq_len: T, tokens of a row.
+    tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`; messages need one with a chat template.
+    packed: whether a row may hold several sequences, each a segment of its own.
+    truncate: cut the end of sequences that are too long, instead of treating them as bad records.
+  """
+
+  path: Paths | Callable[[], Paths] | Config | None = None
+  examples: Examples | Callable[[], Examples] | Config | None = None
+  seq_len: int = REQUIRED
+  tokenizer_tpl: Config = template(ByteTokenizer)
+  packed: bool = False
+  truncate: bool = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_at_least(seq_len=2)
+    if (self.path is None) == (self.examples is None):
+      raise ConfigError(f'{self.label}.path: expected either path, files with examples, or examples, a function')
+    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of token ids."""
+    return self.tokenizer.vocab_size
+
+  def data_files(self) -> list[str]:
+    return [] if self.path is None else find_files(self.path, f'{self.label}.path')
+
+  def identity(self) -> dict[str, Any]:
+    return {**super().identity(), 'packed': self.packed}
+
+  @property
+  def _field(self) -> str:
+    return 'examples' if self.path is None else 'path'
+
+  def _encode_all(self, names: tuple[str, ...], encode: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Returns what `encode` makes of each example, without the bad ones.
+
+    Args:
+      names: the fields of the columns of TSV files.
+      encode: of the object of an example; a UserError or ValueError says what is wrong with it.
+    """
+    kept = []
+    for file, place, values in self._objects(names):
+      try:
+        kept.append(encode(values))
+      except ConfigError:  # Of the tokenizer, not of the example.
+        raise
+      except (UserError, ValueError) as error:
+        self.leave_out(BadRecord(file, place, str(error)), self._field)
+    if not kept:
+      raise DataError(f'{self.label}.{self._field}: there are no examples')
+    return kept
+
+  def _objects(self, names: tuple[str, ...]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields the file, the place in it, and the object of each example."""
+    if self.path is not None:
+      yield from read_lines(self, self.path, names, {'.tsv': _split_tsv, '.jsonl': lambda line, _: parse_object(line)})
+      return
+    examples = resolve_source(self.examples)
+    if not isinstance(examples, Sequence) or isinstance(examples, str):
+      raise ConfigError(f'{self.label}.examples: expected a list of dicts, or a function, got {examples!r}')
+    for number, values in enumerate(examples):
+      if not isinstance(values, Mapping):
+        raise DataError(f'{self.label}.examples: example {number} is {values!r}; expected a dict')
+      yield 'examples', f'example {number}', dict(values)
+
+
+def _split_tsv(line: str, names: tuple[str, ...]) -> dict[str, Any]:
+  texts = line.split('\t')
+  if len(texts) != len(names):
+    raise ValueError(f'has {number_of(len(texts), "column")}; expected {", ".join(names)}, separated by tabs')
+  return dict(zip(names, texts))

@@ -1,0 +1,160 @@
+"""Pairs of answers as batches for a `PreferenceModel` or a `RewardModel`.
+
+A batch has the parts `chosen` and `rejected`, each a dict of `ids`, `labels`, `segment_ids` and `segment_pos`, [B, T]
+int32, and `weights`, [B, T] float32, which are 1 for labels in answers; and `weights` of pairs, [B] float32. With
+`packed`, a row holds several pairs, and their weights are [B, S], S = `max_pairs`:
+
+    chosen      p1 a1 | p2 a2 a2 .     segments 1 1 2 2 2 0      segment s of a row is the same pair in both parts
+    rejected    p1 b1 b1 | p2 b2       segments 1 1 1 2 2 0
+
+B batch, T length, S pairs of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from praxis_lite.common.errors import DataError
+from praxis_lite.inputs.answers import AnswersInput, Pair, encode_answer, fill_segment, fit_answer, pair_of_fields
+from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
+from praxis_lite.inputs.source_target import pack_pairs
+from praxis_lite.inputs.tokenizers import ChatTokens
+
+
+class _Encoded(NamedTuple):
+  """The tokens of a prompt with both answers; None without one."""
+
+  chosen: ChatTokens | None
+  rejected: ChatTokens | None
+
+  @property
+  def any(self) -> ChatTokens:
+    found = self.rejected if self.chosen is None else self.chosen
+    assert found is not None
+    return found
+
+
+class PreferenceInput(AnswersInput):
+  """Prompts with a chosen and a rejected answer.
+
+  A line has one of these forms; a TSV file has the columns of `fields`.
+
+      {"prompt": ..., "chosen": ..., "rejected": ...}        texts; or messages, where the answers may be texts
+      {"chosen": [...], "rejected": [...]}                   whole chats; their common first messages are the prompt
+      {"prompt": ..., "completion": ..., "label": true}      one answer, good or bad, for `Kto`
+
+  Attributes: the same as for `AnswersInput`, and
+    fields: the names of the prompt and of both answers.
+    max_pairs: S, the largest number of pairs in a row, if `packed`.
+    mismatched: whether a batch has a third part, `mismatched`: each prompt with an answer of the next example, for
+      `Kto`.
+
+  Raises (when the data is first needed):
+    DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a
+      line has none of these forms, has an empty answer, or is too long.
+  """
+
+  fields: tuple[str, str, str] = ('prompt', 'chosen', 'rejected')
+  max_pairs: int = 8
+  mismatched: bool = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_at_least(max_pairs=1)
+
+  @property
+  def num_examples(self) -> int:
+    return len(self._rows)
+
+  @property
+  def num_pairs(self) -> int:
+    """Pairs in an epoch."""
+    return len(self._pairs)
+
+  @property
+  def has_single(self) -> bool:
+    """Whether an example has only one answer."""
+    return any(None in pair for pair in self._pairs)
+
+  def example_struct(self) -> Struct:
+    shape = (self.max_pairs,) if self.packed else ()
+    sides = {side: token_struct(self.seq_len) for side in self._sides}
+    return {**sides, 'weights': jax.ShapeDtypeStruct(shape, np.float32)}
+
+  def identity(self) -> dict[str, Any]:
+    return {**super().identity(), 'mismatched': self.mismatched}
+
+  def longest_segments(self) -> dict[str, int]:
+    return {'segment_pos': max(size for sizes in self._sizes for size in sizes)}
+
+  def rows(self, indices: np.ndarray) -> Rows:
+    batch = pad_rows(None, len(indices), self.example_struct())
+    for side in self._sides:
+      for name in ('ids', 'labels'):
+        batch[side][name][:] = self.tokenizer.special_ids[2]
+    for row, index in enumerate(indices):
+      numbers = self._rows[index]
+      for place, side in enumerate(self._sides):
+        end = 0
+        for segment, number in enumerate(numbers, 1):
+          if (tokens := self._sequences[number][place]) is not None:
+            end = fill_segment(batch[side], row, end, tokens, segment)
+      if self.packed:
+        batch['weights'][row, : len(numbers)] = 1
+      else:
+        batch['weights'][row] = 1
+    return batch
+
+  @property
+  def _sides(self) -> tuple[str, ...]:
+    return ('chosen', 'rejected', *(('mismatched',) if self.mismatched else ()))
+
+  @functools.cached_property
+  def _rows(self) -> list[list[int]]:
+    """The numbers of the pairs in each row."""
+    if not self.packed:
+      return [[number] for number in range(len(self._pairs))]
+    return pack_pairs(self._sizes, (self.seq_len,) * len(self._sides), self.max_pairs)
+
+  @property
+  def _sizes(self) -> list[tuple[int, ...]]:
+    return [tuple(0 if tokens is None else len(tokens.ids) for tokens in parts) for parts in self._sequences]
+
+  @functools.cached_property
+  def _sequences(self) -> list[tuple[ChatTokens | None, ...]]:
+    """The sequences of each pair, one for each part of a batch."""
+    pairs = self._pairs
+    if not self.mismatched:
+      return [tuple(pair) for pair in pairs]
+    if len(pairs) < 2:
+      raise DataError(f'{self.label}.mismatched: answers to other prompts need at least 2 examples')
+    following = [*pairs[1:], pairs[0]]
+    return [(*pair, self._mismatch(number, pair, other)) for number, (pair, other) in enumerate(zip(pairs, following))]
+
+  def _mismatch(self, number: int, pair: _Encoded, other: _Encoded) -> ChatTokens:
+    """Returns the prompt of a pair with an answer of another, the chosen and the rejected one by turns."""
+    prompt, answer = pair.any, (other.rejected if number % 2 else other.chosen) or other.any
+    before, after = int(np.argmax(prompt.is_answer)), int(np.argmax(answer.is_answer))
+    before = min(before, self.seq_len - 1)
+    ids = np.concatenate([prompt.ids[:before], answer.ids[after:]])[: self.seq_len]
+    is_answer = np.concatenate([np.zeros(before, bool), answer.is_answer[after:]])[: self.seq_len]
+    return ChatTokens(ids, is_answer)
+
+  @functools.cached_property
+  def _pairs(self) -> list[_Encoded]:
+    return self._encode_all(self.fields, self._encode)
+
+  def _encode(self, values: dict[str, Any]) -> _Encoded:
+    pair: Pair = pair_of_fields(values, self.fields)
+    return _Encoded(
+      *(
+        None
+        if answer is None
+        else fit_answer(encode_answer(self.tokenizer, pair.prompt, answer), self.seq_len, self.truncate)
+        for answer in (pair.chosen, pair.rejected)
+      )
+    )

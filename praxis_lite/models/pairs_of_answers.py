@@ -1,0 +1,103 @@
+"""Batches with two answers to each prompt, `chosen` and `rejected`, as rows of one call of a network.
+
+    batch     chosen: {ids, labels, weights, segment_ids, segment_pos}, each [B, T]    rejected: the same    weights [B]
+    packed    a row has several pairs: segment s of a row of `chosen` and segment s of `rejected`; weights [B, S]
+
+In a call of the network, both answers of a row follow each other, [2 B, T]: so rows stay on their devices.
+
+B batch, T length, S pairs of a row, D model dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.position_limit import PositionLimit
+from praxis_lite.models.labels import check_labels
+from praxis_lite.models.positions import check_positions_of_input
+
+CHOSEN, REJECTED, MISMATCHED = 'chosen', 'rejected', 'mismatched'
+
+
+def has_pairs(batch: NestedDict) -> bool:
+  """Whether a batch is one of pairs."""
+  return CHOSEN in batch
+
+
+def check_pairs(
+  data: BaseInput,
+  batch: NestedDict,
+  *,
+  vocab_size: int,
+  field: str,
+  packed: bool,
+  limits: Mapping[str, PositionLimit],
+  sides: Sequence[str],
+) -> None:
+  """Raises a `ConfigError` if a batch, of NumPy arrays, is not one of pairs that a model can read.
+
+  Args:
+    data: the input, for messages.
+    batch: its first batch.
+    vocab_size, field: V, and the path of the field that sets it.
+    packed: whether the model takes rows of several segments.
+    limits: of positions, as `BaseModel.position_limits` returns them.
+    sides: the parts of the batch that the model reads.
+  """
+  for side in sides:
+    if not isinstance(batch.get(side), dict):
+      remedy = 'set its mismatched=True' if side == MISMATCHED else 'a PreferenceInput makes such batches'
+      raise ConfigError(
+        f'{data.label}: this model reads {", ".join(sides)}, and a batch has {", ".join(sorted(batch))}; {remedy}'
+      )
+    rows = batch[side]
+    ids = {f'{side}.{name}': np.asarray(rows[name]) for name in ('ids', 'labels')}
+    check_labels(data, ids, rows, field, vocab_size)
+    check_positions_of_input(limits, data, rows)
+  if np.ndim(batch['weights']) > 1 and not packed:
+    raise ConfigError(
+      f'{data.label}: its rows have several pairs, and task.model.packed is False, so that tokens would attend to '
+      'other pairs; set task.model.packed=True, or packed=False here'
+    )
+
+
+def rows_of_both(batch: NestedDict) -> dict[str, jax.Array]:
+  """Returns the arrays of both answers, [2 B, T]: row 2 b is chosen, and row 2 b + 1 rejected."""
+  chosen, rejected = batch[CHOSEN], batch[REJECTED]
+  return {
+    name: jnp.stack([x, rejected[name]], axis=1).reshape(2 * x.shape[0], *x.shape[1:]) for name, x in chosen.items()
+  }
+
+
+def split_both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns what belongs to the chosen and to the rejected answers, [B, ...] each, of [2 B, ...]."""
+  both = x.reshape(x.shape[0] // 2, 2, *x.shape[1:])
+  return both[:, 0], both[:, 1]
+
+
+def sum_by_pair(x_BT: jax.Array, segment_ids_BT: jax.Array, weights_shape: Sequence[int]) -> jax.Array:
+  """Returns the sum over the tokens of each segment, [B, S]; or over each row, [B], if a row has one pair.
+
+  Args:
+    x_BT: float32 values of tokens.
+    segment_ids_BT: int32 numbers of segments, from 1.
+    weights_shape: the shape of the weights of pairs, [B] or [B, S].
+  """
+  if len(weights_shape) == 1:
+    return jnp.sum(x_BT, axis=1)
+  numbers_S = 1 + jnp.arange(weights_shape[1], dtype=segment_ids_BT.dtype)
+  return jnp.sum(jnp.where(segment_ids_BT[:, :, None] == numbers_S, x_BT[:, :, None], 0), axis=1)
+
+
+def last_of_pairs(segment_ids_BT: jax.Array, num_pairs: int) -> jax.Array:
+  """Returns the index of the last token of each segment, [B, S] int32; 0 if there is no such segment."""
+  numbers_S = 1 + jnp.arange(num_pairs, dtype=segment_ids_BT.dtype)
+  places_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
+  return jnp.max(jnp.where(segment_ids_BT[:, :, None] == numbers_S, places_T[:, None], 0), axis=1)

@@ -1,0 +1,252 @@
+"""Losses of pairs of answers to a prompt, one of which is preferred, from the log-probabilities of both.
+
+log p, log q    log-probability of an answer, the sum over its tokens, under the model and under the reference
+ratio r         log p - log q
+mean m          log p / number of tokens
+
+Dpo      -log sigmoid(beta (r_chosen - r_rejected))
+Ipo      (r_chosen / tokens - r_rejected / tokens - 1 / (2 beta))^2
+Kto      chosen: 1 - sigmoid(beta (r - z))    rejected: 1 - sigmoid(beta (z - r))    z: mean r of mismatched answers
+Orpo     -m_chosen - weight log sigmoid(logit(exp m_chosen) - logit(exp m_rejected))
+SimPo    -log sigmoid(beta (m_chosen - m_rejected) - margin)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.config import Configurable
+from praxis_lite.common.errors import check_range
+
+_ALMOST_0 = -1e-7  # A mean log-probability above this is one of a probability of 1, whose odds are infinite.
+
+
+class AnswerScores(NamedTuple):
+  """What a loss reads of the chosen, or of the rejected, answers: [...] float32, an entry for each pair.
+
+  Attributes:
+    log_prob: sum of the log-probabilities of the answer's tokens, in nats.
+    reference: the same under the reference; zeros if the loss needs none.
+    tokens: number of these tokens; 0 if there is no such answer.
+  """
+
+  log_prob: jax.Array
+  reference: jax.Array
+  tokens: jax.Array
+
+  @property
+  def ratio(self) -> jax.Array:
+    """How much more probable the answer is than under the reference, in nats."""
+    return self.log_prob - self.reference
+
+  def per_token(self, sums: jax.Array) -> jax.Array:
+    """Returns a sum over tokens as a mean."""
+    return sums / jnp.maximum(self.tokens, 1)
+
+
+class PairScores(NamedTuple):
+  """What a loss reads of pairs.
+
+  Attributes:
+    chosen, rejected: of both answers of each pair.
+    weights: [...] float32 of the pairs.
+    divergence: scalar z of `Kto`, in nats; 0 for other losses.
+  """
+
+  chosen: AnswerScores
+  rejected: AnswerScores
+  weights: jax.Array
+  divergence: jax.Array
+
+  @property
+  def weights_of_both(self) -> jax.Array:
+    """The weights of pairs with both answers, 0 for others."""
+    return jnp.where((self.chosen.tokens > 0) & (self.rejected.tokens > 0), self.weights, 0)
+
+  @property
+  def weights_of_chosen(self) -> jax.Array:
+    """The weights of pairs with a chosen answer, 0 for others."""
+    return jnp.where(self.chosen.tokens > 0, self.weights, 0)
+
+  @property
+  def weights_of_rejected(self) -> jax.Array:
+    """The weights of pairs with a rejected answer, 0 for others."""
+    return jnp.where(self.rejected.tokens > 0, self.weights, 0)
+
+
+Terms = tuple[jax.Array, jax.Array]  # Losses and their weights, of the same shape.
+
+
+class PreferenceLoss(Configurable):
+  """Base of the losses of pairs. Subclasses define `terms` and `rewards`."""
+
+  # Whether it compares the model with a reference.
+  needs_reference: ClassVar[bool] = True
+  # Whether it reads answers to other prompts.
+  needs_mismatched: ClassVar[bool] = False
+  # Whether an example may have only one of the answers.
+  takes_single: ClassVar[bool] = False
+
+  def terms(self, pairs: PairScores) -> Terms:
+    """Returns losses [n, ...] and their weights, n for each pair; the loss of a batch is their weighted mean."""
+    raise NotImplementedError
+
+  def rewards(self, answers: AnswerScores) -> jax.Array:
+    """Returns how good the model finds answers, [...]: what the loss makes large for the chosen ones."""
+    raise NotImplementedError
+
+
+class _SigmoidLoss(PreferenceLoss):
+  """-log sigmoid of a margin, with smoothed labels."""
+
+  label_smoothing: float = 0.0
+
+  def __post_init__(self) -> None:
+    check_range(f'{type(self).__name__}.label_smoothing', self.label_smoothing, least=0, below=0.5)
+
+  def _of_margin(self, margin: jax.Array) -> jax.Array:
+    right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
+    return -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
+
+
+class Dpo(_SigmoidLoss):
+  """Direct preference optimization (Rafailov et al., 2023).
+
+  Attributes:
+    beta: factor of the rewards; with a larger one, the model stays nearer to the reference.
+    label_smoothing: the probability that the wrong answer of a pair was preferred (conservative DPO; Mitchell, 2023).
+  """
+
+  beta: float = 0.1
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_range('Dpo.beta', self.beta, above=0)
+
+  def rewards(self, answers: AnswerScores) -> jax.Array:
+    return self.beta * answers.ratio
+
+  def terms(self, pairs: PairScores) -> Terms:
+    margin = self.rewards(pairs.chosen) - self.rewards(pairs.rejected)
+    return self._of_margin(margin)[None], pairs.weights_of_both[None]
+
+
+class Ipo(PreferenceLoss):
+  """Identity preference optimization (Azar et al., 2023), whose margins have a finite goal.
+
+  Attributes:
+    beta: the difference of ratios should be 1 / (2 beta).
+    per_token: whether ratios are means over tokens, so that the goal suits answers of any length, as in TRL; False
+      takes sums, as the paper writes.
+  """
+
+  beta: float = 0.1
+  per_token: bool = True
+
+  def __post_init__(self) -> None:
+    check_range('Ipo.beta', self.beta, above=0)
+
+  def rewards(self, answers: AnswerScores) -> jax.Array:
+    return self.beta * (answers.per_token(answers.ratio) if self.per_token else answers.ratio)
+
+  def terms(self, pairs: PairScores) -> Terms:
+    margin = (self.rewards(pairs.chosen) - self.rewards(pairs.rejected)) / self.beta
+    return jnp.square(margin - 1 / (2 * self.beta))[None], pairs.weights_of_both[None]
+
+
+class Kto(PreferenceLoss):
+  """Kahneman-Tversky optimization (Ethayarajh et al., 2024), which also takes single answers that are good or bad.
+
+  The divergence z is the mean ratio of answers to other prompts, of a whole batch or microbatch, but at least 0; no
+  gradient flows through it.
+
+  Attributes:
+    beta: factor of the rewards.
+    desirable_weight, undesirable_weight: factors of the losses of chosen and of rejected answers; if there are many
+      more of one kind, the other may get a larger factor.
+  """
+
+  needs_mismatched = True
+  takes_single = True
+
+  beta: float = 0.1
+  desirable_weight: float = 1.0
+  undesirable_weight: float = 1.0
+
+  def __post_init__(self) -> None:
+    check_range('Kto.beta', self.beta, above=0)
+    for name in ('desirable_weight', 'undesirable_weight'):
+      check_range(f'Kto.{name}', getattr(self, name), least=0)
+
+  def rewards(self, answers: AnswerScores) -> jax.Array:
+    return self.beta * answers.ratio
+
+  def terms(self, pairs: PairScores) -> Terms:
+    z = jax.lax.stop_gradient(self.beta * jnp.maximum(pairs.divergence, 0))
+    of_chosen = self.desirable_weight * jax.nn.sigmoid(z - self.rewards(pairs.chosen))
+    of_rejected = self.undesirable_weight * jax.nn.sigmoid(self.rewards(pairs.rejected) - z)
+    return jnp.stack([of_chosen, of_rejected]), jnp.stack([pairs.weights_of_chosen, pairs.weights_of_rejected])
+
+
+class Orpo(PreferenceLoss):
+  """Odds ratio preference optimization (Hong et al., 2024): imitates chosen answers, and needs no reference.
+
+  Attributes:
+    weight: factor of the term of the odds, lambda in the paper.
+  """
+
+  needs_reference = False
+
+  weight: float = 0.1
+
+  def __post_init__(self) -> None:
+    check_range('Orpo.weight', self.weight, least=0)
+
+  def rewards(self, answers: AnswerScores) -> jax.Array:
+    return answers.per_token(answers.log_prob)
+
+  def terms(self, pairs: PairScores) -> Terms:
+    chosen, rejected = self.rewards(pairs.chosen), self.rewards(pairs.rejected)
+    odds = jax.nn.log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
+    return (-chosen - self.weight * odds)[None], pairs.weights_of_both[None]
+
+
+class SimPo(_SigmoidLoss):
+  """Simple preference optimization (Meng et al., 2024): means over tokens, a margin, and no reference.
+
+  Attributes:
+    beta: factor of the rewards.
+    margin: the reward of a chosen answer should exceed that of the rejected one by this, gamma in the paper.
+    label_smoothing: see `Dpo`.
+  """
+
+  needs_reference = False
+
+  beta: float = 2.0
+  margin: float = 1.0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_range('SimPo.beta', self.beta, above=0)
+    check_range('SimPo.margin', self.margin, least=0)
+
+  def rewards(self, answers: AnswerScores) -> jax.Array:
+    return self.beta * answers.per_token(answers.log_prob)
+
+  def terms(self, pairs: PairScores) -> Terms:
+    margin = self.rewards(pairs.chosen) - self.rewards(pairs.rejected) - self.margin
+    return self._of_margin(margin)[None], pairs.weights_of_both[None]
+
+
+def _log_odds(log_prob: jax.Array) -> jax.Array:
+  """Returns log(p / (1 - p)), given log p; finite for p = 1, and where there are no tokens."""
+  log_prob = jnp.minimum(log_prob, _ALMOST_0)
+  is_near_1 = log_prob > -math.log(2)
+  # Each branch gets arguments for which its gradient is finite.
+  near_1 = jnp.log(-jnp.expm1(jnp.where(is_near_1, log_prob, -1.0)))
+  others = jnp.log1p(-jnp.exp(jnp.where(is_near_1, -1.0, log_prob)))
+  return log_prob - jnp.where(is_near_1, near_1, others)

@@ -1,0 +1,197 @@
+"""PreferenceModel: a language model that learns from pairs of answers which of them is preferred.
+
+    scores      log-probability of each answer, under the model and under a frozen reference
+    loss        of these scores, see `preference_losses.py`
+
+The reference is the model before it is tuned. If the model has adapters, it is the model without them, which needs no
+further memory. Otherwise it is a frozen copy, without gradients or slots of the optimizer: it costs a fraction of what
+training a model costs, and unlike log-probabilities that are stored with the data, it cannot be that of another
+tokenizer, template or checkpoint.
+
+B batch, T length, S pairs of a row. `pairs_of_answers.py` says what a batch has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.common.config import Config, build_at, child, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.softmax import SoftmaxOutput
+from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.models.language_model import LanguageModel, clear_padding
+from praxis_lite.models.pairs_of_answers import (
+  CHOSEN,
+  MISMATCHED,
+  REJECTED,
+  check_pairs,
+  has_pairs,
+  rows_of_both,
+  split_both,
+  sum_by_pair,
+)
+from praxis_lite.models.preference_losses import AnswerScores, Dpo, PairScores, PreferenceLoss
+
+
+class PreferenceModel(LanguageModel):
+  """A language model that trains on pairs of answers; it decodes, predicts and is exported like any other.
+
+  Attributes: the same as for `LanguageModel`, and
+    loss_tpl: config of the loss: `Dpo`, `Ipo`, `Kto`, `Orpo` or `SimPo`.
+    reference_dtype: storage dtype of the child `reference`, a frozen copy of the network, which exists if the loss
+      needs a reference and the model has no adapters; None uses `dtype`.
+  """
+
+  loss_tpl: Config = template(Dpo)
+  reference_dtype: DTypeLike | None = None
+
+  reference: TransformerLm = child()
+
+  def setup(self) -> None:
+    super().setup()
+    if not isinstance(self.lm, TransformerLm):
+      raise ConfigError(f'{self.path_name}.lm_tpl: pairs of answers need a TransformerLm, got {type(self.lm).__name__}')
+    if self.model_type != 'causal':
+      raise ConfigError(f"{self.path_name}.model_type: pairs of answers need 'causal', got {self.model_type!r}")
+    if self.lm.softmax.label_smoothing:
+      raise ConfigError(
+        f'{self.lm.softmax.path_name}.label_smoothing: the losses of pairs need log-probabilities without smoothing; '
+        f'set it to 0 here, and label_smoothing of {self.path_name}.loss_tpl if the labels of pairs may be wrong'
+      )
+    loss = build_at(f'{self.path_name}.loss_tpl', self.loss_tpl)
+    if not isinstance(loss, PreferenceLoss):
+      raise ConfigError(f'{self.path_name}.loss_tpl: expected the config of a loss, such as Config(Dpo), got {loss!r}')
+    self.pair_loss: PreferenceLoss = loss
+    if self._has_copy:
+      network = self._sized_network()
+      if self.reference_dtype is not None:
+        network.dtype = self.reference_dtype
+      self.create_child('reference', network.set(mtp_tpl=None))
+
+  @property
+  def _has_copy(self) -> bool:
+    return self.pair_loss.needs_reference and not self.adapters
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if a batch is not one of pairs, or an id, a label or a position is not in its table."""
+    if 'prompt_lengths' in batch:
+      return super().check_input(data, batch)
+    if getattr(data, 'has_single', False) and not self.pair_loss.takes_single:
+      raise ConfigError(
+        f'{data.label}: some of its examples have one answer and a label, which task.model.loss_tpl = '
+        f'{type(self.pair_loss).__name__} cannot learn from; set loss_tpl=praxis_lite.models.Kto'
+      )
+    check_pairs(
+      data,
+      batch,
+      vocab_size=self.lm.vocab_size,
+      field='task.model.vocab_size',
+      packed=self.packed,
+      limits=self.position_limits(),
+      sides=(CHOSEN, REJECTED, MISMATCHED) if self.pair_loss.needs_mismatched else (CHOSEN, REJECTED),
+    )
+
+  def compute_predictions(self, batch: NestedDict) -> PairScores:  # type: ignore[override]
+    """Returns the scores of both answers of each pair, [B], or [B, S] if rows are packed."""
+    shape = batch['weights'].shape
+    both = rows_of_both(batch)
+    sums, tokens = self._scores(both, (2 * shape[0], *shape[1:]))
+    of_reference = self._reference_sums(both, (2 * shape[0], *shape[1:]))
+    chosen, rejected = (AnswerScores(*scores) for scores in zip(*map(split_both, (sums, of_reference, tokens))))
+    divergence = self._divergence(batch) if self.pair_loss.needs_mismatched else jnp.zeros((), jnp.float32)
+    return PairScores(chosen, rejected, batch['weights'], divergence)
+
+  def compute_loss(self, predictions: PairScores, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:  # type: ignore[override]
+    """Returns metrics and per-example outputs.
+
+    Metrics: `loss`; `reward_chosen` and `reward_rejected`, means of what the loss calls rewards; `margin`, their mean
+    difference; `accuracy`, how often the chosen answer has the larger one; `log_prob_chosen` and `log_prob_rejected`,
+    nats per answer; with `Kto` also `divergence`. Per example: `loss`, the mean of a row.
+    """
+    pairs, loss = predictions, self.pair_loss
+    values, weights = loss.terms(pairs)
+    chosen, rejected = loss.rewards(pairs.chosen), loss.rewards(pairs.rejected)
+    margin, of_both = chosen - rejected, pairs.weights_of_both
+    metrics = {
+      'loss': weighted_mean(values, weights),
+      'reward_chosen': weighted_mean(chosen, pairs.weights_of_chosen),
+      'reward_rejected': weighted_mean(rejected, pairs.weights_of_rejected),
+      'margin': weighted_mean(margin, of_both),
+      'accuracy': weighted_mean(margin > 0, of_both),
+      'log_prob_chosen': weighted_mean(pairs.chosen.log_prob, pairs.weights_of_chosen),
+      'log_prob_rejected': weighted_mean(pairs.rejected.log_prob, pairs.weights_of_rejected),
+    }
+    if loss.needs_mismatched:
+      metrics['divergence'] = (pairs.divergence, jnp.sum(weights))
+    of_rows, their_weights = (jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in (values, weights))
+    return metrics, {'loss': weighted_mean(of_rows, their_weights, axis=1)[0]}
+
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `reward_chosen` and `reward_rejected` of a batch of pairs; `logits`, [B, T, V], of one of texts."""
+    if not has_pairs(batch):
+      return super().predict(batch)
+    pairs = self.compute_predictions(batch)
+    return {f'reward_{name}': self.pair_loss.rewards(getattr(pairs, name)) for name in (CHOSEN, REJECTED)}
+
+  # ---------------------------------------------------------------- log-probabilities
+
+  def sums_of_answers(
+    self, rows: dict[str, jax.Array], shape: tuple[int, ...], network: str
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probabilities of answers, and their numbers of tokens, each of the `shape` of weights of pairs.
+
+    Args:
+      rows: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, [B, T].
+      shape: [B], or [B, S].
+      network: 'lm' or 'reference'.
+    """
+    lm: TransformerLm = getattr(self, network)
+    weights_BT, is_token_BT = rows['weights'], (rows['segment_ids'] > 0).astype(jnp.float32)
+    ids_BT, labels_BT = clear_padding(rows['ids'], is_token_BT), clear_padding(rows['labels'], weights_BT)
+    visible = {name: rows[name] for name in ('segment_ids', 'segment_pos')} if self.packed else {}
+    # Not lm(...), whose heads for further tokens would learn from rejected answers too.
+    output: SoftmaxOutput = lm.softmax(lm.encode(ids_BT, is_token_BT, **visible), labels_BT, weights_BT)
+    log_probs_BT = jnp.where(weights_BT == 0, 0, -output.xent * weights_BT)
+    segments_BT = rows['segment_ids']
+    return sum_by_pair(log_probs_BT, segments_BT, shape), sum_by_pair(weights_BT, segments_BT, shape)
+
+  def _scores(self, rows: dict[str, jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    return self.sums_of_answers(rows, shape, 'lm')
+
+  def _reference_sums(self, rows: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    if not self.pair_loss.needs_reference:
+      return jnp.zeros(shape, jnp.float32)
+    return self._frozen_sums(rows, shape, of_reference=True)
+
+  def _frozen_sums(self, rows: dict[str, jax.Array], shape: tuple[int, ...], of_reference: bool) -> jax.Array:
+    """Returns log-probabilities of answers without dropout, through which no gradient flows."""
+    surroundings = self.surroundings
+    if of_reference and not self._has_copy:
+      surroundings = dataclasses.replace(surroundings, without_adapters=True)
+    (sums, _), _ = self.apply(
+      jax.lax.stop_gradient(self.variables),
+      rows,
+      shape,
+      'reference' if of_reference and self._has_copy else 'lm',
+      do_eval=True,
+      method='sums_of_answers',
+      surroundings=surroundings,
+    )
+    return jax.lax.stop_gradient(sums)
+
+  def _divergence(self, batch: NestedDict) -> jax.Array:
+    """Returns the mean ratio of answers to other prompts, over all rows of the batch."""
+    rows, weights = batch[MISMATCHED], batch['weights']
+    tokens = sum_by_pair(rows['weights'], rows['segment_ids'], weights.shape)
+    ratio = self._frozen_sums(rows, weights.shape, False) - self._frozen_sums(rows, weights.shape, True)
+    counted = jnp.where(tokens > 0, weights, 0)
+    sum_over_rows = self.surroundings.sum_over_rows
+    total = sum_over_rows(jnp.sum(counted))
+    return sum_over_rows(jnp.sum(jnp.where(counted > 0, ratio * counted, 0))) / jnp.where(total == 0, 1, total)

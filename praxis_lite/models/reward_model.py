@@ -1,0 +1,155 @@
+"""RewardModel: a language model whose head says how good an answer is, learnt from pairs (Bradley and Terry, 1952).
+
+    reward    head(state of the last token of the answer)
+    loss      -log sigmoid(reward_chosen - reward_rejected) + center_weight (reward_chosen + reward_rejected)^2
+
+B batch, T length, S pairs of a row, D model dims. `pairs_of_answers.py` says what a batch has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.config import Config, child, template
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.position_limit import PositionLimit
+from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.models.base import BaseModel
+from praxis_lite.models.language_model import clear_padding, weights_of_tokens
+from praxis_lite.models.pairs_of_answers import (
+  CHOSEN,
+  REJECTED,
+  check_pairs,
+  has_pairs,
+  last_of_pairs,
+  rows_of_both,
+  split_both,
+)
+
+
+class Rewards(NamedTuple):
+  """Rewards of both answers, and the weights of pairs that have both: [B], or [B, S] if rows are packed."""
+
+  chosen: jax.Array
+  rejected: jax.Array
+  weights: jax.Array
+
+
+class RewardModel(BaseModel[Rewards]):
+  """Learns rewards of answers from pairs of them.
+
+  The network's softmax has no effect, unless its table is also that of the embeddings.
+
+  Attributes:
+    lm_tpl: config of the network, the child `lm`, with its sizes.
+    head_tpl: config of the child `head`, from D to 1.
+    packed: see `LanguageModel`.
+    center_weight: factor of the squared sum of both rewards, which keeps them around 0 (Eisenstein et al., 2023); 0
+      disables it.
+  """
+
+  lm_tpl: Config = template(TransformerLm)
+  head_tpl: Config = template(Linear, use_bias=False)
+  packed: bool = True
+  center_weight: float = 0.0
+  activation_split_dims_mapping: Config = template(SplitMapping)
+
+  lm: TransformerLm = child()
+  head: Linear = child()
+
+  def setup(self) -> None:
+    self._check_range('center_weight', least=0)
+    lm = self.create_child('lm', self.lm_tpl)
+    if not isinstance(lm, TransformerLm):
+      raise ConfigError(f'{self.path_name}.lm_tpl: rewards need a TransformerLm, got {type(lm).__name__}')
+    self.create_child('head', self.head_tpl.clone(input_dims=lm.model_dims, output_dims=1))
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if a batch is not one of pairs, or an id or a position is not in its table."""
+    if getattr(data, 'has_single', False):
+      raise ConfigError(
+        f'{data.label}: some of its examples have one answer and a label; rewards are learnt from pairs'
+      )
+    check_pairs(
+      data,
+      batch,
+      vocab_size=self.lm.vocab_size,
+      field='task.model.lm.vocab_size',
+      packed=self.packed,
+      limits=self.position_limits(),
+      sides=(CHOSEN, REJECTED),
+    )
+
+  def compute_predictions(self, batch: NestedDict) -> Rewards:
+    """Returns the rewards of both answers of each pair."""
+    shape = batch['weights'].shape
+    both = rows_of_both(batch)
+    rewards = self._rewards(both, shape[1] if len(shape) > 1 else 1)
+    has_answer = jnp.any(both['weights'] > 0, axis=1)
+    if len(shape) > 1:
+      numbers_S = 1 + jnp.arange(shape[1], dtype=both['segment_ids'].dtype)
+      of_pair = (both['segment_ids'][:, :, None] == numbers_S) & (both['weights'][:, :, None] > 0)
+      has_answer = jnp.any(of_pair, axis=1)
+    else:
+      rewards = rewards[:, 0]
+    chosen, rejected = split_both(rewards)
+    counts = jnp.logical_and(*split_both(has_answer))
+    return Rewards(chosen, rejected, jnp.where(counts, batch['weights'], 0))
+
+  def compute_loss(self, predictions: Rewards, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns metrics and per-example outputs.
+
+    Metrics: `loss`, nats per pair; `reward_chosen` and `reward_rejected`; `margin`, their mean difference; `accuracy`,
+    how often the chosen answer has the larger one. Per example: `loss`, the mean of a row.
+    """
+    chosen, rejected, weights = predictions
+    margin = chosen - rejected
+    losses = -jax.nn.log_sigmoid(margin)
+    if self.center_weight:
+      losses += self.center_weight * jnp.square(chosen + rejected)
+    values = {'loss': losses, 'reward_chosen': chosen, 'reward_rejected': rejected, 'margin': margin}
+    metrics = {name: weighted_mean(x, weights) for name, x in {**values, 'accuracy': margin > 0}.items()}
+    rows = len(weights)
+    return metrics, {'loss': weighted_mean(losses.reshape(rows, -1), weights.reshape(rows, -1), axis=1)[0]}
+
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `reward_chosen` and `reward_rejected` of a batch of pairs; of other rows `reward`, [B].
+
+    Args:
+      batch: of pairs; or `ids`, [B, T] int32, a prompt and its answer in each row, and `weights`, [B] or [B, T], or
+        `segment_ids`, [B, T], 0 for padding at the end.
+    """
+    if has_pairs(batch):
+      rewards = self.compute_predictions(batch)
+      return {'reward_chosen': rewards.chosen, 'reward_rejected': rewards.rejected}
+    segments_BT = batch.get('segment_ids')
+    if segments_BT is None:
+      segments_BT = jnp.where(weights_of_tokens(batch) > 0, 1, 0)
+    rows = {'ids': batch['ids'], 'segment_ids': jnp.minimum(segments_BT, 1)}
+    return {'reward': self._rewards(rows, 1)[:, 0]}
+
+  def position_limits(self) -> dict[str, PositionLimit]:
+    limit = self.lm.position_limit
+    return {'segment_pos': limit} if self.packed and limit is not None else {}
+
+  @property
+  def num_ids(self) -> int | None:
+    return self.lm.vocab_size
+
+  def _rewards(self, rows: NestedDict, num_pairs: int) -> jax.Array:
+    """Returns the rewards of the segments of rows, [B, S] float32."""
+    visible = {name: rows.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
+    is_token_BT = (rows['segment_ids'] > 0).astype(jnp.float32)
+    x_BTD = self.lm.encode(clear_padding(rows['ids'], is_token_BT), is_token_BT, **visible)
+    at_BS = last_of_pairs(rows['segment_ids'], num_pairs)
+    x_BSD = jnp.take_along_axis(x_BTD, at_BS[:, :, None], axis=1)
+    return to_sum_dtype(self.head(x_BSD))[..., 0]

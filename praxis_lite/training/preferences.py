@@ -1,0 +1,83 @@
+"""train_preferences and train_rewards: make the task of a language model learn from pairs of answers."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from praxis_lite.common.config import REQUIRED, Config, config_values, field_names, target
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.models.language_model import LanguageModel
+from praxis_lite.models.preference_losses import Dpo
+from praxis_lite.models.preference_model import PreferenceModel
+from praxis_lite.models.reward_model import RewardModel
+from praxis_lite.training.task import SingleTask
+
+TaskT = TypeVar('TaskT', bound=SingleTask)
+
+_SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
+
+
+def train_preferences(task: Config[TaskT], loss: Config | None = None) -> Config[TaskT]:
+  """Makes the model of a task a `PreferenceModel`, in place, and returns the task.
+
+      train_preferences(task, Config(Dpo, beta=0.1))
+
+  If the loss needs a reference and the model has no adapters, the model gets a frozen copy, `reference`: the learner
+  does not train it, and a run that starts from the variables of another one (`task.train.init_from`) copies them to
+  both.
+
+  Args:
+    task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
+    loss: config of a loss; None means `Dpo`.
+  """
+  model = _to_class(task.model, PreferenceModel)
+  model.loss_tpl = Config(Dpo) if loss is None else loss
+  task.model = model
+  if target(model.loss_tpl).needs_reference and not model.adapters:  # type: ignore[attr-defined]
+    _exclude(task, r'reference\..*')
+    task.train.init_from.rules = ((r'reference\.(.*)', r'lm.\1'), *task.train.init_from.rules)
+  return task
+
+
+def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
+  """Makes the model of a task a `RewardModel`, in place, and returns the task.
+
+  The head starts from the seed, and the network from the variables that `task.train.init_from` names. The learner does
+  not train the softmax, unless its table is also that of the embeddings.
+
+  Args:
+    task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
+  """
+  sizes = {name: value for name in _SIZES if (value := getattr(task.model, name)) not in (None, REQUIRED)}
+  biases = {} if task.model.use_bias is None else {'use_bias': task.model.use_bias}
+  model = _to_class(task.model, RewardModel)
+  task.model = model.set(lm_tpl=model.lm_tpl.clone(**sizes, **biases, mtp_tpl=None))
+  if model.lm_tpl.embedding_tpl is not None:
+    _exclude(task, r'lm\.softmax\..*')
+  learner, start = task.train.learner, task.train.init_from
+  if included := learner.bprop_variable_inclusion:
+    learner.bprop_variable_inclusion = (*_several(included), r'head\..*')
+  start.rules = ((r'head\..*', None), *start.rules)
+  return task
+
+
+def _to_class(model: Config, kind: type) -> Config:
+  """Returns the config of a model of another class with the same fields, as far as it has them."""
+  built = target(model)
+  if not (isinstance(built, type) and issubclass(built, LanguageModel)):
+    raise ConfigError(f'task.model: pairs of answers need a LanguageModel, got {getattr(built, "__name__", built)}')
+  known = field_names(Config(kind)) or ()
+  copied = model.clone()
+  values = {str(name): value for name, value in config_values(copied).items() if name in known}
+  return Config(kind, **values)
+
+
+def _exclude(task: Config[TaskT], pattern: str) -> None:
+  learner = task.train.learner
+  excluded = _several(learner.bprop_variable_exclusion)
+  if pattern not in excluded:
+    learner.bprop_variable_exclusion = (*excluded, pattern)
+
+
+def _several(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
+  return (patterns,) if isinstance(patterns, str) else tuple(patterns)
