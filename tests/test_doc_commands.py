@@ -45,6 +45,7 @@ NOT_RUN = {
   r'praxis-lite replay .*': 'takes a step that was in trouble: runtime/test_trouble.py has one',
   r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
+  r'praxis-lite .*runs/tuned.*': 'hf/test_guide_commands.py runs those of the guide to preferences',
   r'praxis-lite export-hf .*runs/lora.*': 'runs/test_adapters_of_runs.py trains and exports such a run',
   r'praxis-lite predict --job_log_dir=runs/(codes|digits) .*': 'reads a file that this guide does not write',
   r'praxis-lite .*runs/uncased.*': 'hf/test_bert.py imports, trains and exports a checkpoint that it writes',
@@ -81,6 +82,7 @@ CHANGED = {
   r'train --exp=speech\.SpelledDigits .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[0].path.count=32',
   r'train --exp=encoders\.SameDate .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].examples.count=64',
   r'train --exp=vision\.Digits\w+ .*': r'\g<0> --set task.train.num_train_steps=2',
+  r'train --exp=preferences\.SortedTiny .*': r'\g<0> --set task.train.num_train_steps=2',
   r'train --exp=seq2seq\.Dates .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].pairs.count=64'
   ' --set decode_datasets[*].pairs.count=64',
   r'--max_tokens=200|--prompt=ROMEO:': r'\g<0> --max_tokens=4',

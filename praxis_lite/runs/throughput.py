@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.common.accelerators import bf16_peak_of
+from praxis_lite.common.trees import leaves_by_path
 
 
 class StartupTimes:
@@ -66,7 +67,7 @@ class Throughput:
   """Measures speed between calls of `rates`.
 
   Args:
-    batch_struct: shapes of one global batch; tokens are counted if it has `ids` of shape [B, T].
+    batch_struct: shapes of one global batch; tokens are counted if it, or dicts in it, have `ids` of shape [B, T].
     flops_per_step: model operations of one step over all devices; None if unknown.
     devices: the devices of the mesh.
     clock: returns seconds; for tests.
@@ -81,8 +82,8 @@ class Throughput:
     clock: Callable[[], float] = time.perf_counter,
   ):
     self._examples = int(jax.tree.leaves(dict(batch_struct))[0].shape[0])
-    ids = batch_struct.get('ids')
-    self._tokens = math.prod(ids.shape) if ids is not None and len(ids.shape) == 2 else None
+    ids = [x.shape for path, x in leaves_by_path(dict(batch_struct)).items() if path[-1] == 'ids' and len(x.shape) == 2]
+    self._tokens = sum(map(math.prod, ids)) if ids else None
     self._flops = flops_per_step
     peaks = [peak_flops(device) for device in devices]
     self._peak = math.fsum(p for p in peaks if p) if peaks and all(peaks) else None

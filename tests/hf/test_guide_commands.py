@@ -78,6 +78,35 @@ def test_the_commands_of_the_guide(chat_model, tmp_path, monkeypatch, capsys):
   assert written == configs | {'model.safetensors', 'tokenizer.json'}
 
 
+def chat(answer):
+  return [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': answer}]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guide_to_preferences(chat_model, tmp_path, monkeypatch, capsys):
+  """From a checkpoint to a tuned and an aligned one, with the tokenizer and its template; the answers are learnt."""
+  monkeypatch.chdir(tmp_path)
+  Path('chats.jsonl').write_text(json.dumps({'messages': chat('Once')}) + '\n')
+  Path('pairs.jsonl').write_text(json.dumps({'chosen': chat('Once'), 'rejected': chat('upon a')}) + '\n')
+  guide = (GUIDE.parent / 'preferences.md').read_text().replace('\\\n', ' ')
+  commands = [line for line in guide.splitlines() if line.startswith('praxis-lite ') and 'runs/sorted' not in line]
+  assert [shlex.split(c)[1] for c in commands] == ['import-hf', 'train', 'decode', 'export-hf', 'train']
+  fields = {'num_train_steps': 80, 'learner.learning_rate': 1e-2, 'learner.schedule.warmup_steps': 2}
+  train = [*(f'--set=task.train.{name}={value}' for name, value in fields.items()), '--set=datasets[*].seq_len=64']
+  quicker = {'train': [*train, '--set=datasets[*].batch_size=2'], 'decode': ['--max_tokens=4']}
+  for command in commands:
+    _, name, *arguments = shlex.split(command)
+    assert main([name, *arguments, *quicker.get(name, [])]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    if name == 'decode':
+      assert out.strip().startswith('Once')
+  assert 'accuracy 1.000' in out and 'reference.embedding.w <- lm.embedding.w' in out
+  assert main(['export-hf', '--job_log_dir=runs/preferred', '--out=exported/preferred']) == 0
+  tuned, preferred = ({path.name for path in Path('exported', name).iterdir()} for name in ('tuned', 'preferred'))
+  assert tuned == preferred >= {'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'config.json'}
+  assert 'chat_template' in json.loads(Path('exported/preferred/tokenizer_config.json').read_text())
+
+
 @pytest.mark.slow
 def test_an_import_is_trained_in_another_directory_and_in_place_after_it_was_moved(
   chat_model, tmp_path, monkeypatch, capsys

@@ -10,6 +10,7 @@ import pytest
 from drawn_state import drawn_variables
 from model_steps import assert_close, take_a_step
 
+from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves, path_name
@@ -364,6 +365,8 @@ def test_mistakes_are_named():
     model.check_input(rows, bad)
   with pytest.raises(ConfigError, match=r'rows have several pairs, and task.model.packed is False'):
     config.clone().set(packed=False).instantiate().check_input(rows, batch_of(True))
+  with pytest.raises(ConfigError, match='a RewardModel is not exported'):
+    describe_model(made('rewards')[0])
   encoder = transformer_encoder(vocab_size=V, model_dims=9, max_len=T, num_layers=1, num_heads=3, hidden_dims=10)
   with pytest.raises(ConfigError, match='pairs of answers need a LanguageModel, got TransformerEncoder'):
     train_preferences(Config(SingleTask, model=encoder))

@@ -93,3 +93,12 @@ def test_images_have_examples_and_no_tokens_and_a_cpu_no_mfu():
 )
 def test_peaks_by_device_kind(kind, platform, peak):
   assert peak_flops(device(kind, platform)) == peak
+
+
+def test_tokens_of_parts_of_a_batch_add_up():
+  clock = Clock()
+  parts = {'chosen': LM_BATCH, 'rejected': LM_BATCH, 'weights': np.zeros(12)}
+  throughput = Throughput(parts, clock=clock)
+  throughput.restart(0)
+  clock.now += 4
+  assert throughput.rates(2).tokens_per_second == 12 * 256

@@ -41,7 +41,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.lora import AdaptedLayer
-from praxis_lite.models import BaseModel
+from praxis_lite.models import BaseModel, RewardModel
 
 _FAMILIES = (
   *LLAMA_LIKE,
@@ -105,6 +105,8 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
     ConfigError: the model belongs to no family; the message names the nearest one and the differences.
   """
   _check_multipliers(model)
+  if isinstance(model, RewardModel):
+    raise ConfigError('task.model: a RewardModel is not exported; its head has no counterpart in these families')
   names = [name for name, family in FAMILIES.items() if isinstance(family.network_in(model), family.network)]
   if not names:
     lm = getattr(model, 'lm', None)
