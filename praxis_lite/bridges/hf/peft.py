@@ -25,6 +25,7 @@ from praxis_lite.bridges.hf.adapter_weights import (
 )
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.bridges.hf.files import StoredTensor, read_header, write_safetensors
+from praxis_lite.bridges.hf.fused_adapters import PartOfTensor, are_of_experts, split_experts
 from praxis_lite.bridges.hf.hf_config import read_json
 from praxis_lite.bridges.hf.tensors import Piece
 from praxis_lite.bridges.hf.writer import tensors_to_write
@@ -41,6 +42,7 @@ from praxis_lite.models.adapters import ADAPTER_VARIABLES
 _OF_ANOTHER_BASE = ('pissa', 'olora', 'corda', 'loftq')
 # The names of the modules with each weight, one for each layer and expert.
 Modules = Mapping[AdaptableWeight, Sequence[str]]
+Stored = Mapping[str, StoredTensor | PartOfTensor]
 CONFIG_FILE, TENSORS_FILE = 'adapter_config.json', 'adapter_model.safetensors'
 
 
@@ -108,7 +110,7 @@ def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> Im
   file = os.path.join(folder, TENSORS_FILE)
   if not os.path.isfile(file):
     raise CheckpointError(f'{folder} has no {TENSORS_FILE}; save the adapter with peft as safetensors')
-  stored = {name.replace('.default.', '.'): tensor for name, tensor in read_header(file).items()}
+  in_file = {name.replace('.default.', '.'): tensor for name, tensor in read_header(file).items()}
   base = without_adapters(model).instantiate()
   family, _ = describe_model(base)
   network = family.network_in(base)
@@ -116,6 +118,7 @@ def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> Im
   weights = list(weights_below(network, family, base))
   declared = family.part_of(base.abstract_init())
   modules = {weight: modules_of(weight, declared) for weight in weights}
+  stored = split_experts(in_file, modules, declared) if config.get('target_parameters') else dict(in_file)
   ranks = {}
   for weight in weights:
     if (rank := _stored_rank(weight, modules[weight], stored)) is not None:
@@ -215,13 +218,19 @@ def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
     'use_dora': (False,),
     'modules_to_save': (None, []),
     'layer_replication': (None, []),
-    'target_parameters': (None, []),
     'trainable_token_indices': (None, [], {}),
     'alora_invocation_tokens': (None, []),
   }
   for field, allowed in wanted.items():
     if config.get(field, allowed[0]) not in allowed:
       raise ConfigError(f'{path}: {field} = {config[field]!r} is not supported; only {allowed[0]!r} is')
+  if not are_of_experts(parameters := config.get('target_parameters') or []):
+    raise ConfigError(
+      f'{path}: target_parameters = {parameters!r} is not supported; only those of experts are: experts.gate_up_proj '
+      'and experts.down_proj'
+    )
+  if parameters and config.get('alpha_pattern'):
+    raise ConfigError(f'{path}: alpha_pattern is not supported together with target_parameters')
   if str(start := config.get('init_lora_weights', True)).startswith(_OF_ANOTHER_BASE):
     raise ConfigError(
       f'{path}: init_lora_weights = {start!r} changes the weights of the base, so the adapter does not fit the model '
@@ -234,7 +243,7 @@ def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
   return config
 
 
-def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Mapping[str, StoredTensor]) -> set[str]:
+def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Stored) -> set[str]:
   """Returns the names of stored tables of embeddings: peft writes the base's table beside an adapter of it."""
   found = set()
   for weight, names in modules.items():
@@ -250,7 +259,7 @@ def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Mapping[st
   return found
 
 
-def _stored_rank(weight: AdaptableWeight, modules: Sequence[str], stored: Mapping[str, StoredTensor]) -> int | None:
+def _stored_rank(weight: AdaptableWeight, modules: Sequence[str], stored: Stored) -> int | None:
   """Returns the rank of a weight's adapter; None if it has none."""
   names, others = ([f'{PREFIX}{module}.{weight.ending(part)}' for module in modules] for part in 'ab')
   for a, b in zip(names, others):
@@ -320,7 +329,7 @@ def _alpha_of_module(module: str, config: Mapping[str, object]) -> float:
   return float(str(config['lora_alpha']))
 
 
-def _read(of_variable: Sequence[Piece], stored: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> np.ndarray:
+def _read(of_variable: Sequence[Piece], stored: Stored, shape: tuple[int, ...]) -> np.ndarray:
   """Returns a variable, float32; zeros where a layer of a stack has no adapter."""
   value = np.zeros(shape, np.float32)
   for piece in of_variable:

@@ -1,0 +1,108 @@
+"""Adapters of all experts of a layer together, as peft saves those of `target_parameters`.
+
+    ...mlp.experts.lora_A.weight               [E R, in]     row e R + r is of expert e
+    ...mlp.experts.lora_B.weight               [out, R E]    column r E + e is of expert e
+    ...mlp.experts.base_layer.lora_A.weight    the same of another parameter: one is inside of the other
+
+transformers 5 keeps the weights of experts in two parameters, gate_up_proj and down_proj, whose rows `out` of the first
+are those of the gate, then those of up; both have the same A. The shapes say which parameter an adapter is of.
+
+E experts, R rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from praxis_lite.bridges.hf.adapter_weights import PREFIX, AdaptableWeight
+from praxis_lite.bridges.hf.files import StoredTensor
+from praxis_lite.common.trees import NestedDict, node_at
+
+_EXPERT = re.compile(r'(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.\w+')
+_PARAMETERS = re.compile(r'(.*\.)?experts\.(gate_up_proj|down_proj)')
+_PLACES = ('', 'base_layer.')
+
+
+class PartOfTensor(NamedTuple):
+  """The adapter of one expert, with the name that it would have by itself; see `StoredTensor`."""
+
+  name: str
+  whole: StoredTensor
+  value: np.ndarray
+
+  @property
+  def file(self) -> str:
+    """The path of the file."""
+    return self.whole.file
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of the part."""
+    return self.value.shape
+
+  @property
+  def dtype(self) -> np.dtype:
+    """The dtype in the file."""
+    return self.whole.dtype
+
+  def read(self, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a part of it."""
+    return self.value[index]
+
+
+def are_of_experts(parameters: object) -> bool:
+  """Whether these `target_parameters` are those of experts."""
+  return isinstance(parameters, list) and all(isinstance(p, str) and _PARAMETERS.fullmatch(p) for p in parameters)
+
+
+def split_experts(
+  stored: Mapping[str, StoredTensor], modules: Mapping[AdaptableWeight, Sequence[str]], declared: NestedDict
+) -> dict[str, StoredTensor | PartOfTensor]:
+  """Returns tensors by name, with those of all experts replaced by one for each expert.
+
+  Args:
+    stored: the tensors of the file.
+    modules: the names of the modules with each weight.
+    declared: the declarations of the variables of the network.
+  """
+  found: dict[str, StoredTensor | PartOfTensor] = dict(stored)
+  for weight, names in modules.items():
+    if not weight.name:
+      continue
+    experts, inputs, outputs = node_at(declared, weight.weight_path).shape[-3:]
+    of_both = weight.name in ('gate', 'up')
+    for module in names:
+      if (match := _EXPERT.fullmatch(module)) is None:
+        continue
+      both = _pair_of(stored, f'{PREFIX}{match[1]}.mlp.experts.', inputs, 2 * outputs if of_both else outputs, experts)
+      if both is None:
+        continue
+      a, b = both
+      expert, rank = int(match[2]), a.shape[0] // experts
+      value_b = b.read_all().reshape(b.shape[0], rank, experts)[:, :, expert]
+      if of_both:
+        value_b = value_b[:outputs] if weight.name == 'gate' else value_b[outputs:]
+      value_a = a.read_all().reshape(experts, rank, inputs)[expert]
+      for part, whole, value in (('a', a, value_a), ('b', b, value_b)):
+        name = f'{PREFIX}{module}.{weight.ending(part)}'
+        found[name] = PartOfTensor(name, whole, value)
+        found.pop(whole.name, None)
+  return found
+
+
+def _pair_of(
+  stored: Mapping[str, StoredTensor], prefix: str, inputs: int, outputs: int, experts: int
+) -> tuple[StoredTensor, StoredTensor] | None:
+  """Returns A and B of the parameter with these numbers of inputs and outputs; None without an adapter of it."""
+  for place in _PLACES:
+    a, b = (stored.get(f'{prefix}{place}lora_{x}.weight') for x in 'AB')
+    if a is None or b is None:
+      continue
+    rows, columns = a.shape[0], b.shape[-1]
+    if a.shape[1:] == (inputs,) and b.shape[:1] == (outputs,) and rows == columns and rows and rows % experts == 0:
+      return a, b
+  return None
