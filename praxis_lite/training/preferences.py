@@ -14,7 +14,10 @@ from praxis_lite.training.task import SingleTask
 
 TaskT = TypeVar('TaskT', bound=SingleTask)
 
-_SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
+_SIZES = (
+  *('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims'),
+  'use_bias',
+)
 
 
 def train_preferences(task: Config[TaskT], loss: Config | None = None) -> Config[TaskT]:
@@ -30,11 +33,11 @@ def train_preferences(task: Config[TaskT], loss: Config | None = None) -> Config
     task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
     loss: config of a loss; None means `Dpo`.
   """
-  model = _to_class(task.model, PreferenceModel)
+  model = to_class(task.model, PreferenceModel)
   model.loss_tpl = Config(Dpo) if loss is None else loss
   task.model = model
   if target(model.loss_tpl).needs_reference and not model.adapters:  # type: ignore[attr-defined]
-    _exclude(task, r'reference\..*')
+    exclude(task, r'reference\..*')
     task.train.init_from.rules = ((r'reference\.(.*)', r'lm.\1'), *task.train.init_from.rules)
   return task
 
@@ -48,12 +51,10 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
   Args:
     task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
   """
-  sizes = {name: value for name in _SIZES if (value := getattr(task.model, name)) not in (None, REQUIRED)}
-  biases = {} if task.model.use_bias is None else {'use_bias': task.model.use_bias}
-  model = _to_class(task.model, RewardModel)
-  task.model = model.set(lm_tpl=model.lm_tpl.clone(**sizes, **biases, mtp_tpl=None))
+  model = to_class(task.model, RewardModel)
+  task.model = model.set(lm_tpl=sized_network(task.model))
   if model.lm_tpl.embedding_tpl is not None:
-    _exclude(task, r'lm\.softmax\..*')
+    exclude(task, r'lm\.softmax\..*')
   learner, start = task.train.learner, task.train.init_from
   if included := learner.bprop_variable_inclusion:
     learner.bprop_variable_inclusion = (*_several(included), r'head\..*')
@@ -61,18 +62,29 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
   return task
 
 
-def _to_class(model: Config, kind: type) -> Config:
-  """Returns the config of a model of another class with the same fields, as far as it has them."""
+def sized_network(model: Config) -> Config:
+  """Returns the config of the network of a language model, with its sizes, and without heads for further tokens."""
+  sizes = {name: value for name in _SIZES if (value := getattr(model, name)) not in (None, REQUIRED)}
+  return model.lm_tpl.clone(**sizes, mtp_tpl=None)
+
+
+def to_class(model: Config, kind: type) -> Config:
+  """Returns the config of a model of another class with the same fields, as far as it has them.
+
+  Raises:
+    ConfigError: the model is no language model.
+  """
   built = target(model)
   if not (isinstance(built, type) and issubclass(built, LanguageModel)):
-    raise ConfigError(f'task.model: pairs of answers need a LanguageModel, got {getattr(built, "__name__", built)}')
+    raise ConfigError(f'task.model: expected a LanguageModel, got {getattr(built, "__name__", built)}')
   known = field_names(Config(kind)) or ()
   copied = model.clone()
   values = {str(name): value for name, value in config_values(copied).items() if name in known}
   return Config(kind, **values)
 
 
-def _exclude(task: Config[TaskT], pattern: str) -> None:
+def exclude(task: Config[TaskT], pattern: str) -> None:
+  """Makes the learner of a task not train the variables whose paths a regex matches."""
   learner = task.train.learner
   excluded = _several(learner.bprop_variable_exclusion)
   if pattern not in excluded:

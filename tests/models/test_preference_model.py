@@ -368,5 +368,5 @@ def test_mistakes_are_named():
   with pytest.raises(ConfigError, match='a RewardModel is not exported'):
     describe_model(made('rewards')[0])
   encoder = transformer_encoder(vocab_size=V, model_dims=9, max_len=T, num_layers=1, num_heads=3, hidden_dims=10)
-  with pytest.raises(ConfigError, match='pairs of answers need a LanguageModel, got TransformerEncoder'):
+  with pytest.raises(ConfigError, match=r'task.model: expected a LanguageModel, got TransformerEncoder'):
     train_preferences(Config(SingleTask, model=encoder))

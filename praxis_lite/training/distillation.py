@@ -1,0 +1,33 @@
+"""train_distillation: makes the task of a language model learn from a larger one."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from praxis_lite.common.config import Config
+from praxis_lite.models.distilled_model import DistilledModel
+from praxis_lite.training.preferences import exclude, sized_network, to_class
+from praxis_lite.training.task import SingleTask
+
+TaskT = TypeVar('TaskT', bound=SingleTask)
+
+
+def train_distillation(
+  task: Config[TaskT], teacher: Config, *, temperature: float = 1.0, weight: float = 0.5
+) -> Config[TaskT]:
+  """Makes the model of a task a `DistilledModel`, in place, and returns the task.
+
+  The learner does not train the teacher. If `task.train.init_from` names a run, that is the teacher's, and the model
+  starts from the seed.
+
+  Args:
+    task: the config of a task of a `LanguageModel`.
+    teacher: config of the `LanguageModel` of the teacher, without adapters, such as that of its run.
+    temperature, weight: see `DistilledModel`.
+  """
+  model = to_class(task.model, DistilledModel)
+  task.model = model.set(teacher_tpl=sized_network(teacher), temperature=temperature, weight=weight)
+  exclude(task, r'teacher\..*')
+  start = task.train.init_from
+  start.rules = ((r'teacher\.(.*)', r'lm.\1'), (r'lm\..*', None), *start.rules)
+  return task
