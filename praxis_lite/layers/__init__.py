@@ -20,6 +20,7 @@ from praxis_lite.layers.ctc_decoding import CtcHypotheses, ctc_beam_search, ctc_
 from praxis_lite.layers.diagonal_ssm import DiagonalSsm
 from praxis_lite.layers.differential_attention import DifferentialAttention
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer, ModulatedBlock, TimeEmbedding
+from praxis_lite.layers.dora import Dora, DoraLinear, DoraProjection
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout, StochasticResidual
 from praxis_lite.layers.embeddings import Embedding
@@ -27,6 +28,7 @@ from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
 from praxis_lite.layers.encoder_decoder import DecoderBlock, TransformerEncoderDecoder
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.gated_delta_net import GatedDeltaNet
+from praxis_lite.layers.ia3 import Ia3, Ia3Linear, Ia3Projection
 from praxis_lite.layers.image_coders import ImageDecoder, ImageEncoder
 from praxis_lite.layers.image_mixing import ImageMixing, MixedImages
 from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding
@@ -135,6 +137,9 @@ __all__ = [
   'DiagonalSsm',
   'DifferentialAttention',
   'DiffusionTransformer',
+  'Dora',
+  'DoraLinear',
+  'DoraProjection',
   'Dropout',
   'Embedding',
   'FeedForward',
@@ -148,6 +153,9 @@ __all__ = [
   'GroupNorm',
   'GumbelQuantizer',
   'HeadTransform',
+  'Ia3',
+  'Ia3Linear',
+  'Ia3Projection',
   'IdentityNorm',
   'ImageDecoder',
   'ImageEncoder',

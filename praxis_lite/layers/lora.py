@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, cast
 
 import jax
@@ -44,6 +44,8 @@ class Adapter(Configurable):
 
   layers: str | tuple[str, ...] | None = None
 
+  # What can have this adapter, for messages.
+  adaptable: ClassVar[str] = 'linear layers, projections, experts and tables of embeddings'
   # For the classes of layers that can have this adapter: the class of those that do.
   adapted: ClassVar[Mapping[type[Layer], type[Layer]]] = {}
   # Those that have it only if a regex matches them.
@@ -74,6 +76,11 @@ class Adapter(Configurable):
     """Returns the config of a layer with this adapter, for the config of one that can have it."""
     raise NotImplementedError
 
+  def adapt_at(self, name: str, config: Config) -> Config:
+    """Like `adapt`, for the layer of this path below the model, if that matters."""
+    del name
+    return self.adapt(config)
+
   def _change_class(self, config: Config, **fields: object) -> Config:
     copied = config.clone()
     return Config(self.adapted[cast(type[Layer], target(config))], **copied.__arguments__, **fields)
@@ -93,9 +100,13 @@ class AdaptedLayer(Layer):
     raise NotImplementedError
 
   @property
-  def adapted_weights(self) -> dict[str, tuple[Path, Path]]:
-    """The paths of A and B below this layer, by the name of the weight to which their product is added."""
+  def adapted_weights(self) -> dict[str, tuple[Path, ...]]:
+    """The paths of an adapter's variables below this layer, such as A and B, by the name of the weight they change."""
     raise NotImplementedError
+
+  def weight_shape(self, name: str) -> tuple[int, ...]:
+    """Returns the shape of a weight, without dimensions of layers that repeat this one."""
+    return tuple(self._weights[name].shape)
 
   def merge_variables(self, variables: NestedDict, sign: int = 1) -> NestedDict:
     """Returns the variables of the layer without an adapter that computes the same.
@@ -107,10 +118,25 @@ class AdaptedLayer(Layer):
     """
     merged = leaves(variables)
     for name, paths in self.adapted_weights.items():
-      w, a, b = merged[(name,)], *map(merged.pop, paths)
-      update = scaled_product(a, b, sign * self.update_scale, w.shape)
-      merged[(name,)] = (w.astype(update.dtype) + update).astype(w.dtype)
+      w, parts = merged[(name,)], [merged[path] for path in paths]
+      merged[(name,)] = self.merge_weight(name, w, parts, sign).astype(w.dtype)
+    for path in {path for paths in self.adapted_weights.values() for path in paths}:
+      del merged[path]
     return nest(merged)
+
+  def merge_weight(self, name: str, w: jax.Array, parts: Sequence[jax.Array], sign: int = 1) -> jax.Array:
+    """Returns a weight with its adapter, in float32 or the wider dtype of the adapter.
+
+    Args:
+      name: the name of the weight.
+      w: its values; layers that repeat this one may stack them.
+      parts: the values of the variables that `adapted_weights` names for it.
+      sign: see `merge_variables`.
+    """
+    del name
+    a, b = parts
+    update = scaled_product(a, b, sign * self.update_scale, w.shape)
+    return w.astype(update.dtype) + update
 
 
 class LoraLayer(AdaptedLayer):
@@ -130,7 +156,7 @@ class LoraLayer(AdaptedLayer):
     return self.lora.scale
 
   @property
-  def adapted_weights(self) -> dict[str, tuple[Path, Path]]:
+  def adapted_weights(self) -> dict[str, tuple[Path, ...]]:
     return {'w': (('lora', 'a'), ('lora', 'b'))}
 
 
@@ -250,7 +276,7 @@ class LoraMoeFeedForward(MoeFeedForward, AdaptedLayer):
     return self.lora_scale
 
   @property
-  def adapted_weights(self) -> dict[str, tuple[Path, Path]]:
+  def adapted_weights(self) -> dict[str, tuple[Path, ...]]:
     return {name: ((f'{name}_lora_a',), (f'{name}_lora_b',)) for name in (*self._inward, 'down')}
 
 

@@ -42,7 +42,7 @@ class AdapterEdits:
       if adapter.is_for(name, config):
         self._adapted[name] = i
         with prefix_errors(f'{self._field}[{i}], for {name}'):
-          return adapter.adapt(config)
+          return adapter.adapt_at(name, config)
     return config
 
   def check(self) -> None:
@@ -54,15 +54,15 @@ class AdapterEdits:
           f'{field}: no layer can have a {type(adapter).__name__} that an earlier adapter does not have'
         )
       for pattern in adapter.patterns:
-        self._check_pattern(f'{field}.layers', pattern, type(adapter).__name__)
+        self._check_pattern(f'{field}.layers', pattern, adapter)
 
-  def _check_pattern(self, field: str, pattern: str, kind: str) -> None:
+  def _check_pattern(self, field: str, pattern: str, adapter: Adapter) -> None:
     matched = [name for name in self._kinds if re.fullmatch(pattern, name)]
     if not matched:
       raise ConfigError(f'{field}: {pattern!r} matches no layer.{suggest_pattern(pattern, self._kinds)}')
     wrong = next((name for name in matched if name not in self._adapted), None)
     if wrong is not None:
       raise ConfigError(
-        f'{field}: {pattern!r} matches {wrong}, a {self._kinds[wrong]}, which cannot have a {kind}; let it match only '
-        'linear layers, projections, experts and tables of embeddings'
+        f'{field}: {pattern!r} matches {wrong}, a {self._kinds[wrong]}, which cannot have a {type(adapter).__name__}; '
+        f'let it match only {adapter.adaptable}'
       )

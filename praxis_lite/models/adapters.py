@@ -13,7 +13,7 @@ from praxis_lite.models.base import BaseModel
 
 ModelT = TypeVar('ModelT', bound=BaseModel)
 
-ADAPTER_VARIABLES = r'.*\.(lora\.[ab]|(gate|up|down)_lora_[ab])'
+ADAPTER_VARIABLES = r'.*\.(lora\.[ab]|(gate|up|down)_lora_[ab]|dora_magnitude|ia3_scale)'
 """A regex that matches the paths of all variables of adapters, and of no other layers of this package."""
 
 
@@ -60,7 +60,7 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
     variables: variables of the model; only the variables of adapters are used.
 
   Raises:
-    ConfigError: a variable of an adapter is missing.
+    ConfigError: a variable of an adapter is missing, or an adapter, such as `Dora`, cannot be taken out again.
   """
   declared = model.abstract_init()
   missing = _first_missing(declared, merged, variables)

@@ -19,7 +19,7 @@ from praxis_lite.checkpoints.streamed import StreamedArray, whole_box
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import leaves, path_name, select
-from praxis_lite.layers import Lora, MoeFeedForward
+from praxis_lite.layers import Dora, Ia3, Lora, MoeFeedForward
 from praxis_lite.models import add_adapters, merge_adapters, transformer_lm, without_adapters
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
@@ -242,11 +242,20 @@ class InMemory(StreamedArray):
     return self.value[box]
 
 
-@pytest.mark.parametrize('model_type', ['mixtral', 'gpt_oss'])
-def test_weights_that_are_merged_in_parts_are_those_merged_at_once(model_type):
+@pytest.mark.parametrize(
+  'model_type, adapter',
+  [
+    ('mixtral', Config(Lora, rank=2, alpha=3.0)),
+    ('gpt_oss', Config(Lora, rank=2, alpha=3.0)),
+    ('llama_with_biases', Config(Dora, rank=2, alpha=3.0)),
+    ('llama_with_biases', Config(Ia3)),
+  ],
+  ids=['mixtral', 'gpt_oss', 'dora', 'ia3'],
+)
+def test_weights_that_are_merged_in_parts_are_those_merged_at_once(model_type, adapter):
   """Whatever the family calls its tensors; gates, heads and stacks of experts included."""
-  config = FAMILIES[model_type].model(HfConfig(CASES[model_type]))
-  model = add_adapters(config, Config(Lora, rank=2, alpha=3.0)).instantiate(name='model')
+  config = FAMILIES[CASES[model_type]['model_type']].model(HfConfig(CASES[model_type]))
+  model = add_adapters(config, adapter).instantiate(name='model')
   family, _ = describe_model(model)
   variables = jax.tree.map(np.asarray, drawn_variables(model.abstract_init()))
   parts = merge_streamed(jax.tree.map(InMemory, family.part_of(variables)), model, family)
@@ -258,6 +267,14 @@ def test_weights_that_are_merged_in_parts_are_those_merged_at_once(model_type):
     np.testing.assert_allclose(found[path].read(whole), value, rtol=1e-5, atol=1e-6, err_msg=path_name(path))
     last = (*whole[:-1], slice(1, found[path].shape[-1]))
     np.testing.assert_allclose(found[path].read(last), value[..., 1:], rtol=1e-5, atol=1e-6, err_msg=path_name(path))
+
+
+@pytest.mark.parametrize('adapter', [Dora, Ia3])
+def test_adapters_that_are_no_lora_are_not_written(adapter, tmp_path):
+  model = lm(Config(adapter)).instantiate()
+  with pytest.raises(ConfigError, match='adapters of DoRA and IA3 are not written for peft; write merged weights'):
+    write_adapter(tmp_path / 'adapter', model, drawn_variables(model.abstract_init()))
+  assert not (tmp_path / 'adapter').exists()
 
 
 def test_adapters_in_tensors_that_peft_cannot_adapt_are_not_left_out(tmp_path):

@@ -535,6 +535,21 @@ CASES = {
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
   'Mamba2': lambda: Case(mamba2(), (X,)),
   'MixerBlock': lambda: Case(mixer_block(), (X,)),
+  'DoraLinear': lambda: Case(
+    split(layers.DoraLinear, WT, OUT, input_dims=D, output_dims=F, use_bias=True, lora_tpl=update()), (X,)
+  ),
+  'DoraProjection': lambda: Case(
+    split(
+      layers.DoraProjection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), use_bias=True, lora_tpl=update()
+    ),
+    (X,),
+  ),
+  'Ia3Linear': lambda: Case(
+    split(layers.Ia3Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True, ia3_of_inputs=True), (X,)
+  ),
+  'Ia3Projection': lambda: Case(
+    split(layers.Ia3Projection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), use_bias=True), (X,)
+  ),
   'LoraEmbedding': lambda: Case(
     split(
       layers.LoraEmbedding, ('mdl', 'data'), OUT, num_classes=V, input_dims=D, scale_sqrt_depth=True, lora_tpl=update()

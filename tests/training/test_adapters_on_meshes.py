@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -12,8 +13,8 @@ from drawn_state import drawn_state
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.trees import leaves_by_path, path_name
-from praxis_lite.layers import Lora, MoeFeedForward
-from praxis_lite.models import image_classifier, set_pipeline, set_sharding, transformer_lm
+from praxis_lite.layers import Dora, Ia3, Lora, MoeFeedForward
+from praxis_lite.models import ADAPTER_VARIABLES, image_classifier, set_pipeline, set_sharding, transformer_lm
 from praxis_lite.training import train_adapters
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
@@ -71,6 +72,8 @@ CASES = {
   ),
   'experts': (functools.partial(lm, EXPERTS), {'expert_axis': 'data'}, (Config(Lora, rank=3),), of_text),
   'vit': (vit, {}, (Config(Lora, rank=3),), of_images),
+  'dora': (lm, {}, (Config(Dora, rank=3),), of_text),
+  'ia3': (functools.partial(lm, use_bias=True), {}, (Config(Ia3),), of_text),
 }
 
 
@@ -98,7 +101,7 @@ on_one_device = functools.cache(after_a_step)
 
 
 def is_adapter(path):
-  return 'lora' in path[-2] or '_lora_' in path[-1]
+  return re.fullmatch(ADAPTER_VARIABLES, path_name(path)) is not None
 
 
 @pytest.mark.slow_cases
@@ -117,6 +120,7 @@ MESHES = [
   *(('heads together', mesh) for mesh in [(1, 2, 2, 2), (1, 1, 3, 1)]),
   *(('experts', mesh) for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]),
   *(('vit', mesh) for mesh in [(1, 2, 2, 2), (1, 1, 3, 1)]),
+  *((name, mesh) for name in ('dora', 'ia3') for mesh in [(1, 2, 2, 2), (2, 1, 3, 1)]),
 ]
 
 
@@ -142,6 +146,6 @@ def test_in_a_pipeline(name, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['lm', 'experts'])
+@pytest.mark.parametrize('name', ['lm', 'experts', 'dora', 'ia3'])
 def test_explicit_collectives(name):
   assert_same_step(after_a_step(name, (1, 1, 3, 1), partitioning='shard_map'), on_one_device(name))

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.bridges.hf.family import Family
@@ -30,10 +31,16 @@ def merge_streamed(variables: NestedDict, model: BaseModel, family: Family) -> N
     if not isinstance(layer, AdaptedLayer):
       continue
     path = layer.path[len(network.path) :]
-    for name, parts in layer.adapted_weights.items():
-      stored = (merged.pop((*path, *part)) for part in parts)
-      a, b = (x.read(whole_box(x.shape)).astype(np.float32) for x in stored)
-      merged[*path, name] = _Merged(merged[*path, name], a, b, layer.update_scale)
+    for name, paths in layer.adapted_weights.items():
+      stored = [merged[*path, *part] for part in paths]
+      parts = [x.read(whole_box(x.shape)).astype(np.float32) for x in stored]
+      weight = merged[*path, name]
+      if type(layer).merge_weight is AdaptedLayer.merge_weight:
+        merged[*path, name] = _Merged(weight, parts[0], parts[1], layer.update_scale)
+      else:
+        merged[*path, name] = _Whole(weight, layer, name, parts)
+    for part in {part for paths in layer.adapted_weights.values() for part in paths}:
+      del merged[*path, *part]
   return nest(merged)
 
 
@@ -63,6 +70,34 @@ class _Merged(StreamedArray):
     inner = math.prod(a.shape[n:-1])
     update = a.reshape(*sizes, inner, rank) @ b.reshape(*sizes, rank, -1)
     return (part.astype(np.float32) + self.scale * update.reshape(part.shape)).astype(part.dtype)
+
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    return self.weight.part_shape(sizes, part_bytes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Whole(StreamedArray):
+  """A weight that is merged layer by layer of a stack, because an entry depends on others."""
+
+  weight: StreamedArray
+  layer: AdaptedLayer
+  name: str
+  parts: Sequence[np.ndarray]
+
+  @property
+  def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    return self.weight.shape
+
+  @property
+  def dtype(self) -> np.dtype:  # type: ignore[override]
+    return self.weight.dtype
+
+  def read(self, box: Box) -> np.ndarray:
+    n = len(self.shape) - len(self.layer.weight_shape(self.name))
+    stack, rest = box[:n], box[n:]
+    w = self.weight.read((*stack, *whole_box(self.shape[n:]))).astype(np.float32)
+    merged = self.layer.merge_weight(self.name, jnp.asarray(w), [jnp.asarray(part[stack]) for part in self.parts])
+    return np.asarray(merged)[(*[slice(None)] * n, *rest)].astype(self.dtype)
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     return self.weight.part_shape(sizes, part_bytes)

@@ -34,6 +34,8 @@ from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, nest, node_at, path_name
 from praxis_lite.layers import Lora
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.dora import DoraLayer
+from praxis_lite.layers.ia3 import Ia3Layer
 from praxis_lite.layers.lora import AdaptedLayer, LoraLayer
 from praxis_lite.models import BaseModel, LanguageModel, add_adapters, without_adapters
 from praxis_lite.models.adapters import ADAPTER_VARIABLES
@@ -84,6 +86,7 @@ def write_adapter(
   if not adapted:
     raise ConfigError('task.model.adapters: this model has no adapters to write; write_model writes its weights')
   declared = family.part_of(model.abstract_init())
+  _check_is_lora(network)
   found = pieces_of(adapted, declared)
   _check_all_are_written(found, declared)
   _check_not_shared(found)
@@ -135,6 +138,15 @@ def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> Im
   shapes = family.part_of(built.abstract_init())
   read = {path: _read(of, stored, node_at(shapes, path).full_shape) for path, of in found.items()}
   return ImportedAdapter(with_adapters, family.model_variables(nest(read)))
+
+
+def _check_is_lora(network: Layer) -> None:
+  for layer in network.descendants():
+    if isinstance(layer, DoraLayer | Ia3Layer):
+      raise ConfigError(
+        f'{layer.path_name}: adapters of DoRA and IA3 are not written for peft; write merged weights: '
+        'write_model(folder, model, variables)'
+      )
 
 
 def _check_all_are_written(found: Mapping[Path, Sequence[Piece]], declared: NestedDict) -> None:
