@@ -10,9 +10,9 @@ from drawn_state import drawn_variables
 
 from praxis_lite.bridges.hf import read_adapter, write_adapter, write_model
 from praxis_lite.common.config import Config
-from praxis_lite.common.trees import merge, select
-from praxis_lite.layers import Lora, MoeFeedForward
-from praxis_lite.models import add_adapters, transformer_lm, without_adapters
+from praxis_lite.common.trees import leaves, merge, select
+from praxis_lite.layers import Dora, Ia3, Lora, MoeFeedForward
+from praxis_lite.models import add_adapters, merge_adapters, transformer_lm, without_adapters
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
 pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
@@ -100,3 +100,41 @@ def test_what_they_save(kind, tmp_path):
   ours = logits_of_ours(found.model.instantiate(), merge(variables, found.variables))
   np.testing.assert_allclose(ours, logits_of(theirs.eval()), rtol=0, atol=5e-4)
   assert abs(ours - logits_of_ours(base, variables)).max() > 0.01
+
+
+@pytest.mark.parametrize('kind', ['dora', 'ia3'])
+def test_layers_that_compute_what_theirs_do(kind, tmp_path):
+  """Their values are set by hand, because only adapters of LoRA are exchanged in files."""
+  targets = ['k_proj', 'v_proj', 'down_proj']
+  config = lm(Config(Dora, layers=r'.*\.(key|value|down)', rank=2, alpha=3.0) if kind == 'dora' else Config(Ia3))
+  model, base = config.instantiate(), without_adapters(config).instantiate()
+  variables = jax.tree.map(lambda x: 2 * x, drawn_variables(model.abstract_init()))
+  declared = leaves(base.abstract_init())
+  write_model(tmp_path, base, select(variables, lambda path: path in declared))
+  settings = (
+    peft.LoraConfig(target_modules=targets, r=2, lora_alpha=3, use_dora=True)
+    if kind == 'dora'
+    else peft.IA3Config(target_modules=targets, feedforward_modules=['down_proj'])
+  )
+  theirs = peft.get_peft_model(loaded(tmp_path), settings)
+  layers = variables['lm']['transformer']['layers']
+  names = {'k_proj': ('attention', 'key'), 'v_proj': ('attention', 'value'), 'down_proj': ('ff', 'down')}
+  with torch.no_grad():
+    for name, parameter in theirs.named_parameters():
+      if not any(part in name for part in ('lora_', 'ia3_')):
+        continue
+      number = int(name.split('.layers.')[1].split('.')[0])
+      ours = next(layers[group][layer] for module, (group, layer) in names.items() if module in name)
+      ours = jax.tree.map(lambda x, i=number: np.asarray(x[i]), ours)
+      if 'ia3_' in name:
+        value = ours['ia3_scale'].reshape(parameter.shape)
+      elif 'magnitude' in name:
+        w = ours['w'].reshape(ours['w'].shape[0], -1)
+        value = (1 + ours['dora_magnitude'].reshape(-1)) * np.linalg.norm(w, axis=0)
+      else:
+        value = ours['lora']['a' if 'lora_A' in name else 'b']
+        value = value.reshape(value.shape[0], -1).T
+      parameter.copy_(torch.tensor(value))
+  np.testing.assert_allclose(logits_of(theirs.eval()), logits_of_ours(model, variables), rtol=0, atol=5e-4)
+  merged = merge_adapters(model, variables)
+  np.testing.assert_allclose(logits_of_ours(base, merged), logits_of_ours(model, variables), rtol=0, atol=5e-4)
