@@ -17,7 +17,7 @@ from praxis_lite.training.experiment import BaseExperiment
 
 
 def sorting_pairs(count: int, seed: int = 0, length: int = 5) -> list[dict[str, str]]:
-  """Returns prompts such as 'dbeac:', which prefer 'abcde' to the same letters with two neighbours exchanged.
+  """Returns prompts such as 'mkbca:', which prefer 'abckm' to the same letters with two neighbours exchanged.
 
   Args:
     count: the number of pairs.
