@@ -271,7 +271,12 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
 
 
 def decode_inputs(inputs: NestedDict) -> NestedDict:
-  """Returns the shapes of a batch to decode, from those of a training batch; the first half of `ids` is the prompt."""
+  """Returns the shapes of a batch to decode, from those of a training batch; the first half of `ids` is the prompt.
+
+  If the batch has parts, such as pairs of answers, the first one with `ids` counts.
+  """
+  parts = (inputs, *(part for part in inputs.values() if isinstance(part, dict)))
+  inputs = next((part for part in parts if 'ids' in part), inputs)
   if 'ids' not in inputs:
     return inputs
   rows, length = inputs['ids'].shape
