@@ -42,6 +42,7 @@ from praxis_lite.sharding.specs import (
   spec_axes,
 )
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
+from praxis_lite.training.learning.owners import Splits
 from praxis_lite.training.microbatches import LossOutput, scaled_loss, sync_gradients
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.taps import StepTaps
@@ -57,6 +58,11 @@ class Execution:
 
   surroundings = Surroundings()
   taps: StepTaps | None = None
+
+  @property
+  def splits(self) -> Splits | None:
+    """How the mesh splits the variables; None without a mesh."""
+    return None
 
   def device_key(self, key: jax.Array) -> jax.Array:
     """Returns the key for this device's random numbers."""
@@ -96,6 +102,10 @@ class CompilerPlaced(Execution):
   def __init__(self, jax_task: SingleTask, layout: StateLayout):
     self._task, self._layout = jax_task, layout
     self._names = layout.mesh.axis_names
+
+  @property
+  def splits(self) -> Splits:
+    return _splits(self._layout, inside=False)
 
   def wrap(self, step: TrainStep) -> TrainStep:
     """Converts a step on unpadded arrays to a step on the padded state and padded global inputs."""
@@ -155,6 +165,10 @@ class ShardMapped(Execution):
       sum_over_rows=lambda x: jax.lax.psum(x, self.batch_axes),
       manual_axes=frozenset(layout.mesh.axis_names),
     )
+
+  @property
+  def splits(self) -> Splits:
+    return _splits(self._layout, inside=True)
 
   def wrap(self, step: TrainStep) -> TrainStep:
     mapping = self._task.train.inputs_split_mapping
@@ -290,6 +304,11 @@ EXECUTIONS: dict[str, Callable[[SingleTask, StateLayout], MeshExecution]] = {
   'auto': CompilerPlaced,
   'shard_map': ShardMapped,
 }
+
+
+def _splits(layout: StateLayout, inside: bool) -> Splits:
+  shapes = {path: x.shape for path, x in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
+  return Splits(shapes, leaves_by_path(layout.specs.mdl_vars), dict(layout.mesh.shape), inside)
 
 
 def _keeps_split(weight: WeightHParams) -> bool:

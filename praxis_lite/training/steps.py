@@ -96,7 +96,8 @@ def train_step_single_learner(
   learner = jax_task.bind_learner()
   loss, out, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
   update = learner.update(
-    gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
+    *(gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step),
+    *(execution.sum_parts, execution.splits),
   )
   if (taps := execution.taps) is not None:
     tapped = {path: execution.whole(path, node_at(gradients, path)) for path in taps.variables_of('grad')}

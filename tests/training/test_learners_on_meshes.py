@@ -17,7 +17,7 @@ from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training import PartitionedTask
-from praxis_lite.training.learning import LayerDecay, Learner, LearnerRule, MultiLearner, adafactor
+from praxis_lite.training.learning import LayerDecay, Learner, LearnerRule, MultiLearner, adafactor, muon
 from praxis_lite.training.task import SingleTask
 
 BATCH = {'x': np.linspace(0.5, 1.5, 5, dtype=np.float32)}
@@ -157,6 +157,9 @@ def test_so_they_are_if_each_device_updates_its_parts() -> None:
 
 ADAFACTOR = Config(optax.adafactor, min_dim_size_to_factor=3, momentum=0.9, multiply_by_parameter_scale=False)
 OPTIMIZERS = {
+  'muon_by_owner': Config(muon, weight_decay=0.1, placement='owner'),
+  'muon_auto': Config(muon, nesterov=False, consistent_rms=0.2),
+  'muon_split': Config(muon, placement='split'),
   'muon': Config(optax.contrib.muon, weight_decay=0.1),
   'adafactor': ADAFACTOR,
   'adafactor_of_praxis': Config(adafactor, min_dim_size_to_factor=3, beta1=0.9, weight_decay=0.1),
@@ -172,3 +175,9 @@ OPTIMIZERS = {
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_every_optimizer_on_meshes_is_that_of_one_device(name: str) -> None:
   assert_meshes_agree(Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=0.05))
+
+
+@pytest.mark.parametrize('placement', [pytest.param('owner', marks=pytest.mark.slow), 'auto'])
+def test_owners_also_gather_matrices_if_each_device_updates_its_parts(placement: str) -> None:
+  optimizer = Config(muon, weight_decay=0.1, placement=placement)
+  assert_meshes_agree(Config(Learner, optimizer=optimizer, learning_rate=0.05), 'shard_map')

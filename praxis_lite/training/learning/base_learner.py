@@ -20,6 +20,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, merge, path_name,
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import WeightHParams, is_dtype
 from praxis_lite.training.learning.optimizer import States
+from praxis_lite.training.learning.owners import Splits
 
 T = TypeVar('T')
 # Tree of sums over parts of variables -> tree of sums over the whole variables.
@@ -101,7 +102,7 @@ class GivenGradients(NamedTuple):
   Attributes:
     gradients, variables: of the trained variables.
     squares: the squared norm of each gradient, a scalar.
-    loss, step, sum_parts: as for `BoundLearner.update`.
+    loss, step, sum_parts, splits: as for `BoundLearner.update`.
   """
 
   gradients: NestedDict
@@ -110,6 +111,7 @@ class GivenGradients(NamedTuple):
   variables: NestedDict
   step: jax.Array
   sum_parts: SumParts
+  splits: Splits | None
 
   def select(self, part: Callable[[NestedDict], NestedDict]) -> GivenGradients:
     """Returns the same for a part of the variables."""
@@ -200,6 +202,7 @@ class BoundLearner:
     ema_vars: NestedDict | None,
     step: jax.Array,
     sum_parts: SumParts = lambda sums: sums,
+    splits: Splits | None = None,
   ) -> LearnerUpdate:
     """Applies a gradient.
 
@@ -210,6 +213,7 @@ class BoundLearner:
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
       sum_parts: sums over devices, if each device has only a part of some variables.
+      splits: how a mesh splits the variables; None if there is no mesh.
 
     Raises:
       ConfigError: the optimizer cannot be built from its config, or needs an argument that training steps do not have.
@@ -221,7 +225,7 @@ class BoundLearner:
     finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def change() -> tuple[NestedDict, States, NestedDict | None]:
-      given = GivenGradients(gradients, squares, loss, variables, step, sum_parts)
+      given = GivenGradients(gradients, squares, loss, variables, step, sum_parts, splits)
       updates, states = self.updates(given, opt_states)
       new_variables = optax.apply_updates(variables, updates)
       return new_variables, states, self.update_averages(ema_vars, new_variables, step, states)

@@ -164,6 +164,9 @@ class _OneOptimizer(BoundLearner):
     decayed = self._times_factors(given.variables, -1) if self._optimizer.decays else given.variables
     updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, given.loss)
     updates = self._times_factors(updates)
+    updates, states = self._optimizer.update(
+      gradients, opt_states, given.variables, rate, given.loss, given.splits
+    )
     if learner.decoupled_weight_decay:
       updates = self._plus(updates, -rate * learner.decoupled_weight_decay, given.variables)
     return updates, states

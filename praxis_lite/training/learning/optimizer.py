@@ -5,6 +5,7 @@ The learner fills in what it knows, in nested configs too:
     Config(optax.adamw, weight_decay=0.1)     learning_rate = the learner's rate at this step
                                               mask = the variables not marked to skip regularization
     Config(optax.contrib.muon)                the same, and muon_weight_dimension_numbers: see `matrices.py`
+    Config(muon)                              the same, as `matrices`
     Config(optax.chain, Config(optax.scale_by_adam), Config(optax.scale_by_learning_rate))
 
 The rate is a number: the value of the schedule at the train state's step. So it does not depend on the optimizer's own
@@ -18,6 +19,9 @@ such as elementwise ones, run as one group without the map; `probe.py` finds out
 
     opt_states = {'all': state}
     opt_states = {'single': state, 'repeated_12': state of [12, ...]}
+
+Optimizers that take `matrices`, such as `muon`, are told which axes number layers, so they are not mapped either. Their
+`update` is also given the `Splits` of the variables.
 
 In a mapped state, values that belong to no variable and cannot differ between layers, such as a count, are kept once
 for all layers. So decisions that an optimizer takes every few steps are still taken once.
@@ -43,6 +47,7 @@ from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.learning.matrices import matrix_dims
 from praxis_lite.training.learning.moments import compress_moments
+from praxis_lite.training.learning.owners import Splits
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.training.learning.update_sizes import update_factors
 
@@ -52,8 +57,8 @@ States = dict[str, object]
 
 _RATE = 'learning_rate'
 
-# The argument that takes the axes of matrices.
-_MATRICES = 'muon_weight_dimension_numbers'
+# The arguments that take the axes of matrices: those of optax, and those of optimizers that treat stacks themselves.
+_MATRICES, _STACKED_MATRICES = 'muon_weight_dimension_numbers', 'matrices'
 # For each argument that sets a weight decay, the arguments that take its mask.
 _MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
 
@@ -99,21 +104,24 @@ class GroupedOptimizer:
     variables: NestedDict,
     learning_rate: Rate,
     loss: jax.Array | None = None,
+    splits: Splits | None = None,
   ) -> tuple[NestedDict, States]:
     """Returns (updates to add to the variables, new state).
 
     Args:
       gradients, states, variables: the gradients, in a nested dict like the variables; the state; and the variables.
       learning_rate, loss: scalars of this step; few optimizers use the loss.
+      splits: how a mesh splits the variables; None if there is no mesh.
 
     Raises:
       ConfigError: the optimizer needs another argument, such as a function that evaluates the loss again.
     """
     optimizer, updates, new_states = self._build(learning_rate), [], {}
+    extra: dict[str, object] = {'splits': splits} if self._treats_stacks else {}
     for name, (paths, depth) in self._groups.items():
       parts = _part(gradients, paths), states[name], _part(variables, paths)
       try:
-        changes, state = _update(optimizer, *parts, depth, loss)
+        changes, state = _update(optimizer, *parts, depth, loss, {} if depth else extra)
       except (TypeError, ValueError) as error:
         if not re.search('required keyword-only argument|must be provided', str(error)):
           raise
@@ -136,9 +144,11 @@ class GroupedOptimizer:
 
   def not_elementwise(self) -> list[str]:
     """Returns the names of the factories in the config whose updates may differ on parts of variables."""
-    if is_elementwise(self._build, self._weights):
+    if not self._treats_stacks and is_elementwise(self._build, self._weights):
       return []
-    at_fault = [name for name, build in self._factories() if not is_elementwise(build, self._weights)]
+    at_fault = [name for name, build in self._others() if not is_elementwise(build, self._weights)]
+    if not at_fault and self._treats_stacks and self._moments != 'int8':
+      return []  # Those that take `matrices` gather what they need.
     if not at_fault and self._moments == 'int8':
       at_fault = ["learner.moments='int8'"]
     return at_fault or [_name(self._config)]
@@ -164,7 +174,7 @@ class GroupedOptimizer:
     if apart is None:
       # Checkpoints keep the states of stacks of a single layer, and of stacks of scalars, layer by layer.
       is_trivial = any(w.repeat_prefix and 1 in (*w.repeat_prefix, math.prod(w.shape)) for w in weights.values())
-      apart = any(prefixes) and (is_trivial or not is_stackable(self._build, self._weights))
+      apart = any(prefixes) and not self._is_stackable(is_trivial)
     if not apart:
       return {'all': (set(weights), 0)}
     if self._per_layer is None:
@@ -174,6 +184,16 @@ class GroupedOptimizer:
       name: ({path for path, weight in weights.items() if weight.repeat_prefix == prefix}, len(prefix))
       for name, prefix in zip(names, prefixes)
     }
+
+  def _is_stackable(self, is_trivial: bool) -> bool:
+    if self._treats_stacks:
+      return all(is_stackable(build, self._weights) for _, build in self._others())
+    return not is_trivial and is_stackable(self._build, self._weights)
+
+  @functools.cached_property
+  def _treats_stacks(self) -> bool:
+    """Whether a factory takes `matrices`, so that it treats the layers of a stack separately by itself."""
+    return any(map(_takes_matrices, nested_configs(self._config)))
 
   def _check_looks_at_each(self) -> None:
     for name, build in self._factories():
@@ -214,8 +234,9 @@ class GroupedOptimizer:
     if _RATE in parameters and arguments.get(_RATE, REQUIRED) is REQUIRED:
       arguments[_RATE] = rate
       took_rate.append(config)
-    if _MATRICES in parameters and arguments.get(_MATRICES) is None:
-      arguments[_MATRICES] = functools.partial(matrix_dims, leaves(self._weights))
+    for name in (_MATRICES, _STACKED_MATRICES):
+      if name in parameters and arguments.get(name) is None:
+        arguments[name] = functools.partial(matrix_dims, leaves(self._weights))
     for decay, masks in _MASKS_OF_DECAYS.items():
       for name in masks:
         if decay in parameters and name in parameters and arguments.get(name) is None:
@@ -230,6 +251,11 @@ class GroupedOptimizer:
       return self._regularized[names]
 
     return jax.tree_util.tree_map_with_path(may_be_regularized, params)
+
+  def _others(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
+    """Returns the factories that do not take `matrices`."""
+    known = {_name(config) for config in nested_configs(self._config) if _takes_matrices(config)}
+    return [(name, build) for name, build in self._factories() if name not in known]
 
   def _factories(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
     """Returns for each factory in the config its name, and a function that builds only its own transformation.
@@ -303,6 +329,10 @@ def is_regularized(weight: WeightHParams) -> bool:
   return WeightHParamsCollection.SKIP_REGULARIZATION not in weight.collections
 
 
+def _takes_matrices(config: Config) -> bool:
+  return _STACKED_MATRICES in config.__signature_info__.parameters
+
+
 def _part(tree: NestedDict, paths: set[Path]) -> NestedDict:
   return select(tree, paths.__contains__)
 
@@ -336,9 +366,10 @@ def _update(
   variables: NestedDict,
   depth: int,
   loss: jax.Array | None,
+  extra: dict[str, object],
 ) -> tuple[NestedDict, object]:
   if not depth:
-    return optimizer.update(gradients, state, variables, value=loss)
+    return optimizer.update(gradients, state, variables, value=loss, **extra)
   slots, structure = jax.tree.flatten(state)
   alone = jax.tree.leaves(jax.eval_shape(optimizer.init, _one_layer(variables, depth)))
   axes = [0 if slot.ndim > one.ndim else None for slot, one in zip(slots, alone)]

@@ -1,0 +1,151 @@
+"""Muon with whole matrices on their owners: orthogonal updates of matrices, AdamW for other variables.
+
+    momentum    mu <- beta mu + (1 - beta) g                    split like the variable
+    direction   d = beta mu / (1 - beta^(t + 1)) + (1 - beta) g / (1 - beta^t)         (Nesterov)
+    orthogonal  X_0 = d / |d|;  X_(i + 1) = a X_i + (b A + c A A) X_i,  A = X_i X_i^T  Newton-Schulz, on the owner
+    update      - learning rate (X sqrt(max(1, columns / rows)) + weight decay times variable)
+
+(Jordan et al., 2024; Liu et al., 2025.) The results are those of `optax.contrib.muon`, up to rounding. There, products
+of a matrix that a mesh splits are left to the compiler, which communicates for each; see `owners.py`. Stacks of layers
+are updated together, each layer as a matrix of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.trees import leaves_by_path, map_with_path
+from praxis_lite.training.learning.owners import MatrixDims, Splits, change_matrices
+
+# Tree of variables -> the same tree, with the dimensions of each matrix, or None.
+Matrices = Callable[[Any], Any]
+
+PLACEMENTS = ('auto', 'owner', 'split')
+
+
+class MuonState(NamedTuple):
+  """The number of updates, and the momentum of each matrix."""
+
+  count: jax.Array
+  mu: Any
+
+
+def muon(
+  learning_rate: jax.Array | float,
+  ns_coeffs: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+  ns_steps: int = 5,
+  beta: float = 0.95,
+  eps: float = 1e-8,
+  weight_decay: float = 0.0,
+  weight_decay_mask: Any = None,
+  nesterov: bool = True,
+  consistent_rms: float | None = None,
+  adam_b1: float = 0.9,
+  adam_b2: float = 0.999,
+  adam_weight_decay: float = 0.0,
+  placement: str = 'auto',
+  matrices: Matrices | None = None,
+) -> optax.GradientTransformation:
+  """Returns Muon; the names are optax's.
+
+  Args:
+    learning_rate: filled in by a learner.
+    ns_coeffs, ns_steps: a, b and c above, and the number of iterations.
+    beta: decay of the momentum.
+    eps: added to the norm of the direction, and Adam's epsilon.
+    weight_decay, weight_decay_mask: for matrices; the mask is filled in by a learner.
+    nesterov: whether the direction is the momentum after one more step.
+    consistent_rms: if given, updates are multiplied by this times sqrt(max(rows, columns)) instead; 0.2 makes them as
+      large as AdamW's.
+    adam_b1, adam_b2, adam_weight_decay: of AdamW, for the variables that are no matrices.
+    placement: where a matrix is computed. 'owner' sends each to one device; 'split' leaves it where it is, and the
+      communication to the compiler; 'auto' sends those that the mesh splits, and of others those that are so large
+      that computing them on each device takes longer.
+    matrices: filled in by a learner: which dimensions of a variable are the rows and columns of a matrix. None takes
+      each variable of rank 2 as a matrix.
+
+  Raises:
+    ConfigError: a value is out of range.
+  """
+  check_choice('learner.optimizer.placement', placement, PLACEMENTS)
+  if ns_steps < 1 or len(ns_coeffs) != 3:
+    raise ConfigError(
+      f'learner.optimizer: muon takes 3 ns_coeffs and at least 1 of ns_steps, got {ns_coeffs} and {ns_steps}'
+    )
+  dims_of = matrices or _all_of_rank_two
+
+  def orthogonalize(x: jax.Array) -> jax.Array:
+    return newton_schulz(x, ns_coeffs, ns_steps, eps)
+
+  def scale(x: jax.Array, dims: MatrixDims, shape: Sequence[int]) -> jax.Array:
+    rows, columns = (math.prod(shape[d] for d in _tuple(side)) for side in dims)
+    factor = max(1.0, columns / rows) if consistent_rms is None else max(rows, columns) * consistent_rms**2
+    return x * jnp.asarray(math.sqrt(factor), x.dtype)
+
+  def init(params: Any) -> MuonState:
+    return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+  def update(
+    updates: Any, state: MuonState, params: Any = None, *, splits: Splits | None = None, **_: Any
+  ) -> tuple[Any, MuonState]:
+    del params
+    count = state.count + 1
+    mu = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.mu, updates)
+    if nesterov:
+      now, then = (1 - beta ** (count + i).astype(jnp.float32) for i in (0, 1))
+      direction = jax.tree.map(lambda m, g: beta * m / then + (1 - beta) * g / now, mu, updates)
+    else:
+      direction = jax.tree.map(lambda m: m / (1 - beta ** count.astype(jnp.float32)), mu)
+    arrays, dims = leaves_by_path(direction), _by_path(dims_of(direction))
+    changed = change_matrices(orthogonalize, arrays, dims, splits, placement)
+    shapes = {path: x.shape for path, x in arrays.items()} if splits is None else splits.shapes
+    return map_with_path(lambda path, _: scale(changed[path], dims[path], shapes[path]), direction), MuonState(count, mu)
+
+  def labels(params: Any) -> Any:
+    dims = _by_path(dims_of(params))
+    return map_with_path(lambda path, _: 'adam' if dims.get(path) is None else 'muon', params)
+
+  of_matrices = optax.chain(
+    optax.GradientTransformationExtraArgs(init, update),
+    optax.add_decayed_weights(weight_decay, weight_decay_mask),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+  of_others = optax.adamw(
+    learning_rate, b1=adam_b1, b2=adam_b2, eps=eps, weight_decay=adam_weight_decay, nesterov=nesterov
+  )
+  return optax.partition({'muon': of_matrices, 'adam': of_others}, labels)
+
+
+def newton_schulz(x: jax.Array, coeffs: Sequence[float], steps: int, eps: float) -> jax.Array:
+  """Returns matrices whose singular values are near 1, with the singular vectors of `x`, [N, m, n], m <= n."""
+  a, b, c = coeffs
+  x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + eps)
+  for _ in range(steps):
+    square = x @ x.mT
+    x = a * x + (b * square + c * square @ square) @ x
+  return x
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
+  """Returns the FLOPs of the products of `newton_schulz` for one matrix: of steps (4 m^2 n + 2 m^3)."""
+  m, n = sorted((rows, columns))
+  return steps * (4 * m * m * n + 2 * m**3)
+
+
+def _all_of_rank_two(params: Any) -> Any:
+  return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((0,), (1,)) if x.ndim == 2 else None, params)
+
+
+def _by_path(dims: Any) -> dict[Any, MatrixDims]:
+  return leaves_by_path(dims, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
+
+
+def _tuple(side: int | Sequence[int]) -> tuple[int, ...]:
+  return (side,) if isinstance(side, int) else tuple(side)
