@@ -105,7 +105,7 @@ class CompilerPlaced(Execution):
 
   @property
   def splits(self) -> Splits:
-    return _splits(self._layout, inside=False)
+    return splits_of(self._layout, inside=False)
 
   def wrap(self, step: TrainStep) -> TrainStep:
     """Converts a step on unpadded arrays to a step on the padded state and padded global inputs."""
@@ -168,7 +168,7 @@ class ShardMapped(Execution):
 
   @property
   def splits(self) -> Splits:
-    return _splits(self._layout, inside=True)
+    return splits_of(self._layout, inside=True)
 
   def wrap(self, step: TrainStep) -> TrainStep:
     mapping = self._task.train.inputs_split_mapping
@@ -306,7 +306,8 @@ EXECUTIONS: dict[str, Callable[[SingleTask, StateLayout], MeshExecution]] = {
 }
 
 
-def _splits(layout: StateLayout, inside: bool) -> Splits:
+def splits_of(layout: StateLayout, inside: bool = False) -> Splits:
+  """Returns how a mesh splits the variables; `inside` is whether steps run inside `shard_map`."""
   shapes = {path: x.shape for path, x in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
   return Splits(shapes, leaves_by_path(layout.specs.mdl_vars), dict(layout.mesh.shape), inside)
 

@@ -1,4 +1,4 @@
-"""Matrices on their owners: the updates of Muon are optax's, whatever the mesh splits, and what is exchanged is known."""
+"""Optimizers of matrices on one device: the updates are those of optax, or of a form in NumPy."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ from praxis_lite.instruments.plan.uncertainty import time_factors
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training.execution import splits_of
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import SlowPath, find_slow_paths
@@ -217,7 +218,7 @@ class _Planner:
     topology, names = self._topology, self._names
     mesh = self._task.create_mesh(devices_of(topology))
     partitioned = PartitionedTask(self._task, self._inputs, mesh=mesh)
-    padding = _padding(partitioned)
+    padding = [*_padding(partitioned), *_exchanges(partitioned)]
     links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
     paths = [path_name(layer.path) for layer in self._layers]
     step = compile_step(
@@ -268,7 +269,7 @@ class _Planner:
 
   def _lower(self) -> LoweredStep:
     partitioned = PartitionedTask(self._task, self._inputs, mesh=self._mesh_alone())
-    padding = _padding(partitioned)
+    padding = [*_padding(partitioned), *_exchanges(partitioned)]
     program = program_for(partitioned.train_step, self._topology, self._hidden)
     return LoweredStep(program, state_bytes(partitioned), tuple(padding), self._facts(partitioned))
 
@@ -348,6 +349,12 @@ def _padding(partitioned: PartitionedTask) -> list[str]:
     'long as real ones: '
     f'{share}; batch_size should be a multiple of {multiple:,}'
   ]
+
+
+def _exchanges(partitioned: PartitionedTask) -> list[str]:
+  """Returns notes about matrices that optimizers deal out over the devices."""
+  inside = partitioned.jax_task.partitioning == 'shard_map'
+  return partitioned.jax_task.bind_learner().describe_exchanges(splits_of(partitioned.layout, inside))
 
 
 def doubts(cost: Cost) -> list[str]:

@@ -191,6 +191,11 @@ class BoundLearner:
     """
     raise NotImplementedError
 
+  def describe_exchanges(self, splits: Splits) -> list[str]:
+    """Returns what devices compute for each other in an update on a mesh, in sentences for reports."""
+    del splits
+    return []
+
   # ---------------------------------------------------------------- the update
 
   def update(

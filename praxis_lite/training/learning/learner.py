@@ -32,6 +32,7 @@ from praxis_lite.training.learning.base_learner import (
 from praxis_lite.training.learning.moments import MOMENTS
 from praxis_lite.training.learning.optimizer import States, grouped_optimizer, is_regularized
 from praxis_lite.training.learning.schedule_free import average_point, check_schedule_free, is_schedule_free
+from praxis_lite.training.learning.owners import Splits
 from praxis_lite.training.learning.schedules import Constant, Schedule, check_schedule, to_schedule
 from praxis_lite.training.learning.update_sizes import UPDATE_SIZES, has_growth, remark_of
 
@@ -155,6 +156,9 @@ class _OneOptimizer(BoundLearner):
     is_split = not self._trained.isdisjoint(split_dims)
     return 'learner.optimizer', self._optimizer.not_elementwise() if is_split else []
 
+  def describe_exchanges(self, splits: Splits) -> list[str]:
+    return self._optimizer.describe_exchanges(splits)
+
   def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
     learner, rate = self._learner, self._learner.learning_rate_at(given.step)
     gradients = self._clip(given.gradients, given.squares, given.sum_parts)
@@ -167,6 +171,7 @@ class _OneOptimizer(BoundLearner):
     updates, states = self._optimizer.update(
       gradients, opt_states, given.variables, rate, given.loss, given.splits
     )
+    updates, states = self._optimizer.update(gradients, opt_states, given.variables, rate, given.loss, given.splits)
     if learner.decoupled_weight_decay:
       updates = self._plus(updates, -rate * learner.decoupled_weight_decay, given.variables)
     return updates, states

@@ -35,6 +35,7 @@ from praxis_lite.training.learning.base_learner import (
 )
 from praxis_lite.training.learning.learner_rule import LearnerRule, assign_variables, build_rules
 from praxis_lite.training.learning.optimizer import States
+from praxis_lite.training.learning.owners import Splits
 
 
 class MultiLearner(BaseLearner, Configurable):
@@ -140,6 +141,9 @@ class _SeveralOptimizers(BoundLearner):
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
     found = [part.needs_whole(split_dims) for part in self._parts]
     return next(((where, names) for where, names in found if names), ('learner.rules', []))
+
+  def describe_exchanges(self, splits: Splits) -> list[str]:
+    return [sentence for part in self._parts for sentence in part.learner.describe_exchanges(splits)]
 
   def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
     if limit := self._limit:

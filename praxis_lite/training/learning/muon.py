@@ -22,7 +22,14 @@ import optax
 
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import leaves_by_path, map_with_path
-from praxis_lite.training.learning.owners import MatrixDims, Splits, change_matrices
+from praxis_lite.training.learning.owners import (
+  Exchange,
+  MatrixDims,
+  MatrixOptimizer,
+  Splits,
+  change_matrices,
+  plan_exchanges,
+)
 
 # Tree of variables -> the same tree, with the dimensions of each matrix, or None.
 Matrices = Callable[[Any], Any]
@@ -33,7 +40,7 @@ PLACEMENTS = ('auto', 'owner', 'split')
 class MuonState(NamedTuple):
   """The number of updates, and the momentum of each matrix."""
 
-  count: jax.Array
+  num_updates: jax.Array
   mu: Any
 
 
@@ -52,7 +59,7 @@ def muon(
   adam_weight_decay: float = 0.0,
   placement: str = 'auto',
   matrices: Matrices | None = None,
-) -> optax.GradientTransformation:
+) -> MatrixOptimizer:
   """Returns Muon; the names are optax's.
 
   Args:
@@ -96,7 +103,7 @@ def muon(
     updates: Any, state: MuonState, params: Any = None, *, splits: Splits | None = None, **_: Any
   ) -> tuple[Any, MuonState]:
     del params
-    count = state.count + 1
+    count = state.num_updates + 1
     mu = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.mu, updates)
     if nesterov:
       now, then = (1 - beta ** (count + i).astype(jnp.float32) for i in (0, 1))
@@ -106,7 +113,13 @@ def muon(
     arrays, dims = leaves_by_path(direction), _by_path(dims_of(direction))
     changed = change_matrices(orthogonalize, arrays, dims, splits, placement)
     shapes = {path: x.shape for path, x in arrays.items()} if splits is None else splits.shapes
-    return map_with_path(lambda path, _: scale(changed[path], dims[path], shapes[path]), direction), MuonState(count, mu)
+    return map_with_path(lambda path, _: scale(changed[path], dims[path], shapes[path]), direction), MuonState(
+      count, mu
+    )
+
+  def exchanges(params: Any, splits: Splits) -> list[Exchange]:
+    known = {path: dims for path, dims in _by_path(dims_of(params)).items() if dims is not None}
+    return plan_exchanges(known, splits, placement, lambda rows, columns: newton_schulz_flops(rows, columns, ns_steps))
 
   def labels(params: Any) -> Any:
     dims = _by_path(dims_of(params))
@@ -120,7 +133,9 @@ def muon(
   of_others = optax.adamw(
     learning_rate, b1=adam_b1, b2=adam_b2, eps=eps, weight_decay=adam_weight_decay, nesterov=nesterov
   )
-  return optax.partition({'muon': of_matrices, 'adam': of_others}, labels)
+  made = MatrixOptimizer(*optax.partition({'muon': of_matrices, 'adam': of_others}, labels))
+  made.exchanges = exchanges
+  return made
 
 
 def newton_schulz(x: jax.Array, coeffs: Sequence[float], steps: int, eps: float) -> jax.Array:

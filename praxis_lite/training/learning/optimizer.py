@@ -47,7 +47,7 @@ from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.learning.matrices import matrix_dims
 from praxis_lite.training.learning.moments import compress_moments
-from praxis_lite.training.learning.owners import Splits
+from praxis_lite.training.learning.owners import MatrixOptimizer, Splits
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.training.learning.update_sizes import update_factors
 
@@ -164,6 +164,17 @@ class GroupedOptimizer:
       for path, along in slot_axes(self._build, layers).items():
         axes[name, *path] = (*range(depth), *(None if axis is None else axis + depth for axis in along))
     return axes
+
+  def describe_exchanges(self, splits: Splits) -> list[str]:
+    """Returns a sentence for each group of matrices that devices compute for each other on a mesh."""
+    weights = jax.tree.map(lambda weight: weight.as_struct(), self._weights)
+    itemsize = max((x.dtype.itemsize for x in jax.tree.leaves(weights)), default=0)
+    found = []
+    for config in filter(_takes_matrices, nested_configs(self._config) if self._treats_stacks else ()):
+      made = self._fill_in(config, 1.0, []).instantiate()
+      exchanges = made.exchanges(weights, splits) if isinstance(made, MatrixOptimizer) else []
+      found += [f'{_name(config)}: {exchange.describe(itemsize)}' for exchange in exchanges]
+    return found
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:

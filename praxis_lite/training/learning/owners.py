@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.trees import Path
 from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.sharding.padding import pad_to, padded_shape, slice_to
@@ -168,8 +169,10 @@ class Exchange:
     paths: its variables.
     rows, columns: size of each matrix, the smaller side first.
     matrices, computed: number of matrices in it, and on how many a device computes.
-    devices: number of owners among which a device's group is dealt out: 1 if each device computes all that it has.
+    devices: number of owners among which the matrices are dealt out: 1 if each device computes all that it has.
     all_to_all, all_gather: number of entries in the results of these collectives on a device.
+    flops: FLOPs of a device.
+    why: what decided whether they are dealt out.
   """
 
   paths: tuple[Path, ...]
@@ -180,6 +183,27 @@ class Exchange:
   devices: int
   all_to_all: int
   all_gather: int
+  flops: int
+  why: str
+
+  def describe(self, itemsize: int) -> str:
+    """Returns a sentence for reports; entries have `itemsize` bytes."""
+    kinds = {'all-to-alls': self.all_to_all, 'an all-gather': self.all_gather}
+    received = [f'{format_bytes(entries * itemsize)} of {kind}' for kind, entries in kinds.items() if entries]
+    what = f'{self.matrices:,} {"matrix" if self.matrices == 1 else "matrices"} of {self.rows:,} x {self.columns:,}'
+    dealt = f'dealt out over {self.devices} devices' if self.devices > 1 else 'not dealt out'
+    work = f'each computes {self.computed:,}, {self.flops:.2e} FLOPs'
+    return f'{what}, {dealt} ({self.why}); {", and receives ".join(filter(None, (work, " and ".join(received))))}'
+
+
+class MatrixOptimizer(optax.GradientTransformationExtraArgs):
+  """A transformation whose `update` takes `splits`, and that knows what its matrices cost on a mesh.
+
+  Attributes:
+    exchanges: a function of the variables, or their shapes, and of their `Splits`.
+  """
+
+  exchanges: Callable[[object, Splits], list[Exchange]]
 
 
 def change_matrices(
@@ -231,9 +255,18 @@ def group_matrices(
   return groups
 
 
-def plan_exchanges(dims: Mapping[Path, MatrixDims], splits: Splits, placement: str = 'auto') -> list[Exchange]:
-  """Returns what each group of matrices costs in a step, with the arguments of `change_matrices`."""
-  found = []
+def plan_exchanges(
+  dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, flops: Callable[[int, int], int]
+) -> list[Exchange]:
+  """Returns what each group of matrices costs in a step; none if they are left to the compiler.
+
+  Args:
+    dims, splits, placement: as for `change_matrices`.
+    flops: FLOPs of one matrix, by its sides.
+  """
+  found: list[Exchange] = []
+  if placement == 'split' and not splits.inside:
+    return found
   for group, members in group_matrices(dims, splits, dims).items():
     spread = group.spread(splits.sizes, _spreads(group, placement))
     owners = math.prod(splits.sizes[a] for a in (*spread, *(a for _, axes in group.split for a in axes)))
@@ -254,6 +287,8 @@ def plan_exchanges(dims: Mapping[Path, MatrixDims], splits: Splits, placement: s
         owners,
         2 * len(group.split) * entries,
         entries * _parts(spread, splits.sizes) if spread else 0,
+        computed * flops(group.rows.size, group.columns.size),
+        _reason(group, placement),
       )
     )
   return found
@@ -300,6 +335,17 @@ def _change_whole(fn: MatrixFunction, x: jax.Array, dims: MatrixDims) -> jax.Arr
 def _spreads(group: Group, placement: str) -> bool:
   """Whether matrices are also dealt out over axes that do not split them."""
   return placement == 'owner' or (placement == 'auto' and (bool(group.split) or group.rows.size >= LEAST_SIDE))
+
+
+def _reason(group: Group, placement: str) -> str:
+  if group.split:
+    return 'the mesh splits them'
+  if placement == 'owner':
+    return "placement='owner'"
+  large = group.rows.size >= LEAST_SIDE
+  return f'the mesh does not split them, and sides {"from" if large else "below"} {LEAST_SIDE} take ' + (
+    'longer to compute than to send' if large else 'longer to send than to compute'
+  )
 
 
 def _pad(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:
