@@ -75,7 +75,7 @@ CHANGED = {
   r'--exp=char_lm\.py:CharLm .*runs/(wide|biases).*': r'\g<0> --set datasets[1]=None',  # That of runs/char evaluates.
   r'--exp=my_experiments\.py:(Waves|MyExperiment) .*': r'\g<0> --set task.train.num_train_steps=10',
   r'--job_log_dir=runs/pipelined .*': r'\g<0> --set task.train.num_train_steps=2',
-  r'train --exp=generative\.Digits(VqVae|Diffusion) .*': r'\g<0> --set task.train.num_train_steps=2',
+  r'train --exp=generative\.Digits(VqVae|Diffusion|Gan) .*': r'\g<0> --set task.train.num_train_steps=2',
   r'train --exp=encoders\.StdlibBert .*': r'\g<0> --set task.train.num_train_steps=2'
   ' --set datasets[*].path.max_bytes=99999 --set task.evaluate.max_batches=1',
   r'train --exp=recurrent\.\w+Tiny .*': r'\g<0> --set task.train.num_train_steps=2 --set task.evaluate.max_batches=1',

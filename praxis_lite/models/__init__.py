@@ -8,6 +8,7 @@ from praxis_lite.models.adapters import (
   unmerge_adapters,
   without_adapters,
 )
+from praxis_lite.models.adversarial_model import AdversarialModel
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel, Classifier
 from praxis_lite.models.convnext_configs import convnext, convnext_classifier
@@ -49,6 +50,7 @@ from praxis_lite.models.vq_vae import VqVae
 
 __all__ = [
   'ADAPTER_VARIABLES',
+  'AdversarialModel',
   'BaseModel',
   'ClassificationModel',
   'Classifier',

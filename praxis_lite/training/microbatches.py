@@ -13,8 +13,9 @@ of the whole batch, even if devices have rows of unequal weight or, at the end o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ def value_and_grad(
   key: jax.Array,
   batch: _BatchT,
   num_microbatches: int,
+  paths_by_loss: Mapping[str, set[Path]] | None = None,
 ) -> tuple[jax.Array, LossOutput, _TreeT]:
   """Returns (loss, output, gradient with respect to `trained`).
 
@@ -69,11 +71,15 @@ def value_and_grad(
       before it.
     key: PRNG key; each microbatch folds in its number.
     batch, num_microbatches: tree of arrays [B, ...], and k, which must divide B.
+    paths_by_loss: if there are several losses: the trained variables that each is differentiated by. Then `loss_fn`
+      also takes the name of the loss, and the sum of all losses is returned.
 
   Raises:
     ConfigError: k does not divide B.
   """
-  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+  grad_fn: Any = jax.value_and_grad(loss_fn, has_aux=True)
+  if paths_by_loss is not None:
+    grad_fn = _gradients_of_several(loss_fn, paths_by_loss)
   if num_microbatches == 1:
     (loss, output), gradients = grad_fn(trained, others, key, batch)
     return loss, output, gradients
@@ -118,6 +124,18 @@ def _over_microbatches(stacked: Summary, last: jax.Array) -> Summary:
   if (kind := part_kind(stacked)) is not None:
     return Summary(kind.combine(stacked.value), stacked.kind)
   return Summary(jax.lax.dynamic_index_in_dim(stacked.value, last, keepdims=False), stacked.kind)
+def _gradients_of_several(loss_fn: Callable[..., Any], paths_by_loss: Mapping[str, set[Path]]) -> Callable[..., Any]:
+  def gradients(trained: Any, others: NestedDict, key: jax.Array, batch: Any) -> Any:
+    total, found, output = jnp.zeros((), jnp.float32), [], None
+    for name, paths in paths_by_loss.items():
+      frozen = merge(others, select(trained, (leaves(trained).keys() - paths).__contains__))
+      of_loss = jax.value_and_grad(functools.partial(loss_fn, name=name), has_aux=True)
+      (loss, output), part = of_loss(select(trained, paths.__contains__), frozen, key, batch)
+      total += loss
+      found.append(part)
+    return (total, output), merge(*found)
+
+  return gradients
 
 
 def split_rows(x: jax.Array, parts: int) -> jax.Array:

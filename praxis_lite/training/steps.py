@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.common.errors import ConfigError, did_you_mean
 from praxis_lite.common.trees import NestedDict, map_with_path, merge, node_at
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
@@ -30,7 +31,8 @@ class TrainStepOutput(NamedTuple):
 
   Attributes:
     state: the new train state.
-    weighted_loss: float32 scalar, the differentiated loss: the model's loss plus its auxiliary losses.
+    weighted_loss: float32 scalar, the differentiated loss: the model's loss plus its auxiliary losses; if rules of the
+      learner have other losses, the sum of all that are differentiated.
     mean_metrics: (mean, weight) of each metric of the model and the learner.
     per_example_out: tree of arrays with the batch as dimension 0.
     summaries: what layers added with `add_summary`, by name.
@@ -148,7 +150,7 @@ def _loss_and_gradients(
   key = execution.device_key(jax.random.fold_in(prng_key, states.step))
 
   def loss_fn(
-    trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict
+    trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict, name: str = 'loss'
   ) -> tuple[jax.Array, LossOutput]:
     variables, surroundings = execution.readable(merge(others, trained)), execution.surroundings
     if execution.taps is not None:
@@ -156,14 +158,27 @@ def _loss_and_gradients(
     out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=surroundings)
     metrics, per_example = checked_outputs(model, out, batch_size(batch))
     loss, metrics = add_aux_losses(metrics, side)
+    if name != 'loss':
+      loss = _loss_of_rule(metrics, name)
     check_is_trained(model, loss, metrics['loss'][1], trained)
     loss, total = execution.share_of_loss(loss, metrics['loss'][1])
     return loss, LossOutput(total, metrics, per_example, side.summaries, side.updates)
 
   trained, others = learner.split(states.mdl_vars)
   others = execution.updatable(others)
-  loss, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches)
+  by_loss = learner.paths_by_loss()
+  several = None if by_loss.keys() == {'loss'} else by_loss
+  loss, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches, several)
   return execution.combine(loss, out, gradients)
+
+
+def _loss_of_rule(metrics: WeightedScalars, name: str) -> jax.Array:
+  if name not in metrics:
+    raise ConfigError(
+      f'task.train.learner.rules: a rule has the loss {name!r}, but the model has only the metrics '
+      f'{", ".join(sorted(metrics))}.{did_you_mean(name, metrics)}'
+    )
+  return metrics[name][0].astype(jnp.float32)
 
 
 def eval_step_single_learner(

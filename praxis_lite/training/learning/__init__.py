@@ -6,7 +6,7 @@ from praxis_lite.training.learning.layer_decay import LayerDecay
 from praxis_lite.training.learning.learner import Learner
 from praxis_lite.training.learning.learner_rule import LearnerRule
 from praxis_lite.training.learning.multi_learner import MultiLearner
-from praxis_lite.training.learning.muon import muon
+from praxis_lite.training.learning.muon_optimizer import muon
 from praxis_lite.training.learning.praxis_adafactor import adafactor
 from praxis_lite.training.learning.schedules import (
   BaseSchedule,

@@ -156,6 +156,10 @@ class BoundLearner:
     """Whether the variable at `path` is trained."""
     return path in self._trained
 
+  def paths_by_loss(self) -> dict[str, set[Path]]:
+    """Returns the trained variables that each metric of the model is reduced by."""
+    return {'loss': self._trained}
+
   def remark(self, path: Path) -> str:
     """Returns how the trained variable at `path` is trained, for reports; '' if there is nothing to say."""
     del path

@@ -35,6 +35,8 @@ class LearnerRule(Configurable):
   Attributes:
     name: letters, digits and underscores. The optimizer state and the metrics of the rule are named by it.
     regex: regexes that match the whole paths of its variables; None takes all that no other rule takes.
+    loss: the metric of the model that its variables are trained to reduce, as weights of rows and all other variables
+      are given. With 'loss', auxiliary losses are added to it, as always. Its weight has to be that of 'loss'.
     learner: config of a `Learner`. Fields that hold for all variables together, such as `num_microbatches`, are set in
       the `MultiLearner`.
     train_from_step, train_until_step: it trains in the steps after at least `train_from_step` and fewer than
@@ -50,6 +52,7 @@ class LearnerRule(Configurable):
 
   name: str = REQUIRED
   regex: tuple[str, ...] | str | None = None
+  loss: str = 'loss'
   learner: Config = template(Learner)
   train_from_step: int = 0
   train_until_step: int | None = None
@@ -100,7 +103,8 @@ class LearnerRule(Configurable):
     until = f'until step {self.train_until_step}' if self.train_until_step is not None else ''
     factor = f'times {self.update_factor:g}' if self.update_factor != 1 else ''
     by_layer = '' if self._decay is None else f'with decay {self._decay.factor:g} by layer'
-    return ' '.join(filter(None, [f'trained by rule {self.name!r}', steps, until, factor, by_layer]))
+    loss = f'to reduce {self.loss}' if self.loss != 'loss' else ''
+    return ' '.join(filter(None, [f'trained by rule {self.name!r}', loss, steps, until, factor, by_layer]))
 
 
 def build_rules(configs: Iterable[object]) -> list[LearnerRule]:

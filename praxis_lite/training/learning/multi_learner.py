@@ -9,6 +9,9 @@ r"""MultiLearner: several learners, each for the variables that its rule takes.
 
     opt_states = {'encoder': {'all': state}, 'head': {'all': state}}
 
+Each rule may have a loss of its own, a metric of the model: see `LearnerRule.loss`. Gradients of all losses are taken
+at the same variables, so both parts of an adversarial model take their step at once.
+
 A rule that does not train in a step adds nothing to the norm of the gradient, and keeps its slots.
 """
 
@@ -122,6 +125,12 @@ class _SeveralOptimizers(BoundLearner):
 
   def _owned_by(self, index: int) -> NestedDict:
     return select(self._declared, lambda path: self._owners[path] == index)
+
+  def paths_by_loss(self) -> dict[str, set[Path]]:
+    paths: dict[str, set[Path]] = {}
+    for path, index in self._owners.items():
+      paths.setdefault(self._parts[index].rule.loss, set()).add(path)
+    return paths
 
   def remark(self, path: Path) -> str:
     return self._parts[self._owners[path]].rule.describe()

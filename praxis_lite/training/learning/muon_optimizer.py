@@ -60,7 +60,7 @@ def muon(
   placement: str = 'auto',
   matrices: Matrices | None = None,
 ) -> MatrixOptimizer:
-  """Returns Muon; the names are optax's.
+  """Returns Muon, which computes each split matrix whole, on one device; the names are optax's.
 
   Args:
     learning_rate: filled in by a learner.
