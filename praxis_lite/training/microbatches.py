@@ -124,6 +124,8 @@ def _over_microbatches(stacked: Summary, last: jax.Array) -> Summary:
   if (kind := part_kind(stacked)) is not None:
     return Summary(kind.combine(stacked.value), stacked.kind)
   return Summary(jax.lax.dynamic_index_in_dim(stacked.value, last, keepdims=False), stacked.kind)
+
+
 def _gradients_of_several(loss_fn: Callable[..., Any], paths_by_loss: Mapping[str, set[Path]]) -> Callable[..., Any]:
   def gradients(trained: Any, others: NestedDict, key: jax.Array, batch: Any) -> Any:
     total, found, output = jnp.zeros((), jnp.float32), [], None

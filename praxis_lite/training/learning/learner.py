@@ -31,8 +31,8 @@ from praxis_lite.training.learning.base_learner import (
 )
 from praxis_lite.training.learning.moments import MOMENTS
 from praxis_lite.training.learning.optimizer import States, grouped_optimizer, is_regularized
-from praxis_lite.training.learning.schedule_free import average_point, check_schedule_free, is_schedule_free
 from praxis_lite.training.learning.owners import Splits
+from praxis_lite.training.learning.schedule_free import average_point, check_schedule_free, is_schedule_free
 from praxis_lite.training.learning.schedules import Constant, Schedule, check_schedule, to_schedule
 from praxis_lite.training.learning.update_sizes import UPDATE_SIZES, has_growth, remark_of
 
@@ -166,12 +166,8 @@ class _OneOptimizer(BoundLearner):
       gradients = self._plus(gradients, learner.l2_regularizer_weight, given.variables)
     # A decay that the optimizer adds to its updates should not get their factors.
     decayed = self._times_factors(given.variables, -1) if self._optimizer.decays else given.variables
-    updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, given.loss)
+    updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, given.loss, given.splits)
     updates = self._times_factors(updates)
-    updates, states = self._optimizer.update(
-      gradients, opt_states, given.variables, rate, given.loss, given.splits
-    )
-    updates, states = self._optimizer.update(gradients, opt_states, given.variables, rate, given.loss, given.splits)
     if learner.decoupled_weight_decay:
       updates = self._plus(updates, -rate * learner.decoupled_weight_decay, given.variables)
     return updates, states
