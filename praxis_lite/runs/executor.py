@@ -168,6 +168,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     if first_step < total and run.stop_reason is None:
       with observers.measure('compiling'):
         times = job.partitioned.train_step.compile()
+        job.partitioned.untapped.train_step.compile()  # The same, unless taps make the logged steps another program.
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
       meet_others()
     if start.is_restored:

@@ -169,6 +169,13 @@ class PartitionedTask:
     return self.jax_task.model.active_num_params
 
   @functools.cached_property
+  def untapped(self) -> PartitionedTask:
+    """The same task without taps, for steps whose statistics nobody reads."""
+    if self.taps is None:
+      return self
+    return PartitionedTask(self.jax_task, self.batch_shape, layout=self.layout, edits=self.edits)
+
+  @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:
     """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
     fn, arguments = self._train_fn(self.execution)

@@ -25,6 +25,12 @@ from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import TrainStepOutput
 from praxis_lite.training.taps import finish_summaries
+from praxis_lite.training.task import TrainParams
+
+
+def is_logged(step: int, settings: TrainParams) -> bool:
+  """Whether the metrics of a step are written: by `log_interval_steps`, and those of the first and the last step."""
+  return step % settings.log_interval_steps == 0 or step in (1, settings.num_train_steps)
 
 
 class _Step(NamedTuple):
@@ -63,8 +69,7 @@ class TrainLog(Observer):
     observers: Observers | None = None,
   ):
     settings = partitioned.jax_task.train
-    self._interval: int = settings.log_interval_steps
-    self._last_step: int = settings.num_train_steps
+    self._settings = settings
     self._console = console
     self._writer = writer
     self._startup = startup
@@ -120,7 +125,7 @@ class TrainLog(Observer):
       observer.on_nonfinite(step, what)
 
   def _is_logged(self, step: int) -> bool:
-    return step % self._interval == 0 or step in (1, self._last_step)
+    return is_logged(step, self._settings)
 
   def _read_all_but(self, count: int) -> None:
     while len(self._in_flight) > count:

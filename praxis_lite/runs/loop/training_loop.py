@@ -23,6 +23,7 @@ from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver
+from praxis_lite.runs.loop.train_log import is_logged
 from praxis_lite.runs.nonfinite import SKIPPED
 from praxis_lite.runs.observer import Observers, Run
 from praxis_lite.runs.programs import InputProgram
@@ -114,6 +115,8 @@ class TrainingLoop:
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
     """Takes step `number`; donates `state`, the state after the step before."""
     partitioned, key = self.job.partitioned, self.job.keys.train
+    if not is_logged(number, self.job.settings):
+      partitioned = partitioned.untapped
     note_progress(f'step {number}')
     with jax.profiler.StepTraceAnnotation('train', step_num=number):
       if is_due(number, self.options.check_determinism):
