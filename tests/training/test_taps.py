@@ -276,3 +276,9 @@ def test_a_tap_is_read_from_its_text():
   assert Tap.parse('a.*.b: rms, max,rms') == Tap('a.*.b: rms, max,rms', '', 'a.*.b', ('rms', 'max'))
   assert Tap.parse('update(a.w)').statistics == ('rms',)
   assert Tap.parse('a.*').matches('a.b.c') and not Tap.parse('a.b').matches('a.b.c')
+
+
+def test_steps_that_are_not_logged_have_no_taps():
+  tapped, plain = make(taps=('stack:rms',)), make()
+  assert tapped.untapped.taps is None and tapped.untapped is tapped.untapped and plain.untapped is plain
+  assert tapped.untapped.layout is tapped.layout
