@@ -150,7 +150,7 @@ def _flags() -> CommandFlags:
 
 COMMAND = Command(
   'scaling',
-  'fit a law of scaling to finished runs, and propose the next size',
+  'fit a law of scaling to runs, and propose the next size',
   'fit the loss of finished runs of several sizes against parameters and tokens, as Hoffmann et al. (2022) do, with '
   'ranges from resampled fits; then print the sizes with the least loss for more compute, and how to plan them.',
   'praxis-lite scaling runs/sizes --prices=h100=2.5 --svg=scaling.svg',

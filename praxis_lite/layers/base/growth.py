@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.sharding.growth import grow_weight
 from praxis_lite.sharding.weights import WeightHParams
-
-if TYPE_CHECKING:
-  from praxis_lite.layers.base import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Counterpart:
     depth_exponent: residual branches are multiplied by depth^-depth_exponent.
   """
 
-  layer: Layer
+  layer: GrownLayer
   depth: float = 1.0
   depth_exponent: float = 0.5
 
@@ -46,8 +44,9 @@ class GrownLayer:
   _counterpart: Counterpart | None = None
 
   if TYPE_CHECKING:
-    _children: dict[str, Layer]
-    _weights: dict[str, WeightHParams]
+    name: str
+    _children: Mapping[str, GrownLayer]
+    _weights: Mapping[str, WeightHParams]
 
     @property
     def path_name(self) -> str: ...
@@ -76,7 +75,7 @@ class GrownLayer:
     """Returns the counterpart of a model that has one of its own; None leaves it to the layers above."""
     return None
 
-  def _find_counterpart(self, parent: Layer | None, name: str) -> Counterpart | None:
+  def _find_counterpart(self, parent: GrownLayer | None, name: str) -> Counterpart | None:
     own = self._smaller_model()
     if own is not None or parent is None or parent._counterpart is None:
       return own
@@ -90,7 +89,7 @@ class GrownLayer:
         )
     return Counterpart(self._named_like(name, above.layer), depth, above.depth_exponent)
 
-  def _named_like(self, name: str, above: Layer) -> Layer:
+  def _named_like(self, name: str, above: GrownLayer) -> GrownLayer:
     found = above._children
     if name in found:
       return found[name]
