@@ -23,7 +23,7 @@ def _run(values: flags.FlagValues) -> int:
     add_mup,
     coordinate_check,
     draw_scalings,
-    format_table,
+    format_coordinates,
     make_ladder,
   )
   from praxis_lite.training.learning.multi_learner import nested_learners
@@ -40,7 +40,7 @@ def _run(values: flags.FlagValues) -> int:
   print(f'narrowest model: {", ".join(narrowest)}')
   seeds = range(values.seed, values.seed + values.seeds)
   found = coordinate_check(task, ladder, _read_batches(config, values.steps), seeds, print)
-  print(format_table(found, ladder.factors, values.tolerance))
+  print(format_coordinates(found, ladder.factors, values.tolerance))
   if values.svg:
     from praxis_lite.instruments.explain.page import write_file
 

@@ -103,16 +103,16 @@ def _describe_sizes(sizes: list[BestSize], most: float, prices: dict[str, float]
   from praxis_lite.common.figures import short_number
   from praxis_lite.instruments.explain.explanation import align_columns
 
-  def with_range(value: str, low: str, high: str) -> str:
+  def format_with_range(value: str, low: str, high: str) -> str:
     return f'{value} ({low} to {high})'
 
   rows = [('FLOPs', 'of the most', 'parameters', 'tokens', 'loss', *(f'{name}-hours, cost' for name in prices))]
   for size in sizes:
     n, d = (
-      with_range(*map(short_number, (value, *ends)))
+      format_with_range(*map(short_number, (value, *ends)))
       for value, ends in ((size.parameters, size.of_parameters), (size.tokens, size.of_tokens))
     )
-    loss = with_range(*(f'{value:.4g}' for value in (size.loss, *size.of_loss)))
+    loss = format_with_range(*(f'{value:.4g}' for value in (size.loss, *size.of_loss)))
     costs = [_cost(name, price, size.flops) for name, price in prices.items()]
     rows.append((f'{size.flops:.2e}', f'{size.flops / most:.3g} x', n, d, loss, *costs))
   yield 'the best sizes, with the ranges of 90 % of fits; farther from the runs, the law itself may not hold'

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
   from collections.abc import Iterator
   from pathlib import Path
 
-  from praxis_lite.runs.search import Range, Search
+  from praxis_lite.runs.search import Search, SearchRange
   from praxis_lite.runs.sweep import Point
 
 _BAR = 24  # Characters of a bar for an importance of 1.
@@ -101,7 +101,7 @@ def _wait_for_orphans(search: Search, folder: Path) -> None:
         time.sleep(0.5)
 
 
-def _ends(ranges: list[Range]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
   """Yields a name and overrides for the values that are checked before anything is trained: each range at its ends."""
   columns = itertools.zip_longest(*(each.ends() for each in ranges))
   for column in columns:
@@ -110,7 +110,7 @@ def _ends(ranges: list[Range]) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield ','.join(overrides), overrides
 
 
-def _describe_importances(search: Search, ranges: list[Range]) -> Iterator[str]:
+def _describe_importances(search: Search, ranges: list[SearchRange]) -> Iterator[str]:
   """Yields a table of how much each field matters, with bars, and its best value."""
   shares, best = search.importances(), search.best()
   if not shares or best is None:

@@ -39,7 +39,7 @@ class PartKind(enum.StrEnum):
       return jnp.sum(x, axis, dtype=x.dtype)
     return jnp.max(x, axis) if self is PartKind.MAX else jnp.min(x, axis)
 
-  def over_devices(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  def combine_devices(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Inside `shard_map`: returns parts combined over the devices along some axes."""
     if self is PartKind.SUM:
       return jax.lax.psum(x, axes)
@@ -49,7 +49,7 @@ class PartKind(enum.StrEnum):
     """Returns an array like x whose values change no result."""
     return jnp.full_like(x, {PartKind.SUM: 0, PartKind.MAX: -jnp.inf, PartKind.MIN: jnp.inf}[self])
 
-  def on_host(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+  def combine_on_host(self, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Returns parts combined on the host, in float64."""
     stacked = np.stack([np.asarray(x, np.float64) for x in parts])
     if self is PartKind.SUM:
@@ -77,7 +77,9 @@ def kind_of_part(part: str) -> PartKind:
   return _KINDS.get(part, PartKind.SUM)
 
 
-def parts_of(x: jax.Array, real: jax.Array | None, statistics: Sequence[str], first: int = 0) -> dict[str, jax.Array]:
+def compute_parts(
+  x: jax.Array, real: jax.Array | None, statistics: Sequence[str], first: int = 0
+) -> dict[str, jax.Array]:
   """Returns the parts of some statistics by name, in float32; of a histogram, int32 counts [bins].
 
   Args:

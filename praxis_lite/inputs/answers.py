@@ -28,7 +28,7 @@ Messages = list[dict[str, Any]]
 Said = str | Messages
 
 
-class Pair(NamedTuple):
+class AnswerPair(NamedTuple):
   """A prompt and its answers; one of them is None if only the other is known."""
 
   prompt: Said
@@ -77,7 +77,7 @@ def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
   return cut
 
 
-def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> Pair:
+def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> AnswerPair:
   """Returns the pair in a JSON object, in one of the forms in common use.
 
       {prompt, chosen, rejected}    texts; or messages, where answers may also be texts
@@ -98,15 +98,15 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> P
     if not isinstance(label, bool):
       raise ValueError(f"its 'label' is {label!r}; expected true or false")
     said, answer = said_of(values, of_prompt, 'completion')
-    return Pair(said, answer, None) if label else Pair(said, None, answer)
+    return AnswerPair(said, answer, None) if label else AnswerPair(said, None, answer)
   chosen, rejected = values.get(of_chosen), values.get(of_rejected)
   if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
     one, other = messages_of(chosen, of_chosen), messages_of(rejected, of_rejected)
     common = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    return Pair(one[:common], one[common:], other[common:])
+    return AnswerPair(one[:common], one[common:], other[common:])
   said, good = said_of(values, of_prompt, of_chosen)
   _, bad = said_of(values, of_prompt, of_rejected)
-  return Pair(said, good, bad)
+  return AnswerPair(said, good, bad)
 
 
 def messages_of(value: object, name: str) -> Messages:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from praxis_lite.common.errors import DataError
-from praxis_lite.inputs.answers import AnswersInput, Pair, encode_answer, fill_segment, fit_answer, pair_of_fields
+from praxis_lite.inputs.answers import AnswerPair, AnswersInput, encode_answer, fill_segment, fit_answer, pair_of_fields
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
 from praxis_lite.inputs.source_target import pack_pairs
 from praxis_lite.inputs.tokenizers import ChatTokens
@@ -149,7 +149,7 @@ class PreferenceInput(AnswersInput):
     return self._encode_all(self.fields, self._encode)
 
   def _encode(self, values: dict[str, Any]) -> _Encoded:
-    pair: Pair = pair_of_fields(values, self.fields)
+    pair: AnswerPair = pair_of_fields(values, self.fields)
     return _Encoded(
       *(
         None

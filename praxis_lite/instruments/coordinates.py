@@ -80,7 +80,7 @@ class Ladder:
   factors: tuple[float, ...]
   model: Config
 
-  def at(self, factor: float) -> Config:
+  def widen_model(self, factor: float) -> Config:
     """Returns the config of a model that is `factor` times as wide as the narrowest one.
 
     Raises:
@@ -156,7 +156,7 @@ def coordinate_check(
   """
   measured = []
   for factor in ladder.factors:
-    one = task.clone(model=ladder.at(factor), ici_mesh_shape=None, dcn_mesh_shape=None, partitioning='auto')
+    one = task.clone(model=ladder.widen_model(factor), ici_mesh_shape=None, dcn_mesh_shape=None, partitioning='auto')
     for learner in nested_learners(one.train.learner).values():
       learner.schedule = Config(Constant)
     sizes, loss = _train(one.instantiate(), batches, seeds)
@@ -165,7 +165,7 @@ def coordinate_check(
   return [_scaling(path, ladder.factors, [sizes[path] for sizes in measured]) for path in measured[0]]
 
 
-def format_table(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
+def format_coordinates(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
   """Returns a table with a line for each layer, its sizes and exponents, and whether it passes."""
   width = max([5, *(len(s.layer) for s in found)])
   sizes = ''.join(f'{f"x{factor:g}":>9}' for factor in factors)

@@ -8,7 +8,7 @@ I input dims, O output dims.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,14 @@ class Ia3Layer(AdaptedLayer):
     weight = WeightHParams(shape, WeightInit.Constant(1.0), self.ia3_dtype, tensor_split_dims_mapping=split)
     self.create_variable('ia3_scale', weight)
 
+  def _scale_call(self, compute: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Returns `compute(x)` with the factors, where `compute` is the call of the frozen layer."""
+    if self.surroundings.without_adapters:
+      return compute(x)
+    if self.ia3_of_inputs:
+      return compute(x.astype(self.fprop_dtype) * self.theta.ia3_scale)
+    return self.shard(compute(x) * self.theta.ia3_scale)
+
   @property
   def adapted_weights(self) -> dict[str, tuple[Path, ...]]:
     names = ['b'] if 'b' in self._weights and not self.ia3_of_inputs else []
@@ -68,11 +76,7 @@ class Ia3Linear(Linear, Ia3Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] for x [..., I]."""
-    if self.surroundings.without_adapters:
-      return super().__call__(x)
-    if self.ia3_of_inputs:
-      return super().__call__(x.astype(self.fprop_dtype) * self.theta.ia3_scale)
-    return self.shard(super().__call__(x) * self.theta.ia3_scale)
+    return self._scale_call(super().__call__, x)
 
 
 class Ia3Projection(Projection, Ia3Layer):
@@ -84,11 +88,7 @@ class Ia3Projection(Projection, Ia3Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., *out_shape] for x [..., *in_shape]."""
-    if self.surroundings.without_adapters:
-      return super().__call__(x)
-    if self.ia3_of_inputs:
-      return super().__call__(x.astype(self.fprop_dtype) * self.theta.ia3_scale)
-    return self.shard(super().__call__(x) * self.theta.ia3_scale)
+    return self._scale_call(super().__call__, x)
 
   def weight(self) -> jax.Array:
     w = super().weight()

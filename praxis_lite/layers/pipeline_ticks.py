@@ -199,7 +199,7 @@ class Ticks:
     args, kwargs, real_rows = self.side.layer_arguments(rows, shared, real)
     taps = self.surroundings.taps
     if taps is not None:
-      taps = taps.of_microbatch(kwargs.pop(TAPPED_ROWS, taps.real), real_rows)
+      taps = taps.narrow_to_microbatch(kwargs.pop(TAPPED_ROWS, taps.real), real_rows)
     if self.layers.takes_paddings and real_rows is not None and self.side.lacks('paddings'):
       tokens = jax.tree.leaves(x)[0].shape[:2]
       kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)

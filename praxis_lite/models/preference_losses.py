@@ -43,7 +43,7 @@ class AnswerScores(NamedTuple):
     """How much more probable the answer is than under the reference, in nats."""
     return self.log_prob - self.reference
 
-  def per_token(self, sums: jax.Array) -> jax.Array:
+  def mean_per_token(self, sums: jax.Array) -> jax.Array:
     """Returns a sum over tokens as a mean."""
     return sums / jnp.maximum(self.tokens, 1)
 
@@ -108,7 +108,7 @@ class _SigmoidLoss(PreferenceLoss):
   def __post_init__(self) -> None:
     check_range(f'{type(self).__name__}.label_smoothing', self.label_smoothing, least=0, below=0.5)
 
-  def _of_margin(self, margin: jax.Array) -> jax.Array:
+  def _margin_loss(self, margin: jax.Array) -> jax.Array:
     right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
     return -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
 
@@ -132,7 +132,7 @@ class Dpo(_SigmoidLoss):
 
   def terms(self, pairs: PairScores) -> Terms:
     margin = self.rewards(pairs.chosen) - self.rewards(pairs.rejected)
-    return self._of_margin(margin)[None], pairs.weights_of_both[None]
+    return self._margin_loss(margin)[None], pairs.weights_of_both[None]
 
 
 class Ipo(PreferenceLoss):
@@ -151,7 +151,7 @@ class Ipo(PreferenceLoss):
     check_range('Ipo.beta', self.beta, above=0)
 
   def rewards(self, answers: AnswerScores) -> jax.Array:
-    return self.beta * (answers.per_token(answers.ratio) if self.per_token else answers.ratio)
+    return self.beta * (answers.mean_per_token(answers.ratio) if self.per_token else answers.ratio)
 
   def terms(self, pairs: PairScores) -> Terms:
     margin = (self.rewards(pairs.chosen) - self.rewards(pairs.rejected)) / self.beta
@@ -207,7 +207,7 @@ class Orpo(PreferenceLoss):
     check_range('Orpo.weight', self.weight, least=0)
 
   def rewards(self, answers: AnswerScores) -> jax.Array:
-    return answers.per_token(answers.log_prob)
+    return answers.mean_per_token(answers.log_prob)
 
   def terms(self, pairs: PairScores) -> Terms:
     chosen, rejected = self.rewards(pairs.chosen), self.rewards(pairs.rejected)
@@ -235,11 +235,11 @@ class SimPo(_SigmoidLoss):
     check_range('SimPo.margin', self.margin, least=0)
 
   def rewards(self, answers: AnswerScores) -> jax.Array:
-    return self.beta * answers.per_token(answers.log_prob)
+    return self.beta * answers.mean_per_token(answers.log_prob)
 
   def terms(self, pairs: PairScores) -> Terms:
     margin = self.rewards(pairs.chosen) - self.rewards(pairs.rejected) - self.margin
-    return self._of_margin(margin)[None], pairs.weights_of_both[None]
+    return self._margin_loss(margin)[None], pairs.weights_of_both[None]
 
 
 def _log_odds(log_prob: jax.Array) -> jax.Array:

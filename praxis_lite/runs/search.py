@@ -35,7 +35,7 @@ _FIRST_WHOLE = 4  # Trials that are never pruned, to compare others with.
 
 
 @dataclasses.dataclass(frozen=True)
-class Range:
+class SearchRange:
   """What a field may be: a kind in `_KINDS` from `low` to `high`; or with kind 'choice' one of `choices`, as texts."""
 
   path: str
@@ -45,7 +45,7 @@ class Range:
   choices: tuple[str, ...] = ()
 
   @classmethod
-  def parse(cls, text: str) -> Range:
+  def parse(cls, text: str) -> SearchRange:
     """Reads 'path=log(1e-4,1e-2)', with another of `_KINDS` in place of log, or 'path=a,b,c'.
 
     Raises:
@@ -97,16 +97,16 @@ class Range:
     return self.choices or ends
 
 
-def parse_ranges(texts: Sequence[str]) -> list[Range]:
+def parse_ranges(texts: Sequence[str]) -> list[SearchRange]:
   """Returns the ranges of a search; raises ConfigError if one is not valid, or a path is given twice."""
-  ranges = [Range.parse(text) for text in texts]
+  ranges = [SearchRange.parse(text) for text in texts]
   paths = [each.path for each in ranges]
   if twice := [path for path in paths if paths.count(path) > 1]:
     raise ConfigError(f'--search {twice[0]} is given twice; write one range')
   return ranges
 
 
-def overrides_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+def trial_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the overrides that set fields to the values of a trial."""
   return tuple(f'{path}={value}' for path, value in values.items())
 
@@ -144,7 +144,7 @@ class Search:
   def __init__(
     self,
     folder: Path,
-    ranges: Sequence[Range],
+    ranges: Sequence[SearchRange],
     overrides: Sequence[str] = (),
     *,
     seed: int = 0,
@@ -172,7 +172,7 @@ class Search:
     with contextlib.suppress(FileNotFoundError):
       try:
         record = parse_json(read_plain(self._path))
-        ranges = [Range(**{**each, 'choices': tuple(each['choices'])}) for each in record['ranges']]
+        ranges = [SearchRange(**{**each, 'choices': tuple(each['choices'])}) for each in record['ranges']]
         trials = [Trial(**trial) for trial in record['trials']]
       except (ValueError, TypeError, KeyError) as error:
         raise UserError(f'{self._path} cannot be read: {error}; remove it to begin a new search') from None
@@ -211,7 +211,7 @@ class Search:
     """Returns the run of a trial."""
     values = self.trials[number].values
     shown = {path: str(value) for path, value in values.items()}
-    return Point(f'{number:03},{directory_name(shown, self._names)}', (*self._overrides, *overrides_of(values)))
+    return Point(f'{number:03},{directory_name(shown, self._names)}', (*self._overrides, *trial_overrides(values)))
 
   def is_hopeless(self, point: Point) -> bool:
     """Whether a running trial is worse than others were at the same step, by the metrics that it has written."""

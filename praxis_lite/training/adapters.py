@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from praxis_lite.common.config import Config
 from praxis_lite.models.adapters import ADAPTER_VARIABLES, add_adapters
-from praxis_lite.training.task import SingleTask
-
-TaskT = TypeVar('TaskT', bound=SingleTask)
+from praxis_lite.training.task import TaskT
 
 
 def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from praxis_lite.common.config import Config
 from praxis_lite.models.distilled_model import DistilledModel
 from praxis_lite.training.preferences import exclude, sized_network, to_class
-from praxis_lite.training.task import SingleTask
-
-TaskT = TypeVar('TaskT', bound=SingleTask)
+from praxis_lite.training.task import TaskT
 
 
 def train_distillation(

@@ -113,13 +113,13 @@ def value_and_grad(
     weight=weight,
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
     per_example=jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), outputs.per_example),
-    summaries={name: _over_microbatches(summary, last) for name, summary in outputs.summaries.items()},
+    summaries={name: _reduce_microbatches(summary, last) for name, summary in outputs.summaries.items()},
     updates=select(updated, changed.__contains__),
   )
   return loss / divisor, output, gradients
 
 
-def _over_microbatches(stacked: Summary, last: jax.Array) -> Summary:
+def _reduce_microbatches(stacked: Summary, last: jax.Array) -> Summary:
   """Returns the summary of microbatch `last`, given those of all; parts of statistics are combined."""
   if (kind := part_kind(stacked)) is not None:
     return Summary(kind.combine(stacked.value), stacked.kind)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from praxis_lite.common.config import REQUIRED, Config, config_values, field_names, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.preference_losses import Dpo
 from praxis_lite.models.preference_model import PreferenceModel
 from praxis_lite.models.reward_model import RewardModel
-from praxis_lite.training.task import SingleTask
-
-TaskT = TypeVar('TaskT', bound=SingleTask)
+from praxis_lite.training.task import TaskT
 
 _SIZES = (
   *('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims'),

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
-from praxis_lite.common.statistics import HISTOGRAM, STATISTICS, PartKind, from_parts, kind_of_part, parts_of
+from praxis_lite.common.statistics import HISTOGRAM, STATISTICS, PartKind, compute_parts, from_parts, kind_of_part
 from praxis_lite.common.trees import NestedDict, Path, leaves, node_at, path_name
 from praxis_lite.layers.base.call import Summary, Surroundings
 from praxis_lite.layers.base.taps import ARRAY, Taps, raw_name, read_raw_name
@@ -142,7 +142,7 @@ class StepTaps:
     met = [name for name in names if tap.matches(name)]
     if not met:
       below = any(name.startswith(f'{tap.pattern}.') for name in names)
-      near = f' It is a layer; its variables are {tap.of}({tap.pattern}.*)' if below else _near(tap.pattern, names)
+      near = f' It is a layer; its variables are {tap.of}({tap.pattern}.*)' if below else _nearest(tap.pattern, names)
       raise ConfigError(f'tap {tap.text!r} matches no variable.{near}')
     if not self.variables_of(tap.of):
       raise ConfigError(f'tap {tap.text!r}: {met[0]} is not trained, so it has no {tap.of}')
@@ -163,7 +163,7 @@ class StepTaps:
       return surroundings
     self.seen.clear()
     taps = Taps(
-      self._wanted,
+      self._wanted_statistics,
       self.seen,
       real_tokens(batch),
       surroundings.manual_axes,
@@ -171,7 +171,7 @@ class StepTaps:
     )
     return dataclasses.replace(surroundings, taps=taps)
 
-  def _wanted(self, name: str) -> Sequence[str]:
+  def _wanted_statistics(self, name: str) -> Sequence[str]:
     found = dict.fromkeys(s for tap in self._activations if _is_meant(tap, name) for s in tap.statistics)
     return tuple(found)
 
@@ -180,7 +180,7 @@ class StepTaps:
     for tap in self._activations:
       met = {name: problem for name, problem in self.seen.items() if _is_meant(tap, name)}
       if not met:
-        raise ConfigError(f'tap {tap.text!r} matches no layer that the step calls.{_near(tap.pattern, self.seen)}')
+        raise ConfigError(f'tap {tap.text!r} matches no layer that the step calls.{_nearest(tap.pattern, self.seen)}')
       if all(met.values()):
         name, problem = next(iter(met.items()))
         raise ConfigError(f'tap {tap.text!r}: {name} cannot be tapped: {problem}')
@@ -203,7 +203,9 @@ class StepTaps:
       statistics, label = self._statistics(of, path), f'{of}({path_name(path)})'
       first = len(self._weights[path].repeat_prefix)
       known = [name for name in statistics if name != _RATIO]
-      parts = parts_of(value, None, [*known, *(['rms'] if _RATIO in statistics and 'rms' not in known else [])], first)
+      parts = compute_parts(
+        value, None, [*known, *(['rms'] if _RATIO in statistics and 'rms' not in known else [])], first
+      )
       for part, x in parts.items():
         summaries[raw_name(part, statistics, label)] = Summary(x, str(kind_of_part(part)))
     return summaries
@@ -218,7 +220,7 @@ class StepTaps:
       statistics, label = self._statistics('update', path), f'update({path_name(path)})'
       if _RATIO in statistics:
         first = len(self._weights[path].repeat_prefix)
-        squares = parts_of(node_at(before, path), None, ['rms'], first)['squares']
+        squares = compute_parts(node_at(before, path), None, ['rms'], first)['squares']
         summaries[raw_name('squares_of_weight', statistics, label)] = Summary(squares, str(PartKind.SUM))
     return summaries
 
@@ -248,7 +250,7 @@ def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
   return new.astype(jnp.float32) - old.astype(jnp.float32)
 
 
-def _near(pattern: str, names: Iterable[str]) -> str:
+def _nearest(pattern: str, names: Iterable[str]) -> str:
   """Returns paths that are near a pattern, as the end of a message."""
   known = list(names)
   last = pattern.rstrip('.*').rpartition('.')[2].rpartition('*')[2]
@@ -312,7 +314,7 @@ class TappedParts:
       raw = read_raw_name(name)
       assert raw is not None
       part, statistics, label = raw
-      labels.setdefault((statistics, label), {})[part] = PartKind(self._parts[name][0]).on_host(values)
+      labels.setdefault((statistics, label), {})[part] = PartKind(self._parts[name][0]).combine_on_host(values)
     return {
       name: summary
       for (statistics, label), parts in labels.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -223,6 +223,9 @@ class EvalParams(Configurable):
 
 class DecodeParams(EvalParams):
   """How the task decodes its `decode_datasets()`; has the attributes of `EvalParams`."""
+
+
+TaskT = TypeVar('TaskT', bound='SingleTask')
 
 
 class SingleTask(Configurable):

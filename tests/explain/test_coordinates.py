@@ -56,7 +56,7 @@ def test_the_base_of_a_model_is_the_narrowest_one():
   """The number of layers is that of the base, and no width."""
   ladder = make_ladder(model(mup=Config(Mup, base={'model_dims': 4, 'hidden_dims': 6, 'num_layers': 1})), (1, 2))
   assert dict(ladder.fields) == {'model_dims': 4, 'hidden_dims': 6}
-  wide = ladder.at(2)
+  wide = ladder.widen_model(2)
   assert (wide.model_dims, wide.hidden_dims, wide.num_layers) == (8, 12, 1)
   assert wide.mup.base['model_dims'] == 4
 
@@ -85,7 +85,7 @@ def test_a_ladder_that_is_none_is_refused(factors, fields, message):
 
 def test_a_width_that_is_no_integer_is_refused():
   with pytest.raises(ConfigError, match=r'task\.model\.model_dims = 8: 1\.3 times that is not a width'):
-    make_ladder(model(), (1, 1.3)).at(1.3)
+    make_ladder(model(), (1, 1.3)).widen_model(1.3)
 
 
 def test_flags_that_are_wrong_are_refused(capsys):

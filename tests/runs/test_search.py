@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.runs.search import Range, Search, parse_ranges
+from praxis_lite.runs.search import Search, SearchRange, parse_ranges
 
 pytest.importorskip('optuna')
 
@@ -108,13 +108,13 @@ def test_higher_may_be_better(tmp_path):
 )
 def test_mistakes_in_ranges_are_told(text, message):
   with pytest.raises(ConfigError, match=message):
-    Range.parse(text)
+    SearchRange.parse(text)
 
 
 def test_ranges_are_read():
-  assert Range.parse('a.b=log_int(1,64)') == Range('a.b', 'log_int', 1, 64)
-  assert Range.parse('a=x,(1,2)') == Range('a', 'choice', choices=('x', '(1,2)'))
-  assert Range('a', 'uniform', 0.0, 0.12346).round(0.123456) == 0.123456  # Short numbers stay inside.
+  assert SearchRange.parse('a.b=log_int(1,64)') == SearchRange('a.b', 'log_int', 1, 64)
+  assert SearchRange.parse('a=x,(1,2)') == SearchRange('a', 'choice', choices=('x', '(1,2)'))
+  assert SearchRange('a', 'uniform', 0.0, 0.12346).round(0.123456) == 0.123456  # Short numbers stay inside.
   with pytest.raises(ConfigError, match='a is given twice'):
     parse_ranges(['a=1,2', 'a=3,4'])
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.common.errors import UserError
-from praxis_lite.common.statistics import parts_of
+from praxis_lite.common.statistics import compute_parts
 from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.records.curves import read_metrics
 from praxis_lite.runs.records.metrics import SummaryWriter, expand_scalars
@@ -99,7 +99,7 @@ def test_summaries_of_all_kinds(tmp_path):
   summaries = {
     'norm': Summary(jnp.array([1.0, 2.0])),
     'weights': Summary(jnp.linspace(0, 1, 10).reshape(2, 5), 'histogram'),
-    'tapped': Summary(parts_of(jnp.array([0.0, 1.25, -3.0, 3.5]), None, ['hist'])['bins'], 'bins'),
+    'tapped': Summary(compute_parts(jnp.array([0.0, 1.25, -3.0, 3.5]), None, ['hist'])['bins'], 'bins'),
     'picture': Summary(jnp.zeros((2, 4, 4, 3)), 'image'),
     'sample': Summary(text, 'text'),
   }

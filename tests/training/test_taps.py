@@ -9,7 +9,7 @@ from drawn_state import drawn_state, drawn_variables
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.statistics import STATISTICS, bin_edges, from_parts, kind_of_part, parts_of
+from praxis_lite.common.statistics import STATISTICS, bin_edges, compute_parts, from_parts, kind_of_part
 from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.layers import Pipelined, Repeat
 from praxis_lite.layers.base import Layer, WeightSplit, scope
@@ -251,8 +251,8 @@ def test_an_evaluation_has_no_gradients():
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtype):
   x = np.asarray(jnp.asarray(np.random.default_rng(0).standard_normal(shape) * (np.arange(shape[-1]) > 0), dtype))
-  parts = [parts_of(jnp.asarray(x[..., i::2, :] if x.ndim > 1 else x), None, STATISTICS, first) for i in range(2)]
-  combined = {name: kind_of_part(name).on_host([np.asarray(p[name]) for p in parts]) for name in parts[0]}
+  parts = [compute_parts(jnp.asarray(x[..., i::2, :] if x.ndim > 1 else x), None, STATISTICS, first) for i in range(2)]
+  combined = {name: kind_of_part(name).combine_on_host([np.asarray(p[name]) for p in parts]) for name in parts[0]}
   if x.ndim == 1:
     combined |= {name: combined[name] / 2 for name in combined if kind_of_part(name) == 'sum'}
   got = from_parts(combined, STATISTICS)
@@ -264,10 +264,10 @@ def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtyp
 
 def test_entries_that_do_not_count_may_be_anything_and_none_make_nan():
   x, real = jnp.array([1.0, jnp.nan, -3.0, jnp.inf]), jnp.array([True, False, True, False])
-  got = from_parts(parts_of(x, real, STATISTICS), STATISTICS)
+  got = from_parts(compute_parts(x, real, STATISTICS), STATISTICS)
   wanted = of_numpy(np.array([[1.0], [-3.0]]))
   assert all(np.allclose(got[name], wanted[name]) for name in STATISTICS if name != 'dead')
-  empty = from_parts(parts_of(x, jnp.zeros(4, bool), STATISTICS), STATISTICS)
+  empty = from_parts(compute_parts(x, jnp.zeros(4, bool), STATISTICS), STATISTICS)
   assert all(np.isnan(empty[name]) for name in STATISTICS if name != 'hist')
   assert empty['hist'].sum() == 0
 

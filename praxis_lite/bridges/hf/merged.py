@@ -45,13 +45,10 @@ def merge_streamed(variables: NestedDict, model: BaseModel, family: Family) -> N
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Merged(StreamedArray):
-  """A weight [*stack, *I, *O] plus `scale` A B, for A [*stack, *I, R] and B [*stack, R, *O]."""
+class _OfWeight(StreamedArray):
+  """An array that is computed from a weight of the same shape and dtype."""
 
   weight: StreamedArray
-  a: np.ndarray
-  b: np.ndarray
-  scale: float
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -60,6 +57,15 @@ class _Merged(StreamedArray):
   @property
   def dtype(self) -> np.dtype:  # type: ignore[override]
     return self.weight.dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Merged(_OfWeight):
+  """A weight [*stack, *I, *O] plus `scale` A B, for A [*stack, *I, R] and B [*stack, R, *O]."""
+
+  a: np.ndarray
+  b: np.ndarray
+  scale: float
 
   def read(self, box: Box) -> np.ndarray:
     part = self.weight.read(box)
@@ -76,21 +82,12 @@ class _Merged(StreamedArray):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Whole(StreamedArray):
+class _Whole(_OfWeight):
   """A weight that is merged layer by layer of a stack, because an entry depends on others."""
 
-  weight: StreamedArray
   layer: AdaptedLayer
   name: str
   parts: Sequence[np.ndarray]
-
-  @property
-  def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-    return self.weight.shape
-
-  @property
-  def dtype(self) -> np.dtype:  # type: ignore[override]
-    return self.weight.dtype
 
   def read(self, box: Box) -> np.ndarray:
     n = len(self.shape) - len(self.layer.weight_shape(self.name))

@@ -65,12 +65,12 @@ def growth_of_parameters(law: ScalingLaw) -> float:
 def best_size(fitted: FittedLaw, flops: float) -> BestSize:
   """Returns the size with the least loss for an amount of compute, with ranges."""
 
-  def both(value: Callable[[ScalingLaw], float]) -> tuple[float, Range]:
+  def value_with_range(value: Callable[[ScalingLaw], float]) -> tuple[float, Range]:
     middle = value(fitted.law)
     low, high = fitted.interval(value)
     return middle, (min(low, middle), max(high, middle))
 
-  parameters, of_parameters = both(lambda law: best_parameters(law, flops))
-  tokens, of_tokens = both(lambda law: flops / OPERATIONS / best_parameters(law, flops))
-  loss, of_loss = both(lambda law: best_loss(law, flops))
+  parameters, of_parameters = value_with_range(lambda law: best_parameters(law, flops))
+  tokens, of_tokens = value_with_range(lambda law: flops / OPERATIONS / best_parameters(law, flops))
+  loss, of_loss = value_with_range(lambda law: best_loss(law, flops))
   return BestSize(flops, parameters, tokens, loss, of_parameters, of_tokens, of_loss)

@@ -42,7 +42,7 @@ def summary_over_devices(summary: Summary, axes: tuple[str, ...]) -> Summary:
   if not axes:
     return summary
   if (kind := part_kind(summary)) is not None:
-    return Summary(kind.over_devices(x, axes), summary.kind)
+    return Summary(kind.combine_devices(x, axes), summary.kind)
   if summary.kind == 'scalar' and jnp.issubdtype(x.dtype, jnp.floating):
     return Summary(jax.lax.pmean(x, axes), summary.kind)
   first = jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.jax_internals.tracing import current_trace
-from praxis_lite.common.statistics import kind_of_part, parts_of
+from praxis_lite.common.statistics import compute_parts, kind_of_part
 from praxis_lite.common.trees import Path, path_name
 from praxis_lite.layers.base.summaries import Summary
 
@@ -82,7 +82,7 @@ class Taps:
   wants_inputs: bool = False
   in_pipeline: bool = False
 
-  def of_microbatch(self, real: jax.Array | None, real_rows: jax.Array | None) -> Taps:
+  def narrow_to_microbatch(self, real: jax.Array | None, real_rows: jax.Array | None) -> Taps:
     """Returns the taps of a layer in a pipeline, given `real` of its microbatch and which of its rows are no copies."""
     if real is None:
       real = real_rows
@@ -108,7 +108,7 @@ class Taps:
     if ARRAY in wanted:
       frame.add_summary(raw_name(ARRAY, (str(x.ndim),), name), Summary(x, ARRAY))
     statistics = [each for each in wanted if each != ARRAY]
-    for part, value in parts_of(jax.lax.stop_gradient(x), real, statistics).items() if statistics else ():
+    for part, value in compute_parts(jax.lax.stop_gradient(x), real, statistics).items() if statistics else ():
       frame.add_summary(raw_name(part, statistics, name), Summary(value, str(kind_of_part(part))))
 
   def _problem(self, frame: TappedCall, x: jax.Array) -> str:

@@ -23,8 +23,8 @@ import optax
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import leaves_by_path, map_with_path
 from praxis_lite.training.learning.owners import (
-  Exchange,
   MatrixDims,
+  MatrixExchange,
   MatrixOptimizer,
   Splits,
   change_matrices,
@@ -117,7 +117,7 @@ def muon(
       count, mu
     )
 
-  def exchanges(params: Any, splits: Splits) -> list[Exchange]:
+  def exchanges(params: Any, splits: Splits) -> list[MatrixExchange]:
     known = {path: dims for path, dims in _by_path(dims_of(params)).items() if dims is not None}
     return plan_exchanges(known, splits, placement, lambda rows, columns: newton_schulz_flops(rows, columns, ns_steps))
 

@@ -66,7 +66,7 @@ class Splits(NamedTuple):
   inside: bool = False
 
 
-class Side(NamedTuple):
+class MatrixSide(NamedTuple):
   """The rows or the columns of a matrix: for each of its dimensions, the size, and the mesh axes that split it."""
 
   sizes: tuple[int, ...]
@@ -76,7 +76,7 @@ class Side(NamedTuple):
   def size(self) -> int:
     return math.prod(self.sizes)
 
-  def merged(self) -> Side:
+  def merge_unsplit(self) -> MatrixSide:
     """Returns the same side with each unsplit dimension merged into the dimension before it."""
     sizes, axes = [*self.sizes[:1]], [*self.axes[:1]]
     for size, over in zip(self.sizes[1:], self.axes[1:]):
@@ -85,7 +85,7 @@ class Side(NamedTuple):
         axes.append(over)
       else:
         sizes[-1] *= size
-    return Side(tuple(sizes), tuple(axes))
+    return MatrixSide(tuple(sizes), tuple(axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,27 +102,27 @@ class SplitMatrix:
 
   shape: tuple[int, ...]
   order: tuple[int, ...]
-  batch: Side
-  rows: Side
-  columns: Side
+  batch: MatrixSide
+  rows: MatrixSide
+  columns: MatrixSide
 
   @classmethod
-  def of(cls, shape: tuple[int, ...], dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> SplitMatrix:
+  def from_variable(cls, shape: tuple[int, ...], dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> SplitMatrix:
     """Returns the matrices of a variable whose dimension i is split over `axes[i]`."""
     sides = [tuple(d % len(shape) for d in _dims(side)) for side in (dims.reduction_axis, dims.output_axis)]
     batch = tuple(d for d in range(len(shape)) if d not in (*sides[0], *sides[1]))
 
-    def side(dims: tuple[int, ...]) -> Side:
-      return Side(tuple(shape[d] for d in dims), tuple(axes[d] for d in dims))
+    def side(dims: tuple[int, ...]) -> MatrixSide:
+      return MatrixSide(tuple(shape[d] for d in dims), tuple(axes[d] for d in dims))
 
     # Of equal sides, the order is that of their splits, so that [D, N H] and [N H, D] are of one group.
-    sides.sort(key=lambda dims: (side(dims).size, side(dims).merged()))
+    sides.sort(key=lambda dims: (side(dims).size, side(dims).merge_unsplit()))
     return cls(shape, (*batch, *sides[0], *sides[1]), side(batch), side(sides[0]), side(sides[1]))
 
   @property
-  def group(self) -> Group:
-    rows, columns = self.rows.merged(), self.columns.merged()
-    return Group(rows, columns, tuple(a for axes in self.batch.axes for a in axes))
+  def group(self) -> MatrixGroup:
+    rows, columns = self.rows.merge_unsplit(), self.columns.merge_unsplit()
+    return MatrixGroup(rows, columns, tuple(a for axes in self.batch.axes for a in axes))
 
   def to_batch(self, x: jax.Array) -> jax.Array:
     """Returns parts as [matrices, rows..., columns...], in the dimensions of the group."""
@@ -130,7 +130,7 @@ class SplitMatrix:
     num_batch, num_rows = len(self.batch.sizes), len(self.rows.sizes)
     sizes = [math.prod(self_sizes[:num_batch])]
     for side, local in ((self.rows, self_sizes[num_batch:]), (self.columns, self_sizes[num_batch + num_rows :])):
-      sizes += Side(local[: len(side.sizes)], side.axes).merged().sizes
+      sizes += MatrixSide(local[: len(side.sizes)], side.axes).merge_unsplit().sizes
     return x.transpose(self.order).reshape(sizes)
 
   def from_batch(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -143,11 +143,11 @@ class SplitMatrix:
     return math.prod(-(-size // _parts(axes, sizes)) for size, axes in zip(self.batch.sizes, self.batch.axes))
 
 
-class Group(NamedTuple):
+class MatrixGroup(NamedTuple):
   """What matrices of one batch have in common: both sides, merged, and the mesh axes that deal them out already."""
 
-  rows: Side
-  columns: Side
+  rows: MatrixSide
+  columns: MatrixSide
   dealt: tuple[str, ...]
 
   @property
@@ -162,7 +162,7 @@ class Group(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class MatrixExchange:
   """What one group costs in a step.
 
   Attributes:
@@ -203,7 +203,7 @@ class MatrixOptimizer(optax.GradientTransformationExtraArgs):
     exchanges: a function of the variables, or their shapes, and of their `Splits`.
   """
 
-  exchanges: Callable[[object, Splits], list[Exchange]]
+  exchanges: Callable[[object, Splits], list[MatrixExchange]]
 
 
 def change_matrices(
@@ -243,28 +243,28 @@ def change_matrices(
 
 def group_matrices(
   dims: Mapping[Path, MatrixDims], splits: Splits, paths: Sequence[Path] | Mapping[Path, object]
-) -> dict[Group, dict[Path, SplitMatrix]]:
+) -> dict[MatrixGroup, dict[Path, SplitMatrix]]:
   """Returns the groups, in the order of their first variables."""
-  groups: dict[Group, dict[Path, SplitMatrix]] = {}
+  groups: dict[MatrixGroup, dict[Path, SplitMatrix]] = {}
   for path in paths:
     shape = splits.shapes[path]
     spec = complete_spec(splits.specs[path], len(shape))
     axes = [tuple(a for a in spec_axes(entry) if splits.sizes[a] > 1) for entry in spec]
-    matrix = SplitMatrix.of(shape, dims[path], axes)
+    matrix = SplitMatrix.from_variable(shape, dims[path], axes)
     groups.setdefault(matrix.group, {})[path] = matrix
   return groups
 
 
 def plan_exchanges(
   dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, flops: Callable[[int, int], int]
-) -> list[Exchange]:
+) -> list[MatrixExchange]:
   """Returns what each group of matrices costs in a step; none if they are left to the compiler.
 
   Args:
     dims, splits, placement: as for `change_matrices`.
     flops: FLOPs of one matrix, by its sides.
   """
-  found: list[Exchange] = []
+  found: list[MatrixExchange] = []
   if placement == 'split' and not splits.inside:
     return found
   for group, members in group_matrices(dims, splits, dims).items():
@@ -278,7 +278,7 @@ def plan_exchanges(
     )
     entries = computed * rows * columns  # Of a device, before padding is cut off.
     found.append(
-      Exchange(
+      MatrixExchange(
         tuple(members),
         group.rows.size,
         group.columns.size,
@@ -298,7 +298,7 @@ def plan_exchanges(
 
 
 def _change_group(
-  fn: MatrixFunction, batches: list[jax.Array], group: Group, spread: tuple[str, ...], sizes: Mapping[str, int]
+  fn: MatrixFunction, batches: list[jax.Array], group: MatrixGroup, spread: tuple[str, ...], sizes: Mapping[str, int]
 ) -> list[jax.Array]:
   """Inside `shard_map`: changes parts [N, rows..., columns...] of several variables."""
   owners = math.prod(sizes[a] for a in (*spread, *(a for _, axes in group.split for a in axes)))
@@ -323,21 +323,21 @@ def _change_group(
   return jnp.split(x[:number], ends[:-1])
 
 
-def _apply(fn: MatrixFunction, x: jax.Array, group: Group) -> jax.Array:
+def _apply(fn: MatrixFunction, x: jax.Array, group: MatrixGroup) -> jax.Array:
   return fn(x.reshape(len(x), group.rows.size, group.columns.size)).reshape(x.shape)
 
 
 def _change_whole(fn: MatrixFunction, x: jax.Array, dims: MatrixDims) -> jax.Array:
-  matrix = SplitMatrix.of(x.shape, dims, ((),) * x.ndim)
+  matrix = SplitMatrix.from_variable(x.shape, dims, ((),) * x.ndim)
   return matrix.from_batch(_apply(fn, matrix.to_batch(x), matrix.group), x.shape)
 
 
-def _spreads(group: Group, placement: str) -> bool:
+def _spreads(group: MatrixGroup, placement: str) -> bool:
   """Whether matrices are also dealt out over axes that do not split them."""
   return placement == 'owner' or (placement == 'auto' and (bool(group.split) or group.rows.size >= LEAST_SIDE))
 
 
-def _reason(group: Group, placement: str) -> str:
+def _reason(group: MatrixGroup, placement: str) -> str:
   if group.split:
     return 'the mesh splits them'
   if placement == 'owner':
