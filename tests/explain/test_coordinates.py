@@ -10,7 +10,7 @@ import pytest
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.instruments.coordinates import Scaling, add_mup, draw_scalings, format_table, make_ladder
+from praxis_lite.instruments.coordinates import Scaling, add_mup, draw_scalings, format_coordinates, make_ladder
 from praxis_lite.models import Mup, transformer_lm
 
 MLP = ('--exp=digits.DigitsMlp', '--widths=1,8', '--steps=3', '--seeds=2', '--learning_rate=0.02')
@@ -99,6 +99,6 @@ def test_what_passes():
   assert [s.trouble(0.25) for s in (flat, shrinks, grows)] == ['', '', 'grows']
   assert flat._replace(slope_of_change=0.5).trouble(0.25) == 'change grows'
   assert flat._replace(sizes=(1.0, np.nan)).trouble(0.25) == 'not finite'
-  assert 'FAILS: grows' in format_table([grows], (1, 2), 0.25)
+  assert 'FAILS: grows' in format_coordinates([grows], (1, 2), 0.25)
   assert '<path class="fails"' in draw_scalings([grows._replace(changes=(1.0, 2.0))], (1, 2), 0.25)
   assert draw_scalings([], (1, 2), 0.25).endswith('</svg>\n')
