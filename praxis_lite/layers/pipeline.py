@@ -97,7 +97,8 @@ class Pipelined(Repeat):
       different random numbers. Weights that are split over these axes are gathered before the loop. With None, layers
       see whole microbatches.
     gather_axes: mesh or logical axes over which weights are gathered once, before the loop. Each device then holds the
-      weights of its stages whole, in the dtype in which layers compute. With None, weights are gathered in each tick.
+      weights of its stages whole, in the dtype in which layers compute. Weights without a declared split are gathered
+      over all axes but that of the stages. With None, weights are gathered in each tick.
     stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps only its input.
     stage_remat_save_names, stage_remat_offload_names: tags of values that stages keep in addition; see `remat.py`.
     weight_split_dims_mapping: `stages`, the mesh axis of the stages; `layers` splits the other dimensions.
@@ -390,8 +391,9 @@ class Pipelined(Repeat):
         return self._constrain_to_stages(self._to_stages(x))
       own = weights[path].full_split_dims_mapping
       if weights[path].tensor_split_dims_mapping is None:
-        own = DeclaredSplit((UNCONSTRAINED,) * len(own), own.sources)
-      placement = None if self._stages is None else self._resolve(prefix.followed_by(own), name)
+        own = DeclaredSplit((None if gathered else UNCONSTRAINED,) * len(own), own.sources)
+      is_placed = gathered or self._stages is not None
+      placement = self._resolve(prefix.followed_by(own), name) if is_placed else None
       if placement is not None and gathered:
         placement = dataclasses.replace(placement, spec=drop_axes(placement.spec, gathered))
       return self._constrain(self._to_stages(x), f'{name} (in stages)', placement)

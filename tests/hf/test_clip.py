@@ -157,6 +157,10 @@ def test_old_files_of_clip_name_a_wrong_end_and_have_parts_twice_and_positions(t
   np.testing.assert_allclose(embeddings_of(there)[1], texts, rtol=1e-5, atol=1e-5)
   there.write(tmp_path / 'out')
   assert json.loads((tmp_path / 'out' / 'config.json').read_text())['text_config']['eos_token_id'] == 2
+  plain = read_model(folder)
+  vars(plain.model)['end_id'] = 2
+  with pytest.raises(ConfigError, match=r'end_id: 2 means the token with the largest id in files of CLIP'):
+    write_model(tmp_path / 'new', plain.model, plain.variables)
   jax.tree.map(np.testing.assert_array_equal, found.variables, read_model(folder).variables)
 
 

@@ -16,6 +16,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments.plan.hlo import KINDS
 from praxis_lite.instruments.testing import assert_collectives, collectives
 from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
+from praxis_lite.layers.base.call import Surroundings
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.padding import slice_to
@@ -30,7 +31,7 @@ def bubbles_are_nan(monkeypatch):
   monkeypatch.setattr(pipeline, 'BUBBLE', float('nan'))
 
 
-def build(L, S, M, R, weight_axes=None, **fields):
+def build(L, S, M, R, weight_axes=None, stage_axis='stage', **fields):
   block = Config(TransformerBlock, input_dims=D, hidden_dims=24, num_heads=2)
   rows = ('data', None, None)
   block.activation_split_dims_mapping.out = rows
@@ -42,7 +43,7 @@ def build(L, S, M, R, weight_axes=None, **fields):
     block.ff_tpl.weight_split_dims_mapping.wt = weight_axes
   config = Config(PipelinedTransformer, layers_tpl=block, num_layers=L, num_stages=S, num_microbatches=M)
   config.set(circular_repeat=R, mesh_axis_names=AXES, **fields)
-  config.weight_split_dims_mapping.stages = ('stage',)
+  config.weight_split_dims_mapping.stages = stage_axis and (stage_axis,)
   return config.instantiate()
 
 
@@ -123,6 +124,20 @@ def test_weights_are_gathered_once(R):
   ticks = layer.schedule(6).num_ticks
   assert gathered['data'].count < len(jax.tree.leaves(variables)) * 2
   assert gathered['data'].bytes * ticks / 3 < gathered[None].bytes
+
+
+@pytest.mark.parametrize('stage_axis', ['stage', None])
+def test_weights_without_a_declared_split_are_gathered_too(stage_axis):
+  layer = build(4, 2, 3, 1, gather_axes='data', stage_axis=stage_axis)
+  seen = {}
+  mesh = jax.make_mesh((2, 3), AXES, axis_types=(AxisType.Auto,) * 2)
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    surroundings = Surroundings(listener=lambda c: seen.setdefault(c.field, []).append(c.placement))
+    variables, x = layer.abstract_init(), jax.ShapeDtypeStruct((6, T, D), jnp.float32)
+    shapes = jax.tree.map(lambda w: w.as_struct(), variables)
+    jax.eval_shape(lambda v, x: layer.apply(v, x, surroundings=surroundings), shapes, x)
+  _, gathered = seen['layers.ff.up.w (in stages)']
+  assert tuple(gathered.spec) == (stage_axis, None, None, None, None)
 
 
 def test_weights_are_cast_once_before_the_loop():

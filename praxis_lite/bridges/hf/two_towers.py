@@ -135,6 +135,11 @@ class TwoTowers(WholeModelFamily):
     if self.is_siglip:
       of_text['projection_size'] = model.embedding_dims
     else:
+      if model.text_pooling == 'end' and model.end_id == _OLD_END:
+        raise ConfigError(
+          f'{model.path_name}.end_id: {_OLD_END} means the token with the largest id in files of CLIP, so a model '
+          "whose texts end with it cannot be written; if it is the largest id of each text, set text_pooling='largest'"
+        )
       end = _OLD_END if model.text_pooling == 'largest' else model.end_id
       of_text |= {'eos_token_id': end, 'projection_dim': model.embedding_dims}
     of_vision = {
