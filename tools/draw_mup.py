@@ -95,6 +95,10 @@ def train(width: int, steps: int, mup: bool) -> list[float]:
   return np.mean(losses[-max(1, steps // 5) :], axis=0).tolist()
 
 
+def _power(rate: float) -> str:
+  return f'2<tspan dy="-5" font-size="9">{round(math.log2(rate))}</tspan>'
+
+
 def draw(losses: dict[str, float]) -> str:
   """Returns an SVG with the loss over the learning rate, a curve for each width, for both parametrisations."""
   found = {tuple(key.split()): loss for key, loss in losses.items()}
@@ -112,10 +116,10 @@ def draw(losses: dict[str, float]) -> str:
     bottom = HEIGHT - 44
     lines.append(f'<path class="frame" d="M{LEFT} {TOP}V{bottom}H{WIDTH - 12}"/>')
     for rate in rates[::2]:
-      lines.append(f'<text x="{x_of(rate):.1f}" y="{bottom + 16}">2^{round(math.log2(rate))}</text>')
+      lines.append(f'<text x="{x_of(rate):.1f}" y="{bottom + 16}">{_power(rate)}</text>')
     for loss in np.linspace(low, high, 4):
       lines.append(f'<text class="left" x="{LEFT - 6}" y="{y_of(loss) + 4:.1f}">{loss:.2f}</text>')
-    lines.append(f'<text x="{WIDTH / 2 + 20}" y="{bottom + 34}">learning rate</text>')
+    lines.append(f'<text x="{WIDTH / 2 + 20}" y="{bottom + 34}">loss by learning rate</text>')
     for n, width in enumerate(widths):
       curve = [(r, found[kind, str(width), str(r)]) for r in rates if (kind, str(width), str(r)) in found]
       curve = [(r, loss if math.isfinite(loss) else high) for r, loss in curve]
