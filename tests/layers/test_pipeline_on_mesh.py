@@ -13,6 +13,7 @@ from side_inputs import gradients
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.jax_internals.programs import scan_sizes
 from praxis_lite.instruments.plan.hlo import KINDS
 from praxis_lite.instruments.testing import assert_collectives, collectives
 from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
@@ -144,7 +145,7 @@ def test_weights_are_cast_once_before_the_loop():
   layer = build(4, 2, 3, 1, fprop_dtype=jnp.bfloat16)
   variables = drawn_variables(layer.abstract_init())
   loop = next(e for e in jax.make_jaxpr(layer.apply)(variables, jnp.ones((6, T, D))).eqns if e.primitive.name == 'scan')
-  read = [str(v.aval.dtype) for v in loop.invars[: loop.params['num_consts']] if v.aval.ndim > 4]
+  read = [str(v.aval.dtype) for v in loop.invars[: scan_sizes(loop).consts] if v.aval.ndim > 4]
   assert read and set(read) == {'bfloat16'}
 
 
