@@ -34,7 +34,7 @@ from praxis_lite.training.steps import loss_and_gradients
 BASE = 16
 WIDTHS = (16, 32, 64, 128)
 RATES = tuple(2.0**k for k in range(-10, -2))
-QUICK_TO_COMPILE = known_flags({'xla_backend_optimization_level': '0', 'xla_cpu_use_fusion_emitters': 'false'})
+QUICK_TO_COMPILE = known_flags({'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False})
 KINDS = {'standard': 'standard: the best rate depends on the width', 'mup': 'with Mup: one rate is good for all widths'}
 WIDTH, HEIGHT, LEFT, TOP = 330, 230, 52, 34
 STYLE = """<style>

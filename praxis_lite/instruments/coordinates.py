@@ -39,7 +39,7 @@ path { fill: none; stroke-width: 1.3 } .frame { stroke: #d0d7de } .ok { stroke: 
 </style>"""
 _DEPTH = 'num_layers'
 # Each program runs only a few times.
-_QUICK_TO_COMPILE = {'xla_backend_optimization_level': '0', 'xla_cpu_use_fusion_emitters': 'false'}
+_QUICK_TO_COMPILE = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
 
 
 class Scaling(NamedTuple):

@@ -14,6 +14,9 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
+
+_FlagT = TypeVar('_FlagT', str, int)
 
 # First and last releases in the table.
 _FIRST, _LAST = (0, 10), (0, 12)
@@ -73,12 +76,12 @@ def flag_names(flags: str) -> set[str]:
   return set(re.findall(r'(?<!\S)--(\w+)', flags))
 
 
-def known_flags(wanted: Mapping[str, str]) -> dict[str, str]:
+def known_flags(wanted: Mapping[str, _FlagT]) -> dict[str, _FlagT]:
   """Returns the flags, with their values, that this XLA knows."""
   release = _release()
   in_table = {name for name in wanted if name in _UNTIL and _FIRST <= release <= _LAST}
   unknown = {name for name in in_table if (until := _UNTIL[name]) is not None and release >= until}
-  unknown |= _refused_flags(tuple((name, value) for name, value in wanted.items() if name not in in_table))
+  unknown |= _refused_flags(tuple((name, str(value)) for name, value in wanted.items() if name not in in_table))
   return {name: value for name, value in wanted.items() if name not in unknown}
 
 
