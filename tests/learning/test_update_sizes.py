@@ -11,7 +11,7 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.sharding.weights import Growth, WeightHParams, WeightHParamsCollection, WeightInit
-from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner
+from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner, muon
 
 BIAS = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
 INIT = WeightInit.GaussianFanIn()
@@ -74,6 +74,15 @@ def test_muon_divides_its_own_factor_of_the_shape():
   assert consistent['table'] == consistent['bias'] == 1 and consistent['kernel'] == 1 / 4  # These are not matrices.
 
 
+@pytest.mark.parametrize('fields', [{}, {'consistent_rms': 0.2}])
+def test_the_muon_of_owners_has_the_factors_of_that_of_optax(fields):
+  declared = weights() | {'wide': WeightHParams((256, 1024), init=INIT, growth=Growth((64, 64), 1.0, 0.5))}
+  of_optax = factors(Config(optax.contrib.muon, **fields), declared)
+  assert of_optax['wide'] == pytest.approx(1.0 if not fields else 1 / 2)
+  assert factors(Config(muon, **fields), declared) == pytest.approx(of_optax)
+  assert factors(Config(muon, **fields), declared, update_size='spectral')['wide'] == pytest.approx(of_optax['wide'])
+
+
 @pytest.mark.parametrize(('exponent', 'adam', 'sgd'), [(0.5, 3**-0.5, 1.0), (1.0, 1.0, 3.0)])
 def test_three_times_the_layers(exponent, adam, sgd):
   declared = weights(3.0, exponent)
@@ -120,6 +129,16 @@ def test_updates_are_multiplied_and_decay_is_not(decay):
     of_decay = 0.0 if name == 'bias' else -0.001
     assert only_decay[name] == pytest.approx(of_decay, abs=1e-6), name
     assert found[name] == pytest.approx(-0.01 * factor + of_decay, abs=1e-6), name
+
+
+def test_the_decays_of_muon_are_not_multiplied_and_spare_marked_variables():
+  """Without a gradient, matrices decay by one of them, and tables and filters by the other."""
+  found = step(Config(Learner, learning_rate=0.01, optimizer=Config(muon, adam_weight_decay=0.1)), 0.0)
+  assert found['kernel'] == pytest.approx(-0.001, abs=1e-6)  # Whose updates have a factor of 1 / 4.
+  assert found['table'] == pytest.approx(-0.001, abs=1e-6)
+  assert found['bias'] == found['hidden'] == 0
+  with pytest.raises(ConfigError, match='adam_weight_decay of muon decays every variable, but bias is marked'):
+    step(Config(Learner, optimizer=Config(optax.contrib.muon, adam_weight_decay=0.1)), 0.0)
 
 
 def test_each_rule_of_a_multi_learner_has_the_factors_of_its_optimizer():

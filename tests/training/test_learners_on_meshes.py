@@ -177,7 +177,10 @@ def test_every_optimizer_on_meshes_is_that_of_one_device(name: str) -> None:
   assert_meshes_agree(Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=0.05))
 
 
-@pytest.mark.parametrize('placement', [pytest.param('owner', marks=pytest.mark.slow), 'auto'])
-def test_owners_also_gather_matrices_if_each_device_updates_its_parts(placement: str) -> None:
+@pytest.mark.parametrize(
+  ('placement', 'per_layer'), [pytest.param('owner', None, marks=pytest.mark.slow), ('auto', True)]
+)
+def test_owners_also_gather_matrices_if_each_device_updates_its_parts(placement: str, per_layer: bool | None) -> None:
   optimizer = Config(muon, weight_decay=0.1, placement=placement)
-  assert_meshes_agree(Config(Learner, optimizer=optimizer, learning_rate=0.05), 'shard_map')
+  learner = Config(Learner, optimizer=optimizer, learning_rate=0.05, per_layer_statistics=per_layer)
+  assert_meshes_agree(learner, 'shard_map')

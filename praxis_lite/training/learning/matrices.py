@@ -20,8 +20,19 @@ from collections.abc import Mapping
 import jax
 import optax
 
+from praxis_lite.common.config import Config
 from praxis_lite.common.trees import NestedDict, Path
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
+
+# The argument with which optimizers take the axes of matrices if they treat the layers of a stack by themselves.
+STACKED_MATRICES = 'matrices'
+# All arguments that take these axes; the first is optax's.
+MATRIX_ARGUMENTS = ('muon_weight_dimension_numbers', STACKED_MATRICES)
+
+
+def takes_matrices(config: Config, arguments: tuple[str, ...] = MATRIX_ARGUMENTS) -> bool:
+  """Whether a factory takes the axes of matrices, by one of these arguments."""
+  return not config.__signature_info__.parameters.keys().isdisjoint(arguments)
 
 
 def matrix_dims(

@@ -57,6 +57,7 @@ def muon(
   adam_b1: float = 0.9,
   adam_b2: float = 0.999,
   adam_weight_decay: float = 0.0,
+  adam_weight_decay_mask: Any = None,
   placement: str = 'auto',
   matrices: Matrices | None = None,
 ) -> MatrixOptimizer:
@@ -67,11 +68,11 @@ def muon(
     ns_coeffs, ns_steps: a, b and c above, and the number of iterations.
     beta: decay of the momentum.
     eps: added to the norm of the direction, and Adam's epsilon.
-    weight_decay, weight_decay_mask: for matrices; the mask is filled in by a learner.
+    weight_decay, weight_decay_mask: for matrices; the mask is filled in by a learner, and so is the other one.
     nesterov: whether the direction is the momentum after one more step.
     consistent_rms: if given, updates are multiplied by this times sqrt(max(rows, columns)) instead; 0.2 makes them as
       large as AdamW's.
-    adam_b1, adam_b2, adam_weight_decay: of AdamW, for the variables that are no matrices.
+    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: of AdamW, for the variables that are no matrices.
     placement: where a matrix is computed. 'owner' sends each to one device; 'split' leaves it where it is, and the
       communication to the compiler; 'auto' sends those that the mesh splits, and of others those that are so large
       that computing them on each device takes longer.
@@ -131,7 +132,13 @@ def muon(
     optax.scale_by_learning_rate(learning_rate),
   )
   of_others = optax.adamw(
-    learning_rate, b1=adam_b1, b2=adam_b2, eps=eps, weight_decay=adam_weight_decay, nesterov=nesterov
+    learning_rate,
+    b1=adam_b1,
+    b2=adam_b2,
+    eps=eps,
+    weight_decay=adam_weight_decay,
+    mask=adam_weight_decay_mask,
+    nesterov=nesterov,
   )
   made = MatrixOptimizer(*optax.partition({'muon': of_matrices, 'adam': of_others}, labels))
   made.exchanges = exchanges

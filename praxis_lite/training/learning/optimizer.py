@@ -20,8 +20,8 @@ such as elementwise ones, run as one group without the map; `probe.py` finds out
     opt_states = {'all': state}
     opt_states = {'single': state, 'repeated_12': state of [12, ...]}
 
-Optimizers that take `matrices`, such as `muon`, are told which axes number layers, so they are not mapped either. Their
-`update` is also given the `Splits` of the variables.
+Optimizers that take `matrices`, such as `muon`, are told which axes number layers, so they are not mapped either,
+unless another part of the optimizer is. Their `update` is also given the `Splits` of the variables, if not mapped.
 
 In a mapped state, values that belong to no variable and cannot differ between layers, such as a count, are kept once
 for all layers. So decisions that an optimizer takes every few steps are still taken once.
@@ -45,7 +45,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
-from praxis_lite.training.learning.matrices import matrix_dims
+from praxis_lite.training.learning.matrices import MATRIX_ARGUMENTS, STACKED_MATRICES, matrix_dims, takes_matrices
 from praxis_lite.training.learning.moments import compress_moments
 from praxis_lite.training.learning.owners import MatrixOptimizer, Splits
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
@@ -57,9 +57,7 @@ States = dict[str, object]
 
 _RATE = 'learning_rate'
 
-# The arguments that take the axes of matrices: those of optax, and those of optimizers that treat stacks themselves.
-_MATRICES, _STACKED_MATRICES = 'muon_weight_dimension_numbers', 'matrices'
-# For each argument that sets a weight decay, the arguments that take its mask.
+# For each argument that sets a weight decay, the arguments that take its mask; those of others end with `_mask`.
 _MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
 
 
@@ -139,7 +137,10 @@ class GroupedOptimizer:
   def decays(self) -> bool:
     """Whether an optimizer in the config has a weight decay of its own."""
     return any(
-      config_values(nested).get(decay) for nested in nested_configs(self._config) for decay in _MASKS_OF_DECAYS
+      is_set
+      for nested in nested_configs(self._config)
+      for name, is_set in config_values(nested).items()
+      if _is_decay(name)
     )
 
   def not_elementwise(self) -> list[str]:
@@ -147,6 +148,8 @@ class GroupedOptimizer:
     if not self._treats_stacks and is_elementwise(self._build, self._weights):
       return []
     at_fault = [name for name, build in self._others() if not is_elementwise(build, self._weights)]
+    if self._treats_stacks and any(depth for _, depth in self._groups.values()):
+      at_fault += map(_name, filter(_treats_stacks, nested_configs(self._config)))
     if not at_fault and self._treats_stacks and self._moments != 'int8':
       return []  # Those that take `matrices` gather what they need.
     if not at_fault and self._moments == 'int8':
@@ -167,13 +170,17 @@ class GroupedOptimizer:
 
   def describe_exchanges(self, splits: Splits) -> list[str]:
     """Returns a sentence for each group of matrices that devices compute for each other on a mesh."""
-    weights = jax.tree.map(lambda weight: weight.as_struct(), self._weights)
+    if not self._treats_stacks:
+      return []
+    not_mapped = set[Path]().union(*(paths for paths, depth in self._groups.values() if not depth))
+    weights = jax.tree.map(lambda weight: weight.as_struct(), _part(self._weights, not_mapped))
+    # Directions are computed in at least float32.
     itemsize = max((x.dtype.itemsize for x in jax.tree.leaves(weights)), default=0)
     found = []
-    for config in filter(_takes_matrices, nested_configs(self._config) if self._treats_stacks else ()):
+    for config in filter(_treats_stacks, nested_configs(self._config)):
       made = self._fill_in(config, 1.0, []).instantiate()
       exchanges = made.exchanges(weights, splits) if isinstance(made, MatrixOptimizer) else []
-      found += [f'{_name(config)}: {exchange.describe(itemsize)}' for exchange in exchanges]
+      found += [f'{_name(config)}: {exchange.describe(max(itemsize, 4))}' for exchange in exchanges]
     return found
 
   @functools.cached_property
@@ -186,6 +193,8 @@ class GroupedOptimizer:
       # Checkpoints keep the states of stacks of a single layer, and of stacks of scalars, layer by layer.
       is_trivial = any(w.repeat_prefix and 1 in (*w.repeat_prefix, math.prod(w.shape)) for w in weights.values())
       apart = any(prefixes) and not self._is_stackable(is_trivial)
+    elif apart and self._treats_stacks:
+      apart = not self._is_stackable(False)
     if not apart:
       return {'all': (set(weights), 0)}
     if self._per_layer is None:
@@ -204,7 +213,7 @@ class GroupedOptimizer:
   @functools.cached_property
   def _treats_stacks(self) -> bool:
     """Whether a factory takes `matrices`, so that it treats the layers of a stack separately by itself."""
-    return any(map(_takes_matrices, nested_configs(self._config)))
+    return any(map(_treats_stacks, nested_configs(self._config)))
 
   def _check_looks_at_each(self) -> None:
     for name, build in self._factories():
@@ -245,12 +254,12 @@ class GroupedOptimizer:
     if _RATE in parameters and arguments.get(_RATE, REQUIRED) is REQUIRED:
       arguments[_RATE] = rate
       took_rate.append(config)
-    for name in (_MATRICES, _STACKED_MATRICES):
+    for name in MATRIX_ARGUMENTS:
       if name in parameters and arguments.get(name) is None:
         arguments[name] = functools.partial(matrix_dims, leaves(self._weights))
-    for decay, masks in _MASKS_OF_DECAYS.items():
-      for name in masks:
-        if decay in parameters and name in parameters and arguments.get(name) is None:
+    for decay in filter(_is_decay, parameters):
+      for name in _masks_of(decay):
+        if name in parameters and arguments.get(name) is None:
           arguments[name] = self._regularization_mask
     return filled
 
@@ -265,7 +274,7 @@ class GroupedOptimizer:
 
   def _others(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
     """Returns the factories that do not take `matrices`."""
-    known = {_name(config) for config in nested_configs(self._config) if _takes_matrices(config)}
+    known = {_name(config) for config in nested_configs(self._config) if _treats_stacks(config)}
     return [(name, build) for name, build in self._factories() if name not in known]
 
   def _factories(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
@@ -296,8 +305,7 @@ class GroupedOptimizer:
     for nested in nested_configs(self._config):
       parameters = nested.__signature_info__.parameters
       for name, value in nested.__arguments__.items():
-        is_decay = isinstance(name, str) and name.endswith(('weight_decay', 'weight_decay_rate'))
-        if is_decay and value and not any(mask in parameters for mask in _MASKS_OF_DECAYS.get(name, ())):
+        if _is_decay(name) and value and not any(mask in parameters for mask in _masks_of(name)):
           raise ConfigError(
             f'learner.optimizer: {name} of {_name(nested)} decays every variable, but {path_name(marked[0])} is marked '
             'to skip regularization; use learner.decoupled_weight_decay, which respects the mark'
@@ -340,8 +348,16 @@ def is_regularized(weight: WeightHParams) -> bool:
   return WeightHParamsCollection.SKIP_REGULARIZATION not in weight.collections
 
 
-def _takes_matrices(config: Config) -> bool:
-  return _STACKED_MATRICES in config.__signature_info__.parameters
+def _treats_stacks(config: Config) -> bool:
+  return takes_matrices(config, (STACKED_MATRICES,))
+
+
+def _is_decay(argument: object) -> bool:
+  return isinstance(argument, str) and argument.endswith(('weight_decay', 'weight_decay_rate'))
+
+
+def _masks_of(decay: str) -> tuple[str, ...]:
+  return _MASKS_OF_DECAYS.get(decay, (f'{decay}_mask',))
 
 
 def _part(tree: NestedDict, paths: set[Path]) -> NestedDict:

@@ -258,14 +258,14 @@ def group_matrices(
 def plan_exchanges(
   dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, flops: Callable[[int, int], int]
 ) -> list[MatrixExchange]:
-  """Returns what each group of matrices costs in a step; none if they are left to the compiler.
+  """Returns what each group of matrices costs in a step; none on one device, or if they are left to the compiler.
 
   Args:
     dims, splits, placement: as for `change_matrices`.
     flops: FLOPs of one matrix, by its sides.
   """
   found: list[MatrixExchange] = []
-  if placement == 'split' and not splits.inside:
+  if math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):
     return found
   for group, members in group_matrices(dims, splits, dims).items():
     spread = group.spread(splits.sizes, _spreads(group, placement))
@@ -288,7 +288,7 @@ def plan_exchanges(
         2 * len(group.split) * entries,
         entries * _parts(spread, splits.sizes) if spread else 0,
         computed * flops(group.rows.size, group.columns.size),
-        _reason(group, placement),
+        _reason(group, placement, splits.sizes),
       )
     )
   return found
@@ -337,9 +337,11 @@ def _spreads(group: MatrixGroup, placement: str) -> bool:
   return placement == 'owner' or (placement == 'auto' and (bool(group.split) or group.rows.size >= LEAST_SIDE))
 
 
-def _reason(group: MatrixGroup, placement: str) -> str:
+def _reason(group: MatrixGroup, placement: str, sizes: Mapping[str, int]) -> str:
   if group.split:
     return 'the mesh splits them'
+  if not group.spread(sizes, whole=True):
+    return 'no mesh axis is left'
   if placement == 'owner':
     return "placement='owner'"
   large = group.rows.size >= LEAST_SIDE

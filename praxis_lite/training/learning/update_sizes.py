@@ -29,11 +29,10 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, select
 from praxis_lite.sharding.growth import depth_ratio, fan_growth, fan_sizes, init_ratio, update_ratio
 from praxis_lite.sharding.weights import WeightHParams, init_magnitude
-from praxis_lite.training.learning.matrices import matrix_dims
+from praxis_lite.training.learning.matrices import matrix_dims, takes_matrices
 
 UPDATE_SIZES = ('auto', 'normalized', 'gradient', 'relative', 'spectral')
 
-_SPECTRAL = 'muon_weight_dimension_numbers'  # The argument that says which variables are matrices.
 # Optimizers that keep points of their own, which a factor of the update of a variable would contradict.
 _OWN_POINTS = ('schedule_free', 'lookahead', 'prodigy', 'dog', 'dowg', 'mechanize', 'cocob')
 _TIMES = 4.0
@@ -144,19 +143,17 @@ def _factor(weight: WeightHParams, size: str, config: Config) -> float:
 
 
 def _muon_scale(fan_in: int, fan_out: int, config: Config) -> float:
-  """Returns the factor with which optax's Muon multiplies a matrix of orthogonal rows or columns."""
-  for nested in nested_configs(config):
-    values = config_values(nested)
-    if _SPECTRAL in values and values.get('consistent_rms') is not None:
+  """Returns the factor with which Muon multiplies a matrix of orthogonal rows or columns."""
+  for nested in filter(takes_matrices, nested_configs(config)):
+    if config_values(nested).get('consistent_rms') is not None:
       return math.sqrt(max(fan_in, fan_out))
-    if _SPECTRAL in values:
-      return math.sqrt(max(1.0, fan_out / fan_in))
+    return math.sqrt(max(1.0, fan_out / fan_in))
   return 1.0
 
 
 def _matrices(config: Config, weights: NestedDict) -> set[Path]:
   """Returns the variables that an optimizer treats as matrices."""
-  if not any(_SPECTRAL in nested.__signature_info__.parameters for nested in nested_configs(config)):
+  if not any(map(takes_matrices, nested_configs(config))):
     return set()
   declared = leaves(weights)
   structs = map_with_path(lambda path, weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), weights)
