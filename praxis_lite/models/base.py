@@ -238,8 +238,10 @@ def checked_outputs(
   return metrics, by_row
 
 
-def check_is_trained(model: BaseModel, loss: jax.Array, weight: jax.Array, trained: NestedDict) -> None:
-  """Inside `jax.grad`: raises ConfigError if the loss depends on none of the trained variables.
+def check_is_trained(
+  model: BaseModel, loss: jax.Array, weight: jax.Array, trained: NestedDict, name: str = 'loss'
+) -> None:
+  """Inside `jax.grad`: raises ConfigError if the loss, the metric `name`, depends on none of the trained variables.
 
   A value that depends on them is a tracer of the same kind as they are; other values are constants for the gradient.
   """
@@ -249,7 +251,10 @@ def check_is_trained(model: BaseModel, loss: jax.Array, weight: jax.Array, train
   where, remedy = _method_name(model, 'compute_loss'), 'leave out stop_gradient, rounding, comparisons and integers'
   if isinstance(weight, kinds):
     remedy = 'its weight does, so the pair seems to be reversed: it is (mean, weight)'
-  raise ConfigError(f'{where}: the loss depends on no variable that is trained, so its gradient is zero; {remedy}')
+  what = 'the loss depends on no variable that is trained'
+  if name != 'loss':
+    what = f"the metric {name!r}, the loss of a rule, depends on none of the rule's variables"
+  raise ConfigError(f'{where}: {what}, so its gradient is zero; {remedy}')
 
 
 def _method_name(model: BaseModel, method: str) -> str:

@@ -43,7 +43,7 @@ from praxis_lite.sharding.specs import (
 )
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.learning.owners import Splits
-from praxis_lite.training.microbatches import LossOutput, scaled_loss, sync_gradients
+from praxis_lite.training.microbatches import Losses, LossOutput, scaled_loss, sync_gradients
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.taps import StepTaps
 from praxis_lite.training.task import SingleTask
@@ -80,9 +80,7 @@ class Execution:
     """Returns (loss to differentiate, weight of the whole batch), given the mean loss over the local rows."""
     return loss, weight
 
-  def combine(
-    self, loss: jax.Array, out: LossOutput, gradients: NestedDict
-  ) -> tuple[jax.Array, LossOutput, NestedDict]:
+  def combine(self, loss: Losses, out: LossOutput, gradients: NestedDict) -> tuple[Losses, LossOutput, NestedDict]:
     """Returns loss, outputs and gradients of the whole batch; of gradients and updates, only this device's parts."""
     return loss, out, gradients
 
@@ -217,9 +215,7 @@ class ShardMapped(Execution):
   def share_of_loss(self, loss: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     return scaled_loss(loss, weight, self.batch_axes)
 
-  def combine(
-    self, loss: jax.Array, out: LossOutput, gradients: NestedDict
-  ) -> tuple[jax.Array, LossOutput, NestedDict]:
+  def combine(self, loss: Losses, out: LossOutput, gradients: NestedDict) -> tuple[Losses, LossOutput, NestedDict]:
     specs = map_with_path(lambda path, _: self._specs[path], gradients)
     out = out._replace(
       metrics=mean_over_devices(out.metrics, self.batch_axes),

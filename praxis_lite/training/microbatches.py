@@ -6,6 +6,8 @@ w_i:
 
     loss = sum_i w_i loss_i / sum_i w_i          gradient = sum_i w_i gradient_i / sum_i w_i
 
+If there are several losses, each has weights of its own.
+
 Inside `shard_map`, each of the n devices along the batch axes has its own rows, of weight w_d. The loss of device d is
 scaled by n w_d / W, where W is the sum of all w_d. Then the mean of losses and gradients over devices is exactly that
 of the whole batch, even if devices have rows of unequal weight or, at the end of a batch, of zero weight.
@@ -15,14 +17,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, leaves, merge, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, merge, select
 from praxis_lite.common.weighted import WeightedScalars, mean_of_means, mean_over_devices
 from praxis_lite.layers.base.call import Summary, part_kind
 from praxis_lite.sharding.explicit import ShardedParam, also_named, to_axes
@@ -30,20 +32,23 @@ from praxis_lite.sharding.specs import all_axes
 
 _TreeT = TypeVar('_TreeT')
 _BatchT = TypeVar('_BatchT')
+# A loss, a scalar; or several by name.
+Losses: TypeAlias = jax.Array | dict[str, jax.Array]
 
 
 class LossOutput(NamedTuple):
   """The outputs of a loss function besides the loss.
 
   Attributes:
-    weight: weight of the loss in the mean over microbatches, such as the number of tokens.
+    weight: weight of the loss in the mean over microbatches, such as the number of tokens; of several losses, each by
+      name.
     metrics: (mean, weight) of each metric.
     per_example: tree of arrays with the batch as dimension 0.
     summaries: summaries by name, from the last microbatch with a nonzero weight; parts of statistics from all.
     updates: new values of non-trainable variables, a part of the variable tree.
   """
 
-  weight: jax.Array
+  weight: Losses
   metrics: WeightedScalars
   per_example: NestedDict
   summaries: dict[str, Summary]
@@ -62,7 +67,7 @@ def value_and_grad(
   batch: _BatchT,
   num_microbatches: int,
   paths_by_loss: Mapping[str, set[Path]] | None = None,
-) -> tuple[jax.Array, LossOutput, _TreeT]:
+) -> tuple[Losses, LossOutput, _TreeT]:
   """Returns (loss, output, gradient with respect to `trained`).
 
   Args:
@@ -72,7 +77,7 @@ def value_and_grad(
     key: PRNG key; each microbatch folds in its number.
     batch, num_microbatches: tree of arrays [B, ...], and k, which must divide B.
     paths_by_loss: if there are several losses: the trained variables that each is differentiated by. Then `loss_fn`
-      also takes the name of the loss, and the sum of all losses is returned.
+      also takes the name of the loss, and all losses are returned, by name.
 
   Raises:
     ConfigError: k does not divide B.
@@ -87,28 +92,39 @@ def value_and_grad(
   microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
   changed: set[Path] = set()
 
-  def one(
-    carry: tuple[_TreeT, jax.Array, jax.Array, NestedDict], xs: tuple[jax.Array, _BatchT]
-  ) -> tuple[tuple[_TreeT, jax.Array, jax.Array, NestedDict], LossOutput]:
-    gradients, loss, weight, others = carry
-    index, microbatch = xs
-    (loss_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
+  def add(total: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
     # A microbatch that consists of padding has weight zero, so its loss, possibly NaN, must not count.
-    counts = output.weight != 0
-    gradients = jax.tree.map(
-      lambda total, g: total + jnp.where(counts, output.weight * g.astype(jnp.float32), 0), gradients, gradients_i
-    )
-    loss = loss + jnp.where(counts, output.weight * loss_i, 0)
+    return total + jnp.where(weight != 0, weight * x.astype(jnp.float32), 0)
+
+  def by_variable(weight: Losses) -> Any:
+    """Returns for each variable the weight of its loss."""
+    if paths_by_loss is None or not isinstance(weight, dict):
+      return jax.tree.map(lambda _: weight, trained)
+    names = {path: name for name, paths in paths_by_loss.items() for path in paths}
+    return map_with_path(lambda path, _: weight[names[path]], trained)
+
+  def one(
+    carry: tuple[_TreeT, Losses, Losses, NestedDict], xs: tuple[jax.Array, _BatchT]
+  ) -> tuple[tuple[_TreeT, Losses, Losses, NestedDict], LossOutput]:
+    gradients, losses, weights, others = carry
+    index, microbatch = xs
+    (losses_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
+    gradients = jax.tree.map(add, gradients, gradients_i, by_variable(output.weight))
+    losses = jax.tree.map(add, losses, losses_i, output.weight)
+    weights = jax.tree.map(jnp.add, weights, output.weight)
     changed.update(leaves(output.updates))
     updated = merge(others, output.updates)
-    return (gradients, loss, weight + output.weight, updated), output._replace(updates={})
+    return (gradients, losses, weights, updated), output._replace(updates={})
 
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
-  start = (zeros, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), others)
-  (gradients, loss, weight, updated), outputs = jax.lax.scan(one, start, (jnp.arange(num_microbatches), microbatches))
-  divisor = jnp.where(weight == 0, 1.0, weight)
-  last = num_microbatches - 1 - jnp.argmax(outputs.weight[::-1] != 0)
-  gradients = jax.tree.map(lambda g, v: (g / divisor).astype(v.dtype), gradients, trained)
+  zero = jnp.zeros((), jnp.float32)
+  no_loss: Losses = zero if paths_by_loss is None else dict.fromkeys(paths_by_loss, zero)
+  start = (zeros, no_loss, no_loss, others)
+  (gradients, losses, weight, updated), outputs = jax.lax.scan(one, start, (jnp.arange(num_microbatches), microbatches))
+  divisor = jax.tree.map(lambda w: jnp.where(w == 0, 1.0, w), weight)
+  counts = functools.reduce(jnp.logical_or, (w != 0 for w in jax.tree.leaves(outputs.weight)))
+  last = num_microbatches - 1 - jnp.argmax(counts[::-1])
+  gradients = jax.tree.map(lambda g, v, d: (g / d).astype(v.dtype), gradients, trained, by_variable(divisor))
   output = LossOutput(
     weight=weight,
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
@@ -116,7 +132,7 @@ def value_and_grad(
     summaries={name: _reduce_microbatches(summary, last) for name, summary in outputs.summaries.items()},
     updates=select(updated, changed.__contains__),
   )
-  return loss / divisor, output, gradients
+  return jax.tree.map(jnp.divide, losses, divisor), output, gradients
 
 
 def _reduce_microbatches(stacked: Summary, last: jax.Array) -> Summary:
@@ -128,14 +144,14 @@ def _reduce_microbatches(stacked: Summary, last: jax.Array) -> Summary:
 
 def _gradients_of_several(loss_fn: Callable[..., Any], paths_by_loss: Mapping[str, set[Path]]) -> Callable[..., Any]:
   def gradients(trained: Any, others: NestedDict, key: jax.Array, batch: Any) -> Any:
-    total, found, output = jnp.zeros((), jnp.float32), [], None
+    losses, found, outputs = {}, [], {}
     for name, paths in paths_by_loss.items():
       frozen = merge(others, select(trained, (leaves(trained).keys() - paths).__contains__))
       of_loss = jax.value_and_grad(functools.partial(loss_fn, name=name), has_aux=True)
-      (loss, output), part = of_loss(select(trained, paths.__contains__), frozen, key, batch)
-      total += loss
+      (losses[name], outputs[name]), part = of_loss(select(trained, paths.__contains__), frozen, key, batch)
       found.append(part)
-    return (total, output), merge(*found)
+    weights = {name: output.weight for name, output in outputs.items()}
+    return (losses, outputs[name]._replace(weight=weights)), merge(*found)
 
   return gradients
 

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
 from praxis_lite.common.trees import NestedDict, map_with_path, merge, node_at
-from praxis_lite.common.weighted import WeightedScalars
+from praxis_lite.common.weighted import WeightedScalar, WeightedScalars
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.layers.base.taps import ARRAY, read_raw_name
 from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
 from praxis_lite.sharding.batch import batch_size
 from praxis_lite.training.execution import Execution
-from praxis_lite.training.learning.base_learner import BoundLearner
-from praxis_lite.training.microbatches import LossOutput, value_and_grad
+from praxis_lite.training.learning.base_learner import BoundLearner, total_loss
+from praxis_lite.training.microbatches import Losses, LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.taps import is_tapped
 from praxis_lite.training.task import SingleTask
@@ -96,9 +96,9 @@ def train_step_single_learner(
   """
   execution = execution or Execution()
   learner = jax_task.bind_learner()
-  loss, out, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
+  losses, out, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
   update = learner.update(
-    *(gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step),
+    *(gradients, losses, states.mdl_vars, states.opt_states, states.ema_vars, states.step),
     *(execution.sum_parts, execution.splits),
   )
   if (taps := execution.taps) is not None:
@@ -111,7 +111,7 @@ def train_step_single_learner(
   one = jnp.ones((), jnp.float32)
   metrics = {**out.metrics, **{name: (value, one) for name, value in update.stats.items()}}
   state = TrainState(states.step + 1, mdl_vars, update.opt_states, update.ema_vars)
-  return TrainStepOutput(state, loss, metrics, out.per_example, out.summaries)
+  return TrainStepOutput(state, total_loss(losses), metrics, out.per_example, out.summaries)
 
 
 def loss_and_gradients(
@@ -120,8 +120,8 @@ def loss_and_gradients(
   """Returns the loss of a step and its gradients, without a mesh; arguments as in `train_step_single_learner`."""
   states = TrainState(step, mdl_vars, {}, None)
   learner = jax_task.bind_learner()
-  loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, Execution())
-  return loss, gradients
+  losses, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, Execution())
+  return total_loss(losses), gradients
 
 
 def gradient_norms(
@@ -133,8 +133,8 @@ def gradient_norms(
   [layers, 1, ...] with one norm per repeated layer.
   """
   learner = jax_task.bind_learner()
-  loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
-  return TrainStepOutput(states, loss, learner.norms(gradients, execution.sum_parts), {}, {})
+  losses, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
+  return TrainStepOutput(states, total_loss(losses), learner.norms(gradients, execution.sum_parts), {}, {})
 
 
 def _loss_and_gradients(
@@ -144,8 +144,8 @@ def _loss_and_gradients(
   prng_key: jax.Array,
   inputs: NestedDict,
   execution: Execution,
-) -> tuple[jax.Array, LossOutput, NestedDict]:
-  """Returns the whole batch's loss, outputs and gradients; under `shard_map`, gradients of this device's parts."""
+) -> tuple[Losses, LossOutput, NestedDict]:
+  """Returns the whole batch's losses, outputs and gradients; under `shard_map`, gradients of this device's parts."""
   model = jax_task.model
   key = execution.device_key(jax.random.fold_in(prng_key, states.step))
 
@@ -158,27 +158,34 @@ def _loss_and_gradients(
     out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=surroundings)
     metrics, per_example = checked_outputs(model, out, batch_size(batch))
     loss, metrics = add_aux_losses(metrics, side)
+    weight = metrics['loss'][1]
     if name != 'loss':
-      loss = _loss_of_rule(metrics, name)
-    check_is_trained(model, loss, metrics['loss'][1], trained)
-    loss, total = execution.share_of_loss(loss, metrics['loss'][1])
+      loss, weight = _loss_of_rule(metrics, name)
+    check_is_trained(model, loss, weight, trained, name)
+    loss, total = execution.share_of_loss(loss, weight)
     return loss, LossOutput(total, metrics, per_example, side.summaries, side.updates)
 
   trained, others = learner.split(states.mdl_vars)
   others = execution.updatable(others)
   by_loss = learner.paths_by_loss()
   several = None if by_loss.keys() == {'loss'} else by_loss
-  loss, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches, several)
-  return execution.combine(loss, out, gradients)
+  losses, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches, several)
+  return execution.combine(losses, out, gradients)
 
 
-def _loss_of_rule(metrics: WeightedScalars, name: str) -> jax.Array:
+def _loss_of_rule(metrics: WeightedScalars, name: str) -> WeightedScalar:
   if name not in metrics:
     raise ConfigError(
       f'task.train.learner.rules: a rule has the loss {name!r}, but the model has only the metrics '
       f'{", ".join(sorted(metrics))}.{did_you_mean(name, metrics)}'
     )
-  return metrics[name][0].astype(jnp.float32)
+  mean, weight = metrics[name]
+  if mean.shape or weight.shape:
+    raise ConfigError(
+      f'task.train.learner.rules: a rule has the loss {name!r}, a metric of shape {mean.shape} with a weight of shape '
+      f'{weight.shape}; both must be scalars, as weighted_mean(losses, weights) returns'
+    )
+  return mean.astype(jnp.float32), weight
 
 
 def eval_step_single_learner(

@@ -137,6 +137,36 @@ def test_a_gradient_of_a_rule_that_does_not_train_need_not_be_finite() -> None:
   assert float(out[5].stats['skipped']) == 1.0 and float(out[5].mdl_vars['y']) == 0.0
 
 
+def test_a_loss_of_a_rule_that_does_not_train_need_not_be_finite() -> None:
+  weights = {'x': weight(), 'y': weight(), 'z': weight()}
+  late = {'train_from_step': 5, 'loss': 'one'}
+  learner = rules({'regex': 'x', **late}, {'regex': 'y', **late, 'train_from_step': 7}, {'loss': 'two'}).bind(weights)
+  zeros = dict.fromkeys(weights, jnp.zeros(()))
+  gradients = dict.fromkeys(weights, jnp.float32(0.5))
+
+  def skipped(step: int, one: float, two: float) -> float:
+    losses = {'one': jnp.float32(one), 'two': jnp.float32(two)}
+    out = learner.update(gradients, losses, zeros, learner.init(zeros), None, jnp.int32(step))
+    return float(out.stats['skipped'])
+
+  assert skipped(0, np.nan, 1.0) == 0.0
+  assert skipped(5, np.nan, 1.0) == skipped(7, np.inf, 1.0) == 1.0
+  assert skipped(0, 1.0, np.nan) == 1.0
+
+
+def test_the_optimizer_of_a_rule_is_given_its_own_loss() -> None:
+  """Polyak's step is the loss over the squared norm of the gradient, times the gradient."""
+  weights = {'x': weight(), 'y': weight()}
+  rate = Config(optax.scale_by_learning_rate, flip_sign=False)
+  polyak = SGD.clone(optimizer=Config(optax.chain, Config(optax.polyak_sgd), rate))
+  learner = rules({'regex': 'x', 'learner': polyak, 'loss': 'one'}, {'learner': polyak, 'loss': 'two'}).bind(weights)
+  zeros = dict.fromkeys(weights, jnp.zeros(()))
+  losses = {'one': jnp.float32(2), 'two': jnp.float32(5)}
+  gradients = dict.fromkeys(weights, jnp.float32(4))
+  out = learner.update(gradients, losses, zeros, learner.init(zeros), None, jnp.int32(0)).mdl_vars
+  np.testing.assert_allclose([out['x'], out['y']], [-2 / 4, -5 / 4], rtol=1e-6)
+
+
 def test_gradients_and_updates_have_factors() -> None:
   weights = {'x': weight(), 'y': weight()}
   decayed = SGD.clone(decoupled_weight_decay=0.5, clip_gradient_norm_to_value=4.0)

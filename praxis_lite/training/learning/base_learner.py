@@ -7,6 +7,7 @@ If its loss or gradient is not finite, a step changes neither variables nor slot
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
@@ -102,12 +103,13 @@ class GivenGradients(NamedTuple):
   Attributes:
     gradients, variables: of the trained variables.
     squares: the squared norm of each gradient, a scalar.
-    loss, step, sum_parts, splits: as for `BoundLearner.update`.
+    losses: the loss of each variable's rule, by name; see `BoundLearner.paths_by_loss`.
+    step, sum_parts, splits: as for `BoundLearner.update`.
   """
 
   gradients: NestedDict
   squares: NestedDict
-  loss: jax.Array
+  losses: Mapping[str, jax.Array]
   variables: NestedDict
   step: jax.Array
   sum_parts: SumParts
@@ -205,7 +207,7 @@ class BoundLearner:
   def update(
     self,
     gradients: NestedDict,
-    loss: jax.Array,
+    loss: jax.Array | Mapping[str, jax.Array],
     mdl_vars: NestedDict,
     opt_states: States,
     ema_vars: NestedDict | None,
@@ -217,7 +219,8 @@ class BoundLearner:
 
     Args:
       gradients: the gradients of the trained variables, a part of the variable tree.
-      loss: the loss; if it is not finite, the step is not applied. It is the same on all devices.
+      loss: the loss, or each of `paths_by_loss` by name; if one that counts in the step is not finite, the step is not
+        applied. It is the same on all devices.
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
@@ -228,13 +231,16 @@ class BoundLearner:
       ConfigError: the optimizer cannot be built from its config, or needs an argument that training steps do not have.
     """
     learner, variables = self._common, self.select_trained(mdl_vars)
+    losses = loss if isinstance(loss, Mapping) else dict.fromkeys(self.paths_by_loss(), loss)
     gradients = self._prepare(gradients, step)
     squares = squares_of(gradients, sum_parts)
     grad_norm = norm_of(squares)
-    finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    finite = None
+    if learner.on_nonfinite != 'ignore':
+      finite = jnp.isfinite(total_loss(self._losses_that_count(losses, step))) & jnp.isfinite(grad_norm)
 
     def change() -> tuple[NestedDict, States, NestedDict | None]:
-      given = GivenGradients(gradients, squares, loss, variables, step, sum_parts, splits)
+      given = GivenGradients(gradients, squares, losses, variables, step, sum_parts, splits)
       updates, states = self.updates(given, opt_states)
       new_variables = optax.apply_updates(variables, updates)
       return new_variables, states, self.update_averages(ema_vars, new_variables, step, states)
@@ -269,6 +275,11 @@ class BoundLearner:
     del step
     return gradients
 
+  def _losses_that_count(self, losses: Mapping[str, jax.Array], step: jax.Array) -> Mapping[str, jax.Array]:
+    """Returns the losses, with zeros for those that are not reduced in the step."""
+    del step
+    return losses
+
   def _stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
     """Returns float32 scalars to report: learning rates, and what else the learner knows."""
     raise NotImplementedError
@@ -294,6 +305,11 @@ def matching_paths(
       raise ConfigError(f'{where}: {pattern!r} matches no {what}.{close}')
     matching |= matched
   return matching
+
+
+def total_loss(losses: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
+  """Returns the sum of all losses."""
+  return functools.reduce(jnp.add, losses.values()) if isinstance(losses, Mapping) else losses
 
 
 def change_if(condition: jax.Array, changed: Callable[[], T], kept: T) -> T:

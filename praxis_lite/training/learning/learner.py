@@ -161,12 +161,13 @@ class _OneOptimizer(BoundLearner):
 
   def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
     learner, rate = self._learner, self._learner.learning_rate_at(given.step)
+    (loss,) = given.losses.values()
     gradients = self._clip(given.gradients, given.squares, given.sum_parts)
     if learner.l2_regularizer_weight:
       gradients = self._plus(gradients, learner.l2_regularizer_weight, given.variables)
     # A decay that the optimizer adds to its updates should not get their factors.
     decayed = self._times_factors(given.variables, -1) if self._optimizer.decays else given.variables
-    updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, given.loss, given.splits)
+    updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, loss, given.splits)
     updates = self._times_factors(updates)
     if learner.decoupled_weight_decay:
       updates = self._plus(updates, -rate * learner.decoupled_weight_decay, given.variables)

@@ -36,7 +36,8 @@ class LearnerRule(Configurable):
     name: letters, digits and underscores. The optimizer state and the metrics of the rule are named by it.
     regex: regexes that match the whole paths of its variables; None takes all that no other rule takes.
     loss: the metric of the model that its variables are trained to reduce, as weights of rows and all other variables
-      are given. With 'loss', auxiliary losses are added to it, as always. Its weight has to be that of 'loss'.
+      are given. Microbatches and devices count by the weight of this metric. With 'loss', auxiliary losses are added to
+      it, as always.
     learner: config of a `Learner`. Fields that hold for all variables together, such as `num_microbatches`, are set in
       the `MultiLearner`.
     train_from_step, train_until_step: it trains in the steps after at least `train_from_step` and fewer than

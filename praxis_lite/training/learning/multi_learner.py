@@ -163,7 +163,8 @@ class _SeveralOptimizers(BoundLearner):
       )
     updates, states = list[NestedDict](), States()
     for part in self._parts:
-      changes, states[part.name] = part.updates(given.select(part.learner.select_trained), opt_states[part.name])
+      own = given.select(part.learner.select_trained)._replace(losses={part.rule.loss: given.losses[part.rule.loss]})
+      changes, states[part.name] = part.updates(own, opt_states[part.name])
       updates.append(changes)
     return merge(*updates), states
 
@@ -180,6 +181,13 @@ class _SeveralOptimizers(BoundLearner):
 
   def _prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
     return merge(*(part.prepare(part.learner.select_trained(gradients), step) for part in self._parts))
+
+  def _losses_that_count(self, losses: Mapping[str, jax.Array], step: jax.Array) -> Mapping[str, jax.Array]:
+    counted = {name: jnp.zeros_like(loss) for name, loss in losses.items()}
+    for part in self._parts:
+      name, trains = part.rule.loss, part.rule.is_training(step)
+      counted[name] = losses[name] if trains is None else jnp.where(trains, losses[name], counted[name])
+    return counted
 
   def _stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
     return {name: value for part in self._parts for name, value in part.stats(step, squares).items()}
