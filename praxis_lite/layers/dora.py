@@ -32,7 +32,14 @@ class DoraLayer(LoraLayer):
   def _create_magnitude(self, out_shape: tuple[int, ...], rank_in: int) -> None:
     wt: DeclaredSplit | None = self.weight_split_dims_mapping.wt
     split = None if wt is None else derived_split(wt[rank_in:], self.path_name)
-    weight = WeightHParams(out_shape, WeightInit.Constant(0.0), self.lora.dtype, tensor_split_dims_mapping=split)
+    weight = WeightHParams(
+      out_shape,
+      WeightInit.Constant(0.0),
+      self.lora.dtype,
+      tensor_split_dims_mapping=split,
+      fan_in_axes=(),
+      fan_out_axes=tuple(range(len(out_shape))),
+    )
     self.create_variable('dora_magnitude', weight)
 
   def _scale_output(self, y: jax.Array) -> jax.Array:

@@ -40,7 +40,14 @@ class Ia3Layer(AdaptedLayer):
     shape, rank_in, split = in_shape if self.ia3_of_inputs else out_shape, len(in_shape), None
     if wt is not None:
       split = derived_split(wt[:rank_in] if self.ia3_of_inputs else wt[rank_in:], self.path_name)
-    weight = WeightHParams(shape, WeightInit.Constant(1.0), self.ia3_dtype, tensor_split_dims_mapping=split)
+    weight = WeightHParams(
+      shape,
+      WeightInit.Constant(1.0),
+      self.ia3_dtype,
+      tensor_split_dims_mapping=split,
+      fan_in_axes=(),
+      fan_out_axes=tuple(range(len(shape))),
+    )
     self.create_variable('ia3_scale', weight)
 
   def _scale_call(self, compute: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.mesh import auto_mesh, create_device_mesh
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig, configure
-from praxis_lite.training.learning.multi_learner import nested_learners
+from praxis_lite.training.learning.multi_learner import has_averages
 from praxis_lite.training.task import SingleTask
 
 
@@ -119,7 +119,7 @@ class SavedRun:
     create_mesh = functools.partial(_mesh_for, mesh=mesh)
     use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
     config = use_kept_vocabulary(self.config, self.directory)
-    if ema and not any(learner.ema_decay for learner in nested_learners(config.task.train.learner).values()):
+    if ema and not has_averages(config.task.train.learner):
       raise UserError('load(ema=True): the run keeps no moving averages: its task.train.learner.ema_decay is 0')
     if self._config is None:
       for line in self.record.other_defaults.describe(self.config.roots()):

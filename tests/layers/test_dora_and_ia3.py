@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,9 +11,12 @@ from drawn_state import drawn_variables
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import leaves, select
+from praxis_lite.common.trees import leaves, map_with_path, node_at, select
 from praxis_lite.layers import Dora, Ia3, Linear, Projection
 from praxis_lite.models import add_adapters, merge_adapters, transformer_lm, unmerge_adapters, without_adapters
+from praxis_lite.sharding.growth import fan_growth
+from praxis_lite.sharding.weights import Growth
+from praxis_lite.training.learning.matrices import matrix_dims
 
 X = np.random.default_rng(0).standard_normal((2, 4, 18)).astype(np.float32)
 IDS = np.random.default_rng(0).integers(0, 37, (2, 4)).astype(np.int32)
@@ -53,6 +58,20 @@ def test_ia3_is_the_formula(of_inputs):
     w, b, scale = v['w'].reshape(18, -1), v['b'].reshape(-1), v['ia3_scale'].reshape(-1)
     expected = (X * scale) @ w + b if of_inputs else (X @ w + b) * scale
     np.testing.assert_allclose(layer.apply(v, X)[0].reshape(expected.shape), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'adapter', [Config(Dora, rank=2), Config(Ia3, layers='x', of_inputs='y'), Config(Ia3, layers='x', of_inputs='x')]
+)
+@pytest.mark.parametrize('in_shape, out_shape', [((18,), (3, 2)), ((4, 3), (5,)), ((4, 3), (3, 2))])
+def test_scales_are_vectors_for_mup_and_muon(adapter, in_shape, out_shape):
+  layer, _ = built(Config(Projection, in_shape=in_shape, out_shape=out_shape), adapter)
+  weights = leaves(layer.abstract_init())
+  ((path, weight),) = ((p, w) for p, w in weights.items() if p[-1] in ('dora_magnitude', 'ia3_scale'))
+  grown = dataclasses.replace(weight, growth=Growth((1, *weight.shape[1:])))
+  shapes = map_with_path(lambda p, w: w.as_struct(), select(layer.abstract_init(), path.__eq__))
+  assert fan_growth(grown) == (1.0, weight.shape[0])
+  assert node_at(matrix_dims({path: weight}, shapes), path) is None
 
 
 @pytest.mark.parametrize('adapter', [Config(Dora, rank=2), Config(Ia3)], ids=['dora', 'ia3'])

@@ -11,9 +11,12 @@ from small_trees import declarations, values
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner
 
 FREE = Config(optax.contrib.schedule_free_adamw)
+SKIP = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
+WRAPPED = Config(optax.contrib.schedule_free, base_optimizer=Config(optax.adamw, b1=0.0, weight_decay=0.1))
 
 
 def trained(config: Config, steps: int = 3):
@@ -76,8 +79,29 @@ def test_only_the_rule_that_is_schedule_free_keeps_an_average():
     ({'ema_decay': 0.9}, r'learner\.ema_decay = 0\.9: a schedule-free optimizer has an average of its own'),
     ({'moments': 'int8'}, r"learner\.moments = 'int8': a schedule-free optimizer keeps points"),
     ({'optimizer': Config(optax.contrib.schedule_free_sgd, b1=0)}, r'learner\.optimizer\.b1 = 0'),
+    ({'decoupled_weight_decay': 0.1}, r'decoupled_weight_decay = 0\.1: .* set learner\.optimizer\.weight_decay'),
+    (
+      {'decoupled_weight_decay': 0.1, 'optimizer': WRAPPED},
+      r'decoupled_weight_decay = 0\.1: .* set learner\.optimizer\.base_optimizer\.weight_decay',
+    ),
   ],
 )
 def test_what_has_no_average_is_refused(fields, message):
   with pytest.raises(ConfigError, match=message):
     Config(Learner, optimizer=FREE).set(**fields).instantiate()
+
+
+def test_a_decay_that_respects_marks_is_that_of_the_base_optimizer():
+  weights = {'w': WeightHParams((2,)), 'scale': WeightHParams((2,), collections=SKIP)}
+  ones = jax.tree.map(lambda w: jnp.ones(w.shape), weights)
+
+  def first_z(optimizer):
+    learner = Config(Learner, optimizer=optimizer, learning_rate=0.5).instantiate().bind(weights)
+    out = learner.update(jax.tree.map(jnp.zeros_like, ones), 1.0, ones, learner.init(ones), ones, jnp.int32(0))
+    return out.opt_states['all'].z
+
+  z = first_z(WRAPPED)
+  np.testing.assert_allclose(z['w'], 1 - 0.5 * 0.1, rtol=1e-6)
+  np.testing.assert_array_equal(z['scale'], 1)
+  with pytest.raises(ConfigError, match=r'use Config\(optax\.contrib\.schedule_free, base_optimizer='):
+    first_z(FREE.clone(weight_decay=0.1))

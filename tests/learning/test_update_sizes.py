@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.common.config import Config
+from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.sharding.weights import Growth, WeightHParams, WeightHParamsCollection, WeightInit
 from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner, muon
+from praxis_lite.training.learning.praxis_adafactor import adafactor
 
 BIAS = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
 INIT = WeightInit.GaussianFanIn()
@@ -139,6 +140,25 @@ def test_the_decays_of_muon_are_not_multiplied_and_spare_marked_variables():
   assert found['bias'] == found['hidden'] == 0
   with pytest.raises(ConfigError, match='adam_weight_decay of muon decays every variable, but bias is marked'):
     step(Config(Learner, optimizer=Config(optax.contrib.muon, adam_weight_decay=0.1)), 0.0)
+
+
+@pytest.mark.parametrize(
+  'optimizer',
+  [
+    Config(optax.lamb, weight_decay=0.1),
+    Config(optax.adafactor, weight_decay_rate=1e-5),
+    Config(adafactor, weight_decay=0.1),
+    Config(optax.chain, Config(optax.clip, 1.0), Config(optax.lamb, weight_decay=0.1)),
+  ],
+  ids=['lamb', 'adafactor', 'that of Praxis', 'in a chain'],
+)
+def test_a_decay_of_an_optimizer_that_measures_variables_is_refused(optimizer):
+  # A variable divided by its factor would have another norm, and the update would lose the factor.
+  with pytest.raises(ConfigError, match=r'updates are relative .* set learner\.decoupled_weight_decay'):
+    factors(optimizer)
+  without = {'learning_rate': 0.01, 'decoupled_weight_decay': 0.1, 'optimizer': Config(target(optimizer))}
+  if target(optimizer) is not optax.chain:
+    assert step(Config(Learner, **without), 0.0)['hidden'] == pytest.approx(-0.001, abs=1e-6)
 
 
 def test_each_rule_of_a_multi_learner_has_the_factors_of_its_optimizer():

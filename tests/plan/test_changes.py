@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 
+import optax
 import pytest
 from small_lm import ALL, ROWS, TOKENS, small_lm
 
 from praxis_lite.cli.main import main
+from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments.explain.report import task_and_inputs
 from praxis_lite.instruments.plan import child, compilers, parse_topology, plan, searching, what_if
@@ -137,6 +139,21 @@ def test_what_other_moments_save_is_exact(planned):
     compile=False,
   )
   assert again.memory.state.total - planned.memory.state.total == changes['moments in int8'].peak - planned.memory.peak
+
+
+@pytest.mark.parametrize(
+  ('fields', 'proposed'),
+  [
+    ({}, ['ema_decay=0.9999']),
+    ({'ema_decay': 0.9}, ['ema_decay=0.0']),
+    ({'optimizer': Config(optax.contrib.schedule_free_adamw)}, []),
+  ],
+)
+def test_averages_are_proposed_if_there_are_none(planned, fields, proposed):
+  config = small_lm((1, 4, 2))
+  config.task.train.learner.set(**fields)
+  lines = [line for _, line in WhatIf(configure_task(config), planned)._state_changes() if 'ema_decay' in line]
+  assert lines == [f'task.train.learner.{line}' for line in proposed]
 
 
 def test_a_size_that_a_limit_of_the_search_ends_says_so(planned, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 from tiny_runs import INPUTS, examples, expected_loss, tiny_run
 
@@ -530,3 +531,13 @@ def test_files_whose_examples_have_another_shape_than_the_data_are_refused(model
   )
   with pytest.raises(DataError, match=expected):
     list(predict_files(model, [str(file)]))
+
+
+def test_the_average_of_a_schedule_free_optimizer_can_be_asked_for(shared_programs, tmp_path):
+  free = {'optimizer': Config(optax.contrib.schedule_free_sgd), 'learning_rate': 0.05}
+  config = tiny_run(1, num_train_steps=3, learner=free)
+  run_train(config, tmp_path)
+  run = praxis_lite.open_run(tmp_path, config)
+  average, last = (run.load(ema=ema).variables['w'] for ema in (True, False))
+  np.testing.assert_array_equal(average, run.load().variables['w'])
+  assert np.abs(np.asarray(average) - np.asarray(last)).max() > 1e-6

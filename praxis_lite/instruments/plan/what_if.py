@@ -29,7 +29,7 @@ from praxis_lite.instruments.plan.searching import Correction, Elsewhere
 from praxis_lite.layers.base.facts import KnobKind
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.learning.moments import MOMENTS
-from praxis_lite.training.learning.multi_learner import nested_learners
+from praxis_lite.training.learning.multi_learner import has_averages, nested_learners
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 # If less than this share of a step is exposed communication, no other mesh is proposed.
@@ -138,7 +138,7 @@ class WhatIf:
         yield f'moments in {dtype}', f'{self._learner_path}.moments={dtype}'
     if any(learner.ema_decay for learner in learners):
       yield 'without moving averages', f'{self._learner_path}.ema_decay=0.0'
-    else:
+    elif not has_averages(train.learner):
       yield 'with moving averages', f'{self._learner_path}.ema_decay=0.9999'
     if not train.offload_optimizer_state:
       yield 'slots in the memory of the host', 'task.train.offload_optimizer_state=True'

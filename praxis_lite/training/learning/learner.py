@@ -104,7 +104,7 @@ class Learner(BaseLearner, Configurable):
       if not 0 <= getattr(self, field) < math.inf:
         raise ConfigError(f'learner.{field}: expected a finite number of at least 0, got {getattr(self, field)}')
     if is_schedule_free(self.optimizer):
-      check_schedule_free(self.optimizer, self.ema_decay, self.moments)
+      check_schedule_free(self.optimizer, self.ema_decay, self.moments, self.decoupled_weight_decay)
     self._check_limits('clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value', 'clip_gradient_value')
     if not 0 <= self.ema_decay < 1:
       raise ConfigError(f'learner.ema_decay: expected at least 0 and less than 1, got {self.ema_decay}')

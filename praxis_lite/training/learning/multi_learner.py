@@ -39,6 +39,7 @@ from praxis_lite.training.learning.base_learner import (
 from praxis_lite.training.learning.learner_rule import LearnerRule, assign_variables, build_rules
 from praxis_lite.training.learning.optimizer import States
 from praxis_lite.training.learning.owners import Splits
+from praxis_lite.training.learning.schedule_free import is_schedule_free
 
 
 class MultiLearner(BaseLearner, Configurable):
@@ -101,6 +102,11 @@ def nested_learners(config: Config) -> dict[str, Config]:
     return {'': config}
   found = {i: config_values(rule).get('learner') for i, rule in enumerate(nested_rules(config))}
   return {f'rules[{i}].learner': learner for i, learner in found.items() if isinstance(learner, Config)}
+
+
+def has_averages(config: Config) -> bool:
+  """Whether the learner of a config keeps averages of some variables; see `BaseLearner.keeps_averages`."""
+  return any(learner.ema_decay or is_schedule_free(learner.optimizer) for learner in nested_learners(config).values())
 
 
 def nested_rules(config: Config) -> list[Config]:

@@ -131,7 +131,8 @@ class GroupedOptimizer:
 
   def update_factors(self, size: str) -> dict[Path, float]:
     """Returns the factor of each variable's update, for a model with `Mup`; see `update_sizes.py`."""
-    return update_factors(self._config, self._build, self._weights, size)
+    alone = GroupedOptimizer(_without_decay(self._config), self._weights, self._per_layer, self._moments)
+    return update_factors(self._config, alone._build, self._weights, size, self.decays)
 
   @property
   def decays(self) -> bool:
@@ -306,9 +307,14 @@ class GroupedOptimizer:
       parameters = nested.__signature_info__.parameters
       for name, value in nested.__arguments__.items():
         if _is_decay(name) and value and not any(mask in parameters for mask in _masks_of(name)):
+          instead = 'learner.decoupled_weight_decay'
+          if _name(nested).startswith('schedule_free'):  # The learner cannot decay the points that it keeps.
+            instead = (
+              'Config(optax.contrib.schedule_free, base_optimizer=Config(optax.adamw, b1=0.0, weight_decay=...))'
+            )
           raise ConfigError(
             f'learner.optimizer: {name} of {_name(nested)} decays every variable, but {path_name(marked[0])} is marked '
-            'to skip regularization; use learner.decoupled_weight_decay, which respects the mark'
+            f'to skip regularization; use {instead}, which respects the mark'
           )
 
 
@@ -327,6 +333,14 @@ def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | Non
       return known
   _RECENT.append(GroupedOptimizer(config.clone(), declared, per_layer, moments))
   return _RECENT[-1]
+
+
+def _without_decay(config: Config) -> Config:
+  copy = config.clone()
+  for key, value in list(copy.__arguments__.items()):
+    is_decay = key in _MASKS_OF_DECAYS and value
+    copy.__arguments__[key] = 0.0 if is_decay else map_nested(_without_decay, value)
+  return copy
 
 
 def _strip_split(weight: WeightHParams) -> WeightHParams:

@@ -29,8 +29,8 @@ def is_schedule_free(optimizer: Config) -> bool:
   return any(target(nested) in _FACTORIES for nested in nested_configs(optimizer))
 
 
-def check_schedule_free(optimizer: Config, ema_decay: float, moments: str) -> None:
-  """Raises ConfigError if x of a schedule-free optimizer cannot be kept."""
+def check_schedule_free(optimizer: Config, ema_decay: float, moments: str, decoupled_weight_decay: float) -> None:
+  """Raises ConfigError if x of a schedule-free optimizer cannot be kept, or if a learner decays y, but never z."""
   if ema_decay:
     raise ConfigError(
       f'learner.ema_decay = {ema_decay}: a schedule-free optimizer has an average of its own, which evaluation uses; '
@@ -39,6 +39,13 @@ def check_schedule_free(optimizer: Config, ema_decay: float, moments: str) -> No
   if moments != 'float32':
     raise ConfigError(
       f"learner.moments = {moments!r}: a schedule-free optimizer keeps points, not moments; set it to 'float32'"
+    )
+  if decoupled_weight_decay:
+    is_wrapper = any(target(nested) is contrib.schedule_free for nested in nested_configs(optimizer))
+    raise ConfigError(
+      f'learner.decoupled_weight_decay = {decoupled_weight_decay}: it decays only the points at which a schedule-free '
+      'optimizer takes gradients; set learner.optimizer.'
+      f'{"base_optimizer." if is_wrapper else ""}weight_decay, which also decays the points that it keeps'
     )
   if any(target(nested) in _FACTORIES and config_values(nested).get('b1') == 0 for nested in nested_configs(optimizer)):
     raise ConfigError('learner.optimizer.b1 = 0: the average cannot be computed from the variables; expected more')

@@ -26,7 +26,7 @@ import optax
 
 from praxis_lite.common.config import Config, config_values, nested_configs, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name, select
 from praxis_lite.sharding.growth import depth_ratio, fan_growth, fan_sizes, init_ratio, update_ratio
 from praxis_lite.sharding.weights import WeightHParams, init_magnitude
 from praxis_lite.training.learning.matrices import matrix_dims, takes_matrices
@@ -44,18 +44,24 @@ def has_growth(weights: NestedDict) -> bool:
 
 
 def update_factors(
-  config: Config, build: Callable[[float], optax.GradientTransformationExtraArgs], weights: NestedDict, size: str
+  config: Config,
+  build: Callable[[float], optax.GradientTransformationExtraArgs],
+  weights: NestedDict,
+  size: str,
+  decays: bool = False,
 ) -> dict[Path, float]:
   """Returns the factor of the update of each variable.
 
   Args:
     config: of the optimizer.
-    build: (a learning rate) -> the transformation.
+    build: (a learning rate) -> the transformation, without a weight decay.
     weights: declarations of the variables.
     size: one of `UPDATE_SIZES`; 'auto' finds it out for each variable.
+    decays: whether the optimizer has a weight decay of its own.
 
   Raises:
-    ConfigError: the size of an update is not one of these, or the optimizer keeps points of its own.
+    ConfigError: the size of an update is not one of these, the optimizer keeps points of its own, or it decays
+      variables whose norms it also multiplies updates by.
   """
   for nested in nested_configs(config):
     name = getattr(target(nested), '__name__', '')
@@ -63,6 +69,12 @@ def update_factors(
       raise ConfigError(f'learner.optimizer: {name} keeps points of its own, so a model with mup cannot use it')
   declared = leaves(weights)
   sizes = find_sizes(config, build, weights) if size == 'auto' else dict.fromkeys(declared, size)
+  # A learner corrects the decay of an optimizer by dividing the variables, which would change their norms too.
+  if decays and (relative := next((path for path, of in sizes.items() if of == 'relative'), None)) is not None:
+    raise ConfigError(
+      f'learner.optimizer: its updates are relative to the sizes of variables, such as {path_name(relative)}, and it '
+      'decays weights; with mup, set learner.decoupled_weight_decay instead of its own weight decay'
+    )
   return {path: _factor(weight, sizes[path], config) for path, weight in declared.items()}
 
 
