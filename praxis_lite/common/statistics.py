@@ -12,7 +12,8 @@ A device computes parts: sums, and extremes. `PartKind` says how parts combine. 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ HISTOGRAM = 'hist'
 # Bins of histograms: for each sign, 2 for each power of 2 from 2^-40 to 2^40, and one for zeros in the middle.
 _LOWEST, _HIGHEST, _PARTS = -40, 40, 2
 _BINS_OF_SIGN = (_HIGHEST - _LOWEST) * _PARTS
+_MOST_COUNTED = 2**31 - 1  # Entries in an int32 count.
 
 
 class PartKind(enum.StrEnum):
@@ -32,36 +34,51 @@ class PartKind(enum.StrEnum):
   SUM = 'sum'
   MAX = 'max'
   MIN = 'min'
+  MOMENTS = 'moments'  # [..., 3]: the number of entries, their mean, and the sum of squared distances to it.
 
-  def combine(self, x: jax.Array, axis: int = 0) -> jax.Array:
-    """Returns parts combined over an axis; of a sum, in its own dtype."""
+  def combine(self, x: jax.Array) -> jax.Array:
+    """Returns parts combined over the first axis; of a sum, in its own dtype."""
+    if self is PartKind.MOMENTS:
+      return _combine_moments(x, lambda each: jnp.sum(each, 0))
     if self is PartKind.SUM:
-      return jnp.sum(x, axis, dtype=x.dtype)
-    return jnp.max(x, axis) if self is PartKind.MAX else jnp.min(x, axis)
+      return jnp.sum(x, 0, dtype=x.dtype)
+    return jnp.max(x, 0) if self is PartKind.MAX else jnp.min(x, 0)
 
   def combine_devices(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Inside `shard_map`: returns parts combined over the devices along some axes."""
+    if self is PartKind.MOMENTS:
+      return _combine_moments(x, lambda each: jax.lax.psum(each, axes))
     if self is PartKind.SUM:
       return jax.lax.psum(x, axes)
     return jax.lax.pmax(x, axes) if self is PartKind.MAX else jax.lax.pmin(x, axes)
 
   def neutral(self, x: jax.Array) -> jax.Array:
     """Returns an array like x whose values change no result."""
-    return jnp.full_like(x, {PartKind.SUM: 0, PartKind.MAX: -jnp.inf, PartKind.MIN: jnp.inf}[self])
+    return jnp.full_like(x, {PartKind.MAX: -jnp.inf, PartKind.MIN: jnp.inf}.get(self, 0))
 
   def combine_on_host(self, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Returns parts combined on the host, in float64."""
     stacked = np.stack([np.asarray(x, np.float64) for x in parts])
+    if self is PartKind.MOMENTS:
+      return np.asarray(_combine_moments(stacked, lambda each: each.sum(0), np))
     if self is PartKind.SUM:
       return np.asarray(stacked.sum(0))
     return np.asarray(stacked.max(0) if self is PartKind.MAX else stacked.min(0))
+
+
+def _combine_moments(x: Any, total: Callable[[Any], Any], xp: Any = jnp) -> Any:
+  """Returns moments [..., 3] of several parts together (Chan et al., 1979); `total` sums over the parts."""
+  n, mean, squares = x[..., 0], x[..., 1], x[..., 2]
+  of_all = total(n)
+  center = total(n * mean) / xp.maximum(of_all, 1)
+  return xp.stack([of_all, center, total(squares + n * xp.square(mean - center))], -1)
 
 
 # The parts that each statistic needs, besides the number of entries, `n`.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
   'rms': ('squares',),
   'mean': ('sum',),
-  'std': ('sum', 'squares'),
+  'std': ('moments',),
   'min': ('min',),
   'max': ('max',),
   'max_abs': ('max_abs',),
@@ -70,6 +87,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
   'hist': ('bins',),
 }
 _KINDS = {'min': PartKind.MIN, 'max': PartKind.MAX, 'max_abs': PartKind.MAX, 'units': PartKind.MAX}
+_KINDS['moments'] = PartKind.MOMENTS
 
 
 def kind_of_part(part: str) -> PartKind:
@@ -80,16 +98,19 @@ def kind_of_part(part: str) -> PartKind:
 def compute_parts(
   x: jax.Array, real: jax.Array | None, statistics: Sequence[str], first: int = 0
 ) -> dict[str, jax.Array]:
-  """Returns the parts of some statistics by name, in float32; of a histogram, int32 counts [bins].
+  """Returns the parts of some statistics by name, in float32; of a histogram, counts [bins].
 
   Args:
-    x: floating, any shape.
+    x: floating, any shape; a scalar, or one in each layer of a stack, is a unit.
     real: bool, broadcast to x: False for entries that do not count, which may be anything; None means that all do.
     statistics: names in `STATISTICS`.
     first: number of leading dimensions with a statistic for each of their entries, such as layers; the parts begin
       with them.
   """
   x = x.astype(jnp.float32)
+  if x.ndim == first:
+    x = x[..., None]
+    real = None if real is None else real[..., None]
   axes = tuple(range(first, x.ndim))
   size = int(np.prod(x.shape[first:], dtype=np.int64))
   if real is not None:
@@ -111,6 +132,8 @@ def _part(part: str, x: jax.Array, real: jax.Array | None, first: int, axes: tup
       return jnp.sum(x, axes)
     case 'squares':
       return jnp.sum(jnp.square(x), axes)
+    case 'moments':
+      return _moments(x, real, axes)
     case 'min':
       return jnp.min(x if real is None else jnp.where(real, x, jnp.inf), axes, initial=jnp.inf)
     case 'max':
@@ -122,19 +145,33 @@ def _part(part: str, x: jax.Array, real: jax.Array | None, first: int, axes: tup
     case 'units':
       return jnp.max(jnp.abs(x), axes[:-1], initial=0)
   weights = jnp.ones(x.shape, jnp.int32) if real is None else real.astype(jnp.int32)
-  count = _count_bins
-  for _ in range(first):
+  count, rows = _count_bins, first
+  while np.prod(x.shape[rows:], dtype=np.int64) > _MOST_COUNTED:
+    rows += 1
+  for _ in range(rows):
     count = jax.vmap(count)
-  return count(x, weights)
+  return jnp.sum(count(x, weights), tuple(range(first, rows)))
+
+
+def _moments(x: jax.Array, real: jax.Array | None, axes: tuple[int, ...]) -> jax.Array:
+  """Returns [..., 3]; x is 0 where it does not count."""
+  n = jnp.sum(jnp.ones_like(x) if real is None else real, axes, keepdims=True, dtype=jnp.float32)
+  mean = jnp.sum(x, axes, keepdims=True) / jnp.maximum(n, 1)
+  away = x - mean if real is None else jnp.where(real, x - mean, 0)
+  # The mean is rounded, and so what is left of it is in the mean distance.
+  left = jnp.sum(away, axes, keepdims=True) / jnp.maximum(n, 1)
+  squares = jnp.sum(jnp.square(away), axes, keepdims=True) - n * jnp.square(left)
+  return jnp.stack([jnp.squeeze(each, axes) for each in (n, mean + left, squares)], -1)
 
 
 def _count_bins(x: jax.Array, weights: jax.Array) -> jax.Array:
-  """Returns the number of entries in each bin, int32 [bins]."""
+  """Returns the number of entries in each bin, float32 [bins], of at most `_MOST_COUNTED` entries."""
   # The first bit after the exponent halves each power of 2.
   bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32) >> 22
   bin_of_sign = jnp.clip(bits - (127 + _LOWEST) * _PARTS, 0, _BINS_OF_SIGN - 1)
   index = jnp.where(x == 0, _BINS_OF_SIGN, _BINS_OF_SIGN + jnp.where(x < 0, -1 - bin_of_sign, 1 + bin_of_sign))
-  return jnp.zeros(2 * _BINS_OF_SIGN + 1, jnp.int32).at[index.ravel()].add(weights.ravel())
+  counts = jnp.zeros(2 * _BINS_OF_SIGN + 1, jnp.int32).at[index.ravel()].add(weights.ravel())
+  return counts.astype(jnp.float32)
 
 
 def bin_edges() -> np.ndarray:
@@ -158,8 +195,7 @@ def from_parts(parts: Mapping[str, np.ndarray], statistics: Sequence[str]) -> di
         case 'mean':
           made[name] = wide['sum'] / n
         case 'std':
-          variance = wide['squares'] / n - (wide['sum'] / n) ** 2
-          made[name] = np.sqrt(np.maximum(variance, 0))
+          made[name] = np.sqrt(np.maximum(wide['moments'][..., 2], 0) / n)
         case 'frac_zero':
           made[name] = wide['zeros'] / n
         case 'dead':

@@ -144,7 +144,7 @@ class StepTaps:
       below = any(name.startswith(f'{tap.pattern}.') for name in names)
       near = f' It is a layer; its variables are {tap.of}({tap.pattern}.*)' if below else _nearest(tap.pattern, names)
       raise ConfigError(f'tap {tap.text!r} matches no variable.{near}')
-    if not self.variables_of(tap.of):
+    if tap.of != 'weight' and not any(tap.matches(path_name(path)) for path in self._trained):
       raise ConfigError(f'tap {tap.text!r}: {met[0]} is not trained, so it has no {tap.of}')
 
   def check_parts(self, axes: Iterable[str]) -> None:
@@ -296,25 +296,33 @@ class TappedParts:
   """Parts of statistics of several batches, combined on the host."""
 
   def __init__(self) -> None:
-    self._parts: dict[str, tuple[str, list[np.ndarray | jax.Array]]] = {}
+    self._parts: dict[str, tuple[PartKind, np.ndarray]] = {}
+    self._last: dict[str, Summary] = {}
 
   def add(self, summaries: Mapping[str, Summary]) -> None:
-    """Adds those summaries of a batch that are parts of statistics."""
-    for name, summary in summaries.items():
-      if is_tapped(name) and summary.kind != ARRAY:
-        self._parts.setdefault(name, (summary.kind, []))[1].append(summary.value)
+    """Adds those summaries of a batch that are parts of statistics.
+
+    It reads those of the batch before, so that it does not wait for a device, which then holds those of one batch.
+    """
+    self._read_last()
+    self._last = {name: s for name, s in summaries.items() if is_tapped(name) and s.kind != ARRAY}
+
+  def _read_last(self) -> None:
+    for name, summary in jax.device_get(self._last).items():
+      kind = PartKind(summary.kind)
+      before = [self._parts[name][1]] if name in self._parts else []
+      self._parts[name] = kind, kind.combine_on_host([*before, summary.value])
+    self._last = {}
 
   def statistics(self) -> dict[str, Summary]:
     """Returns the statistics by name, `path/rms`; those of histograms have the kind 'bins'."""
-    if not self._parts:
-      return {}
-    read = jax.device_get({name: values for name, (_, values) in self._parts.items()})
+    self._read_last()
     labels: dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]] = {}
-    for name, values in read.items():
+    for name, (_, combined) in self._parts.items():
       raw = read_raw_name(name)
       assert raw is not None
       part, statistics, label = raw
-      labels.setdefault((statistics, label), {})[part] = PartKind(self._parts[name][0]).combine_on_host(values)
+      labels.setdefault((statistics, label), {})[part] = combined
     return {
       name: summary
       for (statistics, label), parts in labels.items()

@@ -7,16 +7,19 @@ import optax
 import pytest
 from drawn_state import drawn_state, drawn_variables
 
+from praxis_lite.common import statistics
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.statistics import STATISTICS, bin_edges, compute_parts, from_parts, kind_of_part
 from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.layers import Pipelined, Repeat
 from praxis_lite.layers.base import Layer, WeightSplit, scope
+from praxis_lite.layers.base.summaries import Summary
+from praxis_lite.layers.base.taps import Taps, raw_name
 from praxis_lite.models import BaseModel
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.taps import Tap, finish_summaries, step_taps
+from praxis_lite.training.taps import Tap, TappedParts, finish_summaries, step_taps
 from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -270,6 +273,67 @@ def test_entries_that_do_not_count_may_be_anything_and_none_make_nan():
   empty = from_parts(compute_parts(x, jnp.zeros(4, bool), STATISTICS), STATISTICS)
   assert all(np.isnan(empty[name]) for name in STATISTICS if name != 'hist')
   assert empty['hist'].sum() == 0
+
+
+@pytest.mark.parametrize('mean', [0.0, 1e3, -1e4])
+def test_a_large_mean_does_not_hide_the_spread(mean):
+  x = (mean + np.random.default_rng(0).standard_normal((3, 8, 50))).astype(np.float32)
+  x[1] += 2  # The means of parts differ.
+  real = np.arange(8)[:, None] < 5
+  parts = [compute_parts(jnp.asarray(each), jnp.asarray(real), ['std']) for each in x]
+  kind = kind_of_part('moments')
+  stacked = jnp.stack([part['moments'] for part in parts])
+  wanted = x.astype(np.float64)[:, :5].std()
+  for moments in (
+    kind.combine_on_host([np.asarray(each) for each in stacked]),
+    kind.combine(jnp.concatenate([stacked, kind.neutral(stacked)])),
+    jax.vmap(lambda part: kind.combine_devices(part, ('parts',)), axis_name='parts')(stacked)[2],
+  ):
+    got = from_parts({'n': np.float32(750), 'moments': np.asarray(moments)}, ['std'])['std']
+    np.testing.assert_allclose(got, wanted, rtol=1e-3)
+  one = from_parts(compute_parts(jnp.asarray(x.reshape(3, -1)), None, ['std'], 1), ['std'])['std']
+  np.testing.assert_allclose(one, x.astype(np.float64).std((1, 2)), rtol=1e-3)
+
+
+def test_a_scalar_is_a_unit():
+  for x, first in ((np.float32(0), 0), (np.array([0, -2, 3], np.float32), 1)):
+    got = from_parts(compute_parts(jnp.asarray(x), None, STATISTICS, first), STATISTICS)
+    for index in np.ndindex(x.shape):
+      for name, value in of_numpy(np.asarray(x[index], np.float64).reshape(1, 1)).items():
+        np.testing.assert_allclose(got[name][index], value, rtol=1e-6, err_msg=name)
+
+
+def test_counts_of_more_entries_than_an_int32_do_not_wrap(monkeypatch):
+  x = jnp.arange(24.0).reshape(2, 3, 4)
+  whole = compute_parts(x, None, ['hist'], 1)['bins']
+  monkeypatch.setattr(statistics, '_MOST_COUNTED', 5)
+  np.testing.assert_array_equal(compute_parts(x, None, ['hist'], 1)['bins'], whole)
+  most = jnp.full((3, 4), 2**30).astype(whole.dtype)
+  assert np.all(np.asarray(kind_of_part('bins').combine(most), np.float64) == 3 * 2.0**30)
+
+
+def test_a_pooled_value_has_no_tokens():
+  real = jnp.array([[True, False, False], [True, True, False], [False, False, False]])
+  entries = Taps(lambda name: (), {}, real)._entries_that_count
+  np.testing.assert_array_equal(entries(jnp.ones((3, 3)))[0], [[True], [True], [False]])
+  np.testing.assert_array_equal(entries(jnp.ones((3, 3, 2)))[0], real[..., None])
+
+
+def test_each_tap_must_match_a_variable_that_is_trained():
+  with pytest.raises(ConfigError, match=r"tap 'grad\(fixed\)': fixed is not trained, so it has no grad"):
+    make(taps=('grad(v)', 'grad(fixed)'))
+  make(taps=('grad(v)', 'weight(fixed)'))
+
+
+def test_batches_are_combined_on_the_host_as_they_come():
+  parts = TappedParts()
+  for number in range(5):
+    made = compute_parts(jnp.full((2, 3), float(number)), None, ['mean', 'std'])
+    parts.add({raw_name(p, ('mean', 'std'), 'a'): Summary(x, str(kind_of_part(p))) for p, x in made.items()})
+    assert all(isinstance(value, np.ndarray) for _, value in parts._parts.values())
+    assert len(parts._parts) == (3 if number else 0)
+  found = {name: s.value for name, s in parts.statistics().items()}
+  assert found == pytest.approx({'a/mean': 2.0, 'a/std': np.std(np.arange(5.0))})
 
 
 def test_a_tap_is_read_from_its_text():

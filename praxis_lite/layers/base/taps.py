@@ -123,7 +123,8 @@ class Taps:
     real = self.real
     if real is None:
       return None, ''
-    if real.ndim == 2 and x.shape[:2] == real.shape:
+    # [B, D] is the pooled value of rows, also if there happen to be D tokens.
+    if real.ndim == 2 and x.ndim > 2 and x.shape[:2] == real.shape:
       return real.reshape(*real.shape, *(1,) * (x.ndim - 2)), ''
     rows = real.any(axis=1) if real.ndim == 2 else real
     if x.shape[:1] == rows.shape:
