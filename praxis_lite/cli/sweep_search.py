@@ -28,10 +28,11 @@ def run_search(values: flags.FlagValues) -> int:
   """Runs the trials that are missing; returns the exit code.
 
   Raises:
-    UserError: a range is not valid or does not fit its field, Optuna is not installed, or the directory has another
-      search.
+    UserError: a range is not valid or does not fit its field, Optuna is not installed, the directory has another
+      search, or the first run that ends does not have the metric.
   """
   from praxis_lite.common.config.overrides import alternatives
+  from praxis_lite.common.config.text import to_text
   from praxis_lite.common.devices import leave_accelerators_alone
   from praxis_lite.runs.loop.job import check_configs
   from praxis_lite.runs.records.record import has_record
@@ -44,25 +45,33 @@ def run_search(values: flags.FlagValues) -> int:
     if len(alternatives(override)) > 1:
       raise UserError(f'--set {override}: with --search, write several values as --search {override}')
   ranges = parse_ranges(values.search)
-  configs = {}
+  configs, texts = {}, []
   for name, overrides in _ends(ranges):
     with prefix_errors(name):
       configs[name] = config = configured_experiment(values, (*values.set, *overrides))
+      texts.append(to_text(config.roots()))
       config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
   num_devices = values.devices or count_devices([config.task for config in configs.values()])
   leave_accelerators_alone()  # The training processes use the accelerators.
   check_configs(configs, num_devices)
   with job_directory(values.job_log_dir) as folder:
     compared = {'metric': values.metric, 'mode': values.mode, 'prunes': values.prune}
-    search = Search(folder, ranges, values.set, seed=values.seed, **compared)
+    config = '\n'.join([*texts, f'seed {values.seed}'])
+    search = Search(folder, ranges, values.set, seed=values.seed, config=config, **compared)
     _wait_for_orphans(search, folder)
+
+    wrong: list[UserError] = []
 
     def record_end(point: Point, code: int, seconds: float) -> None:
       is_ours = search.was_pruned(point)
       if code in STOPPED and not is_ours:
         print(f'{point.name}: stopped: {last_line(folder, point)}', flush=True)
         return
-      trial = search.end(point, code)
+      try:
+        trial = search.end(point, code)
+      except UserError as error:
+        wrong.append(error)
+        return
       what = f'{trial.state} in {seconds:.0f} s'
       if trial.state == 'failed':
         what = f'exit code {code}: {last_line(folder, point) or "no output"}'
@@ -74,8 +83,10 @@ def run_search(values: flags.FlagValues) -> int:
       lambda point: command_of(values, folder, point),
       parallel=values.parallel,
       ended=record_end,
-      is_hopeless=search.is_hopeless if values.prune else None,
+      is_hopeless=search.is_hopeless,
     )
+    if wrong:
+      raise wrong[0]
     directories = [folder / search.point(i).name for i in range(len(search.trials))]
   print_results(values, [directory for directory in directories if has_record(directory)], folder)
   for line in _describe_importances(search, ranges):

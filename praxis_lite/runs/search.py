@@ -1,7 +1,8 @@
 """Searches: sweeps whose points Optuna proposes, each from what the trials before it have reached.
 
     folder/000,learning_rate=0.0021/     a run, as in `sweep.py`
-           search.json                   ranges; and of each trial its values, its state and what it has reached
+           search.json                   ranges, and what all trials share; and of each trial its values, its state and
+                                         what it has reached
 
 `search.json` is replaced as a whole whenever a trial begins or ends, so a search that was killed goes on: with its
 unfinished trials first, which resume from their checkpoints.
@@ -23,7 +24,7 @@ from praxis_lite.common.errors import ConfigError, UserError, did_you_mean
 from praxis_lite.common.files import parse_json, read_plain, replace_file
 from praxis_lite.runs.records.comparing import metric_to_compare, short_names
 from praxis_lite.runs.records.runs import read_run
-from praxis_lite.runs.sweep import Point, directory_name
+from praxis_lite.runs.sweep import Point, digest_of, directory_name
 
 if TYPE_CHECKING:
   from optuna.trial import FrozenTrial, Trial as AskedTrial
@@ -136,9 +137,11 @@ class Search:
     seed: of what Optuna draws.
     metric, mode: what is compared, as for `metric_to_compare`.
     prunes: whether trials end early if they are worse than the median of others at the same step.
+    config: the text of the config that all trials share.
 
   Raises:
-    UserError: Optuna is not installed, or the directory has a search with other ranges.
+    UserError: Optuna is not installed, or the directory has a search with other ranges, overrides or config, or one
+      whose trials have reached something in another metric.
   """
 
   def __init__(
@@ -151,10 +154,13 @@ class Search:
     metric: str | None = None,
     mode: str | None = None,
     prunes: bool = True,
+    config: str = '',
   ):
     optuna = import_optuna()
     self._path, self._folder, self._ranges, self._overrides = folder / _FILE, folder, list(ranges), tuple(overrides)
     self._metric, self._mode = metric, mode
+    self._shared = {'overrides': [*overrides], 'metric': metric, 'mode': mode, 'config': digest_of(config)}
+    self._is_over = False
     self.trials = self._read()
     self._names = short_names([each.path for each in ranges])
     self._distributions = {each.path: each.distribution() for each in ranges}
@@ -178,12 +184,27 @@ class Search:
         raise UserError(f'{self._path} cannot be read: {error}; remove it to begin a new search') from None
       if ranges != self._ranges:
         raise UserError(f'{self._path} has a search of other ranges; name another --job_log_dir for this one')
+      self._check_shared(record, trials)
       return trials
     return []
+
+  def _check_shared(self, record: Mapping[str, Any], trials: Sequence[Trial]) -> None:
+    """Raises UserError if trials of a record cannot be compared with those of this search."""
+    is_compared = any(trial.reached is not None for trial in trials)
+    for name, mine in self._shared.items():
+      theirs = record.get(name, mine)
+      if theirs == mine or not trials or (name in ('metric', 'mode') and not is_compared):
+        continue
+      what = {'overrides': f'--set {theirs}, not {mine}', 'config': 'another config'}
+      raise UserError(
+        f'{self._path} has a search with {what.get(name, f"--{name}={theirs}, not {mine}")}, so its trials cannot be '
+        'compared; name another --job_log_dir for this one'
+      )
 
   def _write(self) -> None:
     record = {
       'ranges': [dataclasses.asdict(each) for each in self._ranges],
+      **self._shared,
       'trials': [dataclasses.asdict(trial) for trial in self.trials],
     }
     replace_file(self._path, json.dumps(record, indent=1) + '\n')
@@ -192,9 +213,11 @@ class Search:
     """Yields the trials that are to run: first those that were interrupted, then new ones until there are that many."""
     interrupted = [number for number, trial in enumerate(self.trials) if trial.state == 'running']
     for number in interrupted:
+      if self._is_over:
+        return
       self._study.enqueue_trial(self.trials[number].values)
       yield self._begin(number)
-    while len(self.trials) < num_trials:
+    while len(self.trials) < num_trials and not self._is_over:
       yield self._begin(None)
 
   def _begin(self, number: int | None) -> Point:
@@ -214,7 +237,12 @@ class Search:
     return Point(f'{number:03},{directory_name(shown, self._names)}', (*self._overrides, *trial_overrides(values)))
 
   def is_hopeless(self, point: Point) -> bool:
-    """Whether a running trial is worse than others were at the same step, by the metrics that it has written."""
+    """Whether a running trial is worse than others were at the same step, by the metrics that it has written.
+
+    All are, once `end` has found that there is no such metric.
+    """
+    if self._is_over:
+      return True
     self._report(point)
     if self._asked[point.name][1].should_prune():
       self._pruned.add(point.name)
@@ -235,10 +263,20 @@ class Search:
     """Records that the run of a trial has ended with an exit code; returns the trial.
 
     One that a signal has ended, and not this search, stays 'running', so that it resumes.
+
+    Raises:
+      UserError: the run has trained to its end and does not have the metric. The search is over then; the trial stays
+        'running', so that a search for another metric takes what it has written.
     """
     number, asked = self._asked[point.name]
     trial = self.trials[number]
     reached = [value for _, value in self._curve(point)]
+    if code == 0 and not reached:
+      try:
+        metric_to_compare([read_run(self._folder / point.name)], self._metric, self._mode)
+      except UserError:
+        self._is_over = True
+        raise
     trial.reached = min(reached, default=None)
     is_pruned = point.name in self._pruned and code != 0
     trial.state = 'pruned' if is_pruned else 'complete' if code == 0 and reached else 'failed'

@@ -97,14 +97,15 @@ class FinishedPoints:
 
   def has(self, point: Point, config: str) -> bool:
     """Whether a point is finished with this config, which is given as text."""
-    return self._digests.get(point.name) == _digest(config)
+    return self._digests.get(point.name) == digest_of(config)
 
   def add(self, point: Point, config: str) -> None:
-    self._digests[point.name] = _digest(config)
+    self._digests[point.name] = digest_of(config)
     replace_file(self._path, json.dumps({'finished': self._digests}, indent=1) + '\n')
 
 
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
+  """Returns a short digest of a text, such as that of a config."""
   return f'{zlib.crc32(text.encode()):08x}'
 
 

@@ -24,7 +24,7 @@ EXP = f'--exp={pathlib.Path(__file__).parent / "tiny_experiment.py"}:Tiny'
 RATE = 'task.train.learner.learning_rate'
 
 
-def sweep(folder, *arguments):
+def sweep(folder, *arguments, error='$'):
   """Its exit code, and what it prints; each point is a process of its own."""
   jax.devices()  # Started here, with the devices of this process.
   with contextlib.ExitStack() as stack:
@@ -36,7 +36,7 @@ def sweep(folder, *arguments):
     out = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
     err = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
     code = main(['sweep', EXP, f'--job_log_dir={folder}', *arguments])
-  assert err.getvalue() == ''
+  assert re.match(error, err.getvalue()), err.getvalue()
   return code, out.getvalue()
 
 
@@ -105,6 +105,13 @@ def test_a_search_trains_what_is_proposed_and_goes_on_with_more_trials(tmp_path)
   assert code == 0 and '[2/2] 001,' in printed and '000,' not in printed.partition('best eval/valid/loss')[0][:20]
   assert sorted(p.name[:3] for p in folder.iterdir() if p.is_dir()) == ['000', '001']
   assert 'best eval/valid/loss' in printed
+  code, printed = sweep(folder, *search, '--trials=3', '--metric=accurcy', error='.*its trials cannot be compared')
+  assert code == 2 and '[3/3]' not in printed
+  wrong = ['--trials=3', '--metric=los']
+  code, printed = sweep(
+    tmp_path / 'wrong', *search, *wrong, error=r".*--metric=los: no run has it\. Did you mean 'loss'"
+  )
+  assert code == 2 and [p.name[:3] for p in (tmp_path / 'wrong').iterdir() if p.is_dir()] == ['000']
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,43 @@ def test_higher_may_be_better(tmp_path):
 
 
 @pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'overrides': ['task.a=2']}, r"--set \['task\.a=1'\], not \['task\.a=2'\]"),
+    ({'metric': 'accuracy'}, '--metric=None, not accuracy'),
+    ({'mode': 'max'}, '--mode=None, not max'),
+    ({'config': 'other'}, 'another config'),
+  ],
+)
+def test_trials_of_another_search_are_not_taken(tmp_path, fields, message):
+  same = {'overrides': ['task.a=1'], 'config': 'text'}
+  search = Search(tmp_path, RANGES, **same)
+  point = next(search.points(1))
+  if fields.keys() & {'metric', 'mode'}:
+    assert Search(tmp_path, RANGES, **same | fields).trials  # Nothing is compared yet.
+  write(tmp_path, point, [1.0])
+  search.end(point, 0)
+  assert len(Search(tmp_path, RANGES, **same).trials) == 1
+  with pytest.raises(UserError, match=f'has a search with {message}, so its trials cannot be compared'):
+    Search(tmp_path, RANGES, **same | fields)
+
+
+def test_a_metric_that_no_run_has_ends_the_search_after_a_trial(tmp_path):
+  search = Search(tmp_path, RANGES, metric='accurcy')
+  points = search.points(5)
+  first, second, third = next(points), next(points), next(points)
+  write(tmp_path, first, [1.0])
+  write(tmp_path, second, [1.0])
+  assert search.end(second, 1).state == 'failed' and not search.is_hopeless(third)
+  with pytest.raises(UserError, match=r'--metric=accurcy: no run has it\..* They have eval/valid/loss'):
+    search.end(first, 0)
+  assert list(points) == [] and search.is_hopeless(third) and not search.was_pruned(third)
+  again = Search(tmp_path, RANGES, metric='loss')
+  assert next(again.points(3)).name == first.name
+  assert again.end(first, 0).reached == 1.0
+
+
+@pytest.mark.parametrize(
   'text, message',
   [
     ('a.b=log(1,2,3)', 'expected path=log'),
