@@ -56,8 +56,8 @@ def run_search(values: flags.FlagValues) -> int:
   check_configs(configs, num_devices)
   with job_directory(values.job_log_dir) as folder:
     compared = {'metric': values.metric, 'mode': values.mode, 'prunes': values.prune}
-    config = '\n'.join([*texts, f'seed {values.seed}'])
-    search = Search(folder, ranges, values.set, seed=values.seed, config=config, **compared)
+    shared = '\n'.join([*texts, f'seed {values.seed}'])
+    search = Search(folder, ranges, values.set, seed=values.seed, config=shared, **compared)
     _wait_for_orphans(search, folder)
 
     wrong: list[UserError] = []
