@@ -1,6 +1,7 @@
 """Prompts and answers as tokens: texts, or the messages of chats, of which a model learns only the answers.
 
-prompt 'ab', answer 'xyz'     ids ^ a b x y z $     answer 0 0 0 1 1 1 1     the end token is a part of the answer
+prompt 'ab', answer 'xyz'     ids a b x y z $     answer 0 0 1 1 1 1     the end token is a part of the answer
+                              a tokenizer whose prompts begin with a start token puts it first
 chats                         as the chat template of the tokenizer writes and marks them
 """
 
@@ -80,7 +81,7 @@ def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
 def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> AnswerPair:
   """Returns the pair in a JSON object, in one of the forms in common use.
 
-      {prompt, chosen, rejected}    texts; or messages, where answers may also be texts
+      {prompt, chosen, rejected}    texts; or messages, where the prompt or the answers may also be texts
       {chosen, rejected}            whole chats, whose common messages are the prompt; a text `prompt` is not used then
       {prompt, completion, label}   one answer, which is good if the label is true
 
@@ -102,11 +103,31 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
   chosen, rejected = values.get(of_chosen), values.get(of_rejected)
   if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
     one, other = messages_of(chosen, of_chosen), messages_of(rejected, of_rejected)
-    common = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    return AnswerPair(one[:common], one[common:], other[common:])
+    if isinstance(prompt, str) and (are_answers := [_has_answers_only(x) for x in (one, other)]) != [False, False]:
+      if not all(are_answers):
+        raise ValueError(
+          f'one of its {of_chosen!r} and {of_rejected!r} has only answers, and the other one is a whole chat; both '
+          f'must be answers to {of_prompt!r}, or whole chats'
+        )
+      return AnswerPair([{'role': 'user', 'content': prompt}], one, other)
+    return _pair_of_chats(one, other, (of_chosen, of_rejected))
   said, good = said_of(values, of_prompt, of_chosen)
   _, bad = said_of(values, of_prompt, of_rejected)
   return AnswerPair(said, good, bad)
+
+
+def _has_answers_only(messages: Messages) -> bool:
+  """Whether messages are an answer, perhaps with calls of tools, and no whole chat."""
+  roles = [message['role'] for message in messages]
+  return roles[:1] == ['assistant'] and not {'user', 'system'} & set(roles)
+
+
+def _pair_of_chats(one: Messages, other: Messages, names: tuple[str, str]) -> AnswerPair:
+  """Returns the common first messages of two chats as the prompt, and what follows them as answers."""
+  if one == other:
+    raise ValueError(f'its {names[0]!r} and {names[1]!r} are equal, so neither is better')
+  common = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+  return AnswerPair(one[:common], one[common:], other[common:])
 
 
 def messages_of(value: object, name: str) -> Messages:

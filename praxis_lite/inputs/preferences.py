@@ -37,21 +37,26 @@ class _Encoded(NamedTuple):
     assert found is not None
     return found
 
+  @property
+  def prompt_ids(self) -> bytes:
+    """The tokens of the prompt, to be compared."""
+    return self.any.ids[: int(np.argmax(self.any.is_answer))].tobytes()
+
 
 class PreferenceInput(AnswersInput):
   """Prompts with a chosen and a rejected answer.
 
   A line has one of these forms; a TSV file has the columns of `fields`.
 
-      {"prompt": ..., "chosen": ..., "rejected": ...}        texts; or messages, where the answers may be texts
+      {"prompt": ..., "chosen": ..., "rejected": ...}        texts; or messages, where either may also be texts
       {"chosen": [...], "rejected": [...]}                   whole chats; their common first messages are the prompt
       {"prompt": ..., "completion": ..., "label": true}      one answer, good or bad, for `Kto`
 
   Attributes: the same as for `AnswersInput`, and
     fields: the names of the prompt and of both answers.
     max_pairs: S, the largest number of pairs in a row, if `packed`.
-    mismatched: whether a batch has a third part, `mismatched`: each prompt with an answer of the next example, for
-      `Kto`.
+    mismatched: whether a batch has a third part, `mismatched`: each prompt with an answer of the next example that has
+      another prompt, for `Kto`.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a
@@ -130,10 +135,12 @@ class PreferenceInput(AnswersInput):
     pairs = self._pairs
     if not self.mismatched:
       return [tuple(pair) for pair in pairs]
-    if len(pairs) < 2:
-      raise DataError(f'{self.label}.mismatched: answers to other prompts need at least 2 examples')
-    following = [*pairs[1:], pairs[0]]
-    return [(*pair, self._mismatch(number, pair, other)) for number, (pair, other) in enumerate(zip(pairs, following))]
+    following = _next_that_differ([pair.prompt_ids for pair in pairs])
+    if following is None:
+      raise DataError(f'{self.label}.mismatched: answers to other prompts need at least 2 examples with other prompts')
+    return [
+      (*pair, self._mismatch(number, pair, pairs[other])) for number, (pair, other) in enumerate(zip(pairs, following))
+    ]
 
   def _mismatch(self, number: int, pair: _Encoded, other: _Encoded) -> ChatTokens:
     """Returns the prompt of a pair with an answer of another, the chosen and the rejected one by turns."""
@@ -158,3 +165,15 @@ class PreferenceInput(AnswersInput):
         for answer in (pair.chosen, pair.rejected)
       )
     )
+
+
+def _next_that_differ(prompts: list[bytes]) -> list[int] | None:
+  """Returns for each prompt the number of the next one that is another, in a circle; None if all are equal."""
+  count, other = len(prompts), None
+  found: list[int | None] = [None] * count
+  for i in reversed(range(2 * count)):  # In the second round, `other` is known for the last ones too.
+    after = (i + 1) % count
+    if prompts[after] != prompts[i % count]:
+      other = after
+    found[i % count] = other
+  return None if other is None else [i for i in found if i is not None]

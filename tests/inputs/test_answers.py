@@ -96,8 +96,19 @@ def test_each_prompt_with_an_answer_of_the_next_one():
   batch = pairs_input(mismatched=True).get_next()
   assert [text(row) for row in batch['mismatched']['ids']] == ['abw$....', 'cs$.....', 'dexyz$..']
   assert [answers(batch['mismatched'], i) for i in range(3)] == ['w$', 's$', 'xyz$']
-  with pytest.raises(DataError, match='answers to other prompts need at least 2 examples'):
-    pairs_input(mismatched=True, examples=PAIRS[:1]).get_next()
+  for examples in (PAIRS[:1], [PAIRS[0], PAIRS[0] | {'chosen': 'u'}]):
+    with pytest.raises(DataError, match='answers to other prompts need at least 2 examples with other prompts'):
+      pairs_input(mismatched=True, examples=examples).get_next()
+
+
+@pytest.mark.parametrize('prompts', ['ab', 'aab', 'abb', 'aba', 'aabbcca', 'abcabc', 'aaabaa'])
+def test_a_mismatched_answer_is_that_of_the_next_example_with_another_prompt(prompts):
+  examples = [{'prompt': p, 'completion': chr(ord('A') + i), 'label': True} for i, p in enumerate(prompts)]
+  batch = pairs_input(examples=examples, mismatched=True, batch_size=len(prompts)).get_next()
+  around = 2 * [(e['prompt'], e['completion']) for e in examples]
+  for i, prompt in enumerate(prompts):
+    answer = next(answer for p, answer in around[i + 1 :] if p != prompt)
+    assert text(batch['mismatched']['ids'][i]) == f'{prompt}{answer}$.....'
 
 
 def test_single_answers():
@@ -157,6 +168,17 @@ def test_pairs_of_chats_compare_what_follows_their_common_messages(chat_tokenize
     assert words_of(chat_tokenizer, rows['labels'][0][rows['weights'][0] > 0]) == f'{said}</s>'
 
 
+@pytest.mark.parametrize('more', [[], [LATER | {'role': 'tool'}]], ids=['answers', 'calls of tools'])
+def test_a_text_is_the_prompt_of_answers_that_are_messages(chat_tokenizer, more):
+  pair = {'prompt': 'q', 'chosen': [BOT, *more], 'rejected': [BOT, *more, OTHER]}
+  as_messages = pair | {'prompt': [USER]}
+  fields = {'seq_len': 20, 'tokenizer_tpl': chat_tokenizer, 'batch_size': 1}
+  found, expected = (pairs_input(examples=[x], **fields).get_next() for x in (pair, as_messages))
+  for side in ('chosen', 'rejected'):
+    for name, x in expected[side].items():
+      np.testing.assert_array_equal(found[side][name], x)
+
+
 def test_chats_of_texts_padded_and_packed():
   examples = [
     {'prompt': 'a', 'completion': 'bc'},
@@ -189,6 +211,11 @@ def test_what_is_too_long_is_an_error_or_is_cut():
     ({'prompt': 'a', 'chosen': '', 'rejected': 'b'}, 'the answer has no tokens'),
     ({'prompt': 'a', 'chosen': [BOT], 'rejected': 'b'}, "its 'prompt' is a text and its 'chosen' are messages"),
     ({'chosen': [BOT], 'rejected': ['no']}, r"its 'rejected' is no list of"),
+    ({'chosen': [USER, BOT], 'rejected': [USER, BOT]}, "its 'chosen' and 'rejected' are equal, so neither is better"),
+    (
+      {'prompt': 'q', 'chosen': [BOT], 'rejected': [USER, OTHER]},
+      "one of its 'chosen' and 'rejected' has only answers",
+    ),
     ({'prompt': 'a', 'completion': 'b', 'label': 1}, "its 'label' is 1; expected true or false"),
     ({}, "has neither a text nor messages 'prompt'; its fields: none"),
   ],
@@ -205,6 +232,9 @@ def test_mistakes_are_named(tmp_path):
     chats_input()
   with pytest.raises(DataError, match='there are no examples'):
     pairs_input(examples=[]).get_next()
+  for fields in (('prompt', 'chosen'), 'abc', ()):
+    with pytest.raises(ConfigError, match=r'PreferenceInput.fields: expected tuple\[str, str, str\]'):
+      pairs_input(fields=fields)
   with pytest.raises(DataError, match="example 0 is 'a'; expected a dict"):
     pairs_input(examples=['a']).get_next()
   (tmp_path / 'a.tsv').write_text('a\tb\n')
