@@ -24,7 +24,7 @@ from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.language_model import clear_padding, weights_of_tokens
+from praxis_lite.models.language_model import clear_padding
 from praxis_lite.models.pairs_of_answers import (
   CHOSEN,
   REJECTED,
@@ -125,15 +125,23 @@ class RewardModel(BaseModel[Rewards]):
     """Returns `reward_chosen` and `reward_rejected` of a batch of pairs; of other rows `reward`, [B].
 
     Args:
-      batch: of pairs; or `ids`, [B, T] int32, a prompt and its answer in each row, and `weights`, [B] or [B, T], or
-        `segment_ids`, [B, T], 0 for padding at the end.
+      batch: of pairs; or `ids`, [B, T] int32, a prompt and its answer in each row, and `segment_ids`, [B, T] int32, 0
+        for padding at the end, and not 0 for tokens; without them, all T are tokens.
+
+    Raises:
+      ConfigError: there are `weights` [B, T] and no `segment_ids`: those of labels do not say what is a token.
     """
     if has_pairs(batch):
       rewards = self.compute_predictions(batch)
       return {'reward_chosen': rewards.chosen, 'reward_rejected': rewards.rejected}
-    segments_BT = batch.get('segment_ids')
+    segments_BT, weights = batch.get('segment_ids'), batch.get('weights')
     if segments_BT is None:
-      segments_BT = jnp.where(weights_of_tokens(batch) > 0, 1, 0)
+      if weights is not None and weights.ndim > 1:
+        raise ConfigError(
+          'batch: weights [B, T] are those of labels, and do not say which ids are tokens; give segment_ids, [B, T] '
+          'int32: 1 for the tokens of the prompt and the answer, 0 for padding at the end'
+        )
+      segments_BT = jnp.ones_like(batch['ids'])
     rows = {'ids': batch['ids'], 'segment_ids': jnp.minimum(segments_BT, 1)}
     return {'reward': self._rewards(rows, 1)[:, 0]}
 
