@@ -46,7 +46,9 @@ from praxis_lite.models.decoding import (
 )
 from praxis_lite.models.decoding.row_loop import NewTokens, RowSettings, RowsState
 from praxis_lite.models.labels import check_labels
+from praxis_lite.models.pairs_of_answers import has_pairs
 from praxis_lite.models.positions import check_positions_of_input
+from praxis_lite.models.token_checks import check_packing, check_vocabulary
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
 MODEL_TYPES = ('causal', 'prefix')
@@ -62,7 +64,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     use_bias: whether the network has biases, set here or in `lm_tpl`; None leaves it to `lm_tpl`.
     lm_tpl: config of the network, the child `lm`.
     packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment with
-      padding only at its end, and `segment_ids` are ignored; attention then needs only the causal mask.
+      padding only at its end, which inputs must provide; attention then needs only the causal mask.
     model_type: 'causal': a token attends to itself and those before it. 'prefix': in addition, all tokens of a row
       attend to its first `prefix_lengths` tokens; in decoding, to its prompt (prefix-LM; Raffel et al., 2020).
     tokens_are_bytes: whether each token is a byte of text; adds the metric `nats_per_byte` for batches without `bytes`.
@@ -122,20 +124,26 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if an id, a label or a position is not in its table, or the prefixes are missing."""
+    """Raises a `ConfigError` if a batch is one of pairs, or has prefixes or segments that do not fit this model.
+
+    The same for an id, a label or a position that is not in its table.
+    """
+    if has_pairs(batch):
+      raise ConfigError(
+        f'{data.label}: its batches are pairs of answers, which a {type(self).__name__} does not learn from; set '
+        'task.model=praxis_lite.models.PreferenceModel, or in Python call train_preferences(task) or '
+        'train_rewards(task)'
+      )
     if 'labels' in batch:
       self._prefixes(batch)
     check_positions_of_input(self.position_limits(), data, batch)
-    size = getattr(data, 'vocab_size', None)
-    if size is None:
-      size = 1 + max((int(np.max(batch[name])) for name in ('ids', 'labels') if name in batch), default=-1)
-    known = self.num_ids
-    if known is not None and size > known:
-      raise ConfigError(
-        f'{data.label}: its ids go up to {size - 1}, but task.model.vocab_size is {known}; it must be at least {size}'
-      )
-    if known is not None and 'prompt_lengths' not in batch:  # After a prompt, ids are arbitrary.
-      ids: dict[str, np.ndarray] = {name: np.asarray(batch[name]) for name in ('ids', 'labels') if name in batch}
+    if 'prompt_lengths' not in batch:
+      check_packing(data, self.packed, bool(np.max(batch.get('segment_ids', 0), initial=0) > 1), 'segments')
+    if (known := self.num_ids) is None:
+      return
+    ids: dict[str, np.ndarray] = {name: np.asarray(batch[name]) for name in ('ids', 'labels') if name in batch}
+    check_vocabulary(data, ids.values(), 'task.model.vocab_size', known)
+    if 'prompt_lengths' not in batch:  # After a prompt, ids are arbitrary.
       check_labels(data, ids, batch, 'task.model.vocab_size', known)
 
   # ---------------------------------------------------------------- training and evaluation

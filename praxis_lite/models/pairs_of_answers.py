@@ -22,6 +22,7 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.labels import check_labels
 from praxis_lite.models.positions import check_positions_of_input
+from praxis_lite.models.token_checks import check_packing, check_vocabulary
 
 CHOSEN, REJECTED, MISMATCHED = 'chosen', 'rejected', 'mismatched'
 
@@ -58,14 +59,13 @@ def check_pairs(
         f'{data.label}: this model reads {", ".join(sides)}, and a batch has {", ".join(sorted(batch))}; {remedy}'
       )
     rows = batch[side]
-    ids = {f'{side}.{name}': np.asarray(rows[name]) for name in ('ids', 'labels')}
-    check_labels(data, ids, rows, field, vocab_size)
+    is_token = np.asarray(rows['segment_ids']) > 0
+    ids, labels = np.asarray(rows['ids']), np.asarray(rows['labels'])
+    check_vocabulary(data, (ids[is_token], labels[np.asarray(rows['weights']) > 0]), field, vocab_size)
+    check_labels(data, {f'{side}.ids': ids}, {'weights': is_token}, field, vocab_size)
+    check_labels(data, {f'{side}.labels': labels}, rows, field, vocab_size)
     check_positions_of_input(limits, data, rows)
-  if np.ndim(batch['weights']) > 1 and not packed:
-    raise ConfigError(
-      f'{data.label}: its rows have several pairs, and task.model.packed is False, so that tokens would attend to '
-      'other pairs; set task.model.packed=True, or packed=False here'
-    )
+  check_packing(data, packed, np.ndim(batch['weights']) > 1, 'pairs')
 
 
 def rows_of_both(batch: NestedDict) -> dict[str, jax.Array]:

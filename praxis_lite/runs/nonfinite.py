@@ -165,7 +165,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
   if bad:
     return Hints(f'The last batch has values in {", ".join(map(repr, bad))} that are not finite')
   try:
-    model.check_input(data, {name: np.asarray(x) for name, x in batch.items()})
+    model.check_input(data, jax.tree.map(np.asarray, batch))
   except UserError as error:
     return Hints(f'The last batch does not fit the model: {error}')
   except Exception:  # A check in the user's code has failed. The error that ends the run is more useful than that one.

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves
+from praxis_lite.inputs import ChatInput
 from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers.base.call import path_name
 from praxis_lite.layers.dropout import Dropout
@@ -566,3 +567,21 @@ def test_fully_sharded_blocks_gather_weights_and_no_activations():
   rest = few['all-gather'].bytes - 2 * block_bytes - table - ids
   assert 0 <= rest < 200
   assert few['all-to-all'].bytes == many['all-to-all'].bytes == 4 * 2 * T * 32
+
+
+@pytest.mark.parametrize('packed_input', [True, False])
+def test_rows_of_several_segments_need_a_packed_model(packed_input):
+  """Also if each row of the first batch happens to have one segment."""
+  examples = [{'prompt': 'a', 'completion': 'bc'}, {'prompt': 'd', 'completion': 'e'}]
+  fields = {'name': 'chats', 'examples': examples, 'seq_len': 8, 'batch_size': 1}
+  data = Config(ChatInput, packed=packed_input, **fields).instantiate()
+  batch = data.get_next()
+  assert batch['segment_ids'].max() == 1 + packed_input
+  model = transformer_lm(vocab_size=256, model_dims=4, num_layers=1, num_heads=1, hidden_dims=4)
+  model.clone().instantiate().check_input(data, batch)
+  alone = model.set(packed=False).instantiate()
+  if not packed_input:
+    return alone.check_input(data, batch)
+  for segments in (batch['segment_ids'], np.minimum(batch['segment_ids'], 1)):
+    with pytest.raises(ConfigError, match=r'chats: its rows have several segments.*set task.model.packed=True, or'):
+      alone.check_input(data, {**batch, 'segment_ids': segments})
