@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from praxis_lite.common.config import REQUIRED, Config, config_values, field_names, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.language_model import LanguageModel
@@ -47,7 +49,7 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
   Args:
     task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
   """
-  model = to_class(task.model, RewardModel)
+  model = to_class(task.model, RewardModel, without=(*_SIZES, 'tokens_are_bytes', 'decoder_tpl'))
   task.model = model.set(lm_tpl=sized_network(task.model))
   if model.lm_tpl.embedding_tpl is not None:
     exclude(task, r'lm\.softmax\..*')
@@ -64,19 +66,34 @@ def sized_network(model: Config) -> Config:
   return model.lm_tpl.clone(**sizes, mtp_tpl=None)
 
 
-def to_class(model: Config, kind: type) -> Config:
+def to_class(model: Config, kind: type, without: Collection[str] = ()) -> Config:
   """Returns the config of a model of another class with the same fields, as far as it has them.
 
+  Args:
+    model: config of a `LanguageModel`.
+    kind: the other class.
+    without: fields that this class may lack, whatever their values.
+
   Raises:
-    ConfigError: the model is no language model.
+    ConfigError: the model is no language model, or another field, which is not at its default, would be lost.
   """
+  check_is_language_model('task.model', model)
+  known = set(field_names(Config(kind)) or ())
+  values, defaults = config_values(model.clone()), config_values(Config(target(model)))
+  for name in values.keys() - known - set(without):
+    if values[name] != defaults[name]:
+      raise ConfigError(
+        f'task.model.{name}: a {kind.__name__} has no such field, so it would be lost; '
+        + ('use a LanguageModel without it' if defaults[name] is REQUIRED else f'set it to {defaults[name]!r}')
+      )
+  return Config(kind, **{str(name): value for name, value in values.items() if name in known})
+
+
+def check_is_language_model(where: str, model: Config) -> None:
+  """Raises a ConfigError if a config, whose path is `where`, is not that of a `LanguageModel`."""
   built = target(model)
   if not (isinstance(built, type) and issubclass(built, LanguageModel)):
-    raise ConfigError(f'task.model: expected a LanguageModel, got {getattr(built, "__name__", built)}')
-  known = field_names(Config(kind)) or ()
-  copied = model.clone()
-  values = {str(name): value for name, value in config_values(copied).items() if name in known}
-  return Config(kind, **values)
+    raise ConfigError(f'{where}: expected a LanguageModel, got {getattr(built, "__name__", built)}')
 
 
 def exclude(task: Config[TaskT], pattern: str) -> None:

@@ -13,7 +13,8 @@ from model_steps import assert_close, take_a_step
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves
-from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.layers import Lora
+from praxis_lite.models import set_sharding, transformer_encoder, transformer_lm
 from praxis_lite.training import train_distillation
 from praxis_lite.training.task import SingleTask
 
@@ -126,3 +127,22 @@ def test_the_learner_leaves_the_teacher_alone():
 def test_mistakes_are_named(fields, message):
   with pytest.raises(ConfigError, match=message):
     task_of(**fields).model.instantiate()
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'adapters': Config(Lora, rank=2)}, r'teacher.adapters: .*; merge them first'),
+    ({'adapters': (Config(Lora, rank=2),)}, r'teacher.adapters: .*; merge them first'),
+    ({'model_type': 'prefix'}, r"teacher.model_type: a teacher must be 'causal'.*, got 'prefix'"),
+  ],
+)
+def test_a_teacher_that_would_silently_be_another_model_is_an_error(change, message):
+  with pytest.raises(ConfigError, match=message):
+    train_distillation(Config(SingleTask, model=lm()), lm().set(**change))
+
+
+def test_a_teacher_is_a_language_model():
+  encoder = transformer_encoder(vocab_size=V, model_dims=9, max_len=T, num_layers=1, num_heads=3, hidden_dims=10)
+  with pytest.raises(ConfigError, match=r'teacher: expected a LanguageModel, got TransformerEncoder'):
+    train_distillation(Config(SingleTask, model=lm()), encoder)

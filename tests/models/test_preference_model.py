@@ -23,6 +23,7 @@ from praxis_lite.models import (
   Orpo,
   RewardModel,
   SimPo,
+  encoder_decoder,
   set_sharding,
   transformer_encoder,
   transformer_lm,
@@ -315,7 +316,7 @@ def test_a_reward_is_that_of_the_last_token():
   lengths = [np.array([len(e['prompt'] + e[side]) + 1 for e in EXAMPLES]) for side in ('chosen', 'rejected')]
   predict = jax.jit(lambda b: model.apply(variables, b, do_eval=True, method='predict')[0])
   rewards = [
-    predict({'ids': ids, 'weights': (np.arange(T) < n[:, None]).astype(np.float32)})['reward']
+    predict({'ids': ids, 'segment_ids': (np.arange(T) < n[:, None]).astype(np.int32)})['reward']
     for ids, n in zip((chosen, rejected), lengths)
   ]
   hidden = [
@@ -334,6 +335,13 @@ def test_a_reward_is_that_of_the_last_token():
   centered = made('rewards')[0]
   of_pairs = predict(batch_of())
   np.testing.assert_allclose(of_pairs['reward_chosen'][:5], rewards[0], rtol=1e-5)
+  rows = batch_of()['chosen']
+  of_rows = predict({name: rows[name] for name in ('ids', 'segment_ids', 'weights')})
+  np.testing.assert_allclose(of_rows['reward'][:5], of_pairs['reward_chosen'][:5], rtol=1e-5)
+  with pytest.raises(ConfigError, match=r'weights \[B, T\] are those of labels.*; give segment_ids'):
+    predict({'ids': rows['ids'], 'weights': rows['weights']})
+  whole = predict({'ids': chosen[:, : lengths[0][0]], 'weights': np.ones(5, np.float32)})
+  np.testing.assert_allclose(whole['reward'][0], rewards[0][0], rtol=1e-5)
   assert centered.center_weight == 0
 
 
@@ -363,6 +371,19 @@ def test_mistakes_are_named():
   bad = {**batch, 'rejected': {**batch['rejected'], 'ids': batch['rejected']['ids'] + V}}
   with pytest.raises(ConfigError, match=r"in 'rejected.ids', but task.model.vocab_size is 259"):
     model.check_input(rows, bad)
+  rows_of_prompt = {**batch['rejected'], 'ids': batch['rejected']['ids'].copy()}
+  assert rows_of_prompt['weights'][0, 0] == 0  # A token of a prompt.
+  rows_of_prompt['ids'][0, 0] = V + 1
+  with pytest.raises(ConfigError, match=r"found 260 in 'rejected.ids', but task.model.vocab_size is 259"):
+    model.check_input(rows, {**batch, 'rejected': rows_of_prompt})
+  small = config.clone()
+  small.vocab_size = 128  # All ids of the first batch are smaller.
+  with pytest.raises(ConfigError, match=r'ids go up to 255, but task.model.vocab_size is 128; it must be at least 256'):
+    small.instantiate().check_input(rows, batch)
+  with pytest.raises(
+    ConfigError, match=r'pairs of answers, which a LanguageModel .*PreferenceModel.*train_preferences'
+  ):
+    lm().instantiate().check_input(rows, batch)
   with pytest.raises(ConfigError, match=r'rows have several pairs, and task.model.packed is False'):
     config.clone().set(packed=False).instantiate().check_input(rows, batch_of(True))
   with pytest.raises(ConfigError, match='a RewardModel is not exported'):
@@ -370,3 +391,30 @@ def test_mistakes_are_named():
   encoder = transformer_encoder(vocab_size=V, model_dims=9, max_len=T, num_layers=1, num_heads=3, hidden_dims=10)
   with pytest.raises(ConfigError, match=r'task.model: expected a LanguageModel, got TransformerEncoder'):
     train_preferences(Config(SingleTask, model=encoder))
+
+
+TWO_NETWORKS = encoder_decoder(vocab_size=V, model_dims=12, num_layers=1, num_heads=3, start_id=3)
+
+
+@pytest.mark.parametrize(
+  'model, train, message',
+  [
+    (lm().set(model_type='prefix'), train_rewards, r"task.model.model_type: a RewardModel has no such .*to 'causal'"),
+    (TWO_NETWORKS, train_preferences, r'task.model.start_id: a PreferenceModel has no such'),
+    (
+      train_preferences(Config(SingleTask, model=lm()), Config(Ipo)).model,
+      train_rewards,
+      r'task.model.loss_tpl: a Rew',
+    ),
+  ],
+  ids=['prefix', 'encoder-decoder', 'loss'],
+)
+def test_no_field_is_lost_silently(model, train, message):
+  with pytest.raises(ConfigError, match=message):
+    train(Config(SingleTask, model=model))
+
+
+def test_fields_that_have_no_effect_on_rewards_may_be_lost():
+  model = lm().set(tokens_are_bytes=True)
+  model.decoder_tpl.max_decode_steps = 3
+  assert train_rewards(Config(SingleTask, model=model)).model.instantiate().lm.vocab_size == V
