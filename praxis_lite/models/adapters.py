@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, leaves, merge, node_at, path_name, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, merge, node_at, path_name, select
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models.base import BaseModel
@@ -37,6 +37,14 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
 def without_adapters(model: Config[ModelT]) -> Config[ModelT]:
   """Returns a copy of a model's config without adapters: that of the model whose variables `merge_adapters` returns."""
   return model.clone(adapters=())
+
+
+def adapter_paths(model: Layer) -> frozenset[Path]:
+  """Returns the paths of the variables of adapters."""
+  layers = (layer for layer in model.descendants() if isinstance(layer, AdaptedLayer))
+  return frozenset(
+    (*layer.path, *path) for layer in layers for paths in layer.adapted_weights.values() for path in paths
+  )
 
 
 def merge_adapters(model: BaseModel, variables: NestedDict) -> NestedDict:

@@ -26,6 +26,7 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.growth import Counterpart
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.adapter_edits import AdapterEdits
+from praxis_lite.models.frozen import FrozenVariables
 from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
 from praxis_lite.models.mup import build_counterpart
 
@@ -135,6 +136,11 @@ class BaseModel(Layer, Generic[PredictionsT]):
     if (classes := number_of_classes(self)) is not None:
       remedy = '; a model whose loss ignores such labels has a check_input(data, batch) of its own'
       check_labels(data, labels_in(batch), batch, *classes, remedy)
+
+  @property
+  def frozen_variables(self) -> FrozenVariables | None:
+    """The variables that a learner must not train; building a task checks it. None if it may train all."""
+    return None
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns (metrics, decoded outputs), the latter a dict of arrays with the batch as dimension 0.

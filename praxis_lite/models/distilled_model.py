@@ -16,11 +16,12 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, child
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.trees import NestedDict, leaves
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.models.frozen import FrozenVariables
 from praxis_lite.models.language_model import LanguageModel, clear_padding, weights_of_tokens
 
 
@@ -78,6 +79,11 @@ class DistilledModel(LanguageModel):
         f'{self.path_name}.teacher_tpl.vocab_size: the teacher has {teacher.vocab_size} tokens, and the model '
         f'{self.lm.vocab_size}; both need the same tokenizer'
       )
+
+  @property
+  def frozen_variables(self) -> FrozenVariables:
+    paths = frozenset(path for path in leaves(self.abstract_init()) if path[0] == 'teacher')
+    return FrozenVariables(paths, 'bprop_variable_exclusion', r'teacher\..*', 'the teacher must keep its values')
 
   def compute_predictions(self, batch: NestedDict) -> DistilledTokens:  # type: ignore[override]
     """Returns what the loss reads of each token."""

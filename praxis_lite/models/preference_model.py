@@ -21,11 +21,13 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config, build_at, child, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.trees import NestedDict, leaves
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.models.adapters import ADAPTER_VARIABLES, adapter_paths
+from praxis_lite.models.frozen import FrozenVariables
 from praxis_lite.models.language_model import LanguageModel, clear_padding
 from praxis_lite.models.pairs_of_answers import (
   CHOSEN,
@@ -78,6 +80,21 @@ class PreferenceModel(LanguageModel):
   @property
   def _has_copy(self) -> bool:
     return self.pair_loss.needs_reference and not self.adapters
+
+  @property
+  def frozen_variables(self) -> FrozenVariables | None:
+    if not self.pair_loss.needs_reference:
+      return None
+    paths = frozenset(leaves(self.abstract_init()))
+    if self._has_copy:
+      copied = frozenset(path for path in paths if path[0] == 'reference')
+      return FrozenVariables(copied, 'bprop_variable_exclusion', r'reference\..*', 'the reference must keep its values')
+    return FrozenVariables(
+      paths - adapter_paths(self),
+      'bprop_variable_inclusion',
+      ADAPTER_VARIABLES,
+      'the model without adapters is the reference, which must keep its values',
+    )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if a batch is not one of pairs, or an id, a label or a position is not in its table."""

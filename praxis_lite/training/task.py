@@ -12,6 +12,7 @@ from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, 
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import ConfigError, check_choice, prefix_errors
 from praxis_lite.common.files import is_url
+from praxis_lite.common.trees import path_name
 from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.mesh import GivenMeshShape, create_device_mesh, fill_mesh_shape, mesh_sizes, read_mesh_shape
 from praxis_lite.sharding.xla_flags import Flag, check_xla_flags
@@ -304,11 +305,21 @@ class SingleTask(Configurable):
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model
+    if model.frozen_variables is not None:
+      self.bind_learner()
 
   def bind_learner(self) -> BoundLearner:
     """Returns the learner for the variables of the model; its errors name fields of `task.train`."""
     with prefix_errors('task.train', 'learner'):
-      return self.learner.bind(self.model.abstract_init())
+      bound = self.learner.bind(self.model.abstract_init())
+    frozen = self.model.frozen_variables
+    wrong = None if frozen is None else next((path for path in sorted(frozen.paths) if bound.is_trained(path)), None)
+    if frozen is not None and wrong is not None:
+      raise ConfigError(
+        f'task.train.learner.{frozen.field}: {path_name(wrong)} would be trained, but {frozen.reason}; set it to '
+        f'{(frozen.value,)!r}, or add this to it'
+      )
+    return bound
 
   def mesh_sizes(self, num_devices: int | None = None) -> dict[str, int]:
     """Returns the size of each mesh axis by name; needs no devices, unless a size is -1.

@@ -33,13 +33,14 @@ def assert_close(found, expected, tolerance=3e-5):
   jax.tree_util.tree_map_with_path(check, found, expected)
 
 
-def take_a_step(model, batch, mesh=None, rows=('replica', 'data'), **fields):
+def take_a_step(model, batch, mesh=None, rows=('replica', 'data'), trained=(), frozen=(), **fields):
   """Returns the loss of a model's config, and the variables after a step of SGD with rate 1, so all gradients.
 
-  `rows` are the mesh axes that split the rows of a batch.
+  `rows` are the mesh axes that split the rows of a batch; `trained` and `frozen` are regexes of variables.
   """
   task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
   task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
+  task.train.learner.set(bprop_variable_inclusion=trained, bprop_variable_exclusion=frozen)
   task.train.inputs_split_mapping = {
     'map_1d': (rows,),
     'map_2d': (rows, None),

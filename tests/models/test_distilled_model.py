@@ -86,7 +86,7 @@ def test_the_loss_is_that_of_the_paper(chunk_size):
 
 
 def after_a_step(mesh=None, **fields):
-  return take_a_step(task_of().model, batch_of(), mesh, **fields)
+  return take_a_step(task_of().model, batch_of(), mesh, frozen=(r'teacher\..*',), **fields)
 
 
 on_one_device = functools.cache(after_a_step)
@@ -146,3 +146,10 @@ def test_a_teacher_is_a_language_model():
   encoder = transformer_encoder(vocab_size=V, model_dims=9, max_len=T, num_layers=1, num_heads=3, hidden_dims=10)
   with pytest.raises(ConfigError, match=r'teacher: expected a LanguageModel, got TransformerEncoder'):
     train_distillation(Config(SingleTask, model=lm()), encoder)
+
+
+def test_a_learner_that_would_train_the_teacher_is_an_error():
+  task = task_of().set(train=Config(SingleTask).train)
+  message = r"task.train.learner.bprop_variable_exclusion: teacher.* would be trained.*; set it to \('teacher"
+  with pytest.raises(ConfigError, match=message):
+    task.instantiate()

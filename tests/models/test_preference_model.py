@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
-from model_steps import assert_close, take_a_step
+from model_steps import assert_close, loss_and_gradients, take_a_step
 
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.common.config import Config
@@ -228,10 +228,13 @@ def test_metrics_of_a_batch_are_those_of_its_pairs_one_by_one(kind):
 
 def after_a_step(kind, mesh=None, packed=False, **fields):
   task = task_of(kind)
+  learner = task.train.learner
   return take_a_step(
     task.model,
     batch_of(packed),
     mesh,
+    trained=learner.bprop_variable_inclusion,
+    frozen=learner.bprop_variable_exclusion,
     **fields,
   )
 
@@ -264,14 +267,30 @@ def test_explicit_collectives(kind):
 
 @pytest.mark.parametrize('kind', [Dpo, 'adapters'])
 def test_no_gradient_flows_through_the_reference(kind):
-  _, after = on_one_device(kind, packed=kind == 'adapters')
-  before = leaves(made(kind)[1])
-  changed = {path for path, value in after.items() if np.any(value != before[path])}
+  model, variables = made(kind)
+  _, gradients = loss_and_gradients(model, variables, batch_of())
+  changed = {path for path, value in leaves(gradients).items() if np.any(value)}
   assert changed and not any(path[0] == 'reference' for path in changed)
   if kind == 'adapters':  # Gradients of the base are those through the model with adapters alone.
     assert any('lora' in path_name(path) for path in changed)
   else:
-    assert {path for path in after if path[0] == 'lm'} == changed
+    assert {path for path in leaves(gradients) if path[0] == 'lm'} == changed
+  _, after = on_one_device(kind, packed=kind == 'adapters')
+  moved = {path for path, value in after.items() if np.any(value != leaves(variables)[path])}
+  assert moved and all('lora' in path_name(path) if kind == 'adapters' else path[0] == 'lm' for path in moved)
+
+
+@pytest.mark.parametrize(
+  'kind, field, variable, value',
+  [(Dpo, 'exclusion', r'reference\.', r'reference'), ('adapters', 'inclusion', r'lm\.', r'\.\*.*lora')],
+)
+def test_a_learner_that_would_change_the_reference_is_an_error(kind, field, variable, value):
+  model = task_of(kind).model
+  message = rf"task.train.learner.bprop_variable_{field}: {variable}.* would be trained, but .*; set it to \('{value}"
+  with pytest.raises(ConfigError, match=message):
+    Config(SingleTask, model=model).instantiate()
+  task_of(kind).instantiate()
+  Config(SingleTask, model=task_of(Orpo).model).instantiate()
 
 
 def test_padding_may_hold_anything():
