@@ -23,6 +23,8 @@ from praxis_lite.layers.low_rank import derived_split
 from praxis_lite.layers.projections import Projection
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit, is_dtype
 
+_OF_INPUTS = r'.*\.ff\.down'
+
 
 class Ia3Layer(AdaptedLayer):
   """Base of the layers with IA3, whose variable `ia3_scale` is l.
@@ -109,7 +111,8 @@ class Ia3(Adapter):
 
   Attributes:
     layers: see `Adapter`; linear layers and projections.
-    of_inputs: regex, or several, that match those of these layers whose inputs are scaled, instead of their outputs.
+    of_inputs: regex, or several, that match those of these layers whose inputs are scaled, instead of their outputs;
+      except for the default, each must match one.
     dtype: storage dtype of the factors; None uses that of the layer.
   """
 
@@ -117,7 +120,7 @@ class Ia3(Adapter):
   adapted = {Linear: Ia3Linear, Projection: Ia3Projection}
 
   layers: str | tuple[str, ...] | None = (r'.*\.attention\.(key|value)', r'.*\.ff\.down')
-  of_inputs: str | tuple[str, ...] = r'.*\.ff\.down'
+  of_inputs: str | tuple[str, ...] = _OF_INPUTS
   dtype: DTypeLike | None = 'float32'
 
   def __post_init__(self) -> None:
@@ -133,6 +136,11 @@ class Ia3(Adapter):
   @property
   def _of_inputs(self) -> tuple[str, ...]:
     return (self.of_inputs,) if isinstance(self.of_inputs, str) else tuple(self.of_inputs)
+
+  @property
+  def further_patterns(self) -> dict[str, tuple[str, ...]]:
+    # `layers` may name no layer that the default matches.
+    return {} if self.of_inputs == _OF_INPUTS else {'of_inputs': self._of_inputs}
 
   def adapt_at(self, name: str, config: Config) -> Config:
     assert target(config) in self.adapted

@@ -63,6 +63,11 @@ class Adapter(Configurable):
     """The regexes; () for None."""
     return () if self.layers is None else (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
 
+  @property
+  def further_patterns(self) -> dict[str, tuple[str, ...]]:
+    """The regexes of other fields, by name, which must each match a layer that has this adapter."""
+    return {}
+
   def is_for(self, name: str, config: Config) -> bool:
     """Whether the layer of this path and config gets this adapter."""
     kind = target(config)

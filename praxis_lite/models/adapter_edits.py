@@ -46,7 +46,7 @@ class AdapterEdits:
     return config
 
   def check(self) -> None:
-    """Raises ConfigError if a regex matches no layer, or one without an adapter."""
+    """Raises ConfigError if a regex matches no layer, or one that does not have the adapter that it needs."""
     for i, adapter in enumerate(self._adapters):
       field = f'{self._field}[{i}]'
       if adapter.layers is None and i not in self._adapted.values():
@@ -55,6 +55,13 @@ class AdapterEdits:
         )
       for pattern in adapter.patterns:
         self._check_pattern(f'{field}.layers', pattern, adapter)
+      own = [name for name, number in self._adapted.items() if number == i]
+      for further, patterns in adapter.further_patterns.items():
+        for pattern in patterns:
+          if not any(re.fullmatch(pattern, name) for name in own):
+            raise ConfigError(
+              f'{field}.{further}: {pattern!r} matches no layer that has this adapter.{suggest_pattern(pattern, own)}'
+            )
 
   def _check_pattern(self, field: str, pattern: str, adapter: Adapter) -> None:
     matched = [name for name in self._kinds if re.fullmatch(pattern, name)]

@@ -110,5 +110,10 @@ def test_mistakes_are_named():
     add_adapters(lm.clone(), Config(Dora, layers=r'lm\.embedding')).instantiate()
   with pytest.raises(ConfigError, match=r"of_inputs: '\(' is not a regular expression"):
     add_adapters(lm.clone(), Config(Ia3, of_inputs='(')).instantiate()
+  for pattern in (r'lm\..*\.ff\.dwon', r'.*\.query', ('.*', 'x')):  # The second one is a layer without an adapter.
+    with pytest.raises(ConfigError, match=r'adapters\[0\].of_inputs: .* matches no layer that has this adapter'):
+      add_adapters(lm.clone(), Config(Ia3, of_inputs=pattern)).instantiate()
+  for fields in ({'of_inputs': ()}, {'layers': r'.*\.attention\.key'}, {'of_inputs': r'.*\.key'}):
+    add_adapters(lm.clone(), Config(Ia3, **fields)).instantiate()
   with pytest.raises(ConfigError, match=r'dtype: expected a floating dtype'):
     add_adapters(lm.clone(), Config(Ia3, dtype='int8')).instantiate()

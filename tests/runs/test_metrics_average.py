@@ -54,3 +54,11 @@ def test_arrays_over_layers_are_averaged_by_element():
 def test_bfloat16_values_of_one_step_become_float64():
   values = mean_values({'loss': (jnp.bfloat16(1.5), jnp.bfloat16(2))})
   assert type(values['loss']) is float and values['loss'] == 1.5
+
+
+def test_a_step_leaves_out_metrics_without_any_weight_except_the_loss():
+  zero, some = np.zeros(2), np.array([0.0, 1.0])
+  values = mean_values(
+    {'loss': (0.0, 0.0), 'margin': (0.0, jnp.float32(0)), 'a': (zero, zero), 'b': (zero, some), 'c': (0.0, 1)}
+  )
+  assert values.keys() == {'loss', 'b', 'c'}

@@ -66,8 +66,15 @@ class MetricsAverage:
 
 
 def mean_values(metrics: DeviceMetrics) -> HostMetrics:
-  """Returns the means of one step's (mean, weight) pairs, float64 on the host."""
-  return {name: _plain(np.asarray(value, np.float64)) for name, (value, _) in jax.device_get(dict(metrics)).items()}
+  """Returns the means of one step's (mean, weight) pairs, float64 on the host.
+
+  Except for the loss, a metric of weight zero, whose value says nothing, is left out.
+  """
+  return {
+    name: _plain(np.asarray(value, np.float64))
+    for name, (value, weight) in jax.device_get(dict(metrics)).items()
+    if name == 'loss' or np.any(np.asarray(weight) != 0)
+  }
 
 
 def _plain(value: np.ndarray) -> float | np.ndarray:
