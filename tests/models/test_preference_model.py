@@ -29,6 +29,7 @@ from praxis_lite.models import (
   transformer_lm,
 )
 from praxis_lite.models.preference_losses import AnswerScores, PairScores
+from praxis_lite.runs.nonfinite import hints_in
 from praxis_lite.training import train_adapters, train_preferences, train_rewards
 from praxis_lite.training.task import SingleTask
 
@@ -437,3 +438,8 @@ def test_fields_that_have_no_effect_on_rewards_may_be_lost():
   model = lm().set(tokens_are_bytes=True)
   model.decoder_tpl.max_decode_steps = 3
   assert train_rewards(Config(SingleTask, model=model)).model.instantiate().lm.vocab_size == V
+
+
+def test_a_batch_of_pairs_that_fits_is_not_blamed_for_a_loss_that_is_not_finite():
+  hints = hints_in(batch_of(), data(), made(Dpo)[0])
+  assert not hints.found
