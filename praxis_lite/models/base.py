@@ -90,7 +90,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
     return AdapterEdits(self.path, self.path_name, self.adapters) if self.adapters else None
 
   def _smaller_model(self) -> Counterpart | None:
-    return None if self.mup is None else build_counterpart(self)
+    return None if self.mup is None else build_counterpart(self, self.mup)
 
   @property
   def active_num_params(self) -> int:

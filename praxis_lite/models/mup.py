@@ -9,16 +9,13 @@ changes is derived from the shapes of the variables of both; see `sharding/growt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, field_names, target
 from praxis_lite.common.config.overrides import set_by_path
 from praxis_lite.common.errors import ConfigError, prefix_errors
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.growth import Counterpart
-
-if TYPE_CHECKING:
-  from praxis_lite.models.base import BaseModel
 
 
 class Mup(Configurable):
@@ -45,22 +42,22 @@ class Mup(Configurable):
       raise ConfigError("mup.base: expected what is different in the smaller model, such as {'model_dims': 64}")
 
 
-def build_counterpart(model: BaseModel) -> Counterpart:
-  """Returns the base of a model with `mup`, built from the model's own fields.
+def build_counterpart(model: Layer, mup: object) -> Counterpart:
+  """Returns the base of a model with the field `mup`, built from the model's own fields.
 
   Raises:
     ConfigError: `mup` is not valid, or the base cannot be built; the message begins with the path of `mup`.
   """
   where = f'{model.path_name}.mup'
-  mup = build_at(where, model.mup) if isinstance(model.mup, Config) else model.mup
-  if not isinstance(mup, Mup):
-    raise ConfigError(f"{where}: expected Config(Mup, base={{'model_dims': 64}}), got {model.mup!r}")
-  config = base_config(model_config(model), mup, where)
+  found = build_at(where, mup) if isinstance(mup, Config) else mup
+  if not isinstance(found, Mup):
+    raise ConfigError(f"{where}: expected Config(Mup, base={{'model_dims': 64}}), got {mup!r}")
+  config = base_config(model_config(model), found, where)
   with prefix_errors(f'{where}.base'):
-    return Counterpart(build_at('', config, name=model.name), depth_exponent=mup.depth_exponent)
+    return Counterpart(build_at('', config, name=model.name), depth_exponent=found.depth_exponent)
 
 
-def model_config(model: BaseModel) -> Config:
+def model_config(model: Layer) -> Config:
   """Returns the config of a model that is about to be built, without its `mup`."""
   names = [name for name in field_names(type(model)) or () if name != 'mup']
   return Config(type(model), **{name: getattr(model, name) for name in names}).clone()
