@@ -1,4 +1,4 @@
-"""Prompts and answers as tokens: texts, or the messages of chats, of which a model learns only the answers.
+"""Prompts and answers as tokens: texts, or messages of chats. A model learns only the answers.
 
 prompt 'ab', answer 'xyz'     ids a b x y z $     answer 0 0 1 1 1 1     the end token is a part of the answer
                               a tokenizer whose prompts begin with a start token puts it first

@@ -142,8 +142,7 @@ def coordinate_check(
 ) -> list[Scaling]:
   """Trains each model of the ladder for one step on each batch, on one device; returns what each layer computes.
 
-  The learning rate is constant: that of the learner without its schedule. Activations are those of the first batch,
-  in evaluation.
+  The learning rate is constant, without the learner's schedule. Activations belong to the first batch, in evaluation.
 
   Args:
     task: config of the task.

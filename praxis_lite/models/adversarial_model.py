@@ -91,7 +91,7 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
     return AdversarialOutput(generated, self._logits(generated), self._logits(real))
 
   def generate(self, rows: int) -> jax.Array:
-    """Returns so many images of random latents, [rows, H, W, C]."""
+    """Returns images of `rows` random latents, [rows, H, W, C]."""
     key = self.next_prng_key()
     shape = (*self._grid, self.latent_dims)
     z_BHWZ = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), shape))(jnp.arange(rows))

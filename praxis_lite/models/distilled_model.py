@@ -4,7 +4,7 @@
 
 The factor T^2 keeps the gradient of the divergence as large as at T = 1.
 
-B batch, T length, V vocabulary; batches are those of `LanguageModel`.
+B batch, T length, V vocabulary; batches are as for `LanguageModel`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DistilledTokens(NamedTuple):
     xent: float32 cross entropy of the labels, in nats.
     divergence: float32 KL divergence from the teacher's distribution, in nats, both at the temperature.
     correct: bool, whether the label is the most probable token.
-    agrees: bool, whether the most probable token is that of the teacher.
+    agrees: bool, whether model and teacher have the same most probable token.
   """
 
   xent: jax.Array

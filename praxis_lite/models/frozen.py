@@ -1,4 +1,4 @@
-"""FrozenVariables: variables of a model that its learner must leave alone."""
+"""FrozenVariables: variables of a model that its learner must not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class FrozenVariables(NamedTuple):
 
   Attributes:
     paths: of the variables.
-    field, value: the field of the learner that leaves them alone, and a regex that it needs.
+    field, value: the field of the learner that excludes them, and a regex that it needs.
     reason: why they must keep their values: the end of the message '<a variable> would be trained, but ...'.
   """
 

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers to a prompt, one of which is preferred, from the log-probabilities of both.
+"""Losses of pairs of answers to a prompt, a preferred one and another, from the log-probabilities of both.
 
 log p, log q    log-probability of an answer, the sum over its tokens, under the model and under the reference
 ratio r         log p - log q

@@ -138,7 +138,7 @@ class RewardModel(BaseModel[Rewards]):
     if segments_BT is None:
       if weights is not None and weights.ndim > 1:
         raise ConfigError(
-          'batch: weights [B, T] are those of labels, and do not say which ids are tokens; give segment_ids, [B, T] '
+          'batch: weights [B, T] belong to labels, and do not say which ids are tokens; give segment_ids, [B, T] '
           'int32: 1 for the tokens of the prompt and the answer, 0 for padding at the end'
         )
       segments_BT = jnp.ones_like(batch['ids'])

@@ -291,7 +291,7 @@ class Search:
     run = read_run(self._folder / point.name)
     try:
       metric, mode = metric_to_compare([run], self._metric, self._mode)
-    except UserError:  # It has not written the metric yet.
+    except UserError:  # The run has no value of the metric so far.
       return []
     if metric not in run.metrics:
       return []

@@ -114,7 +114,7 @@ class Edits:
     return merge(variables, self._variables), dataclasses.replace(surroundings, edited={})
 
   def check_met(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConfigError if a call has not passed the point of an edit, or a unit is not in its value.
+    """Raises ConfigError if no call reached the point of an edit, or its value lacks a unit.
 
     Args:
       shapes: the shapes of the values of the points that were passed.

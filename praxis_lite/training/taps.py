@@ -43,7 +43,7 @@ _MARKS = ('weights', 'segment_ids', 'paddings')
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-  """What to compute of which values.
+  """Which values to observe, and the statistics to compute of them.
 
   Attributes:
     text: as it was given.

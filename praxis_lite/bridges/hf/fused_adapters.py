@@ -4,8 +4,8 @@
     ...mlp.experts.lora_B.weight               [out, R E]    column r E + e is of expert e
     ...mlp.experts.base_layer.lora_A.weight    the same of another parameter: one is inside of the other
 
-transformers 5 keeps the weights of experts in two parameters, gate_up_proj and down_proj, whose rows `out` of the first
-are those of the gate, then those of up; both have the same A. The shapes say which parameter an adapter is of.
+transformers 5 keeps the weights of experts in two parameters, gate_up_proj and down_proj. The rows `out` of the first
+belong to the gate, then to up; both have the same A. The shapes say which parameter an adapter belongs to.
 
 E experts, R rank.
 """
@@ -55,7 +55,7 @@ class PartOfTensor(NamedTuple):
 
 
 def are_of_experts(parameters: object) -> bool:
-  """Whether these `target_parameters` are those of experts."""
+  """Whether these `target_parameters` belong to experts."""
   return isinstance(parameters, list) and all(isinstance(p, str) and _PARAMETERS.fullmatch(p) for p in parameters)
 
 

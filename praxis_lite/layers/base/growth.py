@@ -68,7 +68,7 @@ class GrownLayer:
     return branch if self.branch_factor == 1 else branch * self.branch_factor
 
   def growth_multipliers(self) -> dict[str, float]:
-    """Returns the factors by which the layer computes something else than without a smaller model, by their names."""
+    """Returns by name the factors that the layer has because of the smaller model."""
     return {'residual branches': self.branch_factor} if self.scales_branches and self.branch_factor != 1 else {}
 
   def _smaller_model(self) -> Counterpart | None:

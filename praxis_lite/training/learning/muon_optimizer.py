@@ -5,7 +5,7 @@
     orthogonal  X_0 = d / |d|;  X_(i + 1) = a X_i + (b A + c A A) X_i,  A = X_i X_i^T  Newton-Schulz, on the owner
     update      - learning rate (X sqrt(max(1, columns / rows)) + weight decay times variable)
 
-(Jordan et al., 2024; Liu et al., 2025.) The results are those of `optax.contrib.muon`, up to rounding. There, products
+(Jordan et al., 2024; Liu et al., 2025.) The results equal `optax.contrib.muon`, up to rounding. There, products
 of a matrix that a mesh splits are left to the compiler, which communicates for each; see `owners.py`. Stacks of layers
 are updated together, each layer as a matrix of its own.
 """

@@ -20,7 +20,7 @@ such as elementwise ones, run as one group without the map; `probe.py` finds out
     opt_states = {'all': state}
     opt_states = {'single': state, 'repeated_12': state of [12, ...]}
 
-Optimizers that take `matrices`, such as `muon`, are told which axes number layers, so they are not mapped either,
+Optimizers that take `matrices`, such as `muon`, get the axes that number layers, so they are not mapped either,
 unless another part of the optimizer is. Their `update` is also given the `Splits` of the variables, if not mapped.
 
 In a mapped state, values that belong to no variable and cannot differ between layers, such as a count, are kept once

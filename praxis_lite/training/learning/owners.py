@@ -3,7 +3,7 @@
 Optimizers such as Muon compute products of whole matrices. If a mesh splits a matrix, each of a dozen products would
 communicate. Instead, matrices are dealt out over the devices, whole, for one function of a batch of matrices:
 
-    parts of N matrices on each device       [N, m / a, n / b]     on a mesh a x b x c, of which c splits no dimension
+    parts of N matrices on each device       [N, m / a, n / b]     on a mesh a x b x c, where c splits no dimension
     take a part of the numbers               [N / c, m / a, n / b]
     all-to-all over a, over b                [N / (a b c), m, n]   whole matrices of this owner
     fn, without communication                [N / (a b c), m, n]
@@ -115,7 +115,7 @@ class SplitMatrix:
     def side(dims: tuple[int, ...]) -> MatrixSide:
       return MatrixSide(tuple(shape[d] for d in dims), tuple(axes[d] for d in dims))
 
-    # Of equal sides, the order is that of their splits, so that [D, N H] and [N H, D] are of one group.
+    # Equal sides are sorted by their splits, so that [D, N H] and [N H, D] are in one group.
     sides.sort(key=lambda dims: (side(dims).size, side(dims).merge_unsplit()))
     return cls(shape, (*batch, *sides[0], *sides[1]), side(batch), side(sides[0]), side(sides[1]))
 

@@ -39,7 +39,7 @@ _TIMES = 4.0
 
 
 def has_growth(weights: NestedDict) -> bool:
-  """Whether the variables are those of a model with `Mup`."""
+  """Whether the variables belong to a model with `Mup`."""
   return any(weight.growth is not None for weight in leaves(weights).values())
 
 
@@ -192,7 +192,7 @@ def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Pat
 
 
 def _is_of_optax(config: Config) -> bool:
-  """Whether a config is that of a transformation of optax that does not know the paths of variables."""
+  """Whether a config makes a transformation of optax that does not know the paths of variables."""
   build = target(config)
   name, module = getattr(build, '__name__', ''), getattr(build, '__module__', '')
   return module.startswith('optax') and name not in ('multi_transform', 'partition', 'masked', 'multi_steps')
