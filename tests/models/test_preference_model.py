@@ -358,7 +358,7 @@ def test_a_reward_is_that_of_the_last_token():
   rows = batch_of()['chosen']
   of_rows = predict({name: rows[name] for name in ('ids', 'segment_ids', 'weights')})
   np.testing.assert_allclose(of_rows['reward'][:5], of_pairs['reward_chosen'][:5], rtol=1e-5)
-  with pytest.raises(ConfigError, match=r'weights \[B, T\] are those of labels.*; give segment_ids'):
+  with pytest.raises(ConfigError, match=r'weights \[B, T\] belong to labels.*; give segment_ids'):
     predict({'ids': rows['ids'], 'weights': rows['weights']})
   whole = predict({'ids': chosen[:, : lengths[0][0]], 'weights': np.ones(5, np.float32)})
   np.testing.assert_allclose(whole['reward'][0], rewards[0][0], rtol=1e-5)
