@@ -52,7 +52,25 @@ from praxis_lite.models.token_checks import check_packing, check_vocabulary
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
 MODEL_TYPES = ('causal', 'prefix')
-_PASSED_ON = (*_SIZES, 'use_bias')
+SIZES_OF_NETWORK = (*_SIZES, 'use_bias')
+
+
+def sized_network(model: LanguageModel | Config, where: str) -> Config[TransformerLm]:
+  """Returns `lm_tpl` of a `LanguageModel`, or of its config, with the sizes that are set beside it.
+
+  Raises:
+    ConfigError: a size is set differently in `lm_tpl`; the message begins with `where`, the path of the model.
+  """
+  lm = model.lm_tpl.clone()
+  for name in SIZES_OF_NETWORK:
+    own = getattr(model, name)
+    if own is None or own is REQUIRED:
+      continue
+    there = getattr(lm, name)
+    if there is not None and there is not REQUIRED and there != own:
+      raise ConfigError(f'{where}.{name} is {own}, but {where}.lm_tpl.{name} is {there}; set one of them')
+    setattr(lm, name, own)
+  return lm
 
 
 class LanguageModel(BaseModel[SoftmaxOutput]):
@@ -90,25 +108,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.model_type', self.model_type, MODEL_TYPES)
-    self.create_child('lm', self._sized_network())
+    self.create_child('lm', sized_network(self, self.path_name))
     self.decoder: Sampler | BeamSearch = build_at(f'{self.path_name}.decoder_tpl', self.decoder_tpl)
     if self._guesses_itself:
       self._check_own_heads(self.decoder)
-
-  def _sized_network(self) -> Config[TransformerLm]:
-    """Returns `lm_tpl` with the sizes that are set here."""
-    lm = self.lm_tpl.clone()
-    for name in _PASSED_ON:
-      own = getattr(self, name)
-      if own is None:
-        continue
-      there = getattr(lm, name)
-      if there is not None and there is not REQUIRED and there != own:
-        raise ConfigError(
-          f'{self.path_name}.{name} is {own}, but {self.path_name}.lm_tpl.{name} is {there}; set one of them'
-        )
-      setattr(lm, name, own)
-    return lm
 
   def _check_own_heads(self, decoder: SpeculativeSampler) -> None:
     mtp = self.lm.mtp if getattr(self.lm, 'mtp_tpl', None) is not None else None

@@ -28,7 +28,7 @@ from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.adapters import ADAPTER_VARIABLES, adapter_paths
 from praxis_lite.models.frozen import FrozenVariables
-from praxis_lite.models.language_model import LanguageModel, clear_padding
+from praxis_lite.models.language_model import LanguageModel, clear_padding, sized_network
 from praxis_lite.models.pairs_of_answers import (
   CHOSEN,
   MISMATCHED,
@@ -72,7 +72,7 @@ class PreferenceModel(LanguageModel):
       raise ConfigError(f'{self.path_name}.loss_tpl: expected the config of a loss, such as Config(Dpo), got {loss!r}')
     self.pair_loss: PreferenceLoss = loss
     if self._has_copy:
-      network = self._sized_network()
+      network = sized_network(self, self.path_name)
       if self.reference_dtype is not None:
         network.dtype = self.reference_dtype
       self.create_child('reference', network.set(mtp_tpl=None))

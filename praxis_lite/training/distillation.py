@@ -5,7 +5,8 @@ from __future__ import annotations
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.distilled_model import DistilledModel
-from praxis_lite.training.preferences import check_is_language_model, exclude, sized_network, to_class
+from praxis_lite.models.language_model import sized_network
+from praxis_lite.training.preferences import check_is_language_model, exclude, to_class
 from praxis_lite.training.task import TaskT
 
 
@@ -36,7 +37,9 @@ def train_distillation(
       f"teacher.model_type: a teacher must be 'causal', as the model that learns from it, got {teacher.model_type!r}"
     )
   model = to_class(task.model, DistilledModel)
-  task.model = model.set(teacher_tpl=sized_network(teacher), temperature=temperature, weight=weight)
+  task.model = model.set(
+    teacher_tpl=sized_network(teacher, 'teacher').set(mtp_tpl=None), temperature=temperature, weight=weight
+  )
   exclude(task, r'teacher\..*')
   start = task.train.init_from
   start.rules = ((r'teacher\.(.*)', r'lm.\1'), (r'lm\..*', None), *start.rules)

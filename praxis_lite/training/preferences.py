@@ -6,16 +6,11 @@ from collections.abc import Collection
 
 from praxis_lite.common.config import REQUIRED, Config, config_values, field_names, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.models.language_model import LanguageModel
+from praxis_lite.models.language_model import SIZES_OF_NETWORK, LanguageModel, sized_network
 from praxis_lite.models.preference_losses import Dpo
 from praxis_lite.models.preference_model import PreferenceModel
 from praxis_lite.models.reward_model import RewardModel
 from praxis_lite.training.task import TaskT
-
-_SIZES = (
-  *('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims'),
-  'use_bias',
-)
 
 
 def train_preferences(task: Config[TaskT], loss: Config | None = None) -> Config[TaskT]:
@@ -49,8 +44,8 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
   Args:
     task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
   """
-  model = to_class(task.model, RewardModel, without=(*_SIZES, 'tokens_are_bytes', 'decoder_tpl'))
-  task.model = model.set(lm_tpl=sized_network(task.model))
+  model = to_class(task.model, RewardModel, without=(*SIZES_OF_NETWORK, 'tokens_are_bytes', 'decoder_tpl'))
+  task.model = model.set(lm_tpl=sized_network(task.model, 'task.model').set(mtp_tpl=None))
   if model.lm_tpl.embedding_tpl is not None:
     exclude(task, r'lm\.softmax\..*')
   learner, start = task.train.learner, task.train.init_from
@@ -58,12 +53,6 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
     learner.bprop_variable_inclusion = (*_several(included), r'head\..*')
   start.rules = ((r'head\..*', None), *start.rules)
   return task
-
-
-def sized_network(model: Config) -> Config:
-  """Returns the config of the network of a language model, with its sizes, and without heads for further tokens."""
-  sizes = {name: value for name in _SIZES if (value := getattr(model, name)) not in (None, REQUIRED)}
-  return model.lm_tpl.clone(**sizes, mtp_tpl=None)
 
 
 def to_class(model: Config, kind: type, without: Collection[str] = ()) -> Config:
