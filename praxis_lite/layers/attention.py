@@ -83,6 +83,8 @@ class MultiHeadAttention(AttentionHeads):
       `PerDimScale`; None disables it.
     value_residual_tpl: template of the child `value_residual`, a `ValueResidual`, which mixes the values with those of
       the first layer of a stack; None disables it. The stack gives the layer these.
+    gate_output: whether the results of heads are multiplied by the sigmoid of a projection of the inputs, the child
+      `output_gate`, before `out` (Qwen3-Next). Its weight is split like that of queries, and it has biases if they do.
     use_sinks: whether each head has a learned logit that takes part in the softmax and has no value, the variable
       `sinks` [N], zeros at first (attention sinks of GPT-OSS; OpenAI, 2025). A head can so attend to nothing. It is
       split like the heads of the weights.
@@ -182,7 +184,8 @@ class MultiHeadAttention(AttentionHeads):
       rules = rules & to_mask(mask)
     split = self._mesh.sequence_split()
     heads = self._mix_values(self._project(x_BTD, kv_BSD, segment_pos, split), first_values)
-    return self._attend(heads, rules, segment_pos, self._make_dropout(x_BTD), split, logit_bias)
+    gate = self._gate(x_BTD, split)
+    return self._attend(heads, rules, segment_pos, self._make_dropout(x_BTD), split, logit_bias, gate)
 
   def attention_mask(
     self,
@@ -238,7 +241,8 @@ class MultiHeadAttention(AttentionHeads):
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
     mask = self.attention_mask(prefix_lengths=prefix_lengths)
     cached = self._cached_attention(logit_bias, self._sinks())
-    return self._output(self._extend(cached, x_BTD, pos_BT, read_cache(self), mask, first_values))
+    context_BTNH = self._extend(cached, x_BTD, pos_BT, read_cache(self), mask, first_values)
+    return self._output(context_BTNH, self._gate(x_BTD))
 
   def _extend(
     self,
@@ -336,6 +340,7 @@ class MultiHeadAttention(AttentionHeads):
     dropout: ProbabilityDropout | None,
     split: SequenceSplit | None,
     bias: jax.Array | LogitBias | None = None,
+    gate_BTNH: jax.Array | None = None,
   ) -> jax.Array:
     """Returns the output, [B, T, D]. A relative bias uses `pos_BT` as the positions of both queries and keys."""
     (B, T, _, _), (_, S, K, _) = heads[0].shape, heads[1].shape
@@ -356,7 +361,8 @@ class MultiHeadAttention(AttentionHeads):
       *heads, mask, spec=self._spec(name), bias=bias, dropout=dropout, sinks=self._sinks(), split=over
     )
     # All but dense attention tag the values that they keep; see `remat.py` for cuDNN's kernel.
-    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name != 'dense')
+    remark = f'attention is {name}: {reason}'
+    return self._output(context_BTNH, gate_BTNH, split, remark=remark, tagged=name != 'dense')
 
   def _choose(
     self,

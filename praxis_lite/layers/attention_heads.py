@@ -1,7 +1,7 @@
 """AttentionHeads: queries, keys and values of an attention layer, and the output from the results of its heads.
 
     query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
-    out = context W_o [N, H, D]
+    out = context W_o [N, H, D],  or (context * sigmoid(x W_g [D, N, H])) W_o
 
 B batch, T length, S length of keys and values, D model dims, N heads, K kv heads, G = N / K, H dims per head.
 """
@@ -18,6 +18,7 @@ from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.base.facts import Exchange
 from praxis_lite.layers.normalizations import Norm
 from praxis_lite.layers.positions import RotaryPositions
+from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.projections import PerDimScale, Projection, head_sizes, split_projection
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
 from praxis_lite.layers.value_residual import ValueResidual
@@ -55,6 +56,7 @@ class AttentionHeads(Layer):
   qk_norm_over: str = 'head'
   per_dim_scale_tpl: Config | None = None
   value_residual_tpl: Config | None = None
+  gate_output: bool = False
   context_axis: str | None = None
   context_method: ContextMethod = 'ring'
   weight_split_dims_mapping: Config = template(WeightSplit)
@@ -69,6 +71,7 @@ class AttentionHeads(Layer):
   rotary: RotaryPositions = child()
   per_dim_scale: PerDimScale = child()
   value_residual: ValueResidual = child()
+  output_gate: Projection = child()
   out: Projection = child()
 
   def setup(self) -> None:
@@ -84,6 +87,9 @@ class AttentionHeads(Layer):
       if mixed.weight_split_dims_mapping.wt is None and wt is not None:
         mixed.weight_split_dims_mapping.wt = wt.pick(1)
       self.create_child('value_residual', mixed)
+    if self.gate_output:
+      gate = self.proj_tpl.clone(in_shape=(D,), out_shape=context_shape, use_bias=self.use_bias)
+      self.create_child('output_gate', split_projection(gate, wt, (0, 1, 2), rank_in=1))
     out = self.out_tpl.clone(in_shape=context_shape, out_shape=(D,), use_bias=self.use_out_bias)
     self.create_child('out', split_projection(out, wt, (1, 2, 0), rank_in=2))
 
@@ -187,22 +193,39 @@ class AttentionHeads(Layer):
       checkpoint_name(self.shard(value_BSKH, blkh), 'value_proj'),
     )
 
+  def _gate(self, x_BTD: jax.Array, split: SequenceSplit | None = None) -> jax.Array | None:
+    """Returns the factors of the results of attention, [B, T, N, H], split like these; None without a gate."""
+    if not self.gate_output:
+      return None
+    logits_BTNH = self.shard(self.output_gate(x_BTD), self._context_mapping(split))
+    return jax.nn.sigmoid(to_sum_dtype(checkpoint_name(logits_BTNH, 'query_proj')))
+
+  def _context_mapping(self, split: SequenceSplit | None) -> SplitDimsMapping | str:
+    return 'blnh' if split is None else self._mesh.context_mapping('blnh')
+
   def _output(
-    self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False
+    self,
+    context_BTNH: jax.Array,
+    gate_BTNH: jax.Array | None,
+    split: SequenceSplit | None = None,
+    *,
+    remark: str = '',
+    tagged: bool = False,
   ) -> jax.Array:
     """Returns [B, T, D].
 
     Args:
       context_BTNH: results of attention.
+      gate_BTNH: what `_gate` returns.
       split: how the mesh splits their length; None if it does not.
       remark: how the results were computed, for `explain`.
       tagged: whether the results already have the tag 'context'.
     """
-    context_BTNH = self.shard(
-      context_BTNH, 'blnh' if split is None else self._mesh.context_mapping('blnh'), remark=remark
-    )
+    context_BTNH = self.shard(context_BTNH, self._context_mapping(split), remark=remark)
     if not tagged:
       context_BTNH = checkpoint_name(context_BTNH, 'context')
+    if gate_BTNH is not None:
+      context_BTNH = (gate_BTNH * context_BTNH).astype(context_BTNH.dtype)
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
 
   def exchanges(self) -> list[Exchange]:

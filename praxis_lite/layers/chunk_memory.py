@@ -128,12 +128,13 @@ class MemoryAttention(MultiHeadAttention):
     assert allowed_BNTT is not None  # Attention is causal.
     both_BNTS = jnp.concatenate([allowed_BNTT & is_own_B1TT, allowed_BNTT & ~is_own_B1TT], axis=-1)
 
+    gate_BTNH = self._gate(x_BTD)
     heads = self._mix_values(self._project(x_BTD, x_BTD, segment_pos), first_values)
     x_BTD, first_values = jax.lax.stop_gradient((x_BTD, first_values))
     memory = self._mix_values(self._project(x_BTD, x_BTD, segment_pos), first_values)
     key_BSKH, value_BSKH = (jnp.concatenate(pair, axis=1) for pair in zip(heads[1:], memory[1:]))
     heads = heads[0], key_BSKH, value_BSKH
-    return self._attend(heads, ArrayMask(both_BNTS), segment_pos, self._make_dropout(x_BTD), None)
+    return self._attend(heads, ArrayMask(both_BNTS), segment_pos, self._make_dropout(x_BTD), None, gate_BTNH=gate_BTNH)
 
   def attention_mask(
     self,

@@ -85,7 +85,8 @@ class CrossAttention(MultiHeadAttention):
       new_BS = self._attention_to_each(query_BTNH, pos_BT, cache.unstack())
       after = covered + new_BS if cache.turn is None else covered.at[cache.turn].add(new_BS)
       self.update_decode_state(COVERED, after)
-    return self._output(self._cached_attention(sinks=self._sinks()).attend(query_BTNH, pos_BT, cache, Band()))
+    context_BTNH = self._cached_attention(sinks=self._sinks()).attend(query_BTNH, pos_BT, cache, Band())
+    return self._output(context_BTNH, self._gate(x_BTD))
 
   def _attention_to_each(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache) -> jax.Array:
     """Returns how much the targets attend to each token of the sources: sums of means over heads, [B, S] float32."""

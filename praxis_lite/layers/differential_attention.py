@@ -12,6 +12,8 @@ kv heads, G = N / K, J = 2 H.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -74,14 +76,14 @@ class DifferentialAttention(MultiHeadAttention):
     return super()._split_heads((query_BTNH, key_BSMJ, value_BSMJ), split)
 
   def _output(
-    self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False
+    self, context_BTNH: jax.Array, gate_BTNH: jax.Array | None, split: SequenceSplit | None = None, **how: Any
   ) -> jax.Array:
     B, T, N, J = context_BTNH.shape
     first_BTMGJ, second_BTMGJ = jnp.moveaxis(context_BTNH.reshape(B, T, self._kv_heads[0], 2, -1, J), 3, 0)
     factor = self._read_lambda().astype(context_BTNH.dtype)
     difference = (first_BTMGJ - factor * second_BTMGJ).reshape(B, T, N // 2, J)
     out = self.head_norm(difference) * (1 - self.lambda_init)
-    return super()._output(out, split, remark=remark, tagged=tagged)
+    return super()._output(out, gate_BTNH, split, **how)
 
   def _read_lambda(self) -> jax.Array:
     """Returns lambda, a scalar, in float32 or wider."""

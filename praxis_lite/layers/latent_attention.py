@@ -18,7 +18,7 @@ of values, R latent dims.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -149,9 +149,9 @@ class LatentAttention(MultiHeadAttention):
     return self._split_heads((self._queries(x_BTD, pos_BT), key_BTNH, value_BTNH), split)
 
   def _output(
-    self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False
+    self, context_BTNH: jax.Array, gate_BTNH: jax.Array | None, split: SequenceSplit | None = None, **how: Any
   ) -> jax.Array:
-    return super()._output(context_BTNH[..., : self.value_dims], split, remark=remark, tagged=tagged)
+    return super()._output(context_BTNH[..., : self.value_dims], gate_BTNH, split, **how)
 
   def token_flops(self, length: int) -> TokenFlops:
     H = self.dims_per_head or 0

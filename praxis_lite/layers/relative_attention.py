@@ -91,6 +91,7 @@ class RelativeAttention(MemoryAttention):
     dropout: ProbabilityDropout | None,
     split: SequenceSplit | None,
     bias: jax.Array | LogitBias | None = None,
+    gate_BTNH: jax.Array | None = None,
   ) -> jax.Array:
     query_BTNH, key_BSKH, value_BSKH = heads
     T, S = query_BTNH.shape[1], key_BSKH.shape[1]
@@ -101,7 +102,7 @@ class RelativeAttention(MemoryAttention):
     logits_BNTT = logits_BNTT if bias is None else logits_BNTT + bias
     logits_BNTS = jnp.concatenate([logits_BNTT] * (S // T), axis=-1)  # Those of a memory are the same.
     heads = query_BTNH + self.theta.content_bias, key_BSKH, value_BSKH
-    return super()._attend(heads, mask, pos_BT, dropout, split, logits_BNTS)
+    return super()._attend(heads, mask, pos_BT, dropout, split, logits_BNTS, gate_BTNH)
 
   def _position_queries(self, query_BTNH: jax.Array) -> jax.Array:
     """Returns scale (q + v) . W, [B, T, N, R]."""

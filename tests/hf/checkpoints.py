@@ -125,6 +125,24 @@ CASES: dict[str, dict[str, Any]] = {
     'num_experts_per_tok': 2,
     'tie_word_embeddings': True,
   },
+  'qwen3_next': {
+    'model_type': 'qwen3_next',
+    **{name: value for name, value in _LLAMA.items() if name != 'intermediate_size'},
+    'num_hidden_layers': 4,
+    'head_dim': 8,
+    'attention_bias': True,
+    'layer_types': ['linear_attention', 'full_attention', 'linear_attention', 'full_attention'],
+    'linear_num_key_heads': 3,
+    'linear_num_value_heads': 6,
+    'linear_key_head_dim': 6,
+    'linear_value_head_dim': 4,
+    'linear_conv_kernel_dim': 3,
+    'rms_norm_eps': 1e-2,
+    'moe_intermediate_size': 14,
+    'shared_expert_intermediate_size': 28,
+    'num_experts': 5,
+    'num_experts_per_tok': 2,
+  },
   'deepseek_v3': {
     'model_type': 'deepseek_v3',
     **{name: value for name, value in _LLAMA.items() if name not in ('head_dim', 'num_key_value_heads')},
@@ -218,13 +236,14 @@ CASES: dict[str, dict[str, Any]] = {
   },
 }
 IDS = np.random.default_rng(0).integers(3, V, (2, 11)).astype(np.int32)
+_ZERO_CENTERED = 'gemma', 'qwen3_next'  # Norms multiply by 1 + w.
 
 
 def weight(name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
   """A tensor, a function of its name."""
   values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
   is_scale = name.endswith('weight') and len(shape) == 1
-  return np.float32(0.3) * values + np.float32(is_scale and not model_type.startswith('gemma'))
+  return np.float32(0.3) * values + np.float32(is_scale and not model_type.startswith(_ZERO_CENTERED))
 
 
 def golden(case: str) -> dict[str, Any]:

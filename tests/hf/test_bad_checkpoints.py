@@ -80,6 +80,27 @@ def test_experts_in_some_layers_are_refused(tmp_path):
     ('deepseek_v3', {'n_group': 4}, 'num_groups: 4 does not divide num_experts, 6'),
     ('deepseek_v3', {'topk_group': 1}, 'num_experts_per_token: 3, and the groups that a token may use have 2 experts'),
     ('deepseek_v3', {'v_head_dim': 0}, 'v_head_dim = 0; expected an integer of at least 1'),
+    (
+      'qwen3_next',
+      {'layer_types': ['linear_attention'] * 3},
+      'layer_types must have 4 times linear_attention or full_',
+    ),
+    (
+      'qwen3_next',
+      {'layer_types': None, 'full_attention_interval': 0},
+      'full_attention_interval = 0; expected an integer',
+    ),
+    (
+      'qwen3_next',
+      {'linear_num_value_heads': 4},
+      'linear_num_key_heads = 3 does not divide linear_num_value_heads = 4',
+    ),
+    ('qwen3_next', {'linear_value_head_dim': 5}, 'linear_value_head_dim = 5 is not supported; only divisors of 2 x'),
+    (
+      'qwen3_next',
+      {'shared_expert_intermediate_size': 15},
+      'intermediate_size = 15 is not supported; only multiples of',
+    ),
     ('smollm3', {'no_rope_layers': [1, 0]}, 'no_rope_layers must have 3 times 0 or 1'),
     ('smollm3', {'no_rope_layers': [1, 0, 2]}, 'no_rope_layers must have 3 times 0 or 1'),
     (

@@ -41,6 +41,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     ('mixtral', (2, 2, 2)),
     ('mamba2', (2, 2, 2)),
     ('recurrent_gemma', (1, 3, 1)),
+    ('qwen3_next', (2, 2, 2)),
   ],
 )
 def test_greedy_tokens_are_those_of_transformers_on_uneven_meshes(case, mesh, tmp_path):
@@ -253,6 +254,11 @@ def test_an_activation_that_no_family_has_is_named():
       {'hidden_size': 7168, 'num_hidden_layers': 61, 'num_attention_heads': 128, 'vocab_size': 129_280},
       671_026_419_200,
     ),
+    (
+      'qwen3_next',
+      {'hidden_size': 2048, 'num_hidden_layers': 48, 'num_attention_heads': 16, 'vocab_size': 151_936},
+      79_674_391_296,
+    ),
     ('mamba2', {}, 7_285_403_648),
     (
       'recurrent_gemma',
@@ -268,6 +274,7 @@ def test_an_activation_that_no_family_has_is_named():
     'OLMo-2-7B',
     'SmolLM3-3B',
     'DeepSeek-V3',
+    'Qwen3-Next-80B-A3B',
     'Mamba-Codestral-7B',
     'RecurrentGemma-2B',
     'gpt-oss-20b',

@@ -247,10 +247,11 @@ class InMemory(StreamedArray):
   [
     ('mixtral', Config(Lora, rank=2, alpha=3.0)),
     ('gpt_oss', Config(Lora, rank=2, alpha=3.0)),
+    ('qwen3_next', Config(Lora, rank=2, alpha=3.0)),
     ('llama_with_biases', Config(Dora, rank=2, alpha=3.0)),
     ('llama_with_biases', Config(Ia3)),
   ],
-  ids=['mixtral', 'gpt_oss', 'dora', 'ia3'],
+  ids=['mixtral', 'gpt_oss', 'qwen3_next', 'dora', 'ia3'],
 )
 def test_weights_that_are_merged_in_parts_are_those_merged_at_once(model_type, adapter):
   """Whatever the family calls its tensors; gates, heads and stacks of experts included."""
@@ -277,10 +278,17 @@ def test_adapters_that_are_no_lora_are_not_written(adapter, tmp_path):
   assert not (tmp_path / 'adapter').exists()
 
 
-def test_adapters_in_tensors_that_peft_cannot_adapt_are_not_left_out(tmp_path):
-  config = FAMILIES['gpt_oss'].model(HfConfig(CASES['gpt_oss']))
+@pytest.mark.parametrize(
+  'case, message',
+  [
+    ('gpt_oss', r'_lora_[ab]: this family stores .* in a tensor that peft cannot adapt; write'),
+    ('qwen3_next', r'are one tensor in this family, .*in_proj_\w+.lora_A.weight, and have adapters of their own'),
+  ],
+)
+def test_adapters_in_tensors_that_peft_cannot_adapt_are_not_left_out(case, message, tmp_path):
+  config = FAMILIES[case].model(HfConfig(CASES[case]))
   model = add_adapters(config, Config(Lora, rank=2)).instantiate(name='model')
-  with pytest.raises(ConfigError, match=r'_lora_[ab]: this family stores .* in a tensor that peft cannot adapt; write'):
+  with pytest.raises(ConfigError, match=message):
     write_adapter(tmp_path / 'adapter', model, drawn_variables(model.abstract_init()))
   assert not (tmp_path / 'adapter').exists()
 

@@ -21,6 +21,12 @@ AXES = {
   'D N H -> D . 2|(N 1+H)': lambda x: np.pad(
     np.pad(x, ((0, 0), (0, 0), (1, 0))).reshape(5, 1, 15), ((0, 0), (0, 0), (2, 0))
   ),
+  '(G R=5) N H -> (G 1+R+2 N 3+H) .': lambda x: np.pad(x.reshape(1, 5, 3, 4), ((0, 0), (1, 2), (0, 0), (3, 0))).reshape(
+    -1, 1
+  ),
+  'D N (G R=2) -> (G 2+R N) D': lambda x: np.pad(
+    x.reshape(5, 3, 2, 2).transpose(2, 3, 1, 0), ((0, 0), (2, 0), (0, 0), (0, 0))
+  ).reshape(24, 5),
   'N H D -> D (N H)': lambda x: x.transpose(2, 0, 1).reshape(4, 15),
   'I O L -> O I L': lambda x: x.swapaxes(0, 1),
 }
@@ -40,7 +46,7 @@ def test_a_part_of_a_variable_is_read_from_its_tensor(axes, bounds, tmp_path_fac
   index = tuple(slice(low, high) for low, high in bounds)
   np.testing.assert_array_equal(view.read(read_folder(folder)['x'], index), x[index])
   written = np.zeros_like(theirs)
-  view.within(written)[...] = x
+  view.write(written, tuple(slice(0, size) for size in SHAPE), x)
   np.testing.assert_array_equal(written, theirs)
 
 

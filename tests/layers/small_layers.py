@@ -132,7 +132,7 @@ def mlp() -> Config:
 
 def attention() -> Config:
   config = split(layers.MultiHeadAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H)
-  config.set(causal=True, use_bias=True, rotary_tpl=Config(layers.RotaryPositions))
+  config.set(causal=True, use_bias=True, rotary_tpl=Config(layers.RotaryPositions), gate_output=True)
   config.set(implementation='blockwise', block_size=2, dropout_rate=0.2, use_sinks=True)
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
   return config
@@ -141,6 +141,7 @@ def attention() -> Config:
 def latent_attention() -> Config:
   config = split(layers.LatentAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H)
   config.set(rotary_dims=2, value_dims=H - 1, latent_dims=5, query_latent_dims=7, use_bias=True, causal=True)
+  config.gate_output = True
   config.activation_split_dims_mapping.set(blnh=(BATCH, None, 'mdl', None), blkh=(BATCH, None, 'mdl', None))
   return config.set(rotary_tpl=Config(layers.RotaryPositions), dropout_rate=0.2, use_sinks=True)
 
@@ -150,12 +151,13 @@ def differential_attention() -> Config:
   config.set(num_kv_heads=2, use_bias=True, causal=True, rotary_tpl=Config(layers.RotaryPositions), use_sinks=True)
   config.head_norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
   config.activation_split_dims_mapping.set(blnh=(BATCH, None, 'mdl', None), blkh=(BATCH, None, 'mdl', None))
-  return config.set(dropout_rate=0.2, local_chunk=3)
+  return config.set(dropout_rate=0.2, local_chunk=3, gate_output=True)
 
 
 def relative_attention(cls: type[layers.MemoryAttention] = layers.RelativeAttention, **fields: object) -> Config:
   config = split(cls, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H, **fields)
   config.activation_split_dims_mapping.set(blnh=(BATCH, None, 'mdl', None), blkh=(BATCH, None, 'mdl', None))
+  config.gate_output = True
   return config.set(causal=True, dropout_rate=0.2, use_bias=True, chunk_length=3, memory_length=2)
 
 
@@ -202,7 +204,7 @@ def transformer_lm() -> Config:
 def cross_attention() -> Config:
   config = split(layers.CrossAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H)
   config.activation_split_dims_mapping.set(blnh=(BATCH, None, 'mdl', None), blkh=(BATCH, None, 'mdl', None))
-  return config.set(use_bias=True, qk_norm_tpl=Config(layers.RMSNorm), dropout_rate=0.2)
+  return config.set(use_bias=True, qk_norm_tpl=Config(layers.RMSNorm), dropout_rate=0.2, gate_output=True)
 
 
 def decoder_block() -> Config:

@@ -41,6 +41,8 @@ def numpy_attention(x, kv, weights, mask, cap=None):
         seen = np.exp(logits - logits.max()) * mask[b, t]
         sink = np.exp(w['sinks'][n] - logits.max()) if 'sinks' in w else 0.0
         context[b, t, n] = (seen / (seen.sum() + sink)) @ v[b, :, g]
+  if 'output_gate' in w:
+    context = context / (1 + np.exp(-project('output_gate', x)))
   return np.einsum('btnh,nhd->btd', context, w['out']['w']) + w['out'].get('b', 0.0)
 
 
@@ -86,6 +88,7 @@ ALL = np.ones((B, T, T), bool)
     ({'causal': True, 'num_kv_heads': 2, 'logit_soft_cap': 0.7}, CAUSAL),
     ({'sliding_window': 3, 'logit_soft_cap': 0.7}, WINDOW),
     ({'use_sinks': True}, ALL),
+    ({'use_bias': True, 'gate_output': True, 'num_kv_heads': 2}, ALL),
     ({'causal': True, 'num_kv_heads': 2, 'logit_soft_cap': 0.7, 'use_sinks': True}, CAUSAL),
   ],
 )
@@ -218,6 +221,7 @@ def test_softmax_is_float32_when_the_layer_is_bfloat16(cap):
     {'sliding_window': 3},
     {'local_chunk': 4},
     {'local_chunk': 2, 'sliding_window': 3, 'use_sinks': True},
+    {'num_kv_heads': 2, 'combine_qkv': True, 'use_bias': True, 'gate_output': True},
     {'logit_soft_cap': 1.0, 'num_kv_heads': 1},
     {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': RMS},
     {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': RMS, 'qk_norm_over': 'heads'},

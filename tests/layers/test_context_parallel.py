@@ -205,7 +205,7 @@ def layer(mesh=None, **fields):
 @pytest.mark.slow
 def test_one_field_of_the_layer_splits_the_length_and_decoding_stays_as_it_is():
   mesh = mesh_of(data=2, context=2, mdl=2)
-  one, many = layer().instantiate(), layer(mesh).instantiate()
+  one, many = layer(gate_output=True).instantiate(), layer(mesh, gate_output=True).instantiate()
   x = np.random.default_rng(1).standard_normal((3, 13, 12)).astype(np.float32)
   variables = drawn_variables(one.abstract_init())
 

@@ -70,9 +70,10 @@ class AdaptableWeight(NamedTuple):
     """Returns the row for the variable A or B."""
     experts, _, axes = self.pair.axes.rpartition(': ')
     names, theirs = (axes or 'I O -> I O').split(' -> ')
-    inputs, outputs = names.split()[: self.rank_in], names.split()[self.rank_in :]
-    groups = re.findall(r'(?:\d+\|)?\([^)]*\)(?:\|\d+)?|\S+', theirs)
-    group = next(g for g in groups if {*re.findall('[A-Za-z]', g)} & {*(inputs if part == 'a' else outputs)})
+    dims = _DIMS.findall(names)
+    inputs, outputs = dims[: self.rank_in], dims[self.rank_in :]
+    wanted = _letters(inputs if part == 'a' else outputs)
+    group = next(group for group in _DIMS.findall(theirs) if _letters([group]) & wanted)
     ours = [*inputs, 'Z'] if part == 'a' else ['Z', *outputs]  # No dimension of a table is called Z.
     order = ['Z', group] if part == 'a' else [group, 'Z']
     prefix = f'{experts}: ' if experts else ''
@@ -80,6 +81,14 @@ class AdaptableWeight(NamedTuple):
     return Pair(
       f'{PREFIX}{self.module}.{self.ending(part)}', ours_path, f'{prefix}{" ".join(ours)} -> {" ".join(order)}'
     )
+
+
+_DIMS = re.compile(r'(?:\d+\|)?\([^)]*\)(?:\|\d+)?|\S+')
+
+
+def _letters(dims: Iterable[str]) -> set[str]:
+  """Returns the names of dimensions."""
+  return {*re.findall('[A-Za-z]', ' '.join(dims))}
 
 
 def weights_below(network: Layer, family: Family, model: BaseModel) -> Iterator[AdaptableWeight]:

@@ -19,6 +19,7 @@ from praxis_lite.bridges.hf.llama_like import LLAMA_LIKE
 from praxis_lite.bridges.hf.mamba2 import MAMBA2
 from praxis_lite.bridges.hf.mixtures import MIXTURES
 from praxis_lite.bridges.hf.phi3 import PHI3
+from praxis_lite.bridges.hf.qwen3_next import QWEN3_NEXT
 from praxis_lite.bridges.hf.recurrent_gemma import RECURRENT_GEMMA
 from praxis_lite.bridges.hf.resnet import BIT, RESNET
 from praxis_lite.bridges.hf.t5 import T5_LIKE
@@ -47,6 +48,7 @@ _FAMILIES = (
   *LLAMA_LIKE,
   PHI3,
   *MIXTURES,
+  QWEN3_NEXT,
   DEEPSEEK_V3,
   GPT_OSS,
   GPT2,

@@ -13,6 +13,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.files import parse_json, read_plain, unless_empty
 from praxis_lite.layers.activations import ACTIVATIONS
+from praxis_lite.layers.partial_rotary import PartialRotaryPositions
 from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions, YarnRotaryScaling
 
 CONFIG_FILE = 'config.json'
@@ -95,15 +96,19 @@ class HfConfig:
       raise ConfigError(f'{self.where}: {name} = {value!r} is not supported; known: {", ".join(_ACTIVATIONS)}')
     return _ACTIVATIONS[value]
 
-  def rotary(self) -> Config[RotaryPositions]:
+  def rotary(self, share: float | None = None) -> Config[RotaryPositions]:
     """Returns the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
     If `rope_parameters` differ by the kind of a layer, layers with full attention have these.
+
+    Args:
+      share: the share of the dims of a head that they rotate if the file does not say it; None for families that rotate
+        all.
     """
     given = self._rope_parameters('full_attention')
     field = 'rope_parameters' if given else 'rope_scaling'
     scaling = self.values.get('rope_scaling') or self._defaults.get('rope_scaling')
-    return self._rotary(field, given or self._object(field, scaling), 'rope_theta')
+    return self._rotary(field, given or self._object(field, scaling), 'rope_theta', share)
 
   def local_rotary(self) -> Config[RotaryPositions]:
     """Returns the rotary positions of layers with a sliding window that differ from others (Gemma 3)."""
@@ -118,13 +123,20 @@ class HfConfig:
       raise ConfigError(f'{self.where}: {field} = {value!r}; expected a JSON object')
     return value or {}
 
-  def _rotary(self, field: str, rope: dict[str, Any], base_field: str) -> Config[RotaryPositions]:
+  def _rotary(
+    self, field: str, rope: dict[str, Any], base_field: str, default_share: float | None = None
+  ) -> Config[RotaryPositions]:
     """Returns rotary positions; `base_field` is the name of the longest wavelength in files of transformers 4."""
     base = rope.get('rope_theta', self.values.get(base_field, self._defaults.get(base_field, 10_000.0)))
     kind = rope.get('rope_type', rope.get('type', 'default'))
-    if rope.get('partial_rotary_factor', self.values.get('partial_rotary_factor', 1.0)) != 1.0:
+    share = rope.get('partial_rotary_factor', self.values.get('partial_rotary_factor', default_share or 1.0))
+    if default_share is None and share != 1.0:
       raise ConfigError(f'{self.where}: partial_rotary_factor other than 1 is not supported')
-    rotary = Config(RotaryPositions, max_timescale=self.number('rope_theta', {'rope_theta': base}))
+    rotary: Config[Any] = Config(RotaryPositions)
+    if default_share is not None:
+      name = 'partial_rotary_factor'
+      rotary = Config(PartialRotaryPositions, share=self.number(name, {name: share}))
+    rotary.max_timescale = self.number('rope_theta', {'rope_theta': base})
     try:
       if kind == 'linear':
         rotary.scaling_tpl = Config(LinearRotaryScaling, factor=self.number('factor', rope))
@@ -195,6 +207,8 @@ def rope_values(rotary: RotaryPositions) -> dict[str, object]:
   """Returns the fields of config.json for rotary positions, in the form of transformers 4, which 5 reads too."""
   scaling = rotary.scaling
   values: dict[str, object] = {'rope_theta': rotary.max_timescale}
+  if isinstance(rotary, PartialRotaryPositions):
+    values['partial_rotary_factor'] = rotary.share
   if isinstance(scaling, Llama3RotaryScaling):
     values['rope_scaling'] = {
       'rope_type': 'llama3',

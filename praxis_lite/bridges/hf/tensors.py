@@ -8,6 +8,7 @@ letters only name dimensions. Several variables may share a tensor. Numbers say 
     'D N H -> (2+N+1 H) D'      of the heads, two come before, and one comes after
     'D N H -> D (1+.+1 N H)'    the second of three parts; a point is a single entry
     'D N H -> 7|(N H)|9 D'      before all heads and dims per head come 7 entries, and after them 9
+    'D (G R=2) H -> (G 1+R H) D'    the heads are groups of two, and before each group come the entries of one head
 
 The stacked variables of a repeated layer have a tensor for each `{layer}`. The variables of `layers_0`, `layers_1`, ...
 do too; if these layers form a pattern that is repeated, they are stacked, `first_0`, ... are the layers before them,
@@ -69,18 +70,22 @@ class View:
     shape: shape of the variable, in one layer and for one expert.
     groups: for each dimension of the tensor, the extents from which it is made, outermost first.
     around: for each dimension of the tensor, how many entries come before and after all of these; () for none.
+    parted: a dimension of the variable that the extents see as two, groups and their entries; None for none.
+    num_in_group: how many entries of that dimension make a group.
   """
 
   shape: tuple[int, ...]
   groups: tuple[tuple[Extent, ...], ...]
   around: tuple[tuple[int, int], ...] = ()
+  parted: int | None = None
+  num_in_group: int = 1
 
   @classmethod
   def parse(cls, shape: tuple[int, ...], axes: str) -> View:
     """Returns the view that a row of the table says; '' says that the dimensions are the same."""
     if not axes:
       return cls(shape, tuple((Extent(i),) for i in range(len(shape))))
-    return cls(shape, parse_axes(axes), parse_around(axes))
+    return cls(shape, parse_axes(axes), parse_around(axes), *_parse_parted(axes))
 
   @property
   def their_shape(self) -> tuple[int, ...]:
@@ -91,10 +96,22 @@ class View:
   @property
   def outermost(self) -> int:
     """The dimension of the variable whose entries are contiguous pieces of the tensor."""
-    return next(extent.axis for extent in self._extents if extent.axis is not None)
+    axis = next(extent.axis for extent in self._extents if extent.axis is not None)
+    return axis if self.parted is None or axis <= self.parted else axis - 1
 
   def read(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     """Returns the part `index` of the variable; reads little more of the tensor than this part."""
+    if self.parted is None:
+      return self._read(tensor, index)
+    at, size = self.parted, self.num_in_group
+    low, high, _ = index[at].indices(self.shape[at])
+    first = low // size
+    groups = slice(first, max(first, -(-high // size)))
+    part = self._read(tensor, (*index[:at], groups, slice(None), *index[at + 1 :]))
+    joined = part.reshape(*part.shape[:at], part.shape[at] * size, *part.shape[at + 2 :])
+    return joined[(*[slice(None)] * at, slice(low - first * size, high - first * size))]
+
+  def _read(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     their_index, split_shape, split_index = [], [], []
     for group, (before, _) in zip(self.groups, self._around):
       sizes, bounds = [self._size(extent) for extent in group], [self._bounds(extent, index) for extent in group]
@@ -108,9 +125,18 @@ class View:
       split_index += [*[slice(None)] * (outer + 1), *(slice(*b) for b in bounds[outer + 1 :])]
     return self._ours(tensor.read(tuple(their_index)).reshape(split_shape)[tuple(split_index)])
 
-  def within(self, theirs: np.ndarray) -> np.ndarray:
-    """Returns the variable in the whole tensor `theirs`, which must be contiguous, as a view to write to."""
-    whole = tuple(slice(0, size) for size in self.shape)
+  def write(self, theirs: np.ndarray, index: tuple[slice, ...], ours: np.ndarray) -> None:
+    """Writes the part `index` of the variable into the whole tensor `theirs`, which must be contiguous."""
+    if self.parted is None:
+      self._within(theirs)[index] = ours
+      return
+    at = self.parted
+    places: tuple[Any, ...] = np.divmod(np.arange(*index[at].indices(self.shape[at])), self.num_in_group)
+    self._within(theirs)[(*index[:at], *places, *index[at + 1 :])] = ours
+
+  def _within(self, theirs: np.ndarray) -> np.ndarray:
+    """Returns the variable in the whole tensor, as a view."""
+    whole = tuple(slice(0, size) for size in self._seen)
     theirs = _part(theirs, (slice(before, n - after) for n, (before, after) in zip(theirs.shape, self._around)))
     split = theirs.reshape([self._size(extent) for extent in self._extents])
     return self._ours(_part(split, (slice(*self._bounds(extent, whole)) for extent in self._extents)))
@@ -120,7 +146,15 @@ class View:
     axes = [extent.axis for extent in self._extents]
     whole = _part(split, (0 if axis is None else slice(None) for axis in axes))
     kept = [axis for axis in axes if axis is not None]
-    return whole.transpose([kept.index(i) for i in range(len(self.shape))])
+    return whole.transpose([kept.index(i) for i in range(len(self._seen))])
+
+  @property
+  def _seen(self) -> tuple[int, ...]:
+    """The shape of the variable, as the extents see it."""
+    if self.parted is None:
+      return self.shape
+    at, size = self.parted, self.num_in_group
+    return (*self.shape[:at], self.shape[at] // size, size, *self.shape[at + 1 :])
 
   @property
   def _around(self) -> tuple[tuple[int, int], ...]:
@@ -131,10 +165,10 @@ class View:
     return [extent for group in self.groups for extent in group]
 
   def _size(self, extent: Extent) -> int:
-    return extent.before + (1 if extent.axis is None else self.shape[extent.axis]) + extent.after
+    return extent.before + (1 if extent.axis is None else self._seen[extent.axis]) + extent.after
 
   def _bounds(self, extent: Extent, index: tuple[slice, ...]) -> tuple[int, int]:
-    low, high = (0, 1) if extent.axis is None else index[extent.axis].indices(self.shape[extent.axis])[:2]
+    low, high = (0, 1) if extent.axis is None else index[extent.axis].indices(self._seen[extent.axis])[:2]
     return extent.before + low, extent.before + high
 
 
@@ -148,11 +182,12 @@ def _part(x: np.ndarray, index: Iterable[int | slice]) -> np.ndarray:
 def parse_axes(axes: str) -> tuple[tuple[Extent, ...], ...]:
   """Returns the groups of 'D N H -> D (1+.+1 N H)': ((Extent(0),), (Extent(None, 1, 1), Extent(1), Extent(2)))."""
   ours, theirs = axes.split(' -> ')
+  names = _NAME.findall(ours)
 
   def parse(text: str) -> Extent:
     name = re.fullmatch(r'(?:(\d+)\+)?([A-Za-z.])(?:\+(\d+))?', text)
     assert name is not None, axes
-    axis = None if name[2] == '.' else ours.split().index(name[2])
+    axis = None if name[2] == '.' else names.index(name[2])
     return Extent(axis, int(name[1] or 0), int(name[3] or 0))
 
   groups = _GROUP.findall(theirs)
@@ -164,6 +199,14 @@ def parse_around(axes: str) -> tuple[tuple[int, int], ...]:
   return tuple((int(before or 0), int(after or 0)) for before, *_, after in _GROUP.findall(axes.split(' -> ')[1]))
 
 
+def _parse_parted(axes: str) -> tuple[int | None, int]:
+  """Returns the dimension of the variable that is written as two, and the size of the second: (1, 2) of 'D (G R=2)'."""
+  ours, _ = axes.split(' -> ')
+  size = re.search(r'=(\d+)\)', ours)
+  return (None, 1) if size is None else (len(_NAME.findall(ours[: ours.index('(')])), int(size[1]))
+
+
+_NAME = re.compile(r'[A-Za-z]')
 _GROUP = re.compile(r'(?:(\d+)\|)?(?:\(([^)]*)\)|([^\s|]+))(?:\|(\d+))?')
 
 

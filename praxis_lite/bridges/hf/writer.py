@@ -71,25 +71,24 @@ def tensors_to_write(
   def tensor(name: str) -> np.ndarray:
     theirs = np.empty(parts[name][0].view.their_shape, dtype_of(name))
     for piece in parts[name]:
-      ours, variable = piece.view.within(theirs), node_at(variables, piece.path)
+      variable = node_at(variables, piece.path)
       if isinstance(variable, StreamedArray):
-        _read_into(ours, variable, piece)
-      elif isinstance(variable, np.ndarray):
-        ours[...] = variable[piece.at]
-      else:
-        ours[...] = _fetch(variable, piece)
+        _copy(variable, piece, theirs)
+        continue
+      ours = variable[piece.at] if isinstance(variable, np.ndarray) else _fetch(variable, piece)
+      piece.view.write(theirs, whole_box(piece.view.shape), ours)
     return theirs
 
   declared = {name: Declared(dtype_of(name), of_tensor[0].view.their_shape) for name, of_tensor in parts.items()}
   return declared, tensor
 
 
-def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:
-  """Reads a piece of a variable into the array `ours`."""
-  stacked = len(piece.at)
-  for box in boxes(piece.box(whole_box(ours.shape)), variable.part_shape([*[1] * stacked, *ours.shape])):
+def _copy(variable: StreamedArray, piece: Piece, theirs: np.ndarray) -> None:
+  """Reads a piece of a variable, in parts, and writes it into its tensor."""
+  stacked, shape = len(piece.at), piece.view.shape
+  for box in boxes(piece.box(whole_box(shape)), variable.part_shape([*[1] * stacked, *shape])):
     part = variable.read(box)
-    ours[box[stacked:]] = part.reshape(part.shape[stacked:])
+    piece.view.write(theirs, box[stacked:], part.reshape(part.shape[stacked:]))
 
 
 def _is_in_host_memory(data: jax.Array) -> bool:
