@@ -1,4 +1,4 @@
-"""Encoded images with a class from TFRecord files, as batches for a `ClassificationModel`.
+"""Encoded images with a class from files of records, as batches for a `ClassificationModel`.
 
     training      random crop, flip, RandAugment      drawn by (seed, epoch, content of the record)
     evaluation    shorter side to `resize_to`, then the middle
@@ -10,7 +10,7 @@ batch has `image`, [B, height, width, channels] float32; `label`, [B] int32; and
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +19,9 @@ import numpy as np
 from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError, check_range
 from praxis_lite.inputs import image_ops
+from praxis_lite.inputs.bad_records import BadRecord
 from praxis_lite.inputs.rand_augment import rand_augment
+from praxis_lite.inputs.record_files import is_tfrecord, read_examples
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.inputs.tfdata import TFRecordInput, import_tensorflow
 from praxis_lite.inputs.tfrecord_files import tensorflow_reason
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
 
 
 class ImageRecordInput(TFRecordInput):
-  """JPEG, PNG, BMP or GIF images with a class, in TFRecord files of `tf.train.Example`s.
+  """JPEG, PNG, BMP or GIF images with a class, in TFRecord or ArrayRecord files of `tf.train.Example`s, or in Parquet.
+
+  Files of the two other kinds end in .array_record or .parquet, and need the extra `grain`. In Parquet, a feature is a
+  column. They are read from their beginning too when a run resumes.
 
   Attributes: those of `TFRecordInput` besides `features` and `parse_fn`, and
     image_size: (height, width) of the images in a batch.
@@ -80,6 +85,12 @@ class ImageRecordInput(TFRecordInput):
   def example_struct(self) -> Struct:
     image = {'image': jax.ShapeDtypeStruct((*self.image_size, self.channels), np.float32)}
     return image | ({} if self.label_feature is None else {'label': jax.ShapeDtypeStruct((), np.int32)})
+
+  def is_tfrecord(self, file: str) -> bool:
+    return is_tfrecord(file)
+
+  def read_file(self, file: str) -> Iterable[bytes | BadRecord]:
+    return super().read_file(file) if is_tfrecord(file) else read_examples(file, list(self._features_to_read()))
 
   def parse_in_epoch(self, elements: tf.Tensor, epoch: int) -> Mapping[str, tf.Tensor]:
     tf = import_tensorflow()

@@ -1,4 +1,4 @@
-"""Encoded images with a text from TFRecord files, as batches for a `TwoTowerModel`.
+"""Encoded images with a text from files of records, as batches for a `TwoTowerModel`.
 
     text    ^ a a a $ . . .      ^ begins and $ ends a text, . is padding; a text that is too long is cut
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ImageTextRecordInput(ImageRecordInput):
-  """JPEG, PNG, BMP or GIF images with a text, in TFRecord files of `tf.train.Example`s.
+  """JPEG, PNG, BMP or GIF images with a text, in files of the kinds that `ImageRecordInput` reads.
 
   Attributes: those of `ImageRecordInput` besides `label_feature`, and
     text_feature: name of the feature with the text, as UTF-8.

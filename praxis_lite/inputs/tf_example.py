@@ -99,4 +99,4 @@ def serialized_example(example: Mapping[str, np.ndarray | bytes]) -> bytes:
       feature.int64_list.value.extend(fit_dtype(x.ravel(), np.int64, name).tolist())
     else:
       feature.float_list.value.append(fit_dtype(x.ravel(), '<f4', name).tobytes())
-  return message.SerializeToString()
+  return message.SerializeToString(deterministic=True)

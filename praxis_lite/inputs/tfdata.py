@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +29,7 @@ from praxis_lite.inputs.tfrecord_files import (
   CANNOT_PARSE,
   bad_records_of,
   ends_with_a_record,
+  read_records,
   tensorflow_reason,
   whole_records,
 )
@@ -252,15 +253,23 @@ class TFRecordInput(RecordsInput, BaseTFInput):
       files = [files[i] for i in permutation(len(files), self.seed, epoch)]
     tf = import_tensorflow()
     parts = []
-    for is_whole, group in itertools.groupby(files, lambda file: file not in self._damaged):
-      if is_whole:
+    for by_tensorflow, group in itertools.groupby(files, lambda f: self.is_tfrecord(f) and f not in self._damaged):
+      if by_tensorflow:
         names = tf.data.Dataset.from_tensor_slices(list(group)).map(self._checked_end)
         parts.append(names.flat_map(lambda file: tf.data.TFRecordDataset(file, compression_type=self.compression)))
       else:
-        parts += [whole_records(file, self._damaged[file], self.compression) for file in group]
+        parts += [whole_records(functools.partial(self.read_file, f), self._damaged.get(f)) for f in group]
     dataset = functools.reduce(lambda a, b: a.concatenate(b), parts)
     # Each host parses all records, also those before a position, so that all hosts leave out the same ones.
     return dataset.batch(_TRIED_AT_ONCE).map(self._parseable).unbatch() if self.skips else dataset
+
+  def is_tfrecord(self, file: str) -> bool:
+    """Whether a file is a TFRecord file; others are read only by `read_file`."""
+    return True
+
+  def read_file(self, file: str) -> Iterable[bytes | BadRecord]:
+    """Yields each record of a file, or a `BadRecord` in its place."""
+    return read_records(file, self.compression)
 
   def _checked_end(self, file: tf.Tensor) -> tf.Tensor:
     """Returns `file` after checking that the file ends with a complete record, which TensorFlow does not check."""
@@ -329,7 +338,8 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     bad = next(iter(found[1].values()))
     if bad.reason.startswith(CANNOT_PARSE):
       return f'{self.label}: a record {bad.reason} ({bad.place} of {bad.file})'
-    return f'{self.label}.file_pattern: {bad.file} is not a whole TFRecord file: {bad}'
+    is_not = f'{bad.file} is not a whole TFRecord file: ' if self.is_tfrecord(bad.file) else ''
+    return f'{self.label}.file_pattern: {is_not}{bad}'
 
   def _next_damaged(self) -> tuple[str, dict[int, BadRecord]] | None:
     """Returns the first damaged file that is not in `_damaged` yet, and its unreadable records."""
@@ -337,7 +347,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     for file in self._files:
       if file not in self._whole and file not in self._damaged:
         errors = (tf.errors.OpError, ValueError)
-        bad = bad_records_of(file, self.compression, self.try_records, errors)
+        bad = bad_records_of(file, self.read_file(file), self.try_records, errors)
         if bad:
           return file, bad
         self._whole.add(file)  # Each file is checked only once.

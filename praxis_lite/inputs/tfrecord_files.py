@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,9 +79,12 @@ def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadReco
 
 
 def bad_records_of(
-  file: str, compression: str, parse: Callable[[list[bytes]], object], errors: tuple[type[Exception], ...]
+  file: str,
+  records: Iterable[bytes | BadRecord],
+  parse: Callable[[list[bytes]], object],
+  errors: tuple[type[Exception], ...],
 ) -> dict[int, BadRecord]:
-  """Returns, by number, the records of a file that are damaged or make `parse` raise one of `errors`."""
+  """Returns, by number, those of the records of a file that are damaged or make `parse` raise one of `errors`."""
   bad: dict[int, BadRecord] = {}
   pending: dict[int, bytes] = {}
 
@@ -97,7 +100,7 @@ def bad_records_of(
           bad[number] = BadRecord(file, f'record {number}', f'{CANNOT_PARSE}: {tensorflow_reason(e)}')
     pending.clear()
 
-  for number, record in enumerate(read_records(file, compression)):
+  for number, record in enumerate(records):
     if isinstance(record, BadRecord):
       bad[number] = record
     else:
@@ -108,13 +111,20 @@ def bad_records_of(
   return dict(sorted(bad.items()))
 
 
-def whole_records(file: str, bad: Collection[int], compression: str) -> tf.data.Dataset:
-  """Returns a dataset of a file's records, without damaged ones and without the numbers in `bad`."""
+def whole_records(read: Callable[[], Iterable[bytes | BadRecord]], bad: Collection[int] | None) -> tf.data.Dataset:
+  """Returns a dataset of a file's records, without damaged ones and without the numbers in `bad`.
+
+  Args:
+    read: reads the file.
+    bad: None if it is not known yet which records are damaged; the first one is then an error.
+  """
   import tensorflow as tf
 
   def whole() -> Iterator[bytes]:
-    for number, record in enumerate(read_records(file, compression)):
-      if number not in bad and not isinstance(record, BadRecord):
+    for number, record in enumerate(read()):
+      if bad is None and isinstance(record, BadRecord):
+        raise DataError(str(record))
+      if number not in (bad or ()) and not isinstance(record, BadRecord):
         yield record
 
   return tf.data.Dataset.from_generator(whole, output_signature=tf.TensorSpec([], tf.string))

@@ -7,6 +7,7 @@ B batch, T length, S length of the keys, D model dims, N heads, H dims per head,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.embeddings import embedding_weight, lookup_rows
 from praxis_lite.layers.position_limit import PositionLimit
-from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
 
 class SinusoidalPositions(Layer):
@@ -97,6 +98,7 @@ class LearnedPositions(Layer):
   Attributes:
     max_len: number of positions.
     dims: D.
+    skip_regularization: whether weight decay leaves the table out, as it leaves out biases.
     weight_split_dims_mapping: `wt`, [max_len, D].
   """
 
@@ -104,10 +106,14 @@ class LearnedPositions(Layer):
 
   max_len: int = REQUIRED
   dims: int = REQUIRED
+  skip_regularization: bool = False
   weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
-    self.create_variable('w', embedding_weight(self.max_len, self.dims, self.weight_split_dims_mapping.wt))
+    table = embedding_weight(self.max_len, self.dims, self.weight_split_dims_mapping.wt)
+    if self.skip_regularization:
+      table = dataclasses.replace(table, collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}))
+    self.create_variable('w', table)
 
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] for int32 positions [B, T].

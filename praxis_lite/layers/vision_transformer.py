@@ -30,7 +30,7 @@ from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
 from praxis_lite.layers.transformer_block import HEADS, TransformerBlock, set_biases
-from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightInit
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 IMAGE_POOLINGS = ('class_token', 'mean', 'attention')
 
@@ -63,7 +63,8 @@ class VisionTransformer(Layer):
       'attention', those of the child `pooling_layer` (MAP: SigLIP, ViT-G).
     patch_tpl: template of the child `patches`.
     position_tpl: template of the child `position`, which is added: `LearnedPositions`, also of the class token, which
-      is the first; or `SinusoidalPositions2D`, with which the class token has none. None disables it.
+      is the first; or `SinusoidalPositions2D`, with which the class token has none. None disables it. By default, weight
+      decay leaves out learned positions, as it always leaves out the class token.
     embedding_norm_tpl: template of the child `embedding_norm`, before the blocks (CLIP); None disables it.
     dropout_tpl: template of the child `embedding_dropout`.
     transformer_tpl: template of the child `transformer`, a stack of blocks; its attention is never causal.
@@ -87,7 +88,7 @@ class VisionTransformer(Layer):
   class_token: bool = True
   pooling: str = 'class_token'
   patch_tpl: Config = template(PatchEmbedding)
-  position_tpl: Config | None = template(LearnedPositions)
+  position_tpl: Config | None = template(LearnedPositions, skip_regularization=True)
   embedding_norm_tpl: Config | None = None
   dropout_tpl: Config = template(Dropout)
   transformer_tpl: Config = template(RepeatedTransformer, layers_tpl=_BLOCK)
@@ -111,7 +112,8 @@ class VisionTransformer(Layer):
     hidden = 4 * D if self.hidden_dims is None else self.hidden_dims
     self.create_child('patches', self.patch_tpl.clone(patch_size=self.patch_size, channels=self.channels, dims=D))
     if self.class_token:
-      self.create_variable('class_token', WeightHParams((D,), init=WeightInit.Constant(0.0)))
+      skip = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
+      self.create_variable('class_token', WeightHParams((D,), init=WeightInit.Constant(0.0), collections=skip))
     if self.position_tpl is not None:
       table = {'max_len': self.num_tokens} if self.has_learned_positions else {}
       self.create_child('position', self.position_tpl.clone(dims=D, **table))

@@ -88,6 +88,7 @@ def vision_transformer(
   block.attention_tpl.use_bias = True
   if stochastic_depth:
     block.residual_tpl = Config(StochasticResidual, rate=stochastic_depth)
+  learned = Config(LearnedPositions, skip_regularization=True)
   network = Config(
     VisionTransformer,
     image_size=_to_pair(image_size),
@@ -100,7 +101,7 @@ def vision_transformer(
     pooling=pooling,
     class_token=pooling == 'class_token' if class_token is None else class_token,
     params_init=WeightInit.TruncatedGaussian(0.02),
-    position_tpl=Config(LearnedPositions if positions == 'learned' else SinusoidalPositions2D),
+    position_tpl=learned if positions == 'learned' else Config(SinusoidalPositions2D),
     dropout_tpl=Config(Dropout, rate=dropout),
     final_norm_tpl=norm.clone(),
     pooling_tpl=Config(AttentionPooling, norm_tpl=norm.clone(), ff_tpl=ff.clone()),

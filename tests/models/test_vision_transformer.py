@@ -20,6 +20,7 @@ from praxis_lite.layers.base.facts import PositionGrid
 from praxis_lite.layers.position_grids import resample_positions
 from praxis_lite.models import image_classifier, set_pipeline, set_sharding
 from praxis_lite.runs import open_run, run_train
+from praxis_lite.sharding.weights import WeightHParamsCollection
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.task import SingleTask
 
@@ -154,6 +155,16 @@ def test_it_is_its_formula_for_images_that_patches_do_not_fill(kind):
 
 
 @pytest.mark.slow
+def test_weight_decay_leaves_out_positions_the_class_token_biases_and_norms():
+  weights = leaves_by_path(image_classifier(num_classes=V, **SIZES).instantiate().abstract_init())
+  decayed = {
+    path_name(p) for p, w in weights.items() if WeightHParamsCollection.SKIP_REGULARIZATION not in w.collections
+  }
+  assert all(name.endswith('.w') for name in decayed) and 'softmax.w' in decayed
+  assert weights.keys() >= {('network', 'class_token'), ('network', 'position', 'w')}
+  assert not decayed & {'network.class_token', 'network.position.w'}
+
+
 def test_bfloat16_has_nearly_the_same_probabilities_and_a_loss_in_float32():
   model, variables = make('attention')
   half = config('attention', fprop_dtype=jnp.bfloat16).instantiate()

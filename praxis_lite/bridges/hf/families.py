@@ -196,7 +196,7 @@ _NOT_COMPARED = {
   *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
   *('expert_axis', 'capacity_factor', 'chunk_size'),
   *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size', 'packed'),
-  'max_places',
+  *('max_places', 'skip_regularization'),
 }
 _COMPLETE_BELOW = (
   TransformerLm,
