@@ -82,7 +82,7 @@ def _serialized(row: dict[str, Any], file: str, number: int) -> bytes | BadRecor
       value = value.get('bytes')
     if value is None:
       return BadRecord(file, f'row {number}', f'has nothing in its column {name!r}')
-    values[name] = (
-      value.encode() if isinstance(value, str) else value if isinstance(value, bytes) else np.asarray(value)
-    )
+    if isinstance(value, str):
+      value = value.encode()
+    values[name] = value if isinstance(value, bytes) else np.asarray(value)
   return serialized_example(values)

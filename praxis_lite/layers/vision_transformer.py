@@ -63,8 +63,8 @@ class VisionTransformer(Layer):
       'attention', those of the child `pooling_layer` (MAP: SigLIP, ViT-G).
     patch_tpl: template of the child `patches`.
     position_tpl: template of the child `position`, which is added: `LearnedPositions`, also of the class token, which
-      is the first; or `SinusoidalPositions2D`, with which the class token has none. None disables it. By default, weight
-      decay leaves out learned positions, as it always leaves out the class token.
+      is the first; or `SinusoidalPositions2D`, with which the class token has none. None disables it. By default,
+      weight decay leaves out learned positions, as it always leaves out the class token.
     embedding_norm_tpl: template of the child `embedding_norm`, before the blocks (CLIP); None disables it.
     dropout_tpl: template of the child `embedding_dropout`.
     transformer_tpl: template of the child `transformer`, a stack of blocks; its attention is never causal.
