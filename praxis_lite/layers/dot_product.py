@@ -27,6 +27,7 @@ from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Logit
 from praxis_lite.layers.blocks import dropout_factors, group_sinks
 from praxis_lite.layers.blockwise import RowSplit, blockwise_attention
 from praxis_lite.layers.context_parallel import context_parallel_attention
+from praxis_lite.layers.mask_checks import check_mask
 from praxis_lite.layers.masks import (
   Array,
   AttentionMask,
@@ -296,7 +297,7 @@ def dot_product_attention(
       the fields of `spec`.
 
   Raises:
-    ConfigError: the implementation cannot compute this case.
+    ConfigError: the implementation cannot compute this case, or the mask does not fit; see `check_mask`.
   """
   mask = to_mask(mask)
   if older:
@@ -304,6 +305,7 @@ def dot_product_attention(
     mask = make_mask(*(older.pop(name, default) for name, default in zip(rules, (False, *(None,) * 4)))) & mask
     spec = dataclasses.replace(spec, **older)
   heads, (T, S) = (query_BTNH, key_BSKH, value_BSKH), (query_BTNH.shape[1], key_BSKH.shape[1])
+  check_mask(mask, len(query_BTNH), T, S)
   case = AttentionCase.make(
     query_BTNH.dtype,
     (T, S),

@@ -171,6 +171,7 @@ class AttentionMask(abc.ABC):
     return combine_masks(mask, *(x[:, None] if x.ndim == 3 else x for x in arrays))
 
   def __and__(self, other: AttentionMask) -> AttentionMask:
+    _check_operand(other, '&')
     parts = [*_parts(And, self), *_parts(And, other)]
     bands = [part for part in parts if isinstance(part, OffsetMask)]
     if bands:
@@ -180,6 +181,7 @@ class AttentionMask(abc.ABC):
     return parts[0] if len(parts) == 1 else And(tuple(parts))
 
   def __or__(self, other: AttentionMask) -> AttentionMask:
+    _check_operand(other, '|')
     return Or((*_parts(Or, self), *_parts(Or, other)))
 
 
@@ -435,6 +437,13 @@ def combine_masks(*masks: Array | None) -> Array | None:
   """Returns the conjunction of the masks that are not None, or None if all of them are."""
   given = [mask for mask in masks if mask is not None]
   return functools.reduce(operator.and_, given) if given else None
+
+
+def _check_operand(other: object, operator: str) -> None:
+  if not isinstance(other, AttentionMask):
+    raise ConfigError(
+      f'expected an AttentionMask after {operator!r}, got {type(other).__name__}; to_mask makes a mask of an array'
+    )
 
 
 def _parts(kind: type[And] | type[Or], mask: AttentionMask) -> tuple[AttentionMask, ...]:

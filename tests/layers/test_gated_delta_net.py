@@ -53,13 +53,20 @@ def results(compute, tokens, state):
 
 
 @pytest.mark.parametrize(
-  'B, T, chunk, groups, packed', [(2, 11, 4, 2, True), (2, 11, 3, 1, False), (1, 1, 4, 2, False), (2, 11, 64, 4, True)]
+  'B, T, chunk, at_once, groups, packed',
+  [
+    (2, 11, 4, 16, 2, True),
+    (2, 11, 3, 1, 1, False),
+    (1, 1, 4, 16, 2, False),
+    (2, 11, 64, 16, 4, True),
+    (2, 11, 2, 2, 2, True),
+  ],
 )
-def test_chunks_equal_the_rule(B, T, chunk, groups, packed):
-  """Lengths that chunks divide and do not, one row of one token, a chunk longer than the row."""
+def test_chunks_equal_the_rule(B, T, chunk, at_once, groups, packed):
+  """Lengths that chunks divide and do not, one row of one token, a chunk longer than the row, chunks in groups."""
   tokens = drawn(B, T, groups, segment_starts(jnp.asarray(SEGMENTS)) if packed else None)
   state = jnp.asarray(np.random.default_rng(1).standard_normal((B, N, S, H)), jnp.float32)
-  actual = results(lambda t, s: scan_delta_rule(t, s, chunk), tokens, state)
+  actual = results(lambda t, s: scan_delta_rule(t, s, chunk, at_once), tokens, state)
   expected = results(one_by_one, tokens, state)
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-5, atol=5e-5), actual, expected)
 

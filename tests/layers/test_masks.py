@@ -310,6 +310,71 @@ def test_a_mask_by_head_is_refused_where_blocks_are_cut():
 # ---------------------------------------------------------------- the layer
 
 
+class OneField(AttentionMask):
+  ids_BT: jax.Array = query_array()
+
+  def allows(self, query_T, key_S):
+    return self.ids_BT[:, :, None] == self.ids_BT[:, None, :]
+
+
+class Returned(AttentionMask):
+  """Returns what a function makes of the indices, and of the ranges of blocks."""
+
+  fn: object
+  of_blocks: object = lambda at: Known()
+
+  def allows(self, query_T, key_S):
+    return self.fn(query_T, key_S)
+
+  def some_allowed(self, at):
+    return self.of_blocks(at)
+
+
+def earlier(query_T, key_S):
+  return key_S[None] <= query_T[:, None]
+
+
+@pytest.mark.parametrize('implementation', ['dense', 'blockwise'])
+@pytest.mark.parametrize(
+  'mask, message',
+  [
+    (
+      Relatives(IDS[:, :-1], IDS, jnp.array([1, 2]), distance=1),
+      r'family_BT: expected .* 13 queries, .*12\)',
+    ),
+    (Relatives(IDS, IDS[:, :-1], jnp.array([1, 2]), distance=1), r'key_family_BS: expected .* or 1, 13 keys, ...\]'),
+    (
+      Relatives(IDS, IDS, jnp.array([1, 2, 3]), distance=1),
+      r'firsts_B: expected .* of shape \[2 rows or 1, ...\]',
+    ),
+    (Relatives(IDS[0], IDS, jnp.array([1, 2]), distance=1), r'family_BT: expected .* got \(13,\)'),
+    (Causal() & Segments(IDS, IDS[:, :4]), r'Segments.key_ids_BS: expected .* got \(2, 4\)'),
+    (Prefix(jnp.zeros((), jnp.int32)), r'Prefix.length_B: expected .* got \(\)'),
+    (
+      OneField(IDS),
+      r'OneField.allows: .*the shape \(2, 5, 5\); .* needs two fields, a query_arr',
+    ),
+    (Causal() & Returned(lambda q, k: q < 5), r'Returned.allows: .*S = 3 keys, .*got the shape \(5,\)'),
+    (Returned(lambda q, k: q[:, None] - k), r'Returned.allows: expected it to return an array of bool, got int32'),
+    (Returned(lambda q, k: True), r'Returned.allows: expected it to return an array of bool, got bool'),
+    (FunctionMask(lambda q, k: q - k), r'FunctionMask.allows: expected it to return an array of bool, got int32'),
+    (Returned(earlier, lambda at: at.key_low <= at.query_high), r'some_allowed: expected it to return a Known, got '),
+  ],
+)
+def test_a_mask_that_does_not_fit_is_refused_by_every_implementation(mask, message, implementation):
+  x = jnp.ones((B, T, N, H))
+  with pytest.raises(ConfigError, match=message):
+    dot_product_attention(x, x[:, :, :K], x[:, :, :K], mask, spec=AttentionSpec(implementation=implementation))
+
+
+@pytest.mark.parametrize('other', [None, np.ones((T, T), bool)], ids=['None', 'array'])
+def test_only_masks_compose(other):
+  with pytest.raises(ConfigError, match=r"expected an AttentionMask after '&', got .*; to_mask makes a mask"):
+    Causal() & other
+  with pytest.raises(ConfigError, match=r"expected an AttentionMask after '\|'"):
+    Causal() | other
+
+
 class StridedAttention(MultiHeadAttention):
   """Attends to some whole strides before a token, and to the tokens just before it."""
 
