@@ -354,11 +354,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return RowsState(self._row_steps().extend(*prompt_step(ids_BT, before_B, start), state.model)[1], ids_BL)
 
   def extend_rows(
-    self, state: RowsState[NestedDict], rows: RowSettings, num_tokens: int
+    self, state: RowsState[NestedDict], rows: RowSettings, num_tokens: int, num_top: int = 0
   ) -> tuple[RowsState[NestedDict], NewTokens]:
     """Adds up to `num_tokens` tokens to rows whose prompts have been read, each with its own settings."""
     assert isinstance(self.decoder, Sampler)
-    return self.decoder.row_loop(self._row_steps(), rows.prompt_lengths, num_tokens).run(state, rows)
+    return self.decoder.row_loop(self._row_steps(), rows.prompt_lengths, num_tokens, num_top).run(state, rows)
 
   def draw_key(self) -> jax.Array:
     """Returns the key with which `decode` would draw in the same call."""

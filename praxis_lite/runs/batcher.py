@@ -30,7 +30,8 @@ from praxis_lite.common.keywords import check_keywords, name_unknown_keywords
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models import LanguageModel
 from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
-from praxis_lite.models.decoding.sampling import MOST_TEMPERATURE
+from praxis_lite.models.decoding.row_loop import NewTokens
+from praxis_lite.models.decoding.sampling import MOST_TEMPERATURE, NO_TOP_P
 from praxis_lite.runs.continuations import GrowingText
 from praxis_lite.runs.prefix_store import PrefixStore
 from praxis_lite.runs.programs import TaskOnMesh
@@ -52,7 +53,11 @@ class Request:
     text: the text of these tokens; '' if the prompt was given as tokens.
     is_done: whether it has ended, or was cancelled.
     is_cancelled: whether `Batcher.cancel` ended it.
+    is_stopped: whether a stop token or a stop text ended it.
     shared: how many first tokens of the prompt were taken over from another request.
+    log_probs: log-probability of each token of `ids`, in nats, under the model at temperature 1.
+    top: for each token of `ids`, the most probable ones in its place, (token, log-probability), in descending order;
+      as many as `top_log_probs` of the batcher.
   """
 
   def __init__(
@@ -62,15 +67,17 @@ class Request:
     stops: Sequence[int],
     max_tokens: int,
     temperature: float,
+    top_p: float,
     key_data: np.ndarray,
     stream: Stream | None,
     gives_text: bool,
   ):
     self.prompt, self.ids = prompt, list[int]()
-    self.is_done = self.is_cancelled = False
+    self.is_done = self.is_cancelled = self.is_stopped = False
     self.shared = 0
+    self.log_probs, self.top = list[float](), list[list[tuple[int, float]]]()
     self._text, self._stops, self._stream, self._gives_text = text, stops, stream, gives_text
-    self._max_tokens, self._temperature, self._key_data = max_tokens, temperature, key_data
+    self._max_tokens, self._temperature, self._top_p, self._key_data = max_tokens, temperature, top_p, key_data
     self._row = -1
     self._num_given = 0  # Tokens of the prompt that its row has.
 
@@ -83,15 +90,20 @@ class Request:
     """What `TrainedModel.decode` returns: the text, or for a prompt of tokens the tokens."""
     return self.text if self._gives_text else self.ids
 
-  def _add(self, new: list[int]) -> Callable[[], object]:
-    """Adds tokens, up to one that ends the continuation; returns what tells the stream of them."""
-    start = len(self.ids)
+  def _add(self, row: NewTokens) -> Callable[[], object]:
+    """Adds the new tokens of its row, up to one that ends the continuation; returns what tells the stream of them."""
+    start, new = len(self.ids), row.ids[: row.counts].tolist()
     self.ids += new
     ends = [i + 1 for i, token in enumerate(new) if token in self._stops]
     until = self._text.count_until_stop(self.ids, start + 1) if self._text is not None else None
     end = min((*(start + i for i in ends[:1]), *(() if until is None else (until,))), default=None)
     self.ids = self.ids[:end]
-    self.is_done = end is not None or len(self.ids) >= self._max_tokens
+    count = len(self.ids) - start
+    self.log_probs += row.log_probs[:count].tolist()
+    tops = zip(row.top_ids[:count].tolist(), row.top_log_probs[:count].tolist())
+    self.top += [list(zip(*top)) for top in tops]
+    self.is_stopped = end is not None
+    self.is_done = self.is_stopped or len(self.ids) >= self._max_tokens
     if self._gives_text and self._text is not None:
       piece: Any = self._text.add(self.ids, is_all=self.is_done)
     else:
@@ -146,12 +158,15 @@ class Batcher:
     chunks_per_step: int,
     reuse_prefixes: bool,
     kept_prefixes: int,
+    top_log_probs: int = 0,
   ):
-    with prefix_errors('batcher: kept_prefixes'):
-      fit(kept_prefixes, int, None)
-    if kept_prefixes < 0 or (kept_prefixes and not reuse_prefixes):
-      expected = 'expected at least 0' if kept_prefixes < 0 else 'it needs reuse_prefixes=True'
-      raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; {expected}')
+    for name, value in {'kept_prefixes': kept_prefixes, 'top_log_probs': top_log_probs}.items():
+      with prefix_errors(f'batcher: {name}'):
+        fit(value, int, None)
+      if value < 0:
+        raise ConfigError(f'batcher: {name} = {value}; expected at least 0')
+    if kept_prefixes and not reuse_prefixes:
+      raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; it needs reuse_prefixes=True')
     numbers = {'rows': rows, 'tokens_per_step': tokens_per_step, 'chunks_per_step': chunks_per_step}
     for name, value in {**numbers, 'max_length': max_length, 'chunk': chunk}.items():
       with prefix_errors(f'batcher: {name}'):
@@ -169,6 +184,7 @@ class Batcher:
       chunk=max(chunk, 2),  # Several tokens, as of any prompt.
       num_tokens=tokens_per_step,
       num_kept=kept_prefixes,
+      num_top=top_log_probs if self._num_ids is None else min(top_log_probs, self._num_ids),
     )
     _check_memory(self._programs, tasks, rows, kept_prefixes)
     self.statistics = BatcherStatistics()
@@ -193,6 +209,7 @@ class Batcher:
     *,
     max_tokens: int | None = None,
     temperature: float | None = None,
+    top_p: float | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
     stop_tokens: Sequence[int] = (),
@@ -203,7 +220,7 @@ class Batcher:
     Args:
       prompt: a text, or tokens.
       max_tokens: the largest number of tokens after the prompt; None keeps that of the config.
-      temperature: see `Sampler`; None keeps that of the config.
+      temperature, top_p: see `Sampler`; None keeps those of the config.
       seed: seed of the sample; `TrainedModel.decode` returns the same sample for this prompt and seed. None uses the
         seed of the model.
       stop: texts that also end the continuation, see `TrainedModel.decode`.
@@ -217,9 +234,11 @@ class Batcher:
     decoder = self._decoder
     max_tokens = decoder.max_decode_steps if max_tokens is None else max_tokens
     temperature = decoder.temperature if temperature is None else temperature
-    for name, value, kind in (('max_tokens', max_tokens, int), ('temperature', temperature, float)):
+    top_p = decoder.top_p if top_p is None else top_p
+    kinds: Any = {'max_tokens': int, 'temperature': float, 'top_p': float | None}
+    for name, value in {'max_tokens': max_tokens, 'temperature': temperature, 'top_p': top_p}.items():
       with prefix_errors(f'submit: {name}'):
-        fit(value, kind, None)
+        fit(value, kinds[name], None)
     if seed is not None:
       check_seed(seed)
     if stream is not None and not callable(stream):
@@ -228,6 +247,8 @@ class Batcher:
       raise ConfigError(f'submit: max_tokens = {max_tokens}; expected at least 1')
     if not 0 <= temperature <= MOST_TEMPERATURE:
       raise ConfigError(f'submit: temperature = {temperature}; expected from 0 to {MOST_TEMPERATURE:g}')
+    if top_p is not None and not 0 < top_p <= 1:
+      raise ConfigError(f'submit: top_p = {top_p}; expected more than 0 and at most 1')
     is_text = isinstance(prompt, str)
     tokenizer = self._tokenizer() if is_text or stop else None
     ids = encode_prompt(self._tokenizer(), prompt) if isinstance(prompt, str) else prompt
@@ -247,7 +268,8 @@ class Batcher:
     text = GrowingText(tokenizer, tokens, stop) if tokenizer is not None else None
     stops = (*decoder.stop_ids, *single_stops, *stop_tokens)
     key_data = self._key_data if seed is None else self._programs.draw_key_of_seed(seed)
-    request = Request(tokens, text, stops, max_tokens, float(temperature), key_data, stream, is_text)
+    mass = NO_TOP_P if top_p is None else float(top_p)
+    request = Request(tokens, text, stops, max_tokens, float(temperature), mass, key_data, stream, is_text)
     self._waiting.append(request)
     return request
 
@@ -336,7 +358,8 @@ class Batcher:
     self.statistics.shared_tokens += place.shared
     settings, row = self._settings, place.row
     settings.lengths[row] = settings.prompt_lengths[row] = len(request.prompt)
-    settings.temperatures[row], settings.keys[row] = request._temperature, request._key_data
+    settings.temperatures[row], settings.top_ps[row] = request._temperature, request._top_p
+    settings.keys[row] = request._key_data
     return request
 
   def _read_chunk(self, request: Request) -> None:
@@ -360,12 +383,11 @@ class Batcher:
     self._state, new = self._programs.extend(self._state, settings)
     self.statistics.passes += 1
     for row, request in list(self._running.items()):
-      count = int(new.counts[row])
-      if not count:
+      if not new.counts[row]:
         continue
       last = (request.prompt + request.ids)[-1:]
       before = len(request.ids)
-      streams.append((request, request._add(new.ids[row, :count].tolist())))
+      streams.append((request, request._add(jax.tree.map(lambda x, row=row: x[row], new))))
       added = request.ids[before:]
       self.statistics.new_tokens += len(added)
       self._slots.note_read(row, (last + added)[: len(added)])  # The model has not read the last token yet.

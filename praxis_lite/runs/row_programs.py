@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.models.decoding.beam_rows import NO_ROWS
 from praxis_lite.models.decoding.row_loop import NewTokens, RowSettings, RowsState
+from praxis_lite.models.decoding.sampling import NO_TOP_P
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.run_config import split_key
 from praxis_lite.sharding import GuardedJit
@@ -48,6 +49,7 @@ class RowPrograms:
     chunk: C.
     num_tokens: how many tokens `extend` adds to each row.
     num_kept: how many rows the store has; 0 for no store.
+    num_top: how many of the most probable tokens `extend` reports beside each new one.
   """
 
   def __init__(
@@ -61,8 +63,9 @@ class RowPrograms:
     chunk: int,
     num_tokens: int,
     num_kept: int = 0,
+    num_top: int = 0,
   ):
-    self._num_kept = num_kept
+    self._num_kept, self._num_top = num_kept, num_top
     self._tasks, self._variables, self._global_step = tasks, stored_variables, global_step
     self._surroundings = CompilerPlaced(tasks.jax_task, tasks.layout).surroundings
     self._num_rows, self._num_slots, self.chunk, self.num_tokens = num_rows, num_slots, chunk, num_tokens
@@ -245,7 +248,8 @@ class RowPrograms:
   def _extend(self) -> Callable[..., tuple[_State, NewTokens]]:
     def extend(variables: NestedDict, state: _State, rows: RowSettings) -> tuple[_State, NewTokens]:
       rows = rows._replace(keys=jax.random.wrap_key_data(rows.keys))
-      after: tuple[_State, NewTokens] = self._apply(variables, state, rows, self.num_tokens, method='extend_rows')
+      sizes = self.num_tokens, self._num_top
+      after: tuple[_State, NewTokens] = self._apply(variables, state, rows, *sizes, method='extend_rows')
       return after
 
     return self._make_program(extend, (1,), self._whole)
@@ -263,5 +267,6 @@ def empty_settings(num_rows: int, key_data: np.ndarray) -> RowSettings:
   """Returns the settings, NumPy arrays, of rows that are nobody's; `key_data` is of any key."""
   zeros = np.zeros(num_rows, np.int32)
   keys = np.zeros((num_rows, *key_data.shape), key_data.dtype)
-  arrays: Any = zeros + 1, zeros + 1, zeros, zeros.astype(np.float32), keys
+  top_ps = np.full(num_rows, NO_TOP_P, np.float32)
+  arrays: Any = zeros + 1, zeros + 1, zeros, zeros.astype(np.float32), keys, top_ps
   return RowSettings(*arrays)

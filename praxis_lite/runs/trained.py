@@ -327,6 +327,7 @@ class TrainedModel:
     chunks_per_step: int = 8,
     reuse_prefixes: bool = True,
     kept_prefixes: int = 0,
+    top_log_probs: int = 0,
     **settings: Unpack[Sampling],
   ) -> Batcher:
     """Returns a batcher, which continues prompts that come and go; see `Batcher.submit`.
@@ -341,8 +342,9 @@ class TrainedModel:
       reuse_prefixes: whether a prompt takes over the caches of the tokens with which another one begins too.
       kept_prefixes: how many rows are kept after other requests have taken them, for later prompts that begin like
         them; each needs as much memory as a row. What no prompt has used for the longest time makes room.
-      **settings: settings of the `Sampler` for all requests, see `decode`. `max_tokens` and `temperature` are what
-        requests have that do not set them.
+      top_log_probs: how many of the most probable tokens `Request.top` has beside each token.
+      **settings: settings of the `Sampler` for all requests, see `decode`. `max_tokens`, `temperature` and `top_p` are
+        what requests have that do not set them.
 
     Raises:
       UserError: the model is no language model, it sees fewer than `max_length` tokens, its caches do not fit into
@@ -367,6 +369,7 @@ class TrainedModel:
       chunks_per_step=chunks_per_step,
       reuse_prefixes=reuse_prefixes,
       kept_prefixes=kept_prefixes,
+      top_log_probs=top_log_probs,
     )
 
   def begin_to_compile_decode(

@@ -133,6 +133,24 @@ def test_a_seed_compiles_nothing(caplog):
     assert own._programs.draw_key(run_keys(seed, made().tasks.mesh).evaluate).tolist() == key
 
 
+def test_each_request_has_its_own_top_p_and_log_probabilities():
+  """They share a program with requests that have no top_p."""
+  own, kinds = batcher(rows=4, top_log_probs=3), [{'top_p': 0.5}, {}, {'temperature': 0.0}, {'top_p': 1.0}]
+  settings = [{'seed': 3, 'temperature': 1.5, **kind} for kind in kinds]
+  requests = [own.submit('abcd', **each) for each in settings]
+  own.run()
+  assert [request.text for request in requests] == [made().decode(['abcd'], **each)[0] for each in settings]
+  assert requests[0].ids != requests[1].ids
+  scores = made().score([list(b'abcd')] * 4, [request.ids for request in requests])
+  for request, score in zip(requests, scores):
+    np.testing.assert_allclose(request.log_probs, score.log_probs, rtol=1e-4, atol=1e-4)
+    assert len(request.top) == len(request.ids) and all(len(top) == 3 for top in request.top)
+    assert all(top[0][1] >= top[1][1] >= top[2][1] for top in request.top)
+    for token, log_prob, top in zip(request.ids, request.log_probs, request.top):
+      assert dict(top).get(token, log_prob) == log_prob <= top[0][1]
+  assert requests[2].ids == [top[0][0] for top in requests[2].top]
+
+
 @pytest.mark.slow
 def test_settings_of_all_requests_apply_and_history_counts():
   settings = {'repetition_penalty': 1.4, 'top_k': 20, 'no_repeat_ngram_size': 2, 'temperature': 0.7}
@@ -226,6 +244,8 @@ def test_cancelled_requests_keep_what_they_have():
     ('a', {'max_tokens': 'x'}, 'submit: max_tokens: expected int'),
     ('a', {'temperature': -1.0}, 'submit: temperature = -1.0; expected from 0'),
     ('a', {'temperature': float('nan')}, 'submit: temperature = nan'),
+    ('a', {'top_p': 0.0}, 'submit: top_p = 0.0; expected more than 0 and at most 1'),
+    ('a', {'top_p': float('nan')}, 'submit: top_p = nan'),
     ('a', {'stop': 'x'}, r"submit: stop: expected a list of texts, got one text; pass \['x'\]"),
     ('a', {'seed': 'x'}, 'seed: expected int'),
     ('a', {'stream': True}, 'submit: stream = True; expected a function'),
@@ -258,6 +278,7 @@ def test_texts_need_a_tokenizer():
     ({'rows': 'x'}, 'batcher: rows: expected int'),
     ({'kept_prefixes': -1}, 'batcher: kept_prefixes = -1; expected at least 0'),
     ({'kept_prefixes': None}, 'batcher: kept_prefixes: expected int'),
+    ({'top_log_probs': -1}, 'batcher: top_log_probs = -1; expected at least 0'),
     ({'kept_prefixes': 2, 'reuse_prefixes': False}, 'kept_prefixes = 2; it needs reuse_prefixes=True'),
     ({'kept_prefixes': 10**13}, 'caches of rows = 3 and kept_prefixes = 10000000000000 need'),
     ({'chunk': 0}, 'batcher: chunk = 0; expected at least 1'),

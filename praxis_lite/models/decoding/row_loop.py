@@ -6,7 +6,7 @@
 
 Which rows there are, and how far each of them is, are arrays, so one compiled program serves all requests.
 
-B rows, L places for the tokens of a row, N tokens in one call, V vocabulary.
+B rows, L places for the tokens of a row, N tokens in one call, V vocabulary, K most probable tokens.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class RowSettings(NamedTuple):
     limits: [B] int32, the largest number of tokens after the prompt; 0 for a row that is not continued.
     temperatures: [B] float32, see `sample_tokens`.
     keys: [B], the PRNG key of each row.
+    top_ps: [B] float32, see `sample_rows`.
   """
 
   lengths: jax.Array
@@ -52,6 +53,7 @@ class RowSettings(NamedTuple):
   limits: jax.Array
   temperatures: jax.Array
   keys: jax.Array
+  top_ps: jax.Array
 
 
 class NewTokens(NamedTuple):
@@ -60,10 +62,15 @@ class NewTokens(NamedTuple):
   Attributes:
     ids: [B, N] int32.
     counts: [B] int32, how many of them there are.
+    log_probs: [B, N] float32, log-probability of each under the model at temperature 1.
+    top_ids, top_log_probs: [B, N, K] the most probable tokens in the place of each, in descending order.
   """
 
   ids: jax.Array
   counts: jax.Array
+  log_probs: jax.Array
+  top_ids: jax.Array
+  top_log_probs: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +79,18 @@ class RowLoop(Generic[DecodingState]):
 
   Attributes:
     steps: the model.
-    draw: (logits [B, V], keys [B], temperatures [B]) -> tokens [B].
+    draw: (logits [B, V], keys [B], temperatures [B], top_ps [B]) -> tokens [B].
     adjust: see `DecodingLoop`, for rows with these lengths of prompts.
     stop_ids: tokens that end a row.
-    num_tokens: N.
+    num_tokens, num_top: N and K.
   """
 
   steps: DecodingSteps[DecodingState]
-  draw: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+  draw: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
   adjust: LogitProcessor | None
   stop_ids: tuple[int, ...]
   num_tokens: int
+  num_top: int = 0
 
   def run(self, state: RowsState[DecodingState], rows: RowSettings) -> tuple[RowsState[DecodingState], NewTokens]:
     """Adds up to N tokens to each row."""
@@ -92,25 +100,43 @@ class RowLoop(Generic[DecodingState]):
     def add_token(
       carry: tuple[jax.Array, RowsState[DecodingState], NewTokens, jax.Array],
     ) -> tuple[jax.Array, RowsState[DecodingState], NewTokens, jax.Array]:
-      turn, (model, ids_BL), (new_BN, count_B), goes_on_B = carry
-      lengths_B = rows.lengths + count_B
+      turn, (model, ids_BL), new, goes_on_B = carry
+      lengths_B = rows.lengths + new.counts
       last_B1 = jnp.take_along_axis(ids_BL, lengths_B[:, None] - 1, axis=1, mode='clip')
       pos_B1 = jnp.where(goes_on_B, lengths_B - 1, -1)[:, None]
       with jax.named_scope(NEXT_TOKEN):
         logits_BV, model = self.steps.extend(last_B1, pos_B1, jnp.zeros_like(lengths_B), model)
-        if self.adjust is not None:
-          logits_BV = self.adjust(logits_BV, ids_BL, lengths_B)
+        adjusted_BV = logits_BV if self.adjust is None else self.adjust(logits_BV, ids_BL, lengths_B)
         number_B = lengths_B - rows.prompt_lengths
         keys_B = jax.vmap(token_key, in_axes=(0, 0, None))(rows.keys, number_B, 0)  # As in a batch of one row.
-        ids_B = self.draw(logits_BV, keys_B, rows.temperatures)
+        ids_B = self.draw(adjusted_BV, keys_B, rows.temperatures, rows.top_ps)
+        new = self._note(new, turn, jnp.where(goes_on_B, ids_B, 0), new.counts + goes_on_B, logits_BV)
       place_B = jnp.where(goes_on_B, lengths_B, ids_BL.shape[1])
       state = RowsState(model, ids_BL.at[row_B, place_B].set(ids_B, mode='drop'))
-      new = NewTokens(new_BN.at[:, turn].set(jnp.where(goes_on_B, ids_B, 0)), count_B + goes_on_B)
       return turn + 1, state, new, goes_on_B & ~jnp.isin(ids_B, stops) & (number_B + 1 < rows.limits)
 
     zeros_B = jnp.zeros_like(rows.lengths)
-    nothing = NewTokens(jnp.zeros((len(row_B), self.num_tokens), jnp.int32), zeros_B)
+    zeros_BN = jnp.zeros((len(row_B), self.num_tokens))
+    zeros_BNK = jnp.zeros((*zeros_BN.shape, self.num_top))
+    nothing = NewTokens(zeros_BN.astype(jnp.int32), zeros_B, zeros_BN, zeros_BNK.astype(jnp.int32), zeros_BNK)
     goes_on_B = rows.lengths - rows.prompt_lengths < rows.limits
     carry = jnp.int32(0), state, nothing, goes_on_B
     _, state, new, _ = jax.lax.while_loop(lambda c: (c[0] < self.num_tokens) & jnp.any(c[-1]), add_token, carry)
     return state, new
+
+  def _note(
+    self, new: NewTokens, turn: jax.Array, ids_B: jax.Array, count_B: jax.Array, logits_BV: jax.Array
+  ) -> NewTokens:
+    """Returns the new tokens with one more for each row."""
+    log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
+    log_prob_B = jnp.take_along_axis(log_probs_BV, ids_B[:, None], axis=-1)[:, 0]
+    new = new._replace(
+      ids=new.ids.at[:, turn].set(ids_B), counts=count_B, log_probs=new.log_probs.at[:, turn].set(log_prob_B)
+    )
+    if not self.num_top:
+      return new
+    top_BK, top_ids_BK = jax.lax.top_k(log_probs_BV, self.num_top)
+    return new._replace(
+      top_ids=new.top_ids.at[:, turn].set(top_ids_BK.astype(jnp.int32)),
+      top_log_probs=new.top_log_probs.at[:, turn].set(top_BK),
+    )

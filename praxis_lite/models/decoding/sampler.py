@@ -69,17 +69,18 @@ class Sampler(DrawingDecoder):
   """
 
   def row_loop(
-    self, steps: DecodingSteps[DecodingState], prompt_lengths_B: jax.Array, num_tokens: int
+    self, steps: DecodingSteps[DecodingState], prompt_lengths_B: jax.Array, num_tokens: int, num_top: int = 0
   ) -> RowLoop[DecodingState]:
-    """Returns what continues rows that begin at different times; each has its own temperature and key.
+    """Returns what continues rows that begin at different times; each has its own temperature, `top_p` and key.
 
     Args:
       steps: the model; it can go back, see `DecodingSteps`.
       prompt_lengths_B: int32, how many first tokens of each row are its prompt.
       num_tokens: how many tokens a call adds to each row.
+      num_top: how many of the most probable tokens it reports beside each.
     """
-    draw = functools.partial(sample_rows, **self._restrictions)
-    return RowLoop(steps, draw, self._adjuster(prompt_lengths_B), self.stop_ids, num_tokens)
+    draw = functools.partial(sample_rows, **{name: x for name, x in self._restrictions.items() if name != 'top_p'})
+    return RowLoop(steps, draw, self._adjuster(prompt_lengths_B), self.stop_ids, num_tokens, num_top)
 
   def decode(
     self,

@@ -17,6 +17,7 @@ from praxis_lite.common.errors import ConfigError
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # The least temperature that is not taken for 0.
 MOST_TEMPERATURE = 1e30  # Of a row of its own temperature: above, 1 / temperature is not a normal float32.
+NO_TOP_P = math.inf  # Of a row without top_p.
 # Settings of `sample_tokens` that restrict what is drawn.
 CANDIDATE_SETTINGS = ('top_k', 'top_p', 'min_p', 'typical_p', 'top_n_sigma')
 
@@ -71,20 +72,32 @@ def sample_tokens(
   return _ids_of(choice_B, ids_BC)
 
 
-def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array, **settings: Any) -> jax.Array:
-  """Returns what `sample_tokens` does, where each row has its own temperature.
+def sample_rows(
+  logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array, top_p_B: jax.Array, **settings: Any
+) -> jax.Array:
+  """Returns what `sample_tokens` does, where each row has its own temperature and top_p.
 
   Args:
     logits_BV, keys_B: see `sample_tokens`.
     temperature_B: float32, from 0 to `MOST_TEMPERATURE`.
+    top_p_B: float32; `NO_TOP_P` stands for None.
     **settings: the other ones of `sample_tokens`.
   """
   is_greedy_B = temperature_B < _TINY
 
-  def draw() -> jax.Array:
+  def draw_with(top_p_B1: jax.Array | None) -> jax.Array:
     scale = functools.partial(_scale_rows, temperature_B=jnp.where(is_greedy_B, 1.0, temperature_B))
-    logits_BC, ids_BC = _candidates(logits_BV, scale, **settings)
+    logits_BC, ids_BC = _candidates(logits_BV, scale, top_p=top_p_B1, **settings)
     return _ids_of(jax.vmap(jax.random.categorical)(keys_B, logits_BC), ids_BC)
+
+  def draw() -> jax.Array:
+    if settings.get('top_k'):
+      return draw_with(top_p_B[:, None])
+    # With top_p, candidates are drawn in another order, so a row without it is drawn as if no row had it.
+    has_top_p_B, drawn_B = top_p_B < NO_TOP_P, draw_with(None)
+    return jax.lax.cond(
+      jnp.any(has_top_p_B), lambda: jnp.where(has_top_p_B, draw_with(top_p_B[:, None]), drawn_B), lambda: drawn_B
+    )
 
   greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
   drawn_B = jax.lax.cond(jnp.all(is_greedy_B), lambda: greedy_B, draw)
@@ -123,7 +136,7 @@ def _candidates(
   scale: Callable[[jax.Array], jax.Array],
   *,
   top_k: int | None = None,
-  top_p: float | None = None,
+  top_p: float | jax.Array | None = None,
   min_p: float | None = None,
   typical_p: float | None = None,
   top_n_sigma: float | None = None,
@@ -133,7 +146,7 @@ def _candidates(
   Args:
     logits_BV: logits of the next token.
     scale: divides them by the temperature.
-    top_k, top_p, min_p, typical_p, top_n_sigma: see `sample_tokens`.
+    top_k, top_p, min_p, typical_p, top_n_sigma: see `sample_tokens`; top_p may be one for each row, [B, 1].
   """
   logits_BV = scale(_keep_within_sigmas(logits_BV.astype(jnp.float32), top_n_sigma))
   if not top_k and top_p is None:
