@@ -168,11 +168,11 @@ class Batcher:
     if kept_prefixes and not reuse_prefixes:
       raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; it needs reuse_prefixes=True')
     numbers = {'rows': rows, 'tokens_per_step': tokens_per_step, 'chunks_per_step': chunks_per_step}
-    for name, value in {**numbers, 'max_length': max_length, 'chunk': chunk}.items():
+    for name, number in {**numbers, 'max_length': max_length, 'chunk': chunk}.items():
       with prefix_errors(f'batcher: {name}'):
-        fit(value, int if name in numbers else int | None, None)
-      if value is not None and value < 1:
-        raise ConfigError(f'batcher: {name} = {value}; expected at least 1')
+        fit(number, int if name in numbers else int | None, None)
+      if number is not None and number < 1:
+        raise ConfigError(f'batcher: {name} = {number}; expected at least 1')
     self._decoder, self._num_ids, max_length = _check_model(tasks, max_length)
     chunk = min(chunk_of(Bucket.choose(max_length, 1, None).slots) if chunk is None else chunk, max_length)
     self._programs = RowPrograms(
@@ -286,6 +286,21 @@ class Batcher:
     else:
       raise UserError('cancel: this is no request of this batcher')
     request.is_done = request.is_cancelled = True
+
+  @property
+  def max_length(self) -> int:
+    """The largest number of tokens of a prompt and its continuation, without the last one."""
+    return self._max_length
+
+  @property
+  def sampler(self) -> Sampler:
+    """The settings that requests have which do not set them."""
+    return self._decoder
+
+  @property
+  def num_rows(self) -> int:
+    """How many requests can have a row."""
+    return len(self._settings.limits)
 
   @property
   def num_waiting(self) -> int:

@@ -8,52 +8,21 @@ import re
 import jax
 import numpy as np
 import pytest
-from drawn_state import drawn_variables
+from batched_lm import ONE, V, made, task
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.inputs import ByteTokenizer
-from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.models.decoding import BeamSearch, SpeculativeSampler
 from praxis_lite.runs.prefix_store import PrefixStore
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.run_config import run_keys
 from praxis_lite.runs.row_slots import RowSlots, TakenRow
 from praxis_lite.runs.trained import TrainedModel
-from praxis_lite.sharding.mesh import create_device_mesh
 from praxis_lite.training.experiment import ExperimentConfig
-from praxis_lite.training.task import SingleTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
-V, AXES = 128, ('spare', 'replica', 'data', 'mdl')
-ONE = (1, 1, 1, 1)
 SYSTEM = 'be brief and kind. '
-
-
-def task(mesh=ONE, **decoder):
-  sizes = {'vocab_size': V, 'model_dims': 12, 'num_heads': 3, 'hidden_dims': 10, 'num_layers': 2}
-  model = set_sharding(transformer_lm(**sizes))
-  model.lm_tpl.transformer_tpl.sliding_windows = (5, None)
-  model.decoder_tpl.set(**{'max_decode_steps': 12, 'stop_ids': (7,), **decoder})
-  task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh)
-  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
-  return task
-
-
-@functools.cache
-def made(mesh=ONE):
-  """A model with drawn variables, on a mesh."""
-  config = task(mesh)
-  weights = config.instantiate().model.abstract_init()
-  variables = jax.tree.map(lambda w: 9 * w if w.ndim > 1 else w, drawn_variables(weights))
-  tasks = TaskOnMesh(config.instantiate(), create_device_mesh(mesh, None, AXES))
-  stored = tasks.layout.mdl_vars.to_mesh(variables)
-  model = TrainedModel(ExperimentConfig(config, [], []), tasks, stored, np.int32(3), seed=1)
-  model.__dict__['tokenizer'] = ByteTokenizer()
-  return model
-
-
 # Prompts of one token, of a chunk, and longer; limits and settings of all kinds; more than there are rows.
 REQUESTS = [
   ('a', {'temperature': 0.0, 'max_tokens': 12}),

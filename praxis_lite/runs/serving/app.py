@@ -1,0 +1,298 @@
+"""The routes of `praxis-lite serve`.
+
+POST /v1/completions         a text that follows a text, or tokens
+POST /v1/chat/completions    an answer in a chat, in the chat template of the run
+GET  /v1/models              the name of the model
+GET  /health                 whether the engine works
+GET  /metrics                counts, one in each line
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from praxis_lite.inputs import BaseTokenizer
+from praxis_lite.runs.serving.engine import (
+  LENGTH,
+  NOTHING,
+  STOPPED,
+  Accepted,
+  BusyError,
+  Ended,
+  Engine,
+  Event,
+  Piece,
+  Refused,
+)
+from praxis_lite.runs.serving.replies import Replies, Usage, to_event, to_json
+from praxis_lite.runs.serving.requests import Asked, RequestError, parse_request
+from praxis_lite.runs.serving.served_text import ServedText
+
+_BODY_S = 30.0  # For the body of a request to arrive.
+
+
+class Served(NamedTuple):
+  """What is served, and its limits.
+
+  Attributes:
+    name: the name of the model.
+    tokenizer: its tokenizer; None if it has none.
+    most_top: the largest number of most probable tokens that a request may ask for.
+    most_bytes: the largest body of a request.
+    timeout_s: the longest time that a request may take, with sending its answer.
+    hosts: the names of this server that requests may use; ['*'] for any.
+  """
+
+  name: str
+  tokenizer: BaseTokenizer | None = None
+  most_top: int = 0
+  most_bytes: int = 1 << 20
+  timeout_s: float = 600.0
+  hosts: tuple[str, ...] = ('*',)
+
+
+def make_app(engine: Engine, served: Served) -> Starlette:
+  """Returns the ASGI application."""
+  routes = _Routes(engine, served)
+
+  def answer(call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+      try:
+        return await call(request)
+      except RequestError as error:
+        return _error(error)
+
+    return endpoint
+
+  return Starlette(
+    routes=[
+      Route('/v1/completions', answer(routes.complete), methods=['POST']),
+      Route('/v1/chat/completions', answer(routes.chat), methods=['POST']),
+      Route('/v1/models', answer(routes.models)),
+      Route('/health', answer(routes.health)),
+      Route('/metrics', answer(routes.metrics)),
+    ],
+    middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(served.hosts))],
+    exception_handlers={HTTPException: _answer_http_error},
+  )
+
+
+class _Routes:
+  """What the routes do."""
+
+  def __init__(self, engine: Engine, served: Served):
+    self._engine, self._served, self._created = engine, served, int(time.time())
+
+  async def models(self, request: Request) -> Response:
+    model = {'id': self._served.name, 'object': 'model', 'created': self._created, 'owned_by': 'praxis_lite'}
+    return _json({'object': 'list', 'data': [model]})
+
+  async def health(self, request: Request) -> Response:
+    failure = self._engine.failure
+    if failure is None:
+      return _json({'status': 'ok'})
+    return _json({'status': f'the engine failed: {type(failure).__name__}'}, 503)
+
+  async def metrics(self, request: Request) -> Response:
+    engine, batcher = self._engine, self._engine.batcher
+    counts = {
+      'requests_accepted_total': engine.num_accepted,
+      'requests_busy_total': engine.num_busy,
+      'requests_refused_total': engine.num_refused,
+      'requests_cancelled_total': engine.num_cancelled,
+      'requests_ended_total': engine.num_ended,
+      'prompt_tokens_total': batcher.statistics.prompt_tokens,
+      'shared_tokens_total': batcher.statistics.shared_tokens,
+      'new_tokens_total': batcher.statistics.new_tokens,
+      'passes_total': batcher.statistics.passes,
+      'requests_open': engine.num_open,
+      'requests_running': batcher.num_running,
+      'requests_waiting': batcher.num_waiting,
+    }
+    lines = ''.join(f'praxis_lite_{name} {count}\n' for name, count in counts.items())
+    return Response(lines, media_type='text/plain; version=0.0.4')
+
+  async def complete(self, request: Request) -> Response:
+    return await self._continue(request, is_chat=False)
+
+  async def chat(self, request: Request) -> Response:
+    return await self._continue(request, is_chat=True)
+
+  async def _continue(self, request: Request, *, is_chat: bool) -> Response:
+    served = self._served
+    body = await _read_body(request, served.most_bytes)
+    asked = parse_request(body, is_chat=is_chat, model=served.name, most_top=served.most_top)
+    deadline = time.monotonic() + served.timeout_s
+    work = _Work(self._engine, served, asked)
+    try:
+      if asked.is_stream:
+        await work.accept(deadline)
+        return _Stream(work, deadline)
+      return await _unless_gone(request, work.whole(deadline))
+    except BaseException:  # Also if this task is cancelled.
+      work.cancel()
+      raise
+
+
+class _Work:
+  """One request, from the engine's events to its replies."""
+
+  def __init__(self, engine: Engine, served: Served, asked: Asked):
+    self._events = events = asyncio.Queue[Event]()
+    loop = asyncio.get_running_loop()
+
+    def send(event: Event) -> None:
+      with contextlib.suppress(RuntimeError):  # The loop is closed, and nobody waits.
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    try:
+      self._ticket = engine.submit(asked, send)
+    except BusyError as error:
+      raise RequestError(f'the server is busy: {error}; try again', 429, code='busy') from None
+    self._engine, self._served, self._asked = engine, served, asked
+    self._replies = Replies(served.name, served.tokenizer, asked.is_chat, asked.num_top)
+    self._text = ServedText(None, (), (), ())
+    self._usage = Usage(0, 0)
+
+  def cancel(self) -> None:
+    """Ends the request, unless it has ended."""
+    self._engine.cancel(self._ticket)
+
+  async def accept(self, deadline: float) -> None:
+    """Waits until the engine has taken the request; raises RequestError if it refuses."""
+    event = await self._next(deadline)
+    if isinstance(event, Refused):
+      code = 'context_length_exceeded' if event.does_not_fit else None
+      raise RequestError(event.message, field='messages' if self._asked.is_chat else 'prompt', code=code)
+    if not isinstance(event, Accepted):
+      raise _ended_early(event)
+    # An answer in a chat begins a text, so it is decoded without what is before it.
+    before, stop_ids = [] if self._asked.is_chat else event.prompt, self._engine.batcher.sampler.stop_ids
+    self._text = ServedText(self._served.tokenizer, before, self._asked.stop, stop_ids)
+    self._usage = Usage(len(event.prompt), 0)
+
+  async def whole(self, deadline: float) -> Response:
+    """Returns the reply in one piece."""
+    await self.accept(deadline)
+    piece = NOTHING
+    while isinstance(event := await self._next(deadline), Piece):
+      piece += event
+    reason = _reason(event)
+    usage = self._usage._replace(continuation=len(piece.ids))
+    text = self._text.add(piece.ids, is_all=True)
+    return _json(self._replies.whole(text, piece, reason, usage))
+
+  async def stream(self, deadline: float) -> AsyncIterator[bytes]:
+    """Yields the reply in pieces, after `accept`."""
+    yield self._replies.start()
+    ids = list[int]()
+    try:
+      while isinstance(event := await self._next(deadline), Piece):
+        ids += event.ids
+        yield self._replies.piece(self._text.add(ids, is_all=False), event)
+      reason = _reason(event)
+      yield self._replies.piece(self._text.add(ids, is_all=True), NOTHING)
+      yield self._replies.end(reason, self._usage._replace(continuation=len(ids)) if self._asked.has_usage else None)
+    except RequestError as error:
+      yield to_event(error.to_json())
+
+  async def _next(self, deadline: float) -> Event:
+    try:
+      return await asyncio.wait_for(self._events.get(), deadline - time.monotonic())
+    except TimeoutError:
+      raise RequestError('the request took too long', 504, code='timeout') from None
+
+
+class _Stream(StreamingResponse):  # type: ignore[misc, unused-ignore]
+  """A reply in pieces; ends the request if the client is gone, or does not read in time."""
+
+  def __init__(self, work: _Work, deadline: float):
+    super().__init__(work.stream(deadline), media_type='text/event-stream', headers={'cache-control': 'no-cache'})
+    self._work, self._deadline = work, deadline
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+      with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(self._deadline - time.monotonic() + 1):
+          await super().__call__(scope, receive, send)
+    finally:
+      self._work.cancel()
+
+
+def _reason(event: Event) -> str:
+  if isinstance(event, Ended) and event.reason in (STOPPED, LENGTH):
+    return event.reason
+  raise _ended_early(event)
+
+
+def _ended_early(event: Event) -> RequestError:
+  return RequestError(f'the request was not completed: {event.reason if isinstance(event, Ended) else event}', 503)
+
+
+async def _read_body(request: Request, most_bytes: int) -> bytes:
+  kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
+  if kind != 'application/json':  # A page of another site cannot send this without asking.
+    raise RequestError(f'content-type is {kind[:60]!r}; expected application/json', 415)
+  body = bytearray()
+  try:
+    async with asyncio.timeout(_BODY_S):
+      async for chunk in request.stream():
+        body += chunk
+        if len(body) > most_bytes:
+          raise RequestError(f'the body has more than {most_bytes:,} bytes', 413)
+  except TimeoutError:
+    raise RequestError(f'the body did not arrive in {_BODY_S:g} s', 408) from None
+  except ClientDisconnect:
+    raise RequestError('the client is gone', 499) from None
+  return bytes(body)
+
+
+async def _unless_gone(request: Request, reply: Any) -> Response:
+  """Returns what a coroutine returns; cancels it if the client is gone."""
+  work, gone = asyncio.ensure_future(reply), asyncio.ensure_future(_wait_until_gone(request))
+  try:
+    await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+      raise RequestError('the client is gone', 499)
+    response: Response = work.result()
+    return response
+  finally:
+    for task in (work, gone):
+      task.cancel()
+    await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _wait_until_gone(request: Request) -> None:
+  while (await request.receive())['type'] != 'http.disconnect':
+    pass
+
+
+def _json(value: object, status: int = 200) -> Response:
+  return Response(to_json(value), status, media_type='application/json')
+
+
+def _error(error: RequestError) -> Response:
+  response = _json(error.to_json(), error.status)
+  if error.status == 429:
+    response.headers['retry-after'] = '1'
+  return response
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+  assert isinstance(error, HTTPException)
+  response = _error(RequestError(f'{request.method} {request.url.path}: {error.detail}', error.status_code))
+  response.headers.update(error.headers or {})
+  return response

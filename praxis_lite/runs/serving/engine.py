@@ -1,0 +1,254 @@
+"""Engine: one thread that drives a `Batcher`, for callers in other threads.
+
+Callers put calls into a queue, which the thread takes between two steps of the batcher. What happens to a request is
+told by events, in the thread of the engine:
+
+    Accepted, Piece, Piece, ..., Ended          or Refused, Ended
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from praxis_lite.checkpoints.failures import error_summary
+from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.figures import number_of
+from praxis_lite.inputs import BaseTokenizer
+from praxis_lite.runs.batcher import Batcher, BatcherStatistics, Request
+from praxis_lite.runs.prompts import chat_prompt, encode_prompt
+from praxis_lite.runs.serving.requests import Asked
+
+STOPPED, LENGTH, CANCELLED = 'stop', 'length', 'cancelled'  # Why a continuation has ended.
+
+
+class Accepted(NamedTuple):
+  """A request waits for a row. Attributes: prompt, its tokens."""
+
+  prompt: list[int]
+
+
+class Refused(NamedTuple):
+  """A request cannot be continued. Attributes: message; does_not_fit, whether it is too long."""
+
+  message: str
+  does_not_fit: bool
+
+
+class Piece(NamedTuple):
+  """New tokens. Attributes: `ids`, `log_probs` and `top`, see `Request`."""
+
+  ids: list[int]
+  log_probs: list[float]
+  top: list[list[tuple[int, float]]]
+
+  def __add__(self, other: object) -> Piece:  # type: ignore[override]
+    assert isinstance(other, Piece)
+    return Piece(self.ids + other.ids, self.log_probs + other.log_probs, self.top + other.top)
+
+
+NOTHING = Piece([], [], [])
+
+
+class Ended(NamedTuple):
+  """Nothing follows. Attributes: reason, one of the constants of this module; or why the engine failed."""
+
+  reason: str
+
+
+Event = Accepted | Refused | Piece | Ended
+
+
+class BusyError(Exception):
+  """There are as many requests as the engine takes."""
+
+
+class TooLongError(ConfigError):
+  """A prompt and its continuation are longer than a row."""
+
+
+class Ticket:
+  """What a caller has of its request."""
+
+  def __init__(self, asked: Asked, send: Callable[[Event], object]):
+    self._asked, self._send = asked, send
+    self._request: Request | None = None
+    self._num_sent = 0
+
+
+class Engine:
+  """Drives a batcher.
+
+  Args:
+    batcher: nobody else may use it.
+    tokenizer: the tokenizer of the model; None if it has none.
+    most_waiting: how many requests may wait for a row; more are refused at once.
+
+  Attributes:
+    num_accepted, num_busy, num_refused, num_cancelled, num_ended: how many requests there were, by what became of them.
+    failure: the error that has ended the engine; None if it works.
+    on_failure: called when it fails.
+  """
+
+  def __init__(self, batcher: Batcher, tokenizer: BaseTokenizer | None, most_waiting: int):
+    if most_waiting < 0:
+      raise ConfigError(f'most_waiting = {most_waiting}; expected at least 0')
+    self._batcher, self._tokenizer = batcher, tokenizer
+    self._most = batcher.num_rows + most_waiting
+    self._calls = queue.SimpleQueue[Callable[[], object]]()
+    self._lock = threading.Lock()
+    self._tickets = set[Ticket]()  # Those that have not ended.
+    self._by_request: dict[Request, Ticket] = {}  # Only the thread uses it.
+    self._is_stopping = False
+    self.num_accepted = self.num_busy = self.num_refused = self.num_cancelled = self.num_ended = 0
+    self.failure: BaseException | None = None
+    self.on_failure: Callable[[], object] = lambda: None
+    self._thread = threading.Thread(target=self._run, name='batcher', daemon=True)
+
+  @property
+  def batcher(self) -> Batcher:
+    """The batcher, to read its statistics."""
+    return self._batcher
+
+  @property
+  def num_open(self) -> int:
+    """How many requests wait or run."""
+    return len(self._tickets)
+
+  def warm_up(self) -> None:
+    """Compiles what requests need; before `start`."""
+    request = self._batcher.submit([0], max_tokens=1)
+    self._batcher.run([request])
+    self._batcher.statistics = BatcherStatistics()
+
+  def start(self) -> None:
+    """Starts the thread."""
+    self._thread.start()
+
+  def stop(self, timeout_s: float) -> bool:
+    """Ends all requests and the thread; returns whether it ended in time."""
+    self._calls.put(self._stop)
+    self._thread.join(timeout_s)
+    return not self._thread.is_alive()
+
+  def submit(self, asked: Asked, send: Callable[[Event], object]) -> Ticket:
+    """Adds a request.
+
+    Args:
+      asked: the prompt and its settings.
+      send: called with each event, in the thread of the engine; it must return at once and raise no error.
+
+    Raises:
+      BusyError: there are as many requests as the engine takes, or it has ended.
+    """
+    ticket = Ticket(asked, send)
+    with self._lock:
+      if len(self._tickets) >= self._most or self._is_stopping:
+        self.num_busy += 1
+        raise BusyError(f'all {self._most} places are taken')
+      self._tickets.add(ticket)
+    self._calls.put(lambda: self._admit(ticket))
+    return ticket
+
+  def cancel(self, ticket: Ticket) -> None:
+    """Ends a request, soon; nothing happens if it has ended."""
+    self._calls.put(lambda: self._cancel(ticket))
+
+  # ---------------------------------------------------------------- in the thread
+
+  def _run(self) -> None:
+    try:
+      while not self._is_stopping:
+        self._take_calls()
+        if self._batcher.num_running or self._batcher.num_waiting:
+          for request in self._batcher.step():
+            self._end(self._by_request[request], STOPPED if request.is_stopped else LENGTH)
+    except BaseException as error:
+      self.failure = error
+      self.on_failure()
+    finally:
+      with self._lock:
+        self._is_stopping = True
+        left = list(self._tickets)
+      for ticket in left:
+        self._end(ticket, CANCELLED if self.failure is None else f'the engine failed: {type(self.failure).__name__}')
+
+  def _take_calls(self) -> None:
+    """Makes the calls that wait; waits for one if there is nothing else to do."""
+    if not (self._batcher.num_running or self._batcher.num_waiting):
+      self._calls.get()()
+    try:
+      while not self._is_stopping:
+        self._calls.get_nowait()()
+    except queue.Empty:
+      pass
+
+  def _stop(self) -> None:
+    self._is_stopping = True
+
+  def _admit(self, ticket: Ticket) -> None:
+    try:
+      request = ticket._request = self._submit(ticket)
+    except Exception as error:  # Of a tokenizer or a chat template, too, which may raise anything.
+      message = str(error).removeprefix('submit: ')
+      message = message if isinstance(error, UserError) else f'the prompt cannot be read: {error_summary(error)}'
+      self.num_refused += 1
+      ticket._send(Refused(message, isinstance(error, TooLongError)))
+      self._end(ticket, CANCELLED)
+      return
+    self.num_accepted += 1
+    self._by_request[request] = ticket
+    ticket._send(Accepted(request.prompt))
+
+  def _submit(self, ticket: Ticket) -> Request:
+    asked, batcher = ticket._asked, self._batcher
+    prompt = self._encode(asked)
+    room = batcher.max_length - len(prompt) + 1
+    wanted = asked.max_tokens or 1
+    if wanted > room:
+      raise TooLongError(
+        f'this model sees at most {number_of(batcher.max_length + 1, "token")}; the prompt has {len(prompt)}, and '
+        f'max_tokens = {wanted}'
+      )
+    return batcher.submit(
+      prompt,
+      max_tokens=min(batcher.sampler.max_decode_steps, room) if asked.max_tokens is None else asked.max_tokens,
+      temperature=asked.temperature,
+      top_p=asked.top_p,
+      seed=asked.seed,
+      stop=asked.stop,
+      stream=lambda ids: self._tell(ticket),
+    )
+
+  def _encode(self, asked: Asked) -> Sequence[int]:
+    if not isinstance(asked.prompt, str) and not asked.is_chat:
+      return asked.prompt
+    if self._tokenizer is None:
+      raise UserError('this model has no tokenizer; pass a list of tokens as prompt')
+    if asked.is_chat:
+      return chat_prompt(self._tokenizer, asked.prompt)
+    return encode_prompt(self._tokenizer, asked.prompt)
+
+  def _tell(self, ticket: Ticket) -> None:
+    request = ticket._request
+    assert request is not None
+    new = slice(ticket._num_sent, None)
+    ticket._num_sent = len(request.ids)
+    ticket._send(Piece(request.ids[new], request.log_probs[new], request.top[new]))
+
+  def _cancel(self, ticket: Ticket) -> None:
+    if ticket in self._tickets:
+      if ticket._request is not None:
+        self._batcher.cancel(ticket._request)
+      self.num_cancelled += 1
+      self._end(ticket, CANCELLED)
+
+  def _end(self, ticket: Ticket, reason: str) -> None:
+    with self._lock:
+      self._tickets.discard(ticket)
+    if ticket._request is not None:
+      self._by_request.pop(ticket._request, None)
+    self.num_ended += reason in (STOPPED, LENGTH)
+    ticket._send(Ended(reason))

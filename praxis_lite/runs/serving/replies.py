@@ -1,0 +1,116 @@
+"""Replies: from a continuation to the JSON of OpenAI's API, whole or in pieces."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from praxis_lite.inputs import BaseTokenizer
+from praxis_lite.runs.serving.engine import Piece
+
+DONE = b'data: [DONE]\n\n'
+_LEAST = -9999.0  # Stands for minus infinity, which JSON lacks.
+
+
+class Usage(NamedTuple):
+  """How many tokens a request had. Attributes: prompt, continuation."""
+
+  prompt: int
+  continuation: int
+
+  def to_json(self) -> dict[str, int]:
+    return {
+      'prompt_tokens': self.prompt,
+      'completion_tokens': self.continuation,
+      'total_tokens': self.prompt + self.continuation,
+    }
+
+
+class Replies:
+  """The replies to one request.
+
+  Args:
+    model: the name of the model.
+    tokenizer: names tokens; None calls them by their ids.
+    is_chat: whether the request is a chat.
+    num_top: see `Asked`.
+  """
+
+  def __init__(self, model: str, tokenizer: BaseTokenizer | None, is_chat: bool, num_top: int | None):
+    self._tokenizer, self._is_chat, self._num_top = tokenizer, is_chat, num_top
+    kind = 'chatcmpl' if is_chat else 'cmpl'
+    self._about = {'id': f'{kind}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': model}
+    self._num_characters = 0
+
+  def whole(self, text: str, piece: Piece, reason: str, usage: Usage) -> dict[str, Any]:
+    """Returns the reply in one piece."""
+    said = {'message': {'role': 'assistant', 'content': text}} if self._is_chat else {'text': text}
+    choice = {'index': 0, **said, 'logprobs': self._log_probs(piece), 'finish_reason': reason}
+    kind = 'chat.completion' if self._is_chat else 'text_completion'
+    return {**self._about, 'object': kind, 'choices': [choice], 'usage': usage.to_json()}
+
+  def start(self) -> bytes:
+    """Returns what comes before the first piece."""
+    return self._event([self._choice({'role': 'assistant', 'content': ''}, None, None)]) if self._is_chat else b''
+
+  def piece(self, text: str, piece: Piece) -> bytes:
+    """Returns a piece; nothing if it says nothing."""
+    log_probs = self._log_probs(piece)
+    if not text and not (log_probs and piece.ids):
+      return b''
+    return self._event([self._choice({'content': text} if self._is_chat else text, log_probs, None)])
+
+  def end(self, reason: str, usage: Usage | None) -> bytes:
+    """Returns what comes after the last piece."""
+    last = self._event([self._choice({} if self._is_chat else '', None, reason)])
+    return last + (b'' if usage is None else self._event([], usage=usage.to_json())) + DONE
+
+  def _event(self, choices: Sequence[dict[str, Any]], **more: Any) -> bytes:
+    kind = 'chat.completion.chunk' if self._is_chat else 'text_completion'
+    return to_event({**self._about, 'object': kind, 'choices': choices, **more})
+
+  def _choice(self, said: Any, log_probs: Any, reason: str | None) -> dict[str, Any]:
+    name = 'delta' if self._is_chat else 'text'
+    return {'index': 0, name: said, 'logprobs': log_probs, 'finish_reason': reason}
+
+  def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
+    if self._num_top is None:
+      return None
+    tops = [top[: self._num_top] for top in piece.top]
+    if self._is_chat:
+      rows = zip(piece.ids, piece.log_probs, tops)
+      return {'content': [{**self._token(i, p), 'top_logprobs': [self._token(*t) for t in top]} for i, p, top in rows]}
+    tokens = [self._name(i) for i in piece.ids]
+    offsets = [self._num_characters + sum(map(len, tokens[:n])) for n in range(len(tokens))]
+    self._num_characters += sum(map(len, tokens))
+    return {
+      'tokens': tokens,
+      'token_logprobs': [_finite(p) for p in piece.log_probs],
+      'top_logprobs': [{self._name(i): _finite(p) for i, p in top} for top in tops],
+      'text_offset': offsets,
+    }
+
+  def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+    name = self._name(token)
+    return {'token': name, 'logprob': _finite(log_prob), 'bytes': None if '\ufffd' in name else list(name.encode())}
+
+  def _name(self, token: int) -> str:
+    return f'token_id:{token}' if self._tokenizer is None else self._tokenizer.decode([token])
+
+
+def _finite(log_prob: float) -> float:
+  return log_prob if math.isfinite(log_prob) else _LEAST
+
+
+def to_event(value: dict[str, Any]) -> bytes:
+  """Returns a server-sent event."""
+  return b'data: ' + to_json(value) + b'\n\n'
+
+
+def to_json(value: object) -> bytes:
+  """Returns JSON in ASCII, which can hold any text."""
+  return json.dumps(value).encode()

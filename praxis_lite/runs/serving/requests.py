@@ -1,0 +1,216 @@
+"""From the JSON of a request to a prompt and its settings, or to an error that says which field is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from praxis_lite.common.files import parse_json
+
+MOST_STOPS = 16
+
+
+class RequestError(Exception):
+  """A request that is answered with an error.
+
+  Attributes:
+    message: what is wrong, and what would be right.
+    status: the status of HTTP.
+    field: the field that is wrong, None if it is no field.
+    code: OpenAI's name of the error, if there is one.
+  """
+
+  def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
+    super().__init__(message)
+    self.message, self.status, self.field, self.code = message, status, field, code
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns the body of the answer."""
+    kind = 'invalid_request_error' if self.status < 500 and self.status != 429 else 'server_error'
+    kind = 'rate_limit_error' if self.status == 429 else kind
+    return {'error': {'message': self.message, 'type': kind, 'param': self.field, 'code': self.code}}
+
+
+class Asked(NamedTuple):
+  """A prompt and its settings; None keeps what the config of the run says.
+
+  Attributes:
+    prompt: a text, or tokens; or in a chat the messages, each with `role` and `content`.
+    is_chat: whether it is a chat.
+    max_tokens, temperature, top_p, seed, stop: see `Batcher.submit`.
+    is_stream: whether the answer comes in pieces.
+    has_usage: whether the last piece counts tokens.
+    num_top: how many of the most probable tokens to report; None for no log-probabilities.
+  """
+
+  prompt: Any
+  is_chat: bool = False
+  max_tokens: int | None = None
+  temperature: float | None = None
+  top_p: float | None = None
+  seed: int | None = None
+  stop: Sequence[str] = ()
+  is_stream: bool = False
+  has_usage: bool = False
+  num_top: int | None = None
+
+
+def _is_int(value: object) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Of each field, what is right, and how messages call it.
+_Check = tuple[Callable[[Any], bool], str]
+_TOKENS: _Check = (lambda x: _is_int(x) and x >= 1, 'an integer of at least 1')
+_SWITCH: _Check = (lambda x: isinstance(x, bool), 'true or false')
+_OF_BOTH: dict[str, _Check] = {
+  'model': (lambda x: isinstance(x, str), 'a text'),
+  'max_tokens': _TOKENS,
+  'temperature': (lambda x: _is_number(x) and 0 <= x <= 1e6, 'a number of at least 0'),
+  'top_p': (lambda x: _is_number(x) and 0 < x <= 1, 'a number that is more than 0 and at most 1'),
+  'seed': (lambda x: _is_int(x) and -(2**63) <= x < 2**63, 'an integer of 64 bits'),
+  'stream': _SWITCH,
+  'stream_options': (
+    lambda x: isinstance(x, dict) and x.keys() <= {'include_usage'} and all(isinstance(v, bool) for v in x.values()),
+    '{"include_usage": true} or false',
+  ),
+  'user': (lambda x: isinstance(x, str), 'a text'),
+}
+_OF_COMPLETION: dict[str, _Check] = {
+  'logprobs': (lambda x: _is_int(x) and x >= 0, 'an integer of at least 0'),
+}
+_OF_CHAT: dict[str, _Check] = {
+  'max_completion_tokens': _TOKENS,
+  'logprobs': _SWITCH,
+  'top_logprobs': (lambda x: _is_int(x) and x >= 0, 'an integer of at least 0'),
+}
+# Fields of OpenAI's that this server has only with the value that changes nothing.
+_FIXED: dict[str, Sequence[Any]] = {
+  'n': (1,),
+  'best_of': (1,),
+  'echo': (False,),
+  'suffix': ('',),
+  'presence_penalty': (0,),
+  'frequency_penalty': (0,),
+  'logit_bias': ({},),
+  'response_format': ({'type': 'text'},),
+  'tools': ([],),
+  'tool_choice': ('none', 'auto'),
+  'store': (False,),
+}
+_MOST_SHOWN = 60  # Characters of a value in a message.
+
+
+def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> Asked:
+  """Returns what a request asks for.
+
+  Args:
+    body: JSON.
+    is_chat: whether it was sent to the route for chats.
+    model: the name of the model, which the request may leave out.
+    most_top: the largest number of most probable tokens.
+
+  Raises:
+    RequestError: it is not valid.
+  """
+  try:
+    given = parse_json(body)
+  except ValueError as error:
+    raise RequestError(f'the body is not JSON: {error}') from None
+  if not isinstance(given, dict):
+    raise RequestError(f'the body is {_shown(given)}; expected an object')
+  fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+  prompt_field = 'messages' if is_chat else 'prompt'
+  checks = {**_OF_BOTH, **(_OF_CHAT if is_chat else _OF_COMPLETION)}
+  for name, value in fields.items():
+    if name in checks:
+      is_right, expected = checks[name]
+      if not is_right(value):
+        raise RequestError(f'{name} is {_shown(value)}; expected {expected}', field=name)
+    elif name in _FIXED:
+      if not any(value == right and isinstance(value, bool) == isinstance(right, bool) for right in _FIXED[name]):
+        raise RequestError(f'{name}: this server has only {json.dumps(_FIXED[name][0])}', field=name)
+    elif name not in (prompt_field, 'stop'):
+      known = ', '.join(sorted([*checks, *_FIXED, prompt_field, 'stop']))
+      raise RequestError(f'there is no field {_shown(name)}; there are {known}', field=name[:_MOST_SHOWN])
+  if fields.get('model', model) != model:
+    raise RequestError(
+      f'there is no model {_shown(fields["model"])}; this server has {model!r}', 404, 'model', 'model_not_found'
+    )
+  if prompt_field not in fields:
+    raise RequestError(f'{prompt_field} is missing', field=prompt_field)
+  num_top = _number_of_top(fields, is_chat, most_top)
+  return Asked(
+    (_messages if is_chat else _prompt)(fields[prompt_field]),
+    is_chat,
+    fields.get('max_completion_tokens', fields.get('max_tokens')),
+    _float(fields.get('temperature')),
+    _float(fields.get('top_p')),
+    fields.get('seed'),
+    _stops(fields.get('stop', [])),
+    fields.get('stream', False),
+    fields.get('stream_options', {}).get('include_usage', False),
+    num_top,
+  )
+
+
+def _float(value: float | None) -> float | None:
+  return None if value is None else float(value)
+
+
+def _number_of_top(fields: Mapping[str, Any], is_chat: bool, most: int) -> int | None:
+  if not is_chat:
+    name, number = 'logprobs', fields.get('logprobs')
+  elif 'top_logprobs' in fields and not fields.get('logprobs'):
+    raise RequestError('top_logprobs needs "logprobs": true', field='top_logprobs')
+  else:
+    name, number = 'top_logprobs', fields.get('top_logprobs', 0) if fields.get('logprobs') else None
+  if number is not None and number > most:
+    raise RequestError(f'{name} is {number}; this server reports up to {most}', field=name)
+  return number
+
+
+def _prompt(value: Any) -> str | list[int]:
+  if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+    value = value[0]
+  if isinstance(value, str) and value:
+    return value
+  if isinstance(value, list) and value and all(_is_int(i) for i in value):
+    return value
+  if isinstance(value, list) and len(value) > 1 and all(isinstance(x, str | list) for x in value):
+    raise RequestError('prompt has several prompts; send one in a request', field='prompt')
+  raise RequestError(f'prompt is {_shown(value)}; expected a text, or a list of tokens', field='prompt')
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+  if not isinstance(value, list) or not value:
+    raise RequestError(f'messages is {_shown(value)}; expected a list of messages', field='messages')
+  return [_message(f'messages[{i}]', message) for i, message in enumerate(value)]
+
+
+def _message(where: str, message: Any) -> dict[str, str]:
+  content = message.get('content') if isinstance(message, dict) else None
+  if isinstance(content, list) and all(isinstance(x, dict) and isinstance(x.get('text'), str) for x in content):
+    content = ''.join(part['text'] for part in content)
+  if not isinstance(content, str) or not isinstance(message.get('role'), str):
+    raise RequestError(f'{where} is {_shown(message)}; expected {{"role": ..., "content": a text}}', field='messages')
+  return {'role': message['role'], 'content': content}
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+  stops = [value] if isinstance(value, str) else value
+  if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+    raise RequestError(f'stop is {_shown(value)}; expected a text, or a list of texts', field='stop')
+  if len(stops) > MOST_STOPS:
+    raise RequestError(f'stop has {len(stops)} texts; expected at most {MOST_STOPS}', field='stop')
+  return tuple(stops)
+
+
+def _shown(value: object) -> str:
+  text = json.dumps(value)
+  return text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'
