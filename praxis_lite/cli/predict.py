@@ -1,20 +1,26 @@
-"""`praxis-lite predict`: prints the predictions of a checkpoint for files, one example on each line."""
+"""`praxis-lite predict`: the predictions of a checkpoint for files, printed, or for many rows in a folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from typing import cast
 
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run
 from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
+from praxis_lite.cli.predict_many import add_flags, predict_many
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import number_of
 
 
 def _run(values: flags.FlagValues) -> int:
+  if values.input or values.output:
+    return predict_many(cast(CommandFlags, values))
+  if values.what in ('score', 'generate'):
+    raise UserError(f'--what={values.what} needs --input and --output')
   if not values.files:
     raise UserError('name the files to predict, as in praxis-lite predict --job_log_dir=runs/1 new.jsonl')
   if not values.job_log_dir and os.path.isdir(values.files[0]):
@@ -40,9 +46,13 @@ def _flags() -> CommandFlags:
   add_on_damage(values)
   kinds = '.npz with arrays, .jsonl with an example on each line, images, .wav, or what a dataset of the run reads.'
   values.add_texts('files', f'The files: {kinds}', 'new.jsonl')
-  what = "The model's predictions, or what it reports for each example with labels, such as the loss."
-  values.add_choice('what', what, ['predict', 'evaluate'], 'evaluate', 'predict')
-  values.add_integer('batch_size', 'Examples of .npz and .jsonl files to compute together.', 128, 32, least=1)
+  what = (
+    "The model's predictions, or what it reports for each example with labels, such as the loss. With --output also "
+    'the probability of texts, or continuations of prompts.'
+  )
+  values.add_choice('what', what, ['predict', 'evaluate', 'score', 'generate'], 'evaluate', 'predict')
+  values.add_integer('batch_size', 'Examples to compute together.', 128, 32, least=1)
+  add_flags(values)
   return values
 
 
@@ -50,7 +60,8 @@ COMMAND = Command(
   'predict',
   'print predictions for files',
   'print the predictions of a checkpoint for each example of some files, as a JSON object on a line. A .npz file has '
-  'arrays by name, a .jsonl file an example on each line; other files are read as those of the dataset of the run.',
+  'arrays by name, a .jsonl file an example on each line; other files are read as those of the dataset of the run. '
+  'With --input and --output, write the results of many rows to a folder, and go on after any interruption.',
   'praxis-lite predict --job_log_dir=runs/1 new.jsonl > predictions.jsonl',
   _flags(),
   _run,

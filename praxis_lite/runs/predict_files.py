@@ -65,7 +65,7 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
       try:
         out = compute(batch)
       except ShapesError as error:
-        _check_shapes(batch, structs, lambda shape: shape)
+        check_shapes(batch, structs, lambda shape: shape)
         raise error
       named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
       if not named:
@@ -103,11 +103,11 @@ def _batches(
     yield from _dataset_for(model, file)
     return
   for rows in (_npz_rows if file.endswith('.npz') else _jsonl_rows)(file, batch_size):
-    _check_shapes(rows, structs, len)  # Sizes may differ, as those of sequences do, if the model can compute them.
+    check_shapes(rows, structs, len)  # Sizes may differ, as those of sequences do, if the model can compute them.
     yield {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
 
 
-def _check_shapes(
+def check_shapes(
   rows: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[tuple[int, ...]], object]
 ) -> None:
   """Raises DataError if `compared` differs between the shapes of an example and of one of the run's data."""

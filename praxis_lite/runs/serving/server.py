@@ -54,7 +54,7 @@ def serve(
   config = uvicorn.Config(
     make_app(engine, served._replace(hosts=hosts)),
     lifespan='off',
-    log_level='warning',
+    log_level='error',
     access_log=False,
     ws='none',
     server_header=False,

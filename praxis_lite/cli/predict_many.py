@@ -1,0 +1,147 @@
+"""`praxis-lite predict --input=... --output=...`: predictions for many rows, which go on after any interruption."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from praxis_lite.cli.command import configured_run
+from praxis_lite.cli.command_flags import CommandFlags
+from praxis_lite.common.errors import DataError, UserError
+from praxis_lite.common.figures import number_of
+from praxis_lite.common.files import is_url
+
+if TYPE_CHECKING:
+  from praxis_lite.runs.bulk.job import Job
+  from praxis_lite.runs.bulk.ledger import Ledger
+  from praxis_lite.training.experiment import ExperimentConfig
+
+_OF_GENERATION = ('max_tokens', 'temperature', 'top_k', 'top_p', 'stop')
+
+
+def add_flags(values: CommandFlags) -> None:
+  """Adds the flags of predictions for many rows."""
+  values.add_texts('input', 'Files of many rows, for --output: *.jsonl, *.txt or *.parquet.', "'data/*.parquet'")
+  values.add_text('output', 'Folder, or URL, for the results of --input.', 'predicted')
+  values.add_choice('format', 'Kind of the files of --output.', ['jsonl', 'parquet'], 'parquet', 'jsonl')
+  values.add_texts('keep', 'Value of a row that its result repeats.', 'id')
+  values.add_integer('shard_rows', 'Rows of a file of --output; so much is lost at most.', 10_000, 1000, least=1)
+  values.add_integer('max_bad_rows', 'Rows that may fail; their result says why.', 10, 0, least=0)
+  values.add_integer('processes', 'Processes on this machine, or with --ray actors.', 4, 1, least=1)
+  values.add_integer('process_index', 'Do only the part of this one of the --processes.', 0, least=0)
+  values.add_switch('ray', 'Compute by actors of Ray, through Ray Data.')
+  values.add_integer('max_tokens', 'To generate: tokens after a prompt; by default as in the config.', 200, least=1)
+  values.add_number('temperature', 'To generate: by default as in the config.', '0.8')
+  values.add_integer('top_k', 'To generate: by default as in the config.', 40)
+  values.add_number('top_p', 'To generate: by default as in the config.', '0.95')
+  values.add_texts('stop', 'To generate: text that ends a continuation.', '";"')
+
+
+def predict_many(values: CommandFlags) -> int:
+  """Runs the command; returns its exit code."""
+  if not values.input or not values.output:
+    raise UserError('--input and --output belong together, as in --input=data/*.jsonl --output=predicted')
+  if values.files:
+    raise UserError(f'{values.files[0]}: with --output, name files by --input')
+  if values.process_index is not None and values.process_index >= values.processes:
+    raise UserError(f'--process_index={values.process_index}: expected less than --processes={values.processes}')
+  generates = [f'--{name}' for name in _OF_GENERATION if values[name].present]
+  if generates and values.what != 'generate':
+    raise UserError(f'{generates[0]} is a setting of --what=generate')
+
+  from praxis_lite.runs.bulk.processes import end_without_parent, run_processes
+
+  config, job_log_dir = configured_run(values)
+  ledger = _open_ledger(values, config, job_log_dir)
+  left = ledger.unfinished()
+  done = len(ledger.plan.shards) - len(left)
+  if done and values.process_index is None:
+    print(f'{done} of {number_of(len(ledger.plan.shards), "shard")} are finished; going on with the rest', flush=True)
+  if left and values.ray:
+    from praxis_lite.runs.bulk.on_ray import run_on_ray
+
+    run_on_ray(functools.partial(make_worker, _arguments(values)), left, values.processes)
+  elif left and values.processes > 1 and values.process_index is None:
+    run_processes(_arguments(values), sorted({number % values.processes for number in left}))
+  elif left:
+    own = [number for number in left if number % values.processes == (values.process_index or 0)]
+    if own:
+      _make_job(values, config, job_log_dir, ledger).run(own, end_without_parent)
+  if values.process_index is not None:
+    return 0
+  counts = ledger.check_complete()
+  bad = f', {number_of(counts.bad, "bad one")}' if counts.bad else ''
+  print(f'{number_of(counts.rows, "row")}{bad}: complete in {values.output}', file=sys.stderr)
+  if counts.bad > values.max_bad_rows:
+    raise DataError(f'--output={values.output} has {number_of(counts.bad, "bad row")}, more than --max_bad_rows')
+  return 0
+
+
+def make_worker(arguments: Sequence[str]) -> Callable[[int], None]:
+  """Returns what computes a shard, given the arguments of the command; for another process."""
+  from praxis_lite.cli.predict import COMMAND
+
+  values = copy.deepcopy(COMMAND.flags)
+  values(['predict', *arguments])
+  config, job_log_dir = configured_run(values)
+  job = _make_job(values, config, job_log_dir, _open_ledger(values, config, job_log_dir))
+  return lambda number: job.run([number])
+
+
+def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: str) -> Ledger:
+  import hashlib
+
+  from praxis_lite.checkpoints.checkpointer import Checkpointer
+  from praxis_lite.checkpoints.contents import read_checkpoint_record
+  from praxis_lite.checkpoints.retention import step_folder
+  from praxis_lite.checkpoints.seal import SEAL
+  from praxis_lite.common.config.text import to_text
+  from praxis_lite.runs.bulk.ledger import Ledger
+  from praxis_lite.runs.bulk.output_folder import LocalFolder, StoredFolder
+  from praxis_lite.runs.cluster.object_store import ObjectStore
+
+  checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=values.on_damage)
+  try:
+    step = checkpointer.existing_step(values.step)
+  finally:
+    checkpointer.close()
+  settings: dict[str, Any] = {
+    'step': step,
+    'checkpoint': read_checkpoint_record(step_folder(job_log_dir, step), 'about').get(SEAL),
+    'config': hashlib.sha256(to_text(config.task, 'task').encode()).hexdigest()[:16],
+    **{name: values[name].value for name in ('what', 'batch_size', 'format', 'keep', 'seed')},
+    **({name: values[name].value for name in _OF_GENERATION} if values.what == 'generate' else {}),
+  }
+  folder = StoredFolder(ObjectStore(values.output, '--output')) if is_url(values.output) else LocalFolder(values.output)
+  return Ledger.open(values.output, folder, values.input, settings, values.shard_rows)
+
+
+def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, ledger: Ledger) -> Job:
+  from praxis_lite.runs.bulk.job import Job
+  from praxis_lite.runs.bulk.kinds import Generation, make_compute
+  from praxis_lite.runs.restoring import restore_model
+  from praxis_lite.runs.vocabulary import use_kept_vocabulary
+
+  step, ema = ledger.plan.settings['step'], 'decode' if values.what == 'generate' else 'evaluate'
+  config = use_kept_vocabulary(config, job_log_dir)
+  model = restore_model(config, job_log_dir, step=step, seed=values.seed, on_damage=values.on_damage, use_ema=ema)
+  generation: Generation = {'max_tokens': values.max_tokens, 'temperature': values.temperature}
+  generation |= {'top_k': values.top_k, 'top_p': values.top_p, 'stop': values.stop, 'seed': values.seed}
+  compute = make_compute(model, values.what, values.batch_size, generation)
+  return Job(ledger, compute, batch_size=values.batch_size, keep=values.keep, most_bad=values.max_bad_rows)
+
+
+def _arguments(values: CommandFlags) -> list[str]:
+  """Returns the command line of `predict` with the same flags, without the name of the program."""
+  found = list[str]()
+  for flag in values.list_flags():
+    if flag.present and isinstance(flag, flags.BooleanFlag):
+      found.append(f'--{"" if flag.value else "no"}{flag.name}')
+    elif flag.present:
+      found += [f'--{flag.name}={value}' for value in (flag.value if isinstance(flag.value, list) else [flag.value])]
+  return found

@@ -1,0 +1,16 @@
+"""Predictions for many rows: `praxis-lite predict --input=... --output=...`.
+
+input_files.py    the files of rows: *.jsonl, *.txt, *.parquet, on disk or in an object store
+output_folder.py  the folder of the results, where files appear complete or not at all
+plan.py           the work, cut into shards, and sealed in the output folder
+ledger.py         which shards are finished: those whose file is there
+kinds.py          what is computed for a row: predictions, scores, continuations
+job.py            computes shards
+processes.py      several processes on this machine; on_ray.py: actors of Ray
+
+    out/plan.json             inputs, settings and shards; written once
+    out/part-00000.jsonl      the results of shard 0, one for each row, in order
+    out/part-00001.jsonl      ...
+
+Nothing else is written down about progress, so nothing can contradict the files.
+"""

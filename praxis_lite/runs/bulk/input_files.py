@@ -1,0 +1,259 @@
+"""Files of rows, on disk or below a URL that fsspec knows.
+
+*.jsonl      an object in each line
+*.txt        a text in each line, as {"text": ...}
+*.parquet    the columns of each row, by name
+
+Blank lines are no rows. Lines are read from byte to byte, and Parquet from row to row, so a shard reads only its part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NamedTuple, cast
+
+from praxis_lite.checkpoints.failures import error_summary
+from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.files import is_url, open_plain, parse_json_line
+from praxis_lite.common.foreign_text import remove_secrets
+from praxis_lite.inputs.files import find_files
+from praxis_lite.inputs.tables import import_pyarrow
+
+_LINES, _TABLE = ('.jsonl', '.txt'), '.parquet'
+_BLOCK = 1 << 20
+
+
+class Row(NamedTuple):
+  """A row of a file.
+
+  Attributes:
+    number: its number among all rows of the input, from 0.
+    where: the file and the place in it, for messages.
+    values: its values by name; None if it has none that can be read.
+    error: why it cannot be read, '' if it can.
+  """
+
+  number: int
+  where: str
+  values: dict[str, Any] | None
+  error: str = ''
+
+
+class Part(NamedTuple):
+  """Consecutive rows of a file.
+
+  Attributes:
+    file: its path or URL.
+    start, stop: bytes of a file of lines, or rows of a table.
+    place: the number of the first line, from 1, or of the first row, from 0.
+    first: the number of the first row among all rows of the input.
+    count: the number of rows.
+    sha256: of the bytes, for lines; '' for a table.
+  """
+
+  file: str
+  start: int
+  stop: int
+  place: int
+  first: int
+  count: int
+  sha256: str
+
+
+class FileSum(NamedTuple):
+  """Identifies the content of a file. Attributes: file; stamp, which changes if it is written; size; sha256; rows."""
+
+  file: str
+  stamp: str
+  size: int
+  sha256: str
+  rows: int
+
+
+def list_inputs(paths: Sequence[str]) -> list[str]:
+  """Returns the files that paths, patterns and URLs name: in the order of these, and for each by name.
+
+  Raises:
+    DataError: there is none, one is named twice, or its name has an unknown ending.
+    ConfigError: a URL is not valid, or fsspec is not installed.
+  """
+  found: list[str] = []
+  for path in paths:
+    if is_url(path):
+      fs, root = _file_system(path)
+      with _one_line_errors(path):
+        names = fs.glob(root) if glob.has_magic(root) else [root]
+        names = [each for name in names for each in (fs.ls(name, detail=False) if fs.isdir(name) else [name])]
+      found += [fs.unstrip_protocol(name) for name in sorted(names)]
+    else:
+      found += [os.path.abspath(file) for file in find_files(path, '--input')]
+  if not found:
+    raise DataError(f'--input={paths[0]}: there are no such files')
+  if twice := next((file for i, file in enumerate(found) if file in found[:i]), None):
+    raise DataError(f'--input: {twice} is named twice')
+  if other := next((file for file in found if not file.endswith((*_LINES, _TABLE))), None):
+    raise DataError(f'--input: {other} is no file of rows: *.jsonl, *.txt or *.parquet')
+  return found
+
+
+def cut_file(file: str, first: int, most: int) -> tuple[FileSum, list[Part]]:
+  """Returns what identifies a file, and its rows in parts of at most `most`; reads it once.
+
+  Args:
+    file: its path or URL.
+    first: the number of its first row among all rows of the input.
+    most: the largest number of rows of a part.
+  """
+  before = stamp_of(file)
+  cut = _cut_table if file.endswith(_TABLE) else _cut_lines
+  with open_input(file) as opened, _one_line_errors(file):
+    sum_, parts = cut(file, opened, first, most)
+  if stamp_of(file) != before:
+    raise DataError(f'{file}: it changed while it was read')
+  stamp, size = before
+  return FileSum(file, stamp, size, sum_, sum(part.count for part in parts)), parts
+
+
+def read_part(part: Part) -> Iterator[Row]:
+  """Yields the rows of a part; raises DataError if the bytes of lines have changed since they were counted."""
+  if part.file.endswith(_TABLE):
+    yield from _rows_of_table(part)
+    return
+  with open_input(part.file) as opened, _one_line_errors(part.file):
+    opened.seek(part.start)
+    data = opened.read(part.stop - part.start)
+  if hashlib.sha256(data).hexdigest() != part.sha256:
+    raise DataError(f'{part.file}: it has changed since the plan was made')
+  number = part.first
+  for line, content in enumerate(data.split(b'\n'), part.place):
+    if content.strip():
+      yield _row_of_line(number, f'{part.file}: line {line}', content, part.file.endswith('.txt'))
+      number += 1
+
+
+def stamp_of(file: str) -> tuple[str, int]:
+  """Returns what changes whenever a file is written, and its size."""
+  if not is_url(file):
+    about = os.stat(file)
+    return str(about.st_mtime_ns), about.st_size
+  fs, path = _file_system(file)
+  with _one_line_errors(file):
+    fs.invalidate_cache()
+    return str(fs.ukey(path)), int(fs.info(path)['size'])
+
+
+def sum_of_input(file: str) -> str:
+  """Returns the SHA-256 of a file; reads it."""
+  digest = hashlib.sha256()
+  with open_input(file) as opened, _one_line_errors(file):
+    while block := opened.read(_BLOCK):
+      digest.update(block)
+  return digest.hexdigest()
+
+
+def open_input(file: str) -> IO[bytes]:
+  """Opens a file to read it."""
+  if not is_url(file):
+    return open_plain(file)
+  fs, path = _file_system(file)
+  with _one_line_errors(file):
+    return cast(IO[bytes], fs.open(path, 'rb'))
+
+
+# -------------------------------------------------------------------- lines
+
+
+def _cut_lines(file: str, opened: IO[bytes], first: int, most: int) -> tuple[str, list[Part]]:
+  whole, own, parts = hashlib.sha256(), hashlib.sha256(), list[Part]()
+  start = stop = count = 0
+  place = 1
+  line = 0
+  for line, content in enumerate(opened, 1):
+    whole.update(content)
+    own.update(content)
+    stop += len(content)
+    count += bool(content.strip())
+    if count == most:
+      parts.append(Part(file, start, stop, place, first, count, own.hexdigest()))
+      start, place, first, count, own = stop, line + 1, first + count, 0, hashlib.sha256()
+  if count:
+    parts.append(Part(file, start, stop, place, first, count, own.hexdigest()))
+  return whole.hexdigest(), parts
+
+
+def _row_of_line(number: int, where: str, line: bytes, is_text: bool) -> Row:
+  try:
+    if is_text:
+      return Row(number, where, {'text': line.removesuffix(b'\r').decode()})
+    values = parse_json_line(line)
+  except ValueError as error:  # Also if it is not UTF-8.
+    return Row(number, where, None, f'is not {"UTF-8 text" if is_text else "JSON"}: {error}')
+  if not isinstance(values, dict):
+    return Row(number, where, None, f'expected an object, got {type(values).__name__}')
+  return Row(number, where, values)
+
+
+# -------------------------------------------------------------------- tables
+
+
+def _cut_table(file: str, opened: IO[bytes], first: int, most: int) -> tuple[str, list[Part]]:
+  pa = import_pyarrow()
+  digest = hashlib.sha256()
+  while block := opened.read(_BLOCK):
+    digest.update(block)
+  opened.seek(0)
+  try:
+    count = pa.parquet.ParquetFile(opened).metadata.num_rows
+  except pa.ArrowException as error:
+    raise DataError(f'{file}: is not a Parquet file: {error}') from None
+  starts = range(0, count, most)
+  parts = [Part(file, n, min(n + most, count), n, first + n, min(n + most, count) - n, '') for n in starts]
+  return digest.hexdigest(), parts
+
+
+def _rows_of_table(part: Part) -> Iterator[Row]:
+  pa = import_pyarrow()
+  with open_input(part.file) as opened, _one_line_errors(part.file):
+    table = pa.parquet.ParquetFile(opened)
+    begin, number = 0, part.first
+    for group in range(table.num_row_groups):
+      end = begin + table.metadata.row_group(group).num_rows
+      inside = max(begin, part.start), min(end, part.stop)
+      if inside[0] < inside[1]:
+        rows = table.read_row_group(group).slice(inside[0] - begin, inside[1] - inside[0])
+        for row, values in enumerate(rows.to_pylist(), inside[0]):
+          yield Row(number, f'{part.file}: row {row}', {n: x for n, x in values.items() if x is not None})
+          number += 1
+      begin = end
+  if number != part.first + part.count:
+    raise DataError(f'{part.file}: it has changed since the plan was made')
+
+
+# -------------------------------------------------------------------- URLs
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+  try:
+    import fsspec.core
+  except ImportError:
+    raise ConfigError(f"{remove_secrets(url)}: object stores need fsspec: pip install 'praxis_lite[remote]'") from None
+  try:
+    fs, path = fsspec.core.url_to_fs(url)
+  except Exception as error:
+    raise ConfigError(f'{remove_secrets(url)}: {error_summary(error).partition(": ")[2]}') from None
+  return fs, path
+
+
+@contextlib.contextmanager
+def _one_line_errors(file: str) -> Iterator[None]:
+  """Turns whatever error a package for object stores raises into one of one line."""
+  try:
+    yield
+  except Exception as error:
+    if not is_url(file) or isinstance(error, DataError):
+      raise
+    raise DataError(f'{remove_secrets(file)}: {remove_secrets(error_summary(error))}') from error

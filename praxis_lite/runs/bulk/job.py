@@ -1,0 +1,74 @@
+"""Job: computes the shards of a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from praxis_lite.common.errors import DataError, UserError
+from praxis_lite.common.figures import number_of
+from praxis_lite.runs.bulk.input_files import Row, read_part
+from praxis_lite.runs.bulk.kinds import Compute
+from praxis_lite.runs.bulk.ledger import Ledger
+
+
+class Job:
+  """Computes shards.
+
+  Args:
+    ledger: the work.
+    compute: computes the rows of a batch.
+    batch_size: how many rows it gets at most.
+    keep: the names of values of a row that its result repeats.
+    most_bad: how many rows may be bad, before the job fails.
+
+  Attributes:
+    num_bad: how many rows were bad.
+  """
+
+  def __init__(self, ledger: Ledger, compute: Compute, *, batch_size: int, keep: Sequence[str] = (), most_bad: int = 0):
+    self._ledger, self._compute = ledger, compute
+    self._batch_size, self._keep, self._most_bad = batch_size, keep, most_bad
+    self.num_bad = 0
+
+  def run(self, shards: Iterable[int], check: Callable[[], object] = lambda: None) -> None:
+    """Computes shards, and writes each when it is finished; calls `check` before each batch.
+
+    Raises:
+      UserError: a file has changed, or there are more bad rows than allowed.
+    """
+    for number in shards:
+      rows = list(read_part(self._ledger.plan.shards[number]))
+      results: dict[int, dict[str, Any]] = {}
+      for row in rows:
+        if row.values is None:
+          results[row.number] = self._bad(row, row.error)
+      good = [row for row in rows if row.values is not None]
+      for start in range(0, len(good), self._batch_size):
+        check()
+        for row, result in zip(group := good[start : start + self._batch_size], self._compute_batch(group)):
+          results[row.number] = result
+      self._ledger.finish(number, [results[row.number] for row in rows])
+
+  def _compute_batch(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns the results of rows; if they fail together, computes each alone to find those that are bad."""
+    try:
+      found = self._compute([row.values or {} for row in rows], rows[0].number)
+      return [self._with_kept(row, result) for row, result in zip(rows, found, strict=True)]
+    except UserError as error:
+      if len(rows) == 1:
+        return [self._bad(rows[0], str(error))]
+    return [self._compute_batch([row])[0] for row in rows]
+
+  def _with_kept(self, row: Row, result: dict[str, Any]) -> dict[str, Any]:
+    values = row.values or {}
+    return {'row': row.number, **{name: values[name] for name in self._keep if name in values}, **result}
+
+  def _bad(self, row: Row, error: str) -> dict[str, Any]:
+    """Returns the result of a bad row; raises DataError if there are too many."""
+    self.num_bad += 1
+    if self.num_bad > self._most_bad:
+      too_many = f' ({number_of(self.num_bad, "bad row")}, and --max_bad_rows={self._most_bad})'
+      remedy = '; --max_bad_rows=10 allows some' if not self._most_bad else too_many
+      raise DataError(f'{row.where}: {error}{remedy}')
+    return self._with_kept(row, {'error': f'{row.where}: {error}'})

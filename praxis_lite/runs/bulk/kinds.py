@@ -1,0 +1,183 @@
+"""What a bulk prediction computes for the rows of a batch.
+
+predict, evaluate    arrays by name, as `TrainedModel.predict` and `evaluate_examples` take them; or, if a dataset of
+                     the run reads texts or images, {"text": ...} and {"file": "a.png"}
+score                {"context": ..., "continuation": ...}, or {"text": ...}, or {"ids": ...}
+generate             {"prompt": ...}, {"prompt_ids": ...} or {"messages": ...}; {"text": ...} is a prompt, too
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from praxis_lite.common.config import target
+from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.inputs.image_records import ImageRecordInput
+from praxis_lite.inputs.labelled_text import LabelledTextInput
+from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
+from praxis_lite.runs.continuations import GrowingText
+from praxis_lite.runs.file_readers import datasets_by_use, make_reader
+from praxis_lite.runs.predict_files import check_shapes
+from praxis_lite.runs.programs import examples_of
+from praxis_lite.runs.prompts import chat_prompt, encode_prompt
+from praxis_lite.runs.trained import TrainedModel
+
+KINDS = ('predict', 'evaluate', 'score', 'generate')
+Values = Mapping[str, Any]
+# (values of rows, number of the first of them) -> a result for each.
+Compute = Callable[[Sequence[Values], int], list[dict[str, Any]]]
+
+
+class Generation(TypedDict, total=False):
+  """Settings of `generate`, see `TrainedModel.decode`; None keeps those of the config."""
+
+  max_tokens: int | None
+  temperature: float | None
+  top_k: int | None
+  top_p: float | None
+  stop: Sequence[str]
+  seed: int
+
+
+def make_compute(model: TrainedModel, what: str, batch_size: int, generation: Generation) -> Compute:
+  """Returns what computes the results of rows; it raises UserError if a row, or the model, is not fit for it."""
+  if what == 'score':
+    return lambda rows, first: _score(model, rows, batch_size)
+  if what == 'generate':
+    return _Generate(model, generation)
+  return _Predict(model, what)
+
+
+class _Predict:
+  """Predictions, or what evaluation reports."""
+
+  def __init__(self, model: TrainedModel, what: str):
+    self._model = model
+    self._compute = model.predict if what == 'predict' else model.evaluate_examples
+    self._structs: Mapping[str, Any] = {}
+    with contextlib.suppress(UserError, OSError):  # The data of the run may be elsewhere.
+      self._structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
+
+  def __call__(self, rows: Sequence[Values], first: int) -> list[dict[str, Any]]:
+    names = rows[0].keys()
+    if other := next((row for row in rows if row.keys() != names), None):
+      raise DataError(f'expected the names {", ".join(names)}, got {", ".join(other) or "none"}')
+    batch = self._to_arrays(rows)
+    out = self._compute(batch)
+    named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
+    if not named:
+      raise ConfigError(f'{type(self._model.layer).__name__} reports no values of single examples')
+    return [dict(example) for example in examples_of(named, np.ones(len(rows), np.float32))]
+
+  def _to_arrays(self, rows: Sequence[Values]) -> Mapping[str, Any]:
+    if isinstance(rows[0].get('text'), str):
+      return self._texts_to_arrays(rows)
+    if isinstance(rows[0].get('file'), str):
+      return self._images_to_arrays([row['file'] for row in rows])
+    try:
+      batch = canonical_rows({name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}, 'row')
+    except ValueError as error:
+      if isinstance(error, UserError):
+        raise
+      raise DataError(f'has lists of unequal lengths: {error}') from None
+    check_shapes(batch, self._structs, len)
+    structs = self._structs
+    return {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in batch.items()}
+
+  def _texts_to_arrays(self, rows: Sequence[Values]) -> Rows:
+    """Returns texts as the first dataset of the run with texts and classes reads them."""
+    config = next((c for c in datasets_by_use(self._model) if _is_of(c, LabelledTextInput)), None)
+    if config is None:
+      raise ConfigError('the datasets of the run read no single texts; give arrays by name, such as {"ids": ...}')
+    *texts, label = config.fields
+    some_class = config.classes[0] if config.classes else 0
+    if lacking := next((name for name in texts if not isinstance(rows[0].get(name), str)), None):
+      raise DataError(f'{lacking!r} is missing; the run reads {", ".join(texts)}')
+    examples = [(*(row[name] for name in texts), row.get(label, some_class)) for row in rows]
+    data = config.clone(path=None, examples=examples, is_training=False, shuffle=False).instantiate()
+    read: Rows = data.rows(np.arange(len(examples)))
+    return read
+
+  def _images_to_arrays(self, files: Sequence[str]) -> Rows:
+    reader = make_reader(self._model, ImageRecordInput, 'file_pattern', files[0], 'images')
+    images = []
+    for file in files:
+      try:
+        with open(file, 'rb') as opened, prefix_errors(file):
+          images.append(reader.read_image(opened.read()))
+      except OSError as error:
+        raise DataError(f'{file}: {error.strerror}') from None
+    return canonical_rows({'image': np.stack(images)}, 'image')
+
+
+def _is_of(config: Any, kind: type) -> bool:
+  built = target(config)
+  return isinstance(built, type) and issubclass(built, kind)
+
+
+def _score(model: TrainedModel, rows: Sequence[Values], batch_size: int) -> list[dict[str, Any]]:
+  pairs = [_pair(row) for row in rows]
+  contexts: Any = [context for context, _ in pairs]
+  continuations: Any = [continuation for _, continuation in pairs]
+  scores = model.score(contexts, continuations, batch_size=batch_size)
+  return [{'log_prob': s.log_prob, 'num_tokens': len(s.ids), 'is_greedy': s.is_greedy} for s in scores]
+
+
+def _pair(row: Values) -> tuple[Any, Any]:
+  if 'continuation' in row:
+    continuation = row['continuation']
+    return row.get('context', '' if isinstance(continuation, str) else []), continuation
+  if isinstance(row.get('text'), str):
+    return '', row['text']
+  if isinstance(row.get('ids'), list):
+    return [], row['ids']
+  raise DataError('expected context and continuation, or text, or ids')
+
+
+class _Prompt(NamedTuple):
+  """A prompt. Attributes: ids; before, what its continuation follows as a text, None if it is no text."""
+
+  ids: list[int]
+  before: list[int] | None
+
+
+class _Generate:
+  """Continuations of prompts."""
+
+  def __init__(self, model: TrainedModel, generation: Generation):
+    self._model, self._settings = model, dict(generation)
+    self._seed: int = self._settings.pop('seed', 0)
+
+  def __call__(self, rows: Sequence[Values], first: int) -> list[dict[str, Any]]:
+    prompts = [self._prompt(row) for row in rows]
+    seed = (self._seed * 1_000_003 + first) % 2**32  # Each batch has its own random numbers.
+    settings: Any = self._settings
+    found: Any = self._model.decode([prompt.ids for prompt in prompts], seed=seed, **settings)
+    return [self._result(prompt, ids) for prompt, ids in zip(prompts, found)]
+
+  def _result(self, prompt: _Prompt, ids: list[int]) -> dict[str, Any]:
+    if prompt.before is None or self._model.tokenizer is None:
+      return {'continuation_ids': ids}
+    text = GrowingText(self._model.tokenizer, prompt.before, self._settings.get('stop', ()))
+    return {'continuation': text.add(ids, is_all=True)}
+
+  def _prompt(self, row: Values) -> _Prompt:
+    given = [name for name in ('prompt', 'prompt_ids', 'messages', 'text') if name in row]
+    if not given:
+      raise DataError('expected prompt, prompt_ids, messages or text')
+    name, value = given[0], row[given[0]]
+    if name == 'prompt_ids':
+      return _Prompt(value, None)
+    tokenizer = self._model.tokenizer
+    if tokenizer is None:
+      raise UserError('texts need a dataset with a tokenizer, but there is none; give prompt_ids')
+    if name == 'messages':
+      return _Prompt(chat_prompt(tokenizer, value), [])  # An answer begins a text.
+    if not isinstance(value, str):
+      raise DataError(f'{name!r} is {value!r}; expected a text')
+    ids = encode_prompt(tokenizer, value, name)
+    return _Prompt(ids, [] if self._model.layer.prompts_are_sources else ids)

@@ -1,0 +1,44 @@
+"""Computes shards by actors of Ray, through Ray Data. Each actor holds a model; the ledger is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from praxis_lite.common.errors import ConfigError
+
+Worker = Callable[[int], None]
+
+
+class _Actor:
+  """An actor, which makes its worker once."""
+
+  def __init__(self, make: Callable[[], Worker]):
+    self._work = make()
+
+  def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    for number in batch['shard']:
+      self._work(int(number))
+    return batch
+
+
+def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: int) -> None:
+  """Computes shards.
+
+  Args:
+    make: returns what computes a shard; called in each actor. It must be possible to pickle it.
+    shards: their numbers.
+    num_actors: how many actors there are.
+
+  Raises:
+    ConfigError: Ray is not installed.
+  """
+  try:
+    import ray
+    import ray.data
+  except ImportError:
+    raise ConfigError("--ray needs praxis_lite[ray]: pip install 'praxis_lite[ray]'") from None
+  ray.init(ignore_reinit_error=True, logging_level='warning')
+  rows = ray.data.from_items([{'shard': number} for number in shards], override_num_blocks=len(shards))
+  done = rows.map_batches(_Actor, fn_constructor_args=(make,), batch_size=1, concurrency=min(num_actors, len(shards)))
+  done.materialize()

@@ -1,0 +1,113 @@
+"""OutputFolder: a folder whose files appear complete or not at all, on disk or in an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+from praxis_lite.common.errors import DataError
+from praxis_lite.common.files import is_url, read_plain, user_path
+
+_HIDDEN = '.writing-'
+
+
+class OutputFolder(Protocol):
+  """A folder of files."""
+
+  def names(self) -> list[str]:
+    """Returns the names of its files."""
+
+  def read(self, name: str) -> bytes:
+    """Returns the content of a file."""
+
+  def write(self, name: str, data: bytes) -> None:
+    """Writes a file, which then survives a crash of the machine."""
+
+  def clean(self, name: str) -> None:
+    """Removes what killed processes have left of a file."""
+
+
+class LocalFolder:
+  """A folder on disk, which is created if it does not exist."""
+
+  def __init__(self, path: str):
+    self._path = Path(os.path.abspath(user_path(path)))
+    self._path.mkdir(parents=True, exist_ok=True)
+
+  def names(self) -> list[str]:
+    return [name for name in os.listdir(self._path) if not name.startswith('.')]
+
+  def read(self, name: str) -> bytes:
+    return read_plain(self._path / name)
+
+  def write(self, name: str, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=self._path, prefix=f'{_HIDDEN}{name}-')
+    try:
+      with open(handle, 'wb') as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        os.fchmod(file.fileno(), 0o644)
+      os.replace(temporary, self._path / name)
+    except FileNotFoundError:
+      if not (self._path / name).exists():  # Otherwise another process has finished it, and cleaned up.
+        raise
+    except BaseException:
+      with contextlib.suppress(OSError):
+        os.unlink(temporary)
+      raise
+    self._sync()
+
+  def clean(self, name: str) -> None:
+    for left in self._path.glob(f'{_HIDDEN}{name}-*'):
+      left.unlink(missing_ok=True)
+
+  def _sync(self) -> None:
+    """Writes the names of the folder to the disk."""
+    handle = os.open(self._path, os.O_RDONLY)
+    try:
+      os.fsync(handle)
+    finally:
+      os.close(handle)
+
+
+class Store(Protocol):
+  """What a `StoredFolder` needs of an `ObjectStore`."""
+
+  def sizes(self) -> dict[str, int]:
+    """Returns the sizes of all objects by name."""
+
+  def read(self, name: str) -> bytes:
+    """Returns the bytes of an object."""
+
+  def write(self, name: str, data: bytes) -> None:
+    """Writes an object."""
+
+
+class StoredFolder:
+  """A folder in an object store, where an object appears when it is complete."""
+
+  def __init__(self, store: Store):
+    self._store = store
+
+  def names(self) -> list[str]:
+    return [name for name in self._store.sizes() if '/' not in name and not name.endswith('.part')]
+
+  def read(self, name: str) -> bytes:
+    return self._store.read(name)
+
+  def write(self, name: str, data: bytes) -> None:
+    self._store.write(name, data)
+
+  def clean(self, name: str) -> None:
+    """Does nothing: there are no incomplete objects."""
+
+
+def check_not_input(output: str, files: list[str]) -> None:
+  """Raises DataError if an input file is in the output folder."""
+  folder = output.rstrip('/') if is_url(output) else os.path.abspath(user_path(output))
+  if inside := next((file for file in files if os.path.dirname(file) == folder), None):
+    raise DataError(f'--output={output} has a file of the input, {inside}; name another folder')

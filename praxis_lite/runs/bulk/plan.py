@@ -1,0 +1,100 @@
+"""Plan: the work of a bulk prediction, cut into shards. It is made once, and sealed in the output folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from praxis_lite.common.errors import DataError
+from praxis_lite.common.files import parse_json
+from praxis_lite.runs.bulk.input_files import FileSum, Part, cut_file, list_inputs, stamp_of, sum_of_input
+
+PLAN = 'plan.json'
+_VERSION = 1
+
+
+class Plan(NamedTuple):
+  """The work.
+
+  Attributes:
+    settings: what the results depend on besides the input, by name, as JSON values.
+    files: what identifies each file of the input.
+    shards: the rows of each shard.
+  """
+
+  settings: dict[str, Any]
+  files: list[FileSum]
+  shards: list[Part]
+
+  @property
+  def num_rows(self) -> int:
+    return sum(shard.count for shard in self.shards)
+
+  def to_bytes(self) -> bytes:
+    """Returns the plan as JSON, with a seal that shows changes."""
+    content = {
+      'version': _VERSION,
+      'settings': self.settings,
+      'files': [file._asdict() for file in self.files],
+      'shards': [shard._asdict() for shard in self.shards],
+    }
+    return json.dumps({'seal': _seal(content), **content}, indent=1).encode()
+
+  @classmethod
+  def from_bytes(cls, data: bytes, where: str) -> Plan:
+    """Returns the plan that `to_bytes` has written; raises DataError if it is damaged."""
+    try:
+      content = parse_json(data)
+      seal = content.pop('seal')
+      if content['version'] != _VERSION or seal != _seal(content):
+        raise ValueError('its seal does not fit')
+      files, shards = content['files'], content['shards']
+      return cls(content['settings'], [FileSum(**file) for file in files], [Part(**shard) for shard in shards])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise DataError(f'{where} is damaged: {error}; name another --output, or remove the whole folder') from None
+
+
+def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int) -> Plan:
+  """Cuts the rows of files into shards; reads each file once.
+
+  Args:
+    paths: see `list_inputs`.
+    settings: see `Plan`.
+    shard_rows: the largest number of rows of a shard; a shard has rows of one file.
+
+  Raises:
+    DataError: a file cannot be read, or there are no rows.
+  """
+  files, shards = list[FileSum](), list[Part]()
+  for file in list_inputs(paths):
+    found, parts = cut_file(file, sum(each.rows for each in files), shard_rows)
+    files.append(found)
+    shards += parts
+  if not shards:
+    raise DataError(f'--input={paths[0]}: there are no rows')
+  return Plan(dict(settings), files, shards)
+
+
+def check_unchanged(plan: Plan, paths: Sequence[str], settings: Mapping[str, Any], where: str) -> None:
+  """Raises DataError unless a plan is one of this input and these settings; reads files only if they were written."""
+  for name in sorted({*plan.settings, *settings}):
+    before, now = plan.settings.get(name), settings.get(name)
+    if before != now:
+      raise DataError(
+        f'{where} was begun with {name} = {json.dumps(before)}, and now it is {json.dumps(now)}; give what it was '
+        'begun with, or name another --output'
+      )
+  names = list_inputs(paths)
+  if names != (known := [file.file for file in plan.files]):
+    other = next(iter(set(names) ^ set(known)), names[0])
+    raise DataError(f'{where} was begun with other files of --input, or in another order: {other}')
+  for file in plan.files:
+    stamp, size = stamp_of(file.file)
+    if size != file.size or (stamp != file.stamp and sum_of_input(file.file) != file.sha256):
+      raise DataError(f'{file.file} has changed since {where} was begun; name another --output')
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+  return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,307 @@
+"""Predictions for many rows: each row once, in order, whatever is killed, and nothing of another input or setting."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from batched_lm import made
+
+from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.runs.bulk.input_files import list_inputs, read_part
+from praxis_lite.runs.bulk.job import Job
+from praxis_lite.runs.bulk.kinds import make_compute
+from praxis_lite.runs.bulk.ledger import Ledger
+from praxis_lite.runs.bulk.output_folder import LocalFolder, StoredFolder
+from praxis_lite.runs.cluster.object_store import ObjectStore
+
+SETTINGS = {'format': 'jsonl', 'step': 3}
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def double(rows, first):
+  if any(not isinstance(row.get('x'), int) for row in rows):
+    raise DataError("'x' is no number")
+  return [{'y': 2 * row['x']} for row in rows]
+
+
+def write_lines(path, numbers):
+  path.write_text(''.join(f'{json.dumps({"x": x, "id": f"n{x}"})}\n' for x in numbers))
+  return str(path)
+
+
+def open_ledger(output, *paths, shard_rows=4, **settings):
+  folder = StoredFolder(ObjectStore(output)) if '://' in output else LocalFolder(output)
+  return Ledger.open(output, folder, paths, {**SETTINGS, **settings}, shard_rows)
+
+
+def run(ledger, shards=None, **fields):
+  job = Job(ledger, double, **{'batch_size': 3, **fields})
+  job.run(ledger.unfinished() if shards is None else shards)
+  return job
+
+
+def results(folder):
+  parts = sorted(pathlib.Path(folder).glob('part-*.jsonl'))
+  return [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+
+
+def test_rows_of_all_kinds_of_files_come_out_in_order(tmp_path):
+  pa = pytest.importorskip('pyarrow', reason='needs the package pyarrow: pip install praxis_lite[grain]')
+  import pyarrow.parquet as pq
+
+  (tmp_path / 'b.jsonl').write_bytes(
+    b'\n{"x": 0, "id": "a"}\r\n\n{"x": 1}\n{"x": 2}\n  \n{"x": 3}\n{"x": 4}'
+  )  # No last \n.
+  (tmp_path / 'empty.jsonl').write_bytes(b'')
+  pq.write_table(pa.table({'x': list(range(5, 16)), 'id': [None] * 11}), tmp_path / 'c.parquet', row_group_size=3)
+  write_lines(tmp_path / 'a.jsonl', range(16, 21))
+  inputs = [str(tmp_path / name) for name in ('b.jsonl', 'empty.jsonl', '*.parquet', 'a.jsonl')]
+  ledger = open_ledger(str(tmp_path / 'out'), *inputs, shard_rows=4)
+  assert [shard.count for shard in ledger.plan.shards] == [4, 1, 4, 4, 3, 4, 1]
+  rows = [row for shard in ledger.plan.shards for row in read_part(shard)]
+  assert [row.number for row in rows] == [row.values['x'] for row in rows] == list(range(21))
+  assert rows[3].where == f'{tmp_path}/b.jsonl: line 7' and rows[14].where == f'{tmp_path}/c.parquet: row 9'
+  assert rows[4].where == f'{tmp_path}/b.jsonl: line 8' and rows[20].where == f'{tmp_path}/a.jsonl: line 5'
+  run(ledger, keep=['id'])
+  assert ledger.check_complete() == (21, 0)
+  found = results(tmp_path / 'out')
+  assert [row['row'] for row in found] == list(range(21)) and [row['y'] for row in found] == list(range(0, 42, 2))
+  assert found[0]['id'] == 'a' and 'id' not in found[1] and found[20]['id'] == 'n20'
+
+
+def test_results_in_parquet_and_lines_of_text(tmp_path):
+  pq = pytest.importorskip('pyarrow.parquet', reason='needs the package pyarrow: pip install praxis_lite[grain]')
+  (tmp_path / 'a.txt').write_bytes('to be\nnaïve\n\n\xff\n'.encode().replace(b'\xc3\xbf', b'\xff'))
+  ledger = open_ledger(str(tmp_path / 'out'), str(tmp_path / 'a.txt'), format='parquet', shard_rows=2)
+  job = Job(ledger, lambda rows, first: [{'n': len(row['text'])} for row in rows], batch_size=8, most_bad=1)
+  job.run(ledger.unfinished())
+  assert ledger.check_complete() == (3, 1)
+  first, last = (pq.read_table(tmp_path / 'out' / f'part-0000{i}.parquet').to_pylist() for i in range(2))
+  assert first == [{'row': 0, 'n': 5}, {'row': 1, 'n': 5}]
+  assert last[0]['row'] == 2 and 'a.txt: line 4: is not UTF-8 text' in last[0]['error']
+
+
+def test_a_second_start_goes_on_and_computes_nothing_twice(tmp_path):
+  data, seen = write_lines(tmp_path / 'a.jsonl', range(10)), []
+  ledger = open_ledger(str(tmp_path / 'out'), data)
+  run(ledger, [1])
+  again = open_ledger(str(tmp_path / 'out'), data)
+  assert again.plan == ledger.plan and again.unfinished() == [0, 2]
+  with pytest.raises(DataError, match='out: 2 of 3 shards are missing'):
+    again.check_complete()
+  Job(again, lambda rows, first: seen.append(first) or double(rows, first), batch_size=4).run(again.unfinished())
+  assert seen == [0, 8] and again.check_complete() == (10, 0)
+  os.utime(data, (1, 1))  # Written again, with the same content.
+  assert not open_ledger(str(tmp_path / 'out'), data).unfinished()
+
+
+def test_another_input_or_setting_is_refused_with_one_line(tmp_path):
+  data, out = write_lines(tmp_path / 'a.jsonl', range(10)), str(tmp_path / 'out')
+  ledger = open_ledger(out, data)
+  for change, told in (
+    ({'step': 4}, r'was begun with step = 3, and now it is 4; give what it was begun with, or name another --output'),
+    ({'shard_rows': 5}, r'was begun with shard_rows = 4, and now it is 5'),
+    ({'temperature': 0.5}, r'was begun with temperature = null, and now it is 0.5'),
+  ):
+    with pytest.raises(DataError, match=told) as raised:
+      open_ledger(out, data, **change)
+    assert '\n' not in str(raised.value)
+  other = write_lines(tmp_path / 'b.jsonl', range(3))
+  with pytest.raises(DataError, match=r'was begun with other files of --input, or in another order: .*b\.jsonl'):
+    open_ledger(out, data, other)
+  (tmp_path / 'a.jsonl').write_text(pathlib.Path(data).read_text().replace('"x": 9', '"x": 8'))  # The same size.
+  with pytest.raises(DataError, match=r'a\.jsonl has changed since --output=.* was begun'):
+    open_ledger(out, data)
+  with pytest.raises(DataError, match=r'a\.jsonl: it has changed since the plan was made'):
+    run(ledger, [2])
+  run(ledger, [0])
+  assert results(out) == [{'row': i, 'y': 2 * i} for i in range(4)]
+
+
+def test_what_is_in_the_output_folder_is_never_overwritten_or_believed(tmp_path):
+  data, out = write_lines(tmp_path / 'a.jsonl', range(10)), tmp_path / 'out'
+  ledger = open_ledger(str(out), data)
+  run(ledger)
+  second = out / 'part-00001.jsonl'
+  whole = second.read_text()
+  for wrong in (whole.splitlines(True)[:-1], whole.splitlines(True)[::-1], [whole, whole.splitlines(True)[0]]):
+    second.write_text(''.join(wrong))
+    with pytest.raises(DataError, match=r'part-00001\.jsonl: expected rows 4 to 7, each once and in order'):
+      ledger.check_complete()
+  plan = out / 'plan.json'
+  plan.write_text(plan.read_text().replace('"count": 4', '"count": 5', 1))
+  with pytest.raises(DataError, match=r'plan\.json is damaged: its seal does not fit; name another --output'):
+    open_ledger(str(out), data)
+  plan.unlink()
+  with pytest.raises(DataError, match=r'has files and no plan\.json, such as part-0000'):
+    open_ledger(str(out), data)
+  with pytest.raises(DataError, match=r'has files and no plan\.json, such as a\.jsonl'):
+    open_ledger(str(tmp_path), data)
+
+
+def test_what_killed_processes_leave_is_removed_and_no_result(tmp_path):
+  data, out = write_lines(tmp_path / 'a.jsonl', range(10)), tmp_path / 'out'
+  ledger = open_ledger(str(out), data)
+  (out / '.writing-part-00000.jsonl-x1').write_text('{"row": 0')
+  assert ledger.unfinished() == [0, 1, 2]
+  run(ledger)
+  assert sorted(path.name for path in out.iterdir()) == [f'part-0000{i}.jsonl' for i in range(3)] + ['plan.json']
+
+
+def test_bad_rows_are_named_and_a_limit_says_how_many_may_be(tmp_path):
+  lines = ['{"x": 0}', '{"x": "a"}', '[1]', '{"x": 3}', '{', '{"x": 5}']
+  (tmp_path / 'a.jsonl').write_text('\n'.join(lines))
+  out = str(tmp_path / 'out')
+  ledger = open_ledger(out, str(tmp_path / 'a.jsonl'), shard_rows=6)
+  with pytest.raises(DataError, match=r'a\.jsonl: line 3: expected an object, got list; --max_bad_rows=10 allows some'):
+    run(ledger)
+  with pytest.raises(DataError, match=r"a\.jsonl: line 2: 'x' is no number \(3 bad rows, and --max_bad_rows=2\)"):
+    run(ledger, most_bad=2)
+  assert not results(out)
+  assert run(ledger, most_bad=3).num_bad == 3 and ledger.check_complete() == (6, 3)
+  found = results(out)
+  assert [row['row'] for row in found] == list(range(6)) and [row.get('y') for row in found] == [
+    0,
+    None,
+    None,
+    6,
+    None,
+    10,
+  ]
+  assert 'line 5: is not JSON' in found[4]['error']
+
+
+@pytest.mark.parametrize(
+  'names, told',
+  [
+    (['nothing.jsonl'], 'nothing.jsonl'),
+    (['a.jsonl', '*.jsonl'], 'is named twice'),
+    (['a.npz'], r'a\.npz is no file of rows: \*\.jsonl, \*\.txt or \*\.parquet'),
+    (['blank.txt'], 'there are no rows'),
+    (['no.parquet'], r'no\.parquet: is not a Parquet file'),
+  ],
+)
+def test_inputs_that_cannot_be_read_are_named(tmp_path, names, told):
+  pytest.importorskip('pyarrow', reason='needs the package pyarrow: pip install praxis_lite[grain]')
+  write_lines(tmp_path / 'a.jsonl', range(3))
+  (tmp_path / 'a.npz').write_bytes(b'x')
+  (tmp_path / 'blank.txt').write_bytes(b'\n \n')
+  (tmp_path / 'no.parquet').write_bytes(b'PAR1')
+  with pytest.raises(UserError, match=told):
+    open_ledger(str(tmp_path / 'out'), *(str(tmp_path / name) for name in names))
+
+
+def test_files_and_results_may_be_in_an_object_store(tmp_path):
+  fsspec = pytest.importorskip('fsspec', reason='needs the package fsspec: pip install praxis_lite[remote]')
+  store = fsspec.filesystem('memory')
+  store.pipe('/bulk/in/b.jsonl', b'{"x": 0}\n{"x": 1}\n{"x": 2}\n')
+  store.pipe('/bulk/in/a.jsonl', b'{"x": 3}\n')
+  assert list_inputs(['memory://bulk/in/*.jsonl']) == ['memory:///bulk/in/a.jsonl', 'memory:///bulk/in/b.jsonl']
+  inputs = ['memory://bulk/in/b.jsonl', 'memory://bulk/in/a.jsonl']
+  ledger = open_ledger('memory://bulk/out', *inputs, shard_rows=2)
+  run(ledger, [0])
+  again = open_ledger('memory://bulk/out', *inputs, shard_rows=2)
+  assert again.unfinished() == [1, 2]
+  run(again)
+  assert again.check_complete() == (4, 0)
+  assert store.cat('/bulk/out/part-00001.jsonl') == b'{"row": 2, "y": 4}\n'
+  store.pipe('/bulk/in/a.jsonl', b'{"x": 4}\n')
+  with pytest.raises(DataError, match=r'in/a\.jsonl has changed since'):
+    open_ledger('memory://bulk/out', *inputs, shard_rows=2)
+  with pytest.raises(DataError, match='nothing-there'):
+    list_inputs(['memory://bulk/nothing-there.jsonl']) and open_ledger(
+      str(tmp_path), 'memory://bulk/nothing-there.jsonl'
+    )
+  with pytest.raises(ConfigError, match='unknown://x'):
+    list_inputs(['unknown://x/a.jsonl'])
+  store.rm('/bulk', recursive=True)
+
+
+WORKER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from test_bulk import double, open_ledger
+from praxis_lite.runs.bulk.job import Job
+
+ledger = open_ledger(*sys.argv[2:4], shard_rows=10)
+slow = lambda rows, first: time.sleep(0.002) or double(rows, first)
+Job(ledger, slow, batch_size=4).run([n for n in ledger.unfinished() if n % 2 == int(sys.argv[4])])
+"""
+
+
+def test_processes_that_are_killed_leave_each_row_once_and_in_order(tmp_path):
+  data, out = write_lines(tmp_path / 'a.jsonl', range(1000)), tmp_path / 'out'
+  for kill in range(3):
+    workers = [
+      subprocess.Popen(
+        [sys.executable, '-c', WORKER, str(pathlib.Path(__file__).parent), str(out), data, str(index)],
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+        start_new_session=True,
+      )
+      for index in range(2)
+    ]
+    until = time.monotonic() + 120
+    if kill < 2:
+      while len(list(out.glob('part-*'))) < 20 * (kill + 1) and time.monotonic() < until:
+        time.sleep(0.01)
+      for worker in workers:
+        os.killpg(worker.pid, signal.SIGKILL)
+    assert [worker.wait(120) for worker in workers] == [-signal.SIGKILL if kill < 2 else 0] * 2
+  assert [row['row'] for row in results(out)] == list(range(1000))
+  assert [row['y'] for row in results(out)] == list(range(0, 2000, 2))
+  assert open_ledger(str(out), data, shard_rows=10).check_complete() == (1000, 0)
+
+
+def test_scores_and_continuations_do_not_depend_on_their_batch():
+  model = made()
+  texts = [
+    {'text': 'abc'},
+    {'context': 'ab', 'continuation': 'cde'},
+    {'ids': [1, 2, 3]},
+    {'context': 'x', 'continuation': ''},
+  ]
+  score = make_compute(model, 'score', 4, {})
+  scores = score(texts, 0)
+  wanted = model.score(['ab'], ['cde'])[0]
+  assert scores[1]['log_prob'] == pytest.approx(wanted.log_prob, rel=1e-4) and scores[1]['num_tokens'] == 3
+  assert scores[3] == {'log_prob': 0.0, 'num_tokens': 0, 'is_greedy': True}
+  generate = make_compute(model, 'generate', 4, {'temperature': 0.0, 'max_tokens': 5, 'seed': 1})
+  prompts = [{'prompt': 'ab'}, {'prompt_ids': [97, 98]}, {'text': 'ab'}]
+  (text,) = model.decode(['ab'], temperature=0.0, max_tokens=5)
+  assert generate(prompts, 0) == [
+    {'continuation': text},
+    {'continuation_ids': list(text.encode())},
+    {'continuation': text},
+  ]
+  for rows, told in (
+    ([{'prompt': 3}], "'prompt' is 3; expected a text"),
+    ([{'other': 'a'}], 'expected prompt, prompt_ids, messages or text'),
+    ([{'messages': [{'role': 'user', 'content': 'a'}]}], 'a chat needs a tokenizer with a chat template'),
+  ):
+    with pytest.raises(UserError, match=told):
+      generate(rows, 0)
+  for rows, told in (
+    ([{'continuation': [1], 'context': 'a'}], 'a text and a list of tokens'),
+    ([{}], 'expected context and continuation, or text, or ids'),
+  ):
+    with pytest.raises(UserError, match=told):
+      score(rows, 0)
+
+
+def test_drawn_continuations_of_equal_prompts_differ_between_batches():
+  generate = make_compute(made(), 'generate', 2, {'temperature': 1.0, 'max_tokens': 8, 'seed': 1})
+  both = [generate([{'prompt': 'ab'}] * 2, first) for first in (0, 2)]
+  assert len({result['continuation'] for results in both for result in results}) > 2
+  assert generate([{'prompt': 'ab'}] * 2, 2) == both[1]
+
+
+def test_texts_and_images_are_read_as_by_the_datasets_of_the_run():
+  assert textwrap  # Filled in by the tests of the command.
