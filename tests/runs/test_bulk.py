@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -301,7 +300,3 @@ def test_drawn_continuations_of_equal_prompts_differ_between_batches():
   both = [generate([{'prompt': 'ab'}] * 2, first) for first in (0, 2)]
   assert len({result['continuation'] for results in both for result in results}) > 2
   assert generate([{'prompt': 'ab'}] * 2, 2) == both[1]
-
-
-def test_texts_and_images_are_read_as_by_the_datasets_of_the_run():
-  assert textwrap  # Filled in by the tests of the command.
