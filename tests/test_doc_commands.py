@@ -33,6 +33,8 @@ NOT_RUN = {
   r'pip install .*|python -m venv .*': 'installs from a package index',
   r'source \.venv/bin/activate': 'is for a shell, and the environment of make',
   r'tensorboard --logdir=runs': 'is a server, of another package',
+  r'praxis-lite serve .*': 'is a server: runs/test_serving_http.py starts one',
+  r'praxis-lite predict .*--input=.*': 'reads files of the user: cli/test_predict_many.py has some',
   r'eval "\$\(praxis-lite completion bash\)"': 'is for a shell: cli/test_completion.py runs it in bash',
   r'.*\.\.\..*|praxis-lite train --exp=lm\.X': 'is no command but the form of one',
   r'praxis-lite plan .*--(search|what_if|compare).*': 'makes many plans: plan/test_changes.py has these flags',

@@ -6,7 +6,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from absl import flags
 
@@ -127,7 +127,8 @@ def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, 
   from praxis_lite.runs.restoring import restore_model
   from praxis_lite.runs.vocabulary import use_kept_vocabulary
 
-  step, ema = ledger.plan.settings['step'], 'decode' if values.what == 'generate' else 'evaluate'
+  step: int = ledger.plan.settings['step']
+  ema: Literal['evaluate', 'decode'] = 'decode' if values.what == 'generate' else 'evaluate'
   config = use_kept_vocabulary(config, job_log_dir)
   model = restore_model(config, job_log_dir, step=step, seed=values.seed, on_damage=values.on_damage, use_ema=ema)
   generation: Generation = {'max_tokens': values.max_tokens, 'temperature': values.temperature}

@@ -64,7 +64,7 @@ def test_rows_of_all_kinds_of_files_come_out_in_order(tmp_path):
   write_lines(tmp_path / 'a.jsonl', range(16, 21))
   inputs = [str(tmp_path / name) for name in ('b.jsonl', 'empty.jsonl', '*.parquet', 'a.jsonl')]
   ledger = open_ledger(str(tmp_path / 'out'), *inputs, shard_rows=4)
-  assert [shard.count for shard in ledger.plan.shards] == [4, 1, 4, 4, 3, 4, 1]
+  assert [shard.num_rows for shard in ledger.plan.shards] == [4, 1, 4, 4, 3, 4, 1]
   rows = [row for shard in ledger.plan.shards for row in read_part(shard)]
   assert [row.number for row in rows] == [row.values['x'] for row in rows] == list(range(21))
   assert rows[3].where == f'{tmp_path}/b.jsonl: line 7' and rows[14].where == f'{tmp_path}/c.parquet: row 9'
@@ -136,7 +136,7 @@ def test_what_is_in_the_output_folder_is_never_overwritten_or_believed(tmp_path)
     with pytest.raises(DataError, match=r'part-00001\.jsonl: expected rows 4 to 7, each once and in order'):
       ledger.check_complete()
   plan = out / 'plan.json'
-  plan.write_text(plan.read_text().replace('"count": 4', '"count": 5', 1))
+  plan.write_text(plan.read_text().replace('"num_rows": 4', '"num_rows": 5', 1))
   with pytest.raises(DataError, match=r'plan\.json is damaged: its seal does not fit; name another --output'):
     open_ledger(str(out), data)
   plan.unlink()

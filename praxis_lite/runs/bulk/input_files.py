@@ -51,7 +51,7 @@ class Part(NamedTuple):
     start, stop: bytes of a file of lines, or rows of a table.
     place: the number of the first line, from 1, or of the first row, from 0.
     first: the number of the first row among all rows of the input.
-    count: the number of rows.
+    num_rows: how many rows it has.
     sha256: of the bytes, for lines; '' for a table.
   """
 
@@ -60,7 +60,7 @@ class Part(NamedTuple):
   stop: int
   place: int
   first: int
-  count: int
+  num_rows: int
   sha256: str
 
 
@@ -115,7 +115,7 @@ def cut_file(file: str, first: int, most: int) -> tuple[FileSum, list[Part]]:
   if stamp_of(file) != before:
     raise DataError(f'{file}: it changed while it was read')
   stamp, size = before
-  return FileSum(file, stamp, size, sum_, sum(part.count for part in parts)), parts
+  return FileSum(file, stamp, size, sum_, sum(part.num_rows for part in parts)), parts
 
 
 def read_part(part: Part) -> Iterator[Row]:
@@ -229,7 +229,7 @@ def _rows_of_table(part: Part) -> Iterator[Row]:
           yield Row(number, f'{part.file}: row {row}', {n: x for n, x in values.items() if x is not None})
           number += 1
       begin = end
-  if number != part.first + part.count:
+  if number != part.first + part.num_rows:
     raise DataError(f'{part.file}: it has changed since the plan was made')
 
 

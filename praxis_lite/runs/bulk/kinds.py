@@ -149,20 +149,19 @@ class _Generate:
   """Continuations of prompts."""
 
   def __init__(self, model: TrainedModel, generation: Generation):
-    self._model, self._settings = model, dict(generation)
-    self._seed: int = self._settings.pop('seed', 0)
+    self._model, self._seed, self._stop = model, generation.get('seed', 0), generation.get('stop', ())
+    self._settings: Any = {name: value for name, value in generation.items() if name != 'seed'}
 
   def __call__(self, rows: Sequence[Values], first: int) -> list[dict[str, Any]]:
     prompts = [self._prompt(row) for row in rows]
     seed = (self._seed * 1_000_003 + first) % 2**32  # Each batch has its own random numbers.
-    settings: Any = self._settings
-    found: Any = self._model.decode([prompt.ids for prompt in prompts], seed=seed, **settings)
+    found: Any = self._model.decode([prompt.ids for prompt in prompts], seed=seed, **self._settings)
     return [self._result(prompt, ids) for prompt, ids in zip(prompts, found)]
 
   def _result(self, prompt: _Prompt, ids: list[int]) -> dict[str, Any]:
     if prompt.before is None or self._model.tokenizer is None:
       return {'continuation_ids': ids}
-    text = GrowingText(self._model.tokenizer, prompt.before, self._settings.get('stop', ()))
+    text = GrowingText(self._model.tokenizer, prompt.before, self._stop)
     return {'continuation': text.add(ids, is_all=True)}
 
   def _prompt(self, row: Values) -> _Prompt:

@@ -81,7 +81,7 @@ class Ledger:
     self._check(number, [result['row'] for result in results])
     self._folder.clean(self._name(number))
     self._folder.write(self._name(number), _to_bytes(results, self._format))
-    assert len(results) == shard.count
+    assert len(results) == shard.num_rows
 
   def check_complete(self) -> Counts:
     """Reads all results, and counts them.
@@ -109,9 +109,9 @@ class Ledger:
 
   def _check(self, number: int, rows: Sequence[int]) -> None:
     shard = self.plan.shards[number]
-    if list(rows) != list(range(shard.first, shard.first + shard.count)):
+    if list(rows) != list(range(shard.first, shard.first + shard.num_rows)):
       raise DataError(
-        f'{self.output}/{self._name(number)}: expected rows {shard.first} to {shard.first + shard.count - 1}, each '
+        f'{self.output}/{self._name(number)}: expected rows {shard.first} to {shard.first + shard.num_rows - 1}, each '
         f'once and in order, and it has {len(rows)}; remove the file, and start again'
       )
 

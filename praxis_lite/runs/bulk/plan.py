@@ -30,7 +30,7 @@ class Plan(NamedTuple):
 
   @property
   def num_rows(self) -> int:
-    return sum(shard.count for shard in self.shards)
+    return sum(shard.num_rows for shard in self.shards)
 
   def to_bytes(self) -> bytes:
     """Returns the plan as JSON, with a seal that shows changes."""

@@ -44,7 +44,7 @@ class Piece(NamedTuple):
   log_probs: list[float]
   top: list[list[tuple[int, float]]]
 
-  def __add__(self, other: object) -> Piece:  # type: ignore[override]
+  def __add__(self, other: object) -> Piece:
     assert isinstance(other, Piece)
     return Piece(self.ids + other.ids, self.log_probs + other.log_probs, self.top + other.top)
 
