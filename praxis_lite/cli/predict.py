@@ -10,8 +10,8 @@ from typing import cast
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run
-from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
-from praxis_lite.cli.predict_many import add_flags, predict_many
+from praxis_lite.cli.command_flags import CommandFlags
+from praxis_lite.cli.predict_many import predict_flags, predict_many
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import number_of
 
@@ -41,21 +41,6 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _flags() -> CommandFlags:
-  values = run_flags(seed='Seed of models that draw random numbers.', restores=True)
-  add_on_damage(values)
-  kinds = '.npz with arrays, .jsonl with an example on each line, images, .wav, or what a dataset of the run reads.'
-  values.add_texts('files', f'The files: {kinds}', 'new.jsonl')
-  what = (
-    "The model's predictions, or what it reports for each example with labels, such as the loss. With --output also "
-    'the probability of texts, or continuations of prompts.'
-  )
-  values.add_choice('what', what, ['predict', 'evaluate', 'score', 'generate'], 'evaluate', 'predict')
-  values.add_integer('batch_size', 'Examples to compute together.', 128, 32, least=1)
-  add_flags(values)
-  return values
-
-
 COMMAND = Command(
   'predict',
   'print predictions for files',
@@ -63,7 +48,7 @@ COMMAND = Command(
   'arrays by name, a .jsonl file an example on each line; other files are read as those of the dataset of the run. '
   'With --input and --output, write the results of many rows to a folder, and go on after any interruption.',
   'praxis-lite predict --job_log_dir=runs/1 new.jsonl > predictions.jsonl',
-  _flags(),
+  predict_flags(),
   _run,
   bare_rest='files',
   usage='FILES --job_log_dir=RUN [--flags]',

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from absl import flags
 
 from praxis_lite.cli.command import configured_run
-from praxis_lite.cli.command_flags import CommandFlags
+from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
 from praxis_lite.common.errors import DataError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import is_url
@@ -24,8 +23,23 @@ if TYPE_CHECKING:
 _OF_GENERATION = ('max_tokens', 'temperature', 'top_k', 'top_p', 'stop')
 
 
-def add_flags(values: CommandFlags) -> None:
-  """Adds the flags of predictions for many rows."""
+def predict_flags() -> CommandFlags:
+  """Returns the flags of `predict`."""
+  values = run_flags(seed='Seed of models that draw random numbers.', restores=True)
+  add_on_damage(values)
+  kinds = '.npz with arrays, .jsonl with an example on each line, images, .wav, or what a dataset of the run reads.'
+  values.add_texts('files', f'The files: {kinds}', 'new.jsonl')
+  what = (
+    "The model's predictions, or what it reports for each example with labels, such as the loss. With --output also "
+    'the probability of texts, or continuations of prompts.'
+  )
+  values.add_choice('what', what, ['predict', 'evaluate', 'score', 'generate'], 'evaluate', 'predict')
+  values.add_integer('batch_size', 'Examples to compute together.', 128, 32, least=1)
+  _add_flags(values)
+  return values
+
+
+def _add_flags(values: CommandFlags) -> None:
   values.add_texts('input', 'Files of many rows, for --output: *.jsonl, *.txt or *.parquet.', "'data/*.parquet'")
   values.add_text('output', 'Folder, or URL, for the results of --input.', 'predicted')
   values.add_choice('format', 'Kind of the files of --output.', ['jsonl', 'parquet'], 'parquet', 'jsonl')
@@ -67,7 +81,7 @@ def predict_many(values: CommandFlags) -> int:
 
     run_on_ray(functools.partial(make_worker, _arguments(values)), left, values.processes)
   elif left and values.processes > 1 and values.process_index is None:
-    run_processes(_arguments(values), sorted({number % values.processes for number in left}))
+    run_processes(['predict', *_arguments(values)], sorted({number % values.processes for number in left}))
   elif left:
     own = [number for number in left if number % values.processes == (values.process_index or 0)]
     if own:
@@ -84,9 +98,7 @@ def predict_many(values: CommandFlags) -> int:
 
 def make_worker(arguments: Sequence[str]) -> Callable[[int], None]:
   """Returns what computes a shard, given the arguments of the command; for another process."""
-  from praxis_lite.cli.predict import COMMAND
-
-  values = copy.deepcopy(COMMAND.flags)
+  values = predict_flags()
   values(['predict', *arguments])
   config, job_log_dir = configured_run(values)
   job = _make_job(values, config, job_log_dir, _open_ledger(values, config, job_log_dir))

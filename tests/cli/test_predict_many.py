@@ -135,7 +135,7 @@ def test_a_hundred_thousand_rows_killed_ten_times_are_there_once_and_in_order(tm
   assert process.returncode == 0 and '100,000 rows: complete' in told, told
   found = results(out)
   assert [row['row'] for row in found] == list(range(count))
-  predictions = open_run(run, trust=[str(FILE)]).load().predict({'x': x})
+  predictions = open_run(run, trusted=[str(FILE)]).load().predict({'x': x})
   np.testing.assert_allclose([row['prediction'] for row in found], predictions, rtol=1e-4, atol=1e-5)
   assert not list(out.glob('.writing-*'))
 

@@ -9,15 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from batched_lm import made
 
+from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.inputs import ImageRecordInput, LabelledTextInput
 from praxis_lite.runs.bulk.input_files import list_inputs, read_part
 from praxis_lite.runs.bulk.job import Job
 from praxis_lite.runs.bulk.kinds import make_compute
 from praxis_lite.runs.bulk.ledger import Ledger
+from praxis_lite.runs.bulk.on_ray import run_on_ray
 from praxis_lite.runs.bulk.output_folder import LocalFolder, StoredFolder
 from praxis_lite.runs.cluster.object_store import ObjectStore
 
@@ -300,3 +305,59 @@ def test_drawn_continuations_of_equal_prompts_differ_between_batches():
   both = [generate([{'prompt': 'ab'}] * 2, first) for first in (0, 2)]
   assert len({result['continuation'] for results in both for result in results}) > 2
   assert generate([{'prompt': 'ab'}] * 2, 2) == both[1]
+
+
+def model_of(dataset, seen):
+  """A model that counts what it gets, whose run has one dataset."""
+
+  def predict(batch):
+    seen.append(batch)
+    return {'size': np.array([x.size for x in batch.get('ids', batch.get('image'))])}
+
+  def no_data():
+    raise DataError('the data is elsewhere')
+
+  return SimpleNamespace(predict=predict, batch_struct=no_data, config=SimpleNamespace(datasets=[dataset]), layer=None)
+
+
+def test_texts_are_read_as_by_the_dataset_of_the_run_that_reads_texts():
+  seen, sizes = [], {'seq_len': 9, 'batch_size': 4}
+  dataset = Config(LabelledTextInput, name='t', path='gone.tsv', classes=('no', 'yes'), is_training=False, **sizes)
+  compute = make_compute(model_of(dataset, seen), 'predict', 4, {})
+  assert compute([{'text': 'ab'}, {'text': 'abc'}], 0) == [{'size': 9}, {'size': 9}]
+  whole = dataset.clone(path=None, examples=[('ab', 'no'), ('abc', 'no')]).instantiate().rows(np.arange(2))
+  np.testing.assert_array_equal(seen[0]['ids'], whole['ids'])
+  for rows, told in (
+    ([{'text': 'abcdefghij'}], r'example 0 of examples: .*9'),
+    ([{'text': 'a'}, {'texts': 'b'}], 'expected the names text, got texts'),
+    ([{'text': ''}], 'its text has no tokens'),
+  ):
+    with pytest.raises(UserError, match=told):
+      compute(rows, 0)
+  other = make_compute(model_of(Config(dict, is_training=False), seen), 'predict', 4, {})
+  with pytest.raises(ConfigError, match='the datasets of the run read no single texts; give arrays by name'):
+    other([{'text': 'a'}], 0)
+  with pytest.raises(DataError, match='has lists of unequal lengths'):
+    other([{'ids': [1, 2]}, {'ids': [1]}], 0)
+  assert other([{'ids': [1, 2]}, {'ids': [1, 3]}], 0) == [{'size': 2}, {'size': 2}]
+
+
+@pytest.mark.slow
+def test_images_are_read_as_by_the_dataset_of_the_run_that_reads_images(tmp_path):
+  import tensorflow as tf
+
+  pixels = np.random.default_rng(0).integers(0, 256, (6, 7, 3), np.uint8)
+  (tmp_path / 'a.png').write_bytes(tf.io.encode_png(pixels).numpy())
+  (tmp_path / 'b.png').write_bytes(b'no image')
+  dataset = Config(ImageRecordInput, name='i', file_pattern='gone', image_size=(4, 5), batch_size=4, is_training=False)
+  compute = make_compute(model_of(dataset, seen := []), 'predict', 4, {})
+  assert compute([{'file': str(tmp_path / 'a.png')}], 0) == [{'size': 60}] and seen[0]['image'].shape == (1, 4, 5, 3)
+  for name, told in (('b.png', r'b\.png: is not a JPEG, PNG, BMP or GIF image'), ('c.png', r'c\.png: No such file')):
+    with pytest.raises(DataError, match=told):
+      compute([{'file': str(tmp_path / name)}], 0)
+
+
+def test_ray_that_is_not_installed_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'ray', None)
+  with pytest.raises(ConfigError, match=r"--ray needs praxis_lite\[ray\]: pip install 'praxis_lite\[ray\]'"):
+    run_on_ray(lambda: None, [0], 1)

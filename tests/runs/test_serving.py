@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import sys
 import threading
 
 import pytest
 from batched_lm import made
 
+from praxis_lite.cli.main import main
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.runs.serving.engine import (
   CANCELLED,
@@ -256,3 +258,9 @@ def test_an_engine_that_fails_or_stops_ends_its_requests():
   with running() as engine:
     _, following = events_of(engine, Asked('a', max_tokens=40, temperature=0.0))
   assert all_events(following)[-1].reason in (CANCELLED, LENGTH, STOPPED) and not engine.num_open
+
+
+def test_packages_that_are_not_installed_are_named(monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, 'uvicorn', None)
+  assert main(['serve', '--job_log_dir=runs/1']) == 2
+  assert "serve needs praxis_lite[serve]: pip install 'praxis_lite[serve]'" in capsys.readouterr().err
