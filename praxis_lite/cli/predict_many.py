@@ -145,7 +145,7 @@ def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, 
   model = restore_model(config, job_log_dir, step=step, seed=values.seed, on_damage=values.on_damage, use_ema=ema)
   generation: Generation = {'max_tokens': values.max_tokens, 'temperature': values.temperature}
   generation |= {'top_k': values.top_k, 'top_p': values.top_p, 'stop': values.stop, 'seed': values.seed}
-  compute = make_compute(model, values.what, values.batch_size, generation)
+  compute = make_compute(model, values.what, values.batch_size, generation, values.keep)
   return Job(ledger, compute, batch_size=values.batch_size, keep=values.keep, most_bad=values.max_bad_rows)
 
 

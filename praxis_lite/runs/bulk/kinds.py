@@ -9,7 +9,7 @@ generate             {"prompt": ...}, {"prompt_ids": ...} or {"messages": ...}; 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -43,20 +43,30 @@ class Generation(TypedDict, total=False):
   seed: int
 
 
-def make_compute(model: TrainedModel, what: str, batch_size: int, generation: Generation) -> Compute:
-  """Returns what computes the results of rows; it raises UserError if a row, or the model, is not fit for it."""
+def make_compute(
+  model: TrainedModel, what: str, batch_size: int, generation: Generation, keep: Collection[str] = ()
+) -> Compute:
+  """Returns what computes the results of rows; it raises UserError if a row, or the model, is not fit for it.
+
+  Args:
+    model: the model.
+    what: one of `KINDS`.
+    batch_size: how many rows it gets at most.
+    generation: settings of 'generate'.
+    keep: names of values that are no arrays of an example, unless the data of the run has them.
+  """
   if what == 'score':
     return lambda rows, first: _score(model, rows, batch_size)
   if what == 'generate':
     return _Generate(model, generation)
-  return _Predict(model, what)
+  return _Predict(model, what, keep)
 
 
 class _Predict:
   """Predictions, or what evaluation reports."""
 
-  def __init__(self, model: TrainedModel, what: str):
-    self._model = model
+  def __init__(self, model: TrainedModel, what: str, keep: Collection[str]):
+    self._model, self._keep = model, keep
     self._compute = model.predict if what == 'predict' else model.evaluate_examples
     self._structs: Mapping[str, Any] = {}
     with contextlib.suppress(UserError, OSError):  # The data of the run may be elsewhere.
@@ -79,7 +89,8 @@ class _Predict:
     if isinstance(rows[0].get('file'), str):
       return self._images_to_arrays([row['file'] for row in rows])
     try:
-      batch = canonical_rows({name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}, 'row')
+      names = [name for name in rows[0] if name in self._structs or name not in self._keep]
+      batch = canonical_rows({name: np.stack([np.asarray(row[name]) for row in rows]) for name in names}, 'row')
     except ValueError as error:
       if isinstance(error, UserError):
         raise

@@ -40,5 +40,5 @@ def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: in
     raise ConfigError("--ray needs praxis_lite[ray]: pip install 'praxis_lite[ray]'") from None
   ray.init(ignore_reinit_error=True, logging_level='warning')
   rows = ray.data.from_items([{'shard': number} for number in shards], override_num_blocks=len(shards))
-  done = rows.map_batches(_Actor, fn_constructor_args=(make,), batch_size=1, concurrency=min(num_actors, len(shards)))
-  done.materialize()
+  actors = ray.data.ActorPoolStrategy(size=min(num_actors, len(shards)))
+  rows.map_batches(_Actor, fn_constructor_args=(make,), batch_size=1, compute=actors).materialize()
