@@ -66,6 +66,12 @@ class Running:
     self.thread.join(WAIT_S)
     assert not self.thread.is_alive()
 
+  def slow_down(self, *, stop=False):
+    """Makes steps take a while, or do nothing."""
+    step = type(self.engine.batcher).step
+    own = self.engine.batcher
+    own.step = lambda: time.sleep(0.02 if stop else 0.3) or ([] if stop else step(own))
+
   def post(self, body, path='/v1/completions', **headers):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection = http.client.HTTPConnection('127.0.0.1', self.port, timeout=WAIT_S)
@@ -200,6 +206,7 @@ def test_other_routes(server):
 
 def test_clients_that_leave_free_their_places():
   server = Running(ByteTokenizer(), max_length=4000, rows=1, most_waiting=1)
+  server.slow_down()
   try:
     long = json.dumps({'prompt': 'a', 'max_tokens': 4000, 'temperature': 0, 'stop': ['never']}).encode()
     for is_stream in (True, False):
@@ -210,9 +217,11 @@ def test_clients_that_leave_free_their_places():
       while server.engine.num_cancelled == before and time.monotonic() < until:
         time.sleep(0.02)
       assert server.engine.num_cancelled == before + 1 and not server.engine.num_open
+    server.slow_down(stop=True)
     held = [http.client.HTTPConnection('127.0.0.1', server.port, timeout=WAIT_S) for _ in range(2)]
     for connection in held:
       connection.request('POST', '/v1/completions', long, {'content-type': 'application/json'})
+    until = time.monotonic() + WAIT_S
     while server.engine.num_open < 2 and time.monotonic() < until:
       time.sleep(0.02)
     status, headers, body = server.post(ASKED)
@@ -226,6 +235,7 @@ def test_clients_that_leave_free_their_places():
 
 def test_a_request_that_takes_too_long_is_ended():
   server = Running(ByteTokenizer(), max_length=4000, limits={'timeout_s': 0.3})
+  server.slow_down(stop=True)
   try:
     long = {'prompt': 'a', 'max_tokens': 4000, 'temperature': 0, 'stop': ['never']}
     status, _, body = server.post(long)
@@ -271,8 +281,8 @@ def test_a_port_in_use_is_named():
 def test_the_command_drains_and_ends_with_code_0(tmp_path):
   run = tmp_path / 'tiny run'
   load_serving.train_small(str(run))
-  with load_serving.started(str(run), '--max_length=3000', '--rows=2') as (process, port):
-    whole = json.dumps({'prompt': 'def', 'max_tokens': 2500, 'temperature': 1, 'seed': 1}).encode()
+  with load_serving.started(str(run), '--max_length=500', '--rows=2', '--drain=300') as (process, port):
+    whole = json.dumps({'prompt': 'def', 'max_tokens': 400, 'temperature': 1, 'seed': 1}).encode()
     answers = []
     client = threading.Thread(target=lambda: answers.append(load_serving.ask(port, whole)))
     client.start()
@@ -287,8 +297,10 @@ def test_the_command_drains_and_ends_with_code_0(tmp_path):
     load = {'prompt': 'def', 'max_tokens': 19000, 'temperature': 1, 'stream': True}
     connection = http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT_S)
     connection.request('POST', '/v1/completions', json.dumps(load).encode(), {'content-type': 'application/json'})
-    connection.getresponse().read(10)
+    response = connection.getresponse()
+    response.read(10)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
+    assert b'the server has ended' in response.read().splitlines()[-2]
     assert process.wait(WAIT_S) == 0 and time.monotonic() - start < 60
     connection.close()

@@ -42,6 +42,7 @@ from praxis_lite.runs.serving.requests import Asked, RequestError, parse_request
 from praxis_lite.runs.serving.served_text import ServedText
 
 _BODY_S = 30.0  # For the body of a request to arrive.
+_ENDING = RequestError('the server has ended', 503)
 
 
 class Served(NamedTuple):
@@ -74,6 +75,8 @@ def make_app(engine: Engine, served: Served) -> Starlette:
         return await call(request)
       except RequestError as error:
         return _error(error)
+      except asyncio.CancelledError:  # By uvicorn, when the time to drain is over.
+        return _error(_ENDING)
 
     return endpoint
 
@@ -228,6 +231,9 @@ class _Stream(StreamingResponse):  # type: ignore[misc, unused-ignore]
       with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(self._deadline - time.monotonic() + 1):
           await super().__call__(scope, receive, send)
+    except asyncio.CancelledError:  # By uvicorn, when the time to drain is over.
+      with contextlib.suppress(Exception):  # The client may be gone, too.
+        await send({'type': 'http.response.body', 'body': to_event(_ENDING.to_json()), 'more_body': False})
     finally:
       self._work.cancel()
 
