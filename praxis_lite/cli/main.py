@@ -103,10 +103,10 @@ A mistake is reported in one line; --traceback shows where in the code it is.
 
 Exit codes:
     0  success
-    1  check, plan, verify, sweep, status or checkpoints found a problem
+    1  check, plan, verify, sweep, status, replay or checkpoints found a problem
     2  a mistake in the command, the config or the data
    75  a host was lost, or there was no time to save; the same command resumes
-   76  a step run twice gave different bits (train --check_determinism)
+   76  a faulty device (train --check_determinism, --check_replicas)
   130  Ctrl-C; train has saved the run
   143  train saved the run after SIGTERM
 

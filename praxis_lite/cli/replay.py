@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run
 from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import UserError
+
+if TYPE_CHECKING:
+  import jax
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -15,16 +21,38 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runs.records.record import has_record, read_record
-  from praxis_lite.runs.replay import replay
+  from praxis_lite.runs.replay import compare_with_checkpoint, replay
 
   is_recorded = not values['seed'].present and has_record(job_log_dir)
-  replay(config, job_log_dir, values.step, read_record(job_log_dir).seed if is_recorded else values.seed)
+  seed = read_record(job_log_dir).seed if is_recorded else values.seed
+  if values.compare:
+    devices = _other_devices() if values.other_devices else None
+    return int(bool(compare_with_checkpoint(config, job_log_dir, values.step, seed, devices=devices)))
+  if values.other_devices:
+    raise UserError('--other_devices needs --compare: a step is traced on one device')
+  replay(config, job_log_dir, values.step, seed)
   return 0
+
+
+def _other_devices() -> Sequence[jax.Device]:
+  """Returns the devices of this machine, each in the place of the one before it."""
+  import jax
+
+  from praxis_lite.common.devices import start_devices
+
+  start_devices()
+  first, *others = jax.devices()
+  if not others:
+    raise UserError('--other_devices: there is only one device here')
+  return [*others, first]
 
 
 def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of the run; by default the one that it records.')
   values.add_integer('step', 'The step to run again.', 812)
+  compare = 'Instead, repeat the steps from the checkpoint before --step, and compare the result bit by bit with the'
+  values.add_switch('compare', f'{compare} checkpoint of --step. The exit code is 1 if they differ.')
+  values.add_switch('other_devices', 'With --compare: each device does the work of the device before it.')
   return values
 
 
@@ -32,7 +60,8 @@ COMMAND = Command(
   'replay',
   'run one step of a run again, layer by layer',
   'run one step of a run again from the checkpoint before it, operation by operation, and print what each layer '
-  'computes and where the first value that is not finite comes from. The run is not changed.',
+  'computes and where the first value that is not finite comes from. With --compare, repeat the steps between two '
+  'checkpoints and compare the bits. The run is not changed.',
   'praxis-lite replay runs/1 --step=812',
   _flags(),
   _run,

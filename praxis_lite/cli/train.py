@@ -88,6 +88,11 @@ def _flags() -> CommandFlags:
   add_tap(values, 'activations, gradients, updates and weights')
   memory = 'exit code is 76. Needs memory for another train state.'
   values.add_integer('check_determinism', f'{twice} {memory}', 100, least=1)
+  replicas = 'Compare the replicas of weights and optimizer state after every n-th step and before each save. If they'
+  values.add_integer('check_replicas', f'{replicas} differ, a device is faulty, and the exit code is 76.', 100, least=1)
+  again = "After such a difference: 'fail' ends the run; 'repeat' repeats the steps since the last checkpoint, and with"
+  quarantine = '--elastic goes on without a device that was at fault twice.'
+  values.add_choice('on_corruption', f'{again} {quarantine}', ['fail', 'repeat'], 'repeat', 'fail')
   profile = "Write a trace of these steps, first:last, below job_log_dir, for TensorBoard's profile plugin."
   values.add_text('profile_steps', profile, '10:15')
   hosts = 'With several hosts:'

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from praxis_lite.common.errors import UserError, first_lines
+from praxis_lite.common.errors import first_lines
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
+from praxis_lite.runs.corruption import CorruptionError
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import TrainStepOutput
@@ -24,10 +25,19 @@ from praxis_lite.training.steps import TrainStepOutput
 _SHOWN = 5
 
 
-class DeterminismError(UserError):
-  """The same step with the same arguments gave different bits."""
+class DeterminismError(CorruptionError):
+  """The same step with the same arguments gave different bits.
 
-  exit_code = 76  # Do not restart the run on the same devices: see docs/durable-runs.md.
+  Attributes:
+    what: what was found, without what to do about it.
+  """
+
+  def __init__(self, what: str):
+    super().__init__(
+      f'{what}. Nothing of this step is saved; remove the device from the run, and start the run again from its last '
+      'checkpoint'
+    )
+    self.what = what
 
 
 def step_twice(
@@ -54,10 +64,7 @@ def step_twice(
   if anywhere:
     host = f'host {socket.gethostname()}, process {jax.process_index()}'
     where = f'{host}: {"; ".join(first_lines(found, _SHOWN)) or "no difference here, but on another host"}'
-    raise DeterminismError(
-      f'step {number} was run twice and gave different bits. {where}. Nothing of this step is saved; remove the '
-      'device from the run, and start the run again from its last checkpoint'
-    )
+    raise DeterminismError(f'step {number} was run twice and gave different bits. {where}')
   return second
 
 

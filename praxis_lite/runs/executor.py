@@ -81,7 +81,8 @@ def run_train(
 
   Raises:
     TypeError: `changes` has a name that is not an option.
-    DeterminismError: a step that was run twice gave different bits; nothing is saved after it.
+    CorruptionError: replicas of the state differ, or a step that was run twice gave different bits; nothing is saved
+      after it.
     UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, something
       could not be written: the last checkpoint, or metrics.
     HungInputError: no batch came for `input_timeout_s`; the state is saved.
@@ -109,8 +110,9 @@ def run_train(
         trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
       options = dataclasses.replace(options, advise=None)
       if is_primary_process():
-        batches = f'without {number_of(len(trouble.batches), "batch")}'
-        print(printable(f'{trouble.what}: going back to step {trouble.back_to}, {batches}'), flush=True)
+        skipped = f'without {number_of(len(trouble.batches), "batch")}'
+        how = 'and repeating the steps since' if trouble.action == 'repeat' else skipped
+        print(printable(f'{trouble.what}: going back to step {trouble.back_to}, {how}'), flush=True)
 
 
 def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOptions) -> TrainResult:

@@ -1,20 +1,23 @@
-"""Repeats a step of a run, operation by operation, to find the layer that first computes a value that is not finite."""
+"""Repeats steps of a run: one operation by operation, to find the layer that first computes a value that is not finite;
+or those between two checkpoints, to see whether they give the same bits again."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from praxis_lite.checkpoints import Checkpointer, saved_steps
-from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, UserError
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, UserError, first_lines
 from praxis_lite.common.files import user_path
 from praxis_lite.common.jax_internals import UnknownJax, reading
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import PrefetchIterator
+from praxis_lite.runs.determinism import bit_differences
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.runs.records.run_config import build_datasets, run_keys
 from praxis_lite.runs.trouble import batches_to_skip, read_troubles
@@ -25,6 +28,8 @@ from praxis_lite.training.first_nonfinite import Trace
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import loss_and_gradients
+
+_SHOWN = 5
 
 
 def trace_on_one_device(
@@ -69,6 +74,23 @@ def check_finite(
   raise NonFiniteError(f'step {before + 1} is not finite; the first value that is not: {origin}')
 
 
+class _Replay(NamedTuple):
+  """A run at the step before the one to repeat.
+
+  Attributes:
+    partitioned: the task on its mesh.
+    state: the state before the step.
+    prng_key, batch: the other arguments of the step.
+    checkpoint: the step of the checkpoint from which the run was repeated; None if it was repeated from its start.
+  """
+
+  partitioned: PartitionedTask
+  state: TrainState
+  prng_key: jax.Array
+  batch: NestedDict
+  checkpoint: int | None
+
+
 def replay(
   config: ExperimentConfig, job_log_dir: str | Path, step: int, seed: int, line: Callable[[str], object] = print
 ) -> Trace:
@@ -79,17 +101,82 @@ def replay(
   Raises:
     UserError: the step cannot be reached: there is no checkpoint before it, and the run did not begin from its seed.
   """
+  partitioned, state, prng_key, batch, _ = _repeat_until(config, job_log_dir, step, seed, line)
+  trace = trace_on_one_device(partitioned, state, prng_key, batch)
+  width = max([5, *map(len, trace.layers)])
+  line(f'{"layer":<{width}}  {"rms":>9}  {"largest":>9}  not finite')
+  for name, s in trace.layers.items():
+    bad = f'{s.not_finite} of {s.size}' if s.not_finite else ''
+    line(f'{name:<{width}}  {s.rms:>9.3g}  {s.largest:>9.3g}  {bad}'.rstrip())
+  for i, origin in enumerate(trace.origins):
+    line(f'{"first" if i == 0 else "then"} not finite: {origin}')
+  if not trace.origins:
+    line('all values are finite')
+  return trace
+
+
+def compare_with_checkpoint(
+  config: ExperimentConfig,
+  job_log_dir: str | Path,
+  step: int,
+  seed: int,
+  line: Callable[[str], object] = print,
+  devices: Sequence[jax.Device] | None = None,
+) -> list[str]:
+  """Repeats the steps from one checkpoint to the next, and compares the result with the latter bit by bit.
+
+  A difference means that a device gave wrong values, now or when the run took these steps.
+
+  Args:
+    config, job_log_dir, seed: the run, of which nothing is changed.
+    step: the step of the later checkpoint.
+    line: prints a line.
+    devices: the devices to repeat the steps on; None means those that come first.
+
+  Returns:
+    a line for each part of an array that differs.
+
+  Raises:
+    UserError: there is no checkpoint of this step; or the step cannot be reached, as for `replay`.
+  """
+  directory = user_path(job_log_dir).absolute()
+  if step not in saved_steps(directory):
+    steps = ', '.join(map(str, saved_steps(directory))) or 'none'
+    raise CheckpointError(f'--step={step}: there is no checkpoint of this step to compare with; there are: {steps}')
+  partitioned, state, prng_key, batch, start = _repeat_until(config, directory, step, seed, line, devices)
+  repeated = partitioned.train_step(state, prng_key, batch).state
+  with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
+    saved = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes, step=step)
+  found = bit_differences(repeated, saved)
+  first = 1 if start is None else start + 1
+  steps = f'step {step}' if first == step else f'steps {first} to {step}'
+  if found:
+    line(f'{steps} repeated: the checkpoint of step {step} has other bits: {"; ".join(first_lines(found, _SHOWN))}')
+  else:
+    line(f'{steps} repeated: the checkpoint of step {step} has the same bits')
+  return found
+
+
+def _repeat_until(
+  config: ExperimentConfig,
+  job_log_dir: str | Path,
+  step: int,
+  seed: int,
+  line: Callable[[str], object],
+  devices: Sequence[jax.Device] | None = None,
+) -> _Replay:
+  """Restores the checkpoint before a step, and takes the steps between."""
   directory = user_path(job_log_dir).absolute()
   if step < 1:
     raise UserError(f'--step={step}: expected the number of a step, from 1 on')
   config = use_kept_vocabulary(config, directory)
   task = config.task.instantiate()
-  mesh = task.create_mesh()
+  mesh = task.create_mesh(devices)
   keys = run_keys(seed, mesh)
   train_input = build_datasets(config.datasets).the_training_input()
   partitioned = PartitionedTask(task, train_input.batch_struct(), mesh=mesh)
 
-  troubles = read_troubles(directory)
+  troubles = [trouble for trouble in read_troubles(directory) if trouble.action != 'repeat']
   number = next((i for i, t in enumerate(troubles) if t.first <= step <= t.last), None)
   newest = step - 1
   if number is not None:
@@ -118,14 +205,4 @@ def replay(
     line(f'its batch begins at {batches.state_before}')
     for example in train_input.examples_at(batches.state_before):
       line(f'  {example}')
-  trace = trace_on_one_device(partitioned, state, keys.train, batch)
-  width = max([5, *map(len, trace.layers)])
-  line(f'{"layer":<{width}}  {"rms":>9}  {"largest":>9}  not finite')
-  for name, s in trace.layers.items():
-    bad = f'{s.not_finite} of {s.size}' if s.not_finite else ''
-    line(f'{name:<{width}}  {s.rms:>9.3g}  {s.largest:>9.3g}  {bad}'.rstrip())
-  for i, origin in enumerate(trace.origins):
-    line(f'{"first" if i == 0 else "then"} not finite: {origin}')
-  if not trace.origins:
-    line('all values are finite')
-  return trace
+  return _Replay(partitioned, state, keys.train, batch, start)

@@ -6,7 +6,7 @@
 
 A batch is identified by the state of the input before it. With the action 'rollback', the checkpoints from the first of
 these steps on are removed. The run continues from the checkpoint before them, as after a restart, and skips the batches
-of these steps, now and after every restart.
+of these steps, now and after every restart. With the action 'repeat' it skips none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Trouble(NamedTuple):
   Attributes:
     first, last: the first and the last of these steps.
     what: what was wrong, as text.
-    action: 'skip', 'raise' or 'rollback'.
+    action: 'skip', 'raise' or 'rollback'; or 'repeat', after values that a device has changed: see `corruption.py`.
     batches: the states of the input before their batches.
     back_to: the step of the checkpoint that the run went back to, 0 for its start; None if it did not go back.
     examples: names of the examples of the first batch, such as 'record 7 of a.array_record', if the input knows them.
@@ -250,7 +250,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
   back_to = max((step for step in steps if step < trouble.first), default=0)
   trouble = trouble._replace(back_to=back_to)
   count = count_rollbacks(directory)
-  if count >= max_rollbacks:
+  if trouble.action == 'rollback' and count >= max_rollbacks:
     raise LossSpikeError(
       f'{trouble.what}; the run has gone back {number_of(count, "time")}, as often as task.train.max_rollbacks '
       'allows. Its '

@@ -30,6 +30,7 @@ UNGUARDED = {
   'sharding/guards/guard.py': (2, 'GuardedJit, and what is exported, whose program is guarded'),
   'instruments/plan/calibration.py': (1, 'measures links of devices with arrays whose values are not used'),
   'runs/determinism.py': (1, 'one device: each compares its part with another one'),
+  'runs/replicas.py': (1, 'each device adds up its own parts, inside shard_map'),
   'runs/records/run_config.py': (1, 'keys, which are not split'),
   'runs/row_programs.py': (4, 'keys, which are not split; zeros; and a program that shows its splits and never runs'),
   'runs/exported.py': (1, 'one device; the exported program is guarded'),

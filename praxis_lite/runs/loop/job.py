@@ -11,18 +11,20 @@ from jax.sharding import Mesh
 
 from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.config.text import to_text
-from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
+from praxis_lite.common.errors import ConfigError, UserError, first_lines, prefix_errors
 from praxis_lite.common.figures import format_axes, number_of
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
+from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, host_names
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers import Logger, build_loggers
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.programs import DecodeProgram, InputProgram, TaskOnMesh, trace_programs
+from praxis_lite.runs.records.faulty_devices import FAULTY_DEVICES, leave_out_quarantined
 from praxis_lite.runs.records.record import recorded_seed
 from praxis_lite.runs.records.run_config import (
   Datasets,
@@ -83,14 +85,16 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   """
   seed = recorded_seed(directory) if options.seed is None else options.seed
   given, config = config, use_kept_vocabulary(config, directory)
-  num_devices = len(options.devices or jax.devices())
-  task_p, fit = fit_mesh(config.task, num_devices) if options.elastic else (config.task, '')
+  devices, out = _healthy_devices(directory, options)
+  task_p, fit = config.task, ''
+  if options.elastic:
+    task_p, fit = fit_mesh(config.task, len(jax.devices() if devices is None else devices))
   task = task_p.instantiate()
   if options.debug_nans and task.learner.on_nonfinite == 'ignore':
     raise ConfigError("task.train.learner.on_nonfinite = 'ignore' changes the state that debug_nans looks at")
   _check_intervals(task.train)
   loggers = build_loggers(task.train.loggers)
-  mesh = task.create_mesh(options.devices)
+  mesh = task.create_mesh(devices)
   check_all_take_part(mesh)
   keys = run_keys(seed, mesh)
   tasks = TaskOnMesh(task, mesh, taps=step_taps(task, options.tap) if options.tap else None)
@@ -105,15 +109,33 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
     tasks, data, datasets.evaluation, _decode_inputs(task, decode_datasets), keys.evaluate, startup
   )
   partitioned, evaluation = traced.partitioned, traced.evaluation
+  if options.check_replicas is not None and not options.elastic:
+    check_has_replicas(partitioned.layout)
   watched = watched_metrics(task.train, traced.metric_names)
   decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
   batch = data.batch_struct()
-  lines = list(_describe(task, partitioned, batch, fit, options.devices))
+  lines = [*_describe(task, partitioned, batch, fit, devices), *out]
   lines += partitioned.taps.left_out if partitioned.taps is not None else []
   return TrainJob(
     *(given, config, directory, seed, keys, task, task.train, partitioned, data, batch),
     *(evaluation, decoding, watched, loggers, lines),
   )
+
+
+def corruption_policy(job: TrainJob, options: TrainOptions) -> CorruptionPolicy:
+  """Returns what the run does when devices do not agree."""
+  most = job.settings.max_rollbacks
+  return CorruptionPolicy(job.directory, options.on_corruption, elastic=options.elastic, most=most)
+
+
+def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[jax.Device] | None, list[str]]:
+  """Returns the devices to train on, None for all, and lines about those that are left out."""
+  if not options.elastic:
+    return options.devices, []
+  given = jax.devices() if options.devices is None else options.devices
+  devices, out = leave_out_quarantined(given, directory, host_names())
+  lines = [f'quarantined, and not used: {", ".join(first_lines(out))}; see {directory / FAULTY_DEVICES}'] if out else []
+  return (devices if out else options.devices), lines
 
 
 def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | None = None) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 
 from praxis_lite.checkpoints import OnDamage
-from praxis_lite.common.errors import ConfigError, did_you_mean
+from praxis_lite.common.errors import ConfigError, check_choice, did_you_mean
 from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
 from praxis_lite.inputs.rows import Struct
+from praxis_lite.runs.corruption import OnCorruption
 from praxis_lite.runs.hooks import Hook, check_hooks
 from praxis_lite.runs.observer import Observer
 from praxis_lite.runs.profiling import ProfiledSteps
@@ -43,6 +44,10 @@ class TrainOptions:
       'fail' raises.
     debug_nans: wait for each step, and end after the first one that is not finite with an error that names the layer.
     check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
+    check_replicas: compare the replicas of the train state after each step whose number is a multiple of this, and
+      before each save; see `praxis_lite.runs.corruption`.
+    on_corruption: what to do after a check found different bits: 'fail' ends the run with exit code 76, 'repeat' goes
+      back to the last checkpoint and repeats the steps, until a device is at fault for the second time.
     grace_s, preemption_notice: see `grace_s` and `notice` in `praxis_lite.runs.cluster.preemption`.
     elastic: if there are fewer devices than the mesh needs, train on a smaller mesh; see `praxis_lite.runs.elastic`.
     input_timeout_s: seconds to wait for a batch. After that the run is saved and ends with HungInputError.
@@ -65,6 +70,8 @@ class TrainOptions:
   on_damage: OnDamage = 'previous'
   debug_nans: bool = False
   check_determinism: int | None = None
+  check_replicas: int | None = None
+  on_corruption: OnCorruption = 'fail'
   grace_s: float | None = None
   preemption_notice: str | None = None
   elastic: bool = False
@@ -73,8 +80,11 @@ class TrainOptions:
 
   def __post_init__(self) -> None:
     check_hooks(self.hooks)
-    if self.check_determinism is not None and self.check_determinism < 1:
-      raise ConfigError(f'check_determinism = {self.check_determinism}: expected a number of steps, at least 1')
+    for name in ('check_determinism', 'check_replicas'):
+      steps = getattr(self, name)
+      if steps is not None and steps < 1:
+        raise ConfigError(f'{name} = {steps}: expected a number of steps, at least 1')
+    check_choice('on_corruption', self.on_corruption, ('fail', 'repeat'))
     if self.grace_s is not None and not self.grace_s > 0:
       raise ConfigError(f'grace_s = {self.grace_s:g}: expected more than 0 seconds')
     if not self.input_timeout_s > 0:

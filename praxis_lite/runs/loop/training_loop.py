@@ -17,10 +17,11 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import note_progress
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.runs.determinism import step_twice
+from praxis_lite.runs.corruption import Corruption
+from praxis_lite.runs.determinism import DeterminismError, step_twice
 from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.feed import Feed
-from praxis_lite.runs.loop.job import TrainJob
+from praxis_lite.runs.loop.job import TrainJob, corruption_policy
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver
 from praxis_lite.runs.loop.train_log import is_logged
@@ -66,7 +67,7 @@ class TrainingLoop:
     """Takes the remaining steps and saves the state after them; also evaluates it, unless a signal ends the run.
 
     Raises:
-      NumericsError, DeterminismError: see `TrainOptions.verify_numerics` and `check_determinism`.
+      NumericsError, CorruptionError: see `TrainOptions.verify_numerics`, `check_determinism` and `check_replicas`.
       NonFiniteError: too many steps in a row, or all, were not finite; the state is saved. Also with `debug_nans`.
     """
     for observer in self.observers:
@@ -120,12 +121,24 @@ class TrainingLoop:
     note_progress(f'step {number}')
     with jax.profiler.StepTraceAnnotation('train', step_num=number):
       if is_due(number, self.options.check_determinism):
-        out = step_twice(partitioned.train_step, state, key, batch, number)
+        out = self._step_twice(partitioned, state, batch, number)
       else:
         out = partitioned.train_step(state, key, batch)
     if self.options.debug_nans and float(np.asarray(out.mean_metrics[SKIPPED][0])):
       check_finite(partitioned, number - 1, out.state, key, batch)
     return out
+
+  def _step_twice(
+    self, partitioned: PartitionedTask, state: TrainState, batch: NestedDict, number: int
+  ) -> TrainStepOutput:
+    try:
+      return step_twice(partitioned.train_step, state, self.job.keys.train, batch, number)
+    except DeterminismError as error:
+      if self.options.on_corruption == 'fail':
+        raise
+      # Either time may have been wrong, so no device is known to be at fault.
+      found = Corruption(number - 1, number, error.what, devices=(), is_voted=False)
+      raise corruption_policy(self.job, self.options).answer(found) from None
 
   def _batches(self, run: Run) -> Iterator[NestedDict]:
     """Yields a batch for each remaining step."""

@@ -1,0 +1,87 @@
+"""The record of devices that gave wrong values, `faulty_devices.jsonl` in the run's directory.
+
+    {"step": 200, "host": "n1", "place": 3, "device": "device 3 (...)", "what": "...", "is_voted": true,
+     "is_quarantined": false}
+
+A device is known by its host and its place among the devices of its process, which stay the same after a restart. A run
+with `--elastic` leaves quarantined devices out. Once the hardware is replaced, remove the file, or the device's lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from praxis_lite.common.files import parse_json, read_plain, replace_file
+from praxis_lite.common.processes import broadcast_decision
+
+FAULTY_DEVICES = 'faulty_devices.jsonl'
+_MOST_RECORDED = 1000
+
+
+class FaultyDevice(NamedTuple):
+  """One time that a device was suspected.
+
+  Attributes:
+    step: the step at which this was found.
+    host, place: the name of its host, and its place, from 0, among the devices of its process.
+    device: its name in messages.
+    what: what was found, as text.
+    is_voted: whether a majority of devices has outvoted it; otherwise another device may be at fault.
+    is_quarantined: whether runs with `--elastic` leave it out from now on.
+  """
+
+  step: int
+  host: str
+  place: int
+  device: str
+  what: str
+  is_voted: bool = False
+  is_quarantined: bool = False
+
+
+def read_faulty_devices(directory: Path) -> list[FaultyDevice]:
+  """Returns the record of a run, in order; skips damaged lines."""
+  found = []
+  with contextlib.suppress(OSError, UnicodeDecodeError):
+    for line in read_plain(directory / FAULTY_DEVICES).decode().splitlines():
+      with contextlib.suppress(ValueError, TypeError, KeyError):
+        data = parse_json(line)
+        found.append(FaultyDevice(**{name: data[name] for name in FaultyDevice._fields}))
+  return found
+
+
+def record_faulty_devices(directory: Path, found: Sequence[FaultyDevice]) -> None:
+  """Adds lines to the record; only process 0 calls this. The oldest of more than 1000 lines are dropped."""
+  lines = [*read_faulty_devices(directory), *found][-_MOST_RECORDED:]
+  replace_file(directory / FAULTY_DEVICES, ''.join(f'{json.dumps(line._asdict())}\n' for line in lines))
+
+
+def place_of(device: jax.Device) -> int:
+  """Returns the place, from 0, of a device among the devices of its process."""
+  return [other.id for other in jax.devices() if other.process_index == device.process_index].index(device.id)
+
+
+def leave_out_quarantined(
+  devices: Sequence[jax.Device], directory: Path, hosts: Sequence[str]
+) -> tuple[list[jax.Device], list[str]]:
+  """Returns the devices that are not quarantined, and the names of the others; all processes call this.
+
+  Args:
+    hosts: the name of each process's host, by the index of the process.
+  """
+  quarantined = {(known.host, known.place) for known in read_faulty_devices(directory) if known.is_quarantined}
+  healthy, out = [], []
+  for device in devices:
+    is_out = (hosts[device.process_index], place_of(device)) in quarantined
+    is_out = broadcast_decision(is_out) if jax.process_count() > 1 else is_out
+    if is_out:
+      out.append(f'device {device.id} of {hosts[device.process_index]}')
+    else:
+      healthy.append(device)
+  return healthy, out

@@ -1,0 +1,148 @@
+"""Checksums of replicas: each device adds up the bits of its part of each array, and devices with equal parts compare.
+
+Letters: D devices in the order of the mesh, A arrays of the state.
+
+    sum of a part     sum over i of word_i * (2 i + 1), modulo 2^32, where word_i holds the bits of number i
+    table_DA          one row for each device; where the mesh does not split an array, columns must agree
+
+A flipped bit b of number i changes the sum by 2^b (2 i + 1), which is never 0 modulo 2^32: a single flip is always
+found, and other changes with a probability of 1 - 2^-32. An array has replicas unless all mesh axes with more than one
+device split it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.common.trees import Path, leaves_by_path
+from praxis_lite.sharding.layout import StateLayout, is_prng_key
+from praxis_lite.sharding.specs import all_axes
+from praxis_lite.training.state import TrainState
+
+
+class Difference(NamedTuple):
+  """Replicas of one part of an array that are not equal; devices are numbered in the order of the mesh.
+
+  Attributes:
+    path: the array.
+    replicas: the devices that hold this part.
+    odd: those whose checksum differs from that of more than half of the replicas; () if no value has such a majority.
+  """
+
+  path: Path
+  replicas: tuple[int, ...]
+  odd: tuple[int, ...]
+
+
+class Suspects(NamedTuple):
+  """The devices that may have caused differences, in the order of the mesh, and whether a majority has voted."""
+
+  devices: tuple[int, ...]
+  is_voted: bool
+
+
+class ReplicaSums:
+  """Computes the checksums of a train state, in one program.
+
+  Args:
+    layout: the layout of the state on its mesh.
+
+  Attributes:
+    replicated: how many replicas the parts of each array have, by path.
+    part_bytes: the bytes of a part of each array, by path: one call reads them once on each device.
+  """
+
+  def __init__(self, layout: StateLayout):
+    self._mesh = layout.mesh
+    shapes, specs = leaves_by_path(layout.padded_shapes), leaves_by_path(layout.specs)
+    sizes = dict(self._mesh.shape)
+    self._splits = {path: frozenset(a for a in all_axes(spec) if sizes[a] > 1) for path, spec in specs.items()}
+    self.replicated = {p: int(np.prod([n for a, n in sizes.items() if a not in s])) for p, s in self._splits.items()}
+    self.part_bytes = {path: _shard_bytes(shape) for path, shape in shapes.items()}
+    mapped = jax.shard_map(
+      self._sum_own, mesh=self._mesh, in_specs=(layout.specs,), out_specs=PartitionSpec(), check_vma=False
+    )
+    self._shapes = layout.padded_shapes
+    self._program = jax.jit(lambda state: mapped(layout.fetch(state)))
+
+  def compile(self) -> None:
+    """Compiles the program, so that the first call need not."""
+    self._program = self._program.lower(self._shapes).compile()  # type: ignore[assignment]
+
+  def __call__(self, state: TrainState) -> jax.Array:
+    """Returns uint32 [D, A], the same on every device; does not wait for it, and does not change the state."""
+    return self._program(state)
+
+  def compare(self, table_DA: np.ndarray) -> list[Difference]:
+    """Returns the parts whose replicas differ, in the order of the arrays."""
+    sizes = tuple(self._mesh.shape.values())
+    numbers = np.arange(self._mesh.size).reshape(sizes)
+    found = []
+    for column, (path, split) in enumerate(self._splits.items()):
+      split_axes = [i for i, axis in enumerate(self._mesh.axis_names) if axis in split]
+      others = [i for i in range(len(sizes)) if i not in split_axes]
+      parts = int(np.prod([sizes[i] for i in split_axes]))
+      of_parts = numbers.transpose(*split_axes, *others).reshape(parts, -1)
+      sums = table_DA[of_parts, column]
+      for part in np.flatnonzero((sums != sums[:, :1]).any(1)):
+        found.append(_vote(path, of_parts[part], sums[part]))
+    return found
+
+  def _sum_own(self, state: TrainState) -> jax.Array:
+    own_A = jnp.stack([_sum_bits(part) for part in jax.tree.leaves(state)])
+    return jax.lax.all_gather(own_A, self._mesh.axis_names)
+
+
+def find_suspects(differences: Iterable[Difference]) -> Suspects:
+  """Returns the devices that a majority has outvoted most often; without a majority, all devices that differ.
+
+  A wrong value spreads: it enters the gradients, and other arrays on other devices. The device where it began differs
+  in at least as many arrays as each of them.
+  """
+  differences = list(differences)
+  votes = Counter(device for difference in differences for device in difference.odd)
+  if votes:
+    most = max(votes.values())
+    return Suspects(tuple(sorted(device for device, count in votes.items() if count == most)), True)
+  return Suspects(tuple(sorted({device for difference in differences for device in difference.replicas})), False)
+
+
+def _vote(path: Path, devices: Sequence[int], sums: Sequence[int]) -> Difference:
+  (value, count), *_ = Counter(int(s) for s in sums).most_common(1)
+  replicas = tuple(int(device) for device in devices)
+  odd = tuple(d for d, s in zip(replicas, sums) if s != value) if 2 * count > len(replicas) else ()
+  return Difference(path, replicas, odd)
+
+
+def _shard_bytes(shape: jax.ShapeDtypeStruct) -> int:
+  return int(np.prod(shape.sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
+
+
+def _sum_bits(x: jax.Array) -> jax.Array:
+  """Returns the checksum of an array, a uint32 scalar."""
+  words = _words(x)
+  position, stride = jnp.uint32(0), 1
+  for dim in reversed(range(words.ndim)):  # Computed where it is used: a flattened array might be copied.
+    position += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
+    stride *= words.shape[dim]
+  return jnp.sum(words * (2 * position + 1), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+  """Returns the bits of an array as uint32; numbers of 64 bits become two words along a new last dimension."""
+  if is_prng_key(x):
+    x = jax.random.key_data(x)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = jnp.stack([jnp.real(x), jnp.imag(x)], -1)
+  if x.dtype.itemsize == 8:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+  if jnp.issubdtype(x.dtype, jnp.floating):
+    x = jax.lax.bitcast_convert_type(x, getattr(jnp, f'uint{jnp.finfo(x.dtype).bits}'))
+  return x.astype(jnp.uint32)
