@@ -19,6 +19,7 @@ from praxis_lite.common.errors import UserError
 if TYPE_CHECKING:
   from praxis_lite.instruments.plan import Plan
   from praxis_lite.instruments.plan.goodput import Interruptions
+  from praxis_lite.instruments.plan.price import Price
   from praxis_lite.instruments.plan.searching import Ranked
   from praxis_lite.instruments.plan.topology import Topology
   from praxis_lite.training.experiment import ExperimentConfig
@@ -144,10 +145,26 @@ def more_about(job: PlanJob, found: Plan) -> list[str]:
 
   values = job.values
   price = price_of(found, values.tokens, values.price_per_chip_hour, read_interruptions(values))
-  sections = [format_price(found, values.tokens, price)]
+  sections = [format_price(found, values.tokens, price), _advise_interval(job, found, price)]
   if values.compare:
     sections.append(format_comparison(found, _other_plan(job)))
   return [*filter(None, sections), *_changes(job, found)]
+
+
+def _advise_interval(job: PlanJob, found: Plan, price: Price | None) -> str:
+  """Returns a line if the config's interval between saves is far from the best one, and the run is long; or ''."""
+  from praxis_lite.common.figures import duration
+  from praxis_lite.instruments.plan.goodput import advise_interval
+
+  if price is None or price.seconds < price.goodput.seconds_to_failure:  # No failure is expected.
+    return ''
+  steps, restart = job.config.task.train.save_interval_steps, read_interruptions(job.values).restart_seconds
+  advice = advise_interval(price.goodput, steps * found.step_seconds, restart)
+  best = max(1, round(price.goodput.save_interval / found.step_seconds)) if advice else 0
+  return advice and (
+    f'task.train.save_interval_steps = {steps:,}, every {duration(steps * found.step_seconds)}, is {advice}: about '
+    f'{best:,} steps'
+  )
 
 
 def read_interruptions(values: flags.FlagValues) -> Interruptions:

@@ -110,6 +110,9 @@ def _flags() -> CommandFlags:
   values.add_text('preemption_notice', notice, '/run/preempted')
   elastic = 'With fewer devices than the mesh needs, shrink its axes replica and data, with more microbatches for the'
   values.add_switch('elastic', f'{elastic} same global batch.')
+  alert = 'Command to run after a step that is not finite, when the run goes back or fails, and when it ends. It finds'
+  alert_command = f'{alert} PRAXIS_LITE_EVENT, _MESSAGE, _RUN and _STEP in its environment.'
+  values.add_text('alert_command', alert_command, '\'mail -s "$PRAXIS_LITE_MESSAGE" me\'')
   plan = 'Figures that `plan --figures` wrote: the run records them, and compares them with what it measures.'
   values.add_text('plan', plan, 'plan.json')
   verify = 'Before the first step of a long run on several devices, compare the gradients of a small version with'

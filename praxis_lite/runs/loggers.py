@@ -1,4 +1,4 @@
-"""Loggers send the metrics of a run to Weights & Biases, MLflow, or a service of the user's own.
+"""Loggers send the metrics of a run to Weights & Biases, MLflow, Prometheus, or a service of the user's own.
 
     config.task.train.loggers = ('wandb', Config(MlflowLogger, experiment='curves'), Config(MyLogger))
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 from praxis_lite.common.config import Config, Configurable, build_at
 from praxis_lite.common.config.text import fields_of, to_text
 from praxis_lite.common.errors import ConfigError, check_choice, first_line
-from praxis_lite.common.files import read_plain
+from praxis_lite.common.files import read_plain, replace_file
 from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
 from praxis_lite.runs.records.record import first_launch
 
@@ -115,8 +117,69 @@ class MlflowLogger(Logger):
     self._mlflow.end_run('FAILED' if failed else 'FINISHED')
 
 
+class PrometheusLogger(Logger):
+  """A file with the last metrics in the text format of Prometheus, for the textfile collector of its node exporter.
+
+    praxis_lite_step{run="1"} 120
+    praxis_lite_metric{run="1",name="train/loss"} 2.31
+
+  The file is replaced as a whole. At the end of a process, praxis_lite_ended becomes 1, or 2 after an error.
+
+  Attributes:
+    folder: the folder that the collector reads, in which the file has the name of the run; None writes `metrics.prom`
+      into the run's directory.
+  """
+
+  folder: str | None = None
+
+  def start(self, run: LoggedRun) -> None:
+    own = run.directory / 'metrics.prom'
+    self._file = own if self.folder is None else Path(self.folder, f'praxis_lite_{run.id}.prom')
+    self._run, self._step, self._metrics = _label(run.directory.name), 0, dict[str, float]()
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    self._step = step
+    self._metrics.update(metrics)
+    self._write(ended=0)
+
+  def finish(self, *, failed: bool) -> None:
+    self._write(ended=2 if failed else 1)
+
+  def _write(self, *, ended: int) -> None:
+    run = f'run="{self._run}"'
+    families: dict[tuple[str, str], Mapping[str, float]] = {
+      ('step', 'Steps taken.'): {run: self._step},
+      ('written_seconds', 'When this was written, in seconds since 1970.'): {run: time.time()},
+      ('ended', '0: trains, 1: the process has ended, 2: an error has ended it.'): {run: ended},
+      ('metric', 'The last value of each metric.'): {
+        f'{run},name="{_label(name)}"': value for name, value in self._metrics.items()
+      },
+    }
+    lines = []
+    for (name, about), samples in families.items():
+      lines += [f'# HELP praxis_lite_{name} {about}', f'# TYPE praxis_lite_{name} gauge']
+      lines += [f'praxis_lite_{name}{{{labels}}} {_sample(value)}' for labels, value in samples.items()]
+    replace_file(self._file, '\n'.join(lines) + '\n')
+
+
+def _label(text: str) -> str:
+  """Returns a text as the value of a label."""
+  return text.replace('\\', '\\\\').replace('"', '\\"').replace('\n', '\\n')
+
+
+def _sample(value: float) -> str:
+  if math.isnan(value):
+    return 'NaN'
+  return ('+Inf' if value > 0 else '-Inf') if math.isinf(value) else repr(float(value))
+
+
 # What `task.train.loggers` and --track may name. TensorBoard needs no logger.
-LOGGERS: dict[str, type[Logger] | None] = {'tensorboard': None, 'wandb': WandbLogger, 'mlflow': MlflowLogger}
+LOGGERS: dict[str, type[Logger] | None] = {
+  'tensorboard': None,
+  'wandb': WandbLogger,
+  'mlflow': MlflowLogger,
+  'prometheus': PrometheusLogger,
+}
 
 
 def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from praxis_lite.instruments.plan.goodput import Interruptions, best_interval, goodput, useful_share
+from praxis_lite.instruments.plan.goodput import Interruptions, advise_interval, best_interval, goodput, useful_share
 
 DAY = 86400.0
 
@@ -61,3 +61,16 @@ def test_a_run_waits_for_inputs_and_for_saves_of_a_given_length():
   assert goodput(8, 0, Interruptions(failures_per_chip_day=0, input_wait_share=0.25)).share == 0.8
   long, short = (goodput(1024, 1e9, Interruptions(save_seconds=seconds)) for seconds in (60, 0))
   assert (long.save_seconds, short.save_seconds) == (60, 0) and long.share < short.share <= 1
+
+
+def test_an_interval_far_from_the_best_is_told():
+  found = goodput(16384, 8e9)  # Some chip fails every 3 hours; the best interval is about 3 minutes.
+  assert advise_interval(found, found.save_interval, 300.0) == ''
+  assert advise_interval(found, 1.5 * found.save_interval, 300.0) == ''
+  rare, frequent = (advise_interval(found, factor * found.save_interval, 300.0) for factor in (20, 0.05))
+  assert rare.startswith('too rare: a failure loses more work than needed; ') and 'with the best interval' in rare
+  assert frequent.startswith('too frequent: saves stall the run more than needed; ')
+  never = goodput(8, 8e9, Interruptions(failures_per_chip_day=0))
+  assert advise_interval(never, 60.0, 300.0) == ''
+  hopeless = goodput(10**9, 8e9)
+  assert advise_interval(hopeless, 60.0, 300.0) == ''

@@ -7,6 +7,7 @@ import json
 import sys
 import types
 
+import numpy as np
 import pytest
 from tiny_runs import tiny_run
 
@@ -14,7 +15,14 @@ from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.runs import Logger, run_train
-from praxis_lite.runs.loggers import LoggersOfRun, MlflowLogger, WandbLogger, build_loggers
+from praxis_lite.runs.loggers import (
+  LoggedRun,
+  LoggersOfRun,
+  MlflowLogger,
+  PrometheusLogger,
+  WandbLogger,
+  build_loggers,
+)
 
 
 class Service:
@@ -159,3 +167,30 @@ def test_the_command_line_names_loggers(tmp_path, capsys, monkeypatch, command):
   assert main([*run, '--track=mlflow']) == 2
   assert 'task.train.loggers[0]: mlflow is not installed; pip install mlflow\n' in capsys.readouterr().err
   assert not (tmp_path / 'run').exists()
+
+
+def test_prometheus_reads_the_last_metrics_from_a_file(tmp_path):
+  parser = pytest.importorskip('prometheus_client.parser')
+  text_string_to_metric_families = parser.text_string_to_metric_families
+
+  def samples(file):
+    families = text_string_to_metric_families(file.read_text())
+    return {(s.name, s.labels.get('name')): s.value for family in families for s in family.samples}
+
+  logger = PrometheusLogger(folder=str(tmp_path))
+  logger.start(LoggedRun(tmp_path / 'a "b"\\', 'b-1', {}))
+  logger.log(10, {'train/loss': 2.5, 'train/x': float('nan')})
+  logger.log(12, {'eval/valid/loss': float('-inf'), 'train/loss': 1})
+  file = tmp_path / 'praxis_lite_b-1.prom'
+  found = samples(file)
+  assert found['praxis_lite_step', None] == 12 and found['praxis_lite_ended', None] == 0
+  assert found['praxis_lite_metric', 'train/loss'] == 1 and found['praxis_lite_metric', 'eval/valid/loss'] == -np.inf
+  assert np.isnan(found['praxis_lite_metric', 'train/x'])
+  assert next(iter(text_string_to_metric_families(file.read_text()))).samples[0].labels == {'run': 'a "b"\\'}
+  logger.finish(failed=True)
+  assert samples(file)['praxis_lite_ended', None] == 2
+  assert [path.name for path in tmp_path.iterdir()] == [file.name]
+  (built,) = build_loggers(['prometheus'])
+  built.start(LoggedRun(tmp_path, 'b-1', {}))
+  built.log(1, {})
+  assert samples(tmp_path / 'metrics.prom')['praxis_lite_step', None] == 1

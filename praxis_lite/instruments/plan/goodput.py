@@ -21,6 +21,8 @@ _TO_HOST = 12e9
 # What a save stalls a run for at least: its hosts wait for each other and start to copy; an assumption.
 _LEAST_STALL = 1.0
 _DAY = 86400.0
+# The share of the kept work from which on another interval between saves is advised.
+_FAR = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +100,25 @@ def useful_share(interval: float, save_seconds: float, mean: float, restart_seco
     return math.exp(-restart_seconds / mean)
   wall = mean * math.exp(restart_seconds / mean) * math.expm1((interval + save_seconds) / mean)
   return interval / wall
+
+
+def advise_interval(found: ExpectedGoodput, seconds: float, restart_seconds: float) -> str:
+  """Returns a sentence if another interval between saves would keep clearly more of the work; '' otherwise.
+
+  Args:
+    found: what failures and saves do to the run.
+    seconds: the time of work between saves that the config asks for.
+    restart_seconds: seconds from a failure to the first new step.
+  """
+  best = found.save_interval
+  if math.isinf(best):
+    return ''
+  most, share = (
+    useful_share(each, found.save_seconds, found.seconds_to_failure, restart_seconds) for each in (best, seconds)
+  )
+  if most - share < _FAR * most or most < _FAR:  # A run that gets nowhere does not need this advice.
+    return ''
+  what = 'too rare: a failure loses more work' if seconds > best else 'too frequent: saves stall the run more'
+  return (
+    f'{what} than needed; {share:.1%} of the time would be work that is kept, and {most:.1%} with the best interval'
+  )

@@ -51,6 +51,8 @@ class TrainOptions:
     grace_s, preemption_notice: see `grace_s` and `notice` in `praxis_lite.runs.cluster.preemption`.
     elastic: if there are fewer devices than the mesh needs, train on a smaller mesh; see `praxis_lite.runs.elastic`.
     input_timeout_s: seconds to wait for a batch. After that the run is saved and ends with HungInputError.
+    alert_command: a command for the shell, run after steps that are not finite, when the run goes back or fails, and at
+      its end; see `praxis_lite.runs.alerts`.
     accept_changed_data: continue at the saved position although files of the training data have changed since; by
       default that is an error.
 
@@ -76,6 +78,7 @@ class TrainOptions:
   preemption_notice: str | None = None
   elastic: bool = False
   input_timeout_s: float = READ_TIMEOUT_S
+  alert_command: str | None = None
   accept_changed_data: bool = False
 
   def __post_init__(self) -> None:

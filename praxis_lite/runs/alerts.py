@@ -1,0 +1,120 @@
+"""Alerts: a command of the user that runs when something happens to a training run.
+
+    praxis-lite train --exp=lm.X --job_log_dir=runs/1 --alert_command='notify-send "$PRAXIS_LITE_MESSAGE"'
+
+The shell of the system runs it, in process 0, with four more environment variables:
+
+    PRAXIS_LITE_EVENT     'nonfinite', 'went_back', 'failed' or 'ended'
+    PRAXIS_LITE_MESSAGE   one line
+    PRAXIS_LITE_RUN       the run's directory
+    PRAXIS_LITE_STEP      the number of steps taken
+
+The command is not part of the config, so a config of someone else cannot run one. Training does not wait for it: one
+thread runs the commands one after the other, each for at most 30 seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from praxis_lite.common.errors import first_line
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.runs.observer import Observer, Run
+from praxis_lite.runs.stop_signals import StopSignals
+from praxis_lite.runs.trouble import GoBack
+
+LIMIT_S = 30.0
+_MOST_WAITING = 20
+
+
+class Alerts(Observer):
+  """Runs a command after a step that is not finite, when the run goes back or fails, and when it ends.
+
+  Args:
+    command: a line for the shell.
+    directory: the run's directory.
+    line: prints a line.
+    limit_s: seconds after which a command is killed. The end of the run waits for about two commands.
+  """
+
+  def __init__(self, command: str, directory: Path, line: Callable[[str], object], limit_s: float = LIMIT_S):
+    self._command, self._directory, self._line, self._limit = command, directory, line, limit_s
+    self._events: queue.Queue[tuple[str, str, int] | None] = queue.Queue(_MOST_WAITING)
+    self._thread = threading.Thread(target=self._work, name='alerts', daemon=True)
+    self._step, self._has_failed = 0, False
+
+  @contextlib.contextmanager
+  def while_training(self, stop: StopSignals) -> Iterator[None]:
+    """Alerts of the error that ends the block; waits for the commands at the end, for a bounded time."""
+    if not is_primary_process():
+      yield
+      return
+    self._thread.start()
+    try:
+      yield
+    except GoBack as error:
+      self._alert('went_back', error.trouble.what)
+      raise
+    except BaseException as error:
+      self._alert('failed', f'{type(error).__name__}: {first_line(error)}')
+      raise
+    finally:
+      with contextlib.suppress(queue.Full):
+        self._events.put_nowait(None)
+      self._thread.join(2 * self._limit + 1)
+
+  def on_start(self, run: Run) -> None:
+    self._step = run.step
+
+  def on_resume(self, run: Run) -> None:
+    self._step = run.step
+
+  def on_nonfinite(self, step: int, what: str) -> None:
+    self._step = step
+    self._alert('nonfinite', what)
+
+  def on_end(self, run: Run) -> None:
+    self._step = run.step
+    self._alert('ended', f'the run ended after step {run.step} of {run.total_steps}: {run.ended_by}')
+
+  def _alert(self, event: str, message: str) -> None:
+    if is_primary_process():
+      with contextlib.suppress(queue.Full):  # Commands are so slow that the others are dropped.
+        self._events.put_nowait((event, message, self._step))
+
+  def _work(self) -> None:
+    while (item := self._events.get()) is not None:
+      event, message, step = item
+      names = {'EVENT': event, 'MESSAGE': message, 'RUN': str(self._directory), 'STEP': str(step)}
+      env = os.environ | {f'PRAXIS_LITE_{name}': value.replace('\0', '') for name, value in names.items()}
+      problem = _run_command(self._command, env, self._limit)
+      if problem and not self._has_failed:
+        self._has_failed = True
+        self._line(f'--alert_command: {problem}; training goes on, and further failures are not reported')
+
+
+def _run_command(command: str, env: dict[str, str], limit_s: float) -> str:
+  """Runs a command; returns what went wrong, or ''."""
+  quiet = subprocess.DEVNULL
+  try:
+    # A session of its own, so that Ctrl-C does not end it, and all that it has started can be killed.
+    process = subprocess.Popen(
+      command, shell=True, env=env, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+    )
+  except (OSError, ValueError) as error:
+    return first_line(error)
+  try:
+    code = process.wait(limit_s)
+  except subprocess.TimeoutExpired:
+    with contextlib.suppress(OSError):
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait(limit_s)
+    return f'the command took more than {limit_s:g} s, and was killed'
+  return f'the command ended with exit code {code}' if code else ''
