@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -323,3 +324,47 @@ def test_twenty_flips_of_each_kind(sizes):
     assert counts[kind, 'shared'] <= 2, counts  # A difference so small that rounding has removed it.
     if 3 in sizes.values():
       assert counts[kind, 'blamed'] >= 16, counts
+
+
+TWO = """
+import sys
+from praxis_lite.runs import Hook, initialize_distributed, run_train
+initialize_distributed(sys.argv[1], 2, int(sys.argv[2]))
+from planted_faults import Flip, flip_in_state
+from test_corruption import FlipAfter, W, replicated_run
+from praxis_lite.runs.corruption import CorruptionError
+
+class FlipThere(FlipAfter):
+  def on_step(self, run, metrics):
+    if run.step in self._steps:
+      self._steps.remove(run.step)
+      run.state = flip_in_state(run.state, Flip(W, 2, 5, 3))
+
+try:
+  result = run_train(replicated_run(4, save_interval_steps=3), sys.argv[3], hooks=[FlipThere(4)],
+                     check_replicas=2, on_corruption=sys.argv[4])
+  print('ended by', result.ended_by, result.step, flush=True)
+except CorruptionError as error:
+  print('blamed', error, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('answer', ['repeat', 'fail'])
+def test_of_two_processes_both_name_the_device_and_both_repeat_or_end(tmp_path, run_python, answer):
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    address = f'localhost:{probe.getsockname()[1]}'
+  processes = [run_python(TWO, address, str(i), str(tmp_path / 'run'), answer, devices=2) for i in range(2)]
+  outs = [process.communicate(timeout=300) for process in processes]
+  for out, err in outs:
+    last = out.splitlines()[-1] if out else err
+    if answer == 'repeat':
+      assert last == 'ended by done 9', err
+    else:
+      assert last.startswith('blamed step 6: replicas of the state differ in 1 array: mdl_vars.w; device '), err
+      assert 'process 1) differs from most' in last and saved_steps(tmp_path / 'run') == [3]
+  (known,) = read_faulty_devices(tmp_path / 'run')
+  assert (known.place, known.is_voted, known.is_quarantined) == (0, True, answer == 'fail')
+  if answer == 'repeat':
+    assert 'going back to step 3, and repeating the steps since' in outs[0][0]

@@ -39,6 +39,7 @@ from praxis_lite.common.errors import LostHostError, UserError, first_line
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import BUILDING_FILES, Client, service_client
 from praxis_lite.common.processes import last_progress, note_progress
+from praxis_lite.runs.trouble import GoBack
 
 # Seconds without a sign of life after which a host counts as lost.
 HANG_TIMEOUT_S = 300.0
@@ -124,6 +125,8 @@ class Watchdog:
     note_progress('start-up')
     try:
       yield
+    except GoBack:
+      raise  # Not a failure: all processes go back together, and go on.
     except BaseException as error:
       if _is_of_a_peer(error):
         self._suspects = True
